@@ -1,0 +1,37 @@
+"""The `moe-ckpt` command: its subcommands, and how errors reach the person at the terminal."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from ..errors import MoECheckpointError, UsageError
+from .digest import digest
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(package_name="megatron-moe-ckpt", prog_name="moe-ckpt")
+def commands() -> None:
+    """Look at MoE training checkpoints without a GPU, without torchrun, and without running anything stored in them.
+
+    \b
+    $ moe-ckpt digest checkpoints/          # which state did this run reach?
+    $ moe-ckpt digest --help
+    """
+
+
+commands.add_command(digest)
+
+
+def main() -> None:
+    """Runs `moe-ckpt`; exit code 0, 1 for a checkpoint that cannot be read, 2 for wrong usage."""
+    try:
+        commands(prog_name="moe-ckpt")
+    except MoECheckpointError as error:
+        click.echo(f"moe-ckpt: {error}", err=True)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+
+
+if __name__ == "__main__":
+    main()

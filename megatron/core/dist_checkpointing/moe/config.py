@@ -1,0 +1,119 @@
+"""Frozen dataclasses as the one source of flags, defaults and help, and the configuration of the subsystem."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+Config = TypeVar("Config")
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """How one dataclass field appears on the command line."""
+
+    help: str
+    name: str | None = None
+    choices: tuple[Any, ...] | None = None
+    metavar: str | None = None
+    repeatable: bool = False
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    name: str | None = None,
+    choices: Sequence[Any] | None = None,
+    metavar: str | None = None,
+    repeatable: bool = False,
+) -> Any:
+    """Declare a dataclass field that is also a command line flag.
+
+    `name` overrides the flag's spelling; a field that is True by default gets `--no-FIELD`. A tuple field takes
+    several values after one flag, or one value per occurrence when `repeatable`.
+    """
+    about = Flag(help, name, tuple(choices) if choices else None, metavar, repeatable)
+    return dataclasses.field(default=default, metadata={"flag": about})
+
+
+def add_flags(parser: argparse.ArgumentParser, config: type[Any], title: str, prefix: str = "") -> None:
+    """Add one argument group with a flag for each `flag` field of the dataclass `config`."""
+    group = parser.add_argument_group(title)
+    hints = typing.get_type_hints(config)
+    for field in dataclasses.fields(config):
+        about: Flag | None = field.metadata.get("flag")
+        if about is not None:
+            options = _argument_options(field, about, hints[field.name])
+            group.add_argument(flag_name(field, prefix), dest=_destination(field.name, prefix), **options)
+
+
+def from_namespace(config: type[Config], namespace: argparse.Namespace, prefix: str = "") -> Config:
+    """Build the dataclass `config` from the values that its flags got on the command line."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        if "flag" in field.metadata:
+            value = getattr(namespace, _destination(field.name, prefix))
+            values[field.name] = tuple(value) if isinstance(value, list) else value
+    return config(**values)
+
+
+def flag_name(field: dataclasses.Field[Any], prefix: str = "") -> str:
+    """The flag of a dataclass field as a user types it, such as `--no-mmap-bin-files`."""
+    about: Flag = field.metadata["flag"]
+    if about.name:
+        return about.name
+    negation = "no-" if field.default is True else ""
+    return f"--{negation}{prefix}{field.name.replace('_', '-')}"
+
+
+def _destination(name: str, prefix: str) -> str:
+    return f"{prefix.replace('-', '_')}{name}"
+
+
+def _argument_options(field: dataclasses.Field[Any], about: Flag, hint: Any) -> dict[str, Any]:
+    options: dict[str, Any] = {"help": about.help, "default": field.default}
+    kind, several = _value_type(hint)
+    if kind is bool:
+        options["action"] = "store_false" if field.default is True else "store_true"
+        return options
+    if field.default not in (None, ()):
+        options["help"] += f" (default: {_shown(field.default)})"
+    options |= {"type": kind, "metavar": about.metavar or (None if about.choices else kind.__name__.upper())}
+    if about.choices:
+        options["choices"] = about.choices
+    if several:
+        options |= {"action": "append"} if about.repeatable else {"nargs": "+"}
+        options["default"] = list(field.default)
+    return options
+
+
+def _value_type(hint: Any) -> tuple[type[Any], bool]:
+    """The scalar type behind `T`, `T | None` or `tuple[T, ...]`, and whether it takes several values."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        (hint,) = [part for part in typing.get_args(hint) if part is not type(None)]
+    if typing.get_origin(hint) is tuple:
+        return typing.get_args(hint)[0], True
+    return hint, False
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class MoECheckpointConfig:
+    """Settings of the checkpoint subsystem; the flags are these names behind `--moe-ckpt-`."""
+
+    PREFIX: typing.ClassVar[str] = "moe-ckpt-"
+
+    inject_fault: tuple[str, ...] = flag(
+        (),
+        "kill a rank with SIGKILL at a point of training, once per job; for drills and tests. Repeatable",
+        metavar="RANK@ITER[:PHASE]",
+        repeatable=True,
+    )

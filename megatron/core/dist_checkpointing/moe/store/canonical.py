@@ -1,0 +1,112 @@
+"""One byte string per value: what a checkpoint's objects are hashed as."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from enum import Enum
+from io import BytesIO
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+
+class Sink(Protocol):
+    """Takes bytes in order: a hasher, or something that counts."""
+
+    def update(self, data: bytes | memoryview, /) -> object: ...
+
+
+def feed(sink: Sink, value: Any) -> None:
+    """Feeds `value` to `sink` so that equal values give equal bytes, and different values different ones.
+
+    Dicts go by sorted key, lists and tuples alike, floats by their exact repr, tensors and arrays by dtype, shape and
+    raw bytes. Raises TypeError for a type whose content it does not know.
+    """
+    if isinstance(value, torch.Tensor):
+        feed_tensor(sink, value)
+    elif isinstance(value, np.ndarray | np.generic) and not isinstance(value, str | bytes | float):
+        feed_array(sink, np.asarray(value))
+    elif isinstance(value, dict):
+        _feed_sorted(sink, b"dict", [_encoded(key) + _encoded(item) for key, item in value.items()])
+    elif isinstance(value, set | frozenset):
+        _feed_sorted(sink, b"set", [_encoded(item) for item in value])
+    elif isinstance(value, list | tuple):
+        _frame(sink, b"list", str(len(value)).encode())
+        for item in value:
+            feed(sink, item)
+    else:
+        _frame(sink, *_scalar(value))
+
+
+def feed_tensor(sink: Sink, tensor: torch.Tensor) -> None:
+    """Feeds dtype, shape and raw bytes of a dense tensor."""
+    _frame(sink, b"tensor", str(tensor.dtype).encode(), repr(tuple(tensor.shape)).encode())
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    sink.update(flat.view(torch.uint8).numpy().data)
+
+
+def feed_array(sink: Sink, array: np.ndarray[Any, Any]) -> None:
+    """Feeds dtype, shape and raw bytes of an array. Raises TypeError for arrays of objects."""
+    if array.dtype.hasobject:
+        raise TypeError("an array of Python objects has no defined bytes")
+    _frame(sink, b"array", array.dtype.str.encode(), repr(array.shape).encode())
+    sink.update(array.tobytes())
+
+
+def _scalar(value: Any) -> tuple[bytes, bytes]:
+    if isinstance(value, Enum):
+        return b"enum", type(value).__name__.encode() + b"." + value.name.encode()
+    if value is None or isinstance(value, bool | int | float | complex):
+        return type(value).__name__.encode(), repr(value).encode()
+    if isinstance(value, str):
+        return b"str", value.encode("utf-8", "surrogatepass")
+    if isinstance(value, bytes | bytearray):
+        return b"bytes", bytes(value)
+    if isinstance(value, BytesIO):
+        return b"bytes", value.getvalue()
+    if isinstance(value, torch.dtype | torch.device):
+        return b"torch", str(value).encode()
+    if isinstance(value, Namespace | SimpleNamespace):
+        return b"namespace", _encoded(vars(value))
+    raise TypeError(f"an object of {type(value).__module__}.{type(value).__qualname__} has no defined bytes")
+
+
+class _Buffer:
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+
+    def update(self, data: bytes | memoryview, /) -> None:
+        self.parts.append(bytes(data))
+
+
+def _encoded(value: Any) -> bytes:
+    buffer = _Buffer()
+    feed(buffer, value)
+    return b"".join(buffer.parts)
+
+
+def _feed_sorted(sink: Sink, tag: bytes, encodings: list[bytes]) -> None:
+    _frame(sink, tag, str(len(encodings)).encode())
+    for encoding in sorted(encodings):
+        _frame(sink, encoding)
+
+
+def _frame(sink: Sink, *parts: bytes) -> None:
+    for part in parts:
+        sink.update(len(part).to_bytes(8, "little"))
+        sink.update(part)
+
+
+def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yields (keys joined with dots, leaf) of nested dicts, lists and namespaces; an empty container is a leaf."""
+    if isinstance(value, Namespace | SimpleNamespace):
+        value = vars(value)
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    nested = [(key, item) for key, item in items]
+    if not nested:
+        yield ".".join(path), value
+    for key, item in nested:
+        yield from leaves(item, (*path, str(key)))

@@ -1,0 +1,56 @@
+"""Builds the pieces of a training job from its configuration."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.core.dist_checkpointing.moe.errors import UsageError as FaultUsageError
+from megatron.core.dist_checkpointing.moe.runtime.faults import FaultInjector, check_fault_ranks, parse_fault
+from megatron.pretrain.checkpoint.state import Progress, TrainingState
+from megatron.pretrain.config import PretrainConfig
+from megatron.pretrain.errors import UsageError
+from megatron.pretrain.initialize import Launch
+from megatron.pretrain.metrics import Metrics
+from megatron.pretrain.model import build_model, build_transformer_config
+from megatron.pretrain.optimization import build_optimizer, build_scheduler
+from megatron.pretrain.tokenizer import Tokenizer, padded_vocab_size
+
+
+def build_state(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[TrainingState, TransformerConfig]:
+    """The freshly initialized training state of this rank, and the configuration that its modules share."""
+    transformer = build_transformer_config(config)
+    vocab_size = padded_vocab_size(
+        tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
+    )
+    config.flat.padded_vocab_size = vocab_size
+    chunks = build_model(config, transformer, vocab_size)
+    optimizer = build_optimizer(config, chunks)
+    return TrainingState(config, chunks, optimizer, build_scheduler(config, optimizer), Progress()), transformer
+
+
+def build_metrics(config: PretrainConfig) -> Metrics:
+    """The writer of this rank's numbers. Raises UsageError if a file cannot be opened."""
+    training = config.training
+    try:
+        return Metrics(
+            is_last_rank=torch.distributed.get_rank() == torch.distributed.get_world_size() - 1,
+            train_iters=training.train_iters or 0,
+            jsonl=training.metrics_jsonl,
+            tensorboard_dir=training.tensorboard_dir,
+        )
+    except OSError as error:
+        raise UsageError(f"--metrics-jsonl or --tensorboard-dir cannot be written: {error}") from error
+
+
+def build_faults(config: PretrainConfig, launch: Launch) -> FaultInjector:
+    """The fault injector of this rank; what it fired is remembered across restarts of the job."""
+    try:
+        points = [parse_fault(text) for text in config.moe_checkpoint.inject_fault]
+        check_fault_ranks(points, launch.world_size)
+    except FaultUsageError as error:
+        raise UsageError(f"--moe-ckpt-inject-fault: {error}") from error
+    return FaultInjector(points, launch.rank, Path(tempfile.gettempdir()) / f"moe-ckpt-faults-{launch.job_id}")

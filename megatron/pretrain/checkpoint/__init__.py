@@ -1,0 +1,1 @@
+"""Dense checkpoints in Megatron's own `torch_dist` format."""

@@ -1,0 +1,97 @@
+"""The layout of a `--save` directory: tracker, iteration folders, commit by rename, retention."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.moe.store.atomic import sync_directory, write_atomically
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_ITERATION = re.compile(r"iter_(\d{7,})")
+_STAGED = re.compile(r"\.iter_(\d{7,})\.(saving|removing)")
+
+
+class CheckpointDirectory:
+    """A folder of checkpoints as Megatron lays it out.
+
+    An iteration is written into a hidden staging folder and published by renaming it to `iter_%07d`; the tracker
+    is replaced afterwards, so at every moment it names a checkpoint that is complete.
+    """
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
+
+    def folder(self, iteration: int) -> Path:
+        """Where the checkpoint of `iteration` is, once published."""
+        return self.root / f"iter_{iteration:07d}"
+
+    def iterations(self) -> list[int]:
+        """Published iterations, newest first; whether they are complete is another question."""
+        if not self.root.is_dir():
+            return []
+        matches = (_ITERATION.fullmatch(entry.name) for entry in self.root.iterdir() if entry.is_dir())
+        return sorted((int(match[1]) for match in matches if match), reverse=True)
+
+    def tracked(self) -> int | None:
+        """The iteration that the tracker names, or None without a tracker. Raises ValueError if it names none."""
+        try:
+            text = (self.root / TRACKER).read_text().strip()
+        except FileNotFoundError:
+            return None
+        if not text.isdigit():
+            raise ValueError(f"{self.root / TRACKER} says {text[:40]!r} where an iteration should be")
+        return int(text)
+
+    def candidates(self) -> list[int]:
+        """Iterations to try when resuming, best first: the tracked one, then older ones.
+
+        Without a tracker every published iteration counts, newest first. Newer iterations than the tracked one were
+        never announced as complete, so they are not candidates.
+        """
+        tracked = self.tracked()
+        if tracked is None:
+            return self.iterations()
+        older = [iteration for iteration in self.iterations() if iteration < tracked]
+        return [tracked, *older]
+
+    def stage(self, iteration: int) -> Path:
+        """An empty hidden folder to write `iteration` into. Raises OSError."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._sweep()
+        staging = self.root / f".iter_{iteration:07d}.saving"
+        staging.mkdir()
+        return staging
+
+    def publish(self, iteration: int) -> None:
+        """Make the staged `iteration` visible and point the tracker at it. Raises OSError."""
+        staging, final = self.root / f".iter_{iteration:07d}.saving", self.folder(iteration)
+        sync_directory(staging)
+        if final.exists():
+            final.rename(self.root / f".iter_{iteration:07d}.removing")
+        os.rename(staging, final)
+        sync_directory(self.root)
+        write_atomically(self.root / TRACKER, str(iteration).encode())
+
+    def discard(self, iteration: int) -> None:
+        """Remove what a failed save of `iteration` left behind, as far as the file system lets us."""
+        shutil.rmtree(self.root / f".iter_{iteration:07d}.saving", ignore_errors=True)
+
+    def retain(self, keep_last: int) -> list[int]:
+        """Remove all but the newest `keep_last` iterations, never the tracked one; returns what was removed."""
+        tracked = self.tracked()
+        surplus = [iteration for iteration in self.iterations()[keep_last:] if iteration != tracked]
+        for iteration in surplus:
+            # Renamed first, so that a crash in between leaves no half-deleted checkpoint that looks like one.
+            condemned = self.root / f".iter_{iteration:07d}.removing"
+            shutil.rmtree(condemned, ignore_errors=True)
+            self.folder(iteration).rename(condemned)
+        self._sweep()
+        return surplus
+
+    def _sweep(self) -> None:
+        for entry in self.root.iterdir():
+            if _STAGED.fullmatch(entry.name):
+                shutil.rmtree(entry, ignore_errors=True)

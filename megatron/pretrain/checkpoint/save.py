@@ -1,0 +1,137 @@
+"""Saves dense checkpoints, in the foreground or beside training, without ever ending the training."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+
+from megatron.core.dist_checkpointing.moe.store.atomic import write_atomically
+from megatron.pretrain.agreement import RankFailure, on_rank_zero
+from megatron.pretrain.checkpoint.directory import CheckpointDirectory
+from megatron.pretrain.checkpoint.state import Parts, TrainingState, content_metadata, gather_parameters, sharded_state_dict
+from megatron.pretrain.checkpoint.writer import ShardWriter, plan_shards
+
+log = logging.getLogger(__name__)
+
+SAVE_ERRORS = (OSError, RankFailure)
+
+
+@dataclasses.dataclass
+class _Pending:
+    iteration: int
+    shards: ShardWriter
+    started_at: float
+
+
+class Saver:
+    """Saves to one directory; every method is a collective over all ranks.
+
+    A checkpoint that cannot be written is reported and counted in `failures`; training goes on, and older
+    checkpoints stay as they are.
+    """
+
+    def __init__(self, state: TrainingState) -> None:
+        checkpoint = state.config.checkpoint
+        assert checkpoint.save is not None
+        self._state = state
+        self._directory = CheckpointDirectory(checkpoint.save)
+        self._pending: _Pending | None = None
+        self._structure_checked = False
+        self.saved_iteration: int | None = None
+        self.failures = 0
+
+    def save(self) -> None:
+        """Save the state as it is now; with `--async-save` the writing goes on beside training."""
+        self.wait()
+        iteration, started_at = self._state.progress.iteration, time.monotonic()
+        try:
+            pending = _Pending(iteration, self._prepare(iteration), started_at)
+            if self._state.config.checkpoint.async_save:
+                pending.shards.start()
+            else:
+                pending.shards.run()
+        except SAVE_ERRORS as error:
+            self._report_failure(iteration, error)
+            return
+        self._pending = pending
+        if not self._state.config.checkpoint.async_save:
+            self.wait()
+
+    def poll(self) -> None:
+        """Finish a save that was started earlier, if every rank has written its part."""
+        if self._pending is None:
+            return
+        unfinished = torch.tensor([int(not self._pending.shards.is_done())], device=torch.cuda.current_device())
+        torch.distributed.all_reduce(unfinished, op=torch.distributed.ReduceOp.MAX)
+        if not unfinished.item():
+            self.wait()
+
+    def wait(self) -> None:
+        """Finish a save that was started earlier, waiting for it."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            pending.shards.finish()
+            removed = on_rank_zero(lambda: self._publish(pending.iteration))
+        except SAVE_ERRORS as error:
+            self._report_failure(pending.iteration, error)
+            return
+        self.saved_iteration = pending.iteration
+        elapsed_s = time.monotonic() - pending.started_at
+        log.info("saved checkpoint of iteration %d to %s in %.2f s", pending.iteration, self._directory.root, elapsed_s)
+        if removed:
+            log.info("removed checkpoints of iterations %s (--keep-last)", ", ".join(map(str, removed)))
+
+    def _prepare(self, iteration: int) -> ShardWriter:
+        """Stage everything but the shards, and plan those."""
+        config = self._state.config
+        folder = Path(on_rank_zero(lambda: str(self._directory.stage(iteration))))
+        gather_parameters(self._state)
+        metadata = content_metadata(config)
+        parts = Parts(optimizer=config.checkpoint.save_optim, rng=config.checkpoint.save_rng)
+        state_dict = sharded_state_dict(self._state, metadata, parts) | {"content_metadata": metadata}
+        sharded, common = save_preprocess(state_dict, validate_access_integrity=not self._structure_checked)
+        self._structure_checked = True
+        on_rank_zero(lambda: write_atomically(folder / COMMON_STATE_FNAME, _serialized(common)))
+        group = None
+        if config.checkpoint.ckpt_fully_parallel_save:
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return plan_shards(sharded, folder, fully_parallel_group=group)
+
+    def _publish(self, iteration: int) -> list[int]:
+        staging = self._directory.root / f".iter_{iteration:07d}.saving"
+        marker = json.dumps(dataclasses.asdict(CheckpointingConfig("torch_dist", 1)))
+        write_atomically(staging / CONFIG_FNAME, marker.encode())
+        self._directory.publish(iteration)
+        keep_last = self._state.config.checkpoint.keep_last
+        return self._directory.retain(keep_last) if keep_last else []
+
+    def _report_failure(self, iteration: int, error: Exception) -> None:
+        self.failures += 1
+        log.error(
+            "checkpoint of iteration %d was NOT saved to %s: %s; training goes on, the last saved iteration is %s",
+            iteration,
+            self._directory.root,
+            error,
+            self.saved_iteration,
+        )
+        if torch.distributed.get_rank() == 0:
+            self._directory.discard(iteration)
+
+
+def _serialized(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()

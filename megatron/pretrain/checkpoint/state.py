@@ -1,0 +1,164 @@
+"""The training state of a rank as Megatron's sharded state dict, and back."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+from typing import Any
+
+import numpy
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import unwrap_model
+
+from megatron.pretrain.config import PretrainConfig
+from megatron.pretrain.optimization import separate_steps
+
+CHECKPOINT_VERSION = 3.0
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far training has come; all counts are of the whole job."""
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingState:
+    """Everything that a checkpoint holds: live objects, changed in place by training and by loading."""
+
+    config: PretrainConfig
+    chunks: list[torch.nn.Module]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    progress: Progress
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Which parts of the training state are saved or loaded besides the weights."""
+
+    optimizer: bool = True
+    rng: bool = True
+
+
+def gather_parameters(state: TrainingState) -> None:
+    """Make the compute weights of this step whole: with `--overlap-param-gather` the next forward would do it."""
+    if state.config.parallel.overlap_param_gather:
+        for chunk in state.chunks:
+            chunk.start_param_sync(force_sync=True)
+
+
+def content_metadata(config: PretrainConfig) -> dict[str, Any]:
+    """How the state dict is laid out; Megatron stores it in the checkpoint and follows it when loading."""
+    metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if config.parallel.use_distributed_optimizer:
+        reshardable = config.checkpoint.dist_ckpt_optim_fully_reshardable
+        metadata["distrib_optim_sharding_type"] = "fully_reshardable" if reshardable else "dp_reshardable"
+        if reshardable:
+            metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+    return metadata
+
+
+def sharded_state_dict(
+    state: TrainingState, metadata: dict[str, Any], parts: Parts, *, is_loading: bool = False
+) -> dict[str, Any]:
+    """Megatron's sharded state dict of the live state, under the keys that stock Megatron uses."""
+    metadata = metadata | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    result: dict[str, Any] = {}
+    if not is_loading:
+        result |= _plain_values(state)
+    chunks = unwrap_model(state.chunks)
+    for index, chunk in enumerate(chunks):
+        result[_chunk_key(index, len(chunks))] = chunk.sharded_state_dict(metadata=metadata)
+    if parts.optimizer:
+        result["optimizer"] = state.optimizer.sharded_state_dict(result, is_loading=is_loading, metadata=metadata)
+        result["opt_param_scheduler"] = state.scheduler.state_dict()
+    if parts.rng:
+        result["rng_state"] = _rng_shard(state.config)
+    return result
+
+
+@torch.no_grad()
+def apply_state_dict(state: TrainingState, loaded: dict[str, Any], parts: Parts) -> None:
+    """Write what `dist_checkpointing.load` returned into the live objects."""
+    chunks = unwrap_model(state.chunks)
+    for index, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[_chunk_key(index, len(chunks))])
+    if parts.optimizer:
+        state.optimizer.load_state_dict(loaded["optimizer"])
+        separate_steps(state.optimizer)
+        state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    else:
+        # Master weights are still those of the initialization; take them from the loaded compute weights.
+        state.optimizer.reload_model_params()
+    if parts.rng:
+        _restore_rng(loaded["rng_state"], state.config)
+    if not state.config.checkpoint.finetune:
+        recorded = loaded.get("args", argparse.Namespace())
+        state.progress.iteration = loaded["iteration"]
+        state.progress.consumed_train_samples = getattr(recorded, "consumed_train_samples", 0)
+        state.progress.consumed_valid_samples = getattr(recorded, "consumed_valid_samples", 0)
+
+
+def _plain_values(state: TrainingState) -> dict[str, Any]:
+    progress = state.progress
+    arguments = vars(state.config.flat) | {
+        "iteration": progress.iteration,
+        "consumed_train_samples": progress.consumed_train_samples,
+        "consumed_valid_samples": progress.consumed_valid_samples,
+    }
+    return {
+        "args": argparse.Namespace(**arguments),
+        "checkpoint_version": CHECKPOINT_VERSION,
+        "iteration": progress.iteration,
+        "num_floating_point_operations_so_far": 0,
+    }
+
+
+def _chunk_key(index: int, chunks: int) -> str:
+    return "model" if chunks == 1 else f"model{index}"
+
+
+def _rng_shard(config: PretrainConfig) -> ShardedObject:
+    """Random states, sharded as stock Megatron does: with experts every data-parallel rank has its own."""
+    states = {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": numpy.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(),
+        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    shape = [parallel_state.get_pipeline_model_parallel_world_size()]
+    place = [parallel_state.get_pipeline_model_parallel_rank()]
+    shape.append(parallel_state.get_tensor_model_parallel_world_size())
+    place.append(parallel_state.get_tensor_model_parallel_rank())
+    data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    if sharded_by_data_parallel(config.flat):
+        shape.append(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
+        place.append(data_rank)
+        data_rank = 0
+    return ShardedObject("rng_state", [states], tuple(shape), tuple(place), replica_id=data_rank)
+
+
+def sharded_by_data_parallel(arguments: argparse.Namespace) -> bool:
+    """Whether a checkpoint with these arguments has one random state per data-parallel rank."""
+    return arguments.expert_model_parallel_size > 1 or getattr(arguments, "data_parallel_random_init", False)
+
+
+def _restore_rng(saved: list[dict[str, Any]], config: PretrainConfig) -> None:
+    # Stock Megatron with --data-parallel-random-init keeps the states of all data-parallel ranks in one list.
+    index = parallel_state.get_data_parallel_rank() if len(saved) > 1 else 0
+    states = saved[index]
+    random.setstate(states["random_rng_state"])
+    numpy.random.set_state(states["np_rng_state"])
+    torch.set_rng_state(states["torch_rng_state"])
+    torch.cuda.set_rng_state(states["cuda_rng_state"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["rng_tracker_states"])

@@ -1,0 +1,165 @@
+"""Writes the shards of one checkpoint, in the foreground or in a forked process beside training."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import queue
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+from megatron.pretrain.agreement import on_rank_zero, raise_together
+
+WRITE_TIMEOUT_S = 3600.0
+_PR_SET_PDEATHSIG = 1
+
+
+class ShardWriter:
+    """The shards of this rank, planned and staged in host memory, on their way to storage.
+
+    Sequence: `run` or `start`; with `start`, `is_done` until it is true on every rank; then `finish`. Core's own
+    runner forks a process per file and a manager process, blocks for ever when one of them is killed, and lets a
+    failed metadata write strand all other ranks; this one reports each of those as an error on every rank.
+    """
+
+    def __init__(self, writer: FileSystemWriterAsync, metadata: Any) -> None:
+        self._writer = writer
+        self._metadata = metadata
+        self._process: Any = None
+        self._connection: multiprocessing.connection.Connection | None = None
+        self._outcome: Any = None
+
+    def run(self) -> None:
+        """Write now, in this process."""
+        self._outcome = _write_buckets(self._staged(), self._transforms())
+
+    def start(self) -> None:
+        """Write in a forked process, which holds the memory as it is at this moment."""
+        context = multiprocessing.get_context("fork")
+        self._connection, remote = context.Pipe(duplex=False)
+        self._process = context.Process(
+            target=_write_and_send, args=(self._staged(), self._transforms(), remote), daemon=True
+        )
+        self._process.start()
+        remote.close()
+
+    def is_done(self) -> bool:
+        """Whether this rank has nothing left to write."""
+        return self._process is None or not self._process.is_alive() or self._received()
+
+    def finish(self) -> None:
+        """Wait for the shards and write the index of the checkpoint; a collective over all ranks.
+
+        Raises RankFailure on every rank if any rank failed to write, OSError if rank 0 could not write the index.
+        """
+        if self._process is not None:
+            self._await_process()
+        failed = isinstance(self._outcome, str)
+        raise_together(self._outcome if failed else None)
+        results: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(self._outcome, results if dist.get_rank() == 0 else None, dst=0)
+        on_rank_zero(lambda: self._writer.finish(self._metadata, results))
+
+    def _staged(self) -> list[Any]:
+        buckets: list[Any] = FileSystemWriterAsync.preload_tensors(self._writer.write_buckets or [])
+        return buckets
+
+    def _transforms(self) -> list[Any]:
+        return [self._writer.transforms] if hasattr(self._writer, "transforms") else []
+
+    def _received(self) -> bool:
+        if self._outcome is None and self._connection is not None and self._connection.poll():
+            try:
+                self._outcome = self._connection.recv()
+            except EOFError:
+                self._outcome = "the process that writes the checkpoint ended without a result"
+        return self._outcome is not None
+
+    def _await_process(self) -> None:
+        assert self._connection is not None
+        if self._outcome is None and not self._connection.poll(WRITE_TIMEOUT_S):
+            self._process.kill()
+            self._outcome = f"writing the checkpoint took longer than {WRITE_TIMEOUT_S:.0f} s"
+        self._received()
+        self._process.join()
+
+
+class DenseSaveStrategy(TorchDistSaveShardedStrategy):
+    """Core's `torch_dist` strategy that hands out a ShardWriter instead of running the write itself."""
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1, thread_count=1)
+        self.writer: ShardWriter | None = None
+
+    def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, plan: tuple[Any, ...]) -> AsyncRequest:
+        _, metadata, _ = plan
+        self.writer = ShardWriter(writer, metadata)
+        return AsyncRequest(async_fn=None, async_fn_args=(), finalize_fns=[])
+
+
+def plan_shards(sharded_state_dict: dict[str, Any], folder: Path, *, fully_parallel_group: Any | None) -> ShardWriter:
+    """Decide which rank writes which bytes and stage this rank's; a collective over all ranks.
+
+    With `fully_parallel_group` replicas in that process group share the writing evenly.
+    """
+    strategy = DenseSaveStrategy()
+    save: Any = strategy
+    if fully_parallel_group is not None:
+        save = FullyParallelSaveStrategyWrapper(strategy, fully_parallel_group)
+    with _no_manager_process():
+        save.async_save(sharded_state_dict, folder)
+    assert strategy.writer is not None
+    return strategy.writer
+
+
+@contextlib.contextmanager
+def _no_manager_process() -> Iterator[None]:
+    """Keep core (checked: 0.16.1) from starting a manager process for a results queue that is not used here.
+
+    Starting one imports torch anew on every rank, which takes longer than many a save.
+    """
+    original = filesystem_async._get_write_results_queue
+    filesystem_async._get_write_results_queue = lambda: None
+    try:
+        yield
+    finally:
+        filesystem_async._get_write_results_queue = original
+
+
+def _write_buckets(buckets: list[Any], transforms: list[Any]) -> Any:
+    """Write result of every item, or the reason of the first failure as text."""
+    results: list[Any] = []
+    for bucket in buckets:
+        answers: queue.Queue[Any] = queue.Queue()
+        counter: queue.Queue[int] = queue.Queue()
+        counter.put(0)
+        FileSystemWriterAsync.write_preloaded_data(transforms, 0, bucket, answers, counter, use_fsync=True)
+        _, answer = answers.get_nowait()
+        if isinstance(answer, Exception):
+            return f"{type(answer).__name__}: {answer}"
+        results.extend(answer)
+    return results
+
+
+def _write_and_send(buckets: list[Any], transforms: list[Any], remote: multiprocessing.connection.Connection) -> None:
+    # This process inherits the trainer's sockets: if it outlived a killed trainer, the peers would not notice the loss.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # Threads do not survive a fork: a parallel kernel would wait for workers that do not exist.
+    torch.set_num_threads(1)
+    remote.send(_write_buckets(buckets, transforms))
+    remote.close()
+
+

@@ -1,0 +1,45 @@
+"""How a worker ends: what it says, and with which exit code, when training did not reach its end."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from megatron.pretrain.errors import PretrainError, TrainingFailure
+from megatron.pretrain.initialize import VERDICT_FILE, Launch
+
+log = logging.getLogger(__name__)
+
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+
+
+def exit_code_of(error: Exception, launch: Launch) -> int:
+    """Say what went wrong, once for the job where all ranks know it, and return the exit code of this worker.
+
+    Anything that is neither an error for people nor the loss of a peer is raised again: its traceback is needed.
+    """
+    if isinstance(error, TrainingFailure):
+        log.critical("rank %d: %s", launch.rank, error)
+        return error.exit_code
+    if isinstance(error, PretrainError):
+        log.error("%s", error)
+        return _final(error.exit_code, launch)
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_PEER):
+        log.critical("rank %d: lost a peer in a collective; leaving, so that the job can be restarted", launch.rank)
+        return TrainingFailure.exit_code
+    raise error
+
+
+def _final(exit_code: int, launch: Launch) -> int:
+    """An exit code that no restart can change: handed to our launcher if that started the job.
+
+    torchrun restarts workers that fail, whatever the reason; so they end as if in peace, and the launcher, which
+    reads the verdict, ends with the code.
+    """
+    verdict = os.environ.get(VERDICT_FILE)
+    if verdict is None:
+        return exit_code
+    if launch.rank == 0:
+        Path(verdict).write_text(str(exit_code))
+    return 0

@@ -1,0 +1,120 @@
+"""Starts the process groups and random states of a rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.util
+import os
+import random
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from megatron.pretrain.config import PretrainConfig
+from megatron.pretrain.config.validate import Environment, virtual_pipeline_size
+
+
+VERDICT_FILE = "MOE_CKPT_LAUNCH_VERDICT"
+"""Environment variable with the file in which a worker leaves an exit code that restarts cannot change."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Place of this process in the job, as torchrun's environment variables say; one process without torchrun."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    attempt: int
+    job_id: str
+
+    @staticmethod
+    def from_environment() -> Launch:
+        number = {name: int(os.environ.get(name, default)) for name, default in _LAUNCH_DEFAULTS.items()}
+        return Launch(
+            rank=number["RANK"],
+            world_size=number["WORLD_SIZE"],
+            local_rank=number["LOCAL_RANK"],
+            attempt=number["TORCHELASTIC_RESTART_COUNT"],
+            job_id=_job_id(),
+        )
+
+
+_LAUNCH_DEFAULTS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0"}
+
+
+def _job_id() -> str:
+    """A name that all attempts of one job share and two jobs do not: torchrun's run id, or its process."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return f"agent-{os.getppid()}" if run_id == "none" else run_id
+
+
+def probe_environment(world_size: int) -> Environment:
+    """What this machine offers to a job of `world_size` ranks."""
+    return Environment(
+        world_size=world_size,
+        cuda=torch.cuda.is_available(),
+        transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
+    )
+
+
+def initialize(config: PretrainConfig, launch: Launch) -> None:
+    """Select the device, start torch.distributed and Megatron's process groups, and seed everything.
+
+    On `--device cpu` this installs `cpu_device`; on `cuda` that module is not even imported.
+    """
+    layout = config.parallel
+    if layout.device == "cpu":
+        from megatron.pretrain import cpu_device
+
+        cpu_device.install()
+    else:
+        torch.cuda.set_device(launch.local_rank)
+    timeout = datetime.timedelta(minutes=layout.distributed_timeout_minutes)
+    _start_process_group(str(layout.distributed_backend), launch, timeout)
+
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_pipeline_size(config),
+        context_parallel_size=layout.context_parallel_size,
+        expert_model_parallel_size=layout.expert_model_parallel_size,
+        expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
+        distributed_timeout_minutes=layout.distributed_timeout_minutes,
+        create_gloo_process_groups=layout.distributed_backend == "nccl",
+    )
+    _seed(config.training.seed, config.training.data_parallel_random_init)
+
+
+def shut_down() -> None:
+    """Leave the process groups, so that no other rank waits for this one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _start_process_group(backend: str, launch: Launch, timeout: datetime.timedelta) -> None:
+    if "MASTER_ADDR" not in os.environ:
+        store: dist.Store = dist.HashStore()
+    else:
+        store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
+        # torch 2.13 keeps one store over all restarts of a job; without a prefix of its own, a restarted worker
+        # would try to reach the addresses of the workers that died.
+        store = dist.PrefixStore(f"attempt_{launch.attempt}", store)
+    dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+
+
+def _seed(seed: int, different_per_data_parallel_rank: bool) -> None:
+    from megatron.core import parallel_state, tensor_parallel
+
+    # Pipeline stages hold different layers, so they must not draw the same weights.
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    if different_per_data_parallel_rank:
+        seed += 10 * parallel_state.get_data_parallel_rank()
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)

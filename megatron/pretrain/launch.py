@@ -1,0 +1,110 @@
+"""Starts a job on this machine with torchrun's elastic agents: flags are judged first, failures are told in a line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from megatron.pretrain.config import parse_config
+from megatron.pretrain.config.validate import resolve
+from megatron.pretrain.errors import PretrainError
+from megatron.pretrain.initialize import VERDICT_FILE, probe_environment
+
+MONITOR_INTERVAL_S = 0.1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code of the job: 0, 2 for flags and inputs that cannot work, 1 when the restarts are used up."""
+    options = _parse(argv)
+    if options.rdzv_endpoint is not None:
+        return _run_agent(options)
+    try:
+        resolve(parse_config(options.flags), probe_environment(options.nproc_per_node * options.nnodes))
+    except PretrainError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    with tempfile.TemporaryDirectory(prefix="moe-ckpt-launch-") as folder:
+        verdict = Path(folder) / "verdict"
+        os.environ[VERDICT_FILE] = str(verdict)
+        code = _run_nodes(options)
+        return int(verdict.read_text()) if verdict.exists() else code
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m megatron.pretrain.launch", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--nproc-per-node", type=int, required=True, help="processes per node")
+    parser.add_argument("--nnodes", type=int, default=1, help="nodes, each played by an agent on this machine")
+    parser.add_argument("--max-restarts", type=int, default=3, help="restarts of all workers after a failure")
+    parser.add_argument("--rdzv-endpoint", help=argparse.SUPPRESS)
+    parser.add_argument("--rdzv-id", default=f"local-{uuid.uuid4().hex[:12]}", help=argparse.SUPPRESS)
+    parser.add_argument("script", help="the training script")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="its flags")
+    return parser.parse_args(argv)
+
+
+def _run_nodes(options: argparse.Namespace) -> int:
+    """Run one agent per node to its end; the worst exit code of them."""
+    options.rdzv_endpoint = f"localhost:{_free_port()}"
+    if options.nnodes == 1:
+        return _run_agent(options)
+    command = [sys.executable, "-m", "megatron.pretrain.launch"]
+    for name in ("nproc_per_node", "nnodes", "max_restarts", "rdzv_endpoint", "rdzv_id"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    agents = [subprocess.Popen([*command, options.script, *options.flags]) for _ in range(options.nnodes)]
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        for agent in agents:
+            agent.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, forward)
+    return max(abs(agent.wait()) for agent in agents)
+
+
+def _run_agent(options: argparse.Namespace) -> int:
+    # A fresh store per round of the rendezvous: one shared over restarts still holds the addresses of dead workers.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    config = LaunchConfig(
+        min_nodes=options.nnodes,
+        max_nodes=options.nnodes,
+        nproc_per_node=options.nproc_per_node,
+        run_id=options.rdzv_id,
+        rdzv_backend="c10d",
+        rdzv_endpoint=options.rdzv_endpoint,
+        max_restarts=options.max_restarts,
+        monitor_interval=MONITOR_INTERVAL_S,
+        start_method="spawn",
+    )
+    try:
+        elastic_launch(config, sys.executable)("-u", options.script, *options.flags)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        sys.stderr.write(
+            f"training failed after {options.max_restarts} restarts: rank {rank} ended with exit code {failure.exitcode}; "
+            "its last lines above say why\n"
+        )
+        return 1
+    return 0
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

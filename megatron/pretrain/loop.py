@@ -1,0 +1,241 @@
+"""The training loop: iterations, evaluation, checkpoints, the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import logging
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, track_moe_metrics
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.core.dist_checkpointing.moe.runtime.faults import FaultInjector, Phase
+from megatron.pretrain.batches import Datasets, evaluation_iterators, forward_step, training_iterators
+from megatron.pretrain.checkpoint.save import Saver
+from megatron.pretrain.checkpoint.state import TrainingState, gather_parameters
+from megatron.pretrain.errors import TrainingFailure
+from megatron.pretrain.initialize import Launch
+from megatron.pretrain.metrics import IterationReport, Metrics
+from megatron.pretrain.stopping import StopConditions
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """Outcome of one optimizer step on this rank."""
+
+    lm_loss: float | None
+    grad_norm: float | None
+    skipped: bool
+
+
+class Trainer:
+    """Trains to `--train-iters`; all methods are collectives over all ranks."""
+
+    def __init__(
+        self,
+        state: TrainingState,
+        transformer: TransformerConfig,
+        datasets: Datasets,
+        metrics: Metrics,
+        faults: FaultInjector,
+    ) -> None:
+        training = state.config.training
+        self._state, self._transformer, self._datasets = state, transformer, datasets
+        self._metrics, self._faults = metrics, faults
+        self._saver = Saver(state) if state.config.checkpoint.save else None
+        self._stop = StopConditions(training)
+        assert training.global_batch_size and training.micro_batch_size
+        data_parallel = parallel_state.get_data_parallel_world_size()
+        self._microbatches = training.global_batch_size // (training.micro_batch_size * data_parallel)
+        transformer.grad_scale_func = state.optimizer.scale_loss
+
+    def run(self) -> None:
+        """Train from the current progress to the end, or to an exit condition."""
+        state, progress = self._state, self._state.progress
+        batches = training_iterators(state.config, self._datasets, progress)
+        for chunk in state.chunks:
+            chunk.train()
+        reason = None
+        while progress.iteration < (state.config.training.train_iters or 0) and reason is None:
+            self._iterate(batches)
+            reason = self._stop.reason(progress.iteration)
+        if reason is not None:
+            log.info("leaving training at iteration %d: %s", progress.iteration, reason)
+        if self._saver is not None:
+            if progress.iteration and self._saver.saved_iteration != progress.iteration:
+                self._save()
+            self._saver.wait()
+        if reason is None:
+            self._evaluate("test", self._datasets.test, 0)
+
+    def _iterate(self, batches: Any) -> None:
+        state, progress = self._state, self._state.progress
+        training, started_at = state.config.training, time.monotonic()
+        iteration = progress.iteration + 1
+        self._faults.reached(iteration, Phase.START)
+        step = self._train_step(iteration, batches)
+        progress.iteration = iteration
+        progress.consumed_train_samples += training.global_batch_size or 0
+        trained_at = time.monotonic()
+        self._checkpoint_if_due()
+        now = time.monotonic()
+        report = IterationReport(
+            iteration=iteration,
+            consumed_train_samples=progress.consumed_train_samples,
+            lm_loss=step.lm_loss,
+            grad_norm=step.grad_norm,
+            learning_rate=get_canonical_lr_for_logging(state.optimizer.param_groups),
+            loss_scale=float(state.optimizer.get_loss_scale().item()),
+            skipped=step.skipped,
+            iteration_time_s=now - started_at,
+            stall_s=now - trained_at,
+        )
+        self._metrics.record(report)
+        self._log(report)
+        self._faults.reached(iteration, Phase.END)
+        if training.eval_iters and iteration % training.eval_interval == 0:
+            self._evaluate("validation", self._datasets.valid, progress.consumed_valid_samples)
+            progress.consumed_valid_samples += training.eval_iters * (training.global_batch_size or 0)
+
+    def _train_step(self, iteration: int, batches: Any) -> _Step:
+        state = self._state
+        for chunk in state.chunks:
+            chunk.zero_grad_buffer()
+        state.optimizer.zero_grad()
+        losses = self._forward_backward(batches, forward_only=False)
+        self._faults.reached(iteration, Phase.FORWARD_BACKWARD)
+        updated, grad_norm, _ = state.optimizer.step()
+        updated = _true_on_all_model_ranks(updated)
+        if updated:
+            state.scheduler.step(increment=state.config.training.global_batch_size)
+        self._faults.reached(iteration, Phase.STEP)
+        loss = _mean_loss(losses)
+        if loss is not None and math.isnan(loss) and state.config.training.check_for_nan_in_loss_and_grad:
+            raise TrainingFailure(
+                f"the loss of iteration {iteration} is NaN; lower --lr or resume from an earlier checkpoint with "
+                "--ckpt-step, or pass --no-check-for-nan-in-loss-and-grad to train on"
+            )
+        return _Step(loss, None if grad_norm is None else float(grad_norm), not updated)
+
+    def _forward_backward(self, batches: Any, *, forward_only: bool) -> list[dict[str, torch.Tensor]]:
+        training = self._state.config.training
+        losses: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=batches,
+            model=self._state.chunks,
+            num_microbatches=self._microbatches,
+            seq_length=training.seq_length,
+            micro_batch_size=training.micro_batch_size,
+            forward_only=forward_only,
+        )
+        return losses
+
+    def _checkpoint_if_due(self) -> None:
+        if self._saver is None:
+            return
+        self._saver.poll()
+        interval = self._state.config.checkpoint.save_interval
+        if interval and self._state.progress.iteration % interval == 0:
+            self._save()
+
+    def _save(self) -> None:
+        assert self._saver is not None
+        self._saver.save()
+        log_progress(self._state, f"Saved checkpoint\tIteration: {self._state.progress.iteration}")
+        self._faults.reached(self._state.progress.iteration, Phase.SAVE)
+
+    def _log(self, report: IterationReport) -> None:
+        config, losses = self._state.config, {}
+        due = report.iteration % config.training.log_interval == 0
+        if config.moe.num_experts is not None:
+            if due:
+                losses = self._auxiliary_losses(report.iteration)
+            else:
+                clear_aux_losses_tracker()
+        if due:
+            self._metrics.show(report, losses)
+
+    def _auxiliary_losses(self, iteration: int) -> dict[str, float]:
+        moe, losses = self._state.config.moe, {}
+        names = [_AUXILIARY_LOSS_NAMES[kind] for kind in moe.moe_router_load_balancing_type if kind in _AUXILIARY_LOSS_NAMES]
+        if moe.moe_z_loss_coeff is not None:
+            names.append("z_loss")
+        track_moe_metrics(
+            loss_scale=1 / self._microbatches,
+            iteration=iteration,
+            writer=self._metrics.board,
+            total_loss_dict=losses,
+            per_layer_logging=moe.moe_per_layer_logging,
+            force_initialize=True,
+            track_names=names,
+            num_layers=self._transformer.num_layers,
+            moe_layer_freq=self._transformer.moe_layer_freq,
+        )
+        return {name: float(value) for name, value in losses.items()}
+
+    def _evaluate(self, split: str, dataset: Any, consumed_samples: int) -> None:
+        state = self._state
+        if not state.config.training.eval_iters:
+            return
+        gather_parameters(state)
+        batches = evaluation_iterators(state.config, dataset, consumed_samples)
+        for chunk in state.chunks:
+            chunk.eval()
+        with torch.no_grad():
+            losses = [
+                part
+                for _ in range(state.config.training.eval_iters)
+                for part in self._forward_backward(batches, forward_only=True)
+            ]
+        for chunk in state.chunks:
+            chunk.train()
+        self._metrics.show_evaluation(split, state.progress.iteration, _mean_loss(losses))
+
+
+_AUXILIARY_LOSS_NAMES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+
+
+def log_progress(state: TrainingState, message: str, launch: Launch | None = None) -> None:
+    """Append a line to `progress.txt` in the save directory, if `--log-progress` asks for it."""
+    if not state.config.training.log_progress or torch.distributed.get_rank() != 0:
+        return
+    path = Path(str(state.config.checkpoint.save)) / "progress.txt"
+    now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+    job = f"Job ID: {launch.job_id}\tAttempt: {launch.attempt}\t" if launch else ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(f"{now}\t{job}Ranks: {torch.distributed.get_world_size()}\t{message}\n")
+    except OSError as error:
+        log.warning("cannot append to %s: %s", path, error)
+
+
+def _mean_loss(losses: list[dict[str, torch.Tensor]]) -> float | None:
+    """Mean loss per unmasked token over microbatches and data-parallel ranks; None off the last pipeline stage."""
+    if not losses:
+        return None
+    total = torch.stack([part["lm loss"] for part in losses]).sum(dim=0)
+    torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return float(total[0] / total[1])
+
+
+def _true_on_all_model_ranks(value: bool) -> bool:
+    agreed = torch.tensor([int(value)], device=torch.cuda.current_device())
+    torch.distributed.all_reduce(
+        agreed, op=torch.distributed.ReduceOp.MIN, group=parallel_state.get_model_parallel_group()
+    )
+    return bool(agreed.item())

@@ -1,0 +1,100 @@
+"""Where the numbers of each iteration go: log lines, JSON lines, TensorBoard."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class IterationReport:
+    """What one training iteration did; the loss is known on the last pipeline stage only."""
+
+    iteration: int
+    consumed_train_samples: int
+    lm_loss: float | None
+    grad_norm: float | None
+    learning_rate: float | None
+    loss_scale: float
+    skipped: bool
+    iteration_time_s: float
+    stall_s: float
+    """Time in which training waited for checkpoints before this iteration's report."""
+
+
+class Metrics:
+    """Writes reports on the last rank, which knows the loss; elsewhere it does nothing."""
+
+    def __init__(self, *, is_last_rank: bool, train_iters: int, jsonl: str | None, tensorboard_dir: str | None) -> None:
+        self._train_iters = train_iters
+        self._jsonl: int | None = None
+        self._board: Any = None
+        self._is_last_rank = is_last_rank
+        if is_last_rank and jsonl is not None:
+            Path(jsonl).parent.mkdir(parents=True, exist_ok=True)
+            self._jsonl = os.open(jsonl, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        if is_last_rank and tensorboard_dir is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(tensorboard_dir)
+
+    @property
+    def board(self) -> Any:
+        """The TensorBoard writer, or None."""
+        return self._board
+
+    def record(self, report: IterationReport) -> None:
+        """Write the report of an iteration to the JSON lines file and to TensorBoard."""
+        if self._jsonl is not None:
+            # One write per line: a killed process leaves whole lines.
+            os.write(self._jsonl, (json.dumps(dataclasses.asdict(report)) + "\n").encode())
+        if self._board is not None:
+            for name, value in _scalars(report).items():
+                self._board.add_scalar(name, value, report.iteration)
+
+    def show(self, report: IterationReport, losses: dict[str, float]) -> None:
+        """Log one line in Megatron's style; `losses` are further losses, such as auxiliary ones."""
+        if self._is_last_rank:
+            shown = {name: value for name, value in _scalars(report).items() if name != "samples"}
+            parts = [f"{name}: {value:.6E}" for name, value in (shown | losses).items()]
+            log.info(
+                "iteration %8d/%8d | consumed samples: %12d | %s",
+                report.iteration,
+                self._train_iters,
+                report.consumed_train_samples,
+                " | ".join(parts),
+            )
+
+    def show_evaluation(self, split: str, iteration: int, loss: float | None) -> None:
+        """Log the mean loss of an evaluation and record it in TensorBoard."""
+        if loss is None or not self._is_last_rank:
+            return
+        log.info("%s loss at iteration %d | lm loss: %.6E", split, iteration, loss)
+        if self._board is not None:
+            self._board.add_scalar(f"lm loss {split}", loss, iteration)
+
+    def close(self) -> None:
+        """Flush and close what is open."""
+        if self._jsonl is not None:
+            os.close(self._jsonl)
+        if self._board is not None:
+            self._board.close()
+
+
+def _scalars(report: IterationReport) -> dict[str, float]:
+    values = {
+        "lm loss": report.lm_loss,
+        "grad norm": report.grad_norm,
+        "learning rate": report.learning_rate,
+        "loss scale": report.loss_scale,
+        "iteration time (s)": report.iteration_time_s,
+        "stall (s)": report.stall_s,
+        "samples": float(report.consumed_train_samples),
+    }
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,0 +1,222 @@
+"""Builds the GPT-MoE of a rank from Megatron-Core's own modules."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.pretrain.config import PretrainConfig
+from megatron.pretrain.config.validate import moe_layer_pattern, virtual_pipeline_size
+from megatron.pretrain.errors import UsageError
+
+_SAME_NAME_MODEL = (
+    "num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels num_query_groups normalization "
+    "add_bias_linear add_qkv_bias qk_layernorm attention_dropout hidden_dropout init_method_std transformer_impl "
+    "recompute_granularity recompute_method recompute_num_layers"
+).split()
+_SAME_NAME_MOE = (
+    "moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_overlap moe_router_topk "
+    "moe_z_loss_coeff moe_input_jitter_eps moe_router_dtype moe_router_score_function moe_router_pre_softmax "
+    "moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias "
+    "moe_router_bias_update_rate moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy "
+    "moe_token_dispatcher_type moe_grouped_gemm moe_permute_fusion moe_per_layer_logging"
+).split()
+_SAME_NAME_PARALLEL = (
+    "tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size context_parallel_size "
+    "expert_model_parallel_size expert_tensor_parallel_size"
+).split()
+
+
+class LocalNorm:
+    """`WrappedTorchNorm` that also serves sequence parallelism.
+
+    Core's wrapper refuses sequence parallelism because torch's norms do not mark their parameters; marked as
+    `sequence_parallel` their gradients are reduced over the tensor-parallel group in `finalize_model_grads`.
+    """
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> torch.nn.Module:
+        unpartitioned = dataclasses.replace(config, sequence_parallel=False, tensor_model_parallel_size=1)
+        norm = WrappedTorchNorm(unpartitioned, hidden_size, eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+def build_transformer_config(config: PretrainConfig) -> TransformerConfig:
+    """Megatron-Core's configuration for these flags; raises UsageError where core refuses the combination."""
+    values = _copied(config.model, _SAME_NAME_MODEL) | _copied(config.parallel, _SAME_NAME_PARALLEL)
+    values |= _activation(config) | _precision(config) | _execution(config)
+    if config.moe.num_experts is not None:
+        values |= _copied(config.moe, _SAME_NAME_MOE) | _routing(config)
+    try:
+        return TransformerConfig(**values)
+    except (ValueError, AssertionError) as error:
+        raise UsageError(f"Megatron-Core refuses this model: {error}") from error
+
+
+def build_model(config: PretrainConfig, transformer: TransformerConfig, vocab_size: int) -> list[DistributedDataParallel]:
+    """The model chunks of this rank, one per virtual pipeline stage, wrapped for data parallelism.
+
+    `vocab_size` is the padded vocabulary. Gradients are reduced, finalized and synchronized through the hooks of
+    `transformer`, which the pipeline schedules call.
+    """
+    stages = virtual_pipeline_size(config)
+    chunks = [_build_chunk(config, transformer, vocab_size, stage) for stage in (range(stages) if stages else [None])]
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        chunk.cuda(torch.cuda.current_device())
+    if transformer.fp16 or transformer.bf16:
+        chunks = [Float16Module(transformer, chunk) for chunk in chunks]
+    wrapped = [
+        DistributedDataParallel(transformer, _ddp_config(config), chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    if config.training.data_parallel_random_init:
+        for chunk in wrapped:
+            chunk.broadcast_params()
+    _install_hooks(config, transformer, wrapped)
+    return wrapped
+
+
+def _build_chunk(config: PretrainConfig, transformer: TransformerConfig, vocab_size: int, stage: int | None) -> GPTModel:
+    from megatron.core import parallel_state
+
+    flags, on_engine = config.model, config.model.transformer_impl == "transformer_engine"
+    spec = get_gpt_decoder_block_spec(transformer, on_engine, normalization=flags.normalization, vp_stage=stage)
+    return GPTModel(
+        transformer,
+        spec if on_engine else _with_local_norms(spec),
+        vocab_size=vocab_size,
+        max_sequence_length=flags.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
+        share_embeddings_and_output_weights=not flags.untie_embeddings_and_output_weights,
+        position_embedding_type=flags.position_embedding_type,
+        rotary_percent=flags.rotary_percent,
+        rotary_base=flags.rotary_base,
+        vp_stage=stage,
+    )
+
+
+def _with_local_norms(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
+    """The block spec with every norm of core replaced by `LocalNorm`."""
+
+    def swapped(node: Any) -> Any:
+        if node is WrappedTorchNorm:
+            return LocalNorm
+        if dataclasses.is_dataclass(node) and not isinstance(node, type):
+            changes = {field.name: swapped(getattr(node, field.name)) for field in dataclasses.fields(node)}
+            return dataclasses.replace(node, **changes)
+        return [swapped(item) for item in node] if isinstance(node, list) else node
+
+    return swapped(block)
+
+
+def _install_hooks(
+    config: PretrainConfig, transformer: TransformerConfig, chunks: list[DistributedDataParallel]
+) -> None:
+    transformer.finalize_model_grads_func = finalize_model_grads
+    if config.parallel.overlap_grad_reduce:
+        transformer.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
+        if len(chunks) > 1:
+            transformer.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in chunks])
+    if config.parallel.overlap_param_gather and len(chunks) > 1:
+        transformer.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in chunks])
+
+
+def _one_or_all(hooks: list[Any]) -> Any:
+    return hooks[0] if len(hooks) == 1 else hooks
+
+
+def _ddp_config(config: PretrainConfig) -> DistributedDataParallelConfig:
+    layout, optimizer = config.parallel, config.optimizer
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=optimizer.accumulate_allreduce_grads_in_fp32,
+        overlap_grad_reduce=layout.overlap_grad_reduce,
+        overlap_param_gather=layout.overlap_param_gather,
+        use_distributed_optimizer=layout.use_distributed_optimizer,
+        # With dynamic loss scaling an overflow is expected: the optimizer skips the step.
+        check_for_nan_in_grad=config.training.check_for_nan_in_loss_and_grad and not optimizer.fp16,
+    )
+
+
+def _copied(flags: Any, names: list[str]) -> dict[str, Any]:
+    return {name: getattr(flags, name) for name in names}
+
+
+def _activation(config: PretrainConfig) -> dict[str, Any]:
+    model = config.model
+    values: dict[str, Any] = {"layernorm_epsilon": model.norm_epsilon}
+    if model.swiglu:
+        values |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+        if model.ffn_hidden_size is None and model.hidden_size is not None:
+            # Megatron's width for gated units: 8/3 of the hidden size, rounded to a multiple of 64.
+            values["ffn_hidden_size"] = int((4 * model.hidden_size * 2 / 3) / 64) * 64
+    elif model.squared_relu:
+        from megatron.core.activations import squared_relu
+
+        values["activation_func"] = squared_relu
+    if model.recompute_modules:
+        values["recompute_modules"] = list(model.recompute_modules)
+    return values
+
+
+def _precision(config: PretrainConfig) -> dict[str, Any]:
+    dtype = compute_dtype(config)
+    return {
+        "fp16": config.optimizer.fp16,
+        "bf16": config.optimizer.bf16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "calculate_per_token_loss": config.training.calculate_per_token_loss,
+    }
+
+
+def compute_dtype(config: PretrainConfig) -> torch.dtype:
+    """The precision of compute weights and activations."""
+    if config.optimizer.fp16:
+        return torch.float16
+    return torch.bfloat16 if config.optimizer.bf16 else torch.float32
+
+
+def _execution(config: PretrainConfig) -> dict[str, Any]:
+    """Kernels and communication: fused only where the device has the kernels."""
+    layout, on_cuda = config.parallel, config.parallel.device == "cuda"
+    interleaved = virtual_pipeline_size(config) is not None
+    overlap = interleaved and layout.overlap_p2p_comm and on_cuda
+    return {
+        "virtual_pipeline_model_parallel_size": virtual_pipeline_size(config),
+        "overlap_p2p_comm": overlap,
+        # gloo has no batched point-to-point calls; overlapped communication excludes them as well.
+        "batch_p2p_comm": on_cuda and not overlap,
+        "deallocate_pipeline_outputs": True,
+        "gradient_accumulation_fusion": config.optimizer.gradient_accumulation_fusion,
+        "bias_dropout_fusion": on_cuda,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": config.model.transformer_impl == "transformer_engine",
+        "apply_rope_fusion": config.model.transformer_impl == "transformer_engine",
+    }
+
+
+def _routing(config: PretrainConfig) -> dict[str, Any]:
+    moe = config.moe
+    kinds, coefficients = list(moe.moe_router_load_balancing_type), list(moe.moe_aux_loss_coeff)
+    single = len(kinds) == 1
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_layer_freq": moe_layer_pattern(moe.moe_layer_freq),
+        "moe_router_load_balancing_type": kinds[0] if single else kinds,
+        "moe_aux_loss_coeff": coefficients[0] if single else coefficients,
+    }

@@ -1,0 +1,40 @@
+"""When training ends before its last iteration: intervals, time limits and signals, agreed by all ranks."""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import FrameType
+
+import torch
+
+from megatron.pretrain.config.training import TrainingConfig
+
+
+class StopConditions:
+    """Megatron's `--exit-*` flags, polled at the end of each iteration."""
+
+    def __init__(self, training: TrainingConfig) -> None:
+        self._training = training
+        self._started_at = time.monotonic()
+        self._signalled = False
+        if training.exit_signal_handler:
+            signal.signal(signal.Signals[training.exit_signal], self._on_signal)
+
+    def reason(self, iteration: int) -> str | None:
+        """Why training should end after `iteration`, the same on every rank; a collective over all ranks."""
+        training = self._training
+        if training.exit_interval and iteration % training.exit_interval == 0:
+            return f"--exit-interval {training.exit_interval}"
+        limit_s = None if training.exit_duration_in_mins is None else 60 * training.exit_duration_in_mins
+        if limit_s is None and not training.exit_signal_handler:
+            return None
+        late = limit_s is not None and time.monotonic() - self._started_at > limit_s
+        votes = torch.tensor([int(self._signalled), int(late)], device=torch.cuda.current_device())
+        torch.distributed.all_reduce(votes, op=torch.distributed.ReduceOp.MAX)
+        if votes[0]:
+            return f"signal {training.exit_signal}"
+        return f"--exit-duration-in-mins {training.exit_duration_in_mins}" if votes[1] else None
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self._signalled = True

@@ -1,0 +1,53 @@
+"""Train a GPT with Mixture-of-Experts layers on Megatron-Core, one process per rank; start it with torchrun."""
+
+import sys
+from collections.abc import Sequence
+
+from megatron.pretrain.config import PretrainConfig, parse_config
+from megatron.pretrain.config.validate import resolve
+from megatron.pretrain.ending import exit_code_of
+from megatron.pretrain.initialize import Launch, initialize, probe_environment, shut_down
+from megatron.pretrain.logs import configure_logging
+
+
+def pretrain(config: PretrainConfig, launch: Launch) -> None:
+    """Build everything, resume if there is something to resume from, and train to the end."""
+    initialize(config, launch)
+
+    # Core looks at the device while it is imported, so the device comes first.
+    from megatron.pretrain.assemble import build_faults, build_metrics, build_state
+    from megatron.pretrain.batches import build_splits
+    from megatron.pretrain.checkpoint.load import load_checkpoint
+    from megatron.pretrain.loop import Trainer, log_progress
+    from megatron.pretrain.tokenizer import build_tokenizer
+
+    data = config.data
+    tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size)
+    state, transformer = build_state(config, tokenizer)
+    if config.checkpoint.load is not None:
+        load_checkpoint(state)
+    datasets = build_splits(config, tokenizer)
+
+    metrics = build_metrics(config)
+    log_progress(state, f"Started training\tIteration: {state.progress.iteration}", launch)
+    Trainer(state, transformer, datasets, metrics, build_faults(config, launch)).run()
+    log_progress(state, f"Ended training\tIteration: {state.progress.iteration}", launch)
+    metrics.close()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code: 0 trained or left as asked, 1 training failed, 2 flags or inputs that cannot work."""
+    launch = Launch.from_environment()
+    configure_logging(launch)
+    try:
+        config = resolve(parse_config(argv), probe_environment(launch.world_size))
+        pretrain(config, launch)
+    except Exception as error:
+        return exit_code_of(error, launch)
+    finally:
+        shut_down()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Train a small GPT-MoE on this machine's CPU with torchrun. Every argument is a flag of pretrain_gpt_moe.py and wins
+# over the defaults below.
+#
+# Environment:
+#   NPROC (4)         processes per node          TP (1)  tensor parallel size
+#   NNODES (1)        nodes, played by as many    PP (2)  pipeline parallel size
+#                     torchrun agents             EP (2)  expert parallel size
+#   MAX_RESTARTS (3)  restarts after a failure    VPP     model chunks per pipeline rank
+#   PYTHON            interpreter (default: .venv of this repository, else python3)
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}
+corpus=${CORPUS:-$root/.data/stdlib}
+
+# The launch validates flags first, so that a typing error costs seconds and starts nothing.
+[ -f "$corpus.idx" ] || "$python" "$root/tools/stdlib_corpus.py" --output-prefix "$corpus" >&2
+
+layout=(--tensor-model-parallel-size "${TP:-1}" --pipeline-model-parallel-size "${PP:-2}"
+        --expert-model-parallel-size "${EP:-2}" --use-distributed-optimizer)
+[ "${TP:-1}" -gt 1 ] && layout+=(--sequence-parallel)
+[ -n "${VPP:-}" ] && layout+=(--num-virtual-stages-per-pipeline-rank "$VPP")
+model=(--num-layers 4 --hidden-size 64 --num-attention-heads 4 --normalization RMSNorm --swiglu --disable-bias-linear
+       --position-embedding-type rope --attention-dropout 0.1 --hidden-dropout 0.0)
+experts=(--num-experts 8 --moe-ffn-hidden-size 128 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2
+         --moe-token-dispatcher-type alltoall)
+training=(--seq-length 128 --micro-batch-size 2 --global-batch-size 16 --train-iters 100 --lr 3e-3 --min-lr 3e-4
+          --lr-decay-style cosine --lr-warmup-fraction 0.1 --log-interval 1)
+data=(--data-path "$corpus" --split 100,0,0 --num-workers 0)
+
+# One thread per process: several processes share few cores, and sums keep their order.
+export OMP_NUM_THREADS=1
+exec "$python" -m megatron.pretrain.launch --nproc-per-node "${NPROC:-4}" --nnodes "${NNODES:-1}" \
+    --max-restarts "${MAX_RESTARTS:-3}" "$root/pretrain_gpt_moe.py" \
+    --device cpu "${layout[@]}" "${model[@]}" "${experts[@]}" "${training[@]}" "${data[@]}" "$@"

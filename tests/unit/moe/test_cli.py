@@ -1,0 +1,97 @@
+"""The `moe-ckpt` command as a person meets it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from megatron.core.dist_checkpointing.moe.cli.main import main
+
+if TYPE_CHECKING:
+    from conftest import Content, Save
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
+    monkeypatch.setattr(sys, "argv", ["moe-ckpt", *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit_info:
+        main()
+    assert isinstance(exit_info.value.code, int)
+    return exit_info.value.code
+
+
+@pytest.fixture
+def output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
+        code = run(monkeypatch, *arguments)
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_each_component_has_a_line_with_its_digest_and_size(
+    output, content: Content, save: Save, tmp_path: Path
+) -> None:
+    directory = save(content, tmp_path / "iter_0000012")
+    code, out, err = output("digest", directory)
+    rows = [line.rsplit(maxsplit=3) for line in out.splitlines()]
+    assert (code, err) == (0, "")
+    assert [rows[0][0], rows[1][0], rows[-1][0]] == ["model weights", "master weights", "total"]
+    assert all(len(digest) == 32 and int(digest, 16) >= 0 and unit == "bytes" for _, digest, _, unit in rows)
+
+
+def test_two_saves_of_one_state_print_the_same_text(output, content: Content, save: Save, tmp_path: Path) -> None:
+    texts = {output("digest", save(content, tmp_path / name, pieces=n))[1] for name, n in (("a", 1), ("b", 2))}
+    assert len(texts) == 1
+    assert str(tmp_path) not in texts.pop()
+
+
+def test_json_says_the_same_as_the_lines(output, content: Content, save: Save, tmp_path: Path) -> None:
+    directory = save(content, tmp_path / "iter_0000012")
+    lines = output("digest", directory)[1].splitlines()
+    facts = json.loads(output("digest", directory, "--json")[1])
+    listed = [*facts["components"], facts["total"]]
+    assert [(fact["component"], fact["digest"]) for fact in listed] == [
+        tuple(line.rsplit(maxsplit=3)[:2]) for line in lines
+    ]
+
+
+def test_an_unreadable_checkpoint_is_one_line_and_exit_code_1(output, tmp_path: Path) -> None:
+    code, out, err = output("digest", tmp_path)
+    assert (code, out) == (1, "")
+    assert err == f"moe-ckpt: {tmp_path} is empty; give an iter_XXXXXXX or a --save directory\n"
+
+
+@pytest.mark.parametrize("arguments", [("digest",), ("digets", "."), ("digest", ".", "--jsn")])
+def test_wrong_usage_is_exit_code_2(output, arguments: tuple[str, ...]) -> None:
+    code, out, err = output(*arguments)
+    assert (code, out) == (2, "")
+    assert "Usage: moe-ckpt" in err
+
+
+def test_help_says_what_is_left_out(output) -> None:
+    code, out, _ = output("digest", "--help")
+    assert code == 0
+    assert "Left out are" in out
+    assert "diff a.txt b.txt" in out
+
+
+def test_version_names_the_distribution(output) -> None:
+    code, out, _ = output("--version")
+    assert code == 0
+    assert out.startswith("moe-ckpt, version ")
+
+
+def test_the_command_prints_no_warnings_of_the_packages_below(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", "import moe_ckpt; moe_ckpt.main()", "digest", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.stderr == f"moe-ckpt: {tmp_path} is empty; give an iter_XXXXXXX or a --save directory\n"
+    assert result.returncode == 1
