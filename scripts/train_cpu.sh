@@ -8,6 +8,8 @@
 #                     torchrun agents             EP (2)  expert parallel size
 #   MAX_RESTARTS (3)  restarts after a failure    VPP     model chunks per pipeline rank
 #   PYTHON            interpreter (default: .venv of this repository, else python3)
+#   SCRIPT            another script that takes the same flags
+#   CORPUS            prefix of the .bin/.idx to train on (default: the standard library's sources, made on first use)
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}
@@ -26,10 +28,10 @@ experts=(--num-experts 8 --moe-ffn-hidden-size 128 --moe-router-topk 2 --moe-aux
          --moe-token-dispatcher-type alltoall)
 training=(--seq-length 128 --micro-batch-size 2 --global-batch-size 16 --train-iters 100 --lr 3e-3 --min-lr 3e-4
           --lr-decay-style cosine --lr-warmup-fraction 0.1 --log-interval 1)
-data=(--data-path "$corpus" --split 100,0,0 --num-workers 0)
+data=(--data-path "$corpus" --split 90,5,5 --num-workers 0)
 
 # One thread per process: several processes share few cores, and sums keep their order.
 export OMP_NUM_THREADS=1
 exec "$python" -m megatron.pretrain.launch --nproc-per-node "${NPROC:-4}" --nnodes "${NNODES:-1}" \
-    --max-restarts "${MAX_RESTARTS:-3}" "$root/pretrain_gpt_moe.py" \
+    --max-restarts "${MAX_RESTARTS:-3}" "${SCRIPT:-$root/pretrain_gpt_moe.py}" \
     --device cpu "${layout[@]}" "${model[@]}" "${experts[@]}" "${training[@]}" "${data[@]}" "$@"

@@ -6,10 +6,10 @@ import tempfile
 from pathlib import Path
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError as FaultUsageError
 from megatron.core.dist_checkpointing.moe.runtime.faults import FaultInjector, check_fault_ranks, parse_fault
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.pretrain.checkpoint.state import Progress, TrainingState
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.errors import UsageError

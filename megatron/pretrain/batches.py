@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
+
 from megatron.core import parallel_state
 from megatron.core.utils import get_batch_on_this_cp_rank
-
+from megatron.pretrain.agreement import on_rank_zero
 from megatron.pretrain.checkpoint.state import Progress
 from megatron.pretrain.config import PretrainConfig
-from megatron.pretrain.config.validate import virtual_pipeline_size
+from megatron.pretrain.config.derived import virtual_pipeline_size
 from megatron.pretrain.data import DatasetRequest, build_data_iterator, build_datasets
 from megatron.pretrain.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 Batch = dict[str, torch.Tensor]
 LossParts = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
@@ -23,16 +27,23 @@ LossParts = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class Datasets:
-    """The splits on this rank; None where a split is empty or this rank needs no data."""
+    """The splits on this rank, None where this rank needs no data; `present` names those that the job has."""
 
     train: Any
     valid: Any
     test: Any
+    present: frozenset[str]
 
 
 def build_splits(config: PretrainConfig, tokenizer: Tokenizer) -> Datasets:
     """Build the datasets that this rank reads; a collective over all ranks. Raises UsageError for a bad corpus."""
-    return Datasets(*build_datasets(_request(config), tokenizer, lambda: _needs_data(config)))
+    train, valid, test = build_datasets(_request(config), tokenizer, lambda: _needs_data(config))
+    # Rank 0 is on the first pipeline stage, which reads every split that exists.
+    splits = {"train": train, "valid": valid, "test": test}
+    present = on_rank_zero(lambda: frozenset(name for name, split in splits.items() if split is not None))
+    if config.training.eval_iters and not {"valid", "test"} & present:
+        log.warning("--eval-iters %d: no data for validation or test, see --split", config.training.eval_iters)
+    return Datasets(train, valid, test, present)
 
 
 def training_iterators(config: PretrainConfig, datasets: Datasets, progress: Progress) -> Any:

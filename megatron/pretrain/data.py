@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from torch.utils.data import DataLoader, Dataset, default_collate
-
 from megatron.pretrain.data_request import SPLIT_NAMES, Blend, DatasetRequest, parse_blend, parse_split
 from megatron.pretrain.errors import PretrainError, UsageError
 from megatron.pretrain.indexed_corpus import (

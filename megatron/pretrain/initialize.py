@@ -7,14 +7,14 @@ import datetime
 import importlib.util
 import os
 import random
+import sys
 
 import numpy
 import torch
 import torch.distributed as dist
 
 from megatron.pretrain.config import PretrainConfig
-from megatron.pretrain.config.validate import Environment, virtual_pipeline_size
-
+from megatron.pretrain.config.derived import Environment, virtual_pipeline_size
 
 VERDICT_FILE = "MOE_CKPT_LAUNCH_VERDICT"
 """Environment variable with the file in which a worker leaves an exit code that restarts cannot change."""
@@ -57,6 +57,7 @@ def probe_environment(world_size: int) -> Environment:
         world_size=world_size,
         cuda=torch.cuda.is_available(),
         transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
+        apex=importlib.util.find_spec("apex") is not None,
     )
 
 
@@ -91,9 +92,21 @@ def initialize(config: PretrainConfig, launch: Launch) -> None:
 
 
 def shut_down() -> None:
-    """Leave the process groups, so that no other rank waits for this one."""
+    """Undo `initialize`: leave the process groups, so that no other rank waits for this one, and free the device.
+
+    What Megatron-Core keeps in globals goes as well, so that another job can follow in this process.
+    """
     if dist.is_initialized():
+        from megatron.core import parallel_state
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        get_moe_layer_wise_logging_tracker().clear()  # holds tensors as long as this model has layers
+        parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+    # Looked up, not imported: a run on GPUs never loads it.
+    cpu_device = sys.modules.get("megatron.pretrain.cpu_device")
+    if cpu_device is not None:
+        cpu_device.uninstall()
 
 
 def _start_process_group(backend: str, launch: Launch, timeout: datetime.timedelta) -> None:

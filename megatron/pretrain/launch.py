@@ -92,8 +92,8 @@ def _run_agent(options: argparse.Namespace) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         sys.stderr.write(
-            f"training failed after {options.max_restarts} restarts: rank {rank} ended with exit code {failure.exitcode}; "
-            "its last lines above say why\n"
+            f"training failed after {options.max_restarts} restarts: rank {rank} ended with exit code "
+            f"{failure.exitcode}; its last lines above say why\n"
         )
         return 1
     return 0

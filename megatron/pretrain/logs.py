@@ -21,6 +21,8 @@ def configure_logging(launch: Launch) -> None:
     ours.setLevel(logging.INFO if launch.rank == 0 else logging.CRITICAL)
     is_last = launch.rank == launch.world_size - 1
     logging.getLogger("megatron.pretrain.metrics").setLevel(logging.INFO if is_last else logging.CRITICAL)
+    # Core announces at warning level that a machine nobody asked for is disabled.
+    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
     ours.addHandler(_handler(sys.stdout, lambda level: level < logging.WARNING))
     ours.addHandler(_handler(sys.stderr, lambda level: level >= logging.WARNING))
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.moe.runtime.faults import FaultInjector, Phase
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, track_moe_metrics
 from megatron.core.transformer.transformer_config import TransformerConfig
-
-from megatron.core.dist_checkpointing.moe.runtime.faults import FaultInjector, Phase
 from megatron.pretrain.batches import Datasets, evaluation_iterators, forward_step, training_iterators
 from megatron.pretrain.checkpoint.save import Saver
 from megatron.pretrain.checkpoint.state import TrainingState, gather_parameters
@@ -67,7 +67,7 @@ class Trainer:
             chunk.train()
         reason = None
         while progress.iteration < (state.config.training.train_iters or 0) and reason is None:
-            self._iterate(batches)
+            self.iterate(batches)
             reason = self._stop.reason(progress.iteration)
         if reason is not None:
             log.info("leaving training at iteration %d: %s", progress.iteration, reason)
@@ -78,7 +78,8 @@ class Trainer:
         if reason is None:
             self._evaluate("test", self._datasets.test, 0)
 
-    def _iterate(self, batches: Any) -> None:
+    def iterate(self, batches: Any) -> None:
+        """One iteration with all that belongs to it: faults, checkpoint, report, evaluation."""
         state, progress = self._state, self._state.progress
         training, started_at = state.config.training, time.monotonic()
         iteration = progress.iteration + 1
@@ -104,7 +105,7 @@ class Trainer:
         self._log(report)
         self._faults.reached(iteration, Phase.END)
         if training.eval_iters and iteration % training.eval_interval == 0:
-            self._evaluate("validation", self._datasets.valid, progress.consumed_valid_samples)
+            self._evaluate("valid", self._datasets.valid, progress.consumed_valid_samples)
             progress.consumed_valid_samples += training.eval_iters * (training.global_batch_size or 0)
 
     def _train_step(self, iteration: int, batches: Any) -> _Step:
@@ -167,7 +168,9 @@ class Trainer:
 
     def _auxiliary_losses(self, iteration: int) -> dict[str, float]:
         moe, losses = self._state.config.moe, {}
-        names = [_AUXILIARY_LOSS_NAMES[kind] for kind in moe.moe_router_load_balancing_type if kind in _AUXILIARY_LOSS_NAMES]
+        names = [
+            _AUXILIARY_LOSS_NAMES[kind] for kind in moe.moe_router_load_balancing_type if kind in _AUXILIARY_LOSS_NAMES
+        ]
         if moe.moe_z_loss_coeff is not None:
             names.append("z_loss")
         track_moe_metrics(
@@ -185,7 +188,7 @@ class Trainer:
 
     def _evaluate(self, split: str, dataset: Any, consumed_samples: int) -> None:
         state = self._state
-        if not state.config.training.eval_iters:
+        if not state.config.training.eval_iters or split not in self._datasets.present:
             return
         gather_parameters(state)
         batches = evaluation_iterators(state.config, dataset, consumed_samples)

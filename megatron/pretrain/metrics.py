@@ -75,7 +75,7 @@ class Metrics:
         """Log the mean loss of an evaluation and record it in TensorBoard."""
         if loss is None or not self._is_last_rank:
             return
-        log.info("%s loss at iteration %d | lm loss: %.6E", split, iteration, loss)
+        log.info("%s split at iteration %d | lm loss: %.6E", split, iteration, loss)
         if self._board is not None:
             self._board.add_scalar(f"lm loss {split}", loss, iteration)
 

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
+
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -14,9 +15,8 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-
 from megatron.pretrain.config import PretrainConfig
-from megatron.pretrain.config.validate import moe_layer_pattern, virtual_pipeline_size
+from megatron.pretrain.config.derived import moe_layer_pattern, virtual_pipeline_size
 from megatron.pretrain.errors import UsageError
 
 _SAME_NAME_MODEL = (
@@ -64,7 +64,9 @@ def build_transformer_config(config: PretrainConfig) -> TransformerConfig:
         raise UsageError(f"Megatron-Core refuses this model: {error}") from error
 
 
-def build_model(config: PretrainConfig, transformer: TransformerConfig, vocab_size: int) -> list[DistributedDataParallel]:
+def build_model(
+    config: PretrainConfig, transformer: TransformerConfig, vocab_size: int
+) -> list[DistributedDataParallel]:
     """The model chunks of this rank, one per virtual pipeline stage, wrapped for data parallelism.
 
     `vocab_size` is the padded vocabulary. Gradients are reduced, finalized and synchronized through the hooks of
@@ -89,7 +91,9 @@ def build_model(config: PretrainConfig, transformer: TransformerConfig, vocab_si
     return wrapped
 
 
-def _build_chunk(config: PretrainConfig, transformer: TransformerConfig, vocab_size: int, stage: int | None) -> GPTModel:
+def _build_chunk(
+    config: PretrainConfig, transformer: TransformerConfig, vocab_size: int, stage: int | None
+) -> GPTModel:
     from megatron.core import parallel_state
 
     flags, on_engine = config.model, config.model.transformer_impl == "transformer_engine"

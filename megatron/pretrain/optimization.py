@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
 from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
@@ -10,7 +13,6 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.model import compute_dtype
 
@@ -36,6 +38,10 @@ def build_optimizer(config: PretrainConfig, chunks: list[torch.nn.Module]) -> Me
     )
     for inner in torch_optimizers(built):
         _allocate_state(inner)
+        inner.register_load_state_dict_pre_hook(_count_from_zero)
+        if optimizer.use_distributed_optimizer:
+            inner.register_load_state_dict_post_hook(_set_steps_aside)
+            inner.register_state_dict_pre_hook(_put_steps_back)
     return built
 
 
@@ -47,14 +53,36 @@ def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer
 
 
 def separate_steps(optimizer: MegatronOptimizer) -> None:
-    """Give every parameter its own step count again after core loaded a state.
+    """Give every parameter its own step count after core loaded a state; Adam refuses to step before that.
 
-    Core 0.16.1 hands one tensor to all parameters, and torch's Adam counts it up once for each of them: the bias
-    correction would be wrong ever after.
+    Core 0.16.1 hands one tensor to all parameters, which torch's Adam would count up once for each of them, and its
+    distributed optimizer then overwrites that count with the one before loading (`dp_reshardable`) or fails for want
+    of it (`fully_reshardable`). So the count is out of the way while core loads, and comes back here.
     """
     for inner in torch_optimizers(optimizer):
-        for state in inner.state.values():
-            state["step"] = state["step"].clone()
+        _put_steps_back(inner)
+
+
+def _set_steps_aside(optimizer: torch.optim.Optimizer) -> None:
+    """Move the step counts from the parameters to their group, which is where core keeps them in checkpoints."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            group["step"] = float(optimizer.state[parameter].pop("step"))
+
+
+def _put_steps_back(optimizer: torch.optim.Optimizer) -> None:
+    """Give a step count to every parameter that has none."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if "step" not in state:
+                state["step"] = torch.tensor(group["step"], dtype=torch.float32)
+
+
+def _count_from_zero(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Supply the step count of a checkpoint from before the first step: core leaves it out where it is zero."""
+    for state in state_dict["state"].values():
+        state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
 
 
 def _allocate_state(optimizer: torch.optim.Optimizer) -> None:

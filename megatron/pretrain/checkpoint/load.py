@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.store.dense import open_dense
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.safe_globals import register_safe_globals
-from torch.distributed.checkpoint.api import CheckpointException
-
-from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.store.dense import open_dense
 from megatron.pretrain.agreement import RankFailure, on_rank_zero, raise_together
 from megatron.pretrain.checkpoint.directory import CheckpointDirectory
 from megatron.pretrain.checkpoint.state import (
@@ -104,7 +104,9 @@ def _report_nothing(directory: CheckpointDirectory, is_error: bool) -> None:
     else:
         reason = "the directory is empty"
     if is_error:
-        raise UsageError(f"--load {root}: {reason}; check the path, or drop --exit-on-missing-checkpoint to start fresh")
+        raise UsageError(
+            f"--load {root}: {reason}; check the path, or drop --exit-on-missing-checkpoint to start fresh"
+        )
     log.warning("--load %s: %s; starting fresh from iteration 0", root, reason)
 
 

@@ -11,15 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
+from megatron.core.dist_checkpointing.moe.store.atomic import write_atomically
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-
-from megatron.core.dist_checkpointing.moe.store.atomic import write_atomically
 from megatron.pretrain.agreement import RankFailure, on_rank_zero
 from megatron.pretrain.checkpoint.directory import CheckpointDirectory
-from megatron.pretrain.checkpoint.state import Parts, TrainingState, content_metadata, gather_parameters, sharded_state_dict
+from megatron.pretrain.checkpoint.state import (
+    Parts,
+    TrainingState,
+    content_metadata,
+    gather_parameters,
+    sharded_state_dict,
+)
 from megatron.pretrain.checkpoint.writer import ShardWriter, plan_shards
 
 log = logging.getLogger(__name__)

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy
 import torch
+
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
-
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.optimization import separate_steps
 

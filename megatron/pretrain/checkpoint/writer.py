@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-
 from megatron.pretrain.agreement import on_rank_zero, raise_together
 
 WRITE_TIMEOUT_S = 3600.0
@@ -161,5 +161,3 @@ def _write_and_send(buckets: list[Any], transforms: list[Any], remote: multiproc
     torch.set_num_threads(1)
     remote.send(_write_buckets(buckets, transforms))
     remote.close()
-
-

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig, add_flags, from_namespace
 from megatron.pretrain.config.model import ModelConfig, MoEConfig
@@ -53,14 +53,14 @@ def parse_config(argv: Sequence[str]) -> PretrainConfig:
     """Parse flags without judging them; raises UsageError for an unknown flag or a value of the wrong type."""
     parser = _Parser(
         prog="pretrain_gpt_moe.py",
-        description="Train a GPT with Mixture-of-Experts layers on Megatron-Core. Flags have Megatron's names and meaning.",
+        description="Train a GPT with Mixture-of-Experts layers on Megatron-Core; flags are Megatron's own.",
         allow_abbrev=False,
     )
     for config, title in _GROUPS.values():
         add_flags(parser, config, title, prefix=getattr(config, "PREFIX", ""))
     flat = parser.parse_args(argv)
-    groups = {
+    groups: dict[str, Any] = {
         name: from_namespace(config, flat, prefix=getattr(config, "PREFIX", ""))
         for name, (config, _) in _GROUPS.items()
     }
-    return PretrainConfig(**groups, flat=flat)  # type: ignore[arg-type]
+    return PretrainConfig(**groups, flat=flat)

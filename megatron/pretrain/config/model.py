@@ -42,7 +42,9 @@ class ModelConfig:
         choices=("local", "transformer_engine"),
     )
     recompute_granularity: str | None = flag(None, "activation recomputation", choices=("full", "selective"))
-    recompute_method: str | None = flag(None, "with full recomputation: how layers are grouped", choices=("uniform", "block"))
+    recompute_method: str | None = flag(
+        None, "with full recomputation: how layers are grouped", choices=("uniform", "block")
+    )
     recompute_num_layers: int | None = flag(None, "with full recomputation: layers per group or per stage")
     recompute_modules: tuple[str, ...] = flag((), "with selective recomputation: which modules")
 
@@ -52,7 +54,9 @@ class MoEConfig:
     """Mixture-of-Experts hyper-parameters, with Megatron's names and defaults."""
 
     num_experts: int | None = flag(None, "experts per MoE layer; without it the model is dense")
-    moe_layer_freq: str = flag("1", "every N-th layer is MoE, or a Python list expression of 0 and 1 such as ([0]*1+[1]*3)")
+    moe_layer_freq: str = flag(
+        "1", "every N-th layer is MoE, or a Python list expression of 0 and 1 such as ([0]*1+[1]*3)"
+    )
     moe_ffn_hidden_size: int | None = flag(None, "hidden size of each expert (default: --ffn-hidden-size)")
     moe_shared_expert_intermediate_size: int | None = flag(None, "total hidden size of the shared experts")
     moe_shared_expert_overlap: bool = flag(False, "overlap the shared experts with the dispatcher (CUDA)")

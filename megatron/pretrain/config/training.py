@@ -21,12 +21,16 @@ class OptimizerFlags:
     lr_warmup_iters: int = flag(0, "iterations of linear warmup")
     lr_warmup_fraction: float | None = flag(None, "warmup as a share of --lr-decay-iters")
     lr_warmup_init: float = flag(0.0, "learning rate at the start of the warmup")
-    lr_wsd_decay_style: str = flag("exponential", "decay at the end of WSD", choices=("exponential", "linear", "cosine"))
+    lr_wsd_decay_style: str = flag(
+        "exponential", "decay at the end of WSD", choices=("exponential", "linear", "cosine")
+    )
     lr_wsd_decay_iters: int | None = flag(None, "iterations of the decay at the end of WSD")
     weight_decay: float = flag(0.01, "weight decay")
     start_weight_decay: float | None = flag(None, "weight decay at the start, with --weight-decay-incr-style")
     end_weight_decay: float | None = flag(None, "weight decay at the end, with --weight-decay-incr-style")
-    weight_decay_incr_style: str = flag("constant", "schedule of the weight decay", choices=("constant", "linear", "cosine"))
+    weight_decay_incr_style: str = flag(
+        "constant", "schedule of the weight decay", choices=("constant", "linear", "cosine")
+    )
     override_opt_param_scheduler: bool = flag(
         False, "schedules from the command line win over the checkpoint's", name="--override-opt_param-scheduler"
     )
@@ -121,4 +125,6 @@ class CheckpointConfig:
     dist_ckpt_optim_fully_reshardable: bool = flag(
         False, "optimizer state that loads under any layout (default: same TP and PP only)"
     )
-    keep_last: int | None = flag(None, "checkpoints to keep in --save; older ones are removed (default: all)", metavar="N")
+    keep_last: int | None = flag(
+        None, "checkpoints to keep in --save; older ones are removed (default: all)", metavar="N"
+    )

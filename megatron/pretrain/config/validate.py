@@ -1,23 +1,14 @@
-"""Judges a command line before anything starts: fills defaults in, refuses contradictions with the reason."""
+"""Judges a command line before anything starts: refuses contradictions with the reason, fills defaults in."""
 
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 from collections.abc import Iterator
 
-from megatron.pretrain.config import PretrainConfig
+from megatron.pretrain.config import PretrainConfig, checks
+from megatron.pretrain.config.derived import Environment, data_parallel_size, virtual_pipeline_size
 from megatron.pretrain.errors import UsageError
-
-
-@dataclasses.dataclass(frozen=True)
-class Environment:
-    """What the machine offers: number of ranks in the job, a CUDA device, Transformer Engine."""
-
-    world_size: int
-    cuda: bool
-    transformer_engine: bool
 
 
 def resolve(config: PretrainConfig, environment: Environment) -> PretrainConfig:
@@ -25,129 +16,17 @@ def resolve(config: PretrainConfig, environment: Environment) -> PretrainConfig:
 
     Raises UsageError naming the first contradiction, the values in it and what to change.
     """
-    for checks in (_required, _devices, _layout):
-        _refuse_first(checks(config, environment))
+    for check in checks.BEFORE_DEFAULTS:
+        _refuse_first(check(config, environment))
     resolved = _with_defaults(config, environment)
-    for checks in (_batches, _model, _experts, _precision, _schedule, _checkpoints):
-        _refuse_first(checks(resolved, environment))
+    for check in checks.AFTER_DEFAULTS:
+        _refuse_first(check(resolved, environment))
     return dataclasses.replace(resolved, flat=_flattened(resolved, environment))
-
-
-def data_parallel_size(config: PretrainConfig, environment: Environment) -> int:
-    """Ranks that hold the same shard of the non-expert weights: world / (TP x PP x CP)."""
-    layout = config.parallel
-    model_ranks = (
-        layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size * layout.context_parallel_size
-    )
-    return environment.world_size // model_ranks
-
-
-def moe_layer_pattern(text: str) -> int | list[int]:
-    """`--moe-layer-freq`: an integer N (every N-th layer), or a list of 0 and 1 built with `+` and `*`."""
-    try:
-        value = _evaluated(ast.parse(text, mode="eval").body)
-    except (SyntaxError, ValueError) as error:
-        raise UsageError(f"--moe-layer-freq {text!r} is neither a number nor a list such as ([0]*1+[1]*3)") from error
-    if isinstance(value, list) and set(value) <= {0, 1}:
-        return value
-    if isinstance(value, int) and value > 0:
-        return value
-    raise UsageError(f"--moe-layer-freq {text!r} must be a positive number or a list of 0 and 1")
-
-
-def _evaluated(node: ast.expr) -> int | list[int]:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.List):
-        items = [_evaluated(item) for item in node.elts]
-        return [item for item in items if isinstance(item, int)]
-    if isinstance(node, ast.BinOp):
-        left, right = _evaluated(node.left), _evaluated(node.right)
-        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
-            return left + right
-        if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int):
-            return left * right
-    raise ValueError("not a layer pattern")
 
 
 def _refuse_first(problems: Iterator[str]) -> None:
     for problem in problems:
         raise UsageError(problem)
-
-
-def _required(config: PretrainConfig, _: Environment) -> Iterator[str]:
-    needed = {
-        "--num-layers": config.model.num_layers,
-        "--hidden-size": config.model.hidden_size,
-        "--num-attention-heads": config.model.num_attention_heads,
-        "--seq-length": config.training.seq_length,
-        "--micro-batch-size": config.training.micro_batch_size,
-        "--train-iters": config.training.train_iters,
-        "--lr": config.optimizer.lr,
-    }
-    missing = [name for name, value in needed.items() if value is None]
-    if missing:
-        yield f"missing {', '.join(missing)}; see --help"
-    for name, value in needed.items():
-        if value is not None and value <= 0 and name != "--train-iters":
-            yield f"{name} {value} must be positive"
-    data, sources = config.data, 0
-    sources += bool(data.data_path) + data.mock_data + bool(data.train_data_path)
-    if sources != 1:
-        yield "give exactly one of --data-path, --train-data-path and --mock-data"
-
-
-def _devices(config: PretrainConfig, environment: Environment) -> Iterator[str]:
-    layout, model, moe = config.parallel, config.model, config.moe
-    if layout.device == "cuda" and not environment.cuda:
-        yield "no CUDA device on this machine; pass --device cpu to train without one"
-    if layout.device == "cpu" and layout.distributed_backend == "nccl":
-        yield "--distributed-backend nccl cannot serve --device cpu; leave it out or use gloo"
-    on_engine = model.transformer_impl != "local" and layout.device == "cuda" and environment.transformer_engine
-    if model.transformer_impl == "transformer_engine" and not on_engine:
-        yield "--transformer-impl transformer_engine needs --device cuda and the package transformer-engine[pytorch]"
-    if moe.moe_use_legacy_grouped_gemm:
-        yield (
-            "--moe-use-legacy-grouped-gemm: the legacy GroupedMLP keeps all experts in one tensor, so single experts "
-            "cannot be checkpointed; use --moe-grouped-gemm with Transformer Engine, or neither flag"
-        )
-    if moe.moe_grouped_gemm and not on_engine:
-        yield "--moe-grouped-gemm needs Transformer Engine on --device cuda; leave it out for sequential experts"
-    if layout.context_parallel_size > 1 and not on_engine:
-        yield (
-            f"--context-parallel-size {layout.context_parallel_size} needs Transformer Engine on --device cuda: "
-            "Megatron-Core's own attention has no context parallelism"
-        )
-    cuda_only = {
-        "--moe-token-dispatcher-type flex": moe.moe_token_dispatcher_type == "flex",
-        "--moe-permute-fusion": moe.moe_permute_fusion,
-        "--moe-shared-expert-overlap": moe.moe_shared_expert_overlap,
-    }
-    for name, given in cuda_only.items():
-        if given and layout.device == "cpu":
-            yield f"{name} needs --device cuda"
-
-
-def _layout(config: PretrainConfig, environment: Environment) -> Iterator[str]:
-    layout, moe, world = config.parallel, config.moe, environment.world_size
-    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-    cp, ep = layout.context_parallel_size, layout.expert_model_parallel_size
-    etp = layout.expert_tensor_parallel_size or tp
-    for name, size in {"tensor": tp, "pipeline": pp, "context": cp, "expert": ep}.items():
-        if size < 1:
-            yield f"--{name}{'' if name == 'context' else '-model'}-parallel-size {size} must be at least 1"
-    if world % (tp * pp * cp):
-        yield f"{world} ranks do not divide by TP {tp} x PP {pp} x CP {cp} = {tp * pp * cp}; start a multiple of that"
-    if moe.num_experts is None:
-        if ep > 1:
-            yield f"--expert-model-parallel-size {ep} needs --num-experts"
-        return
-    if moe.num_experts < 1 or moe.num_experts % ep:
-        yield f"--num-experts {moe.num_experts} does not divide by --expert-model-parallel-size {ep}"
-    if world % (etp * ep * pp):
-        yield f"{world} ranks do not divide by ETP {etp} x EP {ep} x PP {pp} = {etp * ep * pp}; start a multiple of that"
-    if tp > 1 and not layout.sequence_parallel:
-        yield f"experts with --tensor-model-parallel-size {tp} need --sequence-parallel"
 
 
 def _with_defaults(config: PretrainConfig, environment: Environment) -> PretrainConfig:
@@ -165,9 +44,7 @@ def _with_defaults(config: PretrainConfig, environment: Environment) -> Pretrain
             max_position_embeddings=model.max_position_embeddings or training.seq_length,
             transformer_impl=model.transformer_impl or ("transformer_engine" if on_engine else "local"),
         ),
-        training=dataclasses.replace(
-            training, global_batch_size=training.global_batch_size or samples_per_microbatch
-        ),
+        training=dataclasses.replace(training, global_batch_size=training.global_batch_size or samples_per_microbatch),
         optimizer=dataclasses.replace(
             optimizer,
             lr_decay_iters=optimizer.lr_decay_iters or training.train_iters,
@@ -181,136 +58,6 @@ def _with_defaults(config: PretrainConfig, environment: Environment) -> Pretrain
             expert_tensor_parallel_size=layout.expert_tensor_parallel_size or layout.tensor_model_parallel_size,
         ),
     )
-
-
-def virtual_pipeline_size(config: PretrainConfig) -> int | None:
-    """Model chunks per pipeline rank, or None without interleaving."""
-    layout, layers = config.parallel, config.model.num_layers or 0
-    if layout.num_virtual_stages_per_pipeline_rank:
-        return layout.num_virtual_stages_per_pipeline_rank
-    if layout.num_layers_per_virtual_pipeline_stage:
-        return layers // layout.pipeline_model_parallel_size // layout.num_layers_per_virtual_pipeline_stage
-    return None
-
-
-def _batches(config: PretrainConfig, environment: Environment) -> Iterator[str]:
-    training, layout = config.training, config.parallel
-    assert training.micro_batch_size and training.global_batch_size and training.seq_length
-    ranks = data_parallel_size(config, environment)
-    step = training.micro_batch_size * ranks
-    if training.global_batch_size % step:
-        yield (
-            f"--global-batch-size {training.global_batch_size} does not divide by --micro-batch-size "
-            f"{training.micro_batch_size} x {ranks} data-parallel ranks = {step}"
-        )
-    microbatches = training.global_batch_size // step
-    if virtual_pipeline_size(config) and microbatches % layout.pipeline_model_parallel_size:
-        yield (
-            f"the interleaved schedule needs microbatches in multiples of PP {layout.pipeline_model_parallel_size}, "
-            f"but --global-batch-size {training.global_batch_size} gives {microbatches}"
-        )
-    parts = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
-    parts *= 2 * layout.context_parallel_size if layout.context_parallel_size > 1 else 1
-    if training.seq_length % parts:
-        yield f"--seq-length {training.seq_length} does not divide by {parts}, which sequence and context parallelism need"
-    positions = config.model.max_position_embeddings or 0
-    if positions < training.seq_length:
-        yield f"--max-position-embeddings {positions} is below --seq-length {training.seq_length}"
-    if training.train_iters is not None and training.train_iters < 0:
-        yield f"--train-iters {training.train_iters} must not be negative"
-    for name, value in {"--eval-interval": training.eval_interval, "--log-interval": training.log_interval}.items():
-        if value < 1:
-            yield f"{name} {value} must be at least 1"
-
-
-def _model(config: PretrainConfig, _: Environment) -> Iterator[str]:
-    model, layout = config.model, config.parallel
-    heads, layers, hidden = model.num_attention_heads or 0, model.num_layers or 0, model.hidden_size or 0
-    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-    if model.kv_channels is None and hidden % heads:
-        yield f"--hidden-size {hidden} does not divide by --num-attention-heads {heads}; or give --kv-channels"
-    if heads % tp:
-        yield f"--num-attention-heads {heads} does not divide by --tensor-model-parallel-size {tp}"
-    if model.group_query_attention != (model.num_query_groups is not None):
-        yield "--group-query-attention and --num-query-groups go together"
-    if model.num_query_groups and (heads % model.num_query_groups or model.num_query_groups % tp):
-        yield f"--num-query-groups {model.num_query_groups} must divide {heads} heads and be a multiple of TP {tp}"
-    if layout.num_virtual_stages_per_pipeline_rank and layout.num_layers_per_virtual_pipeline_stage:
-        yield "give --num-virtual-stages-per-pipeline-rank or --num-layers-per-virtual-pipeline-stage, not both"
-    chunks = virtual_pipeline_size(config)
-    if chunks is not None and pp < 2:
-        yield "virtual pipeline stages need --pipeline-model-parallel-size of at least 2"
-    if chunks == 0 or layers % (pp * (chunks or 1)):
-        yield f"--num-layers {layers} does not divide by PP {pp} x {chunks} model chunks"
-    if model.recompute_granularity == "full" and model.recompute_method is None:
-        yield "--recompute-granularity full needs --recompute-method and --recompute-num-layers"
-
-
-def _experts(config: PretrainConfig, _: Environment) -> Iterator[str]:
-    moe = config.moe
-    if moe.num_experts is None:
-        return
-    kinds, coefficients = moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff
-    moe_layer_pattern(moe.moe_layer_freq)
-    if moe.moe_router_topk < 1 or moe.moe_router_topk > moe.num_experts:
-        yield f"--moe-router-topk {moe.moe_router_topk} must be between 1 and --num-experts {moe.num_experts}"
-    if len(kinds) > 1 and ({"sinkhorn", "none"} & set(kinds) or len(set(kinds)) != len(kinds)):
-        yield f"--moe-router-load-balancing-type {' '.join(kinds)}: only different auxiliary losses can be combined"
-    if len(kinds) != len(coefficients):
-        yield f"{len(kinds)} load balancing types need as many --moe-aux-loss-coeff, not {len(coefficients)}"
-    if kinds in (("sinkhorn",), ("none",)) and any(coefficients):
-        yield f"--moe-aux-loss-coeff has no meaning with --moe-router-load-balancing-type {kinds[0]}"
-    if moe.moe_pad_expert_input_to_capacity and moe.moe_expert_capacity_factor is None:
-        yield "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor"
-    if moe.moe_router_enable_expert_bias and moe.moe_router_score_function != "sigmoid":
-        yield "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"
-
-
-def _precision(config: PretrainConfig, _: Environment) -> Iterator[str]:
-    optimizer, layout = config.optimizer, config.parallel
-    if optimizer.fp16 and optimizer.bf16:
-        yield "--fp16 and --bf16 exclude each other"
-    if optimizer.loss_scale is not None and not optimizer.fp16:
-        yield "--loss-scale has an effect only with --fp16"
-    if layout.overlap_param_gather and not (layout.use_distributed_optimizer and layout.overlap_grad_reduce):
-        yield "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce"
-
-
-def _schedule(config: PretrainConfig, _: Environment) -> Iterator[str]:
-    optimizer = config.optimizer
-    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
-    decay_iters = optimizer.lr_decay_iters or 0
-    if optimizer.lr_warmup_iters and optimizer.lr_warmup_iters >= decay_iters:
-        yield f"the warmup of {optimizer.lr_warmup_iters} iterations must be shorter than the decay of {decay_iters}"
-    if (optimizer.lr or 0) < optimizer.min_lr:
-        yield f"--lr {optimizer.lr} is below --min-lr {optimizer.min_lr}"
-    if optimizer.weight_decay_incr_style == "constant" and (start is not None or end is not None):
-        yield "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine"
-    if optimizer.weight_decay_incr_style != "constant" and (start is None or end is None):
-        yield f"--weight-decay-incr-style {optimizer.weight_decay_incr_style} needs --start- and --end-weight-decay"
-    if optimizer.lr_decay_style == "WSD" and optimizer.lr_wsd_decay_iters is None:
-        yield "--lr-decay-style WSD needs --lr-wsd-decay-iters"
-    if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
-        yield "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other"
-
-
-def _checkpoints(config: PretrainConfig, _: Environment) -> Iterator[str]:
-    checkpoint, training = config.checkpoint, config.training
-    needs_save = {
-        "--save-interval": checkpoint.save_interval is not None,
-        "--async-save": checkpoint.async_save,
-        "--keep-last": checkpoint.keep_last is not None,
-        "--log-progress": training.log_progress,
-    }
-    for name, given in needs_save.items():
-        if given and checkpoint.save is None:
-            yield f"{name} needs --save"
-    if checkpoint.save_interval is not None and checkpoint.save_interval < 1:
-        yield f"--save-interval {checkpoint.save_interval} must be at least 1"
-    if checkpoint.keep_last is not None and checkpoint.keep_last < 1:
-        yield f"--keep-last {checkpoint.keep_last} must be at least 1"
-    if checkpoint.load is None and (checkpoint.ckpt_step is not None or checkpoint.finetune):
-        yield "--ckpt-step and --finetune need --load"
 
 
 def _flattened(config: PretrainConfig, environment: Environment) -> argparse.Namespace:

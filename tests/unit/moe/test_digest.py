@@ -15,8 +15,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.store.canonical import feed
 from megatron.core.dist_checkpointing.moe.store.components import (

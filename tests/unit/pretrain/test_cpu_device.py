@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import logging
 import pkgutil
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,23 +18,17 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from megatron import pretrain
 from megatron.pretrain import cpu_device
-from megatron.pretrain.cpu_device import ABSENT, PATCHES
+from megatron.pretrain.cpu_device import switch
+from megatron.pretrain.cpu_device.patch import ABSENT, Patch
+from megatron.pretrain.cpu_device.table import PATCHES
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, PersistentAsyncCaller
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.fusions.fused_bias_swiglu import swiglu
-    from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import mappings, random
-    from megatron.core.transformer import MegatronModule, TransformerConfig
     from megatron.core.transformer.moe import token_dispatcher
-
-    from megatron.core import dist_checkpointing, parallel_state
-
-CONFIG = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
 
 
 @pytest.fixture
@@ -55,6 +51,15 @@ def attributes() -> list[object]:
 
 
 # The table
+
+
+def test_importing_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = attributes()
+    monkeypatch.setattr(pretrain, "cpu_device", cpu_device)
+    for name in [name for name in sys.modules if name.startswith(cpu_device.__name__)]:
+        monkeypatch.delitem(sys.modules, name)
+    assert importlib.import_module(cpu_device.__name__) is not cpu_device
+    assert all(now is old for now, old in zip(attributes(), before, strict=True))
 
 
 def test_uninstall_puts_back_every_object() -> None:
@@ -91,7 +96,7 @@ def test_the_block_leaves_alone_what_was_installed_before_it(on_cpu: None) -> No
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: f"{patch.owner}.{patch.name}")
-def test_upstream_still_has_what_is_mapped(patch: cpu_device.Patch) -> None:
+def test_upstream_still_has_what_is_mapped(patch: Patch) -> None:
     assert patch.may_be_absent or hasattr(pkgutil.resolve_name(patch.owner), patch.name)
 
 
@@ -102,7 +107,7 @@ def test_no_name_is_mapped_twice() -> None:
 def test_a_half_finished_install_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
     before = attributes()
     gone = replace(PATCHES[0], name="renamed_upstream")
-    monkeypatch.setattr(cpu_device, "PATCHES", (*PATCHES, gone))
+    monkeypatch.setattr(switch, "PATCHES", (*PATCHES, gone))
     with pytest.raises(AttributeError, match=r"torch\.cuda has no renamed_upstream"):
         cpu_device.install()
     assert not cpu_device.is_installed()
@@ -119,10 +124,6 @@ def test_no_two_names_share_a_function(on_cpu: None) -> None:
     [
         (token_dispatcher.maybe_move_tensor_to_cpu, ["tensor", "as_numpy", "record_stream"]),
         (mappings._gather_along_first_dim, ["input_", "group", "output_split_sizes", "use_global_buffer"]),
-        (DistributedOptimizer.state_dict, ["self"]),
-        (DistributedOptimizer._set_main_param_and_optimizer_states, ["self", "model_param", "tensors"]),
-        (PersistentAsyncCaller.schedule_async_call, ["self", "async_req"]),
-        (PersistentAsyncCaller.async_loop, ["rank", "queue", "preload_q", "comp_q", "log_level"]),
     ],
 )
 def test_upstream_functions_still_take_what_their_replacements_take(function: Any, parameters: list[str]) -> None:
@@ -304,90 +305,14 @@ def test_recomputed_activations_drop_the_same_elements(tracker: Any, monkeypatch
 
 
 @contextlib.contextmanager
-def world(store: Path, rank: int = 0, ranks: int = 1) -> Iterator[None]:
+def world(store: Path, rank: int, ranks: int) -> Iterator[None]:
     """A gloo world of `ranks` processes, with the CPU device installed."""
     with cpu_device.installed():
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-        parallel_state.initialize_model_parallel()
         try:
             yield
         finally:
-            parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
-
-
-class TwoLinears(MegatronModule):
-    def __init__(self) -> None:
-        super().__init__(CONFIG)
-        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(hidden))
-
-
-class Training:
-    """Two linear layers and a distributed Adam over them."""
-
-    def __init__(self) -> None:
-        ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
-        torch.manual_seed(1)
-        self.model = DistributedDataParallel(CONFIG, ddp_config, TwoLinears())
-        config = OptimizerConfig(lr=0.1, use_distributed_optimizer=True)
-        self.optimizer: MegatronOptimizer = get_megatron_optimizer(config, [self.model])
-
-    def step(self, seed: int) -> float:
-        self.model.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        loss = self.model(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))).square().mean()
-        loss.backward()
-        self.model.finish_grad_sync()
-        assert self.optimizer.step()[0]
-        return float(loss.detach())
-
-    def state(self, sharding: str, is_loading: bool = False) -> dict[str, Any]:
-        metadata = {"distrib_optim_sharding_type": sharding}
-        model = self.model.module.sharded_state_dict()
-        return {"model": model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading, metadata=metadata)}
-
-    def load(self, directory: Path, sharding: str) -> None:
-        loaded = dist_checkpointing.load(self.state(sharding, is_loading=True), str(directory))
-        with torch.no_grad():
-            self.model.module.load_state_dict(loaded["model"])
-            self.optimizer.load_state_dict(loaded["optimizer"])
-
-
-@pytest.mark.parametrize("sharding", ["dp_reshardable", "fully_reshardable"])
-@pytest.mark.parametrize("fresh", [True, False], ids=["into a fresh optimizer", "into one that stepped on"])
-def test_a_loaded_adam_goes_on_as_the_saved_one_did(tmp_path: Path, sharding: str, fresh: bool) -> None:
-    checkpoint = tmp_path / "checkpoint"
-    checkpoint.mkdir()
-    with world(tmp_path / "store"):
-        training = Training()
-        for seed in range(3):
-            training.step(seed)
-        dist_checkpointing.save(training.state(sharding), str(checkpoint))
-        losses = [training.step(seed) for seed in (3, 4, 5)]
-
-        resumed = Training() if fresh else training
-        resumed.load(checkpoint, sharding)
-        assert [resumed.step(seed) for seed in (3, 4, 5)] == losses
-
-
-def test_the_persistent_worker_writes_what_was_there_when_it_was_asked(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "checkpoint"
-    checkpoint.mkdir()
-    with world(tmp_path / "store"):
-        training = Training()
-        training.step(0)
-        request = dist_checkpointing.save(training.state("dp_reshardable"), str(checkpoint), async_sharded_save=True)
-        with contextlib.closing(AsyncCallsQueue(persistent=True)) as queue:
-            queue.schedule_async_request(request)
-            losses = [training.step(seed) for seed in (1, 2, 3)]
-            queue.maybe_finalize_async_calls(blocking=True)
-
-        assert not any(parameter.is_shared() for parameter in training.model.parameters())
-        training.load(checkpoint, "dp_reshardable")
-        assert [training.step(seed) for seed in (1, 2, 3)] == losses
 
 
 def gather_rows(rank: int, store: Path, results: Path) -> None:

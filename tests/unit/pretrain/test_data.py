@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.pretrain.data import DatasetRequest, build_data_iterator, build_datasets
 from megatron.pretrain.errors import PretrainError, UsageError
 from megatron.pretrain.preprocess import corpus_writer

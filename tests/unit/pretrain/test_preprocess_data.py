@@ -11,8 +11,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.pretrain.errors import UsageError
 from megatron.pretrain.preprocess import PreprocessRequest, find_inputs, preprocess
 

@@ -88,7 +88,7 @@ def _argument_options(field: dataclasses.Field[Any], about: Flag, hint: Any) -> 
         options["choices"] = about.choices
     if several:
         options |= {"action": "append"} if about.repeatable else {"nargs": "+"}
-        options["default"] = list(field.default)
+        options["default"] = list(options["default"])
     return options
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.safe_globals import SAFE_GLOBALS
 from numpy.lib import NumpyVersion
+
+from megatron.core.safe_globals import SAFE_GLOBALS
 
 from ..errors import UnreadableCheckpoint
 

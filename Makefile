@@ -1,0 +1,42 @@
+# Every target makes what it needs and can be repeated; VENV and PYTHON may be given.
+VENV ?= .venv
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+RUN = $(VENV)/bin/python
+export PYTHONWARNINGS ?= ignore::FutureWarning
+
+.PHONY: setup demo test check format bench gpu-check clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: setup.py scripts/install_torch.py
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "Python 3.11 is needed; give PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --upgrade "pip>=24" "setuptools>=64"
+	$(RUN) scripts/install_torch.py
+	$(RUN) -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+demo: setup
+	$(RUN) scripts/demo.py
+
+test: setup
+	OMP_NUM_THREADS=1 $(RUN) -m pytest tests
+
+check: setup
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/unit/test_architecture.py
+
+format: setup
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+bench: setup
+	$(RUN) benchmarks/driver_overhead.py
+
+gpu-check: setup
+	$(RUN) -m pytest tests/gpu
+
+clean:
+	rm -rf $(VENV) .data .demo build dist *.egg-info

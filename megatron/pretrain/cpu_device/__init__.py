@@ -1,0 +1,29 @@
+"""Lets unmodified Megatron-Core 0.16.1 train on the CPU with gloo: one table of reversible mappings.
+
+Megatron-Core asks CUDA for devices, streams and random numbers in some 350 places and writes `device="cuda"` as a
+literal. `install()` maps exactly those names to the CPU, `uninstall()` puts every original back. Each row of
+`table.PATCHES` says what is replaced, by what, and why; a row whose attribute is gone from torch or Megatron-Core makes
+`install()` fail before anything is changed. Nothing happens on import, so a run on GPUs that never calls `install()` is
+untouched.
+
+Random numbers. CPU kernels draw from torch's default generator, so that one generator *is* the device's: the
+`torch.cuda` random functions read and write it, and saving the device's state saves everything that dropout and
+initialisation depend on. There is no second, host-side generator, so inside `megatron.core.tensor_parallel.random`
+(the tracker and activation recomputation) the host state is void: an empty tensor that never changes. Everywhere else
+`torch.manual_seed`, `torch.get_rng_state` and `torch.set_rng_state` mean what they always mean on a CPU; a checkpoint
+that stores both states stores the same bytes twice, in any order of restoring. The one consequence to know: code that
+draws from torch's default generator on the side (a `DataLoader` draws its base seed there whenever it is iterated)
+moves the device's sequence too, and has to be given a generator of its own to leave it alone.
+
+Host copies. On a GPU `tensor.cpu()` and `tensor.to("cpu")` are copies, on the CPU they are the tensor itself: whoever
+reads such a "copy" while training goes on has to make one. Pinning does make one, as Megatron-Core depends on it.
+
+Optimizer. Megatron-Core takes Adam from Transformer Engine or Apex wherever one can be imported, and theirs needs a
+GPU: neither may be importable in a process that calls `install()`.
+
+Checked against megatron-core 0.16.1 with torch 2.13.0.
+"""
+
+from megatron.pretrain.cpu_device.switch import install, installed, is_installed, uninstall
+
+__all__ = ["install", "installed", "is_installed", "uninstall"]

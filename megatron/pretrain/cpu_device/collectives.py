@@ -1,0 +1,35 @@
+"""What Megatron-Core has to do differently where gloo moves the tokens. Each function here makes one replacement."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+
+def splits_as_integers(original: Any) -> Any:
+    """For `maybe_move_tensor_to_cpu`: what all-to-all splits by as integers, though it is on the CPU already."""
+
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    return maybe_move_tensor_to_cpu
+
+
+def gather_uneven(original: Any) -> Any:
+    """For `_gather_along_first_dim`: gather a different number of rows from each rank."""
+
+    @functools.wraps(original)
+    def gather(
+        input_: torch.Tensor, group: Any, output_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        ranks = group.size()
+        if output_split_sizes is None or ranks == 1:
+            return original(input_, group, None, use_global_buffer)
+        output = input_.new_empty((sum(output_split_sizes), *input_.shape[1:]))
+        for_each_rank, split_sizes = torch.cat([input_] * ranks), [len(input_)] * ranks
+        torch.distributed.all_to_all_single(output, for_each_rank, output_split_sizes, split_sizes, group=group)
+        return output
+
+    return gather

@@ -1,0 +1,56 @@
+"""Installs the table of patches in this process and takes it back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from megatron.pretrain.cpu_device.table import PATCHES
+
+_undo: contextlib.ExitStack | None = None
+
+
+def install() -> None:
+    """Map CUDA to the CPU for this process; a second call does nothing.
+
+    Compiled functions (`torch.compile`, which Megatron-Core decorates its fusions with) run eagerly from here on: on a
+    CPU they would need a C++ compiler and minutes.
+
+    Raises:
+        AttributeError: torch or Megatron-Core no longer have an attribute of the table. Nothing is changed then.
+    """
+    global _undo
+    if _undo is not None:
+        return
+    with contextlib.ExitStack() as stack:
+        for patch in PATCHES:
+            patch.apply(stack)
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        _undo = stack.pop_all()
+
+
+def uninstall() -> None:
+    """Put back every original, and delete what did not exist; does nothing if nothing is installed."""
+    global _undo
+    if _undo is not None:
+        _undo.close()
+        _undo = None
+
+
+def is_installed() -> bool:
+    """Whether `install()` is in effect in this process."""
+    return _undo is not None
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """Install for the duration of the block, unless it was installed before: then it stays."""
+    before = is_installed()
+    install()
+    try:
+        yield
+    finally:
+        if not before:
+            uninstall()

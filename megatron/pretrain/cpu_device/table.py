@@ -1,0 +1,80 @@
+"""The table: which attributes of torch and Megatron-Core are replaced, by what, and why."""
+
+from __future__ import annotations
+
+from megatron.pretrain.cpu_device import collectives, tensors
+from megatron.pretrain.cpu_device.patch import Patch, always, just
+from megatron.pretrain.cpu_device.random_numbers import DeviceGenerators, TorchWithoutHostRng, call_at_once
+from megatron.pretrain.cpu_device.streams import CpuEvent, CpuStream, no_stream_context
+
+_FACTORIES = (
+    *("tensor", "as_tensor", "empty", "empty_strided", "zeros", "ones", "full", "eye", "arange", "linspace"),
+    *("rand", "randn", "randint", "empty_like", "zeros_like", "ones_like", "full_like"),
+)
+
+_DEVICE = (
+    Patch("torch.cuda", "is_available", always(False), "no CUDA path is taken, on a machine with a GPU too"),
+    Patch("torch.cuda", "current_device", always(tensors.CPU), "is passed on as `device=` everywhere"),
+    Patch("torch.cuda", "synchronize", always(None), "timers, p2p and checkpoints wait for the device"),
+)
+
+_STREAMS = (
+    Patch("torch.cuda", "Stream", just(CpuStream), "dispatcher, shared experts and DDP make side streams"),
+    Patch("torch.cuda", "Event", just(CpuEvent), "overlap and timing code records events"),
+    Patch("torch.cuda", "stream", no_stream_context, "side streams are entered as contexts"),
+    Patch("torch.cuda", "current_stream", always(CpuStream()), "side streams wait for it"),
+    Patch("torch.cuda", "default_stream", always(CpuStream()), "DDP's communication stream waits for it"),
+    Patch("torch.cuda", "is_current_stream_capturing", always(False), "there are no CUDA graphs"),
+    Patch("torch:Tensor", "record_stream", always(None), "memory is not reused before the program says so"),
+    Patch("torch.cuda.nvtx", "range_push", always(0), "NVTX ranges raise without a CUDA build"),
+    Patch("torch.cuda.nvtx", "range_pop", always(0), "NVTX ranges raise without a CUDA build"),
+    Patch("torch.cuda", "reset_peak_memory_stats", always(None), "raises without CUDA, where other counters are 0"),
+)
+
+_RANDOM = (
+    Patch("torch.cuda", "default_generators", just(DeviceGenerators()), "CPU kernels draw from this generator"),
+    Patch("torch.cuda.random", "current_device", always(0), "imported by name: index of the device's generator"),
+    Patch("torch.cuda.random", "device_count", always(1), "imported by name: number of generators to save and seed"),
+    Patch("torch.cuda.random", "_lazy_init", always(None), "there is no CUDA context to make"),
+    Patch("torch.cuda.random", "_lazy_call", call_at_once, "seeds and states are set now, not once CUDA is there"),
+    Patch("megatron.core.tensor_parallel.random", "_lazy_call", call_at_once, "imported by name"),
+    Patch(
+        "megatron.core.tensor_parallel.random",
+        "torch",
+        just(TorchWithoutHostRng()),
+        "`fork` warns when the host's random state moves, and here the device's is the same one",
+    ),
+)
+
+_TENSORS = (
+    *(Patch("torch", name, tensors.factory, '`device="cuda"` literals and pinned memory') for name in _FACTORIES),
+    Patch("torch:Tensor", "to", tensors.to, '`device="cuda"` literals'),
+    Patch("torch:Tensor", "cuda", tensors.cuda, "tensors are on the device already"),
+    Patch("torch:Tensor", "pin_memory", tensors.pin_memory, "a copy: what is pinned is freed on the device after it"),
+    Patch("torch:Tensor", "type", tensors.type_, "optimizers compare it with 'torch.cuda.FloatTensor' and the like"),
+)
+
+_MEGATRON = (
+    Patch(
+        "megatron.core.transformer.moe.moe_utils",
+        "te_general_gemm",
+        just(None),
+        "an undefined name without Transformer Engine, asked for by the router",
+        may_be_absent=True,
+    ),
+    Patch(
+        "megatron.core.transformer.moe.token_dispatcher",
+        "maybe_move_tensor_to_cpu",
+        collectives.splits_as_integers,
+        "leaves what is not on a GPU a tensor, and all-to-all takes integers as split sizes",
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.mappings",
+        "_gather_along_first_dim",
+        collectives.gather_uneven,
+        "gloo gathers equal sizes only; expert tensor parallelism gathers as many tokens as each rank has",
+    ),
+)
+
+PATCHES: tuple[Patch, ...] = (*_DEVICE, *_STREAMS, *_RANDOM, *_TENSORS, *_MEGATRON)
+"""Everything that `install()` replaces, in order."""

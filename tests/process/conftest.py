@@ -1,0 +1,71 @@
+"""A world of worker processes and a small corpus, shared by all process tests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from runs import Layout, Start, Train, flags
+from world import Hook, Outcome, Running, World
+
+from megatron.pretrain.preprocess import PreprocessRequest, preprocess
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    started = World(tmp_path_factory.mktemp("world"))
+    yield started
+    started.kill()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The prefix of a corpus of made-up words, enough for a few hundred samples."""
+    folder = tmp_path_factory.mktemp("corpus")
+    draw = random.Random(3)
+    words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 7))) for _ in range(60)]
+    documents = [" ".join(draw.choices(words, k=200)) for _ in range(60)]
+    for i, document in enumerate(documents):
+        (folder / f"{i:03}.txt").write_text(document)
+    request = PreprocessRequest(
+        inputs=(str(folder / "*.txt"),),
+        json_keys=("text",),
+        output_prefix=str(folder / "words"),
+        tokenizer_type="ByteTokenizer",
+        tokenizer_model=None,
+        vocab_size=None,
+        append_eod=True,
+        workers=1,
+    )
+    (summary,) = preprocess(request, lambda documents, tokens: None)
+    return summary.prefix
+
+
+@pytest.fixture
+def start(world: World, corpus: str) -> Start:
+    """Starts a job: `start(layout, *flags, hooks=(), distributed=True)`."""
+
+    def start_job(layout: Layout, *extra: object, hooks: Sequence[Hook] = (), distributed: bool = True) -> Running:
+        argv = flags(corpus, layout, *map(str, extra), distributed=distributed)
+        return world.start(argv, layout.ranks, hooks)
+
+    return start_job
+
+
+@pytest.fixture
+def train(start: Start) -> Train:
+    """Runs a job to its end, which must be a good one: `train(layout, *flags, hooks=(), distributed=True)`."""
+
+    def run(layout: Layout, *extra: object, hooks: Sequence[Hook] = (), distributed: bool = True) -> Outcome:
+        outcome = start(layout, *extra, hooks=hooks, distributed=distributed).wait()
+        assert set(outcome.codes) == {0}, outcome.said
+        return outcome
+
+    return run
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Path:
+    return tmp_path / "save"

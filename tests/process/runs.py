@@ -1,0 +1,106 @@
+"""Small training runs: their flags, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from world import Outcome, Running
+
+from megatron.core.dist_checkpointing.moe.store.dense import open_dense
+from megatron.core.dist_checkpointing.moe.store.digest import digest_components
+
+Start = Callable[..., Running]
+Train = Callable[..., Outcome]
+
+MICROBATCHES = 4
+"""More than the deepest pipeline here, so that it is full for a while."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is laid out over ranks."""
+
+    tp: int = 1
+    pp: int = 2
+    ep: int = 2
+    ranks: int = 4
+    vpp: int | None = None
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        sizes = {"tensor": self.tp, "pipeline": self.pp, "expert": self.ep}
+        flags = [part for name, size in sizes.items() for part in (f"--{name}-model-parallel-size", str(size))]
+        if self.tp > 1:
+            flags.append("--sequence-parallel")
+        if self.vpp is not None:
+            flags += ["--num-virtual-stages-per-pipeline-rank", str(self.vpp)]
+        return tuple(flags)
+
+    @property
+    def samples_per_iteration(self) -> int:
+        return MICROBATCHES * self.ranks // (self.tp * self.pp)
+
+    def __str__(self) -> str:
+        chunks = "" if self.vpp is None else f"-vpp{self.vpp}"
+        return f"tp{self.tp}-pp{self.pp}-ep{self.ep}{chunks}-on-{self.ranks}"
+
+
+# Every schedule moves at each iteration, clipping bites and dropout draws numbers: nothing can be lost unnoticed.
+_MODEL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--position-embedding-type rope --attention-dropout 0.1 --hidden-dropout 0.0 --num-experts 4 "
+    "--moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall"
+)
+_TRAINING = (
+    "--seq-length 32 --micro-batch-size 1 --train-iters 6 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine "
+    "--lr-warmup-iters 4 --lr-decay-iters 6 --clip-grad 0.5 --start-weight-decay 0.01 --end-weight-decay 0.2 "
+    "--weight-decay-incr-style linear --log-interval 1 --split 90,8,2 --num-workers 0"
+)
+
+
+def flags(corpus: str, layout: Layout, *extra: str, distributed: bool = True) -> list[str]:
+    """The flags of a small run; `extra` ones win."""
+    batch = ["--global-batch-size", str(layout.samples_per_iteration)]
+    optimizer = ["--use-distributed-optimizer"] if distributed else []
+    data = ["--data-path", corpus]
+    return [
+        *"--device cpu".split(),
+        *layout.flags,
+        *_MODEL.split(),
+        *_TRAINING.split(),
+        *batch,
+        *optimizer,
+        *data,
+        *extra,
+    ]
+
+
+def metrics(path: Path) -> list[dict[str, Any]]:
+    """The reports of a run, one per iteration, without the measured times."""
+    reports = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{key: value for key, value in report.items() if not key.endswith("_s")} for report in reports]
+
+
+def exact(path: Path, after: int = 0) -> dict[int, str]:
+    """What each iteration past `after` computed, to the last bit, by iteration; the last report counts."""
+    return {report["iteration"]: repr(report) for report in metrics(path) if report["iteration"] > after}
+
+
+def digest(folder: Path, iteration: int) -> dict[str, str]:
+    """Digest of every component of the checkpoint of `iteration` in a --save directory."""
+    components = digest_components(open_dense(folder / f"iter_{iteration:07d}"))
+    return {part.component: part.digest for part in components}
+
+
+def published(folder: Path) -> list[int]:
+    """The iterations in a --save directory, oldest first."""
+    return sorted(int(path.name[5:]) for path in folder.glob("iter_*"))
+
+
+def differences(one: dict[Any, str], other: dict[Any, str]) -> list[Any]:
+    """Keys whose values are not the same."""
+    return [key for key in {**one, **other} if one.get(key) != other.get(key)]

@@ -1,0 +1,240 @@
+"""A world of processes for training jobs: torch and Megatron-Core are imported once, each job forks from there.
+
+Workers are not reused: core's data-parallel wrapper keeps its model, and with it every process group and its threads, alive
+through autograd hooks that no garbage collection sees. A fork of the server that has imported everything costs a tenth
+of a second and starts clean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+HANG_TIMEOUT_S = 180.0
+"""Far above what any job here takes: whoever waits longer waits for something that will not come."""
+
+Hook = Callable[[], AbstractContextManager[object]]
+"""Changes something in a worker for the time of one job; pickled, so a module-level function or a partial of one."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one rank is asked to run: the driver's flags, its environment, and where its output goes."""
+
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    stdout: Path
+    stderr: Path
+    hooks: tuple[Hook, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Exit code, standard output and standard error of each rank."""
+
+    codes: tuple[int, ...]
+    out: tuple[str, ...]
+    err: tuple[str, ...]
+
+    @property
+    def said(self) -> str:
+        """All that all ranks printed, for failure messages."""
+        texts = enumerate(zip(self.codes, self.out, self.err, strict=True))
+        return "\n".join(f"--- rank {rank}, exit code {code}\n{out}{err}" for rank, (code, out, err) in texts)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Lines on standard error, of all ranks."""
+        return [line for err in self.err for line in err.splitlines()]
+
+
+class WorkersLost(Exception):
+    """A worker hung or died; the text says for what was waited and what the ranks printed."""
+
+
+class World:
+    """Runs jobs on fresh processes of this machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._workers: list[tuple[Any, multiprocessing.connection.Connection]] = []
+        self._jobs = 0
+
+    def start(self, argv: Sequence[str], ranks: int, hooks: Sequence[Hook] = ()) -> Running:
+        """Start a job on `ranks` new workers."""
+        workers = self._spawn(ranks)
+        self._jobs += 1
+        folder = self._folder / f"job-{self._jobs}"
+        folder.mkdir()
+        port = _free_port()
+        jobs = [_job(argv, rank, ranks, port, folder, tuple(hooks)) for rank in range(ranks)]
+        for (_, connection), job in zip(workers, jobs, strict=True):
+            connection.send(job)
+        return Running(self, workers, jobs)
+
+    def run(self, argv: Sequence[str], ranks: int, hooks: Sequence[Hook] = ()) -> Outcome:
+        """Run a job to its end."""
+        return self.start(argv, ranks, hooks).wait()
+
+    def kill(self) -> None:
+        """End all workers of all jobs."""
+        workers, self._workers = self._workers, []
+        for process, connection in workers:
+            process.kill()
+            connection.close()
+        for process, _ in workers:
+            process.join()
+
+    def _spawn(self, ranks: int) -> list[tuple[Any, multiprocessing.connection.Connection]]:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["world_preload"])
+        with _environment({"PYTHONPATH": f"{Path(__file__).parent}:{ROOT}", "OMP_NUM_THREADS": "1"}):
+            spawned = []
+            for _ in range(ranks):
+                here, there = context.Pipe()
+                # Not a daemon: those may not fork, as the background writer of checkpoints does.
+                process = context.Process(target=_serve, args=(there,), daemon=False)
+                process.start()
+                there.close()
+                spawned.append((process, here))
+        self._workers += spawned
+        return spawned
+
+
+class Running:
+    """A job under way."""
+
+    def __init__(self, world: World, workers: list[tuple[Any, Any]], jobs: list[Job]) -> None:
+        self._world, self._workers, self._jobs = world, workers, jobs
+
+    def process_id(self, rank: int) -> int:
+        """The process that plays `rank`."""
+        pid: int = self._workers[rank][0].pid
+        return pid
+
+    def wait(self) -> Outcome:
+        """The outcome of all ranks. Raises WorkersLost, and ends the world, if one hangs or dies."""
+        deadline, codes = time.monotonic() + HANG_TIMEOUT_S, {}
+        for rank, (_, connection) in enumerate(self._workers):
+            try:
+                if not connection.poll(max(0.0, deadline - time.monotonic())):
+                    raise self._lost(f"rank {rank} did not end within {HANG_TIMEOUT_S:.0f} s; ended: {codes}")
+                codes[rank] = connection.recv()
+            except (EOFError, ConnectionResetError):
+                raise self._lost(f"the process of rank {rank} died; exit codes so far: {codes}") from None
+        return self._outcome(codes)
+
+    def _outcome(self, codes: dict[int, int]) -> Outcome:
+        ranks = range(len(self._jobs))
+        return Outcome(
+            tuple(codes.get(rank, -1) for rank in ranks),
+            tuple(_text(job.stdout) for job in self._jobs),
+            tuple(_text(job.stderr) for job in self._jobs),
+        )
+
+    def _lost(self, what: str) -> WorkersLost:
+        for process, _ in self._workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGUSR2)  # prints where it stands
+        time.sleep(1.0)
+        self._world.kill()
+        return WorkersLost(f"{what}\nflags: {' '.join(self._jobs[0].argv)}\n{self._outcome({}).said}")
+
+
+def _job(argv: Sequence[str], rank: int, ranks: int, port: int, folder: Path, hooks: tuple[Hook, ...]) -> Job:
+    environment = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": f"world-{os.getpid()}-{folder.name}",
+    }
+    return Job(tuple(argv), environment, folder / f"out-{rank}", folder / f"err-{rank}", hooks)
+
+
+def _serve(connection: multiprocessing.connection.Connection) -> None:
+    """What a worker does: one job."""
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    try:
+        job = connection.recv()
+    except EOFError:
+        return
+    connection.send(_perform(job))
+
+
+def _perform(job: Job) -> int:
+    import pretrain_gpt_moe
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        with _environment(job.environment), _output(job), contextlib.ExitStack() as stack:
+            try:
+                for hook in job.hooks:
+                    stack.enter_context(hook())
+                return pretrain_gpt_moe.main(list(job.argv))
+            except SystemExit as ending:
+                return ending.code if isinstance(ending.code, int) else 1
+            except Exception:
+                # As the interpreter would at the end of a process.
+                traceback.print_exc()
+                return 1
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        gc.collect()  # models refer to themselves; several would be alive at once
+
+
+@contextlib.contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _output(job: Job) -> Iterator[None]:
+    """Send everything that this process prints to files, from whatever language it comes."""
+    streams = ((sys.stdout, 1, job.stdout), (sys.stderr, 2, job.stderr))
+    kept = [os.dup(number) for _, number, _ in streams]
+    for stream, number, path in streams:
+        stream.flush()
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), number)
+    try:
+        yield
+    finally:
+        for (stream, number, _), original in zip(streams, kept, strict=True):
+            stream.flush()
+            os.dup2(original, number)
+            os.close(original)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port: int = probe.getsockname()[1]
+        return port

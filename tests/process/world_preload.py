@@ -1,0 +1,11 @@
+"""What every worker of a world has imported before it exists: the zygote imports this once and workers are forked."""
+
+import pretrain_gpt_moe  # noqa: F401
+from megatron.pretrain import cpu_device
+
+# Megatron-Core asks for its device while it is imported; the driver installs the mapping anew for each job.
+with cpu_device.installed():
+    import megatron.pretrain.assemble
+    import megatron.pretrain.checkpoint.load
+    import megatron.pretrain.loop
+    import megatron.pretrain.tokenizer  # noqa: F401
