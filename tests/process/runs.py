@@ -16,9 +16,6 @@ from megatron.core.dist_checkpointing.moe.store.digest import digest_components
 Start = Callable[..., Running]
 Train = Callable[..., Outcome]
 
-MICROBATCHES = 4
-"""More than the deepest pipeline here, so that it is full for a while."""
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -38,11 +35,14 @@ class Layout:
             flags.append("--sequence-parallel")
         if self.vpp is not None:
             flags += ["--num-virtual-stages-per-pipeline-rank", str(self.vpp)]
-        return tuple(flags)
+        layers = max(2, self.pp * (self.vpp or 1))
+        batch = self.microbatches * self.ranks // (self.tp * self.pp)
+        return (*flags, "--num-layers", str(layers), "--global-batch-size", str(batch))
 
     @property
-    def samples_per_iteration(self) -> int:
-        return MICROBATCHES * self.ranks // (self.tp * self.pp)
+    def microbatches(self) -> int:
+        """More than the pipeline is deep, so that it is full for a while; what the interleaved schedule allows."""
+        return self.pp + 1 if self.vpp is None else 2 * self.pp
 
     def __str__(self) -> str:
         chunks = "" if self.vpp is None else f"-vpp{self.vpp}"
@@ -51,7 +51,7 @@ class Layout:
 
 # Every schedule moves at each iteration, clipping bites and dropout draws numbers: nothing can be lost unnoticed.
 _MODEL = (
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--hidden-size 32 --num-attention-heads 4 --normalization RMSNorm --swiglu --disable-bias-linear "
     "--position-embedding-type rope --attention-dropout 0.1 --hidden-dropout 0.0 --num-experts 4 "
     "--moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall"
 )
@@ -64,7 +64,6 @@ _TRAINING = (
 
 def flags(corpus: str, layout: Layout, *extra: str, distributed: bool = True) -> list[str]:
     """The flags of a small run; `extra` ones win."""
-    batch = ["--global-batch-size", str(layout.samples_per_iteration)]
     optimizer = ["--use-distributed-optimizer"] if distributed else []
     data = ["--data-path", corpus]
     return [
@@ -72,7 +71,6 @@ def flags(corpus: str, layout: Layout, *extra: str, distributed: bool = True) ->
         *layout.flags,
         *_MODEL.split(),
         *_TRAINING.split(),
-        *batch,
         *optimizer,
         *data,
         *extra,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Layout, Train, differences, digest, exact, metrics
+from runs import Layout, Train, differences, digest, exact, flags, metrics
 from worker_hooks import poisoned_before_load, without_restoring
+from world import Hook, World
 
 SAVED, LAST = 3, 6
 RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
@@ -22,36 +25,70 @@ UNTIED = ["--untie-embeddings-and-output-weights"]
 EVALUATION = "--eval-interval 2 --eval-iters 1".split()
 
 
-def interrupted(
-    train: Train, folder: Path, layout: Layout, *flags: str, distributed: bool = True, **kinds: Any
-) -> tuple:
-    """Digests of the last iteration and reports past the save, of an undisturbed run and of one that was resumed."""
-    straight, resumed = folder / "straight", folder / "resumed"
-    before, after = folder / "straight.jsonl", folder / "resumed.jsonl"
-    if not straight.exists():
-        saving = ["--save", straight, "--save-interval", SAVED, "--metrics-jsonl", before]
-        train(layout, *flags, *saving, distributed=distributed)
-    loading = ["--load", straight, "--ckpt-step", SAVED, "--save", resumed, "--metrics-jsonl", after]
-    train(layout, *flags, *loading, distributed=distributed, **kinds)
-    return digest(straight, LAST), digest(resumed, LAST), exact(before, after=SAVED), exact(after)
+@dataclass(frozen=True)
+class Ran:
+    """State after the last iteration, by component, and the reports of the iterations past the save."""
+
+    state: dict[str, str]
+    reports: dict[int, str]
 
 
-def assert_resumed_exactly(train: Train, folder: Path, layout: Layout, *flags: str, distributed: bool = True) -> None:
-    state, resumed_state, reports, resumed_reports = interrupted(
-        train, folder, layout, *flags, distributed=distributed, hooks=[poisoned_before_load]
-    )
-    assert reports == resumed_reports
-    assert list(reports) == [4, 5, 6]
-    assert differences(state, resumed_state) == []
-    assert {"model weights", "exp_avg", "exp_avg_sq", "rng", "scheduler", "data position"} <= set(state)
+Straight = Callable[..., Path]
+Check = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def straight(world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Straight:
+    """Where an undisturbed run with these flags left its checkpoints and reports; each is made once."""
+    made: dict[Any, Path] = {}
+
+    def run(layout: Layout, *extra: str, distributed: bool = True) -> Path:
+        key = layout, extra, distributed
+        if key not in made:
+            folder = tmp_path_factory.mktemp("straight")
+            saving = ["--save", str(folder), "--save-interval", str(SAVED), "--metrics-jsonl", str(folder / "reports")]
+            argv = flags(corpus, layout, *extra, *saving, distributed=distributed)
+            outcome = world.run(argv, layout.ranks)
+            assert set(outcome.codes) == {0}, outcome.said
+            made[key] = folder
+        return made[key]
+
+    return run
+
+
+@pytest.fixture
+def undisturbed_and_resumed(straight: Straight, train: Train, tmp_path: Path) -> Callable[..., tuple[Ran, Ran]]:
+    """Two runs with the same flags: one without a break, one from the checkpoint in the middle on, under `hooks`."""
+
+    def run(layout: Layout, *flags: str, hooks: Sequence[Hook], distributed: bool = True) -> tuple[Ran, Ran]:
+        folder = straight(layout, *flags, distributed=distributed)
+        loading = ["--load", folder, "--ckpt-step", SAVED, "--save", tmp_path, "--metrics-jsonl", tmp_path / "reports"]
+        train(layout, *flags, *loading, distributed=distributed, hooks=hooks)
+        undisturbed = Ran(digest(folder, LAST), exact(folder / "reports", after=SAVED))
+        return undisturbed, Ran(digest(tmp_path, LAST), exact(tmp_path / "reports"))
+
+    return run
+
+
+@pytest.fixture
+def assert_resumed_exactly(undisturbed_and_resumed: Callable[..., tuple[Ran, Ran]]) -> Callable[..., None]:
+    def check(layout: Layout, *flags: str, distributed: bool = True) -> None:
+        hooks = [poisoned_before_load]
+        undisturbed, resumed = undisturbed_and_resumed(layout, *flags, hooks=hooks, distributed=distributed)
+        assert list(undisturbed.reports) == [4, 5, 6]
+        assert resumed.reports == undisturbed.reports
+        assert differences(undisturbed.state, resumed.state) == []
+        assert {"model weights", "exp_avg", "exp_avg_sq", "rng", "scheduler", "data position"} <= set(resumed.state)
+
+    return check
 
 
 @pytest.mark.parametrize(
     ("layout", "flags"),
     [
-        (Layout(tp=1, pp=2, ep=2), [*BIAS, *UNTIED]),
+        (Layout(tp=1, pp=2, ep=2), BIAS),
         (Layout(tp=1, pp=2, ep=2), ["--bf16", "--async-save", RESHARDABLE, *BIAS]),
-        (Layout(tp=1, pp=1, ep=4), ["--async-save", *OVERLAP]),
+        (Layout(tp=1, pp=1, ep=4), ["--async-save", *OVERLAP, *UNTIED]),
         (Layout(tp=1, pp=1, ep=4), ["--bf16", RESHARDABLE, *UNTIED, *BIAS]),
         (Layout(tp=2, pp=1, ep=2), [RESHARDABLE]),
         (Layout(tp=2, pp=1, ep=2), ["--bf16", "--async-save", *BIAS]),
@@ -65,38 +102,40 @@ def assert_resumed_exactly(train: Train, folder: Path, layout: Layout, *flags: s
     ids=lambda value: str(value) if isinstance(value, Layout) else " ".join(value),
 )
 def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(
-    layout: Layout, flags: list[str], train: Train, tmp_path: Path
+    layout: Layout, flags: list[str], assert_resumed_exactly: Check
 ) -> None:
-    assert_resumed_exactly(train, tmp_path, layout, *flags)
+    assert_resumed_exactly(layout, *flags)
 
 
-@pytest.mark.parametrize(("precision", "saving"), [("fp32", []), ("bf16", ["--async-save"])])
+@pytest.mark.parametrize("flags", [[], ["--bf16", "--async-save"]], ids=" ".join)
 def test_a_run_without_the_distributed_optimizer_resumes_exactly(
-    precision: str, saving: list[str], train: Train, tmp_path: Path
+    flags: list[str], assert_resumed_exactly: Check
 ) -> None:
-    flags = [*saving, *([] if precision == "fp32" else [f"--{precision}"])]
-    assert_resumed_exactly(train, tmp_path, Layout(), *flags, distributed=False)
+    assert_resumed_exactly(Layout(), *flags, distributed=False)
 
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "replicated"])
-def test_a_run_that_skips_steps_for_overflows_resumes_exactly(distributed: bool, train: Train, tmp_path: Path) -> None:
-    assert_resumed_exactly(train, tmp_path, Layout(), *FP16, distributed=distributed)
-    skipped = [report["iteration"] for report in metrics(tmp_path / "straight.jsonl") if report["skipped"]]
+def test_a_run_that_skips_steps_for_overflows_resumes_exactly(
+    distributed: bool, assert_resumed_exactly: Check, straight: Straight
+) -> None:
+    assert_resumed_exactly(Layout(), *FP16, distributed=distributed)
+    reports = metrics(straight(Layout(), *FP16, distributed=distributed) / "reports")
+    skipped = [report["iteration"] for report in reports if report["skipped"]]
     assert min(skipped) <= SAVED < max(skipped)
     assert len(skipped) < LAST
 
 
-def test_a_run_with_sequence_auxiliary_and_router_losses_and_dropped_tokens_resumes_exactly(
-    train: Train, tmp_path: Path
+def test_a_run_with_sequence_losses_router_noise_and_dropped_tokens_resumes_exactly(
+    assert_resumed_exactly: Check,
 ) -> None:
     losses = "--moe-router-load-balancing-type seq_aux_loss --moe-z-loss-coeff 1e-3 --moe-input-jitter-eps 0.01"
     dropping = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
-    assert_resumed_exactly(train, tmp_path, Layout(), *losses.split(), *dropping.split())
+    assert_resumed_exactly(Layout(), *losses.split(), *dropping.split())
 
 
-def test_a_run_that_recomputes_activations_with_dropout_resumes_exactly(train: Train, tmp_path: Path) -> None:
+def test_a_run_that_recomputes_activations_with_dropout_resumes_exactly(assert_resumed_exactly: Check) -> None:
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --hidden-dropout 0.1"
-    assert_resumed_exactly(train, tmp_path, Layout(), *recompute.split())
+    assert_resumed_exactly(Layout(), *recompute.split())
 
 
 def test_clipping_dropout_data_and_schedules_are_at_work_in_these_runs(train: Train, tmp_path: Path) -> None:
@@ -114,8 +153,8 @@ def test_clipping_dropout_data_and_schedules_are_at_work_in_these_runs(train: Tr
     ("step", "flags", "distributed"),
     [
         ("optimizer", BIAS, True),
+        ("all steps", BIAS, True),
         ("separate_steps", BIAS, True),
-        ("separate_steps", [RESHARDABLE], True),
         ("separate_steps", [], False),
         ("separate_steps", ["--bf16"], False),
         ("scheduler", BIAS, True),
@@ -128,16 +167,18 @@ def test_clipping_dropout_data_and_schedules_are_at_work_in_these_runs(train: Tr
     ],
 )
 def test_each_step_of_restoring_matters_for_the_losses(
-    step: str, flags: list[str], distributed: bool, train: Train, tmp_path: Path
+    step: str, flags: list[str], distributed: bool, undisturbed_and_resumed: Callable[..., tuple[Ran, Ran]]
 ) -> None:
-    state, resumed_state, reports, resumed_reports = interrupted(
-        train, tmp_path, Layout(), *flags, distributed=distributed, hooks=[partial(without_restoring, step)]
-    )
-    assert differences(state, resumed_state)
-    assert differences(reports, resumed_reports)
+    hooks = [partial(without_restoring, step)]
+    undisturbed, resumed = undisturbed_and_resumed(Layout(), *flags, hooks=hooks, distributed=distributed)
+    assert differences(undisturbed.state, resumed.state)
+    assert differences(undisturbed.reports, resumed.reports)
 
 
-def test_the_position_in_the_validation_data_is_restored_and_matters(train: Train, tmp_path: Path) -> None:
-    position = partial(without_restoring, "consumed_valid_samples")
-    state, resumed_state, *_ = interrupted(train, tmp_path, Layout(), *EVALUATION, hooks=[position])
-    assert differences(state, resumed_state) == ["data position"]
+def test_the_position_in_the_validation_data_is_restored_and_matters(
+    undisturbed_and_resumed: Callable[..., tuple[Ran, Ran]], assert_resumed_exactly: Check
+) -> None:
+    assert_resumed_exactly(Layout(), *EVALUATION)
+    hooks = [partial(without_restoring, "consumed_valid_samples")]
+    undisturbed, resumed = undisturbed_and_resumed(Layout(), *EVALUATION, hooks=hooks)
+    assert differences(undisturbed.state, resumed.state) == ["data position"]

@@ -1,8 +1,8 @@
 """A world of processes for training jobs: torch and Megatron-Core are imported once, each job forks from there.
 
-Workers are not reused: core's data-parallel wrapper keeps its model, and with it every process group and its threads, alive
-through autograd hooks that no garbage collection sees. A fork of the server that has imported everything costs a tenth
-of a second and starts clean.
+Workers are not reused: core's data-parallel wrapper keeps its model, and with it every process group and its threads,
+alive through autograd hooks that no garbage collection sees. A fork of the server that has imported everything costs a
+tenth of a second and starts clean.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def devices(config: PretrainConfig, environment: Environment) -> Iterator[str]:
     kernels = {"transformer-engine": environment.transformer_engine, "apex": environment.apex}
     for name, installed in kernels.items():
         if layout.device == "cpu" and installed:
-            yield f"{name} is installed and Megatron-Core would run its CUDA kernels; --device cpu needs a venv without it"
+            yield f"{name} is installed and Megatron-Core would run its CUDA kernels; --device cpu needs a venv without"
     if layout.device == "cpu" and layout.distributed_backend == "nccl":
         yield "--distributed-backend nccl cannot serve --device cpu; leave it out or use gloo"
     on_engine = model.transformer_impl != "local" and layout.device == "cuda" and environment.transformer_engine
@@ -128,6 +128,8 @@ def model(config: PretrainConfig, _: Environment) -> Iterator[str]:
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     if model.kv_channels is None and hidden % heads:
         yield f"--hidden-size {hidden} does not divide by --num-attention-heads {heads}; or give --kv-channels"
+    if model.swiglu and model.squared_relu:
+        yield "--swiglu and --squared-relu exclude each other"
     if heads % tp:
         yield f"--num-attention-heads {heads} does not divide by --tensor-model-parallel-size {tp}"
     if model.group_query_attention != (model.num_query_groups is not None):

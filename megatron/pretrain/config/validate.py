@@ -66,6 +66,9 @@ def _flattened(config: PretrainConfig, environment: Environment) -> argparse.Nam
     for group in (config.model, config.moe, config.parallel, config.optimizer, config.training, config.checkpoint):
         values |= dataclasses.asdict(group)
     checkpoint, training = config.checkpoint, config.training
+    for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
+        # Megatron writes a single one without a list around it.
+        values[name] = values[name][0] if len(values[name]) == 1 else list(values[name])
     values |= {
         "world_size": environment.world_size,
         "data_parallel_size": data_parallel_size(config, environment),

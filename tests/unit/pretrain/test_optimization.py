@@ -23,14 +23,18 @@ FORMATS = ["dp_reshardable", "fully_reshardable"]
 
 @pytest.fixture(autouse=True)
 def one_process(tmp_path: Path) -> Iterator[None]:
-    with cpu_device.installed():
+    # A process has one default group, and tests of other folders may have made theirs for the whole session.
+    own_group = not torch.distributed.is_initialized()
+    if own_group:
         torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    with cpu_device.installed():
         parallel_state.initialize_model_parallel()
         try:
             yield
         finally:
             parallel_state.destroy_model_parallel()
-            torch.distributed.destroy_process_group()
+            if own_group:
+                torch.distributed.destroy_process_group()
 
 
 class TwoLinears(MegatronModule):
