@@ -21,8 +21,10 @@ Losses = list[tuple[int, float]]
 def main() -> int:
     """Exit code: 0 if every loss after the resume is bit-equal to the undisturbed run, else 1."""
     folder = _arguments().folder
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("undisturbed", "killed"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / name).with_suffix(".jsonl").unlink(missing_ok=True)
 
     say("1. An undisturbed run: GPT-MoE, 8 experts, PP=2 x EP=2, distributed optimizer, 4 processes, real text.")
     undisturbed = train(folder / "undisturbed", [])

@@ -15,15 +15,15 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}
 corpus=${CORPUS:-$root/.data/stdlib}
 
-# The launch validates flags first, so that a typing error costs seconds and starts nothing.
-[ -f "$corpus.idx" ] || "$python" "$root/tools/stdlib_corpus.py" --output-prefix "$corpus" >&2
+[ -n "${CORPUS:-}" ] || [ -f "$corpus.idx" ] || "$python" "$root/tools/stdlib_corpus.py" --output-prefix "$corpus" >&2
 
 layout=(--tensor-model-parallel-size "${TP:-1}" --pipeline-model-parallel-size "${PP:-2}"
         --expert-model-parallel-size "${EP:-2}" --use-distributed-optimizer)
 [ "${TP:-1}" -gt 1 ] && layout+=(--sequence-parallel)
 [ -n "${VPP:-}" ] && layout+=(--num-virtual-stages-per-pipeline-rank "$VPP")
 model=(--num-layers 4 --hidden-size 64 --num-attention-heads 4 --normalization RMSNorm --swiglu --disable-bias-linear
-       --position-embedding-type rope --attention-dropout 0.1 --hidden-dropout 0.0)
+       --position-embedding-type rope --attention-dropout 0.1 --hidden-dropout 0.0
+       --make-vocab-size-divisible-by "$((128 / ${TP:-1}))")  # padded alike under any TP, so that checkpoints fit
 experts=(--num-experts 8 --moe-ffn-hidden-size 128 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2
          --moe-token-dispatcher-type alltoall)
 training=(--seq-length 128 --micro-batch-size 2 --global-batch-size 16 --train-iters 100 --lr 3e-3 --min-lr 3e-4

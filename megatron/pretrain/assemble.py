@@ -10,6 +10,7 @@ import torch
 from megatron.core.dist_checkpointing.moe.errors import UsageError as FaultUsageError
 from megatron.core.dist_checkpointing.moe.runtime.faults import FaultInjector, check_fault_ranks, parse_fault
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.pretrain.agreement import RankFailure, raise_together
 from megatron.pretrain.checkpoint.state import Progress, TrainingState
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.errors import UsageError
@@ -33,17 +34,22 @@ def build_state(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[TrainingS
 
 
 def build_metrics(config: PretrainConfig) -> Metrics:
-    """The writer of this rank's numbers. Raises UsageError if a file cannot be opened."""
-    training = config.training
+    """The writer of this rank's numbers; a collective. Raises UsageError on all ranks if a file cannot be opened."""
+    training, problem = config.training, None
     try:
-        return Metrics(
+        metrics = Metrics(
             is_last_rank=torch.distributed.get_rank() == torch.distributed.get_world_size() - 1,
             train_iters=training.train_iters or 0,
             jsonl=training.metrics_jsonl,
             tensorboard_dir=training.tensorboard_dir,
         )
     except OSError as error:
-        raise UsageError(f"--metrics-jsonl or --tensorboard-dir cannot be written: {error}") from error
+        problem = f"--metrics-jsonl or --tensorboard-dir cannot be written: {error}"
+    try:
+        raise_together(problem)
+    except RankFailure as failure:
+        raise UsageError(str(failure)) from failure
+    return metrics
 
 
 def build_faults(config: PretrainConfig, launch: Launch) -> FaultInjector:

@@ -11,7 +11,7 @@ from megatron.pretrain.initialize import VERDICT_FILE, Launch
 
 log = logging.getLogger(__name__)
 
-_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Timed out")
 
 
 def exit_code_of(error: Exception, launch: Launch) -> int:
@@ -40,6 +40,5 @@ def _final(exit_code: int, launch: Launch) -> int:
     verdict = os.environ.get(VERDICT_FILE)
     if verdict is None:
         return exit_code
-    if launch.rank == 0:
-        Path(verdict).write_text(str(exit_code))
+    Path(verdict).write_text(str(exit_code))
     return 0

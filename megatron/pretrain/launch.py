@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -23,6 +24,8 @@ from megatron.pretrain.errors import PretrainError
 from megatron.pretrain.initialize import VERDICT_FILE, probe_environment
 
 MONITOR_INTERVAL_S = 0.1
+SHUTDOWN_TIMEOUT_S = 60
+"""How long workers that were told to end may take: an iteration and a save."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,7 +42,8 @@ def main(argv: Sequence[str]) -> int:
         verdict = Path(folder) / "verdict"
         os.environ[VERDICT_FILE] = str(verdict)
         code = _run_nodes(options)
-        return int(verdict.read_text()) if verdict.exists() else code
+        # A verdict of workers that then ended in peace; one of an attempt that failed otherwise does not count.
+        return int(verdict.read_text()) if code == 0 and verdict.exists() else code
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -70,7 +74,7 @@ def _run_nodes(options: argparse.Namespace) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, forward)
-    return max(abs(agent.wait()) for agent in agents)
+    return 1 if any([agent.wait() for agent in agents]) else 0
 
 
 def _run_agent(options: argparse.Namespace) -> int:
@@ -85,10 +89,13 @@ def _run_agent(options: argparse.Namespace) -> int:
         rdzv_endpoint=options.rdzv_endpoint,
         max_restarts=options.max_restarts,
         monitor_interval=MONITOR_INTERVAL_S,
-        start_method="spawn",
+        shutdown_timeout=SHUTDOWN_TIMEOUT_S,
     )
     try:
         elastic_launch(config, sys.executable)("-u", options.script, *options.flags)
+    except SignalException as stop:
+        sys.stderr.write(f"stopped by signal {stop.sigval.name}; workers had until their end or {SHUTDOWN_TIMEOUT_S} s\n")
+        return 128 + stop.sigval
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         sys.stderr.write(

@@ -53,6 +53,7 @@ class Trainer:
         self._state, self._transformer, self._datasets = state, transformer, datasets
         self._metrics, self._faults = metrics, faults
         self._saver = Saver(state) if state.config.checkpoint.save else None
+        self._noted_iteration: int | None = None
         self._stop = StopConditions(training)
         assert training.global_batch_size and training.micro_batch_size
         data_parallel = parallel_state.get_data_parallel_world_size()
@@ -71,10 +72,7 @@ class Trainer:
             reason = self._stop.reason(progress.iteration)
         if reason is not None:
             log.info("leaving training at iteration %d: %s", progress.iteration, reason)
-        if self._saver is not None:
-            if progress.iteration and self._saver.saved_iteration != progress.iteration:
-                self._save()
-            self._saver.wait()
+        self._finish_saving()
         if reason is None:
             self._evaluate("test", self._datasets.test, 0)
 
@@ -88,6 +86,9 @@ class Trainer:
         progress.iteration = iteration
         progress.consumed_train_samples += training.global_batch_size or 0
         trained_at = time.monotonic()
+        # Before the checkpoint, as in stock Megatron: a resumed run must not read this evaluation's samples again.
+        self._evaluate_if_due()
+        evaluated_at = time.monotonic()
         self._checkpoint_if_due()
         now = time.monotonic()
         report = IterationReport(
@@ -98,13 +99,16 @@ class Trainer:
             learning_rate=get_canonical_lr_for_logging(state.optimizer.param_groups),
             loss_scale=float(state.optimizer.get_loss_scale().item()),
             skipped=step.skipped,
-            iteration_time_s=now - started_at,
-            stall_s=now - trained_at,
+            iteration_time_s=now - evaluated_at + trained_at - started_at,
+            stall_s=now - evaluated_at,
         )
         self._metrics.record(report)
         self._log(report)
         self._faults.reached(iteration, Phase.END)
-        if training.eval_iters and iteration % training.eval_interval == 0:
+
+    def _evaluate_if_due(self) -> None:
+        training, progress = self._state.config.training, self._state.progress
+        if training.eval_iters and progress.iteration % training.eval_interval == 0:
             self._evaluate("valid", self._datasets.valid, progress.consumed_valid_samples)
             progress.consumed_valid_samples += training.eval_iters * (training.global_batch_size or 0)
 
@@ -145,14 +149,32 @@ class Trainer:
         if self._saver is None:
             return
         self._saver.poll()
+        self._note_saved()
         interval = self._state.config.checkpoint.save_interval
         if interval and self._state.progress.iteration % interval == 0:
             self._save()
 
+    def _finish_saving(self) -> None:
+        """Wait for what is being written, and save the last iteration if that was not saved yet."""
+        if self._saver is None:
+            return
+        self._saver.wait()
+        if self._state.progress.iteration and self._saver.saved_iteration != self._state.progress.iteration:
+            self._save()
+            self._saver.wait()
+        self._note_saved()
+
+    def _note_saved(self) -> None:
+        """Write down in the progress file what was published since the last call."""
+        assert self._saver is not None
+        if self._saver.saved_iteration != self._noted_iteration:
+            self._noted_iteration = self._saver.saved_iteration
+            log_progress(self._state, f"Saved checkpoint\tIteration: {self._noted_iteration}")
+
     def _save(self) -> None:
         assert self._saver is not None
         self._saver.save()
-        log_progress(self._state, f"Saved checkpoint\tIteration: {self._state.progress.iteration}")
+        self._note_saved()
         self._faults.reached(self._state.progress.iteration, Phase.SAVE)
 
     def _log(self, report: IterationReport) -> None:

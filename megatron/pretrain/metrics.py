@@ -34,6 +34,7 @@ class Metrics:
     def __init__(self, *, is_last_rank: bool, train_iters: int, jsonl: str | None, tensorboard_dir: str | None) -> None:
         self._train_iters = train_iters
         self._jsonl: int | None = None
+        self._warned = False
         self._board: Any = None
         self._is_last_rank = is_last_rank
         if is_last_rank and jsonl is not None:
@@ -53,10 +54,19 @@ class Metrics:
         """Write the report of an iteration to the JSON lines file and to TensorBoard."""
         if self._jsonl is not None:
             # One write per line: a killed process leaves whole lines.
-            os.write(self._jsonl, (json.dumps(dataclasses.asdict(report)) + "\n").encode())
+            self._append((json.dumps(dataclasses.asdict(report)) + "\n").encode())
         if self._board is not None:
             for name, value in _scalars(report).items():
                 self._board.add_scalar(name, value, report.iteration)
+
+    def _append(self, line: bytes) -> None:
+        assert self._jsonl is not None
+        try:
+            os.write(self._jsonl, line)
+        except OSError as error:
+            if not self._warned:
+                log.critical("--metrics-jsonl cannot be written: %s; training goes on without its lines", error)
+            self._warned = True
 
     def show(self, report: IterationReport, losses: dict[str, float]) -> None:
         """Log one line in Megatron's style; `losses` are further losses, such as auxiliary ones."""

@@ -150,8 +150,7 @@ def _ddp_config(config: PretrainConfig) -> DistributedDataParallelConfig:
         overlap_grad_reduce=layout.overlap_grad_reduce,
         overlap_param_gather=layout.overlap_param_gather,
         use_distributed_optimizer=layout.use_distributed_optimizer,
-        # With dynamic loss scaling an overflow is expected: the optimizer skips the step.
-        check_for_nan_in_grad=config.training.check_for_nan_in_loss_and_grad and not optimizer.fp16,
+        check_for_nan_in_grad=config.training.check_for_nan_in_loss_and_grad,
     )
 
 

@@ -18,7 +18,7 @@ from megatron.pretrain.model import compute_dtype
 
 _SAME_NAME = (
     "optimizer lr min_lr weight_decay fp16 bf16 loss_scale initial_loss_scale min_loss_scale loss_scale_window "
-    "hysteresis adam_beta1 adam_beta2 adam_eps sgd_momentum clip_grad"
+    "hysteresis adam_beta1 adam_beta2 adam_eps clip_grad"
 ).split()
 
 

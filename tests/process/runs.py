@@ -57,7 +57,7 @@ _MODEL = (
 )
 _TRAINING = (
     "--seq-length 32 --micro-batch-size 1 --train-iters 6 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine "
-    "--lr-warmup-iters 4 --lr-decay-iters 6 --clip-grad 0.5 --start-weight-decay 0.01 --end-weight-decay 0.2 "
+    "--lr-warmup-fraction 0.67 --lr-decay-iters 6 --clip-grad 0.5 --start-weight-decay 0.01 --end-weight-decay 0.2 "
     "--weight-decay-incr-style linear --log-interval 1 --split 90,8,2 --num-workers 0"
 )
 

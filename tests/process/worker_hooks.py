@@ -8,6 +8,7 @@ import random
 import resource
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ import numpy
 import torch
 
 NAN = float("nan")
+LARGEST_FILE_BYTES = 3000
 
 
 @contextlib.contextmanager
@@ -69,91 +71,60 @@ def without_restoring(step: str) -> Iterator[None]:
     """Load everything except what `step` names."""
     from megatron.pretrain.checkpoint import load
 
-    original = load.apply_state_dict
+    original = load.load_checkpoint
 
-    def apply(state: Any, loaded: dict[str, Any], parts: Any) -> None:
-        kept = {name: dict(vars(state.progress))[name] for name in ("consumed_train_samples", "consumed_valid_samples")}
+    def load_the_rest(state: Any) -> bool:
+        fresh = _buffers(state, step)
+        position = dict(vars(state.progress))
         with contextlib.ExitStack() as stack:
-            for patch in _leaving_out(step, state, loaded):
+            for patch in _leaving_out(step, state):
                 stack.enter_context(patch)
-            original(state, loaded, parts)
-        if step in kept:
-            setattr(state.progress, step, kept[step])
+            found = original(state)
+        # Core reads straight into the live tensors, so these are put back rather than left out.
+        for buffer, value in fresh:
+            buffer.copy_(value)
+        if step in position:
+            setattr(state.progress, step, position[step])
+        return found
 
-    with mock.patch.object(load, "apply_state_dict", apply):
+    with mock.patch.object(load, "load_checkpoint", load_the_rest):
         yield
 
 
-def _leaving_out(step: str, state: Any, loaded: dict[str, Any]) -> list[Any]:
-    from megatron.core.optimizer import distrib_optimizer
+def _leaving_out(step: str, state: Any) -> list[Any]:
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.pretrain.checkpoint import state as state_module
 
     def nothing(*_: Any, **__: Any) -> None:
         pass
 
-    inner = getattr(state.optimizer, "chained_optimizers", [state.optimizer])
     match step:
         case "optimizer":
             return [mock.patch.object(type(state.optimizer), "load_state_dict", nothing)]
         case "separate_steps":
             return [mock.patch.object(state_module, "separate_steps", nothing)]
-        case "all steps":
-            # The CPU mapping repairs the steps of the distributed optimizer as well.
-            own = distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states
-            original = getattr(own, "__wrapped__", own)
-            return [
-                mock.patch.object(state_module, "separate_steps", nothing),
-                mock.patch.object(
-                    distrib_optimizer.DistributedOptimizer, "_set_main_param_and_optimizer_states", original
-                ),
-            ]
         case "scheduler":
             return [mock.patch.object(type(state.scheduler), "load_state_dict", nothing)]
         case "rng":
             return [mock.patch.object(state_module, "_restore_rng", nothing)]
         case "rng tracker":
-            from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-
             return [mock.patch.object(CudaRNGStatesTracker, "set_states", nothing)]
         case "loss scale":
-            scalers = {type(member.grad_scaler) for member in inner}
+            members = getattr(state.optimizer, "chained_optimizers", [state.optimizer])
+            scalers = {type(member.grad_scaler) for member in members}
             return [mock.patch.object(kind, "load_state_dict", nothing) for kind in scalers]
-        case "expert bias":
-            _keep_buffers(state, loaded, "expert_bias")
     return []
 
 
-def _keep_buffers(state: Any, loaded: dict[str, Any], ending: str) -> None:
-    from megatron.core.utils import unwrap_model
-
-    kept = 0
-    for index, chunk in enumerate(unwrap_model(state.chunks)):
-        weights = loaded["model" if len(state.chunks) == 1 else f"model{index}"]
-        for name, value in chunk.state_dict().items():
-            if name.endswith(ending):
-                weights[name] = value.clone()
-                kept += 1
-    assert kept, f"the model has no buffer {ending}"
+def _buffers(state: Any, ending: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The buffers with such a name, and copies of their values."""
+    named = [pair for chunk in state.chunks for pair in chunk.named_buffers()]
+    return [(buffer, buffer.clone()) for name, buffer in named if name.endswith(ending)]
 
 
 @contextlib.contextmanager
-def slow_writing(seconds: float) -> Iterator[None]:
-    """Wait before any shard is written, in whichever process writes it."""
-    from megatron.pretrain.checkpoint import writer
-
-    original = writer._write_buckets
-
-    def write_late(*arguments: Any) -> Any:
-        time.sleep(seconds)
-        return original(*arguments)
-
-    with mock.patch.object(writer, "_write_buckets", write_late):
-        yield
-
-
-@contextlib.contextmanager
-def full_disk(iterations: frozenset[int], largest_file_bytes: int, rank: int | None = None) -> Iterator[None]:
-    """While the checkpoints of `iterations` are saved, files cannot grow beyond `largest_file_bytes` (on `rank`)."""
+def full_disk(iteration: int, rank: int | None = None) -> Iterator[None]:
+    """While `iteration` is saved, files cannot grow (on `rank`, or anywhere); what is forked then inherits that."""
     from megatron.pretrain.checkpoint.save import Saver
 
     original = Saver.save
@@ -162,15 +133,31 @@ def full_disk(iterations: frozenset[int], largest_file_bytes: int, rank: int | N
     def save(self: Saver) -> None:
         # Whatever is still being written belongs to an iteration of its own.
         self.wait()
-        hit = self._state.progress.iteration in iterations and rank in (None, int(os.environ["RANK"]))
-        limit = largest_file_bytes if hit else unlimited[0]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
-        original(self)
-        if not self._state.config.checkpoint.async_save:
+        if self._state.progress.iteration == iteration and rank in (None, int(os.environ["RANK"])):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE_BYTES, unlimited[1]))
+        try:
+            original(self)
+        finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
 
     with mock.patch.object(Saver, "save", save):
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        yield
+
+
+@contextlib.contextmanager
+def writing_after_report(reports: str, iteration: int) -> Iterator[None]:
+    """No shard is written before training has reported `iteration`."""
+    from megatron.pretrain.checkpoint import writer
+
+    original = writer._write_buckets
+
+    def write_late(*arguments: Any) -> Any:
+        deadline = time.monotonic() + 120.0
+        while f'"iteration": {iteration},' not in Path(reports).read_text():
+            if time.monotonic() > deadline:
+                return f"training did not reach iteration {iteration} while this checkpoint was to be written"
+            time.sleep(0.01)
+        return original(*arguments)
+
+    with mock.patch.object(writer, "_write_buckets", write_late):
+        yield

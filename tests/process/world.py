@@ -58,6 +58,11 @@ class Outcome:
         return "\n".join(f"--- rank {rank}, exit code {code}\n{out}{err}" for rank, (code, out, err) in texts)
 
     @property
+    def lines(self) -> list[str]:
+        """Everything that was printed, by any rank."""
+        return [line for text in (*self.out, *self.err) for line in text.splitlines()]
+
+    @property
     def warnings(self) -> list[str]:
         """Lines on standard error, of all ranks."""
         return [line for err in self.err for line in err.splitlines()]
@@ -81,7 +86,7 @@ class World:
         self._jobs += 1
         folder = self._folder / f"job-{self._jobs}"
         folder.mkdir()
-        port = _free_port()
+        port = free_port()
         jobs = [_job(argv, rank, ranks, port, folder, tuple(hooks)) for rank in range(ranks)]
         for (_, connection), job in zip(workers, jobs, strict=True):
             connection.send(job)
@@ -233,7 +238,8 @@ def _text(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port: int = probe.getsockname()[1]

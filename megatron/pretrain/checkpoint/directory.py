@@ -6,10 +6,15 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Final, Literal
 
 from megatron.core.dist_checkpointing.moe.store.atomic import sync_directory, write_atomically
 
 TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE: Final = "release"
+"""What the tracker says, and what the folder is called, where weights without a training history are published."""
+
+Step = int | Literal["release"]
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _STAGED = re.compile(r"\.iter_(\d{7,})\.(saving|removing)")
 
@@ -24,9 +29,9 @@ class CheckpointDirectory:
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root)
 
-    def folder(self, iteration: int) -> Path:
-        """Where the checkpoint of `iteration` is, once published."""
-        return self.root / f"iter_{iteration:07d}"
+    def folder(self, step: Step) -> Path:
+        """Where the checkpoint of an iteration, or the release, is, once published."""
+        return self.root / (step if isinstance(step, str) else f"iter_{step:07d}")
 
     def iterations(self) -> list[int]:
         """Published iterations, newest first; whether they are complete is another question."""
@@ -35,25 +40,29 @@ class CheckpointDirectory:
         matches = (_ITERATION.fullmatch(entry.name) for entry in self.root.iterdir() if entry.is_dir())
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
-    def tracked(self) -> int | None:
-        """The iteration that the tracker names, or None without a tracker. Raises ValueError if it names none."""
+    def tracked(self) -> Step | None:
+        """What the tracker names, or None without a tracker. Raises ValueError if it names nothing."""
         try:
             text = (self.root / TRACKER).read_text().strip()
         except FileNotFoundError:
             return None
+        if text == RELEASE:
+            return RELEASE
         if not text.isdigit():
             raise ValueError(f"{self.root / TRACKER} says {text[:40]!r} where an iteration should be")
         return int(text)
 
-    def candidates(self) -> list[int]:
-        """Iterations to try when resuming, best first: the tracked one, then older ones.
+    def candidates(self) -> list[Step]:
+        """What to try when resuming, best first: the tracked iteration, then older ones; of a release only itself.
 
         Without a tracker every published iteration counts, newest first. Newer iterations than the tracked one were
         never announced as complete, so they are not candidates.
         """
         tracked = self.tracked()
         if tracked is None:
-            return self.iterations()
+            return [*self.iterations()]
+        if isinstance(tracked, str):
+            return [tracked]
         older = [iteration for iteration in self.iterations() if iteration < tracked]
         return [tracked, *older]
 
@@ -68,12 +77,14 @@ class CheckpointDirectory:
     def publish(self, iteration: int) -> None:
         """Make the staged `iteration` visible and point the tracker at it. Raises OSError."""
         staging, final = self.root / f".iter_{iteration:07d}.saving", self.folder(iteration)
+        replaced = self.root / f".iter_{iteration:07d}.removing"
         sync_directory(staging)
         if final.exists():
-            final.rename(self.root / f".iter_{iteration:07d}.removing")
+            final.rename(replaced)
         os.rename(staging, final)
         sync_directory(self.root)
         write_atomically(self.root / TRACKER, str(iteration).encode())
+        shutil.rmtree(replaced, ignore_errors=True)
 
     def discard(self, iteration: int) -> None:
         """Remove what a failed save of `iteration` left behind, as far as the file system lets us."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.store.dense import open_dense
+from megatron.core.dist_checkpointing.moe.store.dense import COMMON, open_dense
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.safe_globals import register_safe_globals
 from megatron.pretrain.agreement import RankFailure, on_rank_zero, raise_together
-from megatron.pretrain.checkpoint.directory import CheckpointDirectory
+from megatron.pretrain.checkpoint.directory import RELEASE, CheckpointDirectory, Step
 from megatron.pretrain.checkpoint.state import (
     Parts,
     TrainingState,
     apply_state_dict,
-    sharded_by_data_parallel,
+    random_shape,
     sharded_state_dict,
 )
 from megatron.pretrain.config import PretrainConfig
@@ -34,16 +36,22 @@ from megatron.pretrain.errors import UsageError
 log = logging.getLogger(__name__)
 
 _FIXED_ARGUMENTS = ("num_layers", "hidden_size", "num_attention_heads", "num_experts", "padded_vocab_size")
+_RANDOM_STATE = re.compile(r"rng_state/shard_[\d.]+_([\d.]+)")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """A checkpoint that looks complete, and what its `common.pt` records."""
+    """A checkpoint that looks complete, what its common part records and how its random states are sharded."""
 
-    iteration: int
+    step: Step
     folder: Path
     arguments: argparse.Namespace
     metadata: dict[str, Any]
+    random_shape: tuple[int, ...] | None
+
+    @property
+    def name(self) -> str:
+        return _named(self.step)
 
 
 def load_checkpoint(state: TrainingState) -> bool:
@@ -62,10 +70,10 @@ def load_checkpoint(state: TrainingState) -> bool:
         try:
             _load(found, state, parts)
         except RankFailure as failure:
-            refused.append(f"iteration {found.iteration}: {failure}")
+            refused.append(f"{found.name}: {failure}")
             log.warning("checkpoint %s cannot be loaded: %s; trying the one before it", found.folder, failure)
             continue
-        log.info("loaded checkpoint of iteration %d from %s", found.iteration, state.config.checkpoint.load)
+        log.info("loaded checkpoint of %s from %s", found.name, state.config.checkpoint.load)
         return True
 
 
@@ -77,17 +85,17 @@ def _find(config: PretrainConfig, skip: int, refused: list[str]) -> _Found | Non
     except (ValueError, OSError) as error:
         raise UsageError(f"--load {flags.load}: {error}; repair the tracker or give --ckpt-step") from error
     torn = list(refused)
-    for iteration in candidates:
+    for step in candidates:
         try:
-            found = _examine(directory, iteration)
+            found = _examine(directory, step)
         except UnreadableCheckpoint as error:
-            torn.append(f"iteration {iteration}: {error}")
+            torn.append(f"{_named(step)}: {error}")
             continue
         if skip:
             skip -= 1
             continue
         if len(torn) > len(refused):
-            log.warning("falling back to iteration %d of %s; refused %s", iteration, flags.load, "; ".join(torn))
+            log.warning("falling back to %s of %s; refused %s", found.name, flags.load, "; ".join(torn))
         return found
     if torn:
         raise UsageError(f"--load {flags.load}: no usable checkpoint; {'; '.join(torn)}; nothing was loaded")
@@ -110,11 +118,23 @@ def _report_nothing(directory: CheckpointDirectory, is_error: bool) -> None:
     log.warning("--load %s: %s; starting fresh from iteration 0", root, reason)
 
 
-def _examine(directory: CheckpointDirectory, iteration: int) -> _Found:
-    folder = directory.folder(iteration)
+def _named(step: Step) -> str:
+    return "the release" if step == RELEASE else f"iteration {step}"
+
+
+def _examine(directory: CheckpointDirectory, step: Step) -> _Found:
+    folder = directory.folder(step)
+    if any(folder.glob("mp_rank_0*")):
+        # Not torn, so an older iteration is no substitute for it.
+        raise UsageError(
+            f"--load {directory.root}: {folder.name} is in Megatron's legacy format 'torch' (mp_rank_*/*.pt), only "
+            "torch_dist can be loaded; convert it with Megatron-LM, or choose another iteration with --ckpt-step"
+        )
     checkpoint = open_dense(folder)
-    arguments = checkpoint.common.get("args") or argparse.Namespace()
-    return _Found(iteration, folder, arguments, checkpoint.common.get("content_metadata") or {})
+    common = checkpoint.common
+    shapes = (match[1] for match in map(_RANDOM_STATE.fullmatch, checkpoint.objects) if match)
+    shape = next((tuple(map(int, text.split("."))) for text in shapes), None)
+    return _Found(step, folder, common.get("args") or argparse.Namespace(), common.get("content_metadata") or {}, shape)
 
 
 def _loadable_parts(found: _Found, config: PretrainConfig) -> Parts:
@@ -124,20 +144,23 @@ def _loadable_parts(found: _Found, config: PretrainConfig) -> Parts:
         if hasattr(saved, name) and getattr(saved, name) != getattr(running, name):
             raise UsageError(
                 f"{found.folder} was saved with {name}={getattr(saved, name)}, this job has {getattr(running, name)}; "
-                "use the model flags of the checkpoint"
+                f"use {_matching_flags(name, saved, config)}"
             )
-    optimizer = flags.load_optim and not flags.finetune and not getattr(saved, "no_save_optim", False)
-    rng = flags.load_rng and not flags.finetune and not getattr(saved, "no_save_rng", False)
+    weights_only = flags.finetune or found.step == RELEASE
+    optimizer = flags.load_optim and not weights_only and not getattr(saved, "no_save_optim", False)
+    rng = flags.load_rng and not weights_only and not getattr(saved, "no_save_rng", False)
     if optimizer:
         _require_loadable_optimizer(found, config)
-    if rng and _random_layout(saved) != _random_layout(running):
-        log.warning(
-            "random states of %s belong to another parallel layout and are not loaded: dropout and other random "
-            "choices will differ from the original run",
-            found.folder,
-        )
-        rng = False
-    return Parts(optimizer=optimizer, rng=rng)
+    shape = _loadable_random_states(found, config) if rng else None
+    return Parts(optimizer=optimizer, rng=shape, iteration=not weights_only)
+
+
+def _matching_flags(name: str, saved: argparse.Namespace, config: PretrainConfig) -> str:
+    """What to pass so that `name` is as it was saved."""
+    ranks = config.parallel.tensor_model_parallel_size
+    if name == "padded_vocab_size" and saved.padded_vocab_size % ranks == 0:
+        return f"--make-vocab-size-divisible-by {saved.padded_vocab_size // ranks}, which pads the vocabulary equally"
+    return "the model flags of the checkpoint"
 
 
 def _require_loadable_optimizer(found: _Found, config: PretrainConfig) -> None:
@@ -160,15 +183,34 @@ def _require_loadable_optimizer(found: _Found, config: PretrainConfig) -> None:
             )
 
 
-def _random_layout(arguments: argparse.Namespace) -> tuple[Any, ...]:
-    by_data_parallel = sharded_by_data_parallel(arguments)
-    return (
-        arguments.tensor_model_parallel_size,
-        arguments.pipeline_model_parallel_size,
-        by_data_parallel,
-        arguments.data_parallel_size if by_data_parallel else None,
-        arguments.expert_model_parallel_size,
-    )
+def _loadable_random_states(found: _Found, config: PretrainConfig) -> tuple[int, ...] | None:
+    """How the random states of this checkpoint are sharded, or None if they are not those of this job's ranks."""
+    saved, running, shape = found.arguments, config.flat, random_shape()
+    fixed = ["expert_model_parallel_size", "data_parallel_random_init"]
+    if config.training.data_parallel_random_init:
+        fixed.append("data_parallel_size")
+    same = all(getattr(saved, name, getattr(running, name)) == getattr(running, name) for name in fixed)
+    if not same or found.random_shape not in (shape, shape[:2]):
+        log.warning(
+            "random states of %s belong to another parallel layout and are not loaded: dropout and other random "
+            "choices will differ from the original run",
+            found.folder,
+        )
+        return None
+    if found.random_shape != shape:
+        log.warning(
+            "%s holds the random states of one data-parallel rank, as some releases of Megatron-LM save them: all "
+            "data-parallel ranks go on with these",
+            found.folder,
+        )
+    return found.random_shape
+
+
+class _CommonAmongShards(TorchCommonLoadStrategy):
+    """Megatron-Core since 0.17 keeps what was `common.pt` in the sharded files, where 0.16.1 does not look."""
+
+    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        return dict(open_dense(checkpoint_dir).common)
 
 
 def _load(found: _Found, state: TrainingState, parts: Parts) -> None:
@@ -180,8 +222,16 @@ def _load(found: _Found, state: TrainingState, parts: Parts) -> None:
         if state.config.checkpoint.ckpt_fully_parallel_load:
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             strategy = FullyParallelLoadStrategyWrapper(strategy, group)
-        loaded = dist_checkpointing.load(wanted, str(found.folder), strategy)
-    except (CheckpointingException, CheckpointException, OSError, RuntimeError, KeyError) as error:
+        common = None if (found.folder / COMMON).exists() else _CommonAmongShards()
+        loaded = dist_checkpointing.load(wanted, str(found.folder), strategy, common)
+    except (
+        UnreadableCheckpoint,
+        CheckpointingException,
+        CheckpointException,
+        OSError,
+        RuntimeError,
+        KeyError,
+    ) as error:
         problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}"
     raise_together(problem)
     apply_state_dict(state, loaded, parts)

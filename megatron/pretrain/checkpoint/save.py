@@ -24,6 +24,7 @@ from megatron.pretrain.checkpoint.state import (
     TrainingState,
     content_metadata,
     gather_parameters,
+    random_shape,
     sharded_state_dict,
 )
 from megatron.pretrain.checkpoint.writer import ShardWriter, plan_shards
@@ -106,7 +107,8 @@ class Saver:
         folder = Path(on_rank_zero(lambda: str(self._directory.stage(iteration))))
         gather_parameters(self._state)
         metadata = content_metadata(config)
-        parts = Parts(optimizer=config.checkpoint.save_optim, rng=config.checkpoint.save_rng)
+        rng = random_shape() if config.checkpoint.save_rng else None
+        parts = Parts(optimizer=config.checkpoint.save_optim, rng=rng)
         state_dict = sharded_state_dict(self._state, metadata, parts) | {"content_metadata": metadata}
         sharded, common = save_preprocess(state_dict, validate_access_integrity=not self._structure_checked)
         self._structure_checked = True

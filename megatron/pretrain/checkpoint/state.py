@@ -43,10 +43,15 @@ class TrainingState:
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Which parts of the training state are saved or loaded besides the weights."""
+    """Which parts of the training state are saved or loaded besides the weights.
 
-    optimizer: bool = True
-    rng: bool = True
+    `rng`: how the random states are sharded, see `random_shape`; None leaves them out.
+    `iteration`: whether training goes on from the iteration that was loaded, or counts from 0.
+    """
+
+    optimizer: bool
+    rng: tuple[int, ...] | None
+    iteration: bool = True
 
 
 def gather_parameters(state: TrainingState) -> None:
@@ -82,7 +87,7 @@ def sharded_state_dict(
         result["optimizer"] = state.optimizer.sharded_state_dict(result, is_loading=is_loading, metadata=metadata)
         result["opt_param_scheduler"] = state.scheduler.state_dict()
     if parts.rng:
-        result["rng_state"] = _rng_shard(state.config)
+        result["rng_state"] = _rng_shard(state.config, parts.rng)
     return result
 
 
@@ -100,10 +105,10 @@ def apply_state_dict(state: TrainingState, loaded: dict[str, Any], parts: Parts)
         # Master weights are still those of the initialization; take them from the loaded compute weights.
         state.optimizer.reload_model_params()
     if parts.rng:
-        _restore_rng(loaded["rng_state"], state.config)
+        _restore_rng(loaded["rng_state"])
     if not state.config.checkpoint.finetune:
         recorded = loaded.get("args", argparse.Namespace())
-        state.progress.iteration = loaded["iteration"]
+        state.progress.iteration = loaded["iteration"] if parts.iteration else 0
         state.progress.consumed_train_samples = getattr(recorded, "consumed_train_samples", 0)
         state.progress.consumed_valid_samples = getattr(recorded, "consumed_valid_samples", 0)
 
@@ -119,7 +124,6 @@ def _plain_values(state: TrainingState) -> dict[str, Any]:
         "args": argparse.Namespace(**arguments),
         "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": progress.iteration,
-        "num_floating_point_operations_so_far": 0,
     }
 
 
@@ -127,34 +131,45 @@ def _chunk_key(index: int, chunks: int) -> str:
     return "model" if chunks == 1 else f"model{index}"
 
 
-def _rng_shard(config: PretrainConfig) -> ShardedObject:
-    """Random states, sharded as stock Megatron does: with experts every data-parallel rank has its own."""
-    states = {
+def random_shape() -> tuple[int, ...]:
+    """How stock Megatron of this core shards random states: (PP, TP), with expert parallelism (PP, TP, DP)."""
+    shape = (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    if parallel_state.get_expert_model_parallel_world_size() == 1:
+        return shape
+    return (*shape, parallel_state.get_data_parallel_world_size(with_context_parallel=True))
+
+
+def _rng_shard(config: PretrainConfig, shape: tuple[int, ...]) -> ShardedObject:
+    data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    place = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+        data_rank,
+    )
+    replica_id = data_rank if len(shape) == 2 else 0
+    return ShardedObject("rng_state", _random_states(config), shape, place[: len(shape)], replica_id=replica_id)
+
+
+def _random_states(config: PretrainConfig) -> list[dict[str, Any]]:
+    """This rank's, or with `--data-parallel-random-init` those of all data-parallel ranks, as stock Megatron does."""
+    own = {
         "random_rng_state": random.getstate(),
         "np_rng_state": numpy.random.get_state(),
         "torch_rng_state": torch.get_rng_state(),
         "cuda_rng_state": torch.cuda.get_rng_state(),
         "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
-    shape = [parallel_state.get_pipeline_model_parallel_world_size()]
-    place = [parallel_state.get_pipeline_model_parallel_rank()]
-    shape.append(parallel_state.get_tensor_model_parallel_world_size())
-    place.append(parallel_state.get_tensor_model_parallel_rank())
-    data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    if sharded_by_data_parallel(config.flat):
-        shape.append(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
-        place.append(data_rank)
-        data_rank = 0
-    return ShardedObject("rng_state", [states], tuple(shape), tuple(place), replica_id=data_rank)
+    if not config.training.data_parallel_random_init:
+        return [own]
+    states: list[Any] = [None] * parallel_state.get_data_parallel_world_size()
+    torch.distributed.all_gather_object(states, own, group=parallel_state.get_data_parallel_group())
+    return states
 
 
-def sharded_by_data_parallel(arguments: argparse.Namespace) -> bool:
-    """Whether a checkpoint with these arguments has one random state per data-parallel rank."""
-    return arguments.expert_model_parallel_size > 1 or getattr(arguments, "data_parallel_random_init", False)
-
-
-def _restore_rng(saved: list[dict[str, Any]], config: PretrainConfig) -> None:
-    # Stock Megatron with --data-parallel-random-init keeps the states of all data-parallel ranks in one list.
+def _restore_rng(saved: list[dict[str, Any]]) -> None:
     index = parallel_state.get_data_parallel_rank() if len(saved) > 1 else 0
     states = saved[index]
     random.setstate(states["random_rng_state"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import multiprocessing
 import multiprocessing.connection
 import queue
@@ -42,18 +43,25 @@ class ShardWriter:
         self._outcome: Any = None
 
     def run(self) -> None:
-        """Write now, in this process."""
-        self._outcome = _write_buckets(self._staged(), self._transforms())
+        """Write now, in this process; what fails is told by `finish`, to all ranks."""
+        try:
+            self._outcome = _write_buckets(self._staged(), self._transforms())
+        except Exception as error:
+            self._outcome = _reason(error)
 
     def start(self) -> None:
-        """Write in a forked process, which holds the memory as it is at this moment."""
+        """Write in a forked process, which holds the memory as it is at this moment; failures as in `run`."""
         context = multiprocessing.get_context("fork")
-        self._connection, remote = context.Pipe(duplex=False)
-        self._process = context.Process(
-            target=_write_and_send, args=(self._staged(), self._transforms(), remote), daemon=True
-        )
-        self._process.start()
-        remote.close()
+        try:
+            self._connection, remote = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_write_and_send, args=(self._staged(), self._transforms(), remote), daemon=True
+            )
+            process.start()
+            remote.close()
+            self._process = process
+        except Exception as error:
+            self._outcome = _reason(error)
 
     def is_done(self) -> bool:
         """Whether this rank has nothing left to write."""
@@ -83,7 +91,7 @@ class ShardWriter:
         if self._outcome is None and self._connection is not None and self._connection.poll():
             try:
                 self._outcome = self._connection.recv()
-            except EOFError:
+            except (EOFError, OSError):
                 self._outcome = "the process that writes the checkpoint ended without a result"
         return self._outcome is not None
 
@@ -148,15 +156,22 @@ def _write_buckets(buckets: list[Any], transforms: list[Any]) -> Any:
         FileSystemWriterAsync.write_preloaded_data(transforms, 0, bucket, answers, counter, use_fsync=True)
         _, answer = answers.get_nowait()
         if isinstance(answer, Exception):
-            return f"{type(answer).__name__}: {answer}"
+            return _reason(answer)
         results.extend(answer)
     return results
 
 
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
 def _write_and_send(buckets: list[Any], transforms: list[Any], remote: multiprocessing.connection.Connection) -> None:
+    gc.disable()  # a collection here could free what the trainer owns on its device
     # This process inherits the trainer's sockets: if it outlived a killed trainer, the peers would not notice the loss.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # A signal to the job's processes asks the trainer to end, which waits for this write.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Threads do not survive a fork: a parallel kernel would wait for workers that do not exist.
     torch.set_num_threads(1)
     remote.send(_write_buckets(buckets, transforms))

@@ -173,8 +173,6 @@ def precision(config: PretrainConfig, _: Environment) -> Iterator[str]:
     optimizer, layout = config.optimizer, config.parallel
     if optimizer.fp16 and optimizer.bf16:
         yield "--fp16 and --bf16 exclude each other"
-    if optimizer.optimizer == "sgd" and layout.use_distributed_optimizer:
-        yield "--use-distributed-optimizer works with --optimizer adam only: Megatron-Core shards Adam's state"
     if optimizer.loss_scale is not None and not optimizer.fp16:
         yield "--loss-scale has an effect only with --fp16"
     if layout.overlap_param_gather and not (layout.use_distributed_optimizer and layout.overlap_grad_reduce):

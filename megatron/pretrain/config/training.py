@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.moe.config import flag
 class OptimizerFlags:
     """Optimizer, precision and schedules, with Megatron's names and defaults."""
 
-    optimizer: str = flag("adam", "optimizer", choices=("adam", "sgd"))
+    optimizer: str = flag("adam", "optimizer", choices=("adam",))
     lr: float | None = flag(None, "peak learning rate (required)")
     min_lr: float = flag(0.0, "lowest learning rate")
     lr_decay_style: str = flag(
@@ -40,7 +40,6 @@ class OptimizerFlags:
     adam_beta1: float = flag(0.9, "first beta of Adam")
     adam_beta2: float = flag(0.999, "second beta of Adam")
     adam_eps: float = flag(1e-8, "epsilon of Adam")
-    sgd_momentum: float = flag(0.9, "momentum of SGD")
     clip_grad: float = flag(1.0, "clip the global gradient norm to this; 0 turns clipping off")
     fp16: bool = flag(False, "train in fp16 with loss scaling")
     bf16: bool = flag(False, "train in bf16")

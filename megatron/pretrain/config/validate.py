@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from megatron.pretrain.config import PretrainConfig, checks
-from megatron.pretrain.config.derived import Environment, data_parallel_size, virtual_pipeline_size
+from megatron.pretrain.config.derived import Environment, data_parallel_size, moe_layer_pattern, virtual_pipeline_size
 from megatron.pretrain.errors import UsageError
 
 
@@ -44,7 +44,13 @@ def _with_defaults(config: PretrainConfig, environment: Environment) -> Pretrain
             max_position_embeddings=model.max_position_embeddings or training.seq_length,
             transformer_impl=model.transformer_impl or ("transformer_engine" if on_engine else "local"),
         ),
-        training=dataclasses.replace(training, global_batch_size=training.global_batch_size or samples_per_microbatch),
+        training=dataclasses.replace(
+            training,
+            global_batch_size=training.global_batch_size or samples_per_microbatch,
+            # With dynamic loss scaling an overflow is expected: the optimizer skips the step.
+            check_for_nan_in_loss_and_grad=training.check_for_nan_in_loss_and_grad
+            and not (optimizer.fp16 and optimizer.loss_scale is None),
+        ),
         optimizer=dataclasses.replace(
             optimizer,
             lr_decay_iters=optimizer.lr_decay_iters or training.train_iters,
@@ -70,10 +76,15 @@ def _flattened(config: PretrainConfig, environment: Environment) -> argparse.Nam
         # Megatron writes a single one without a list around it.
         values[name] = values[name][0] if len(values[name]) == 1 else list(values[name])
     values |= {
+        "moe_layer_freq": moe_layer_pattern(config.moe.moe_layer_freq),
         "world_size": environment.world_size,
         "data_parallel_size": data_parallel_size(config, environment),
         "virtual_pipeline_model_parallel_size": virtual_pipeline_size(config),
         "add_position_embedding": True,
+        "use_rotary_position_embeddings": False,  # the older spelling of the position embedding "rope"
+        "rotary_interleaved": False,
+        "apply_layernorm_1p": False,
+        "apply_query_key_layer_scaling": False,
         "use_dist_ckpt": True,
         "no_save_optim": not checkpoint.save_optim,
         "no_save_rng": not checkpoint.save_rng,

@@ -1,0 +1,151 @@
+"""What is found in a --load directory, and what is made of it: torn iterations, foreign files, nothing at all."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from runs import Layout, Start, Train, exact, flags
+from world import World
+
+TRACKER = "latest_checkpointed_iteration.txt"
+LAYOUT = Layout(pp=2, ep=1, ranks=2)
+
+
+def shards(iteration: Path) -> list[Path]:
+    return sorted(iteration.glob("*.distcp"), key=lambda path: path.stat().st_size)
+
+
+def truncate(path: Path) -> None:
+    with path.open("rb+") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "index missing": lambda folder: (folder / ".metadata").unlink(),
+    "index truncated": lambda folder: truncate(folder / ".metadata"),
+    "format missing": lambda folder: (folder / "metadata.json").unlink(),
+    "common part missing": lambda folder: (folder / "common.pt").unlink(),
+    "common part truncated": lambda folder: truncate(folder / "common.pt"),
+    "shards truncated": lambda folder: truncate(shards(folder)[-1]),
+    "shards missing": lambda folder: shards(folder)[0].unlink(),
+    "shards zero-filled": lambda folder: [path.write_bytes(bytes(path.stat().st_size)) for path in shards(folder)],
+    "one shard zero-filled": lambda folder: shards(folder)[0].write_bytes(bytes(shards(folder)[0].stat().st_size)),
+    "folder missing": shutil.rmtree,
+}
+
+
+@pytest.fixture(scope="module")
+def original(world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with checkpoints of iterations 2, 4 and 6, and the reports of the run."""
+    folder = tmp_path_factory.mktemp("original")
+    saving = ["--save", str(folder), "--save-interval", "2", "--metrics-jsonl", str(folder / "reports")]
+    outcome = world.run(flags(corpus, LAYOUT, *saving), LAYOUT.ranks)
+    assert set(outcome.codes) == {0}, outcome.said
+    return folder
+
+
+@pytest.fixture
+def saved(original: Path, save: Path) -> Path:
+    """A copy of `original` to damage."""
+    shutil.copytree(original, save)
+    return save
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_torn_newest_iteration_falls_back_to_the_one_before(
+    damage: str, saved: Path, original: Path, train: Train, tmp_path: Path
+) -> None:
+    DAMAGE[damage](saved / "iter_0000006")
+    outcome = train(LAYOUT, "--load", saved, "--metrics-jsonl", tmp_path / "reports")
+    (warning,) = outcome.warnings
+    assert "6" in warning
+    assert "loaded checkpoint of iteration 4" in outcome.out[0]
+    assert exact(tmp_path / "reports") == exact(original / "reports", after=4)
+
+
+def test_two_torn_iterations_fall_back_to_the_third(saved: Path, train: Train) -> None:
+    DAMAGE["shards truncated"](saved / "iter_0000006")
+    DAMAGE["index missing"](saved / "iter_0000004")
+    outcome = train(LAYOUT, "--load", saved)
+    assert "loaded checkpoint of iteration 2" in outcome.out[0]
+    assert len(outcome.warnings) == 1
+
+
+@pytest.mark.parametrize("damage", ["index missing", "shards zero-filled"])
+def test_if_all_iterations_are_torn_nothing_is_started_over(damage: str, saved: Path, start: Start) -> None:
+    for iteration in saved.glob("iter_*"):
+        DAMAGE[damage](iteration)
+    outcome = start(LAYOUT, "--load", saved).wait()
+    assert set(outcome.codes) == {2}, outcome.said
+    assert "no usable checkpoint" in outcome.lines[-1]
+    assert "Traceback" not in outcome.said
+
+
+def test_a_tracker_that_names_no_iteration_is_refused(saved: Path, start: Start) -> None:
+    (saved / TRACKER).write_text("soon")
+    outcome = start(LAYOUT, "--load", saved).wait()
+    assert set(outcome.codes) == {2}, outcome.said
+    (line,) = outcome.lines
+    assert "'soon'" in line
+    assert "--ckpt-step" in line
+
+
+def test_without_a_tracker_the_newest_complete_iteration_is_used(saved: Path, train: Train) -> None:
+    (saved / TRACKER).unlink()
+    outcome = train(LAYOUT, "--load", saved)
+    assert "loaded checkpoint of iteration 6" in outcome.out[0]
+    assert outcome.warnings == []
+
+
+@pytest.mark.parametrize("damage", ["index missing", "folder missing"])
+def test_an_iteration_asked_for_by_number_is_not_replaced_by_another(damage: str, saved: Path, start: Start) -> None:
+    DAMAGE[damage](saved / "iter_0000004")
+    outcome = start(LAYOUT, "--load", saved, "--ckpt-step", 4).wait()
+    assert set(outcome.codes) == {2}, outcome.said
+    (line,) = outcome.lines
+    assert "iteration 4" in line
+
+
+def empty(folder: Path) -> None:
+    folder.mkdir()
+
+
+def foreign(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"not ours")
+
+
+def missing(folder: Path) -> None:
+    pass
+
+
+@pytest.mark.parametrize("make", [empty, foreign, missing])
+def test_where_no_checkpoint_is_training_starts_fresh_with_a_warning(
+    make: Callable[[Path], None], original: Path, save: Path, train: Train, tmp_path: Path
+) -> None:
+    make(save)
+    outcome = train(LAYOUT, "--load", save, "--metrics-jsonl", tmp_path / "reports")
+    (warning,) = outcome.warnings
+    assert "starting fresh" in warning
+    assert exact(tmp_path / "reports") == exact(original / "reports")
+
+
+@pytest.mark.parametrize("make", [empty, foreign, missing])
+def test_where_a_checkpoint_must_be_its_absence_is_an_error(
+    make: Callable[[Path], None], save: Path, start: Start
+) -> None:
+    make(save)
+    outcome = start(LAYOUT, "--load", save, "--exit-on-missing-checkpoint").wait()
+    assert set(outcome.codes) == {2}, outcome.said
+    (line,) = outcome.lines
+    assert str(save) in line
+
+
+def test_a_checkpoint_of_another_model_is_refused(saved: Path, start: Start) -> None:
+    outcome = start(LAYOUT, "--load", saved, "--hidden-size", 64).wait()
+    assert set(outcome.codes) == {2}, outcome.said
+    (line,) = outcome.lines
+    assert "hidden_size=32" in line

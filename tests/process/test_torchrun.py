@@ -1,0 +1,105 @@
+"""Real launchers, real SIGKILL: what is lost is computed again, and comes out as if nothing had happened."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from runs import Layout, Train, exact, flags, metrics
+from world import HANG_TIMEOUT_S, ROOT, free_port
+
+Launch = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def launch(corpus: str, tmp_path: Path) -> Launch:
+    """Runs a command in the root of the repository, and all it started ends with it."""
+
+    def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+        scratch = tmp_path / "scratch"
+        scratch.mkdir(exist_ok=True)
+        own = {"PYTHON": sys.executable, "CORPUS": corpus, "OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)}
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | own | environment, stdout=pipe, stderr=pipe, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            out, err = process.communicate(timeout=HANG_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate()
+            pytest.fail(f"{' '.join(command)} did not end within {HANG_TIMEOUT_S:.0f} s; it said:\n{out}\n{err}")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+    return run
+
+
+def assert_same_losses_after_a_kill(straight: Path, killed: Path, recomputed: int) -> None:
+    """The disturbed run reported `recomputed` iterations twice, and every report is that of the undisturbed one."""
+    reports, expected = metrics(killed), exact(straight)
+    assert len(expected) == 6
+    assert len(reports) == len(expected) + recomputed
+    assert exact(killed) == expected
+    assert all(repr(report) == expected[report["iteration"]] for report in reports)
+
+
+@pytest.mark.parametrize(("nodes", "killed"), [(1, 2), (2, 1)], ids=["one node", "two nodes"])
+def test_a_killed_worker_is_restarted_and_nothing_is_lost(
+    nodes: int, killed: int, launch: Launch, train: Train, corpus: str, tmp_path: Path
+) -> None:
+    straight, reports, save = tmp_path / "straight", tmp_path / "reports", str(tmp_path / "save")
+    train(Layout(), "--metrics-jsonl", straight)
+    saving = ["--save", save, "--load", save, "--save-interval", "2", "--moe-ckpt-inject-fault", f"{killed}@4"]
+    argv = flags(corpus, Layout(), *saving, "--metrics-jsonl", str(reports))
+    ended = launch(["scripts/train_cpu.sh", *argv], NPROC=str(4 // nodes), NNODES=str(nodes))
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 0, said
+    assert said.count("loaded checkpoint of iteration 2") == 1, said
+    assert_same_losses_after_a_kill(straight, reports, recomputed=1)
+
+
+def test_plain_torchrun_restarts_a_killed_worker_too(launch: Launch, train: Train, corpus: str, tmp_path: Path) -> None:
+    straight, reports, save = tmp_path / "straight", tmp_path / "reports", str(tmp_path / "save")
+    layout = Layout(pp=2, ep=1, ranks=2)
+    train(layout, "--metrics-jsonl", straight)
+    saving = ["--save", save, "--load", save, "--save-interval", "2", "--moe-ckpt-inject-fault", "0@5:step"]
+    argv = flags(corpus, layout, *saving, "--metrics-jsonl", str(reports))
+    torchrun = f"-m torch.distributed.run --nproc-per-node 2 --max-restarts 1 --master-port {free_port()}".split()
+    ended = launch([sys.executable, *torchrun, "pretrain_gpt_moe.py", *argv])
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 0, said
+    assert said.count("loaded checkpoint of iteration 4") == 1, said
+    assert exact(reports) == exact(straight)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "part"),
+    [(["--num-experts", "5"], "--num-experts 5"), (["--seq-length", "1000000"], "too small")],
+    ids=["seen by the launcher", "seen by the workers"],
+)
+def test_what_cannot_work_is_said_once_and_not_restarted(
+    wrong: list[str], part: str, launch: Launch, corpus: str
+) -> None:
+    ended = launch(["scripts/train_cpu.sh", *flags(corpus, Layout(pp=2, ep=1, ranks=2), *wrong)], NPROC="2", EP="1")
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    (line,) = (ended.stdout + ended.stderr).splitlines()
+    assert part in line
+
+
+def test_a_worker_that_dies_again_and_again_ends_the_job_with_a_reason(launch: Launch, corpus: str) -> None:
+    faults = ["--moe-ckpt-inject-fault", "0@1", "--moe-ckpt-inject-fault", "0@1:end"]
+    layout = Layout(pp=1, ep=1, ranks=1)
+    ended = launch(["scripts/train_cpu.sh", *flags(corpus, layout, *faults)], NPROC="1", MAX_RESTARTS="1")
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "training failed after 1 restarts" in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -1,0 +1,135 @@
+"""Command lines that cannot work are refused before anything starts, with the reason and the values in it."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.pretrain.config import PretrainConfig, parse_config
+from megatron.pretrain.config.validate import Environment, resolve
+from megatron.pretrain.errors import UsageError
+
+GOOD = (
+    "--device cpu --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
+    "--global-batch-size 8 --train-iters 10 --lr 1e-3 --mock-data --num-experts 4 --disable-bias-linear "
+    "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2"
+)
+FOUR_CPU_RANKS = Environment(world_size=4, cuda=False, transformer_engine=False)
+FOUR_GPUS = Environment(world_size=4, cuda=True, transformer_engine=False)
+
+
+def resolved(flags: str, environment: Environment = FOUR_CPU_RANKS) -> PretrainConfig:
+    return resolve(parse_config(f"{GOOD} {flags}".split()), environment)
+
+
+def refusal(flags: str, environment: Environment = FOUR_CPU_RANKS) -> str:
+    with pytest.raises(UsageError) as caught:
+        resolved(flags, environment)
+    return str(caught.value)
+
+
+REFUSED = {
+    "--no-such-flag": "--no-such-flag",
+    "--num-lay 4": "--num-lay",
+    "--lr fast": "fast",
+    "--normalization BatchNorm": "BatchNorm",
+    "--seq-length": "--seq-length",
+    "--lr 0": "--lr 0.0 must be positive",
+    "--hidden-size -32": "--hidden-size -32 must be positive",
+    "--data-path here": "exactly one of --data-path",
+    "--device cuda": "--device cpu",
+    "--distributed-backend nccl": "nccl",
+    "--transformer-impl transformer_engine": "transformer-engine[pytorch]",
+    "--moe-use-legacy-grouped-gemm": "GroupedMLP",
+    "--moe-grouped-gemm": "Transformer Engine",
+    "--context-parallel-size 2": "--context-parallel-size 2",
+    "--moe-token-dispatcher-type flex": "--device cuda",
+    "--tensor-model-parallel-size 0": "at least 1",
+    "--pipeline-model-parallel-size 3": "4 ranks do not divide",
+    "--expert-model-parallel-size 4": "4 ranks do not divide by ETP 1 x EP 4 x PP 2 = 8",
+    "--num-experts 5": "--num-experts 5 does not divide by --expert-model-parallel-size 2",
+    "--tensor-model-parallel-size 2 --expert-model-parallel-size 1": "--sequence-parallel",
+    "--global-batch-size 7": "--global-batch-size 7 does not divide by --micro-batch-size 1 x 2",
+    "--num-virtual-stages-per-pipeline-rank 2 --global-batch-size 6": "multiples of PP 2",
+    "--max-position-embeddings 16": "--max-position-embeddings 16 is below --seq-length 32",
+    "--train-iters -1": "--train-iters -1",
+    "--log-interval 0": "--log-interval 0",
+    "--eval-interval 0": "--eval-interval 0",
+    "--num-attention-heads 5": "does not divide by --num-attention-heads 5",
+    "--group-query-attention": "--num-query-groups",
+    "--group-query-attention --num-query-groups 3": "--num-query-groups 3",
+    "--num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 1": "not both",
+    "--pipeline-model-parallel-size 1 --num-virtual-stages-per-pipeline-rank 2": "virtual pipeline",
+    "--num-layers 5": "--num-layers 5 does not divide by PP 2",
+    "--recompute-granularity full": "--recompute-method",
+    "--swiglu --squared-relu": "exclude each other",
+    "--moe-router-topk 5": "--moe-router-topk 5",
+    "--moe-router-load-balancing-type aux_loss sinkhorn --moe-aux-loss-coeff 0 0": "can be combined",
+    "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1": "as many --moe-aux-loss-coeff",
+    "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1": "no meaning",
+    "--moe-pad-expert-input-to-capacity": "--moe-expert-capacity-factor",
+    "--moe-router-enable-expert-bias": "sigmoid",
+    "--moe-layer-freq soon": "--moe-layer-freq",
+    "--moe-layer-freq [0,2]": "--moe-layer-freq",
+    "--fp16 --bf16": "--fp16 and --bf16 exclude each other",
+    "--loss-scale 8": "--fp16",
+    "--overlap-param-gather": "--overlap-grad-reduce",
+    "--use-distributed-optimizer --optimizer sgd": "--optimizer adam",
+    "--lr-warmup-iters 10": "warmup of 10",
+    "--min-lr 1": "below --min-lr 1.0",
+    "--start-weight-decay 0.1": "--weight-decay-incr-style",
+    "--weight-decay-incr-style linear": "--end-weight-decay",
+    "--lr-decay-style WSD": "--lr-wsd-decay-iters",
+    "--save-interval 2": "--save-interval needs --save",
+    "--async-save": "--async-save needs --save",
+    "--keep-last 2": "--keep-last needs --save",
+    "--log-progress": "--log-progress needs --save",
+    "--save here --save-interval 0": "--save-interval 0",
+    "--save here --keep-last 0": "--keep-last 0",
+    "--ckpt-step 4": "--load",
+    "--finetune": "--load",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_a_contradiction_is_refused_in_one_line_that_names_it(flags: str) -> None:
+    message = refusal(flags)
+    assert REFUSED[flags] in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "name", ["--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--micro-batch-size", "--lr"]
+)
+def test_a_flag_that_has_no_default_is_asked_for_by_name(name: str) -> None:
+    flags = GOOD.split()
+    at = flags.index(name)
+    with pytest.raises(UsageError, match=name):
+        resolve(parse_config([*flags[:at], *flags[at + 2 :]]), FOUR_CPU_RANKS)
+
+
+def test_the_same_flags_without_a_contradiction_are_taken() -> None:
+    config = resolved("")
+    assert config.training.global_batch_size == 8
+    assert config.optimizer.lr_decay_iters == 10
+    assert config.model.max_position_embeddings == 32
+    assert config.flat.data_parallel_size == 2
+
+
+def test_without_a_global_batch_size_each_rank_reads_one_microbatch() -> None:
+    flags = GOOD.replace("--global-batch-size 8 ", "").split()
+    assert resolve(parse_config(flags), FOUR_CPU_RANKS).training.global_batch_size == 2
+
+
+@pytest.mark.parametrize(("text", "layers"), [("2", 2), ("([0]*1+[1]*3)", [0, 1, 1, 1]), ("[0,1]*2", [0, 1, 0, 1])])
+def test_layer_patterns_are_read_without_running_them(text: str, layers: int | list[int]) -> None:
+    from megatron.pretrain.config.derived import moe_layer_pattern
+
+    assert moe_layer_pattern(text) == layers
+
+
+def test_a_layer_pattern_is_never_run_as_code() -> None:
+    assert "--moe-layer-freq" in refusal("--moe-layer-freq __import__('os').getpid()")
+
+
+def test_later_flags_win() -> None:
+    assert resolved("--lr 2e-3 --lr 3e-3").optimizer.lr == 3e-3
