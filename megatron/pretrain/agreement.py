@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from megatron.pretrain.errors import UsageError
+
 Value = TypeVar("Value")
 
 
@@ -39,6 +41,24 @@ def raise_together(problem: str | None) -> None:
     failed = [rank for rank, text in enumerate(problems) if text is not None]
     if failed:
         raise RankFailure(f"{problems[failed[0]]} (on {_named(failed)})")
+
+
+def usage_errors_together(action: Callable[[], Value]) -> Value:
+    """Run `action` on every rank; a UsageError on any becomes a UsageError on all. A collective over all ranks.
+
+    `action` must not raise it between collectives of its own, where other ranks would wait.
+    """
+    problem, value = None, None
+    try:
+        value = action()
+    except UsageError as error:
+        problem = str(error)
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for text in problems:
+        if text is not None:
+            raise UsageError(text)
+    return value  # type: ignore[return-value]
 
 
 def _named(ranks: list[int]) -> str:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.dist_checkpointing.moe.errors import UsageError as FaultUsageError
-from megatron.core.dist_checkpointing.moe.runtime.faults import FaultInjector, check_fault_ranks, parse_fault
+from megatron.core.dist_checkpointing.moe.runtime.faults import FaultInjector, parse_fault
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.pretrain.agreement import RankFailure, raise_together
+from megatron.pretrain.agreement import usage_errors_together
 from megatron.pretrain.checkpoint.state import Progress, TrainingState
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.errors import UsageError
@@ -35,28 +34,23 @@ def build_state(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[TrainingS
 
 def build_metrics(config: PretrainConfig) -> Metrics:
     """The writer of this rank's numbers; a collective. Raises UsageError on all ranks if a file cannot be opened."""
-    training, problem = config.training, None
-    try:
-        metrics = Metrics(
-            is_last_rank=torch.distributed.get_rank() == torch.distributed.get_world_size() - 1,
-            train_iters=training.train_iters or 0,
-            jsonl=training.metrics_jsonl,
-            tensorboard_dir=training.tensorboard_dir,
-        )
-    except OSError as error:
-        problem = f"--metrics-jsonl or --tensorboard-dir cannot be written: {error}"
-    try:
-        raise_together(problem)
-    except RankFailure as failure:
-        raise UsageError(str(failure)) from failure
-    return metrics
+    training = config.training
+
+    def opened() -> Metrics:
+        try:
+            return Metrics(
+                is_last_rank=torch.distributed.get_rank() == torch.distributed.get_world_size() - 1,
+                train_iters=training.train_iters or 0,
+                jsonl=training.metrics_jsonl,
+                tensorboard_dir=training.tensorboard_dir,
+            )
+        except OSError as error:
+            raise UsageError(f"--metrics-jsonl or --tensorboard-dir cannot be written: {error}") from error
+
+    return usage_errors_together(opened)
 
 
 def build_faults(config: PretrainConfig, launch: Launch) -> FaultInjector:
     """The fault injector of this rank; what it fired is remembered across restarts of the job."""
-    try:
-        points = [parse_fault(text) for text in config.moe_checkpoint.inject_fault]
-        check_fault_ranks(points, launch.world_size)
-    except FaultUsageError as error:
-        raise UsageError(f"--moe-ckpt-inject-fault: {error}") from error
+    points = [parse_fault(text) for text in config.moe_checkpoint.inject_fault]
     return FaultInjector(points, launch.rank, Path(tempfile.gettempdir()) / f"moe-ckpt-faults-{launch.job_id}")

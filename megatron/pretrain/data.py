@@ -33,13 +33,19 @@ from megatron.pretrain.tokenizer import Tokenizer
 __all__ = ["DataIterator", "DatasetRequest", "build_data_iterator", "build_datasets"]
 
 Sample = dict[str, torch.Tensor]
+Prepared = tuple[GPTDatasetConfig, list[bool]]
 Datasets = tuple[Dataset[Sample] | None, Dataset[Sample] | None, Dataset[Sample] | None]
 
 _SPLIT_FLAGS = ("--train-data-path", "--valid-data-path", "--test-data-path")
 _PR_SET_PDEATHSIG = 1
 
 
-def build_datasets(request: DatasetRequest, tokenizer: Tokenizer, is_built_on_rank: Callable[[], bool]) -> Datasets:
+def build_datasets(
+    request: DatasetRequest,
+    tokenizer: Tokenizer,
+    is_built_on_rank: Callable[[], bool],
+    agree: Callable[[Callable[[], Prepared]], Prepared] = lambda action: action(),
+) -> Datasets:
     """The training, validation and test datasets, each at least as long as the samples asked of it.
 
     A split is `None` when no samples are asked of it, when validation or test have no share of the data, or on a rank
@@ -48,8 +54,19 @@ def build_datasets(request: DatasetRequest, tokenizer: Tokenizer, is_built_on_ra
     [sequence_length]) and, if asked for, `attention_mask` (bool, [1, sequence_length, sequence_length], true = masked).
 
     Raises `UsageError` for missing, foreign or truncated files, tokens beyond the vocabulary, a bad split or blend, and
-    too few tokens; every rank raises it before anything is built.
+    too few tokens, before anything is built; `agree` makes what one rank raises there the error of all ranks.
     """
+    config, wanted = agree(lambda: _prepare(request, tokenizer))
+    if not any(wanted):
+        return None, None, None
+    _leave_out_unwanted(config, wanted)
+    dataset_class = MockGPTDataset if request.mock else GPTDataset
+    train, valid, test = _Builder(dataset_class, list(request.num_samples), is_built_on_rank, config).build()
+    return train, valid, test
+
+
+def _prepare(request: DatasetRequest, tokenizer: Tokenizer) -> Prepared:
+    """The configuration of core's builder, and which splits are wanted, after every check."""
     request.check()
     blends = _blends_per_split(request)
     config = _dataset_config(request, blends, tokenizer)
@@ -60,9 +77,7 @@ def build_datasets(request: DatasetRequest, tokenizer: Tokenizer, is_built_on_ra
     ]
     if request.num_samples[0] > 0 and not wanted[0]:
         raise UsageError("training has no data: give --train-data-path, or --split a first share above 0")
-    if not any(wanted):
-        return None, None, None
-    if not request.mock:
+    if any(wanted) and not request.mock:
         corpora = {prefix: open_corpus(prefix) for blend in blends if blend for prefix in blend.prefixes}
         for corpus in corpora.values():
             check_token_ids(corpus, tokenizer.vocab_size)
@@ -70,10 +85,7 @@ def build_datasets(request: DatasetRequest, tokenizer: Tokenizer, is_built_on_ra
             if wanted[i]:
                 _check_size(i, request, [corpora[prefix] for prefix in blends[i].prefixes], blends[i], spans[i])
         config.path_to_cache = str(_prepare_cache(request, tuple(corpora.values())))
-    _leave_out_unwanted(config, wanted)
-    dataset_class = MockGPTDataset if request.mock else GPTDataset
-    train, valid, test = _Builder(dataset_class, list(request.num_samples), is_built_on_rank, config).build()
-    return train, valid, test
+    return config, wanted
 
 
 class DataIterator(Iterator[Sample]):

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import random
 import sys
+import warnings
 
 import numpy
 import torch
@@ -70,6 +71,8 @@ def initialize(config: PretrainConfig, launch: Launch) -> None:
     if layout.device == "cpu":
         from megatron.pretrain import cpu_device
 
+        # Core advises on the queues of a GPU.
+        warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")
         cpu_device.install()
     else:
         torch.cuda.set_device(launch.local_rank)

@@ -94,7 +94,9 @@ def _run_agent(options: argparse.Namespace) -> int:
     try:
         elastic_launch(config, sys.executable)("-u", options.script, *options.flags)
     except SignalException as stop:
-        sys.stderr.write(f"stopped by signal {stop.sigval.name}; workers had until their end or {SHUTDOWN_TIMEOUT_S} s\n")
+        sys.stderr.write(
+            f"stopped by signal {stop.sigval.name}; workers had until their end or {SHUTDOWN_TIMEOUT_S} s\n"
+        )
         return 128 + stop.sigval
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()

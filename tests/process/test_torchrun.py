@@ -84,7 +84,7 @@ def test_plain_torchrun_restarts_a_killed_worker_too(launch: Launch, train: Trai
 
 @pytest.mark.parametrize(
     ("wrong", "part"),
-    [(["--num-experts", "5"], "--num-experts 5"), (["--seq-length", "1000000"], "too small")],
+    [(["--num-layers", "3"], "--num-layers 3"), (["--seq-length", "1000000"], "too small")],
     ids=["seen by the launcher", "seen by the workers"],
 )
 def test_what_cannot_work_is_said_once_and_not_restarted(

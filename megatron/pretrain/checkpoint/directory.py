@@ -23,7 +23,7 @@ class CheckpointDirectory:
     """A folder of checkpoints as Megatron lays it out.
 
     An iteration is written into a hidden staging folder and published by renaming it to `iter_%07d`; the tracker
-    is replaced afterwards, so at every moment it names a checkpoint that is complete.
+    is replaced afterwards, so at every moment it names a checkpoint that is complete. One job at a time writes here.
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -70,14 +70,18 @@ class CheckpointDirectory:
         """An empty hidden folder to write `iteration` into. Raises OSError."""
         self.root.mkdir(parents=True, exist_ok=True)
         self._sweep()
-        staging = self.root / f".iter_{iteration:07d}.saving"
+        staging = self.staging(iteration)
         staging.mkdir()
         return staging
 
+    def staging(self, iteration: int) -> Path:
+        """The hidden folder in which `iteration` is written."""
+        return self.root / f".iter_{iteration:07d}.saving"
+
     def publish(self, iteration: int) -> None:
         """Make the staged `iteration` visible and point the tracker at it. Raises OSError."""
-        staging, final = self.root / f".iter_{iteration:07d}.saving", self.folder(iteration)
-        replaced = self.root / f".iter_{iteration:07d}.removing"
+        staging, final = self.staging(iteration), self.folder(iteration)
+        replaced = self._condemned(iteration)
         sync_directory(staging)
         if final.exists():
             final.rename(replaced)
@@ -88,19 +92,24 @@ class CheckpointDirectory:
 
     def discard(self, iteration: int) -> None:
         """Remove what a failed save of `iteration` left behind, as far as the file system lets us."""
-        shutil.rmtree(self.root / f".iter_{iteration:07d}.saving", ignore_errors=True)
+        shutil.rmtree(self.staging(iteration), ignore_errors=True)
 
     def retain(self, keep_last: int) -> list[int]:
         """Remove all but the newest `keep_last` iterations, never the tracked one; returns what was removed."""
         tracked = self.tracked()
-        surplus = [iteration for iteration in self.iterations()[keep_last:] if iteration != tracked]
+        # Iterations past the tracked one are of a run that was left; they cannot be loaded and are not ours to remove.
+        loadable = [iteration for iteration in self.iterations() if isinstance(tracked, int) and iteration <= tracked]
+        surplus = loadable[keep_last:]
         for iteration in surplus:
             # Renamed first, so that a crash in between leaves no half-deleted checkpoint that looks like one.
-            condemned = self.root / f".iter_{iteration:07d}.removing"
+            condemned = self._condemned(iteration)
             shutil.rmtree(condemned, ignore_errors=True)
             self.folder(iteration).rename(condemned)
         self._sweep()
         return surplus
+
+    def _condemned(self, iteration: int) -> Path:
+        return self.root / f".iter_{iteration:07d}.removing"
 
     def _sweep(self) -> None:
         for entry in self.root.iterdir():

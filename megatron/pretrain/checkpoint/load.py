@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import logging
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,12 @@ from megatron.pretrain.errors import UsageError
 
 log = logging.getLogger(__name__)
 
-_FIXED_ARGUMENTS = ("num_layers", "hidden_size", "num_attention_heads", "num_experts", "padded_vocab_size")
+_FIXED_ARGUMENTS = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups"),
+    *("normalization", "position_embedding_type", "untie_embeddings_and_output_weights", "qk_layernorm"),
+    *("num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+    *("moe_router_enable_expert_bias", "padded_vocab_size"),
+)
 _RANDOM_STATE = re.compile(r"rng_state/shard_[\d.]+_([\d.]+)")
 
 
@@ -61,40 +67,38 @@ def load_checkpoint(state: TrainingState) -> bool:
     starting over silently would throw the training done so far away.
     """
     register_safe_globals()
-    refused: list[str] = []
+    refused: dict[Step, str] = {}
     while True:
-        found = on_rank_zero(lambda: _find(state.config, len(refused), refused), errors=(UsageError,))
+        found = on_rank_zero(lambda: _find(state.config, refused), errors=(UsageError,))
         if found is None:
             return False
         parts = _loadable_parts(found, state.config)
         try:
             _load(found, state, parts)
         except RankFailure as failure:
-            refused.append(f"{found.name}: {failure}")
-            log.warning("checkpoint %s cannot be loaded: %s; trying the one before it", found.folder, failure)
+            refused[found.step] = str(failure)
             continue
         log.info("loaded checkpoint of %s from %s", found.name, state.config.checkpoint.load)
         return True
 
 
-def _find(config: PretrainConfig, skip: int, refused: list[str]) -> _Found | None:
-    """The best checkpoint that is complete, past the first `skip` complete ones; runs on rank 0 only."""
+def _find(config: PretrainConfig, refused: Mapping[Step, str]) -> _Found | None:
+    """The best checkpoint that is complete and not among the `refused` ones; runs on rank 0 only."""
     flags, directory = config.checkpoint, CheckpointDirectory(str(config.checkpoint.load))
     try:
         candidates = directory.candidates() if flags.ckpt_step is None else [flags.ckpt_step]
     except (ValueError, OSError) as error:
         raise UsageError(f"--load {flags.load}: {error}; repair the tracker or give --ckpt-step") from error
-    torn = list(refused)
+    torn: list[str] = []
     for step in candidates:
         try:
+            if step in refused:
+                raise UnreadableCheckpoint(refused[step])
             found = _examine(directory, step)
         except UnreadableCheckpoint as error:
             torn.append(f"{_named(step)}: {error}")
             continue
-        if skip:
-            skip -= 1
-            continue
-        if len(torn) > len(refused):
+        if torn:
             log.warning("falling back to %s of %s; refused %s", found.name, flags.load, "; ".join(torn))
         return found
     if torn:
@@ -132,6 +136,8 @@ def _examine(directory: CheckpointDirectory, step: Step) -> _Found:
         )
     checkpoint = open_dense(folder)
     common = checkpoint.common
+    if step != RELEASE and not {"args", "iteration"} <= common.keys():
+        raise UnreadableCheckpoint("it does not say at which iteration and data position it was saved")
     shapes = (match[1] for match in map(_RANDOM_STATE.fullmatch, checkpoint.objects) if match)
     shape = next((tuple(map(int, text.split("."))) for text in shapes), None)
     return _Found(step, folder, common.get("args") or argparse.Namespace(), common.get("content_metadata") or {}, shape)
@@ -213,6 +219,13 @@ class _CommonAmongShards(TorchCommonLoadStrategy):
         return dict(open_dense(checkpoint_dir).common)
 
 
+def _first_reason(error: BaseException) -> str:
+    """One line for an error of core or torch; of torch's, which gathers those of all ranks, the first inside."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {(str(error) or repr(error)).splitlines()[0]}"
+
+
 def _load(found: _Found, state: TrainingState, parts: Parts) -> None:
     """Raises RankFailure on every rank if any rank could not load."""
     problem = None
@@ -232,7 +245,7 @@ def _load(found: _Found, state: TrainingState, parts: Parts) -> None:
         RuntimeError,
         KeyError,
     ) as error:
-        problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}"
+        problem = _first_reason(error)
     raise_together(problem)
     apply_state_dict(state, loaded, parts)
     torch.distributed.barrier()

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import logging
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.store.atomic import write_atomically
+from megatron.core.dist_checkpointing.moe.store.dense import open_dense
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from megatron.pretrain.agreement import RankFailure, on_rank_zero
+from megatron.pretrain.agreement import RankFailure, on_rank_zero, raise_together
 from megatron.pretrain.checkpoint.directory import CheckpointDirectory
 from megatron.pretrain.checkpoint.state import (
     Parts,
@@ -31,7 +34,8 @@ from megatron.pretrain.checkpoint.writer import ShardWriter, plan_shards
 
 log = logging.getLogger(__name__)
 
-SAVE_ERRORS = (OSError, RankFailure)
+SAVE_ERRORS = (OSError, RankFailure, UnreadableCheckpoint)
+POLL_INTERVAL_S = 0.05
 
 
 @dataclasses.dataclass
@@ -44,8 +48,7 @@ class _Pending:
 class Saver:
     """Saves to one directory; every method is a collective over all ranks.
 
-    A checkpoint that cannot be written is reported and counted in `failures`; training goes on, and older
-    checkpoints stay as they are.
+    A checkpoint that cannot be written is reported; training goes on, and older checkpoints stay as they are.
     """
 
     def __init__(self, state: TrainingState) -> None:
@@ -56,7 +59,6 @@ class Saver:
         self._pending: _Pending | None = None
         self._structure_checked = False
         self.saved_iteration: int | None = None
-        self.failures = 0
 
     def save(self) -> None:
         """Save the state as it is now; with `--async-save` the writing goes on beside training."""
@@ -77,11 +79,7 @@ class Saver:
 
     def poll(self) -> None:
         """Finish a save that was started earlier, if every rank has written its part."""
-        if self._pending is None:
-            return
-        unfinished = torch.tensor([int(not self._pending.shards.is_done())], device=torch.cuda.current_device())
-        torch.distributed.all_reduce(unfinished, op=torch.distributed.ReduceOp.MAX)
-        if not unfinished.item():
+        if self._pending is not None and self._written(self._pending):
             self.wait()
 
     def wait(self) -> None:
@@ -89,22 +87,30 @@ class Saver:
         pending, self._pending = self._pending, None
         if pending is None:
             return
+        # Asked for again and again, so that no collective waits as long as the slowest disk takes.
+        while not self._written(pending):
+            time.sleep(POLL_INTERVAL_S)
         try:
             pending.shards.finish()
-            removed = on_rank_zero(lambda: self._publish(pending.iteration))
+            on_rank_zero(lambda: self._publish(pending.iteration), errors=(OSError, UnreadableCheckpoint))
         except SAVE_ERRORS as error:
             self._report_failure(pending.iteration, error)
             return
         self.saved_iteration = pending.iteration
         elapsed_s = time.monotonic() - pending.started_at
         log.info("saved checkpoint of iteration %d to %s in %.2f s", pending.iteration, self._directory.root, elapsed_s)
-        if removed:
-            log.info("removed checkpoints of iterations %s (--keep-last)", ", ".join(map(str, removed)))
+        self._retain()
+
+    def _written(self, pending: _Pending) -> bool:
+        unfinished = torch.tensor([int(not pending.shards.is_done())], device=torch.cuda.current_device())
+        torch.distributed.all_reduce(unfinished, op=torch.distributed.ReduceOp.MAX)
+        return not unfinished.item()
 
     def _prepare(self, iteration: int) -> ShardWriter:
         """Stage everything but the shards, and plan those."""
         config = self._state.config
         folder = Path(on_rank_zero(lambda: str(self._directory.stage(iteration))))
+        raise_together(_refusal(folder))
         gather_parameters(self._state)
         metadata = content_metadata(config)
         rng = random_shape() if config.checkpoint.save_rng else None
@@ -118,16 +124,27 @@ class Saver:
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         return plan_shards(sharded, folder, fully_parallel_group=group)
 
-    def _publish(self, iteration: int) -> list[int]:
-        staging = self._directory.root / f".iter_{iteration:07d}.saving"
+    def _publish(self, iteration: int) -> None:
+        staging = self._directory.staging(iteration)
         marker = json.dumps(dataclasses.asdict(CheckpointingConfig("torch_dist", 1)))
         write_atomically(staging / CONFIG_FNAME, marker.encode())
+        # Shards that other nodes wrote to disks of their own are missing here: not a checkpoint anyone could load.
+        open_dense(staging)
         self._directory.publish(iteration)
+
+    def _retain(self) -> None:
         keep_last = self._state.config.checkpoint.keep_last
-        return self._directory.retain(keep_last) if keep_last else []
+        if keep_last is None or torch.distributed.get_rank() != 0:
+            return
+        try:
+            removed = self._directory.retain(keep_last)
+        except (OSError, ValueError) as error:
+            log.warning("older checkpoints could not be removed (--keep-last %d): %s", keep_last, error)
+            return
+        if removed:
+            log.info("removed checkpoints of iterations %s (--keep-last)", ", ".join(map(str, removed)))
 
     def _report_failure(self, iteration: int, error: Exception) -> None:
-        self.failures += 1
         log.error(
             "checkpoint of iteration %d was NOT saved to %s: %s; training goes on, the last saved iteration is %s",
             iteration,
@@ -137,6 +154,15 @@ class Saver:
         )
         if torch.distributed.get_rank() == 0:
             self._directory.discard(iteration)
+
+
+def _refusal(folder: Path) -> str | None:
+    """Why this rank cannot write into `folder`, asked before the planning, in which a rank must not fail alone."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def _serialized(value: Any) -> bytes:

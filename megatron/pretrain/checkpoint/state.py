@@ -16,6 +16,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 from megatron.pretrain.config import PretrainConfig
+from megatron.pretrain.errors import UsageError
 from megatron.pretrain.optimization import separate_steps
 
 CHECKPOINT_VERSION = 3.0
@@ -100,17 +101,28 @@ def apply_state_dict(state: TrainingState, loaded: dict[str, Any], parts: Parts)
     if parts.optimizer:
         state.optimizer.load_state_dict(loaded["optimizer"])
         separate_steps(state.optimizer)
-        state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
+        _load_schedules(state.scheduler, loaded["opt_param_scheduler"])
     else:
         # Master weights are still those of the initialization; take them from the loaded compute weights.
         state.optimizer.reload_model_params()
     if parts.rng:
         _restore_rng(loaded["rng_state"])
-    if not state.config.checkpoint.finetune:
-        recorded = loaded.get("args", argparse.Namespace())
-        state.progress.iteration = loaded["iteration"] if parts.iteration else 0
+    if parts.iteration:
+        recorded = loaded["args"]
+        state.progress.iteration = loaded["iteration"]
         state.progress.consumed_train_samples = getattr(recorded, "consumed_train_samples", 0)
         state.progress.consumed_valid_samples = getattr(recorded, "consumed_valid_samples", 0)
+
+
+def _load_schedules(scheduler: OptimizerParamScheduler, saved: dict[str, Any]) -> None:
+    try:
+        scheduler.load_state_dict(saved)
+    except AssertionError as error:
+        raise UsageError(
+            f"the schedules of this job are not those of the checkpoint ({error}); give the same --train-iters, "
+            "--lr-decay-iters and learning rates, or --override-opt_param-scheduler to take the new ones, or "
+            "--use-checkpoint-opt_param-scheduler to keep the old ones"
+        ) from error
 
 
 def _plain_values(state: TrainingState) -> dict[str, Any]:

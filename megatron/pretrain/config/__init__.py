@@ -31,6 +31,10 @@ class PretrainConfig:
     moe_checkpoint: MoECheckpointConfig
     flat: argparse.Namespace
 
+    def groups(self) -> tuple[Any, ...]:
+        """The parts, each a frozen dataclass of flags."""
+        return tuple(getattr(self, name) for name in _GROUPS)
+
 
 _GROUPS = {
     "model": (ModelConfig, "model"),

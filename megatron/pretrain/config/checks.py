@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.dist_checkpointing.moe.config import out_of_range
+from megatron.core.dist_checkpointing.moe.errors import UsageError as FaultUsageError
+from megatron.core.dist_checkpointing.moe.runtime.faults import check_fault_ranks, parse_fault
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.config.derived import (
     Environment,
@@ -26,13 +29,18 @@ def required(config: PretrainConfig, _: Environment) -> Iterator[str]:
     missing = [name for name, value in needed.items() if value is None]
     if missing:
         yield f"missing {', '.join(missing)}; see --help"
-    for name, value in needed.items():
-        if value is not None and value <= 0 and name != "--train-iters":
-            yield f"{name} {value} must be positive"
+    for group in config.groups():
+        yield from out_of_range(group, prefix=getattr(group, "PREFIX", ""))
+    if config.optimizer.lr == 0:
+        yield "--lr 0 trains nothing"
     data, sources = config.data, 0
     sources += bool(data.data_path) + data.mock_data + bool(data.train_data_path)
     if sources != 1:
         yield "give exactly one of --data-path, --train-data-path and --mock-data"
+    if (data.valid_data_path or data.test_data_path) and not data.train_data_path:
+        yield "--valid-data-path and --test-data-path need --train-data-path"
+    if data.vocab_size is not None and data.tokenizer_type != "NullTokenizer":
+        yield f"--vocab-size is for a NullTokenizer; a {data.tokenizer_type} knows its own"
 
 
 def devices(config: PretrainConfig, environment: Environment) -> Iterator[str]:
@@ -75,9 +83,8 @@ def layout(config: PretrainConfig, environment: Environment) -> Iterator[str]:
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     cp, ep = layout.context_parallel_size, layout.expert_model_parallel_size
     etp = layout.expert_tensor_parallel_size or tp
-    for name, size in {"tensor": tp, "pipeline": pp, "context": cp, "expert": ep}.items():
-        if size < 1:
-            yield f"--{name}{'' if name == 'context' else '-model'}-parallel-size {size} must be at least 1"
+    if world < 1:
+        yield f"a job needs at least one rank, not {world}"
     if world % (tp * pp * cp):
         yield f"{world} ranks do not divide by TP {tp} x PP {pp} x CP {cp} = {tp * pp * cp}; start a multiple"
     if moe.num_experts is None:
@@ -115,11 +122,6 @@ def batches(config: PretrainConfig, environment: Environment) -> Iterator[str]:
     positions = config.model.max_position_embeddings or 0
     if positions < training.seq_length:
         yield f"--max-position-embeddings {positions} is below --seq-length {training.seq_length}"
-    if training.train_iters is not None and training.train_iters < 0:
-        yield f"--train-iters {training.train_iters} must not be negative"
-    for name, value in {"--eval-interval": training.eval_interval, "--log-interval": training.log_interval}.items():
-        if value < 1:
-            yield f"{name} {value} must be at least 1"
 
 
 def model(config: PretrainConfig, _: Environment) -> Iterator[str]:
@@ -138,6 +140,11 @@ def model(config: PretrainConfig, _: Environment) -> Iterator[str]:
         yield f"--num-query-groups {model.num_query_groups} must divide {heads} heads and be a multiple of TP {tp}"
     if layout.num_virtual_stages_per_pipeline_rank and layout.num_layers_per_virtual_pipeline_stage:
         yield "give --num-virtual-stages-per-pipeline-rank or --num-layers-per-virtual-pipeline-stage, not both"
+    if layers % pp == 0 and layers // pp % (layout.num_layers_per_virtual_pipeline_stage or 1):
+        yield (
+            f"--num-layers-per-virtual-pipeline-stage {layout.num_layers_per_virtual_pipeline_stage} does not divide "
+            f"the {layers // pp} layers of a pipeline rank"
+        )
     chunks = virtual_pipeline_size(config)
     if chunks is not None and pp < 2:
         yield "virtual pipeline stages need --pipeline-model-parallel-size of at least 2"
@@ -154,8 +161,10 @@ def experts(config: PretrainConfig, _: Environment) -> Iterator[str]:
     if config.model.add_bias_linear and not moe.moe_grouped_gemm:
         yield "--num-experts needs --disable-bias-linear: Megatron-Core's sequential experts cannot train with a bias"
     kinds, coefficients = moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff
-    moe_layer_pattern(moe.moe_layer_freq)
-    if moe.moe_router_topk < 1 or moe.moe_router_topk > moe.num_experts:
+    pattern = moe_layer_pattern(moe.moe_layer_freq)
+    if isinstance(pattern, list) and len(pattern) != config.model.num_layers:
+        yield f"--moe-layer-freq {moe.moe_layer_freq} has {len(pattern)} layers, --num-layers {config.model.num_layers}"
+    if moe.moe_router_topk > moe.num_experts:
         yield f"--moe-router-topk {moe.moe_router_topk} must be between 1 and --num-experts {moe.num_experts}"
     if len(kinds) > 1 and ({"sinkhorn", "none"} & set(kinds) or len(set(kinds)) != len(kinds)):
         yield f"--moe-router-load-balancing-type {' '.join(kinds)}: only different auxiliary losses can be combined"
@@ -183,6 +192,8 @@ def schedule(config: PretrainConfig, _: Environment) -> Iterator[str]:
     optimizer = config.optimizer
     start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
     decay_iters = optimizer.lr_decay_iters or 0
+    if optimizer.lr_warmup_fraction is not None and config.flat.lr_warmup_iters:
+        yield "give --lr-warmup-iters or --lr-warmup-fraction, not both"
     if optimizer.lr_warmup_iters and optimizer.lr_warmup_iters >= decay_iters:
         yield f"the warmup of {optimizer.lr_warmup_iters} iterations must be shorter than the decay of {decay_iters}"
     if (optimizer.lr or 0) < optimizer.min_lr:
@@ -208,13 +219,24 @@ def checkpoints(config: PretrainConfig, _: Environment) -> Iterator[str]:
     for name, given in needs_save.items():
         if given and checkpoint.save is None:
             yield f"{name} needs --save"
-    if checkpoint.save_interval is not None and checkpoint.save_interval < 1:
-        yield f"--save-interval {checkpoint.save_interval} must be at least 1"
-    if checkpoint.keep_last is not None and checkpoint.keep_last < 1:
-        yield f"--keep-last {checkpoint.keep_last} must be at least 1"
-    if checkpoint.load is None and (checkpoint.ckpt_step is not None or checkpoint.finetune):
-        yield "--ckpt-step and --finetune need --load"
+    needs_load = {
+        "--ckpt-step": checkpoint.ckpt_step is not None,
+        "--finetune": checkpoint.finetune,
+        "--no-load-optim": not checkpoint.load_optim,
+        "--no-load-rng": not checkpoint.load_rng,
+        "--exit-on-missing-checkpoint": checkpoint.exit_on_missing_checkpoint,
+    }
+    for name, given in needs_load.items():
+        if given and checkpoint.load is None:
+            yield f"{name} needs --load"
+
+
+def faults(config: PretrainConfig, environment: Environment) -> Iterator[str]:
+    try:
+        check_fault_ranks([parse_fault(text) for text in config.moe_checkpoint.inject_fault], environment.world_size)
+    except FaultUsageError as error:
+        yield f"--moe-ckpt-inject-fault: {error}"
 
 
 BEFORE_DEFAULTS = (required, devices, layout)
-AFTER_DEFAULTS = (batches, model, experts, precision, schedule, checkpoints)
+AFTER_DEFAULTS = (batches, model, experts, precision, schedule, checkpoints, faults)

@@ -34,7 +34,7 @@ class Content:
 Save = Callable[..., Path]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def single_process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     store = tmp_path_factory.mktemp("rendezvous") / "store"
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)

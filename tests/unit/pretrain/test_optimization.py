@@ -23,18 +23,14 @@ FORMATS = ["dp_reshardable", "fully_reshardable"]
 
 @pytest.fixture(autouse=True)
 def one_process(tmp_path: Path) -> Iterator[None]:
-    # A process has one default group, and tests of other folders may have made theirs for the whole session.
-    own_group = not torch.distributed.is_initialized()
-    if own_group:
-        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     with cpu_device.installed():
         parallel_state.initialize_model_parallel()
         try:
             yield
         finally:
             parallel_state.destroy_model_parallel()
-            if own_group:
-                torch.distributed.destroy_process_group()
+            torch.distributed.destroy_process_group()
 
 
 class TwoLinears(MegatronModule):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 Config = TypeVar("Config")
@@ -21,6 +22,7 @@ class Flag:
     choices: tuple[Any, ...] | None = None
     metavar: str | None = None
     repeatable: bool = False
+    minimum: float | None = None
 
 
 def flag(
@@ -31,13 +33,14 @@ def flag(
     choices: Sequence[Any] | None = None,
     metavar: str | None = None,
     repeatable: bool = False,
+    minimum: float | None = None,
 ) -> Any:
     """Declare a dataclass field that is also a command line flag.
 
     `name` overrides the flag's spelling; a field that is True by default gets `--no-FIELD`. A tuple field takes
-    several values after one flag, or one value per occurrence when `repeatable`.
+    several values after one flag, or one value per occurrence when `repeatable`. `minimum` is judged by `out_of_range`.
     """
-    about = Flag(help, name, tuple(choices) if choices else None, metavar, repeatable)
+    about = Flag(help, name, tuple(choices) if choices else None, metavar, repeatable, minimum)
     return dataclasses.field(default=default, metadata={"flag": about})
 
 
@@ -60,6 +63,20 @@ def from_namespace(config: type[Config], namespace: argparse.Namespace, prefix: 
             value = getattr(namespace, _destination(field.name, prefix))
             values[field.name] = tuple(value) if isinstance(value, list) else value
     return config(**values)
+
+
+def out_of_range(config: Any, prefix: str = "") -> Iterator[str]:
+    """A sentence for each number in the dataclass instance `config` that is below its flag's minimum, or no number."""
+    for field in dataclasses.fields(config):
+        about: Flag | None = field.metadata.get("flag")
+        values = getattr(config, field.name)
+        for value in values if isinstance(values, tuple) else (values,):
+            if about is None or isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            if not math.isfinite(value):
+                yield f"{flag_name(field, prefix)} {value} is not a finite number"
+            if about.minimum is not None and value < about.minimum:
+                yield f"{flag_name(field, prefix)} {value} must be at least {about.minimum}"
 
 
 def flag_name(field: dataclasses.Field[Any], prefix: str = "") -> str:

@@ -80,10 +80,13 @@ def open_dense(directory: Path | str) -> DenseCheckpoint:
     Raises UnreadableCheckpoint saying what is wrong and what to do.
     """
     directory = resolve_iteration(Path(directory))
-    _check_format(directory)
-    index = parse_index((directory / INDEX).read_bytes())
-    _check_files(directory, index)
-    common = _read_common(directory, index)
+    try:
+        _check_format(directory)
+        index = parse_index((directory / INDEX).read_bytes())
+        _check_files(directory, index)
+        common = _read_common(directory, index)
+    except OSError as error:
+        raise UnreadableCheckpoint(f"{directory} cannot be read: {error}; take another iteration") from error
     objects = tuple(sorted(name for name in index.objects if name != COMMON_OBJECT))
     return DenseCheckpoint(directory, index.tensors, objects, common, index)
 
