@@ -117,9 +117,10 @@ def _start_process_group(backend: str, launch: Launch, timeout: datetime.timedel
         store: dist.Store = dist.HashStore()
     else:
         store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
-        # torch 2.13 keeps one store over all restarts of a job; without a prefix of its own, a restarted worker
-        # would try to reach the addresses of the workers that died.
-        store = dist.PrefixStore(f"attempt_{launch.attempt}", store)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # torch 2.13 keeps this store over all restarts of a job; without a prefix of its own, a restarted worker
+            # would try to reach the addresses of the workers that died.
+            store = dist.PrefixStore(f"attempt_{launch.attempt}", store)
     dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
 
 
