@@ -149,3 +149,14 @@ def test_a_checkpoint_of_another_model_is_refused(saved: Path, start: Start) -> 
     assert set(outcome.codes) == {2}, outcome.said
     (line,) = outcome.lines
     assert "hidden_size=32" in line
+
+
+def test_schedules_that_are_not_those_of_the_checkpoint_are_refused_with_the_flags_that_settle_it(
+    start: Start, train: Train, save: Path
+) -> None:
+    train(LAYOUT, "--save", save, "--lr-decay-iters", 6, "--exit-interval", 2)
+    outcome = start(LAYOUT, "--load", save, "--lr-decay-iters", 9).wait()
+    assert set(outcome.codes) == {2}, outcome.said
+    (line,) = outcome.lines
+    assert "--override-opt_param-scheduler" in line
+    train(LAYOUT, "--load", save, "--lr-decay-iters", 9, "--override-opt_param-scheduler")

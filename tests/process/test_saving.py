@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
 import pytest
 from runs import Layout, Train, differences, digest, exact, flags, metrics, published
-from worker_hooks import full_disk, writing_after_report
+from worker_hooks import full_disk, no_access_to_folder, no_memory_to_stage, writing_after_report
 from world import World
 
 SMALL = Layout(pp=2, ep=1, ranks=2)
@@ -65,6 +67,25 @@ def test_a_full_disk_costs_one_checkpoint_and_nothing_else(
     assert not list(save.glob(".iter*"))
     assert all(differences(digest(undisturbed, i), digest(save, i)) == [] for i in (2, 6))
     assert [report["iteration"] for report in metrics(tmp_path / "reports")] == [1, 2, 3, 4, 5, 6]
+
+
+@WAYS
+@pytest.mark.parametrize("trouble", [no_memory_to_stage, no_access_to_folder])
+def test_what_fails_on_one_rank_alone_strands_no_other(
+    trouble: Callable[[int, int], AbstractContextManager[None]], way: list[str], train: Train, save: Path
+) -> None:
+    outcome = train(SMALL, *way, "--save", save, "--save-interval", 2, hooks=[partial(trouble, 4, 1)])
+    (line,) = outcome.warnings
+    assert "iteration 4 was NOT saved" in line
+    assert "on rank 1" in line
+    assert published(save) == [2, 6]
+
+
+def test_a_full_disk_under_the_metrics_file_does_not_end_training(train: Train) -> None:
+    outcome = train(SMALL, "--metrics-jsonl", "/dev/full")
+    (line,) = outcome.warnings
+    assert "--metrics-jsonl" in line
+    assert "iteration        6/       6" in outcome.out[1]
 
 
 @WAYS

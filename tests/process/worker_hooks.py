@@ -161,3 +161,35 @@ def writing_after_report(reports: str, iteration: int) -> Iterator[None]:
 
     with mock.patch.object(writer, "_write_buckets", write_late):
         yield
+
+
+@contextlib.contextmanager
+def no_memory_to_stage(iteration: int, rank: int) -> Iterator[None]:
+    """The save of `iteration` finds no memory for its shards on `rank`, after all ranks planned together."""
+    from megatron.pretrain.checkpoint.writer import ShardWriter
+
+    stage = ShardWriter._staged
+
+    def staged(self: ShardWriter) -> list[Any]:
+        if torch.distributed.get_rank() == rank and f"iter_{iteration:07d}" in str(self._writer.checkpoint_dir):
+            raise MemoryError("cannot fork")
+        return stage(self)
+
+    with mock.patch.object(ShardWriter, "_staged", staged):
+        yield
+
+
+@contextlib.contextmanager
+def no_access_to_folder(iteration: int, rank: int) -> Iterator[None]:
+    """The folder of `iteration` cannot be written from `rank`, as with a bad mount on one node."""
+    import tempfile
+
+    temporary = tempfile.TemporaryFile
+
+    def refused(*args: Any, dir: Any = None, **kwargs: Any) -> Any:
+        if dir is not None and f"iter_{iteration:07d}" in str(dir) and torch.distributed.get_rank() == rank:
+            raise PermissionError(13, "Permission denied", str(dir))
+        return temporary(*args, dir=dir, **kwargs)
+
+    with mock.patch.object(tempfile, "TemporaryFile", refused):
+        yield

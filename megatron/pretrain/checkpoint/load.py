@@ -42,6 +42,10 @@ _FIXED_ARGUMENTS = (
     *("num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
     *("moe_router_enable_expert_bias", "padded_vocab_size"),
 )
+_LAYOUT_ARGUMENTS = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+)
 _RANDOM_STATE = re.compile(r"rng_state/shard_[\d.]+_([\d.]+)")
 
 
@@ -180,8 +184,9 @@ def _require_loadable_optimizer(found: _Found, config: PretrainConfig) -> None:
         )
     if not was_distributed or kind in DistributedOptimizer.checkpoint_fully_reshardable_formats:
         return
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
-        before, now = getattr(saved, name, 1), getattr(running, name)
+    for name in _LAYOUT_ARGUMENTS:
+        now = getattr(running, name)
+        before = getattr(saved, name, now)
         if before != now:
             raise UsageError(
                 f"{found.folder} holds optimizer state as {kind}, which loads only under the same layout, but {name} "

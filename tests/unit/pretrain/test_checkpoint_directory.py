@@ -1,0 +1,74 @@
+"""The folder of checkpoints: what is published, which ones a resume may take, and which ones stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.pretrain.checkpoint.directory import TRACKER, CheckpointDirectory
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> CheckpointDirectory:
+    return CheckpointDirectory(tmp_path / "save")
+
+
+def publish(directory: CheckpointDirectory, *iterations: int) -> None:
+    for iteration in iterations:
+        (directory.stage(iteration) / "content").write_text(str(iteration))
+        directory.publish(iteration)
+
+
+def test_what_is_staged_is_not_there_until_it_is_published(directory: CheckpointDirectory) -> None:
+    directory.stage(3)
+    assert directory.iterations() == []
+    assert directory.tracked() is None
+
+
+def test_publishing_moves_the_tracker(directory: CheckpointDirectory) -> None:
+    publish(directory, 3, 6)
+    assert directory.tracked() == 6
+    assert directory.candidates() == [6, 3]
+
+
+def test_an_iteration_newer_than_the_tracked_one_was_never_announced_and_is_no_candidate(
+    directory: CheckpointDirectory,
+) -> None:
+    publish(directory, 3, 6, 9)
+    (directory.root / TRACKER).write_text("6")
+    assert directory.candidates() == [6, 3]
+
+
+def test_without_a_tracker_every_published_iteration_is_a_candidate(directory: CheckpointDirectory) -> None:
+    publish(directory, 3, 6)
+    (directory.root / TRACKER).unlink()
+    assert directory.candidates() == [6, 3]
+
+
+def test_publishing_an_iteration_again_replaces_it(directory: CheckpointDirectory) -> None:
+    publish(directory, 3)
+    (directory.stage(3) / "content").write_text("new")
+    directory.publish(3)
+    assert (directory.folder(3) / "content").read_text() == "new"
+    assert sorted(path.name for path in directory.root.iterdir()) == ["iter_0000003", TRACKER]
+
+
+def test_staging_sweeps_what_a_killed_save_left_behind(directory: CheckpointDirectory) -> None:
+    directory.stage(3)
+    directory.stage(6)
+    assert [path.name for path in directory.root.iterdir()] == [".iter_0000006.saving"]
+
+
+def test_retention_keeps_the_newest(directory: CheckpointDirectory) -> None:
+    publish(directory, 3, 6, 9, 12)
+    assert directory.retain(2) == [6, 3]
+    assert directory.iterations() == [12, 9]
+
+
+def test_retention_after_going_back_keeps_what_can_be_loaded(directory: CheckpointDirectory) -> None:
+    publish(directory, 3, 6, 12, 18)
+    publish(directory, 9)  # a run that went back to 6 and saved 9
+    assert directory.retain(2) == [3]
+    assert directory.candidates() == [9, 6]
+    assert directory.iterations() == [18, 12, 9, 6]
