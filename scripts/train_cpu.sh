@@ -27,7 +27,9 @@ model=(--num-layers 4 --hidden-size 64 --num-attention-heads 4 --normalization R
 experts=(--num-experts 8 --moe-ffn-hidden-size 128 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2
          --moe-token-dispatcher-type alltoall)
 training=(--seq-length 128 --micro-batch-size 2 --global-batch-size 16 --train-iters 100 --lr 3e-3 --min-lr 3e-4
-          --lr-decay-style cosine --lr-warmup-fraction 0.1 --log-interval 1)
+          --lr-decay-style cosine --log-interval 1)
+# The two ways to give a warmup exclude each other, so the default must not stand beside the other one.
+[[ " $*" == *" --lr-warmup-iters"* ]] || training+=(--lr-warmup-fraction 0.1)
 data=(--data-path "$corpus" --split 90,5,5 --num-workers 0)
 
 # One thread per process: several processes share few cores, and sums keep their order.
