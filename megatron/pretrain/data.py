@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import atexit
 import copy
-import ctypes
 import multiprocessing
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from megatron.pretrain.indexed_corpus import (
     fingerprint,
     open_corpus,
 )
+from megatron.pretrain.processes import live_and_die_with_parent
 from megatron.pretrain.sampler import PretrainingSampler
 from megatron.pretrain.tokenizer import Tokenizer
 
@@ -37,7 +36,6 @@ Prepared = tuple[GPTDatasetConfig, list[bool]]
 Datasets = tuple[Dataset[Sample] | None, Dataset[Sample] | None, Dataset[Sample] | None]
 
 _SPLIT_FLAGS = ("--train-data-path", "--valid-data-path", "--test-data-path")
-_PR_SET_PDEATHSIG = 1
 
 
 def build_datasets(
@@ -145,7 +143,7 @@ def build_data_iterator(
         persistent_workers=num_workers > 0,
         pin_memory=pin_memory,
         collate_fn=_collate,
-        worker_init_fn=_live_and_die_with_parent,
+        worker_init_fn=live_and_die_with_parent,
         # Without its own generator a loader draws its seed from the global one, and a resumed run would drift.
         generator=torch.Generator(),
     )
@@ -267,16 +265,3 @@ def _kill(workers: list[multiprocessing.process.BaseProcess]) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report each as a failure
     for worker in alive:
         worker.kill()
-
-
-def _live_and_die_with_parent(_worker_id: int) -> None:
-    """Tie a loading process to its trainer: signals do not end it, the trainer's death does, at once.
-
-    Schedulers signal whole process groups, and a trainer that wants to save before it ends needs no error about
-    workers that went first. A worker that outlived a killed trainer would hold its sockets open, and so hide the
-    death from the trainer's peers.
-    """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from runs import Layout, Train, differences, digest, exact, flags, metrics, published
-from worker_hooks import full_disk, no_access_to_folder, no_memory_to_stage, writing_after_report
+from worker_hooks import full_disk, no_access_to_folder, no_memory_to_stage, stuck_writer, writing_after_report
 from world import World
 
 SMALL = Layout(pp=2, ep=1, ranks=2)
@@ -78,6 +78,15 @@ def test_what_fails_on_one_rank_alone_strands_no_other(
     (line,) = outcome.warnings
     assert "iteration 4 was NOT saved" in line
     assert "on rank 1" in line
+    assert published(save) == [2, 6]
+
+
+def test_a_writer_that_never_ends_is_given_up_and_said(train: Train, save: Path) -> None:
+    saving = ["--save", save, "--save-interval", 2, "--async-save"]
+    outcome = train(SMALL, *saving, hooks=[partial(stuck_writer, 4, 1)])
+    (line,) = outcome.warnings
+    assert "iteration 4 was NOT saved" in line
+    assert "took longer than" in line
     assert published(save) == [2, 6]
 
 

@@ -193,3 +193,19 @@ def no_access_to_folder(iteration: int, rank: int) -> Iterator[None]:
 
     with mock.patch.object(tempfile, "TemporaryFile", refused):
         yield
+
+
+@contextlib.contextmanager
+def stuck_writer(iteration: int, rank: int) -> Iterator[None]:
+    """The background writer of `iteration` on `rank` never ends; waiting for it is cut to a second."""
+    from megatron.pretrain.checkpoint import writer
+
+    write = writer._write_buckets
+
+    def stuck(buckets: list[Any], transforms: list[Any]) -> Any:
+        if torch.distributed.get_rank() == rank and f"iter_{iteration:07d}" in str(buckets):
+            time.sleep(3600)
+        return write(buckets, transforms)
+
+    with mock.patch.object(writer, "_write_buckets", stuck), mock.patch.object(writer, "WRITE_TIMEOUT_S", 3.0):
+        yield

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import multiprocessing
 import multiprocessing.connection
 import queue
-import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,15 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.pretrain.agreement import on_rank_zero, raise_together
+from megatron.pretrain.processes import live_and_die_with_parent
 
 WRITE_TIMEOUT_S = 3600.0
-_PR_SET_PDEATHSIG = 1
 
 
 class ShardWriter:
     """The shards of this rank, planned and staged in host memory, on their way to storage.
 
-    Sequence: `run` or `start`; with `start`, `is_done` until it is true on every rank; then `finish`. Core's own
+    Sequence: `run` or `start`; `is_done` until it is true on every rank; then `finish`. Core's own
     runner forks a process per file and a manager process, blocks for ever when one of them is killed, and lets a
     failed metadata write strand all other ranks; this one reports each of those as an error on every rank.
     """
@@ -41,6 +40,7 @@ class ShardWriter:
         self._process: Any = None
         self._connection: multiprocessing.connection.Connection | None = None
         self._outcome: Any = None
+        self._deadline_s = time.monotonic() + WRITE_TIMEOUT_S
 
     def run(self) -> None:
         """Write now, in this process; what fails is told by `finish`, to all ranks."""
@@ -64,16 +64,21 @@ class ShardWriter:
             self._outcome = _reason(error)
 
     def is_done(self) -> bool:
-        """Whether this rank has nothing left to write."""
-        return self._process is None or not self._process.is_alive() or self._received()
+        """Whether this rank has nothing left to write, or gave up after WRITE_TIMEOUT_S."""
+        if self._process is None or self._received():
+            return True
+        if time.monotonic() > self._deadline_s:
+            self._process.kill()
+            self._outcome = f"writing the checkpoint took longer than {WRITE_TIMEOUT_S:.0f} s"
+        return self._outcome is not None
 
     def finish(self) -> None:
-        """Wait for the shards and write the index of the checkpoint; a collective over all ranks.
+        """Write the index of the checkpoint, once `is_done` on every rank; a collective over all ranks.
 
         Raises RankFailure on every rank if any rank failed to write, OSError if rank 0 could not write the index.
         """
         if self._process is not None:
-            self._await_process()
+            self._process.join()
         failed = isinstance(self._outcome, str)
         raise_together(self._outcome if failed else None)
         results: list[Any] = [None] * dist.get_world_size()
@@ -94,14 +99,6 @@ class ShardWriter:
             except (EOFError, OSError):
                 self._outcome = "the process that writes the checkpoint ended without a result"
         return self._outcome is not None
-
-    def _await_process(self) -> None:
-        assert self._connection is not None
-        if self._outcome is None and not self._connection.poll(WRITE_TIMEOUT_S):
-            self._process.kill()
-            self._outcome = f"writing the checkpoint took longer than {WRITE_TIMEOUT_S:.0f} s"
-        self._received()
-        self._process.join()
 
 
 class DenseSaveStrategy(TorchDistSaveShardedStrategy):
@@ -167,11 +164,7 @@ def _reason(error: Exception) -> str:
 
 def _write_and_send(buckets: list[Any], transforms: list[Any], remote: multiprocessing.connection.Connection) -> None:
     gc.disable()  # a collection here could free what the trainer owns on its device
-    # This process inherits the trainer's sockets: if it outlived a killed trainer, the peers would not notice the loss.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # A signal to the job's processes asks the trainer to end, which waits for this write.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    live_and_die_with_parent()
     # Threads do not survive a fork: a parallel kernel would wait for workers that do not exist.
     torch.set_num_threads(1)
     remote.send(_write_buckets(buckets, transforms))
