@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class MoECheckpointError(Exception):
     """What went wrong, with the facts, and what to do, on one line."""
@@ -13,3 +15,15 @@ class UsageError(MoECheckpointError):
 
 class UnreadableCheckpoint(MoECheckpointError):
     """A checkpoint that is missing, torn, foreign or damaged."""
+
+
+class RecoveryImpossible(MoECheckpointError):
+    """No set of intact copies leads to a state that all ranks can stand on.
+
+    `iteration` is the target that was asked for (None: any), `missing` the operators of which no sufficient copy was
+    found, `asked` the pipeline stages that lack them.
+    """
+
+    def __init__(self, sentence: str, iteration: int | None, missing: tuple[Any, ...], asked: tuple[int, ...]) -> None:
+        super().__init__(sentence)
+        self.iteration, self.missing, self.asked = iteration, missing, asked

@@ -1,0 +1,40 @@
+"""Which operators, and how many bytes of each, one rank owns with the distributed optimizer."""
+
+from __future__ import annotations
+
+from ..types import ModelShape, OperatorId, OperatorSize, Precision, Topology
+
+
+def owned_operators(shape: ModelShape, topology: Topology) -> dict[tuple[int, int], tuple[OperatorId, ...]]:
+    """Operators of which the ranks at (pipeline stage, expert-parallel rank) own shards, ascending.
+
+    Raises UsageError when layers cannot fill the stages, or ep does not divide the experts.
+    """
+    owned: dict[tuple[int, int], tuple[OperatorId, ...]] = {}
+    for stage, operators in enumerate(shape.operators_of_stages(topology)):
+        by_rank: list[list[OperatorId]] = [[] for _ in range(topology.ep)]
+        for operator in operators:
+            if operator.is_expert:
+                by_rank[shape.expert_rank(operator.expert, topology)].append(operator)
+            else:
+                for lane in by_rank:
+                    lane.append(operator)
+        owned.update({(stage, ep): tuple(lane) for ep, lane in enumerate(by_rank)})
+    return owned
+
+
+def shard_sizes(shape: ModelShape, topology: Topology, precision: Precision) -> dict[OperatorId, OperatorSize]:
+    """Bytes of the shard that each rank holding the operator owns, rounded up.
+
+    Experts are split over their expert-tensor and expert-data-parallel ranks, all else over tensor, context and
+    data-parallel ranks, as the distributed optimizer does; what tensor parallelism replicates (norms) counts as split.
+    """
+    dense_ranks = topology.tp * topology.cp * topology.dp
+    expert_ranks = topology.expert_tp * topology.edp
+    return {
+        operator: OperatorSize(
+            -(-size.full_bytes // (expert_ranks if operator.is_expert else dense_ranks)),
+            -(-size.weights_bytes // (expert_ranks if operator.is_expert else dense_ranks)),
+        )
+        for operator, size in shape.sizes(precision).items()
+    }

@@ -1,0 +1,62 @@
+"""The words of the subsystem: operators, plans, topologies, models, inventories. No torch, nothing that acts."""
+
+from .model_shape import ModelShape
+from .operators import (
+    FP16_FP32,
+    FP32,
+    LOW_PRECISIONS,
+    PRECISIONS,
+    OperatorId,
+    OperatorKind,
+    OperatorSize,
+    Part,
+    Precision,
+    expert,
+)
+from .recovery import (
+    BoundaryLog,
+    Copy,
+    Direction,
+    Inventory,
+    Lost,
+    Reason,
+    RecoveryPlan,
+    Refusal,
+    Scope,
+    Segment,
+    Source,
+    Tier,
+)
+from .snapshots import SnapshotPlan, Window, full_plan
+from .topology import Coordinates, Topology
+
+__all__ = [
+    "FP16_FP32",
+    "FP32",
+    "LOW_PRECISIONS",
+    "PRECISIONS",
+    "BoundaryLog",
+    "Coordinates",
+    "Copy",
+    "Direction",
+    "Inventory",
+    "Lost",
+    "ModelShape",
+    "OperatorId",
+    "OperatorKind",
+    "OperatorSize",
+    "Part",
+    "Precision",
+    "Reason",
+    "RecoveryPlan",
+    "Refusal",
+    "Scope",
+    "Segment",
+    "SnapshotPlan",
+    "Source",
+    "Tier",
+    "Topology",
+    "Window",
+    "expert",
+    "full_plan",
+]

@@ -1,0 +1,195 @@
+"""The shape of a model: operators and their parameters, from Megatron's hyper-parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..errors import UsageError
+from .operators import OperatorId, OperatorKind, OperatorSize, Part, Precision, expert
+from .topology import Topology
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A GPT or MoE model in the words of Megatron's TransformerConfig.
+
+    `ffn_hidden_size` is that of dense layers, `moe_ffn_hidden_size` that of one routed expert (None: as the dense).
+    `moe_layer_freq` is Megatron's: every n-th layer is an MoE layer (layer 0 first), or a pattern with one 0 or 1 per
+    layer. `kv_channels` None means hidden_size / num_attention_heads. With `multi_latent_attention` the `*_lora_rank`
+    and head dimensions of DeepSeek's attention apply. `max_position_embeddings` counts learned positions and is 0 with
+    rotary ones. A router's expert bias is a buffer, not a parameter. `note` tells where published figures differ.
+    Raises UsageError for values that no model can have.
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    vocab_size: int
+    ffn_hidden_size: int
+    num_experts: int = 0
+    moe_router_topk: int = 2
+    moe_ffn_hidden_size: int | None = None
+    moe_layer_freq: int | tuple[int, ...] = 1
+    moe_shared_expert_intermediate_size: int = 0
+    moe_shared_expert_gate: bool = False
+    num_query_groups: int | None = None
+    kv_channels: int | None = None
+    gated_linear_unit: bool = False
+    max_position_embeddings: int = 0
+    untie_embeddings_and_output_weights: bool = False
+    add_bias_linear: bool = False
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    normalization: str = "RMSNorm"
+    multi_latent_attention: bool = False
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 512
+    qk_head_dim: int = 128
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 128
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        positive = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "ffn_hidden_size")
+        for name in (*positive, "moe_ffn_hidden_size", "num_query_groups", "kv_channels", "q_lora_rank"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise UsageError(f"model {self.name}: {name} is {getattr(self, name)}, but must be at least 1")
+        for name in ("num_experts", "moe_shared_expert_intermediate_size", "max_position_embeddings"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"model {self.name}: {name} is {getattr(self, name)}, but must be at least 0")
+        if self.num_experts and not 1 <= self.moe_router_topk <= self.num_experts:
+            raise UsageError(
+                f"model {self.name}: moe_router_topk is {self.moe_router_topk}, but must be from 1 to num_experts ="
+                f" {self.num_experts}"
+            )
+        if self.normalization not in ("RMSNorm", "LayerNorm"):
+            raise UsageError(f"model {self.name}: normalization is {self.normalization!r}, not RMSNorm or LayerNorm")
+        frequency = self.moe_layer_freq
+        if isinstance(frequency, int) and frequency < 1:
+            raise UsageError(f"model {self.name}: moe_layer_freq is {frequency}, but must be at least 1")
+        if isinstance(frequency, tuple) and (len(frequency) != self.num_layers or set(frequency) - {0, 1}):
+            raise UsageError(
+                f"model {self.name}: moe_layer_freq must have one 0 or 1 for each of the {self.num_layers} layers"
+            )
+        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
+            raise UsageError(
+                f"model {self.name}: hidden_size {self.hidden_size} is not a multiple of num_attention_heads"
+                f" {self.num_attention_heads}: give kv_channels"
+            )
+
+    @cached_property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Layers with routed experts, ascending."""
+        if not self.num_experts:
+            return ()
+        frequency = self.moe_layer_freq
+        if isinstance(frequency, tuple):
+            return tuple(layer for layer, is_moe in enumerate(frequency) if is_moe)
+        return tuple(layer for layer in range(self.num_layers) if layer % frequency == 0)
+
+    @cached_property
+    def parameters(self) -> dict[OperatorId, int]:
+        """Parameters of each operator, in the order of OperatorId."""
+        moe = set(self.moe_layers)
+        found = {OperatorId(-1, OperatorKind.EMBEDDING): self._embedding}
+        expert_parameters = self._ffn(self.moe_ffn_hidden_size or self.ffn_hidden_size)
+        for layer in range(self.num_layers):
+            found[OperatorId(layer, OperatorKind.NON_EXPERT)] = self._non_expert(layer in moe)
+            if layer in moe:
+                found[OperatorId(layer, OperatorKind.ROUTER)] = self.hidden_size * self.num_experts
+                found.update((expert(layer, index), expert_parameters) for index in range(self.num_experts))
+        found[OperatorId(self.num_layers, OperatorKind.HEAD)] = self._norm + (
+            self.vocab_size * self.hidden_size if self.untie_embeddings_and_output_weights else 0
+        )
+        return found
+
+    @property
+    def operators(self) -> tuple[OperatorId, ...]:
+        """All operators from the input of the model to its output."""
+        return tuple(self.parameters)
+
+    @property
+    def total_parameters(self) -> int:
+        """Parameters of the whole model."""
+        return sum(self.parameters.values())
+
+    @property
+    def expert_parameters(self) -> int:
+        """P_e of MoC eq. 5: parameters of all routed experts."""
+        return sum(count for operator, count in self.parameters.items() if operator.is_expert)
+
+    def sizes(self, precision: Precision) -> dict[OperatorId, OperatorSize]:
+        """Bytes of each whole operator, FULL and WEIGHTS."""
+        full, weights = precision.bytes_per_parameter(Part.FULL), precision.bytes_per_parameter(Part.WEIGHTS)
+        return {operator: OperatorSize(count * full, count * weights) for operator, count in self.parameters.items()}
+
+    def operators_of_stages(self, topology: Topology) -> tuple[tuple[OperatorId, ...], ...]:
+        """Operators of each pipeline stage, ascending; the embedding on the first and the head on the last.
+
+        Raises UsageError when the layers cannot fill the stages.
+        """
+        stage_of = {
+            layer: stage for stage, layers in enumerate(topology.layers_of_stages(self.num_layers)) for layer in layers
+        } | {-1: 0, self.num_layers: topology.pp - 1}
+        stages: list[list[OperatorId]] = [[] for _ in range(topology.pp)]
+        for operator in self.operators:
+            stages[stage_of[operator.layer]].append(operator)
+        return tuple(map(tuple, stages))
+
+    def expert_rank(self, index: int, topology: Topology) -> int:
+        """Expert-parallel rank of expert `index`: contiguous blocks of num_experts / ep.
+
+        Raises UsageError when ep does not divide the number of experts.
+        """
+        if self.num_experts % topology.ep:
+            raise UsageError(f"model {self.name}: ep {topology.ep} does not divide num_experts {self.num_experts}")
+        return index // (self.num_experts // topology.ep)
+
+    @property
+    def _norm(self) -> int:
+        return self.hidden_size * (2 if self.normalization == "LayerNorm" else 1)
+
+    @property
+    def _embedding(self) -> int:
+        return (self.vocab_size + self.max_position_embeddings) * self.hidden_size
+
+    def _non_expert(self, is_moe: bool) -> int:
+        attention = self._latent_attention if self.multi_latent_attention else self._attention
+        if not is_moe:
+            return attention + 2 * self._norm + self._ffn(self.ffn_hidden_size)
+        shared_size = self.moe_shared_expert_intermediate_size
+        shared = self._ffn(shared_size) + self.hidden_size * self.moe_shared_expert_gate if shared_size else 0
+        return attention + 2 * self._norm + shared
+
+    def _ffn(self, size: int) -> int:
+        inner = size * (2 if self.gated_linear_unit else 1)
+        return self.hidden_size * (inner + size) + (inner + self.hidden_size if self.add_bias_linear else 0)
+
+    @property
+    def _head_dim(self) -> int:
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def _attention(self) -> int:
+        queries = self.num_attention_heads * self._head_dim
+        keys_values = 2 * (self.num_query_groups or self.num_attention_heads) * self._head_dim
+        biases = (queries + keys_values if self.add_bias_linear or self.add_qkv_bias else 0) + (
+            self.hidden_size if self.add_bias_linear else 0
+        )
+        return self.hidden_size * (2 * queries + keys_values) + biases + 2 * self._head_dim * self.qk_layernorm
+
+    @property
+    def _latent_attention(self) -> int:
+        heads, rank = self.num_attention_heads, self.kv_lora_rank
+        query_size = heads * (self.qk_head_dim + self.qk_pos_emb_head_dim)
+        queries = (
+            self.hidden_size * query_size
+            if self.q_lora_rank is None
+            else self.q_lora_rank * (self.hidden_size + 1 + query_size)
+        )
+        keys_values = self.hidden_size * (rank + self.qk_pos_emb_head_dim) + rank * (
+            1 + heads * (self.qk_head_dim + self.v_head_dim)
+        )
+        return queries + keys_values + heads * self.v_head_dim * self.hidden_size

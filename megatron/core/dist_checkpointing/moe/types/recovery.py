@@ -1,0 +1,165 @@
+"""What is left after a failure, and what is done about it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .operators import OperatorId, Part
+from .snapshots import SnapshotPlan
+
+
+class Tier(enum.IntEnum):
+    """Where a copy of state lies; lower values are preferred."""
+
+    PARKED = 0  # live state that a survivor put aside when it heard of the failure
+    OWN_MEMORY = 1  # memory tier of the node that the rank runs on
+    PEER_MEMORY = 2  # a replica in another node's memory tier
+    PERSISTENT = 3  # disk or object store
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One stored snapshot of the state that one rank owns: its shard of the operators that the plan names.
+
+    `holder` is the node whose memory has it, None for persistent storage. `sealed` is False when the manifest is
+    missing, so that a reader must take it for torn. `corrupt` names the operators whose records failed their checksum.
+    """
+
+    rank: int
+    plan: SnapshotPlan
+    tier: Tier
+    holder: int | None
+    sealed: bool = True
+    corrupt: frozenset[OperatorId] = frozenset()
+
+
+class Direction(enum.Enum):
+    """Which way a boundary log flowed (MoEvement 3.4)."""
+
+    FORWARD = "forward"  # activations, to the next stage
+    BACKWARD = "backward"  # gradients, to the previous stage
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryLog:
+    """Tensors that `sender` sent over a stage boundary in a range of iterations, all microbatches and chunks."""
+
+    sender: int
+    direction: Direction
+    iterations: range
+    holder: int
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """All that was found after a failure.
+
+    required: the operators of which each rank owns a shard; ranks may share one frozenset.
+    copies: what was found of each rank's state, torn and damaged copies included.
+    logs: boundary logs by sender.
+    journal: iterations whose global scalars (gradient norm, loss scale, ...) are known.
+    can_roll_forward: ranks that hold the reduced gradients of the iteration after their parked one.
+    """
+
+    required: Mapping[int, frozenset[OperatorId]] = field(repr=False)
+    copies: Mapping[int, tuple[Copy, ...]] = field(repr=False)
+    logs: Mapping[int, tuple[BoundaryLog, ...]] = field(default_factory=dict, repr=False)
+    journal: range = range(0)
+    can_roll_forward: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Lost:
+    """What failed: ranks whose process ended without parking, and nodes whose memory tier is gone with them."""
+
+    ranks: frozenset[int] = frozenset()
+    nodes: frozenset[int] = frozenset()
+
+
+class Reason(enum.Enum):
+    """Why a copy was not used."""
+
+    HOLDER_LOST = "its node is lost"
+    TORN = "it was never sealed"
+    CORRUPT = "its checksum does not match"
+    NEWER = "it is newer than the target"
+    INCOMPLETE = "no complete state can be built from its iteration"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A copy that is not used, or not for some operators, and why. Copies that were simply not needed have none."""
+
+    rank: int
+    iteration: int
+    tier: Tier
+    holder: int | None
+    reason: Reason
+
+    def __str__(self) -> str:
+        place = f" on node {self.holder}" if self.holder is not None else ""
+        tier = self.tier.name.lower().replace("_", " ")
+        return f"rank {self.rank}, iteration {self.iteration}, {tier}{place}: {self.reason.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Which copy gives `rank` this part of the state of `operators`, as it was after `iteration`."""
+
+    rank: int
+    iteration: int
+    tier: Tier
+    holder: int | None
+    part: Part
+    operators: frozenset[OperatorId]
+
+
+class Scope(enum.Enum):
+    """How far a recovery reaches."""
+
+    NONE = "none"  # every rank has its state at the target
+    LOCAL = "local"  # some stages replay, the others wait in their parked state
+    GLOBAL = "global"  # all stages roll back together
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Pipeline stages that roll back to `base` and replay up to `target` together (MoEvement App. A).
+
+    `frozen[i]` are the operators that take no update in the replay of iteration `base + 1 + i`: their anchor snapshot
+    is of that iteration or later. `logs_from` are the stages outside whose boundary logs feed the replay. `continues`
+    tells that a recovery already under way is not disturbed.
+    """
+
+    stages: tuple[int, ...]
+    base: int
+    target: int
+    frozen: tuple[frozenset[OperatorId], ...] = field(default=(), repr=False)
+    logs_from: tuple[int, ...] = ()
+    continues: bool = False
+
+    @property
+    def replayed(self) -> range:
+        """The iterations that are replayed."""
+        return range(self.base + 1, self.target + 1)
+
+
+@dataclass(frozen=True)
+class RecoveryPlan:
+    """Who restores what from where, what is replayed by whom, and what is lost.
+
+    `target` is the iteration after which all ranks stand when the recovery is done. Ranks in `roll_forward` apply their
+    kept gradients once. `lost_tokens` counts the tokens whose updates a lossy strategy loses, per expert. `lost` is the
+    failure that the plan answers.
+    """
+
+    target: int
+    scope: Scope
+    segments: tuple[Segment, ...]
+    sources: tuple[Source, ...] = field(repr=False)
+    refusals: tuple[Refusal, ...] = field(default=(), repr=False)
+    roll_forward: tuple[int, ...] = ()
+    lost_tokens: Mapping[OperatorId, int] = field(default_factory=dict)
+    lost: Lost = field(default_factory=Lost)
