@@ -1,0 +1,171 @@
+"""What the copies that were found can rebuild: per rank, and per pipeline stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from ..errors import UsageError
+from ..types import Copy, Inventory, Lost, OperatorId, Part, Reason, Refusal, Tier, Topology
+
+Operators = frozenset[OperatorId]
+NONE: Operators = frozenset()
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What was found of one rank's state. Ranks of the same `kind` can rebuild the same things.
+
+    `copies` are the usable ones, in order of iteration, then preference; `refused` those that are damaged or out of
+    reach, some of them usable in part. `lacks` gives for a part, and for each iteration with any usable copy, which of
+    the required operators have no intact record of that part there. `parked` gives for each iteration at which the rank
+    parked its complete state the index of that copy.
+    """
+
+    rank: int
+    kind: tuple[object, ...]
+    required: Operators
+    copies: tuple[Copy, ...]
+    refused: tuple[tuple[Copy, Reason], ...]
+    lacks: Mapping[Part, Mapping[int, Operators]]
+    parked: Mapping[int, int]
+
+
+def rank_states(inventory: Inventory, lost: Lost, topology: Topology, parts: tuple[Part, ...]) -> dict[int, RankState]:
+    """What the intact copies of each rank give of each of the `parts`. What ranks have in common is computed once.
+
+    Raises UsageError when the inventory does not say what a rank requires.
+    """
+    shared: dict[tuple[object, ...], tuple[Mapping[Part, Mapping[int, Operators]], Mapping[int, int]]] = {}
+    states = {}
+    for rank in range(topology.world_size):
+        if rank not in inventory.required:
+            raise UsageError(f"the inventory does not say what rank {rank} requires; it must name all ranks")
+        required = inventory.required[rank]
+        usable, refused = [], []
+        for copy in _in_order(inventory.copies.get(rank, ())):
+            reason = _damage(copy, lost)
+            if reason is not None:
+                refused.append((copy, reason))
+            if reason is None or (reason is Reason.CORRUPT and not copy.corrupt.issuperset(copy.plan.parts)):
+                usable.append(copy)
+        kind = (id(required), *((id(copy.plan), copy.tier, copy.corrupt) for copy in usable))
+        if kind not in shared:
+            lacks = {part: _lacking(required, usable, part) for part in parts}
+            shared[kind] = lacks, {c.plan.iteration: i for i, c in enumerate(usable) if _is_parked(c, required)}
+        states[rank] = RankState(rank, kind, required, tuple(usable), tuple(refused), *shared[kind])
+    return states
+
+
+def refusals(states: Mapping[int, RankState], target: int) -> Iterator[Refusal]:
+    """Copies that cannot be used, or not for all of their records, with the reason, by rank."""
+    for rank, state in states.items():
+        refused = state.refused
+        if state.copies and state.copies[-1].plan.iteration > target:
+            refused += tuple((copy, Reason.NEWER) for copy in state.copies if copy.plan.iteration > target)
+        for copy, reason in refused:
+            yield Refusal(rank, copy.plan.iteration, copy.tier, copy.holder, reason)
+
+
+def _damage(copy: Copy, lost: Lost) -> Reason | None:
+    if copy.holder is not None and copy.holder in lost.nodes:
+        return Reason.HOLDER_LOST
+    if not copy.sealed:
+        return Reason.TORN
+    return Reason.CORRUPT if copy.corrupt else None
+
+
+def _is_parked(copy: Copy, required: Operators) -> bool:
+    return copy.tier is Tier.PARKED and required <= copy.plan.anchored - copy.corrupt
+
+
+@dataclass(frozen=True)
+class StageState:
+    """What all ranks of one pipeline stage can rebuild together.
+
+    An operator is there only if every rank that owns a shard of it has its records.
+    """
+
+    required: Operators
+    lacks: Mapping[Part, Mapping[int, Operators]]
+
+    def lacking(self, part: Part, iteration: int) -> Operators:
+        """Operators whose `part` cannot be had as it was after `iteration`."""
+        return self.lacks[part].get(iteration, self.required)
+
+    def frozen(self, base: int, limit: int | None) -> list[Operators] | None:
+        """Which operators stay frozen after loading the snapshots of iterations base, base + 1, ...; ends with none.
+
+        This is the condition of sparse-to-dense conversion (MoEvement 3.3): from `base` on, each operator has compute
+        weights at every iteration until the first one with its FULL state. None if that fails at or before `limit`.
+        """
+        found: list[Operators] = []
+        pending, iteration = self.required, base
+        while pending or not found:
+            if limit is not None and iteration > limit:
+                return None
+            pending = pending & self.lacking(Part.FULL, iteration)
+            if pending & self.lacking(Part.WEIGHTS, iteration):
+                return None
+            found.append(pending)
+            iteration += 1
+        return found
+
+    def bases(self, limit: int | None) -> dict[int, int]:
+        """Every iteration from which the stage can be rebuilt, with the iteration at which it is dense again."""
+        found = {}
+        for base in self.lacks[Part.FULL]:
+            if limit is None or base <= limit:
+                frozen = self.frozen(base, limit)
+                if frozen is not None:
+                    found[base] = base + len(frozen) - 1
+        return found
+
+    def newest(self, part: Part, limit: int) -> dict[OperatorId, int]:
+        """The newest iteration up to `limit` at which each operator's `part` can be had; operators without one lack."""
+        found: dict[OperatorId, int] = {}
+        pending = self.required
+        for iteration in sorted(self.lacks[part], reverse=True):
+            if iteration <= limit and pending:
+                found.update(dict.fromkeys(pending - self.lacking(part, iteration), iteration))
+                pending = pending & self.lacking(part, iteration)
+        return found
+
+
+def stage_states(states: Mapping[int, RankState], topology: Topology) -> list[StageState]:
+    """The states of all pipeline stages, from those of their ranks."""
+    return [_combined([states[rank] for rank in topology.stage_ranks(stage)]) for stage in range(topology.pp)]
+
+
+def _combined(states: list[RankState]) -> StageState:
+    kinds = {state.kind: state for state in states}.values()
+    required = NONE.union(*(state.required for state in kinds))
+    iterations = {iteration for state in kinds for held in state.lacks.values() for iteration in held}
+    return StageState(
+        required,
+        {
+            part: {i: NONE.union(*(state.lacks[part].get(i, state.required) for state in kinds)) for i in iterations}
+            for part in states[0].lacks
+        },
+    )
+
+
+def _in_order(copies: Iterable[Copy]) -> list[Copy]:
+    """By iteration, then tier, then holder; what only its content tells apart is looked into only then."""
+    ordered = sorted(copies, key=_place)
+    if len(set(map(_place, ordered))) < len(ordered):
+        ordered.sort(key=lambda copy: (_place(copy), copy.sealed, copy.plan.digest(), sorted(copy.corrupt)))
+    return ordered
+
+
+def _place(copy: Copy) -> tuple[int, int, int]:
+    return copy.plan.iteration, copy.tier, -1 if copy.holder is None else copy.holder
+
+
+def _lacking(required: Operators, copies: list[Copy], part: Part) -> dict[int, Operators]:
+    lacking: dict[int, Operators] = {}
+    for copy in copies:
+        given = copy.plan.giving(part)
+        before = lacking.get(copy.plan.iteration, required)
+        lacking[copy.plan.iteration] = before - (given - copy.corrupt if copy.corrupt else given)
+    return lacking

@@ -1,0 +1,244 @@
+"""Exact recovery: from what is left after a failure to who restores what and who replays which iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from ..errors import RecoveryImpossible
+from ..types import (
+    BoundaryLog,
+    Direction,
+    Inventory,
+    Lost,
+    Part,
+    Reason,
+    RecoveryPlan,
+    Refusal,
+    Scope,
+    Segment,
+    Source,
+    Topology,
+)
+from .availability import (
+    NONE,
+    Operators,
+    RankState,
+    StageState,
+    rank_states,
+    refusals,
+    stage_states,
+)
+from .rollback import Pipeline, Rollback, cheapest_rollbacks
+
+Record = tuple[int, Part, Operators]
+ADVICE = "load an older checkpoint with --load and --ckpt-step"
+
+
+def plan_recovery(
+    inventory: Inventory,
+    lost: Lost,
+    topology: Topology,
+    *,
+    tied_embeddings: bool = False,
+    target: int | None = None,
+    ongoing: RecoveryPlan | None = None,
+) -> RecoveryPlan:
+    """Plan an exact recovery, as under `full` and `sparse` (MoEvement 3.3, 3.4, App. A).
+
+    `target` is the iteration to stand after; None takes the newest one that a rank parked at or that snapshots alone
+    rebuild. Stages whose ranks all parked there wait. The others replay from the newest iteration that their copies
+    allow, fed by boundary logs; contiguous ones jointly, unless only separate bases exist. Where logs or journal do
+    not reach back far enough the scope widens, in the end to all stages. First and last stage replay together when
+    their embeddings are tied. With `ongoing`, the segments of that plan which newer losses leave alone are marked.
+
+    Raises RecoveryImpossible when no intact copies lead to the target, UsageError when the inventory leaves out a rank.
+    """
+    states = rank_states(inventory, lost, topology, (Part.FULL, Part.WEIGHTS))
+    stages = stage_states(states, topology)
+    parked = {rank: state.parked.keys() for rank, state in states.items()}
+    if target is None:
+        target = _newest(parked.values(), inventory.journal, stages)
+    rolling = frozenset(r for r in inventory.can_roll_forward if target - 1 in parked[r] and target not in parked[r])
+    pipeline = Pipeline(
+        target,
+        tuple(
+            all(target in parked[rank] or rank in rolling for rank in topology.stage_ranks(stage))
+            for stage in range(topology.pp)
+        ),
+        tuple(stage.bases(target) for stage in stages),
+        {
+            direction: tuple(
+                _logs_since(inventory, lost, topology.stage_ranks(stage), direction, target)
+                for stage in range(topology.pp)
+            )
+            for direction in Direction
+        },
+        inventory.journal,
+        circular=topology.vpp > 1,
+        tied=tied_embeddings,
+    )
+    rollbacks = cheapest_rollbacks(pipeline)
+    if rollbacks is None:
+        raise _impossible(stages, target)
+    segments = tuple(_segment(rollback, pipeline, stages) for rollback in rollbacks)
+    restored = [source for segment in segments for source in _restored(segment, states, stages, topology)]
+    replaying = {stage for segment in segments for stage in segment.stages}
+    waiting = [state for rank, state in states.items() if topology.stage(rank) not in replaying]
+    return RecoveryPlan(
+        target,
+        _scope(segments, topology),
+        tuple(_continuing(segment, lost, topology, ongoing) for segment in segments),
+        (*restored, *_waiting(waiting, target)),
+        (*refusals(states, target), *_incomplete(segments, states, topology)),
+        tuple(sorted(state.rank for state in waiting if state.rank in rolling)),
+        lost=lost,
+    )
+
+
+def _newest(parked: Iterable[Iterable[int]], journal: range, stages: Sequence[StageState]) -> int:
+    """The newest iteration that some rank parked at, or that all stages can be rebuilt at from their snapshots."""
+    candidates = {iteration for iterations in parked for iteration in iterations}
+    common = [stage.bases(None) for stage in stages]
+    for base in common[0]:
+        if all(base in bases for bases in common):
+            dense = max(bases[base] for bases in common)
+            if dense == base or (base + 1 in journal and dense in journal):
+                candidates.add(dense)
+    if not candidates:
+        raise _impossible(stages, None)
+    return max(candidates)
+
+
+def _logs_since(inventory: Inventory, lost: Lost, ranks: Iterable[int], direction: Direction, target: int) -> int:
+    """From which iteration on all ranks' logs in this direction are there, without a gap up to the target."""
+    since = 0
+    for rank in ranks:
+        reached = target + 1
+        found = (log.iterations for log in inventory.logs.get(rank, ()) if _serves(log, direction, lost))
+        for iterations in sorted(found, key=lambda span: span.stop, reverse=True):
+            if iterations.start < reached <= iterations.stop:
+                reached = iterations.start
+        since = max(since, reached)
+    return since
+
+
+def _serves(log: BoundaryLog, direction: Direction, lost: Lost) -> bool:
+    return log.direction is direction and log.holder not in lost.nodes
+
+
+def _segment(rollback: Rollback, pipeline: Pipeline, stages: Sequence[StageState]) -> Segment:
+    frozen = [NONE] * (pipeline.target - rollback.base)
+    for stage in rollback.stages:
+        for step, pending in enumerate(stages[stage].frozen(rollback.base, pipeline.target) or ()):
+            if pending:
+                frozen[step] |= pending
+    feeding = sorted(set(_outside(rollback, pipeline))) if frozen else []
+    return Segment(rollback.stages, rollback.base, pipeline.target, tuple(frozen), tuple(feeding))
+
+
+def _outside(rollback: Rollback, pipeline: Pipeline) -> Iterator[int]:
+    for stage in rollback.stages:
+        for neighbour, _ in pipeline.neighbours(stage, 1):
+            if neighbour not in rollback.stages:
+                yield neighbour
+
+
+def _scope(segments: Sequence[Segment], topology: Topology) -> Scope:
+    if not segments:
+        return Scope.NONE
+    return Scope.GLOBAL if sum(len(segment.stages) for segment in segments) == topology.pp else Scope.LOCAL
+
+
+def _continuing(segment: Segment, lost: Lost, topology: Topology, ongoing: RecoveryPlan | None) -> Segment:
+    """Marked when the ongoing plan has the same segment and nothing of it was lost since (MoEvement App. A)."""
+    if ongoing is None or segment not in [replace(other, continues=False) for other in ongoing.segments]:
+        return segment
+    ranks = {rank for stage in segment.stages for rank in topology.stage_ranks(stage)}
+    since = (lost.ranks - ongoing.lost.ranks) | set(topology.ranks_on(lost.nodes - ongoing.lost.nodes))
+    return segment if ranks & since else replace(segment, continues=True)
+
+
+def _restored(
+    segment: Segment, states: Mapping[int, RankState], stages: Sequence[StageState], topology: Topology
+) -> Iterator[Source]:
+    """Who loads which records for a segment. Ranks of one kind differ only in who holds their copies."""
+    for stage in segment.stages:
+        pending = stages[stage].frozen(segment.base, segment.target) or []
+        recipes: dict[tuple[object, ...], list[Record]] = {}
+        for rank in topology.stage_ranks(stage):
+            state = states[rank]
+            if state.kind not in recipes:
+                recipes[state.kind] = list(_records(state, segment.base, pending))
+            for index, part, operators in recipes[state.kind]:
+                copy = state.copies[index]
+                yield Source(rank, copy.plan.iteration, copy.tier, copy.holder, part, operators)
+
+
+def _records(state: RankState, base: int, pending: Sequence[Operators]) -> Iterator[Record]:
+    """Which copy, by its index, gives which part of which operators; preferred tiers first."""
+    before = state.required
+    for iteration, frozen in enumerate(pending, start=base):
+        wanted = {Part.FULL: before - frozen, Part.WEIGHTS: before & frozen}
+        for index, copy in enumerate(state.copies):
+            if copy.plan.iteration != iteration:
+                continue
+            for part, given in ((Part.FULL, copy.plan.anchored), (Part.WEIGHTS, copy.plan.giving(Part.WEIGHTS))):
+                served = wanted[part] & given - copy.corrupt
+                if served:
+                    wanted[part] -= served
+                    yield index, part, served
+        before &= frozen
+
+
+def _waiting(states: Iterable[RankState], target: int) -> Iterator[Source]:
+    """Ranks that resume from their parked state, at the target or one step before it."""
+    for state in states:
+        iteration = target if target in state.parked else target - 1
+        parked = state.copies[state.parked[iteration]]
+        yield Source(state.rank, iteration, parked.tier, parked.holder, Part.FULL, state.required)
+
+
+def _incomplete(segments: Sequence[Segment], states: Mapping[int, RankState], topology: Topology) -> Iterator[Refusal]:
+    """Intact copies newer than the base of their segment that take no part in rebuilding it."""
+    for segment in segments:
+        dense = segment.base + sum(1 for frozen in segment.frozen if frozen)
+        for stage in segment.stages:
+            for rank in topology.stage_ranks(stage):
+                for copy in states[rank].copies:
+                    if dense < copy.plan.iteration <= segment.target:
+                        yield Refusal(rank, copy.plan.iteration, copy.tier, copy.holder, Reason.INCOMPLETE)
+
+
+def _impossible(stages: Sequence[StageState], target: int | None) -> RecoveryImpossible:
+    where = "any iteration" if target is None else f"iteration {target}"
+    for stage, state in enumerate(stages):
+        if not state.bases(target):
+            return impossible(where, target, stage, _missing(state, target))
+    return RecoveryImpossible(
+        f"{where} cannot be reached: each stage has copies, but from no common iteration do logs and journal lead on;"
+        f" {ADVICE}",
+        target,
+        (),
+        tuple(range(len(stages))),
+    )
+
+
+def _missing(state: StageState, limit: int | None) -> Operators:
+    """Operators that stand in the way: without FULL state anywhere, or else without weights until it."""
+    iterations = [iteration for iteration in state.lacks[Part.FULL] if limit is None or iteration <= limit]
+    never = state.required.intersection(*(state.lacking(Part.FULL, iteration) for iteration in iterations))
+    if never:
+        return never
+    return state.lacking(Part.FULL, max(iterations))
+
+
+def impossible(where: str, target: int | None, stage: int, missing: Operators) -> RecoveryImpossible:
+    """The error that names the operators of a stage without sufficient copies."""
+    named = ", ".join(map(str, sorted(missing)[:3])) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+    return RecoveryImpossible(
+        f"{where} cannot be reached: no intact copies of stage {stage} suffice for {named}; {ADVICE}",
+        target,
+        tuple(sorted(missing)),
+        (stage,),
+    )

@@ -1,0 +1,167 @@
+"""Which pipeline stages roll back together, and how far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ..types import Direction
+
+Cost = tuple[int, int, int]
+Choice = tuple[Cost, tuple["Rollback", ...]]
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """Neighbouring pipeline stages, in the order of the pipeline, that go back to `base` together."""
+
+    stages: tuple[int, ...]
+    base: int
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What the choice of rollbacks depends on; the sequences have one entry per stage.
+
+    parked: whether all ranks of the stage stand at the target already.
+    bases: iterations from which the stage can be rebuilt, with the iteration at which it is dense again.
+    logs_since: from which iteration on the logs that the stage sent are complete, up to the target.
+    journal: iterations whose global scalars are known.
+    circular: the last stage feeds the first, as with virtual stages.
+    tied: first and last stage share embeddings, so that they replay together or not at all.
+    """
+
+    target: int
+    parked: tuple[bool, ...]
+    bases: tuple[Mapping[int, int], ...]
+    logs_since: Mapping[Direction, tuple[int, ...]]
+    journal: range = range(0)
+    circular: bool = False
+    tied: bool = False
+
+    def neighbours(self, start: int, length: int) -> Iterator[tuple[int, Direction]]:
+        """Stages beside a run of stages, and the direction in which they feed it."""
+        stages = len(self.parked)
+        if length < stages:
+            if start > 0 or self.circular:
+                yield (start - 1) % stages, Direction.FORWARD
+            if start + length < stages or self.circular:
+                yield (start + length) % stages, Direction.BACKWARD
+
+
+def cheapest_rollbacks(pipeline: Pipeline) -> tuple[Rollback, ...] | None:
+    """The rollbacks that bring all stages to the target with the least work, or None if nothing does.
+
+    Least means: fewest replaying stages, then fewest separate segments (so contiguous failed stages recover jointly,
+    MoEvement App. A), then fewest replayed iterations. Between segments, boundary logs must reach back to the base; a
+    segment of all stages needs none, and needs the journal only where operators are frozen.
+    """
+    stages = len(pipeline.parked)
+    search = _Search(pipeline)
+    choices = [
+        choice
+        for shared in (None, *search.shared_bases())
+        for first in (range(stages) if pipeline.circular else (0,))
+        if (choice := search.cheapest(first, shared)) is not None
+    ]
+    if not choices:
+        return None
+    rollbacks = min(choices, key=lambda choice: (choice[0], [(run.stages, run.base) for run in choice[1]]))[1]
+    return _join_tied(pipeline, rollbacks)
+
+
+class _Search:
+    """Dynamic programming over the cuts between runs of stages."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self.stages = len(pipeline.parked)
+        self._common: dict[tuple[int, int], dict[int, int]] = {}
+        self._bases: dict[tuple[int, int, int | None], int | None] = {}
+
+    def shared_bases(self) -> list[int]:
+        """Iterations to which tied first and last stages could roll back together."""
+        if not self.pipeline.tied or self.stages == 1:
+            return []
+        return sorted(
+            base for base in self.common(0, 1) if base in self.pipeline.bases[-1] and base < self.pipeline.target
+        )
+
+    def common(self, start: int, length: int) -> dict[int, int]:
+        """Bases of all stages of a run, with the iteration at which all are dense again."""
+        key = (start, length)
+        if key not in self._common:
+            own = self.pipeline.bases[start]
+            if length == 1:
+                self._common[key] = dict(own)
+            else:
+                others = self.common((start + 1) % self.stages, length - 1)
+                self._common[key] = {base: max(own[base], others[base]) for base in own.keys() & others.keys()}
+        return self._common[key]
+
+    def base(self, start: int, length: int, shared: int | None) -> int | None:
+        """The newest base to which a run of stages can roll back."""
+        key = (start, length, shared)
+        if key not in self._bases:
+            common = self.common(start, length)
+            allowed = (base for base in sorted(common, reverse=True) if self._allowed(start, length, base, shared))
+            self._bases[key] = next((base for base in allowed if self._covered(start, length, base)), None)
+        return self._bases[key]
+
+    def cheapest(self, first: int, shared: int | None) -> Choice | None:
+        """The best runs when the pipeline is cut before stage `first`."""
+        best: list[Choice | None] = [((0, 0, 0), ())] + [None] * self.stages
+        for end in range(1, self.stages + 1):
+            stage = (first + end - 1) % self.stages
+            options = []
+            before = best[end - 1]
+            if before is not None and self.pipeline.parked[stage] and not (shared is not None and self._is_end(stage)):
+                options.append(before)
+            for length in range(1, end + 1):
+                start = (first + end - length) % self.stages
+                if not self.common(start, length):
+                    break
+                before, base = best[end - length], self.base(start, length, shared)
+                if before is not None and base is not None:
+                    options.append(self._extended(before, start, length, base))
+            best[end] = min(options, key=lambda option: option[0], default=None)
+        return best[-1]
+
+    def _extended(self, before: Choice, start: int, length: int, base: int) -> Choice:
+        (replaying, segments, iterations), runs = before
+        replayed = self.pipeline.target - base
+        cost = (replaying + (length if replayed else 0), segments + 1, iterations + replayed * length)
+        return cost, (*runs, Rollback(tuple((start + i) % self.stages for i in range(length)), base))
+
+    def _is_end(self, stage: int) -> bool:
+        return stage in (0, self.stages - 1)
+
+    def _allowed(self, start: int, length: int, base: int, shared: int | None) -> bool:
+        """Tied ends stand at the target both, or replay from the same base both."""
+        touches_end = any(self._is_end((start + i) % self.stages) for i in range(length))
+        if not (self.pipeline.tied and touches_end) or self.stages == 1:
+            return True
+        return base == (self.pipeline.target if shared is None else shared)
+
+    def _covered(self, start: int, length: int, base: int) -> bool:
+        """Whether logs and journal have what a replay from `base` to the target needs."""
+        pipeline = self.pipeline
+        if base == pipeline.target:
+            return True
+        whole = length == self.stages
+        last = self.common(start, length)[base] if whole else pipeline.target
+        if last > base and not (base + 1 in pipeline.journal and last in pipeline.journal):
+            return False
+        return all(
+            pipeline.logs_since[direction][stage] <= base + 1 for stage, direction in pipeline.neighbours(start, length)
+        )
+
+
+def _join_tied(pipeline: Pipeline, rollbacks: tuple[Rollback, ...]) -> tuple[Rollback, ...]:
+    """One rollback for the two runs at the tied ends of the pipeline, if they replay."""
+    last = len(pipeline.parked) - 1
+    ends = [run for run in rollbacks if {0, last} & set(run.stages)]
+    if not pipeline.tied or len(ends) < 2 or ends[0].base == pipeline.target:
+        return tuple(sorted(rollbacks, key=lambda run: run.stages))
+    joined = Rollback(tuple(sorted(stage for run in ends for stage in run.stages)), ends[0].base)
+    return tuple(sorted([joined, *(run for run in rollbacks if run not in ends)], key=lambda run: run.stages))
