@@ -1,0 +1,94 @@
+"""State or gradients: what a peer that keeps a replica of an operator is sent."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from ..errors import UsageError
+from ..types import OperatorId, Part, Precision
+from .interval import whole
+
+
+class Transfer(enum.Enum):
+    """What is sent of one operator (MOETION Alg. 3)."""
+
+    STATE = "state"  # "Optimizer+Model": the replica is replaced
+    GRADIENTS = "gradients"  # the peer repeats the optimizer step on its replica of the iteration before
+
+
+@dataclass(frozen=True, slots=True)
+class TransferCost:
+    """Bytes of either transfer of one operator. Raises UsageError for fewer than 0 bytes."""
+
+    state_bytes: int
+    gradient_bytes: int
+
+    def __post_init__(self) -> None:
+        whole("state_bytes", self.state_bytes, 0)
+        whole("gradient_bytes", self.gradient_bytes, 0)
+
+    def of(self, decision: Transfer) -> int:
+        """Bytes of the transfer that was decided on."""
+        return self.state_bytes if decision is Transfer.STATE else self.gradient_bytes
+
+
+def transfer_cost(
+    parameters: int, precision: Precision, gradient_bytes_per_parameter: int, part: Part = Part.FULL
+) -> TransferCost:
+    """Bytes of the state (`part` of it) and of the gradients of an operator with so many parameters on this rank.
+
+    Gradients must be sent as the optimizer reads them, after their reduction: 4 bytes where Megatron accumulates in
+    FP32. The factor of 5 in MOETION 5.2 is that of 2-byte gradients and 10 bytes of state.
+    Raises UsageError for negative parameters, and gradients of less than 1 byte.
+    """
+    whole("parameters", parameters, 0)
+    whole("gradient_bytes_per_parameter", gradient_bytes_per_parameter, 1)
+    return TransferCost(parameters * precision.bytes_per_parameter(part), parameters * gradient_bytes_per_parameter)
+
+
+def transfer(
+    previous: AbstractSet[OperatorId],
+    current: AbstractSet[OperatorId],
+    interval: int,
+    acknowledged: AbstractSet[OperatorId],
+    costs: Mapping[OperatorId, TransferCost],
+) -> dict[OperatorId, Transfer]:
+    """MOETION Alg. 3: what is sent of each operator in `current`, ascending, for the state after iteration t.
+
+    Gradients go only to a peer that verifiably holds the state after iteration t - 1: snapshots are taken in every
+    iteration (`interval` 1), the operator was in the `previous` snapshot, and it is in `acknowledged`, the operators
+    whose peer confirmed that very state, received or stepped to, by its checksum. The paper asks for the first two
+    alone, so that one lost or damaged message would make all later replicas wrong. With several replicas,
+    `acknowledged` holds what all of them confirmed. Gradients must also be smaller than the state, else state is sent.
+
+    The peer arrives at the same bits only if it repeats the step with what the trainer used: learning rate, weight
+    decay, clip factor, loss scale, step count, and whether the step was skipped. These are journaled per iteration and
+    travel along.
+    Raises UsageError for an interval below 1, and an operator without cost.
+    """
+    whole("interval", interval, 1)
+    stepwise = previous & acknowledged if interval == 1 else frozenset()
+    decisions: dict[OperatorId, Transfer] = {}
+    for operator in sorted(current, key=_order):
+        cost = _cost(operator, costs)
+        smaller = cost.gradient_bytes < cost.state_bytes
+        decisions[operator] = Transfer.GRADIENTS if smaller and operator in stepwise else Transfer.STATE
+    return decisions
+
+
+def transfer_bytes(decisions: Mapping[OperatorId, Transfer], costs: Mapping[OperatorId, TransferCost]) -> int:
+    """Bytes that these decisions send to one peer. Raises UsageError for an operator without cost."""
+    return sum(_cost(operator, costs).of(decision) for operator, decision in decisions.items())
+
+
+def _cost(operator: OperatorId, costs: Mapping[OperatorId, TransferCost]) -> TransferCost:
+    if operator not in costs:
+        raise UsageError(f"costs has no entry for {operator}: each operator in the snapshot needs its bytes")
+    return costs[operator]
+
+
+def _order(operator: OperatorId) -> tuple[int, int, int]:
+    return operator.layer, operator.kind.value, operator.expert
