@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from .megatron_core import load_megatron_core
+
 HELP = """Print one digest per component of the torch_dist checkpoint in DIRECTORY.
 
 DIRECTORY is an iteration (iter_0000012), or a --save directory, of which the iteration is taken that
@@ -34,7 +36,8 @@ initialises.
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the same facts, and the number of entries, as JSON.")
 def digest(directory: Path, as_json: bool) -> None:
-    # torch is imported only when there is something to read: --help stays quick.
+    # Megatron-Core and torch are imported only when there is something to read: --help stays quick.
+    load_megatron_core()
     from ..store.dense import open_dense
     from ..store.digest import digest_components, total_digest
 
