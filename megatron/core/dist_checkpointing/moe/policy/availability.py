@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import UsageError
@@ -23,7 +24,7 @@ class RankState:
     """
 
     rank: int
-    kind: tuple[object, ...]
+    kind: int
     required: Operators
     copies: tuple[Copy, ...]
     refused: tuple[tuple[Copy, Reason], ...]
@@ -36,7 +37,7 @@ def rank_states(inventory: Inventory, lost: Lost, topology: Topology, parts: tup
 
     Raises UsageError when the inventory does not say what a rank requires.
     """
-    shared: dict[tuple[object, ...], tuple[Mapping[Part, Mapping[int, Operators]], Mapping[int, int]]] = {}
+    shared: dict[tuple[object, ...], tuple[int, Mapping[Part, Mapping[int, Operators]], Mapping[int, int]]] = {}
     states = {}
     for rank in range(topology.world_size):
         if rank not in inventory.required:
@@ -49,11 +50,15 @@ def rank_states(inventory: Inventory, lost: Lost, topology: Topology, parts: tup
                 refused.append((copy, reason))
             if reason is None or (reason is Reason.CORRUPT and not copy.corrupt.issuperset(copy.plan.parts)):
                 usable.append(copy)
-        kind = (id(required), *((id(copy.plan), copy.tier, copy.corrupt) for copy in usable))
-        if kind not in shared:
-            lacks = {part: _lacking(required, usable, part) for part in parts}
-            shared[kind] = lacks, {c.plan.iteration: i for i, c in enumerate(usable) if _is_parked(c, required)}
-        states[rank] = RankState(rank, kind, required, tuple(usable), tuple(refused), *shared[kind])
+        alike = (id(required), *((id(copy.plan), copy.tier, copy.corrupt) for copy in usable))
+        if alike not in shared:
+            shared[alike] = (
+                len(shared),
+                {part: _lacking(required, usable, part) for part in parts},
+                {copy.plan.iteration: index for index, copy in enumerate(usable) if _is_parked(copy, required)},
+            )
+        kind, lacks, parked = shared[alike]
+        states[rank] = RankState(rank, kind, required, tuple(usable), tuple(refused), lacks, parked)
     return states
 
 
@@ -150,12 +155,15 @@ def _combined(states: list[RankState]) -> StageState:
     )
 
 
-def _in_order(copies: Iterable[Copy]) -> list[Copy]:
+def _in_order(copies: Iterable[Copy]) -> Sequence[Copy]:
     """By iteration, then tier, then holder; what only its content tells apart is looked into only then."""
-    ordered = sorted(copies, key=_place)
-    if len(set(map(_place, ordered))) < len(ordered):
-        ordered.sort(key=lambda copy: (_place(copy), copy.sealed, copy.plan.digest(), sorted(copy.corrupt)))
-    return ordered
+    found = list(copies)
+    places = list(map(_place, found))
+    if all(map(operator.lt, places, places[1:])):
+        return found
+    if len(set(places)) == len(places):
+        return sorted(found, key=_place)
+    return sorted(found, key=lambda copy: (_place(copy), copy.sealed, copy.plan.digest(), sorted(copy.corrupt)))
 
 
 def _place(copy: Copy) -> tuple[int, int, int]:

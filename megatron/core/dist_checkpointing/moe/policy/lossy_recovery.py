@@ -71,7 +71,7 @@ def _newest_iteration(stages: Sequence[StageState], target: int | None) -> int:
 
 
 def _sources(states: Mapping[int, RankState], found: Sequence[Newest], topology: Topology) -> Iterator[Source]:
-    recipes: dict[tuple[object, ...], list[tuple[int, Part, Operators]]] = {}
+    recipes: dict[tuple[int, int], list[tuple[int, Part, Operators]]] = {}
     for rank, state in states.items():
         key = (topology.stage(rank), state.kind)
         if key not in recipes:

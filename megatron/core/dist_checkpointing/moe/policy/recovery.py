@@ -165,7 +165,7 @@ def _restored(
     """Who loads which records for a segment. Ranks of one kind differ only in who holds their copies."""
     for stage in segment.stages:
         pending = stages[stage].frozen(segment.base, segment.target) or []
-        recipes: dict[tuple[object, ...], list[Record]] = {}
+        recipes: dict[int, list[Record]] = {}
         for rank in topology.stage_ranks(stage):
             state = states[rank]
             if state.kind not in recipes:

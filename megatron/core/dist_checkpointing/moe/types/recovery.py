@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .operators import OperatorId, Part
 from .snapshots import SnapshotPlan
@@ -104,8 +105,7 @@ class Refusal:
         return f"rank {self.rank}, iteration {self.iteration}, {tier}{place}: {self.reason.value}"
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """Which copy gives `rank` this part of the state of `operators`, as it was after `iteration`."""
 
     rank: int
