@@ -53,7 +53,8 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         positive = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "ffn_hidden_size")
-        for name in (*positive, "moe_ffn_hidden_size", "num_query_groups", "kv_channels", "q_lora_rank"):
+        latent = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+        for name in (*positive, "moe_ffn_hidden_size", "num_query_groups", "kv_channels", *latent):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise UsageError(f"model {self.name}: {name} is {getattr(self, name)}, but must be at least 1")
         for name in ("num_experts", "moe_shared_expert_intermediate_size", "max_position_embeddings"):
@@ -72,6 +73,11 @@ class ModelShape:
         if isinstance(frequency, tuple) and (len(frequency) != self.num_layers or set(frequency) - {0, 1}):
             raise UsageError(
                 f"model {self.name}: moe_layer_freq must have one 0 or 1 for each of the {self.num_layers} layers"
+            )
+        if self.num_attention_heads % (self.num_query_groups or 1):
+            raise UsageError(
+                f"model {self.name}: num_query_groups is {self.num_query_groups}, but must divide num_attention_heads ="
+                f" {self.num_attention_heads}"
             )
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise UsageError(
@@ -98,7 +104,7 @@ class ModelShape:
         for layer in range(self.num_layers):
             found[OperatorId(layer, OperatorKind.NON_EXPERT)] = self._non_expert(layer in moe)
             if layer in moe:
-                found[OperatorId(layer, OperatorKind.ROUTER)] = self.hidden_size * self.num_experts
+                found[OperatorId(layer, OperatorKind.ROUTER)] = (self.hidden_size + self.add_bias_linear) * self.num_experts
                 found.update((expert(layer, index), expert_parameters) for index in range(self.num_experts))
         found[OperatorId(self.num_layers, OperatorKind.HEAD)] = self._norm + (
             self.vocab_size * self.hidden_size if self.untie_embeddings_and_output_weights else 0

@@ -1,0 +1,89 @@
+#!/usr/bin/env python3
+"""Write docs/lifecycle.md from the tables in policy/lifecycle.py."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import inspect
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.moe.policy.lifecycle import MACHINES, Machine
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "lifecycle.md"
+HEADING = """# Lifecycles
+
+Made by `python tools/lifecycle_diagrams.py` from the tables in
+`megatron/core/dist_checkpointing/moe/policy/lifecycle.py`; change them there. An event that no arrow from a state names
+is an error in that state.
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    return "\n".join([HEADING, *map(section, MACHINES)])
+
+
+def section(machine: Machine[Any, Any]) -> str:
+    """Heading, what the machine stands for, diagram, and a line for each state and event."""
+    return "\n".join(
+        [
+            f"## {machine.title}",
+            "",
+            inspect.cleandoc(type(machine.start).__doc__ or ""),
+            "",
+            "```mermaid",
+            *diagram(machine),
+            "```",
+            "",
+            *meanings("State", type(machine.start)),
+            "",
+            *meanings("Event", type(next(iter(machine.transitions))[1])),
+            "",
+        ]
+    )
+
+
+def diagram(machine: Machine[Any, Any]) -> Iterator[str]:
+    """Mermaid's lines; events with the same way from state to state share an arrow."""
+    arrows: dict[tuple[enum.Enum, enum.Enum], list[str]] = {}
+    for (state, event), after in machine.transitions.items():
+        arrows.setdefault((state, after), []).append(event.name)
+    order = list(type(machine.start))
+    yield "stateDiagram-v2"
+    yield f"    [*] --> {machine.start.name}"
+    for state, after in sorted(arrows, key=lambda arrow: (order.index(arrow[0]), order.index(arrow[1]))):
+        yield f"    {state.name} --> {after.name}: {', '.join(arrows[state, after])}"
+    with_exits = {state for state, _ in machine.transitions}
+    for state in order:
+        if state in machine.ends and state not in with_exits:
+            yield f"    {state.name} --> [*]"
+
+
+def meanings(title: str, members: Iterable[enum.Enum]) -> Iterator[str]:
+    """A table with the sentence of each state or event."""
+    yield f"| {title} | Meaning |"
+    yield "|---|---|"
+    for member in members:
+        yield f"| `{member.name}` | {member.value} |"
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is not up to date")
+    flags = parser.parse_args(arguments)
+    page = render()
+    if not flags.check:
+        PAGE.write_text(page, encoding="utf-8")
+        return 0
+    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page:
+        return 0
+    print(f"{PAGE} is not what the tables say: run python tools/lifecycle_diagrams.py", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
