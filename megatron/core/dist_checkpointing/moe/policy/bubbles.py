@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import cached_property
 
 from ..errors import UsageError
-from .interval import not_negative, positive, whole
+from .checks import not_negative, positive, whole
 
 
 class Pass(enum.Enum):

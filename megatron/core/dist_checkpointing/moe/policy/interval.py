@@ -7,31 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ..errors import UsageError
-
-
-def positive(name: str, value: float) -> Fraction:
-    """The decimal number that `value` prints as, exactly: 0.03 is 3/100, so that limits lie where people expect them.
-
-    Raises UsageError unless it is finite and greater than 0.
-    """
-    if not (math.isfinite(value) and value > 0):
-        raise UsageError(f"{name} is {value}, but must be a finite number greater than 0")
-    return Fraction(str(value))
-
-
-def not_negative(name: str, value: float) -> Fraction:
-    """As `positive`, but 0 is allowed. Raises UsageError unless it is finite and at least 0."""
-    if not (math.isfinite(value) and value >= 0):
-        raise UsageError(f"{name} is {value}, but must be a finite number of at least 0")
-    return Fraction(str(value))
-
-
-def whole(name: str, value: int, minimum: int) -> int:
-    """`value` itself. Raises UsageError unless it is an integer of at least `minimum`."""
-    if not isinstance(value, int) or value < minimum:
-        raise UsageError(f"{name} is {value}, but must be a whole number of at least {minimum}")
-    return value
+from .checks import not_negative, positive, whole
 
 
 def checkfreq_interval(

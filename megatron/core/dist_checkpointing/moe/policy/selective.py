@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ..errors import UsageError
 from ..types import OperatorId, OperatorSize, SnapshotPlan, full_plan
-from .interval import positive, whole
+from .checks import budget_bytes, positive, whole
 
 Key = TypeVar("Key", int, OperatorId)
-
-
-def budget_bytes(bandwidth_bytes_per_s: float, iteration_time_s: float) -> int:
-    """B_local or B_remote of MOETION 4.2: the whole bytes that a link carries while one iteration runs.
-
-    All ranks of a lane must give the same measurements. Raises UsageError for values that are not finite or not
-    greater than 0.
-    """
-    bandwidth = positive("bandwidth_bytes_per_s", bandwidth_bytes_per_s)
-    return math.floor(bandwidth * positive("iteration_time_s", iteration_time_s))
 
 
 def total_experts(available_bytes: int, non_expert_bytes: int, expert_bytes: int, experts: int) -> int:

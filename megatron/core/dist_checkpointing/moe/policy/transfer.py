@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..errors import UsageError
 from ..types import OperatorId, Part, Precision
-from .interval import whole
+from .checks import whole
 
 
 class Transfer(enum.Enum):
