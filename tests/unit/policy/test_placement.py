@@ -1,0 +1,460 @@
+"""Which peers keep the replicas of a rank's snapshot."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from itertools import count
+from math import lcm
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.policy.placement import (
+    Placement,
+    coverage,
+    place_replicas,
+    redundant_part,
+    replica_bytes,
+    surviving,
+)
+from megatron.core.dist_checkpointing.moe.types import FP16_FP32, ModelShape, Part, Topology
+
+SMALL = ModelShape("small", 4, 16, 2, 64, 64, 8, 1)
+
+
+@st.composite
+def topologies(draw: st.DrawFn, max_copies: int = 4) -> Topology:
+    """Layouts on equal nodes, nodes that straddle stages, uneven nodes, and ranks scattered over nodes."""
+    tp, cp, pp = draw(st.sampled_from([1, 1, 2])), draw(st.sampled_from([1, 1, 2])), draw(st.sampled_from([1, 1, 2, 3]))
+    etp, ep = draw(st.sampled_from([None, None, 1, 2])), draw(st.sampled_from([1, 2, 3]))
+    world = lcm(tp * cp * pp, (etp or tp) * ep * pp) * draw(st.integers(1, max_copies))
+    nodes = None
+    if draw(st.booleans()):
+        nodes = tuple(draw(st.lists(st.integers(0, draw(st.integers(0, 6))), min_size=world, max_size=world)))
+    per_node = draw(st.integers(1, 9))
+    return Topology(world, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, ranks_per_node=per_node, nodes=nodes)
+
+
+@st.composite
+def placed(draw: st.DrawFn) -> tuple[Topology, int, Placement]:
+    topology = draw(topologies())
+    r = draw(st.integers(0, min(5, topology.world_size - 1)) | st.integers(0, topology.world_size - 1))
+    return topology, r, place_replicas(topology, r)
+
+
+def on_nodes_of(*sizes: int) -> Topology:
+    """Data-parallel ranks on nodes of the given sizes, one after the other."""
+    return Topology(sum(sizes), nodes=tuple(node for node, size in enumerate(sizes) for _ in range(size)))
+
+
+@st.composite
+def uneven_worlds(draw: st.DrawFn) -> Topology:
+    """At least two nodes of any sizes, at most 12 ranks."""
+    sizes = draw(st.lists(st.sampled_from([1, 1, 1, 2, 2, 3, 4, 6, 9]), min_size=2, max_size=7))
+    while sum(sizes) > 12:
+        sizes.pop()
+    return on_nodes_of(*sizes)
+
+
+def feasible(sizes: tuple[int, ...], r: int, load: int) -> bool:
+    """Whether r replicas of all owners fit the node rule with at most `load` on each rank: a flow between nodes.
+
+    Below as many other nodes as replicas, each node takes at most one of an owner; else each takes at least one, and
+    the owner's node takes what all other ranks cannot.
+    """
+    world, others = sum(sizes), len(sizes) - 1
+    flow: dict[object, dict[object, int]] = defaultdict(dict)
+    wanted = 0
+    for owner, size in enumerate(sizes):
+        least, most = (1, sizes) if r >= others else (0, (1,) * len(sizes))
+        at_home = max(0, r - (world - size))
+        flow["source"]["from", owner] = (r - at_home - least * others) * size
+        wanted += flow["source"]["from", owner]
+        for node in range(len(sizes)):
+            if node != owner:
+                flow["from", owner]["on", node] = (most[node] - least) * size
+        room = load * size - least * (world - size) - at_home * size
+        if room < 0:
+            return False
+        flow["on", owner]["sink"] = room
+    return largest_flow(flow) == wanted
+
+
+def largest_flow(flow: dict[object, dict[object, int]]) -> int:
+    """Augmenting paths from "source" to "sink"."""
+    total = 0
+    while True:
+        before: dict[object, object] = {"source": None}
+        queue: list[object] = ["source"]
+        for here in queue:
+            for there, room in flow[here].items():
+                if room and there not in before:
+                    before[there] = here
+                    queue.append(there)
+        if "sink" not in before:
+            return total
+        path: list[object] = ["sink"]
+        while before[path[-1]] is not None:
+            path.append(before[path[-1]])
+        steps = list(zip(path[1:], path, strict=False))
+        amount = min(flow[here][there] for here, there in steps)
+        for here, there in steps:
+            flow[here][there] -= amount
+            flow[there][here] = flow[there].get(here, 0) + amount
+        total += amount
+
+
+def least_possible_load(topology: Topology, r: int) -> int:
+    sizes = tuple(sorted(map(len, topology.ranks_by_node.values())))
+    return next(load for load in count(r) if feasible(sizes, r, load))
+
+
+def most_kept(placement: Placement) -> int:
+    return max(map(len, placement.kept_by))
+
+
+@settings(max_examples=200, deadline=None)
+@given(placed())
+def test_every_owner_has_r_different_peers_and_never_itself(case: tuple[Topology, int, Placement]) -> None:
+    topology, r, placement = case
+    assert len(placement.peers) == topology.world_size
+    for owner, peers in enumerate(placement.peers):
+        assert len(set(peers)) == len(peers) == r
+        assert owner not in peers
+
+
+@settings(max_examples=200, deadline=None)
+@given(placed())
+def test_the_owners_node_keeps_a_replica_only_when_all_ranks_elsewhere_do(
+    case: tuple[Topology, int, Placement],
+) -> None:
+    topology, r, placement = case
+    for owner, peers in enumerate(placement.peers):
+        here = topology.node(owner)
+        elsewhere = topology.world_size - len(topology.ranks_by_node[here])
+        assert sum(topology.node(peer) == here for peer in peers) == max(0, r - elsewhere)
+
+
+@settings(max_examples=200, deadline=None)
+@given(placed())
+def test_replicas_are_on_as_many_other_nodes_as_there_are(case: tuple[Topology, int, Placement]) -> None:
+    topology, r, placement = case
+    for owner, peers in enumerate(placement.peers):
+        others = {topology.node(peer) for peer in peers} - {topology.node(owner)}
+        assert len(others) == min(r, len(topology.ranks_by_node) - 1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(topologies(), st.integers(1, 5))
+def test_no_rank_keeps_more_than_one_over_r_unless_unequal_nodes_leave_no_choice(topology: Topology, r: int) -> None:
+    nodes = len(topology.ranks_by_node)
+    if r < nodes:
+        assert most_kept(place_replicas(topology, r)) <= max(r + 1, least_possible_load(topology, r))
+
+
+@settings(max_examples=200, deadline=None)
+@given(uneven_worlds(), st.data())
+def test_uneven_nodes_keep_no_more_than_one_over_r_or_the_least_that_is_possible(
+    topology: Topology, data: st.DataObject
+) -> None:
+    r = data.draw(st.integers(0, topology.world_size - 1))
+    assert most_kept(place_replicas(topology, r)) <= max(r + 1, least_possible_load(topology, r))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "r", "least"),
+    [
+        ((1, 1, 1, 4, 1), 2, 3),
+        ((1, 1, 1, 4, 1), 3, 5),  # the four on the big node have but four others to choose three from
+        ((3, 1, 1, 1), 2, 3),
+        ((2, 2, 5), 3, 5),  # as many nodes as replicas, so that the own node stays out as long as others have ranks
+        ((2, 4, 2), 3, 4),
+        ((2, 6, 4), 5, 6),
+        ((2, 3, 5), 6, 7),
+    ],
+)
+def test_the_least_possible_load_of_uneven_nodes_is_reached(sizes: tuple[int, ...], r: int, least: int) -> None:
+    topology = on_nodes_of(*sizes)
+    assert least_possible_load(topology, r) == least
+    assert most_kept(place_replicas(topology, r)) == least
+
+
+@settings(deadline=None)
+@given(st.integers(1, 6), st.integers(1, 4), st.sampled_from([1, 2, 4]), st.data())
+def test_every_rank_keeps_exactly_r_where_groups_lie_regularly_on_equal_nodes(
+    nodes_per_stage: int, pp: int, tp: int, data: st.DataObject
+) -> None:
+    ep = data.draw(st.sampled_from([1, 2, 4, 4 * nodes_per_stage]))
+    topology = Topology(4 * nodes_per_stage * pp, tp=tp, pp=pp, ep=ep, etp=1, ranks_per_node=4)
+    r = data.draw(st.integers(0, topology.world_size - 1))
+    assert {len(kept) for kept in place_replicas(topology, r).kept_by} == {r}
+
+
+@settings(deadline=None)
+@given(topologies(), st.integers(0, 4))
+def test_the_same_topology_gives_the_same_placement_whatever_its_nodes_are_called(topology: Topology, r: int) -> None:
+    r = min(r, topology.world_size - 1)
+    renamed = tuple(7 * topology.node(rank) + 100 for rank in range(topology.world_size))
+    again = Topology(
+        topology.world_size,
+        tp=topology.tp,
+        pp=topology.pp,
+        cp=topology.cp,
+        ep=topology.ep,
+        etp=topology.etp,
+        nodes=renamed,
+    )
+    assert place_replicas(topology, r).peers == place_replicas(again, r).peers
+
+
+def test_expert_data_parallel_peers_come_before_data_parallel_ones_before_other_stages() -> None:
+    # Two stages of four nodes; experts are spread over two nodes, so that rank 0 shares its own with rank 16 only.
+    topology = Topology(64, pp=2, ep=16)
+    peers = place_replicas(topology, 5).peers[0]
+    assert peers[0] == topology.expert_data_parallel_peers(0)[1] == 16
+    assert set(peers[1:3]) <= set(topology.data_parallel_peers(0)) - set(topology.expert_data_parallel_peers(0))
+    assert {topology.node(peer) for peer in peers[1:3]} == {1, 3}
+    assert all(topology.stage(peer) == 1 for peer in peers[3:])
+
+
+def test_replicas_stay_in_the_expert_group_on_nodes_that_straddle_stages() -> None:
+    topology = Topology(80, pp=2, ep=4, ranks_per_node=16)
+    facts = coverage(place_replicas(topology, 1), topology)
+    assert facts.expert_group == 80
+    assert facts.same_node == 0
+
+
+def test_as_many_replicas_go_to_the_group_as_it_has_room_for_when_groups_overlap_on_nodes() -> None:
+    # Stages of six ranks: four on a node of their own, two on the node in between; one replica on each rank.
+    topology = Topology(12, pp=2, ranks_per_node=4)
+    facts = coverage(place_replicas(topology, 1), topology)
+    assert (facts.expert_group, facts.elsewhere, facts.most_kept) == (8, 4, 1)
+
+
+def test_blocks_of_different_numbers_of_nodes_are_no_regular_layout() -> None:
+    # Two stages have two nodes each, the other two share four nodes.
+    nodes = (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, *(4, 4, 5, 5, 6, 6, 7, 7) * 2)
+    topology = Topology(32, pp=4, nodes=nodes)
+    facts = coverage(place_replicas(topology, 1), topology)
+    assert (facts.expert_group, facts.most_kept, facts.same_node) == (32, 1, 0)
+
+
+def test_expert_peers_come_first_on_irregular_nodes_too() -> None:
+    topology = Topology(96, pp=2, ep=8, ranks_per_node=7)
+    assert coverage(place_replicas(topology, 1), topology).expert_group == 96
+
+
+@settings(deadline=None)
+@given(st.integers(2, 4), st.integers(2, 4), st.integers(2, 4), st.data())
+def test_equal_nodes_keep_exactly_r_when_replicas_need_every_node(
+    nodes: int, size: int, pp: int, data: st.DataObject
+) -> None:
+    topology = Topology(nodes * size * pp, pp=pp, ranks_per_node=size * pp)
+    r = data.draw(st.integers(nodes, topology.world_size - 1))
+    assert {len(kept) for kept in place_replicas(topology, r).kept_by} == {r}
+
+
+def test_tensor_ranks_find_their_own_data_parallel_peers() -> None:
+    topology = Topology(32, tp=8, ep=4, etp=1)
+    placement = place_replicas(topology, 2)
+    for owner, peers in enumerate(placement.peers):
+        assert set(peers) < set(topology.data_parallel_peers(owner))
+
+
+def test_one_big_node_beside_a_single_rank_puts_survival_before_balance() -> None:
+    topology = on_nodes_of(4, 1)
+    placement = place_replicas(topology, 1)
+    assert placement.peers[:4] == ((4,),) * 4
+    assert most_kept(placement) == 4
+
+
+def test_uneven_nodes_keep_within_the_bound_where_that_is_possible() -> None:
+    topology = on_nodes_of(4, 2)
+    assert least_possible_load(topology, 1) == 2
+    assert sorted(len(kept) for kept in place_replicas(topology, 1).kept_by) == [0, 0, 1, 1, 2, 2]
+
+
+def test_on_a_single_node_replicas_rotate_over_its_ranks() -> None:
+    assert place_replicas(Topology(4), 2).peers == ((1, 2), (2, 3), (3, 0), (0, 1))
+
+
+def test_no_replicas_are_no_peers() -> None:
+    placement = place_replicas(Topology(3, ranks_per_node=1), 0)
+    assert placement.peers == ((), (), ())
+    assert placement.r == 0
+    assert coverage(placement, Topology(3, ranks_per_node=1)).fatal_nodes == 1
+
+
+def test_a_world_of_one_rank_can_have_no_replicas() -> None:
+    assert place_replicas(Topology(1), 0).peers == ((),)
+
+
+@settings(max_examples=100, deadline=None)
+@given(placed())
+def test_what_is_kept_is_what_was_placed(case: tuple[Topology, int, Placement]) -> None:
+    _, _, placement = case
+    placed_pairs = Counter((owner, peer) for owner, peers in enumerate(placement.peers) for peer in peers)
+    kept_pairs = Counter((owner, keeper) for keeper, owners in enumerate(placement.kept_by) for owner in owners)
+    assert placed_pairs == kept_pairs
+
+
+@settings(max_examples=150, deadline=None)
+@given(placed(), st.data())
+def test_an_owner_is_lost_exactly_when_every_node_with_a_copy_is(
+    case: tuple[Topology, int, Placement], data: st.DataObject
+) -> None:
+    topology, _, placement = case
+    gone = data.draw(st.sets(st.sampled_from(sorted(topology.ranks_by_node))))
+    result = surviving(placement, gone)
+    for owner, peers in enumerate(placement.peers):
+        copies = [rank for rank in (owner, *peers) if topology.node(rank) not in gone]
+        assert (owner in result.lost) == (not copies)
+        assert (owner in result.from_peers) == (topology.node(owner) in gone and bool(copies))
+
+
+@settings(max_examples=150, deadline=None)
+@given(placed(), st.data())
+def test_no_smaller_loss_than_the_fatal_one_loses_anything_and_one_of_that_size_does(
+    case: tuple[Topology, int, Placement], data: st.DataObject
+) -> None:
+    topology, _, placement = case
+    facts = coverage(placement, topology)
+    nodes = sorted(topology.ranks_by_node)
+    fewer = data.draw(st.permutations(nodes))[: facts.fatal_nodes - 1]
+    assert surviving(placement, fewer).lost == ()
+    holders = [placement.holders(owner) for owner in range(topology.world_size)]
+    assert any(surviving(placement, held).lost for held in holders if len(held) == facts.fatal_nodes)
+    assert facts.fatal_sets == len({held for held in holders if len(held) == facts.fatal_nodes})
+
+
+def test_with_enough_nodes_it_takes_one_more_node_than_replicas_to_lose_anything() -> None:
+    topology = Topology(64, pp=2, ep=8)
+    facts = coverage(place_replicas(topology, 2), topology)
+    assert (facts.fatal_nodes, facts.same_node, facts.least_kept, facts.most_kept) == (3, 0, 2, 2)
+    assert facts.expert_group + facts.dense_group + facts.elsewhere == 128
+    assert facts.expert_group == 128
+
+
+def test_replicas_on_the_own_node_are_counted_as_such() -> None:
+    facts = coverage(place_replicas(Topology(4), 2), Topology(4))
+    assert (facts.fatal_nodes, facts.same_node) == (1, 8)
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "is_expert", "part"),
+    [
+        (0, False, Part.EVERYTHING),
+        (0, True, Part.EVERYTHING),
+        (1, False, Part.COMPUTE),
+        (2, True, Part.COMPUTE),
+        (3, False, Part.NOTHING),
+        (3, True, Part.NOTHING),
+    ],
+)
+def test_data_parallel_peers_hold_what_zero_does_not_shard(zero_stage: int, is_expert: bool, part: Part) -> None:
+    assert redundant_part(zero_stage, is_expert, 4, 2) == part
+
+
+def test_nothing_is_redundant_without_a_peer_of_that_group() -> None:
+    assert redundant_part(0, True, 8, 1) == Part.NOTHING
+    assert redundant_part(0, False, 1, 8) == Part.NOTHING
+    assert redundant_part(0, False, 8, 1) == Part.EVERYTHING
+
+
+# Four nodes of two ranks, ep 2: each rank answers for an eighth of non-experts and a quarter of its half of experts.
+FOUR_NODES = Topology(8, ep=2, ranks_per_node=2)
+SHARED = sum(-(-n // 8) for operator, n in SMALL.parameters.items() if not operator.is_expert)
+EXPERTS = sum(-(-n // 4) for operator, n in SMALL.parameters.items() if operator.is_expert) // 2
+
+
+@pytest.mark.parametrize(("zero_stage", "bytes_per_parameter"), [(0, 0), (1, 12), (2, 12), (3, 14)])
+def test_each_replica_sends_what_no_peer_holds_anyway(zero_stage: int, bytes_per_parameter: int) -> None:
+    found = replica_bytes(SMALL, FOUR_NODES, FP16_FP32, zero_stage, place_replicas(FOUR_NODES, 2))
+    assert found.snapshot_bytes == ((SHARED + EXPERTS) * 14,) * 8
+    assert found.sent_bytes == found.kept_bytes == ((SHARED + EXPERTS) * bytes_per_parameter * 2,) * 8
+    assert found.node_bytes == dict.fromkeys(range(4), 2 * (SHARED + EXPERTS) * (14 + 2 * bytes_per_parameter))
+
+
+def test_a_full_part_has_no_compute_weights_to_leave_out() -> None:
+    found = replica_bytes(SMALL, FOUR_NODES, FP16_FP32, 1, place_replicas(FOUR_NODES, 1), part=Part.FULL)
+    assert found.sent_bytes == ((SHARED + EXPERTS) * 12,) * 8
+
+
+def test_peers_on_the_same_node_protect_nothing_so_that_redundant_state_is_sent() -> None:
+    # Two stages, each alone on a node: all peers of a group sit together.
+    topology = Topology(8, pp=2, ranks_per_node=4)
+    placement = place_replicas(topology, 1)
+    sent = [replica_bytes(SMALL, topology, FP16_FP32, stage, placement).sent_bytes for stage in range(4)]
+    assert sent[0] == sent[1] == sent[2] == sent[3]
+    assert min(sent[0]) > 0
+
+
+def test_redundant_state_is_sent_only_for_the_copies_that_its_group_lacks() -> None:
+    # Each stage has two nodes, so that with three replicas two more nodes need a copy of what the group shares.
+    topology = Topology(8, pp=2, ranks_per_node=2)
+    placement = place_replicas(topology, 3)
+    by_stage = [replica_bytes(SMALL, topology, FP16_FP32, stage, placement).sent_bytes for stage in range(4)]
+    shares = [sent // 14 // 3 for sent in by_stage[3]]
+    assert by_stage[0] == tuple(share * 14 * 2 for share in shares)
+    assert by_stage[1] == tuple(share * (12 * 3 + 2 * 2) for share in shares)
+
+
+@settings(max_examples=100, deadline=None)
+@given(placed(), st.integers(0, 3))
+def test_what_is_sent_is_kept_and_everything_has_its_memory(
+    case: tuple[Topology, int, Placement], zero_stage: int
+) -> None:
+    topology, r, placement = case
+    shape = ModelShape("any", 3, 8, 2, 20, 12, 6, 1)
+    found = replica_bytes(shape, topology, FP16_FP32, zero_stage, placement)
+    assert sum(found.sent_bytes) == sum(found.kept_bytes) <= r * sum(found.snapshot_bytes)
+    assert sum(found.node_bytes.values()) == sum(found.snapshot_bytes) + sum(found.kept_bytes)
+    total = shape.total_parameters * FP16_FP32.bytes_per_parameter(Part.EVERYTHING)
+    assert sum(found.snapshot_bytes) >= total
+
+
+@settings(max_examples=150, deadline=None)
+@given(placed(), st.integers(0, 3))
+def test_every_component_ends_on_as_many_nodes_as_replicas_ask_for(
+    case: tuple[Topology, int, Placement], zero_stage: int
+) -> None:
+    topology, r, placement = case
+    shape = ModelShape("dense", 3, 8, 2, 20, 12)
+    found = replica_bytes(shape, topology, FP16_FP32, zero_stage, placement)
+    for owner, sent in enumerate(found.sent_bytes):
+        group = {topology.node(rank) for rank in topology.data_parallel_peers(owner)}
+        per_parameter = found.snapshot_bytes[owner] // 14
+        redundant = FP16_FP32.bytes_per_parameter(
+            redundant_part(zero_stage, False, topology.dp * topology.cp, topology.edp)
+        )
+        outside = sum(topology.node(peer) not in group for peer in placement.peers[owner])
+        copies = min(outside, max(0, r + 1 - len(group)))
+        assert sent == per_parameter * ((14 - redundant) * r + redundant * copies)
+
+
+@pytest.mark.parametrize("replicas", [-1, 8, 9])
+def test_more_replicas_than_other_ranks_are_refused_with_the_range(replicas: int) -> None:
+    with pytest.raises(UsageError, match=f"replicas is {replicas}, but must be from 0 to world_size - 1 = 7"):
+        place_replicas(Topology(8), replicas)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "sentence"),
+    [
+        (lambda: redundant_part(4, False, 2, 2), "zero_stage is 4, but must be from 0 to 3"),
+        (
+            lambda: replica_bytes(SMALL, Topology(4), FP16_FP32, 1, place_replicas(Topology(8), 1)),
+            "placement is for 8 ranks, but world_size is 4",
+        ),
+        (
+            lambda: replica_bytes(SMALL, Topology(8, pp=8), FP16_FP32, 1, place_replicas(Topology(8, pp=8), 1)),
+            "4 layers cannot fill",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(attempt: Callable[[], object], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        attempt()
