@@ -19,8 +19,8 @@ def main() -> None:
 def skip_megatron_core() -> None:
     """Make what lies below the packages that we share with Megatron-Core importable without running them.
 
-    Importing anything below `megatron.core` first runs that package of the wheel, which imports all of Megatron-Core and
-    torch: seconds, and warnings of optional packages. Policies and planner need none of it; commands that do call
+    Importing anything below `megatron.core` first runs that package of the wheel, which imports all of Megatron-Core
+    and torch: seconds, and warnings of optional packages. Policies and planner need none of it; commands that do call
     `cli.megatron_core.load_megatron_core`. Does nothing in a process that has imported Megatron-Core already.
     """
     for name in SHARED_PACKAGES:

@@ -186,6 +186,7 @@ def operator_of(name: str, num_layers: int) -> OperatorId:
         replace(SMALL, untie_embeddings_and_output_weights=True, gated_linear_unit=True, moe_ffn_hidden_size=6),
         replace(SMALL, moe_shared_expert_intermediate_size=12, moe_shared_expert_gate=True, add_qkv_bias=True),
         replace(SMALL, kv_channels=6, num_query_groups=2, qk_layernorm=True, moe_layer_freq=2),
+        replace(SMALL, qk_layernorm=True, normalization="LayerNorm"),
         replace(
             SMALL,
             multi_latent_attention=True,
@@ -197,7 +198,16 @@ def operator_of(name: str, num_layers: int) -> OperatorId:
             qk_layernorm=True,
         ),
     ],
-    ids=["gpt", "dense gpt", "gated dense", "gated", "shared expert", "grouped queries", "latent attention"],
+    ids=[
+        "gpt",
+        "dense gpt",
+        "gated dense",
+        "gated",
+        "shared expert",
+        "grouped queries",
+        "normalized queries",
+        "latent attention",
+    ],
 )
 def test_each_operator_has_the_parameters_that_megatron_core_gives_it(
     shape: ModelShape, one_process: None, monkeypatch: pytest.MonkeyPatch

@@ -104,7 +104,9 @@ class ModelShape:
         for layer in range(self.num_layers):
             found[OperatorId(layer, OperatorKind.NON_EXPERT)] = self._non_expert(layer in moe)
             if layer in moe:
-                found[OperatorId(layer, OperatorKind.ROUTER)] = (self.hidden_size + self.add_bias_linear) * self.num_experts
+                found[OperatorId(layer, OperatorKind.ROUTER)] = (
+                    self.hidden_size + self.add_bias_linear
+                ) * self.num_experts
                 found.update((expert(layer, index), expert_parameters) for index in range(self.num_experts))
         found[OperatorId(self.num_layers, OperatorKind.HEAD)] = self._norm + (
             self.vocab_size * self.hidden_size if self.untie_embeddings_and_output_weights else 0
@@ -155,7 +157,11 @@ class ModelShape:
 
     @property
     def _norm(self) -> int:
-        return self.hidden_size * (2 if self.normalization == "LayerNorm" else 1)
+        return self.hidden_size * self._per_normalized
+
+    @property
+    def _per_normalized(self) -> int:
+        return 2 if self.normalization == "LayerNorm" else 1
 
     @property
     def _embedding(self) -> int:
@@ -184,7 +190,8 @@ class ModelShape:
         biases = (queries + keys_values if self.add_bias_linear or self.add_qkv_bias else 0) + (
             self.hidden_size if self.add_bias_linear else 0
         )
-        return self.hidden_size * (2 * queries + keys_values) + biases + 2 * self._head_dim * self.qk_layernorm
+        norms = 2 * self._head_dim * self._per_normalized if self.qk_layernorm else 0
+        return self.hidden_size * (2 * queries + keys_values) + biases + norms
 
     @property
     def _latent_attention(self) -> int:
@@ -193,9 +200,9 @@ class ModelShape:
         queries = (
             self.hidden_size * query_size
             if self.q_lora_rank is None
-            else self.q_lora_rank * (self.hidden_size + 1 + query_size)
+            else self.q_lora_rank * (self.hidden_size + self._per_normalized + query_size)
         )
         keys_values = self.hidden_size * (rank + self.qk_pos_emb_head_dim) + rank * (
-            1 + heads * (self.qk_head_dim + self.v_head_dim)
+            self._per_normalized + heads * (self.qk_head_dim + self.v_head_dim)
         )
         return queries + keys_values + heads * self.v_head_dim * self.hidden_size
