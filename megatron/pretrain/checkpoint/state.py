@@ -12,6 +12,7 @@ import torch
 
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.moe.runtime.megatron import gather_compute_weights
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
@@ -58,8 +59,7 @@ class Parts:
 def gather_parameters(state: TrainingState) -> None:
     """Make the compute weights of this step whole: with `--overlap-param-gather` the next forward would do it."""
     if state.config.parallel.overlap_param_gather:
-        for chunk in state.chunks:
-            chunk.start_param_sync(force_sync=True)
+        gather_compute_weights(state.chunks)
 
 
 def content_metadata(config: PretrainConfig) -> dict[str, Any]:

@@ -1,0 +1,216 @@
+"""Which operator a tensor of a live model belongs to, and the key under which its state is found again.
+
+Names of parameters and buffers are Megatron-Core's, as `named_parameters` of an unwrapped model chunk gives them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
+
+from ..errors import UsageError
+from ..types import OperatorId, OperatorKind, Part, Topology, expert
+
+if TYPE_CHECKING:
+    import torch
+
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+OUTPUT_WEIGHTS = "output_layer.weight"
+
+_IN_LAYER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
+_SEQUENTIAL = re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<tensor>linear_fc[12]\.(?:weight|bias))")
+_GROUPED = re.compile(r"mlp\.experts\.(?P<tensor>linear_fc[12]\.(?:weight|bias))(?P<expert>\d+)")
+_LEGACY = re.compile(r"mlp\.experts\.(?:weight|bias)[12]")
+_ROUTER = "mlp.router."
+_NON_EXPERT = (
+    "input_layernorm.",
+    "self_attention.",
+    "pre_mlp_layernorm.",
+    "mlp.linear_fc1.",
+    "mlp.linear_fc2.",
+    "mlp.shared_experts.",
+    "mlp.fc1_latent_proj.",
+    "mlp.fc2_latent_proj.",
+)
+_CONSTANT = "rotary_pos_emb."
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlace:
+    """Where a model chunk sits in the whole model.
+
+    first_layer: global number of the chunk's `decoder.layers.0`, counted from 0.
+    num_layers: of the whole model, not of the chunk.
+    first_expert: global id of this rank's local expert 0, in every MoE layer.
+    tied: whether the output layer uses the weights of the word embeddings.
+    """
+
+    first_layer: int
+    num_layers: int
+    first_expert: int = 0
+    tied: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalName:
+    """A parameter or buffer of the whole model: global layer number, global expert id, one spelling for all experts.
+
+    Tied embeddings: with several pipeline stages Megatron keeps the word embeddings twice, on the first stage and as
+    `output_layer.weight` on the last, reduces both gradients together and steps both copies alike. Both are state of
+    the embedding operator under one name; each copy names the ranks of the other among its holders. One of them has to
+    be stored, and a restore writes both.
+    """
+
+    operator: OperatorId
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Elements `start` to `end` of a tensor of the model as one tensor-parallel rank has it, flattened.
+
+    numel: elements of that flattened tensor.
+    tp_rank, tp_size: which of how many partitions it is; 0 of 1 where all tensor-parallel ranks hold the whole.
+    own_of: the rank for a tensor in which every rank has values of its own, else None.
+    """
+
+    of: GlobalName
+    start: int
+    end: int
+    numel: int
+    tp_rank: int = 0
+    tp_size: int = 1
+    own_of: int | None = None
+
+    def key(self, field: str) -> str:
+        """Unique within a rank; the same key on two ranks names the same values."""
+        partition = f"/tp{self.tp_rank}of{self.tp_size}" if self.tp_size > 1 else ""
+        own = f"/rank{self.own_of}" if self.own_of is not None else ""
+        return f"{self.of.name}{partition}{own}[{self.start}:{self.end}]/{field}"
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How a tensor is spread over ranks.
+
+    is_expert: whether over the dimensions of experts (etp, ep, edp) or of all else (tp, cp, dp).
+    partitioned: cut over tensor-parallel ranks, else whole on each of them.
+    sharded: cut over data-parallel ranks by the distributed optimizer, else whole on each of them.
+    tied: on the first and the last pipeline stage (word embeddings), else on one.
+    """
+
+    is_expert: bool
+    partitioned: bool
+    sharded: bool
+    tied: bool = False
+
+
+@lru_cache
+def holders(topology: Topology, rank: int, spread: Spread) -> tuple[int, ...]:
+    """The ranks that hold the same values as `rank`, itself among them, ascending."""
+    here = topology.coordinates(rank)
+
+    def holds(other: int) -> bool:
+        there = topology.coordinates(other)
+        if spread.is_expert:
+            same_partition, same_shard = there.etp == here.etp, there.edp == here.edp
+        else:
+            same_partition, same_shard = there.tp == here.tp, (there.cp, there.dp) == (here.cp, here.dp)
+        return (
+            (same_partition or not spread.partitioned)
+            and (same_shard or not spread.sharded)
+            and (there.ep == here.ep or not spread.is_expert)
+        )
+
+    stages = sorted({0, topology.pp - 1}) if spread.tied else (here.pp,)
+    return tuple(other for stage in stages for other in topology.stage_ranks(stage) if holds(other))
+
+
+@dataclass(frozen=True, eq=False)
+class StateTensor:
+    """One tensor of training state that this rank owns, as a view into the live storage.
+
+    field: `compute`, `master`, `buffer`, or the optimizer's name (`exp_avg`, `exp_avg_sq`, `step`).
+    part: the one component of the operator's state that it is. Where compute weights and master weights are one tensor
+        (fp32, and frozen parameters) it is MASTER. Router buffers are MASTER too, step counts are MOMENTS.
+    tensor: flat, contiguous, of the live dtype and device; as long as `shard`, but a step count has one element. A
+        copy of it is a snapshot, and copying into it is a restore.
+    holders: ranks that hold the same values, this one among them, ascending. One of them has to store it.
+    in_forward: whether a forward pass reads it: compute weights, fp32 masters, router buffers.
+    """
+
+    shard: Shard
+    field: str
+    part: Part
+    tensor: torch.Tensor
+    holders: tuple[int, ...]
+    in_forward: bool = False
+
+    @property
+    def operator(self) -> OperatorId:
+        """The one operator to whose state this belongs."""
+        return self.shard.of.operator
+
+    @cached_property
+    def key(self) -> str:
+        """See `Shard.key`."""
+        return self.shard.key(self.field)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        count: int = self.tensor.numel() * self.tensor.element_size()
+        return count
+
+    def serves(self, part: Part) -> bool:
+        """Whether a snapshot of `part` contains this tensor: WEIGHTS take all that a forward pass reads."""
+        return bool(self.part & part) or (self.in_forward and Part.WEIGHTS in part)
+
+
+def is_constant(name: str) -> bool:
+    """Whether a buffer is a table that the configuration determines, such as rotary angles: no training state."""
+    return name.startswith(_CONSTANT)
+
+
+def locate(name: str, chunk: ChunkPlace) -> GlobalName:
+    """The operator and the global name of the parameter or buffer that a model chunk calls `name`.
+
+    Raises UsageError for a name that fits no operator.
+    """
+    in_layer = _IN_LAYER.fullmatch(name)
+    if in_layer:
+        return _in_layer(name, chunk.first_layer + int(in_layer["layer"]), in_layer["rest"], chunk)
+    if name == OUTPUT_WEIGHTS and chunk.tied:
+        return GlobalName(OperatorId(-1, OperatorKind.EMBEDDING), WORD_EMBEDDINGS)
+    if name.startswith("embedding."):
+        return GlobalName(OperatorId(-1, OperatorKind.EMBEDDING), name)
+    if name.startswith(("decoder.final_layernorm.", "output_layer.")):
+        return GlobalName(OperatorId(chunk.num_layers, OperatorKind.HEAD), name)
+    raise UsageError(
+        f"parameter or buffer {name!r} belongs to no operator: expected embedding.*, decoder.layers.<n>.*,"
+        " decoder.final_layernorm.* or output_layer.*; a model with other modules (such as mtp.*) cannot be protected"
+    )
+
+
+def _in_layer(name: str, layer: int, rest: str, chunk: ChunkPlace) -> GlobalName:
+    prefix = f"decoder.layers.{layer}"
+    routed = _SEQUENTIAL.fullmatch(rest) or _GROUPED.fullmatch(rest)
+    if routed:
+        index = chunk.first_expert + int(routed["expert"])
+        return GlobalName(expert(layer, index), f"{prefix}.mlp.experts.{index}.{routed['tensor']}")
+    if rest.startswith(_ROUTER):
+        return GlobalName(OperatorId(layer, OperatorKind.ROUTER), f"{prefix}.{rest}")
+    if rest.startswith(_NON_EXPERT):
+        return GlobalName(OperatorId(layer, OperatorKind.NON_EXPERT), f"{prefix}.{rest}")
+    if _LEGACY.fullmatch(rest):
+        raise UsageError(
+            f"parameter {name!r} holds all experts in one tensor: experts are protected one by one, use sequential"
+            " experts or --moe-grouped-gemm with Transformer Engine"
+        )
+    raise UsageError(
+        f"parameter or buffer {name!r} belongs to no operator of layer {layer}: expected mlp.router.*,"
+        " mlp.experts.local_experts.<n>.linear_fc1|2.weight|bias, mlp.experts.linear_fc1|2.weight<n>|bias<n>, or one of"
+        f" {', '.join(f'{known}*' for known in _NON_EXPERT)}"
+    )
