@@ -1,0 +1,183 @@
+"""Windows: which operators are anchored in which iteration, by counts and by bytes (MoEvement 3.5, Algorithm 1)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from ..errors import UsageError
+from ..types import OperatorId, OperatorSize, Window
+from .checks import budget_bytes as budget_bytes
+from .checks import positive, whole
+from .packing import Load
+from .partition import partition
+
+Sizes = Mapping[OperatorId, OperatorSize]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A window, the bytes that each of its snapshots copies, and the bytes that an iteration has time to copy.
+
+    `why` says on one line why the largest snapshot does not fit the budget; it is empty if it does.
+    """
+
+    window: Window
+    load_bytes: tuple[int, ...]
+    budget_bytes: int
+    why: str = field(default="", compare=False)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of the largest snapshot."""
+        return max(self.load_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether no snapshot stalls training."""
+        return self.peak_bytes <= self.budget_bytes
+
+    @property
+    def even_share_bytes(self) -> int:
+        """Bytes of each snapshot if all had the same, rounded up."""
+        return -(-sum(self.load_bytes) // len(self.load_bytes))
+
+    @property
+    def stall_bytes(self) -> tuple[int, ...]:
+        """Bytes of each snapshot for which training has to wait: known before the window begins."""
+        return tuple(max(load - self.budget_bytes, 0) for load in self.load_bytes)
+
+    def stall_s(self, bandwidth_bytes_per_s: float) -> tuple[float, ...]:
+        """Seconds that training waits for each snapshot. Raises UsageError for a bandwidth not above 0 and finite."""
+        positive("bandwidth_bytes_per_s", bandwidth_bytes_per_s)
+        return tuple(stall / bandwidth_bytes_per_s for stall in self.stall_bytes)
+
+
+def paper_window(sizes: Sizes, budget_bytes: int) -> tuple[int, int]:
+    """W_Sparse and O_Active as FindWindowSize of MoEvement Alg. 1 (lines 7 to 18) finds them.
+
+    S_Master + S_Optim and S_Compute, "per operator", are averages over all operators; they are compared exactly.
+    The loop never tries fewer than 3 operators, so that 2 may be returned although they do not fit.
+    Raises UsageError for a budget below 1 or no operators.
+    """
+    whole("budget_bytes", budget_bytes, 1)
+    total, active = len(sizes), len(sizes)
+    if not total:
+        raise UsageError("sizes names no operators: a window needs at least 1")
+    full = sum(size.full_bytes for size in sizes.values())
+    weights = sum(size.weights_bytes for size in sizes.values())
+    while active > 2 and full * active + weights * (total - active) > budget_bytes * total:
+        active -= 1
+    return -(-total // active), active
+
+
+def paper_schedule(
+    ordered: Sequence[OperatorId], sizes: Sizes, budget_bytes: int, first_iteration: int = 0
+) -> Schedule:
+    """GenerateSchedule of MoEvement Alg. 1 (lines 19 to 29): O_Active operators each, in their order, by count.
+
+    The bytes are those that the snapshots really have, so that `fits` tells whether counting was good enough.
+    Raises UsageError as `paper_window`, and for an operator that occurs twice or has no size.
+    """
+    load = load_of(ordered, sizes)
+    window, active = paper_window({operator: sizes[operator] for operator in ordered}, budget_bytes)
+    groups = [range(step * active, min((step + 1) * active, len(ordered))) for step in range(window)]
+    return schedule_of(ordered, load, groups, first_iteration, budget_bytes)
+
+
+def byte_aware_schedule(
+    ordered: Sequence[OperatorId],
+    sizes: Sizes,
+    budget_bytes: int,
+    *,
+    first_iteration: int = 0,
+    window: int | None = None,
+    pinned: Mapping[OperatorId, int] | None = None,
+) -> Schedule:
+    """The smallest window whose largest snapshot fits the budget, as even as can be (instead of MoEvement Alg. 1).
+
+    Operators differ in size by orders of magnitude, and late snapshots carry less WEIGHTS, so counting them does not
+    say what a snapshot weighs: snapshot i has the full bytes of group i and the weights bytes of all later groups.
+    The order is kept where it fits, bent where an operator is too large for a gap, and given up between operators of
+    different size where that saves an iteration or 2 % of the largest snapshot; equal ones always keep it.
+
+    Where the budget is too small for every window that is found, each operator that is larger than the cap is anchored
+    alone, at the end of the window, where the least WEIGHTS come with it; for the others the cap is raised, from 10 %
+    above the least that any window needs (the WEIGHTS of all, and the smallest operator FULL) in steps of 10 %, until
+    a window is found. The last few per cent of a stall are thus not bought with a window many times as long.
+
+    `window` forces the number of iterations. `pinned` (with `window`) anchors operators in the given step from the
+    first, 0; others than those in `ordered` are not looked at. No group is empty, except where pinned operators leave
+    too few of the others. The result does not depend on the order of `sizes`.
+    Raises UsageError for a budget below 1, no operators, one that occurs twice or has no size, a window below 1 or
+    above the number of operators, and a pinned step outside of the window.
+    """
+    whole("budget_bytes", budget_bytes, 1)
+    load = load_of(ordered, sizes)
+    if window is not None and not 1 <= window <= len(ordered):
+        raise UsageError(f"window is {window}, but must be from 1 to the number of operators, {len(ordered)}")
+    steps = _pinned_steps(ordered, window, pinned or {})
+    groups = partition(load, budget_bytes, window, steps)
+    return schedule_of(ordered, load, groups, first_iteration, budget_bytes)
+
+
+def schedule_of(
+    ordered: Sequence[OperatorId], load: Load, groups: Sequence[Sequence[int]], first_iteration: int, budget: int
+) -> Schedule:
+    """The schedule that anchors these positions of `ordered`, whose bytes are `load`, in each step."""
+    full = [sum(map(load.full.__getitem__, group)) for group in groups]
+    weights = [sum(map(load.weights.__getitem__, group)) for group in groups]
+    later = list(accumulate(reversed(weights), initial=0))[-2::-1]
+    window = Window(first_iteration, tuple(tuple(map(ordered.__getitem__, group)) for group in groups))
+    loads = tuple(own + due for own, due in zip(full, later, strict=True))
+    return Schedule(window, loads, budget, _why(ordered, load, loads, budget))
+
+
+def _why(ordered: Sequence[OperatorId], load: Load, loads: tuple[int, ...], budget: int) -> str:
+    stalls = [bytes_ - budget for bytes_ in loads if bytes_ > budget]
+    if not stalls:
+        return ""
+    largest = max(range(len(load)), key=load.full.__getitem__)
+    weights = sum(load.weights)
+    if load.full[largest] > budget:
+        reason = f"{ordered[largest]} alone has {load.full[largest]} bytes"
+    elif load.least_peak_bytes > budget:
+        reason = f"the WEIGHTS of all {len(load)} operators have {weights} bytes, and the first snapshot needs them"
+    else:
+        reason = f"no window of {len(loads)} iterations was found in which less than {max(loads)} bytes come together"
+    return (
+        f"{reason}, but an iteration copies {budget}: training waits for {sum(stalls)} bytes in {len(stalls)} of"
+        f" {len(loads)} iterations; raise the bandwidth, or lower the bytes per rank"
+    )
+
+
+def load_of(ordered: Sequence[OperatorId], sizes: Sizes) -> Load:
+    """Bytes by position in `ordered`. Raises UsageError for no operators, one twice, and one without a size."""
+    try:
+        known = [sizes[operator] for operator in ordered]
+    except KeyError as missing:
+        raise UsageError(f"sizes has no entry for {missing.args[0]}: give the bytes of every operator") from None
+    if not known:
+        raise UsageError("ordered names no operators: a window needs at least 1")
+    if len(set(ordered)) < len(ordered):
+        twice = Counter(ordered).most_common(1)[0][0]
+        raise UsageError(f"{twice} occurs more than once in the order: a window anchors each operator once")
+    return Load([size.full_bytes for size in known], [size.weights_bytes for size in known], range(len(known)))
+
+
+def _pinned_steps(
+    ordered: Sequence[OperatorId], window: int | None, pinned: Mapping[OperatorId, int]
+) -> dict[int, int]:
+    if not pinned:
+        return {}
+    if window is None:
+        raise UsageError(
+            f"pinned names {len(pinned)} operators, but no window: give the window that their steps are of"
+        )
+    steps = {index: pinned[operator] for index, operator in enumerate(ordered) if operator in pinned}
+    for index, step in steps.items():
+        if not 0 <= step < window:
+            raise UsageError(f"pinned step of {ordered[index]} is {step}, but must be from 0 to {window - 1}")
+    return steps
