@@ -8,20 +8,23 @@ import click
 
 from ..errors import MoECheckpointError, UsageError
 from .digest import digest
+from .plan import plan
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(package_name="megatron-moe-ckpt", prog_name="moe-ckpt")
 def commands() -> None:
-    """Look at MoE training checkpoints without a GPU, without torchrun, and without running anything stored in them.
+    """Plan and look at MoE training checkpoints without a GPU and without torchrun; nothing stored in them is run.
 
     \b
+    $ moe-ckpt plan window --help           # what would a strategy do with my model?
     $ moe-ckpt digest checkpoints/          # which state did this run reach?
     $ moe-ckpt digest --help
     """
 
 
 commands.add_command(digest)
+commands.add_command(plan)
 
 
 def main() -> None:

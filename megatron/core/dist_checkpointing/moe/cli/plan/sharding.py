@@ -1,0 +1,89 @@
+"""`moe-ckpt plan sharding`: who saves which bytes of state that several ranks hold."""
+
+from __future__ import annotations
+
+import click
+
+from ...policy.partial import PEC_SCOPES, pec_plan, sequential_selection
+from ...policy.sharding import SHARDINGS, eq_5_full_bytes, eq_6_pec_bytes, is_balanced, shard_checkpoint
+from ...types import OperatorId, Part
+from ..report import Fact, Report, Table
+from .options import Job, plan_command
+
+HELP = """Compare how ranks can share the saving of replicated state (MoC 4): the baseline of Megatron-DeepSpeed, equal
+shards of experts (EE) and of non-experts (EN), and adaptive ones (AN).
+
+\b
+    $ moe-ckpt plan sharding --model GPT-350M-16E --world-size 16 --ep 8
+    $ moe-ckpt plan sharding --model GPT-350M-16E --world-size 16 --ep 8 --pec-k-snapshot 1
+
+The rank with the most bytes decides how long a checkpoint takes. Bytes are compute weights, master weights and moments.
+"""
+
+
+@plan_command(HELP)
+@click.option(
+    "--shard", type=click.Choice(list(SHARDINGS)), default="adaptive", show_default=True, help="For the table of ranks."
+)
+@click.option(
+    "--pec-k-snapshot", "k", type=int, default=None, metavar="K", help="Experts per MoE layer [default: all]."
+)
+@click.option("--use-distributed-optimizer/--no-distributed-optimizer", "sharded", default=True, show_default=True)
+def sharding(job: Job, shard: str, k: int | None, sharded: bool) -> Report:
+    shape, topology = job.shape, job.topology
+    parts = None if k is None else _selected(job, k)
+    by_name = {
+        name: shard_checkpoint(name, shape, topology, job.precision, parts, optimizer_sharded=sharded)
+        for name in SHARDINGS
+    }
+    chosen = by_name[shard]
+    compared = [
+        (
+            name,
+            plan.bottleneck_bytes,
+            plan.bottleneck_rank,
+            plan.imbalance,
+            plan.bottleneck_bytes / by_name["none"].bottleneck_bytes,
+        )
+        for name, plan in by_name.items()
+    ]
+    experts = len(shape.moe_layers) and is_balanced(
+        k or shape.num_experts, len(shape.moe_layers), topology.ep, topology.ep * topology.edp
+    )
+    ranks = [(rank, topology.node(rank), count) for rank, count in enumerate(chosen.bytes_by_rank)]
+    return Report(
+        f"Sharded checkpoints of {shape.name}",
+        (
+            Fact("Checkpoint", chosen.total_bytes, "bytes"),
+            Fact("Eq. 5", eq_5_full_bytes(shape, job.precision), "bytes"),
+            *((Fact("Eq. 6", eq_6_pec_bytes(shape, job.precision, k), "bytes"),) if k else ()),
+            Fact("Even share of a rank", -(-chosen.total_bytes // topology.world_size), "bytes"),
+            Fact("Experts balanced (eq. 9)", bool(experts)),
+        ),
+        (
+            Table(
+                "Strategies",
+                (
+                    ("strategy", "text"),
+                    ("most of a rank", "bytes"),
+                    ("rank", "count"),
+                    ("of mean", "share"),
+                    ("of baseline", "share"),
+                ),
+                tuple(compared),
+            ),
+            Table("Ranks", (("rank", "count"), ("node", "count"), (f"{shard}", "bytes")), tuple(ranks)),
+        ),
+    )
+
+
+def _selected(job: Job, k: int) -> dict[OperatorId, Part]:
+    moe = set(job.shape.moe_layers)
+    stages = job.topology.layers_of_stages(job.shape.num_layers)
+    selected = [
+        operator
+        for stage in stages
+        if (layers := [layer for layer in stage if layer in moe])
+        for operator in sequential_selection(layers, job.shape.num_experts, k, 0, ep=job.topology.ep)
+    ]
+    return dict(pec_plan(0, job.shape.operators, selected, PEC_SCOPES["all"], Part.EVERYTHING).parts)

@@ -1,0 +1,116 @@
+"""`moe-ckpt plan window`: the schedule of a sparse checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ...errors import UsageError
+from ...policy.lanes import joint_schedules
+from ...policy.ordering import ORDERINGS
+from ...policy.shards import owned_operators, shard_sizes
+from ...policy.window import Schedule, budget_bytes, paper_window
+from ...types import Part
+from ..report import Columns, Fact, Report, Table
+from . import counts_file
+from .options import Job, bandwidth, plan_command
+
+HELP = """Show the sparse checkpointing window (MoEvement 3.5): in how many iterations every operator is snapshotted
+once, what each iteration copies from a rank, and whether training would have to wait for it.
+
+\b
+    $ moe-ckpt plan window --model DeepSeek-MoE --pp 12 --ep 8 --budget-local-gbps 25 --iteration-time 2.9
+
+The bytes are those of one rank with the distributed optimizer. The table of steps is that of the ranks that copy most.
+"""
+
+
+@plan_command(HELP)
+@bandwidth("budget-local-gbps", "From one GPU to its host's memory.")
+@click.option("--iteration-time", type=float, required=True, metavar="S", help="Seconds of one iteration.")
+@click.option("--window", default="auto", show_default=True, metavar="auto|N", help="Iterations of a window.")
+@click.option("--ordering", type=click.Choice(list(ORDERINGS)), default="popularity", show_default=True)
+@click.option("--counts", type=click.Path(path_type=Path), default=None, metavar="FILE", help=counts_file.HELP)
+def window(
+    job: Job, budget_local_gbps: float, iteration_time: float, window: str, ordering: str, counts: Path | None
+) -> Report:
+    popularity = counts_file.load_counts(counts, job.shape)
+    sizes = shard_sizes(job.shape, job.topology, job.precision)
+    lanes = {
+        lane: ORDERINGS[ordering](operators, popularity)
+        for lane, operators in owned_operators(job.shape, job.topology).items()
+    }
+    budget = budget_bytes(budget_local_gbps * 1e9, iteration_time)
+    schedules = joint_schedules(lanes, sizes, budget, window=_iterations(window))
+    busiest = max(schedules, key=lambda lane: (schedules[lane].peak_bytes, [-number for number in lane]))
+    by_count, _ = paper_window({operator: sizes[operator] for operator in lanes[busiest]}, budget)
+    peak = schedules[busiest]
+    size = peak.window.size
+    return Report(
+        f"Sparse checkpointing window of {job.shape.name}",
+        (
+            Fact("Operators", len(job.shape.operators), "count"),
+            Fact("Parameters", job.shape.total_parameters, "count"),
+            Fact("Budget per iteration", budget, "bytes"),
+            Fact("Window", size, "count"),
+            Fact("Window by counts (MoEvement Alg. 1)", by_count, "count"),
+            Fact("Largest snapshot of a rank", peak.peak_bytes, "bytes"),
+            Fact("Even share", peak.even_share_bytes, "bytes"),
+            Fact("Dense snapshot of a rank", sum(sizes[operator].full_bytes for operator in lanes[busiest]), "bytes"),
+            Fact("Fits", peak.fits),
+            Fact("Stall per window", sum(peak.stall_s(budget_local_gbps * 1e9)), "seconds"),
+            Fact("Iterations replayed at most", 2 * size - 2, "count"),
+        ),
+        (_steps(peak, budget_local_gbps * 1e9), _lanes(schedules)),
+        (peak.why,) if peak.why else (),
+    )
+
+
+def _iterations(window: str) -> int | None:
+    if window == "auto":
+        return None
+    if not window.isascii() or not window.isdigit():
+        raise UsageError(f"--window is {window!r}, but must be auto or a number of iterations")
+    return int(window[:9])
+
+
+def _steps(schedule: Schedule, bandwidth_bytes_per_s: float) -> Table:
+    rows = []
+    stalls = schedule.stall_s(bandwidth_bytes_per_s)
+    for step, group in enumerate(schedule.window.groups):
+        frozen = sum(part is Part.WEIGHTS for part in schedule.window.plan(step).parts.values())
+        experts = sum(operator.is_expert for operator in group)
+        rows.append((step, len(group), experts, frozen, schedule.load_bytes[step], stalls[step]))
+    columns: Columns = (
+        ("step", "count"),
+        ("anchored", "count"),
+        ("experts", "count"),
+        ("weights only", "count"),
+        ("snapshot", "bytes"),
+        ("stall", "seconds"),
+    )
+    return Table("Steps", columns, tuple(rows))
+
+
+def _lanes(schedules: dict[tuple[int, int], Schedule]) -> Table:
+    rows = [
+        (
+            stage,
+            ep,
+            sum(map(len, schedule.window.groups)),
+            schedule.peak_bytes,
+            schedule.even_share_bytes,
+            schedule.fits,
+        )
+        for (stage, ep), schedule in schedules.items()
+    ]
+    columns: Columns = (
+        ("stage", "count"),
+        ("ep rank", "count"),
+        ("operators", "count"),
+        ("peak", "bytes"),
+        ("even share", "bytes"),
+        ("fits", "text"),
+    )
+    return Table("Ranks", columns, tuple(rows))

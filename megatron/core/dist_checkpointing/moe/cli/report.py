@@ -1,0 +1,119 @@
+"""What a command found, as facts and tables: for a person in a terminal, or as JSON with plain numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import click
+
+Unit = Literal["text", "count", "bytes", "seconds", "share"]
+Columns = tuple[tuple[str, Unit], ...]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One named figure. Its JSON key is the name with underscores, and the unit where it has one."""
+
+    name: str
+    value: Any
+    unit: Unit = "text"
+
+    @property
+    def key(self) -> str:
+        """Name of the figure in JSON."""
+        suffix = {"bytes": "_bytes", "seconds": "_s"}.get(self.unit, "")
+        return self.name.lower().replace(" ", "_").replace("-", "_") + suffix
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of figures; each column is a name and a unit."""
+
+    title: str
+    columns: Columns
+    rows: tuple[tuple[Any, ...], ...]
+
+    def as_data(self) -> list[dict[str, Any]]:
+        """One object per row."""
+        keys = [Fact(name, None, unit).key for name, unit in self.columns]
+        return [dict(zip(keys, row, strict=True)) for row in self.rows]
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that a command has to say: facts, then tables, then sentences."""
+
+    title: str
+    facts: tuple[Fact, ...]
+    tables: tuple[Table, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def as_data(self) -> dict[str, Any]:
+        """Plain numbers and texts, for `--json`."""
+        data: dict[str, Any] = {"title": self.title} | {fact.key: fact.value for fact in self.facts}
+        data |= {Fact(table.title, None).key: table.as_data() for table in self.tables}
+        return data | ({"notes": list(self.notes)} if self.notes else {})
+
+
+def show(report: Report, as_json: bool, rows: int | None = None) -> None:
+    """Print a report. `rows` limits each table for a person and says how many are left out; JSON has them all."""
+    if as_json:
+        click.echo(json.dumps(report.as_data(), indent=2))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=False)
+    console.print(f"[bold]{report.title}[/bold]")
+    width = max((len(fact.name) for fact in report.facts), default=0)
+    for fact in report.facts:
+        console.print(f"  {fact.name:<{width}}  {shown(fact.value, fact.unit)}", markup=False)
+    for table in report.tables:
+        console.print()
+        console.print(_drawn(table, rows))
+        if rows is not None and len(table.rows) > rows:
+            console.print(f"  ... and {len(table.rows) - rows} more rows; --rows 0 or --json shows all", markup=False)
+    for note in report.notes:
+        console.print()
+        console.print(note, markup=False)
+
+
+def shown(value: Any, unit: Unit) -> str:
+    """A figure as a person reads it. GB is 1e9 bytes."""
+    if value is None:
+        return "-"
+    if unit == "bytes":
+        return _scaled(value)
+    if unit == "share":
+        return f"{100 * value:.1f} %"
+    if unit == "seconds":
+        return f"{value:.3g} s"
+    if unit == "count":
+        return f"{value:,}"
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _scaled(count: int) -> str:
+    size, units = float(count), iter(("B", "kB", "MB", "GB", "TB", "PB"))
+    unit = next(units)
+    while abs(size) >= 1000 and unit != "PB":
+        size, unit = size / 1000, next(units)
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.4g} {unit}"
+
+
+def _drawn(table: Table, rows: int | None) -> Any:
+    from rich import box
+    from rich.table import Table as Drawn
+
+    drawn = Drawn(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, unit in table.columns:
+        drawn.add_column(name, justify="left" if unit == "text" else "right", overflow="fold")
+    for row in _limited(table.rows, rows):
+        drawn.add_row(*(shown(value, unit) for value, (_, unit) in zip(row, table.columns, strict=True)))
+    return drawn
+
+
+def _limited(rows: tuple[tuple[Any, ...], ...], limit: int | None) -> Iterable[tuple[Any, ...]]:
+    return rows if limit is None else rows[:limit]

@@ -1,0 +1,50 @@
+"""The planner starts without Megatron-Core and torch, which take seconds to import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+MOE = "megatron.core.dist_checkpointing.moe"
+ALL_POLICIES = f"""
+import importlib, pkgutil, sys, moe_ckpt
+moe_ckpt.skip_megatron_core()
+policy = importlib.import_module("{MOE}.policy")
+names = [module.name for module in pkgutil.iter_modules(policy.__path__)]
+for name in names:
+    importlib.import_module("{MOE}.policy." + name)
+print(len(names))
+"""
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("-c", ALL_POLICIES), ("-m", "moe_ckpt", "plan", "window", "--help")],
+    ids=["all policies", "the planner"],
+)
+def test_nothing_of_torch_or_megatron_core_is_imported(arguments: tuple[str, ...]) -> None:
+    result = run("-X", "importtime", *arguments)
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert result.returncode == 0, result.stderr[-500:]
+    assert f"{MOE}.types" in imported
+    heavy = {"torch", "numpy", "megatron.core.parallel_state", "megatron.core.dist_checkpointing.serialization"}
+    assert not heavy & imported
+
+
+def test_commands_that_read_checkpoints_bring_megatron_core_in() -> None:
+    code = f"""
+import moe_ckpt
+moe_ckpt.skip_megatron_core()
+from {MOE}.cli.megatron_core import load_megatron_core
+load_megatron_core()
+import megatron.core.dist_checkpointing as shared
+import {MOE}.store.safe_load
+print(shared.load.__module__, shared.moe.__name__)
+"""
+    assert run("-c", code).stdout.split() == ["megatron.core.dist_checkpointing.serialization", MOE]
