@@ -254,6 +254,14 @@ def test_survivors_one_step_behind_roll_forward_with_their_gradients() -> None:
     assert sources(plan, 0) == [(13, Tier.PARKED, Part.FULL, frozenset(operators_of(0)))]
 
 
+def test_nobody_rolls_forward_without_the_journaled_norm() -> None:
+    cluster = Cluster(pipeline(2)).park(14, 0).park(13, 1).dense(13, Tier.OWN_MEMORY)
+    cluster.rolling, cluster.journal = frozenset({1}), range(14)
+    assert cluster.recover(target=14).roll_forward == ()
+    cluster.journal = range(15)
+    assert cluster.recover(target=14).roll_forward == (1,)
+
+
 def test_a_survivor_one_step_behind_without_gradients_replays_one_iteration_from_its_parked_state() -> None:
     cluster = failed_stage(2)
     cluster.copies[0] = [copy for copy in cluster.copies[0] if copy.tier is not Tier.PARKED]
@@ -264,6 +272,12 @@ def test_a_survivor_one_step_behind_without_gradients_replays_one_iteration_from
 def test_stale_parked_state_of_an_earlier_failure_does_not_hold_the_job_back() -> None:
     cluster = Cluster(pipeline(2)).park(4, 0, 1).window(10, Tier.OWN_MEMORY)
     assert cluster.recover(ranks=[0, 1]).target == 12
+
+
+def test_a_parked_iteration_that_nobody_else_can_reach_gives_way_to_the_one_before() -> None:
+    cluster = Cluster(pipeline(2)).park(15, 0).dense(12, Tier.OWN_MEMORY, ranks=[0]).park(14, 1).logged(range(12, 15))
+    plan = cluster.recover()
+    assert (plan.target, [segment.stages for segment in plan.segments]) == (14, [(0,)])
 
 
 def test_dense_snapshots_at_the_target_need_no_replay() -> None:
@@ -391,7 +405,7 @@ def stands_at(cluster: Cluster, lost: Lost, stage: int, target: int) -> bool:
         )
 
     return all(
-        parked(rank, target) or (rank in cluster.rolling and parked(rank, target - 1))
+        parked(rank, target) or (rank in cluster.rolling and target in cluster.journal and parked(rank, target - 1))
         for rank in cluster.topology.stage_ranks(stage)
     )
 
@@ -523,6 +537,23 @@ def replay(
                     "a frozen operator has its weights at each iteration"
                 )
     assert trained == dict.fromkeys(operators, plan.target)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(clusters())
+def test_without_a_target_some_reachable_iteration_is_found_whenever_there_is_one(
+    case: tuple[Cluster, Lost, bool],
+) -> None:
+    cluster, lost, tied = case
+    reachable = [t for t in range(9) if fewest_replaying_stages(cluster, lost, tied, t) is not None]
+    parked = {copy.plan.iteration for rank in cluster.copies for copy in intact(cluster, lost, rank)}
+    if not reachable:
+        with pytest.raises(RecoveryImpossible):
+            cluster.recover(nodes=lost.nodes, tied_embeddings=tied)
+        return
+    target = cluster.recover(nodes=lost.nodes, tied_embeddings=tied).target
+    assert target in reachable
+    assert target in parked
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..errors import UsageError
 from ..types import Copy, Inventory, Lost, OperatorId, Part, Reason, Refusal, Tier, Topology
@@ -116,15 +117,15 @@ class StageState:
             iteration += 1
         return found
 
-    def bases(self, limit: int | None) -> dict[int, int]:
+    @cached_property
+    def dense(self) -> Mapping[int, int]:
         """Every iteration from which the stage can be rebuilt, with the iteration at which it is dense again."""
-        found = {}
-        for base in self.lacks[Part.FULL]:
-            if limit is None or base <= limit:
-                frozen = self.frozen(base, limit)
-                if frozen is not None:
-                    found[base] = base + len(frozen) - 1
-        return found
+        scanned = {base: self.frozen(base, None) for base in self.lacks[Part.FULL]}
+        return {base: base + len(frozen) - 1 for base, frozen in scanned.items() if frozen is not None}
+
+    def bases(self, limit: int | None) -> dict[int, int]:
+        """As `dense`, where the stage is dense again at `limit` at the latest."""
+        return {base: dense for base, dense in self.dense.items() if limit is None or dense <= limit}
 
     def newest(self, part: Part, limit: int) -> dict[OperatorId, int]:
         """The newest iteration up to `limit` at which each operator's `part` can be had; operators without one lack."""

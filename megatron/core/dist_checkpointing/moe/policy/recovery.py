@@ -46,68 +46,85 @@ def plan_recovery(
 ) -> RecoveryPlan:
     """Plan an exact recovery, as under `full` and `sparse` (MoEvement 3.3, 3.4, App. A).
 
-    `target` is the iteration to stand after; None takes the newest one that a rank parked at or that snapshots alone
-    rebuild. Stages whose ranks all parked there wait. The others replay from the newest iteration that their copies
-    allow, fed by boundary logs; contiguous ones jointly, unless only separate bases exist. Where logs or journal do
-    not reach back far enough the scope widens, in the end to all stages. First and last stage replay together when
-    their embeddings are tied. With `ongoing`, the segments of that plan which newer losses leave alone are marked.
+    `target` is the iteration to stand after; None takes the newest reachable one that a rank parked at or that all
+    stages have snapshots of, else any that can be reached. Stages whose ranks all parked there wait; ranks one step
+    behind roll forward with their kept gradients and the journaled norm. The others replay from the newest iteration
+    that their copies allow, fed by boundary logs; contiguous ones jointly, unless only separate bases exist. Where logs
+    or journal do not reach back far enough the scope widens, in the end to all stages. First and last stage replay
+    together when their embeddings are tied. With `ongoing`, the segments of that plan which newer losses leave alone
+    are marked.
 
     Raises RecoveryImpossible when no intact copies lead to the target, UsageError when the inventory leaves out a rank.
     """
     states = rank_states(inventory, lost, topology, (Part.FULL, Part.WEIGHTS))
     stages = stage_states(states, topology)
-    parked = {rank: state.parked.keys() for rank, state in states.items()}
-    if target is None:
-        target = _newest(parked.values(), inventory.journal, stages)
-    rolling = frozenset(r for r in inventory.can_roll_forward if target - 1 in parked[r] and target not in parked[r])
-    pipeline = Pipeline(
-        target,
-        tuple(
-            all(target in parked[rank] or rank in rolling for rank in topology.stage_ranks(stage))
-            for stage in range(topology.pp)
-        ),
-        tuple(stage.bases(target) for stage in stages),
-        {
-            direction: tuple(
-                _logs_since(inventory, lost, topology.stage_ranks(stage), direction, target)
-                for stage in range(topology.pp)
-            )
-            for direction in Direction
-        },
-        inventory.journal,
-        circular=topology.vpp > 1,
-        tied=tied_embeddings,
-    )
-    rollbacks = cheapest_rollbacks(pipeline)
-    if rollbacks is None:
-        raise _impossible(stages, target)
+    targets = _targets(states, inventory.journal, stages) if target is None else [target]
+    for wanted in targets:
+        pipeline, rolling = _pipeline(inventory, lost, topology, states, stages, wanted, tied_embeddings)
+        rollbacks = cheapest_rollbacks(pipeline)
+        if rollbacks is not None:
+            break
+    else:
+        raise _impossible(stages, targets[0] if targets else None)
     segments = tuple(_segment(rollback, pipeline, stages) for rollback in rollbacks)
     restored = [source for segment in segments for source in _restored(segment, states, stages, topology)]
     replaying = {stage for segment in segments for stage in segment.stages}
     waiting = [state for rank, state in states.items() if topology.stage(rank) not in replaying]
     return RecoveryPlan(
-        target,
+        wanted,
         _scope(segments, topology),
         tuple(_continuing(segment, lost, topology, ongoing) for segment in segments),
-        (*restored, *_waiting(waiting, target)),
-        (*refusals(states, target), *_incomplete(segments, states, topology)),
+        (*restored, *_waiting(waiting, wanted)),
+        (*refusals(states, wanted), *_incomplete(segments, states, topology)),
         tuple(sorted(state.rank for state in waiting if state.rank in rolling)),
         lost=lost,
     )
 
 
-def _newest(parked: Iterable[Iterable[int]], journal: range, stages: Sequence[StageState]) -> int:
-    """The newest iteration that some rank parked at, or that all stages can be rebuilt at from their snapshots."""
-    candidates = {iteration for iterations in parked for iteration in iterations}
-    common = [stage.bases(None) for stage in stages]
-    for base in common[0]:
-        if all(base in bases for bases in common):
-            dense = max(bases[base] for bases in common)
+def _targets(states: Mapping[int, RankState], journal: range, stages: Sequence[StageState]) -> list[int]:
+    """Iterations to try, the best first: where ranks parked or all stages are dense, then where any stage is."""
+    likely = {iteration for state in states.values() for iteration in state.parked}
+    for base in stages[0].dense:
+        if all(base in stage.dense for stage in stages):
+            dense = max(stage.dense[base] for stage in stages)
             if dense == base or (base + 1 in journal and dense in journal):
-                candidates.add(dense)
-    if not candidates:
-        raise _impossible(stages, None)
-    return max(candidates)
+                likely.add(dense)
+    others = {dense for stage in stages for dense in stage.dense.values()} - likely
+    return sorted(likely, reverse=True) + sorted(others, reverse=True)
+
+
+def _pipeline(
+    inventory: Inventory,
+    lost: Lost,
+    topology: Topology,
+    states: Mapping[int, RankState],
+    stages: Sequence[StageState],
+    target: int,
+    tied: bool,
+) -> tuple[Pipeline, frozenset[int]]:
+    """What the choice of rollbacks depends on, and the ranks that can roll forward to the target."""
+    rolling = frozenset(
+        rank
+        for rank in inventory.can_roll_forward
+        if target in inventory.journal and target - 1 in states[rank].parked and target not in states[rank].parked
+    )
+    numbers = range(topology.pp)
+    pipeline = Pipeline(
+        target,
+        tuple(
+            all(target in states[rank].parked or rank in rolling for rank in topology.stage_ranks(stage))
+            for stage in numbers
+        ),
+        tuple(stage.bases(target) for stage in stages),
+        {
+            way: tuple(_logs_since(inventory, lost, topology.stage_ranks(stage), way, target) for stage in numbers)
+            for way in Direction
+        },
+        inventory.journal,
+        circular=topology.vpp > 1,
+        tied=tied,
+    )
+    return pipeline, rolling
 
 
 def _logs_since(inventory: Inventory, lost: Lost, ranks: Iterable[int], direction: Direction, target: int) -> int:

@@ -57,11 +57,14 @@ class BoundaryLog:
 class Inventory:
     """All that was found after a failure.
 
-    required: the operators of which each rank owns a shard; ranks may share one frozenset.
+    required: the operators of which each rank owns a shard.
     copies: what was found of each rank's state, torn and damaged copies included.
     logs: boundary logs by sender.
     journal: iterations whose global scalars (gradient norm, loss scale, ...) are known.
     can_roll_forward: ranks that hold the reduced gradients of the iteration after their parked one.
+
+    Ranks with equal operators, and copies with equal plans, should share one object: planning takes time for each
+    different object, whatever it says.
     """
 
     required: Mapping[int, frozenset[OperatorId]] = field(repr=False)
