@@ -70,7 +70,7 @@ def test_an_unreadable_checkpoint_is_one_line_and_exit_code_1(output, tmp_path: 
 def test_wrong_usage_is_exit_code_2(output, arguments: tuple[str, ...]) -> None:
     code, out, err = output(*arguments)
     assert (code, out) == (2, "")
-    assert "Usage: moe-ckpt" in err
+    assert "moe-ckpt: " in err
 
 
 def test_help_says_what_is_left_out(output) -> None:

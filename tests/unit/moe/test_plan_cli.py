@@ -97,14 +97,57 @@ def test_a_budget_that_nothing_fits_into_tells_the_stall_beforehand(run: Run, fa
     assert "training waits for" in run(*starved)[1]
 
 
-def test_popular_experts_of_a_counts_file_are_anchored_last(run: Run, tmp_path: Path) -> None:
-    counts = tmp_path / "counts.json"
-    shape = PRESETS["GPT-125M-8E"]
-    counts.write_text(json.dumps([[9, 1, 1, 1, 1, 1, 1, 1]] * len(shape.moe_layers)))
+def skewed(path: Path, model: str, popular: int) -> Path:
+    """A counts file in which one expert of each layer has most of the tokens."""
+    shape = PRESETS[model]
+    rows = [[9 if index == popular else 1 for index in range(shape.num_experts)] for _ in shape.moe_layers]
+    path.write_text(json.dumps(rows))
+    return path
+
+
+ONE_RANK = ("window", "--model", "GPT-125M-8E", "--iteration-time", "1", "--budget-local-gbps")
+
+
+def test_popular_experts_are_anchored_after_all_others(facts, tmp_path: Path) -> None:
+    counts = skewed(tmp_path / "counts.json", "GPT-125M-8E", popular=0)
+    of_experts = ("--window", "8", "--counts", counts)
+    first = [step["first"] for step in facts(*ONE_RANK, "2", *of_experts)["steps"]]
+    assert first[0] == "layer1.expert1"
+    assert facts(*ONE_RANK, "2", "--window", "8")["steps"][0]["first"] == "layer1.expert0"
+
+
+def test_the_stall_of_a_window_is_what_the_slowest_rank_waits_in_each_iteration(facts) -> None:
+    data = facts(*ONE_RANK, "1.0", "--window", "2")
+    stalls = [step["stall_s"] for step in data["steps"]]
+    assert min(stalls) > 0
+    assert data["stall_per_window_s"] == pytest.approx(sum(stalls))
+    assert stalls == [pytest.approx(step["snapshot_bytes"] / 1e9 - 1) for step in data["steps"]]
+
+
+def test_the_window_by_counts_is_that_of_the_paper(facts) -> None:
+    # 68 operators of 323 M parameters; 12 bytes for active and 2 for frozen ones have to fit into 2 GB.
+    mean = PRESETS["GPT-125M-8E"].total_parameters / 68
+    active = next(n for n in range(68, 0, -1) if mean * (12 * n + 2 * (68 - n)) <= 2e9)
+    data = facts(*ONE_RANK, "2")
+    assert data["window_by_counts_(moevement_alg._1)"] == -(-68 // active)
+    assert data["iterations_replayed_at_most"] == 2 * (data["window"] - 1)
+
+
+def test_experts_at_risk_are_saved_first(facts, tmp_path: Path) -> None:
+    counts = skewed(tmp_path / "counts.json", "GPT-125M-8E", popular=5)
     base = ("selective", "--model", "GPT-125M-8E", "--iteration-time", "1", "--budget-remote-gbps", "1")
-    code, out, _ = run(*base, "--budget-local-gbps", "1.55", "--counts", counts, "--json")
-    assert code == 0
-    assert all(0 in layer["experts"] for layer in json.loads(out)["layers"] if layer["saved"])
+    data = facts(*base, "--budget-local-gbps", "1.55", "--counts", counts)
+    assert [layer["experts"] for layer in data["layers"]] == [[5]] * 6
+    partial = facts("pec", "--model", "GPT-125M-8E", "--pec-selection", "load-aware", "--counts", counts)
+    assert [row["snapshot"] for row in partial["selections"][:6]] == [[5]] * 6
+
+
+def test_what_replication_cannot_send_in_an_iteration_is_its_lag(facts) -> None:
+    data = facts("selective", "--model", "GPT-125M-8E", "--iteration-time", "1", "--budget-local-gbps", "2",
+                 "--budget-remote-gbps", "0.5")  # fmt: skip
+    (rank,) = data["ranks"]
+    assert rank["replicated"] == 0
+    assert data["lag_of_replication_s"] == pytest.approx(rank["remote_bytes"] / 0.5e9 - 1)
 
 
 def test_partial_checkpoints_cover_all_experts_in_one_rotation(facts) -> None:
@@ -113,6 +156,28 @@ def test_partial_checkpoints_cover_all_experts_in_one_rotation(facts) -> None:
     assert data["checkpoints_until_all_experts_are_saved"] == 4
     assert {len(row["snapshot"]) for row in data["selections"]} == {4}
     assert all(set(row["persist"]) <= set(row["snapshot"]) for row in data["selections"])
+
+
+def test_one_rank_alone_saves_the_whole_partial_checkpoint(facts) -> None:
+    data = facts("pec", "--model", "GPT-350M-16E", "--pec-scope", "all")
+    shape = PRESETS["GPT-350M-16E"]
+    parameters = shape.total_parameters - shape.expert_parameters * 15 // 16
+    assert data["most_bytes_of_a_rank_bytes"] == data["checkpoint_bytes"] == 14 * parameters
+
+
+@pytest.mark.parametrize(
+    ("layout", "k", "balanced"),
+    [
+        (("--world-size", "8", "--ep", "8"), 1, False),  # 12 experts over 8 ranks
+        (("--world-size", "8", "--ep", "8"), 2, True),  # 24 over 8
+        (("--world-size", "16", "--ep", "8"), 2, False),  # 3 of a rank over 2 groups
+        (("--pp", "2", "--ep", "4"), 1, False),  # 6 of each stage over 4
+        (("--pp", "2", "--ep", "4"), 2, True),  # 12 over 4
+    ],
+)
+def test_equation_9_is_asked_for_each_pipeline_stage(facts, layout: tuple[str, ...], k: int, balanced: bool) -> None:
+    data = facts("sharding", "--model", "GPT-350M-16E", *layout, "--pec-k-snapshot", str(k))
+    assert data["experts_balanced_(eq._9)"] is balanced
 
 
 def test_sharding_names_the_bottleneck_of_each_strategy(facts) -> None:
@@ -128,6 +193,17 @@ def test_no_rank_keeps_its_replicas_on_its_own_node(facts) -> None:
     assert all(row["node"] not in row["their_nodes"] for row in data["ranks"])
 
 
+def test_what_a_rank_keeps_is_what_its_owners_send_to_it(facts) -> None:
+    data = facts("placement", "--model", "GPT-125M-8E", "--pp", "4", "--ep", "2", "--world-size", "32", "--zero-stage",
+                 "3", "--ranks-per-node", "2")  # fmt: skip
+    rows = {row["rank"]: row for row in data["ranks"]}
+    assert len({row["sends_bytes"] for row in rows.values()}) > 1
+    for rank, row in rows.items():
+        owners = [other for other in rows.values() if rank in other["peers"]]
+        assert row["keeps_bytes"] == sum(owner["sends_bytes"] // 2 for owner in owners)
+    assert data["most_sent_by_a_rank_bytes"] == max(row["sends_bytes"] for row in rows.values())
+
+
 def test_placement_says_when_replicas_protect_from_nothing(run: Run) -> None:
     code, out, _ = run("placement", "--model", "GPT-125M-8E", "--ep", "8", "--replicas", "1")
     assert code == 0
@@ -141,9 +217,77 @@ def test_the_loss_of_a_node_sends_its_stage_back_and_nobody_else(facts) -> None:
     assert {row["tier"]: row["ranks"] for row in data["tiers"]} == {"parked": 24, "peer memory": 8}
 
 
+def test_tied_embeddings_send_the_last_stage_back_with_the_first(facts) -> None:
+    data = facts("recovery", "--model", "GPT-125M-8E", "--pp", "4", "--ranks-per-node", "1", "--lost-ranks", "0")
+    assert [segment["stages"] for segment in data["segments"]] == [[0, 3]]
+
+
+def test_ranks_read_their_full_state_from_the_tier_that_has_it(facts) -> None:
+    job = (
+        "recovery",
+        "--model",
+        "Mixtral-8x7B",
+        "--pp",
+        "2",
+        "--ranks-per-node",
+        "1",
+        "--lost-ranks",
+        "1",
+        "--replicas",
+        "0",
+    )
+    data = facts(*job, "--strategy", "full", "--interval", "10")
+    assert [(segment["from"], segment["to"]) for segment in data["segments"]] == [(10, 19)]
+    assert data["iterations_replayed"] == 9
+    read = {row["tier"]: row["read_bytes"] for row in data["tiers"]}
+    assert read["parked"] + read["own memory"] == 12 * PRESETS["Mixtral-8x7B"].total_parameters
+
+
+def test_a_window_reads_full_state_once_and_weights_until_then(facts) -> None:
+    job = (
+        "recovery",
+        "--model",
+        "GPT-125M-8E",
+        "--ranks-per-node",
+        "1",
+        "--lost-ranks",
+        "0",
+        "--window",
+        "2",
+        "--replicas",
+        "0",
+    )
+    (tier,) = facts(*job)["tiers"]
+    full = 12 * PRESETS["GPT-125M-8E"].total_parameters
+    assert full < tier["read_bytes"] < full + 2 * PRESETS["GPT-125M-8E"].total_parameters
+
+
+def test_partial_checkpoints_lose_the_tokens_of_stale_experts(facts, tmp_path: Path) -> None:
+    counts = skewed(tmp_path / "counts.json", "GPT-125M-8E", popular=7)
+    job = (
+        "recovery",
+        "--model",
+        "GPT-125M-8E",
+        "--ranks-per-node",
+        "1",
+        "--lost-ranks",
+        "0",
+        "--replicas",
+        "0",
+        "--strategy",
+        "pec",
+    )
+    data = facts(*job, "--pec-k-snapshot", "4", "--interval", "10", "--iteration", "35", "--counts", counts)
+    # Checkpoints of iterations 20 and 30 have 4 of 8 experts each: 4 are 10 iterations old.
+    assert (data["recovered_iteration"], data["iterations_trained_again"]) == (30, 5)
+    assert [layer["stale_experts"] for layer in data["losses"]] == [4] * 6
+    assert {layer["lost_tokens"] for layer in data["losses"]} <= {10 * 4, 10 * (3 + 9)}
+    assert data["lost_tokens"] == sum(layer["lost_tokens"] for layer in data["losses"])
+
+
 def test_without_boundary_logs_the_whole_job_goes_back(facts) -> None:
     data = facts(*RECOVERY, "--no-upstream-logging")
-    assert (data["scope"], data["ranks_that_replay"]) == ("global", 32)
+    assert (data["scope"], data["ranks_that_go_back"]) == ("global", 32)
 
 
 def test_a_lost_node_without_replicas_is_named_as_impossible(run: Run) -> None:
@@ -176,6 +320,14 @@ def test_the_bytes_are_those_of_the_precision(facts) -> None:
     assert FP16_FP32.compute_bytes == 2
 
 
+def test_a_model_may_have_any_name(run: Run, tmp_path: Path) -> None:
+    values = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 10, "ffn_hidden_size": 16}
+    (tmp_path / "mine.json").write_text(json.dumps(values | {"name": "a[/red] my[12]-model"}))
+    code, out, _ = run("placement", "--model", tmp_path / "mine.json", "--replicas", "0")
+    assert code == 0
+    assert "a[/red] my[12]-model" in out
+
+
 def test_rows_limits_the_tables_for_people_and_says_so(run: Run) -> None:
     short, long = run(*PLACEMENT, "--rows", "3")[1], run(*PLACEMENT, "--rows", "0")[1]
     assert "and 61 more rows" in short
@@ -190,27 +342,30 @@ def test_the_world_is_as_large_as_the_degrees_need(facts) -> None:
 BAD = [
     (("window", "--model", "nosuch", *WINDOW[3:]), "'nosuch'"),
     (("window", "--model", "gone/model.json", *WINDOW[3:]), "gone/model.json"),
-    ((*WINDOW, "--tp", "0"), "tp is 0, but must be at least 1"),
+    ((*WINDOW, "--tp", "0"), "'--tp': 0 must be a whole number from 1 to"),
     ((*WINDOW, "--world-size", "33"), "world_size 33 is not a multiple"),
     ((*WINDOW, "--pp", "29"), "28 layers cannot fill pp x vpp = 29 stages"),
     ((*WINDOW, "--ep", "7"), "ep 7 does not divide num_experts 64"),
     ((*WINDOW, "--window", "0"), "window is 0"),
     ((*WINDOW, "--window", "many"), "'many'"),
     ((*WINDOW, "--window", "5000"), "window is 5000, but must be from 1 to"),
-    ((*WINDOW[:-3], "-1", *WINDOW[-2:]), "bandwidth_bytes_per_s is -1"),
-    ((*WINDOW[:-1], "nan"), "iteration_time_s is nan"),
-    ((*SELECTIVE[:-1], "0"), "remote_bytes_per_s is 0"),
-    ((*PEC, "--pec-k-snapshot", "17"), "k is 17, but must be from 1 to num_experts = 16"),
-    ((*PEC, "--pec-k-persist", "5"), "k_persist is 5, but must be from 1 to k_snapshot"),
-    ((*PEC, "--checkpoints", "0"), "--checkpoints is 0"),
-    ((*SHARDING, "--pec-k-snapshot", "0"), "k is 0, but must be from 1 to"),
+    ((*WINDOW[:-3], "-1", *WINDOW[-2:]), "'--budget-local-gbps': -1 must be a finite number greater than 0"),
+    ((*WINDOW[:-1], "nan"), "'--iteration-time': nan must be"),
+    ((*SELECTIVE[:-1], "0"), "'--budget-remote-gbps': 0 must be"),
+    ((*PEC, "--pec-k-snapshot", "17"), "--pec-k-snapshot is 17, but must be from 1 to num_experts = 16"),
+    ((*PEC, "--pec-k-persist", "5"), "--pec-k-persist is 5, but must be from 1 to --pec-k-snapshot = 4"),
+    ((*PEC, "--checkpoints", "0"), "'--checkpoints': 0 must be a whole number from 1 to 10000"),
+    ((*SHARDING, "--pec-k-snapshot", "0"), "'--pec-k-snapshot': 0 must be a whole number from 1"),
     ((*PLACEMENT, "--replicas", "64"), "replicas is 64, but must be from 0 to"),
-    ((*PLACEMENT, "--zero-stage", "4"), "zero_stage is 4, but must be from 0 to 3"),
+    ((*PLACEMENT, "--zero-stage", "4"), "'--zero-stage': 4 must be a whole number from 0 to 3"),
     ((*RECOVERY[:-2],), "nothing is lost"),
     ((*RECOVERY[:-1], "4"), "--lost-nodes has '4', but must be ascending and from 0 to 3"),
     ((*RECOVERY, "--lost-ranks", "x"), "--lost-ranks has 'x'"),
     ((*RECOVERY, "--iteration", "2"), "--iteration is 2, but the first snapshot is complete after iteration 5"),
-    ((*RECOVERY, "--strategy", "full", "--interval", "0"), "--interval is 0"),
+    ((*PEC, "--rows", "-1"), "'--rows': -1 must be a whole number from 0"),
+    ((*PLACEMENT[:-1], "9999999999999"), "'--world-size': 9999999999999 must be a whole number from 1 to 1000000"),
+    ((*WINDOW, "--window", "99999999999999"), "must be from 1 to the number of operators"),
+    ((*RECOVERY, "--strategy", "full", "--interval", "0"), "'--interval': 0 must be"),
 ]
 
 
@@ -227,7 +382,7 @@ def test_what_a_plan_cannot_do_without_is_asked_for(run: Run, missing: str) -> N
     index = WINDOW.index(missing)
     code, _, err = run(*WINDOW[:index], *WINDOW[index + 2 :])
     assert code == 2
-    assert f"Missing option '{missing}'" in err
+    assert err == f"moe-ckpt: Missing option '{missing}'.\n"
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "[[1]]", '[["a"]]', "null", "[[-1, 1, 1, 1, 1, 1, 1, 1]]"], ids=str)

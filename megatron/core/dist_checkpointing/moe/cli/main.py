@@ -30,7 +30,15 @@ commands.add_command(plan)
 def main() -> None:
     """Runs `moe-ckpt`; exit code 0, 1 for a checkpoint that cannot be read, 2 for wrong usage."""
     try:
-        commands(prog_name="moe-ckpt")
+        sys.exit(commands.main(prog_name="moe-ckpt", standalone_mode=False) or 0)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(2)
+    except click.ClickException as error:
+        click.echo(f"moe-ckpt: {error.format_message()}", err=True)
+        sys.exit(2)
+    except click.Abort:
+        sys.exit(1)
     except MoECheckpointError as error:
         click.echo(f"moe-ckpt: {error}", err=True)
         sys.exit(2 if isinstance(error, UsageError) else 1)

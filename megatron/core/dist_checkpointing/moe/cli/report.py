@@ -66,11 +66,13 @@ def show(report: Report, as_json: bool, rows: int | None = None) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=False)
-    console.print(f"[bold]{report.title}[/bold]")
+    console.print(report.title, style="bold", markup=False)
     width = max((len(fact.name) for fact in report.facts), default=0)
     for fact in report.facts:
         console.print(f"  {fact.name:<{width}}  {shown(fact.value, fact.unit)}", markup=False)
     for table in report.tables:
+        if not table.rows:
+            continue
         console.print()
         console.print(_drawn(table, rows))
         if rows is not None and len(table.rows) > rows:
@@ -106,12 +108,13 @@ def _scaled(count: int) -> str:
 def _drawn(table: Table, rows: int | None) -> Any:
     from rich import box
     from rich.table import Table as Drawn
+    from rich.text import Text
 
-    drawn = Drawn(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    drawn = Drawn(title=Text(table.title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name, unit in table.columns:
         drawn.add_column(name, justify="left" if unit == "text" else "right", overflow="fold")
     for row in _limited(table.rows, rows):
-        drawn.add_row(*(shown(value, unit) for value, (_, unit) in zip(row, table.columns, strict=True)))
+        drawn.add_row(*(Text(shown(value, unit)) for value, (_, unit) in zip(row, table.columns, strict=True)))
     return drawn
 
 

@@ -14,6 +14,9 @@ from ...types import PRECISIONS, ModelShape, Precision, Topology
 from ..model_file import load_model
 from ..report import Report, show
 
+# More ranks than any cluster has; what is planned for is listed rank by rank.
+LARGEST = 1_000_000
+
 # Megatron's names, and the short ones that people say.
 LAYOUT = {
     "tp": "tensor-model-parallel-size",
@@ -51,14 +54,54 @@ def plan_command(help: str) -> Callable[[Callable[..., Report]], click.Command]:
     return decorate
 
 
-def bandwidth(name: str, what: str) -> Callable[..., Any]:
-    """A flag for a bandwidth in GB/s (1e9 bytes), which has to be given."""
-    return click.option(f"--{name}", type=float, required=True, metavar="GB/S", help=what)
+class _Positive(click.ParamType):  # type: ignore[type-arg]
+    """A finite number greater than 0."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not 0 < number < math.inf:
+            self.fail(f"{value} must be a finite number greater than 0", param, ctx)
+        return number
 
 
-def number(*names: str, default: int | None, help: str, show_default: bool = False) -> Callable[..., Any]:
+class _Whole(click.ParamType):  # type: ignore[type-arg]
+    """A whole number in a range."""
+
+    name = "integer"
+
+    def __init__(self, minimum: int, maximum: int) -> None:
+        self.minimum, self.maximum = minimum, maximum
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        text = str(value)
+        number = int(text) if text.isascii() and text.lstrip("-").isdigit() and len(text) < 20 else None
+        if number is None or not self.minimum <= number <= self.maximum:
+            self.fail(f"{text} must be a whole number from {self.minimum} to {self.maximum}", param, ctx)
+        return number
+
+
+def positive(name: str, metavar: str, what: str) -> Callable[..., Any]:
+    """A flag for a number greater than 0, which has to be given. Bandwidths are in GB/s (1e9 bytes)."""
+    return click.option(name, type=_Positive(), required=True, metavar=metavar, help=what)
+
+
+def number(
+    *names: str,
+    default: int | None,
+    help: str,
+    minimum: int = 1,
+    maximum: int = LARGEST,
+    metavar: str = "N",
+    show_default: bool = False,
+) -> Callable[..., Any]:
     """A flag for a whole number."""
-    return click.option(*names, type=int, default=default, metavar="N", show_default=show_default, help=help)
+    kind = _Whole(minimum, maximum)
+    return click.option(*names, type=kind, default=default, metavar=metavar, show_default=show_default, help=help)
 
 
 def _shared() -> list[Callable[..., Any]]:
@@ -73,7 +116,7 @@ def _shared() -> list[Callable[..., Any]]:
         number("--virtual-stages", "--vpp", "vpp", default=1, help="Virtual stages per pipeline rank. Default 1."),
         number("--world-size", default=None, help="Ranks; by default the fewest that the degrees need."),
         number("--ranks-per-node", default=8, help="Ranks of one failure domain.", show_default=True),
-        number("--rows", default=40, help="Rows of a table to print; 0 prints all.", show_default=True),
+        number("--rows", default=40, minimum=0, help="Rows of a table to print; 0 prints all.", show_default=True),
         click.option("--json", "as_json", is_flag=True, help="Print the same facts as JSON, all rows, plain numbers."),
     ]
 

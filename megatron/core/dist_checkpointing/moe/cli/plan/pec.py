@@ -20,7 +20,7 @@ from ...policy.sharding import shard_checkpoint
 from ...types import ModelShape, OperatorId, Part, Topology
 from ..report import Fact, Report, Table
 from . import counts_file
-from .options import Job, plan_command
+from .options import Job, number, plan_command
 
 HELP = """Show partial experts checkpointing (MoC 3, PEC 3.1): the experts that successive checkpoints hold, what they
 weigh, and how evenly the ranks share the work.
@@ -35,23 +35,17 @@ Ages = dict[int, list[int]]
 
 
 @plan_command(HELP)
-@click.option(
-    "--pec-k-snapshot", "k", type=int, default=1, show_default=True, metavar="K", help="Experts per MoE layer."
-)
-@click.option(
-    "--pec-k-persist", "k_persist", type=int, default=None, metavar="K", help="Of these, to storage [default: 1]."
-)
+@number("--pec-k-snapshot", "k", default=1, show_default=True, metavar="K", help="Experts per MoE layer.")
+@number("--pec-k-persist", "k_persist", default=1, show_default=True, metavar="K", help="Of these, to storage.")
 @click.option("--pec-selection", "selection", type=click.Choice(["sequential", "load-aware"]), default="sequential")
 @click.option("--pec-scope", "scope", type=click.Choice(list(PEC_SCOPES)), default="both", show_default=True)
 @click.option("--shard", type=click.Choice(["none", "equal", "adaptive"]), default="adaptive", show_default=True)
-@click.option(
-    "--checkpoints", type=int, default=None, metavar="N", help="How many to show [default: all experts once]."
-)
+@number("--checkpoints", default=None, maximum=10_000, help="How many to show [default: all experts once].")
 @click.option("--counts", type=click.Path(path_type=Path), default=None, metavar="FILE", help=counts_file.HELP)
 def pec(
     job: Job,
     k: int,
-    k_persist: int | None,
+    k_persist: int,
     selection: str,
     scope: str,
     shard: str,
@@ -61,19 +55,18 @@ def pec(
     shape, topology = job.shape, job.topology
     if not shape.moe_layers:
         raise UsageError(f"--model {shape.name} has no MoE layers: partial experts need experts")
+    check_experts(shape, k, k_persist)
     partial = checkpoint_bytes(shape, job.precision, k, PEC_SCOPES[scope])
     full = checkpoint_bytes(shape, job.precision, shape.num_experts)
     rotation = -(-shape.num_experts // k)
     shown = rotation if checkpoints is None else checkpoints
-    if shown < 1:
-        raise UsageError(f"--checkpoints is {shown}, but must be at least 1")
     rows, covered, worst = [], set[OperatorId](), 0
     selector = _Selector(shape, topology, k, selection, counts_file.load_counts(counts, shape))
     ages = {layer: [0] * shape.num_experts for layer in shape.moe_layers}
     for index in range(shown):
         selected = selector.next()
         covered |= set(selected)
-        persisted = _persisted(shape, topology, selected, min(k, 1) if k_persist is None else k_persist, ages)
+        persisted = _persisted(shape, topology, selected, k_persist, ages)
         plan = pec_plan(index, shape.operators, selected, PEC_SCOPES[scope], Part.EVERYTHING)
         shards = shard_checkpoint(shard, shape, topology, job.precision, plan.parts)
         worst = max(worst, shards.bottleneck_bytes)
@@ -87,7 +80,11 @@ def pec(
             Fact("Share of the full checkpoint", partial.total_bytes / full.total_bytes, "share"),
             Fact("Most bytes of a rank", worst, "bytes"),
             Fact("Most bytes of a rank, full", whole.bottleneck_bytes, "bytes"),
-            Fact("Checkpoints until all experts are saved", rotation, "count"),
+            *(
+                (Fact("Checkpoints until all experts are saved", rotation, "count"),)
+                if selection == "sequential"
+                else ()
+            ),
             Fact("Experts covered by those shown", len(covered) / (len(shape.moe_layers) * shape.num_experts), "share"),
         ),
         (
@@ -97,6 +94,27 @@ def pec(
                 tuple(rows),
             ),
         ),
+    )
+
+
+def check_experts(shape: ModelShape, k: int, k_persist: int = 1) -> None:
+    """Raise UsageError for more experts than there are."""
+    if k > shape.num_experts:
+        raise UsageError(f"--pec-k-snapshot is {k}, but must be from 1 to num_experts = {shape.num_experts}")
+    if k_persist > k:
+        raise UsageError(f"--pec-k-persist is {k_persist}, but must be from 1 to --pec-k-snapshot = {k}")
+
+
+def selected_experts(shape: ModelShape, topology: Topology, k: int, position: int) -> frozenset[OperatorId]:
+    """The experts of one checkpoint by sequential selection, each pipeline stage for its own layers."""
+    moe = set(shape.moe_layers)
+    stages = ([layer for layer in stage if layer in moe] for stage in topology.layers_of_stages(shape.num_layers))
+    at = position % shape.num_experts
+    return frozenset(
+        operator
+        for layers in stages
+        if layers
+        for operator in sequential_selection(layers, shape.num_experts, k, at, ep=topology.ep)
     )
 
 

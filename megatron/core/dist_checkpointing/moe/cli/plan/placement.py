@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import click
-
 from ...policy.placement import coverage, place_replicas, replica_bytes
 from ...types import Part
 from ..report import Fact, Report, Table
-from .options import Job, plan_command
+from .options import Job, number, plan_command
 
 HELP = """Show which peers keep the replicas of each rank's snapshot in their memory (MOETION 5.1), how many nodes may
 be lost, and what it costs in memory and on the network.
@@ -18,9 +16,9 @@ be lost, and what it costs in memory and on the network.
 
 
 @plan_command(HELP)
-@click.option("--replicas", type=int, default=2, show_default=True, metavar="R", help="Copies beside the rank's own.")
-@click.option(
-    "--zero-stage", type=int, default=1, show_default=True, metavar="0..3", help="What data-parallel peers hold anyway."
+@number("--replicas", default=2, minimum=0, show_default=True, metavar="R", help="Copies beside the rank's own.")
+@number(
+    "--zero-stage", default=1, minimum=0, maximum=3, show_default=True, help="What data-parallel peers hold anyway."
 )
 def placement(job: Job, replicas: int, zero_stage: int) -> Report:
     placed = place_replicas(job.topology, replicas)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import click
 
 from ...errors import UsageError
 from ...policy.lanes import Lane, joint_schedules
+from ...policy.lossy_recovery import plan_lossy_recovery
 from ...policy.ordering import ORDERINGS
+from ...policy.partial import PEC_SCOPES, pec_plan
 from ...policy.placement import Placement, place_replicas
 from ...policy.recovery import plan_recovery
 from ...policy.shards import owned_operators, shard_sizes
@@ -29,7 +33,12 @@ from ...types import (
     full_plan,
 )
 from ..report import Columns, Fact, Report, Table
-from .options import Job, plan_command
+from . import counts_file
+from .options import Job, number, plan_command
+from .pec import check_experts, selected_experts
+
+LONGEST = 10_000  # iterations; each is a row
+Ordered = dict[Lane, tuple[OperatorId, ...]]
 
 HELP = """Show what a failure would lead to (MoEvement 3.4, App. A): which stages roll back and how far, what they
 replay and from whose logs, and which tier gives every rank its state.
@@ -37,73 +46,84 @@ replay and from whose logs, and which tier gives every rank its state.
 \b
     $ moe-ckpt plan recovery --model DeepSeek-MoE --pp 12 --ep 8 --window 6 --lost-nodes 3
     $ moe-ckpt plan recovery --model Mixtral-8x7B --pp 4 --ep 8 --strategy full --interval 20 --lost-ranks 9,17
+    $ moe-ckpt plan recovery --model QWen-MoE --pp 6 --ep 4 --strategy pec --pec-k-snapshot 6 --lost-nodes 1
 
 The job stood after --iteration when it failed; windows begin at multiples of their size; the newest complete one is
-replicated. Lost ranks lose their process, lost nodes their memory as well; all others parked.
+replicated. Lost ranks lose their process, lost nodes their memory as well; all others parked. Under pec, --counts are
+the tokens of each iteration.
 """
 
 
 @plan_command(HELP)
-@click.option("--strategy", type=click.Choice(["sparse", "full"]), default="sparse", show_default=True)
-@click.option("--window", type=int, default=4, show_default=True, metavar="N", help="Iterations of a sparse window.")
-@click.option(
-    "--interval", type=int, default=10, show_default=True, metavar="N", help="Iterations between full snapshots."
-)
-@click.option(
-    "--iteration", type=int, default=None, metavar="T", help="Last finished iteration [default: the worst one]."
-)
-@click.option("--replicas", type=int, default=2, show_default=True, metavar="R", help="Copies in peers' memory.")
+@click.option("--strategy", type=click.Choice(["sparse", "full", "pec"]), default="sparse", show_default=True)
+@number("--window", default=4, maximum=LONGEST, show_default=True, help="Iterations of a sparse window.")
+@number("--interval", default=10, maximum=LONGEST, show_default=True, help="Iterations between full or pec snapshots.")
+@number("--pec-k-snapshot", "k", default=1, show_default=True, metavar="K", help="Experts per MoE layer under pec.")
+@click.option("--counts", type=click.Path(path_type=Path), default=None, metavar="FILE", help=counts_file.HELP)
+@number("--iteration", default=None, minimum=0, metavar="T", help="Last finished iteration [default: the worst one].")
+@number("--replicas", default=2, minimum=0, show_default=True, metavar="R", help="Copies in peers' memory.")
 @click.option("--lost-ranks", default="", metavar="R,R-R", help="Ranks whose process was killed.")
 @click.option("--lost-nodes", default="", metavar="N,N-N", help="Nodes that are gone with their memory.")
 @click.option("--upstream-logging/--no-upstream-logging", "logging", default=True, show_default=True)
 def recovery(
-    job: Job,
-    strategy: str,
-    window: int,
-    interval: int,
-    iteration: int | None,
-    replicas: int,
-    lost_ranks: str,
-    lost_nodes: str,
-    logging: bool,
+    job: Job, lost_ranks: str, lost_nodes: str, replicas: int, logging: bool, counts: Path | None, **given: Any
 ) -> Report:
     topology = job.topology
     nodes = frozenset(_numbers("--lost-nodes", lost_nodes, len(topology.ranks_by_node)))
     ranks = frozenset(_numbers("--lost-ranks", lost_ranks, topology.world_size)) | set(topology.ranks_on(nodes))
     if not ranks:
         raise UsageError("nothing is lost: name --lost-ranks or --lost-nodes")
-    period = window if strategy == "sparse" else interval
-    if period < 1:
-        raise UsageError(f"--{'window' if strategy == 'sparse' else 'interval'} is {period}, but must be at least 1")
-    target = _target(strategy, period, iteration)
+    tokens = counts_file.load_counts(counts, job.shape)
+    history = _History(**given)
+    target = history.target
     sizes = shard_sizes(job.shape, topology, job.precision)
-    plans = _snapshots(job, sizes, strategy, period, target)
-    inventory = _inventory(job, plans, place_replicas(topology, replicas), ranks, target, logging)
-    tied = not job.shape.untie_embeddings_and_output_weights and topology.pp > 1
-    plan = plan_recovery(inventory, Lost(ranks, nodes), topology, tied_embeddings=tied, target=target)
-    replayed = max((len(segment.replayed) for segment in plan.segments), default=0)
+    snapshots = _snapshots(job, sizes, history)
+    inventory = _inventory(job, snapshots, place_replicas(topology, replicas), ranks, target, logging)
+    if history.strategy == "pec":
+        plan = plan_lossy_recovery(
+            inventory, Lost(ranks, nodes), topology, lambda operator, after, upto: tokens[operator] * (upto - after)
+        )
+    else:
+        tied = not job.shape.untie_embeddings_and_output_weights and topology.pp > 1
+        plan = plan_recovery(inventory, Lost(ranks, nodes), topology, tied_embeddings=tied, target=target)
+    going_back = sum(len(segment.stages) for segment in plan.segments) * topology.ranks_per_stage
     return Report(
         f"Recovery of {job.shape.name} after the loss of {len(ranks)} of {topology.world_size} ranks",
         (
-            Fact("Target iteration", plan.target, "count"),
+            Fact("Iteration of the failure", target, "count"),
+            Fact("Recovered iteration", plan.target, "count"),
             Fact("Scope", plan.scope.value),
-            Fact("Ranks that replay", sum(len(s.stages) for s in plan.segments) * topology.ranks_per_stage, "count"),
-            Fact("Iterations replayed", replayed, "count"),
+            Fact("Ranks that go back", going_back, "count"),
+            Fact("Iterations replayed", max((len(one.replayed) for one in plan.segments), default=0), "count"),
+            Fact("Iterations trained again", target - plan.target, "count"),
             Fact("Lost tokens", sum(plan.lost_tokens.values()), "count"),
         ),
-        (_segments(plan), _frozen(plan, job), _tiers(plan, sizes)),
+        (_segments(plan), _frozen(plan, job), _tiers(plan, sizes), _losses(plan)),
         tuple(f"{count} copies refused: {reason}" for reason, count in sorted(_refused(plan).items())),
     )
 
 
-def _target(strategy: str, period: int, iteration: int | None) -> int:
-    """The last finished iteration. By default the one before a newer snapshot or window would have been complete."""
-    first = period - 1 if strategy == "sparse" else 0
-    if iteration is None:
-        return 3 * period - 2 if strategy == "sparse" else 2 * period - 1
-    if iteration < first:
-        raise UsageError(f"--iteration is {iteration}, but the first snapshot is complete after iteration {first}")
-    return iteration
+@dataclass(frozen=True)
+class _History:
+    """What was snapshotted when, up to the failure."""
+
+    strategy: str
+    window: int
+    interval: int
+    k: int
+    iteration: int | None
+
+    @property
+    def target(self) -> int:
+        """The last finished iteration. By default the one before a newer snapshot or window would be complete."""
+        first = self.window - 1 if self.strategy == "sparse" else 0
+        if self.iteration is None:
+            return 3 * self.window - 2 if self.strategy == "sparse" else 2 * self.interval - 1
+        if self.iteration < first:
+            raise UsageError(
+                f"--iteration is {self.iteration}, but the first snapshot is complete after iteration {first}"
+            )
+        return self.iteration
 
 
 @dataclass(frozen=True)
@@ -115,23 +135,45 @@ class _Snapshots:
     operators: frozenset[OperatorId]
 
 
-def _snapshots(
-    job: Job, sizes: dict[OperatorId, OperatorSize], strategy: str, period: int, target: int
-) -> dict[Lane, _Snapshots]:
+def _snapshots(job: Job, sizes: dict[OperatorId, OperatorSize], history: _History) -> dict[Lane, _Snapshots]:
     owned = owned_operators(job.shape, job.topology)
     ordered = {lane: ORDERINGS["popularity"](operators, {}) for lane, operators in owned.items()}
-    if strategy == "full":
-        newest = target // period * period
-        taken = {lane: [full_plan(newest, operators)] for lane, operators in ordered.items()}
-    else:
-        first = ((target + 1) // period - 1) * period
-        schedules = joint_schedules(ordered, sizes, sys.maxsize, first_iteration=first, window=period)
-        windows = {lane: schedule.window for lane, schedule in schedules.items()}
-        taken = {lane: list(map(window.plan, range(first, first + period))) for lane, window in windows.items()}
+    taken = {"sparse": _windows, "full": _full, "pec": _partial}[history.strategy](job, ordered, sizes, history)
     return {
-        lane: _Snapshots(tuple(taken[lane]), full_plan(target, operators), frozenset(operators))
+        lane: _Snapshots(tuple(taken[lane]), full_plan(history.target, operators), frozenset(operators))
         for lane, operators in ordered.items()
     }
+
+
+def _windows(
+    job: Job, ordered: Ordered, sizes: dict[OperatorId, OperatorSize], history: _History
+) -> dict[Lane, list[SnapshotPlan]]:
+    size, target = history.window, history.target
+    first = ((target + 1) // size - 1) * size
+    schedules = joint_schedules(ordered, sizes, sys.maxsize, first_iteration=first, window=size)
+    return {lane: list(map(one.window.plan, range(first, first + size))) for lane, one in schedules.items()}
+
+
+def _full(
+    job: Job, ordered: Ordered, sizes: dict[OperatorId, OperatorSize], history: _History
+) -> dict[Lane, list[SnapshotPlan]]:
+    newest = history.target // history.interval * history.interval
+    return {lane: [full_plan(newest, operators)] for lane, operators in ordered.items()}
+
+
+def _partial(
+    job: Job, ordered: Ordered, sizes: dict[OperatorId, OperatorSize], history: _History
+) -> dict[Lane, list[SnapshotPlan]]:
+    """As many checkpoints as it takes to save all experts, or back to a full one of iteration 0."""
+    check_experts(job.shape, history.k)
+    newest = history.target // history.interval
+    found: dict[Lane, list[SnapshotPlan]] = {lane: [] for lane in ordered}
+    for index in range(max(0, newest - (-(-job.shape.num_experts // history.k) - 1)), newest + 1):
+        selected = selected_experts(job.shape, job.topology, history.k, index * history.k)
+        for lane, operators in ordered.items():
+            own = selected & set(operators) if index else {one for one in operators if one.is_expert}
+            found[lane].append(pec_plan(index * history.interval, operators, own, PEC_SCOPES["all"]))
+    return found
 
 
 def _inventory(
@@ -189,6 +231,16 @@ def _tiers(plan: RecoveryPlan, sizes: dict[OperatorId, OperatorSize]) -> Table:
         read[source.tier] += sum(sizes[op].full_bytes if full else sizes[op].weights_bytes for op in source.operators)
     rows = [(tier.name.lower().replace("_", " "), len(ranks[tier]), read[tier]) for tier in sorted(ranks)]
     return Table("Tiers", (("tier", "text"), ("ranks", "count"), ("read", "bytes")), tuple(rows))
+
+
+def _losses(plan: RecoveryPlan) -> Table:
+    by_layer: Counter[int] = Counter()
+    experts: Counter[int] = Counter()
+    for operator, tokens in plan.lost_tokens.items():
+        by_layer[operator.layer] += tokens
+        experts[operator.layer] += 1
+    rows = tuple((layer, experts[layer], by_layer[layer]) for layer in sorted(by_layer))
+    return Table("Losses", (("layer", "count"), ("stale experts", "count"), ("lost tokens", "count")), rows)
 
 
 def _refused(plan: RecoveryPlan) -> Counter[str]:

@@ -10,7 +10,7 @@ from ...policy.selective import Budgets, SelectivePlan, selective_plan
 from ...policy.shards import owned_operators, shard_sizes
 from ..report import Fact, Report, Table
 from . import counts_file
-from .options import Job, bandwidth, plan_command
+from .options import Job, plan_command, positive
 
 HELP = """Show selective expert checkpointing (MOETION 4): the experts that fit into one iteration beside everything
 else, to the host's memory and on to a peer, shared among the layers by the tokens at risk.
@@ -24,9 +24,9 @@ The table of layers is that of the ranks that save the fewest experts.
 
 
 @plan_command(HELP)
-@bandwidth("budget-local-gbps", "From one GPU to its host's memory.")
-@bandwidth("budget-remote-gbps", "From one rank to its peers.")
-@click.option("--iteration-time", type=float, required=True, metavar="S", help="Seconds of one iteration.")
+@positive("--budget-local-gbps", "GB/S", "From one GPU to its host's memory.")
+@positive("--budget-remote-gbps", "GB/S", "From one rank to its peers.")
+@positive("--iteration-time", "S", "Seconds of one iteration.")
 @click.option("--counts", type=click.Path(path_type=Path), default=None, metavar="FILE", help=counts_file.HELP)
 def selective(
     job: Job, budget_local_gbps: float, budget_remote_gbps: float, iteration_time: float, counts: Path | None

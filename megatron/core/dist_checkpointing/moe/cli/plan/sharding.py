@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import click
 
-from ...policy.partial import PEC_SCOPES, pec_plan, sequential_selection
+from ...policy.partial import PEC_SCOPES, pec_plan
 from ...policy.sharding import SHARDINGS, eq_5_full_bytes, eq_6_pec_bytes, is_balanced, shard_checkpoint
 from ...types import OperatorId, Part
 from ..report import Fact, Report, Table
-from .options import Job, plan_command
+from .options import Job, number, plan_command
+from .pec import check_experts, selected_experts
 
 HELP = """Compare how ranks can share the saving of replicated state (MoC 4): the baseline of Megatron-DeepSpeed, equal
 shards of experts (EE) and of non-experts (EN), and adaptive ones (AN).
@@ -25,13 +28,13 @@ The rank with the most bytes decides how long a checkpoint takes. Bytes are comp
 @click.option(
     "--shard", type=click.Choice(list(SHARDINGS)), default="adaptive", show_default=True, help="For the table of ranks."
 )
-@click.option(
-    "--pec-k-snapshot", "k", type=int, default=None, metavar="K", help="Experts per MoE layer [default: all]."
-)
+@number("--pec-k-snapshot", "k", default=None, metavar="K", help="Experts per MoE layer [default: all].")
 @click.option("--use-distributed-optimizer/--no-distributed-optimizer", "sharded", default=True, show_default=True)
 def sharding(job: Job, shard: str, k: int | None, sharded: bool) -> Report:
     shape, topology = job.shape, job.topology
-    parts = None if k is None else _selected(job, k)
+    if k is not None:
+        check_experts(shape, k)
+    parts = None if k is None else _partial(job, k)
     by_name = {
         name: shard_checkpoint(name, shape, topology, job.precision, parts, optimizer_sharded=sharded)
         for name in SHARDINGS
@@ -47,8 +50,11 @@ def sharding(job: Job, shard: str, k: int | None, sharded: bool) -> Report:
         )
         for name, plan in by_name.items()
     ]
-    experts = len(shape.moe_layers) and is_balanced(
-        k or shape.num_experts, len(shape.moe_layers), topology.ep, topology.ep * topology.edp
+    moe, groups = set(shape.moe_layers), topology.ep * topology.edp
+    balanced = all(
+        is_balanced(k or shape.num_experts, len(moe.intersection(layers)), topology.ep, groups)
+        for layers in topology.layers_of_stages(shape.num_layers)
+        if moe.intersection(layers)
     )
     ranks = [(rank, topology.node(rank), count) for rank, count in enumerate(chosen.bytes_by_rank)]
     return Report(
@@ -58,7 +64,7 @@ def sharding(job: Job, shard: str, k: int | None, sharded: bool) -> Report:
             Fact("Eq. 5", eq_5_full_bytes(shape, job.precision), "bytes"),
             *((Fact("Eq. 6", eq_6_pec_bytes(shape, job.precision, k), "bytes"),) if k else ()),
             Fact("Even share of a rank", -(-chosen.total_bytes // topology.world_size), "bytes"),
-            Fact("Experts balanced (eq. 9)", bool(experts)),
+            Fact("Experts balanced (eq. 9)", balanced),
         ),
         (
             Table(
@@ -77,13 +83,6 @@ def sharding(job: Job, shard: str, k: int | None, sharded: bool) -> Report:
     )
 
 
-def _selected(job: Job, k: int) -> dict[OperatorId, Part]:
-    moe = set(job.shape.moe_layers)
-    stages = job.topology.layers_of_stages(job.shape.num_layers)
-    selected = [
-        operator
-        for stage in stages
-        if (layers := [layer for layer in stage if layer in moe])
-        for operator in sequential_selection(layers, job.shape.num_experts, k, 0, ep=job.topology.ep)
-    ]
-    return dict(pec_plan(0, job.shape.operators, selected, PEC_SCOPES["all"], Part.EVERYTHING).parts)
+def _partial(job: Job, k: int) -> Mapping[OperatorId, Part]:
+    selected = selected_experts(job.shape, job.topology, k, 0)
+    return pec_plan(0, job.shape.operators, selected, PEC_SCOPES["all"], Part.EVERYTHING).parts

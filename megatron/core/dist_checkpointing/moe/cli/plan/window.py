@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from pathlib import Path
 
 import click
 
 from ...errors import UsageError
+from ...policy.checks import budget_bytes
 from ...policy.lanes import joint_schedules
 from ...policy.ordering import ORDERINGS
 from ...policy.shards import owned_operators, shard_sizes
-from ...policy.window import Schedule, budget_bytes, paper_window
+from ...policy.window import Schedule, paper_window
 from ...types import Part
 from ..report import Columns, Fact, Report, Table
 from . import counts_file
-from .options import Job, bandwidth, plan_command
+from .options import Job, plan_command, positive
 
 HELP = """Show the sparse checkpointing window (MoEvement 3.5): in how many iterations every operator is snapshotted
 once, what each iteration copies from a rank, and whether training would have to wait for it.
@@ -27,8 +30,8 @@ The bytes are those of one rank with the distributed optimizer. The table of ste
 
 
 @plan_command(HELP)
-@bandwidth("budget-local-gbps", "From one GPU to its host's memory.")
-@click.option("--iteration-time", type=float, required=True, metavar="S", help="Seconds of one iteration.")
+@positive("--budget-local-gbps", "GB/S", "From one GPU to its host's memory.")
+@positive("--iteration-time", "S", "Seconds of one iteration.")
 @click.option("--window", default="auto", show_default=True, metavar="auto|N", help="Iterations of a window.")
 @click.option("--ordering", type=click.Choice(list(ORDERINGS)), default="popularity", show_default=True)
 @click.option("--counts", type=click.Path(path_type=Path), default=None, metavar="FILE", help=counts_file.HELP)
@@ -59,7 +62,7 @@ def window(
             Fact("Even share", peak.even_share_bytes, "bytes"),
             Fact("Dense snapshot of a rank", sum(sizes[operator].full_bytes for operator in lanes[busiest]), "bytes"),
             Fact("Fits", peak.fits),
-            Fact("Stall per window", sum(peak.stall_s(budget_local_gbps * 1e9)), "seconds"),
+            Fact("Stall per window", _stall_s(schedules, budget_local_gbps * 1e9), "seconds"),
             Fact("Iterations replayed at most", 2 * size - 2, "count"),
         ),
         (_steps(peak, budget_local_gbps * 1e9), _lanes(schedules)),
@@ -72,7 +75,13 @@ def _iterations(window: str) -> int | None:
         return None
     if not window.isascii() or not window.isdigit():
         raise UsageError(f"--window is {window!r}, but must be auto or a number of iterations")
-    return int(window[:9])
+    return int(window) if len(window) < 10 else sys.maxsize
+
+
+def _stall_s(schedules: dict[tuple[int, int], Schedule], bandwidth_bytes_per_s: float) -> float:
+    """All ranks wait for the one that copies most in an iteration."""
+    stalls = [one.stall_s(bandwidth_bytes_per_s) for one in schedules.values()]
+    return math.fsum(max(of_step) for of_step in zip(*stalls, strict=True))
 
 
 def _steps(schedule: Schedule, bandwidth_bytes_per_s: float) -> Table:
@@ -81,7 +90,8 @@ def _steps(schedule: Schedule, bandwidth_bytes_per_s: float) -> Table:
     for step, group in enumerate(schedule.window.groups):
         frozen = sum(part is Part.WEIGHTS for part in schedule.window.plan(step).parts.values())
         experts = sum(operator.is_expert for operator in group)
-        rows.append((step, len(group), experts, frozen, schedule.load_bytes[step], stalls[step]))
+        ends = (str(group[0]), str(group[-1])) if group else ("", "")
+        rows.append((step, len(group), experts, frozen, schedule.load_bytes[step], stalls[step], *ends))
     columns: Columns = (
         ("step", "count"),
         ("anchored", "count"),
@@ -89,6 +99,8 @@ def _steps(schedule: Schedule, bandwidth_bytes_per_s: float) -> Table:
         ("weights only", "count"),
         ("snapshot", "bytes"),
         ("stall", "seconds"),
+        ("first", "text"),
+        ("last", "text"),
     )
     return Table("Steps", columns, tuple(rows))
 
