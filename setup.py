@@ -33,6 +33,7 @@ setup(
         # megatron-core's writer of checkpoints imports psutil without declaring it.
         "psutil>=5.9",
         "click>=8.1",
+        "fsspec>=2024.2",
         "rich>=13.0",
         "tensorboard>=2.15",
         "tokenizers>=0.19",

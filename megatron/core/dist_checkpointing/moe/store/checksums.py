@@ -1,0 +1,44 @@
+"""Checksums of raw bytes: xxh3 with 128 bits, computed in place while other threads run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from xxhash import xxh3_128_hexdigest
+
+from ..errors import UnreadableCheckpoint, UsageError
+from .layout import Field, Record
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+def checksum(data: Buffer) -> str:
+    """The xxh3 of contiguous bytes: 32 hexadecimal digits. Nothing is copied and the GIL is released."""
+    return xxh3_128_hexdigest(data)
+
+
+def verified(data: memoryview, record: Record, where: str) -> memoryview:
+    """`data`, when it is what was sealed as `record`. Raises UnreadableCheckpoint, which names the record."""
+    if len(data) != record.nbytes:
+        raise UnreadableCheckpoint(
+            f"{where}: record {record.key} has {len(data)} of its {record.nbytes} bytes: the file was truncated; use"
+            " another copy"
+        )
+    if checksum(data) != record.xxh3:
+        raise UnreadableCheckpoint(
+            f"{where}: record {record.key} at offset {record.offset} does not match its checksum: its bytes changed"
+            " after they were sealed; use another copy"
+        )
+    return data
+
+
+def flat_bytes(data: Buffer, field: Field) -> memoryview:
+    """The bytes of `data` without a copy. Raises UsageError when they are not contiguous or not as many as `field`."""
+    view = memoryview(data)
+    if not view.c_contiguous or view.nbytes != field.nbytes:
+        raise UsageError(
+            f"record {field.key}: got {view.nbytes} {'' if view.c_contiguous else 'non-contiguous '}bytes, but"
+            f" {field.dtype} of shape {list(field.shape)} has {field.nbytes} contiguous ones"
+        )
+    return view.cast("B") if view.nbytes else memoryview(b"")

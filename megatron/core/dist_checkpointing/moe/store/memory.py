@@ -1,0 +1,269 @@
+"""Snapshots in host memory that survives the process: preallocated segments on a tmpfs, used in turn."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import threading
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import UsageError
+from ..ports import NoRoom, StoreFailure
+from .checksums import checksum
+from .layout import Field, Layout, Listing, SnapshotId, aligned
+from .ownership import Claim, warn_unless_in_memory
+from .shelf import SEALED, WRITING, Entry, MemoryReader, MemoryShelf
+from .system import FileLock, System, failing_as, map_file, opened, sync_directory, write_synced
+from .writing import SnapshotWriter
+
+
+@dataclass(eq=False)
+class _Segment:
+    """A preallocated file, mapped once; `lent` are the buffers that a writer has handed out."""
+
+    path: Path
+    memory: mmap.mmap
+    lent: list[weakref.ref[np.ndarray]] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.memory)
+
+    @property
+    def is_lent(self) -> bool:
+        return any(buffer() is not None for buffer in self.lent)
+
+
+class MemoryStore:
+    """The memory tier of one process: `len(segment_bytes)` segments, reused in turn (MoC 5.2's triple buffers).
+
+    All memory is taken at construction, in `<memory_dir>/<job>/rank-<rank>/`: later no page is allocated and none
+    faults for the first time, apart from the small manifests. A snapshot takes the smallest free segment that is large
+    enough. A segment is free when no sealed manifest names it, and nobody holds a reader of it, a view from a reader,
+    or a buffer from a writer. What a crashed process of the same job and rank left is adopted: sealed snapshots are
+    there as before, torn ones are listed and their segments are free; sealed ones in segments of other sizes than
+    asked for stay until they are freed. Truncating a segment's file while it is mapped kills the process (SIGBUS), as
+    with any mapped file.
+
+    Raises UsageError when the memory dir is missing, too small, or belongs to another job; StoreFailure.
+    """
+
+    def __init__(
+        self, memory_dir: Path, job: str, rank: int, segment_bytes: Sequence[int], *, system: System | None = None
+    ) -> None:
+        if not segment_bytes or min(segment_bytes) < 1:
+            raise UsageError(f"segments of {list(segment_bytes)} bytes: at least one is needed, none may be empty")
+        self.system = system or System()
+        self._mutex = threading.Lock()
+        self._writing: dict[str, SnapshotId] = {}
+        self._claim = Claim(memory_dir, job, rank)
+        self.directory = self._claim.directory
+        self._shelf = MemoryShelf(self.directory, self.system, self._writing.__contains__)
+        try:
+            warn_unless_in_memory(memory_dir)
+            self._segments = self._prepare(sorted(aligned(size, mmap.PAGESIZE) for size in segment_bytes))
+        except BaseException:
+            self._claim.release()
+            raise
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all segments that are used in turn."""
+        return sum(segment.nbytes for segment in self._segments.values())
+
+    def reserve(self, snapshot: SnapshotId, layout: Layout) -> MemoryWriter:
+        """As `ports.Store.reserve`."""
+        with self._mutex:
+            entries = self._shelf.entries()
+            if snapshot in self._writing.values():
+                raise UsageError(f"the {snapshot} is being written already")
+            if any(entry.snapshot == snapshot and entry.state == SEALED for entry in entries):
+                raise UsageError(f"the {snapshot} is sealed already: free it before it is written again")
+            name, lock = self._free_segment(entries, layout.nbytes)
+            self._writing[name] = snapshot
+            try:
+                self._mark(entries, Entry(name, snapshot, WRITING))
+            except StoreFailure:
+                del self._writing[name]
+                lock.release()
+                raise
+        return MemoryWriter(self, snapshot, layout, self._segments[name], lock)
+
+    def snapshots(self) -> Listing:
+        """As `ports.Store.snapshots`."""
+        return self._shelf.snapshots()
+
+    def open(self, snapshot: SnapshotId) -> MemoryReader:
+        """As `ports.Store.open`."""
+        return self._shelf.open(snapshot)
+
+    def free(self, snapshot: SnapshotId) -> None:
+        """As `ports.Store.free`."""
+        with self._mutex, failing_as(f"free the {snapshot} in {self.directory}"):
+            for entry in self._shelf.entries():
+                if entry.snapshot == snapshot and entry.segment not in self._writing:
+                    self.system.unlink(self.directory / entry.name)
+                    if entry.segment not in self._segments:
+                        (self.directory / f"{entry.segment}.bin").unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        """As `ports.Store.sweep`."""
+        with self._mutex, failing_as(f"remove torn snapshots in {self.directory}"):
+            for entry in self._shelf.entries():
+                if entry.state == WRITING and entry.segment not in self._writing:
+                    self.system.unlink(self.directory / entry.name)
+
+    def close(self) -> None:
+        """As `ports.Store.close`."""
+        self._claim.release()
+
+    def remove(self) -> None:
+        """Give all memory back to the node, sealed snapshots included: at the end of a job."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+        with suppress(OSError):
+            self.directory.parent.rmdir()
+        self.close()
+
+    def end_writing(self, segment: Path) -> None:
+        """For writers: the segment is not written any more."""
+        with self._mutex:
+            self._writing.pop(segment.stem, None)
+
+    def _mark(self, entries: Sequence[Entry], begun: Entry) -> None:
+        """Say in the folder what is being written, instead of what was torn there or of the same snapshot."""
+        with failing_as(f"reserve a segment in {self.directory}"):
+            for entry in entries:
+                if entry.state == WRITING and (entry.segment == begun.segment or entry.snapshot == begun.snapshot):
+                    self.system.unlink(self.directory / entry.name)
+            with opened(self.system, self.directory / begun.name, os.O_WRONLY | os.O_CREAT):
+                pass
+
+    def _free_segment(self, entries: Sequence[Entry], nbytes: int) -> tuple[str, FileLock]:
+        """The name of a free segment and the lock on it; segments without a torn snapshot first."""
+        fitting = [(one.nbytes, name) for name, one in self._segments.items() if one.nbytes >= nbytes]
+        if not fitting:
+            largest = max(segment.nbytes for segment in self._segments.values())
+            raise UsageError(f"a snapshot of {nbytes} bytes does not fit in segments of at most {largest}")
+        sealed = {entry.segment for entry in entries if entry.state == SEALED}
+        torn = {entry.segment for entry in entries} - sealed
+        for _, name in sorted(fitting, key=lambda one: (one[0], one[1] in torn, one[1])):
+            if name in sealed or name in self._writing or self._segments[name].is_lent:
+                continue
+            with failing_as(f"lock {self._segments[name].path}"), suppress(BlockingIOError):
+                return name, FileLock(self.system, self._segments[name].path, exclusive=True)
+        raise NoRoom(
+            f"{self.directory}: all {len(fitting)} segments of at least {nbytes} bytes are in use,"
+            f" {sum(name in sealed for _, name in fitting)} of them by sealed snapshots: free one, or wait until its"
+            " readers have ended"
+        )
+
+    def _prepare(self, sizes: Sequence[int]) -> dict[str, _Segment]:
+        """Adopt the segments that are there, delete those that nobody needs, and allocate the rest."""
+        existing = {path.stem: path.stat().st_size for path in sorted(self.directory.glob("segment-*.bin"))}
+        entries = self._shelf.entries()
+        sealed = {entry.segment for entry in entries if entry.state == SEALED}
+        chosen: dict[str, int] = {}
+        missing: list[int] = []
+        for size in sizes:
+            same = [name for name, found in existing.items() if found == size and name not in chosen]
+            if same:
+                chosen[min(same, key=lambda name: (name not in sealed, name))] = size
+            else:
+                missing.append(size)
+        with failing_as(f"tidy {self.directory}"):
+            for name in existing.keys() - chosen.keys() - sealed:
+                self.system.unlink(self.directory / f"{name}.bin")
+            for entry in entries:
+                if entry.state == WRITING and entry.segment not in chosen:
+                    self.system.unlink(self.directory / entry.name)
+        self._require_space(sum(missing), len(missing))
+        taken = existing.keys() | {entry.segment for entry in entries}
+        unused = (name for name in (f"segment-{at:03d}" for at in range(1_000_000)) if name not in taken)
+        chosen.update((next(unused), size) for size in missing)
+        return {name: self._allocated(self.directory / f"{name}.bin", size) for name, size in sorted(chosen.items())}
+
+    def _require_space(self, nbytes: int, count: int) -> None:
+        found = os.statvfs(self.directory)
+        free_bytes = found.f_bavail * found.f_frsize
+        if found.f_blocks and nbytes > free_bytes:
+            raise UsageError(
+                f"memory dir {self.directory.parent.parent} has {free_bytes / 1e9:.3f} GB free, but the {count} new"
+                f" segments need {nbytes / 1e9:.3f} GB: enlarge the tmpfs (mount -o remount,size=...), keep fewer"
+                " replicas, or use another memory dir"
+            )
+
+    def _allocated(self, path: Path, nbytes: int) -> _Segment:
+        with failing_as(f"allocate {nbytes} bytes for {path}"):
+            with opened(self.system, path, os.O_RDWR | os.O_CREAT) as descriptor:
+                self.system.allocate(descriptor, nbytes)
+            return _Segment(path, map_file(self.system, path, nbytes))
+
+
+class MemoryWriter(SnapshotWriter):
+    """Writes one segment in place; checksums are computed when the snapshot is sealed, from the copied bytes."""
+
+    def __init__(
+        self, store: MemoryStore, snapshot: SnapshotId, layout: Layout, segment: _Segment, lock: FileLock
+    ) -> None:
+        super().__init__(snapshot, layout, segment.path.name)
+        self._store, self._target, self._lock = store, segment, lock
+        self._target.lent.clear()
+        self._entry = Entry(segment.path.stem, snapshot, WRITING)
+
+    def buffer(self, key: str) -> memoryview:
+        """As `ports.MappedWriter.buffer`."""
+        field, offset = self._claim(key)
+        self._missing.remove(key)
+        return self._lend(offset, field.nbytes)
+
+    def whole(self) -> memoryview:
+        """As `ports.MappedWriter.whole`."""
+        self._require_open()
+        self._missing.clear()
+        return self._lend(0, self._layout.nbytes)
+
+    def _lend(self, offset: int, nbytes: int) -> memoryview:
+        if not nbytes:
+            return memoryview(bytearray())
+        lent = np.frombuffer(self._target.memory, np.uint8, nbytes, offset)
+        self._target.lent.append(weakref.ref(lent))
+        return memoryview(lent)
+
+    def _keep(self, field: Field, offset: int, data: memoryview) -> None:
+        if data:
+            self._store.system.copy(memoryview(self._target.memory)[offset : offset + field.nbytes], data)
+
+    def _checksums(self) -> tuple[str, ...]:
+        if self._target.is_lent:
+            raise UsageError(
+                f"{self._snapshot}: a buffer of it is still referred to, so its bytes could change after they are"
+                " sealed: delete the tensors and views that were made from it"
+            )
+        view = memoryview(self._target.memory)
+        places = zip(self._layout.fields, self._layout.offsets, strict=True)
+        return tuple(checksum(view[offset : offset + field.nbytes]) for field, offset in places)
+
+    def _commit(self, manifest: bytes) -> None:
+        system, directory = self._store.system, self._store.directory
+        sealed = directory / Entry(self._entry.segment, self._snapshot, SEALED).name
+        with failing_as(f"seal the {self._snapshot} in {directory}"):
+            write_synced(system, directory / self._entry.name, manifest)
+            system.rename(directory / self._entry.name, sealed)
+            sync_directory(system, directory)
+        self._end()
+
+    def _discard(self) -> None:
+        with suppress(OSError):
+            self._store.system.unlink(self._store.directory / self._entry.name)
+        self._end()
+
+    def _end(self) -> None:
+        self._lock.release()
+        self._store.end_writing(self._target.path)

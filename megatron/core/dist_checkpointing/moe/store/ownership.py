@@ -1,0 +1,168 @@
+"""Who may write in a folder of the memory tier: one job per folder, one process per rank."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import re
+import shutil
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ..errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+OWNER_FILE = "owner.json"
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
+
+_JOB = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+_MINE: weakref.WeakValueDictionary[Path, Claim] = weakref.WeakValueDictionary()
+
+os.register_at_fork(after_in_child=_MINE.clear)
+
+
+class Claim:
+    """One rank's folder `<memory_dir>/<job>/rank-00003`, held until `release`, or until the process ends.
+
+    The lock is one that forked children do not inherit, so a data loader that outlives its crashed parent does not
+    keep the next process out. Raises UsageError, saying what to do, when the memory directory is missing, is not
+    writable, or belongs to another job, or when another live process owns the folder.
+    """
+
+    def __init__(self, memory_dir: Path, job: str, rank: int) -> None:
+        self._descriptor, self._process = -1, os.getpid()
+        self.directory = rank_directory(memory_dir, job, rank)
+        if not memory_dir.is_dir():
+            raise UsageError(f"memory dir {memory_dir} does not exist: create it on a tmpfs, for example in /dev/shm")
+        with _readable(f"memory dir {memory_dir} cannot be used"):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._lock(job, rank)
+            try:
+                _refuse_other_jobs(memory_dir, job)
+            except UsageError:
+                self.release()
+                _remove_if_unused(self.directory)
+                raise
+
+    def _lock(self, job: str, rank: int) -> None:
+        path = (self.directory / OWNER_FILE).resolve()
+        if path in _MINE:
+            raise UsageError(f"{self.directory} is in use by this process already: close the other store first")
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = _said_by(descriptor)
+            os.close(descriptor)
+            raise UsageError(
+                f"{self.directory} is in use by {owner}: stop that process, or give this job another id or memory dir"
+            ) from None
+        self._descriptor = descriptor
+        _MINE[path] = self
+        content = json.dumps({"job": job, "rank": rank, "process": os.getpid(), "host": os.uname().nodename})
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, content.encode(), 0)
+
+    def release(self) -> None:
+        """Let another process own the folder."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+            if self._process == os.getpid():
+                _MINE.pop((self.directory / OWNER_FILE).resolve(), None)
+
+    def __del__(self) -> None:
+        with suppress(OSError):
+            self.release()
+
+
+def rank_directory(memory_dir: Path, job: str, rank: int) -> Path:
+    """Where a rank's segments lie. Raises UsageError for a job id that cannot be a folder's name."""
+    if not _JOB.fullmatch(job):
+        raise UsageError(f"job id {job!r} must be 1 to 128 letters, digits, '.', '_' or '-', and not begin with '.'")
+    return memory_dir / job / f"rank-{rank:05d}"
+
+
+def rank_directories(memory_dir: Path, job: str) -> dict[int, Path]:
+    """The folders of all ranks of a job that were on this node, by rank."""
+    found = (memory_dir / job).glob("rank-*")
+    return {int(path.name[5:]): path for path in sorted(found) if path.name[5:].isdecimal() and path.is_dir()}
+
+
+def warn_unless_in_memory(memory_dir: Path) -> None:
+    """Logs a warning when the folder is on a disk: it works, but at the disk's speed."""
+    kind = _file_system(memory_dir)
+    if kind not in MEMORY_FILE_SYSTEMS:
+        logger.warning(
+            "memory dir %s is on %s, not on tmpfs: snapshots will be as slow as that device; use a folder in /dev/shm",
+            memory_dir,
+            kind,
+        )
+
+
+def _file_system(path: Path) -> str:
+    resolved, best, kind = path.resolve(), "", "an unknown file system"
+    with suppress(OSError):
+        for line in Path("/proc/self/mounts").read_text().splitlines():
+            _, mount, found, *_ = line.split()
+            mount = mount.replace("\\040", " ")
+            if resolved.is_relative_to(mount) and len(mount) >= len(best):
+                best, kind = mount, found
+    return kind
+
+
+def _refuse_other_jobs(memory_dir: Path, job: str) -> None:
+    for path in sorted(memory_dir.glob(f"*/rank-*/{OWNER_FILE}")):
+        other = path.parent.parent
+        if other.name == job:
+            continue
+        owner = _live_owner(path)
+        if owner:
+            raise UsageError(f"memory dir {memory_dir} is in use by {owner}: give each job its own memory dir")
+        raise UsageError(
+            f"{other} was left behind by job {other.name}, which has ended: resume that job with its id, or delete the"
+            f" folder (rm -r {other}), or use another memory dir"
+        )
+
+
+def _live_owner(path: Path) -> str | None:
+    """Who holds the owner file of another job, None when nobody does."""
+    if path.resolve() in _MINE:
+        return "this process"
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return _said_by(descriptor)
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def _said_by(descriptor: int) -> str:
+    try:
+        said = json.loads(os.pread(descriptor, 4096, 0))
+        return f"job {said['job']}, rank {said['rank']}, process {said['process']} on {said['host']}"
+    except (OSError, ValueError, TypeError, KeyError):
+        return "another process"
+
+
+def _remove_if_unused(directory: Path) -> None:
+    """Takes back the empty folder of a claim that was refused, so that it does not stand in another job's way."""
+    if sorted(path.name for path in directory.iterdir()) == [OWNER_FILE]:
+        shutil.rmtree(directory, ignore_errors=True)
+        with suppress(OSError):
+            directory.parent.rmdir()
+
+
+@contextmanager
+def _readable(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{what}: {error.filename or ''} {error.strerror}; check its permissions") from error

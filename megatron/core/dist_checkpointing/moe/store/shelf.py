@@ -1,0 +1,177 @@
+"""Reading one rank's folder of the memory tier, from any process on the node.
+
+    segment-002.bin                                            preallocated bytes, used again and again
+    segment-002.iter_0000012-rank_00003-snapshot.writing       they are being overwritten, or were when a process died
+    segment-002.iter_0000012-rank_00003-snapshot.json          they are sealed: the manifest
+
+Whoever reads holds a shared lock on the segment, whoever overwrites it an exclusive one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import UnreadableCheckpoint
+from .layout import Listing, Manifest, Record, SnapshotId, Torn
+from .manifest import decode
+from .reading import SnapshotReader
+from .system import FileLock, LockedMap, System, failing_as, map_locked, read_file
+
+SEALED, WRITING = "json", "writing"
+
+_ENTRY = re.compile(rf"(segment-\d{{3,}})\.([a-z0-9_-]+)\.({SEALED}|{WRITING})")
+_LOCK_RETRY_S = 0.0005
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A file that says what is in a segment: sealed, or being written."""
+
+    segment: str
+    snapshot: SnapshotId
+    state: str
+
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        return f"{self.segment}.{self.snapshot.name}.{self.state}"
+
+    @classmethod
+    def parse(cls, name: str) -> Entry | None:
+        """The entry of this file name, None for other files."""
+        found = _ENTRY.fullmatch(name)
+        snapshot = SnapshotId.parse(found[2]) if found else None
+        return cls(found[1], snapshot, found[3]) if found and snapshot else None
+
+
+class MemoryReader(SnapshotReader):
+    """A sealed snapshot in memory; what it reads are views of the memory itself, which stays pinned."""
+
+    def __init__(self, manifest: Manifest, where: str, mapped: LockedMap | None) -> None:
+        super().__init__(manifest, where)
+        self._view = (memoryview(mapped) if mapped else memoryview(b"")).toreadonly()
+
+    def raw(self) -> memoryview:
+        """As `ports.MappedReader.raw`."""
+        self._require_open()
+        return self._view[:]
+
+    def _bytes(self, record: Record) -> memoryview:
+        return self._view[record.offset : record.offset + record.nbytes]
+
+    def _let_go(self) -> None:
+        self._view = memoryview(b"")
+
+
+class MemoryShelf:
+    """The snapshots in `directory`, for reading only; the owner may go on writing there.
+
+    `being_written` says whether a segment is; without it the segment's lock is asked.
+    """
+
+    def __init__(
+        self, directory: Path, system: System | None = None, being_written: Callable[[str], bool] | None = None
+    ) -> None:
+        self.directory, self._system = directory, system or System()
+        self._being_written = being_written or self._is_locked
+
+    def entries(self) -> tuple[Entry, ...]:
+        """What the file names say, unverified. Raises StoreFailure."""
+        with failing_as(f"list {self.directory}"):
+            names = self._system.list_directory(self.directory)
+        return tuple(entry for entry in map(Entry.parse, names) if entry)
+
+    def snapshots(self) -> Listing:
+        """As `ports.Store.snapshots`."""
+        sealed, torn = [], []
+        for entry in self.entries():
+            try:
+                found = self._is_sealed(entry)
+            except UnreadableCheckpoint as error:
+                torn.append(Torn(entry.snapshot, str(self.directory / entry.name), str(error)))
+            else:
+                sealed += [entry.snapshot] if found else []
+        return Listing(tuple(sorted(sealed)), tuple(sorted(torn, key=lambda one: (one.snapshot, one.path))))
+
+    def open(self, snapshot: SnapshotId) -> MemoryReader:
+        """As `ports.Store.open`."""
+        for entry in self.entries():
+            if entry.snapshot == snapshot and entry.state == SEALED:
+                lock = self._pin(entry)
+                if lock:
+                    return self._reader(entry, lock)
+        raise UnreadableCheckpoint(f"{self.directory}: the {snapshot} is not sealed here")
+
+    def _reader(self, entry: Entry, lock: FileLock) -> MemoryReader:
+        manifest, path = self._manifest(entry), self.directory / f"{entry.segment}.bin"
+        try:
+            mapped = map_locked(self._system, path, manifest.layout.nbytes, lock) if manifest.layout.nbytes else None
+        except OSError as error:
+            raise UnreadableCheckpoint(f"{path}: cannot be mapped: {error.strerror}; use another copy") from error
+        return MemoryReader(manifest, str(path), mapped)
+
+    def _pin(self, entry: Entry) -> FileLock | None:
+        """A shared lock on a segment that is sealed; None when it is freed meanwhile.
+
+        The owner holds the exclusive lock beside a manifest only for the moment between committing and unlocking.
+        """
+        path, manifest = self.directory / f"{entry.segment}.bin", self.directory / entry.name
+        while os.path.exists(manifest):
+            try:
+                lock = FileLock(self._system, path, exclusive=False)
+            except BlockingIOError:
+                time.sleep(_LOCK_RETRY_S)
+                continue
+            except OSError as error:
+                raise UnreadableCheckpoint(f"{path}: {error.strerror}; use another copy") from error
+            return lock if os.path.exists(manifest) else None
+        return None
+
+    def _is_sealed(self, entry: Entry) -> bool:
+        """False when the owner is writing it or has just freed it. Raises UnreadableCheckpoint when it is torn."""
+        path = self.directory / entry.name
+        if entry.state == SEALED:
+            try:
+                self._manifest(entry)
+            except UnreadableCheckpoint:
+                if os.path.exists(path):
+                    raise
+                return False
+            return True
+        if self._being_written(entry.segment) or not os.path.exists(path):
+            return False
+        raise UnreadableCheckpoint(f"{path}: it was never sealed")
+
+    def _is_locked(self, segment: str) -> bool:
+        try:
+            FileLock(self._system, self.directory / f"{segment}.bin", exclusive=False).release()
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False  # without its segment nobody can be writing it
+        return False
+
+    def _manifest(self, entry: Entry) -> Manifest:
+        """The verified manifest of a sealed entry, whose segment is there and whole."""
+        path, segment = self.directory / entry.name, f"{entry.segment}.bin"
+        try:
+            manifest = decode(read_file(self._system, path), str(path))
+            stored = os.stat(self.directory / segment)
+        except OSError as error:
+            raise UnreadableCheckpoint(f"{error.filename or path}: {error.strerror}; use another copy") from error
+        if (manifest.snapshot, manifest.segment) != (entry.snapshot, segment):
+            raise UnreadableCheckpoint(
+                f"{path}: belongs to the {manifest.snapshot} in {manifest.segment}; it was moved"
+            )
+        # A hole would be filled on reading, and a full tmpfs then kills the reader.
+        if min(stored.st_size, stored.st_blocks * 512) < manifest.layout.nbytes:
+            raise UnreadableCheckpoint(
+                f"{self.directory / segment}: has {min(stored.st_size, stored.st_blocks * 512)} of"
+                f" {manifest.layout.nbytes} bytes: it was truncated; use another copy"
+            )
+        return manifest

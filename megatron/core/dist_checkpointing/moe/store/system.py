@@ -1,0 +1,193 @@
+"""The calls that the stores make to the operating system, in one place, where a test can let each of them fail."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+
+from ..ports import NoRoom, StoreFailure
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+class System:
+    """Linux. All methods raise OSError; numbers of bytes may come out smaller than asked for."""
+
+    def open(self, path: Path, flags: int) -> int:
+        return os.open(path, flags | os.O_CLOEXEC, 0o644)
+
+    def close(self, descriptor: int) -> None:
+        os.close(descriptor)
+
+    def pread(self, descriptor: int, into: memoryview, offset: int) -> int:
+        return os.preadv(descriptor, [into], offset)
+
+    def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
+        return os.pwrite(descriptor, data, offset)
+
+    def allocate(self, descriptor: int, nbytes: int) -> None:
+        os.posix_fallocate(descriptor, 0, nbytes)
+
+    def sync(self, descriptor: int) -> None:
+        os.fsync(descriptor)
+
+    def rename(self, old: Path, new: Path) -> None:
+        os.rename(old, new)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def make_directory(self, path: Path) -> None:
+        os.mkdir(path)
+
+    def remove_directory(self, path: Path) -> None:
+        os.rmdir(path)
+
+    def list_directory(self, path: Path) -> list[str]:
+        return sorted(os.listdir(path))
+
+    def copy(self, into: memoryview, data: memoryview) -> None:
+        """memcpy without the GIL."""
+        np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))
+
+
+class FileLock:
+    """A lock on a file, shared or exclusive, that also other processes respect; it ends with the process.
+
+    It is held from creation until `release`, or until nothing refers to it. A forked child does not hold it.
+    Raises OSError, BlockingIOError when somebody else holds a lock that excludes this one.
+    """
+
+    def __init__(self, system: System, path: Path, exclusive: bool) -> None:
+        self._descriptor = -1
+        descriptor = system.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+        _HELD.add(self)
+
+    def release(self) -> None:
+        """End the lock."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+    def forget(self) -> None:
+        """Close this process's share of the lock, and leave it to the parent process."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        with suppress(OSError):
+            self.release()
+
+
+_HELD: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for lock in list(_HELD):
+        lock.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+class LockedMap(mmap.mmap):
+    """A mapping that holds a lock for as long as anything refers to its bytes: an array, a tensor, a view."""
+
+    lock: FileLock
+
+
+def map_file(system: System, path: Path, nbytes: int) -> mmap.mmap:
+    """The first `nbytes` of a file as writable memory whose pages are all in place. Raises OSError."""
+    descriptor = system.open(path, os.O_RDWR)
+    try:
+        return mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    finally:
+        system.close(descriptor)
+
+
+def map_locked(system: System, path: Path, nbytes: int, lock: FileLock) -> LockedMap:
+    """The first `nbytes` of a file as read-only memory that keeps `lock`. Raises OSError."""
+    descriptor = system.open(path, os.O_RDONLY)
+    try:
+        mapped = LockedMap(descriptor, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+    finally:
+        system.close(descriptor)
+    mapped.lock = lock
+    return mapped
+
+
+@contextmanager
+def opened(system: System, path: Path, flags: int) -> Iterator[int]:
+    """A descriptor that is closed at the end."""
+    descriptor = system.open(path, flags)
+    try:
+        yield descriptor
+    finally:
+        system.close(descriptor)
+
+
+def write_all(system: System, descriptor: int, data: memoryview, offset: int) -> None:
+    """Write all bytes, in as many calls as it takes. Raises OSError."""
+    while data:
+        written = system.pwrite(descriptor, data, offset)
+        if not written:
+            raise OSError(errno.EIO, "nothing was written")
+        data, offset = data[written:], offset + written
+
+
+def read_up_to(system: System, descriptor: int, into: memoryview, offset: int) -> int:
+    """Fill `into` from the file; returns how many bytes there were before its end. Raises OSError."""
+    done = 0
+    while done < len(into):
+        count = system.pread(descriptor, into[done:], offset + done)
+        if not count:
+            break
+        done += count
+    return done
+
+
+def read_file(system: System, path: Path) -> bytes:
+    """All bytes of a small file. Raises OSError."""
+    with opened(system, path, os.O_RDONLY) as descriptor:
+        content = bytearray(os.fstat(descriptor).st_size)
+        return bytes(content[: read_up_to(system, descriptor, memoryview(content), 0)])
+
+
+def write_synced(system: System, path: Path, content: bytes) -> None:
+    """Create or overwrite a file and bring it to the device. Raises OSError."""
+    with opened(system, path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
+        write_all(system, descriptor, memoryview(content), 0)
+        system.sync(descriptor)
+
+
+def sync_directory(system: System, path: Path) -> None:
+    """Make renames inside a directory durable. Raises OSError."""
+    with opened(system, path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+        system.sync(descriptor)
+
+
+@contextmanager
+def failing_as(what: str) -> Iterator[None]:
+    """Turns OSError into StoreFailure, or NoRoom for a full device; `what` completes "cannot ..."."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_SPACE:
+            raise NoRoom(f"cannot {what}: {error.strerror}; free space there or keep fewer snapshots") from error
+        raise StoreFailure(f"cannot {what}: {error.strerror or error}; it is safe to try again") from error

@@ -1,0 +1,409 @@
+"""What only the memory tier promises: bounded memory, one owner, buffers in place, adoption after a crash."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from workload import FACTS, JOB, LAYOUT, RANK, SEGMENTS, content, new_store, read, write
+
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
+from megatron.core.dist_checkpointing.moe.ports import Field, Layout, NoRoom, SnapshotId
+from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.store.ownership import rank_directories
+from megatron.core.dist_checkpointing.moe.store.shelf import MemoryShelf
+from megatron.core.dist_checkpointing.moe.store.system import System
+
+FIRST, SECOND, THIRD, FOURTH = (SnapshotId(iteration, RANK) for iteration in (10, 11, 12, 13))
+PAGE = 4096
+
+
+@pytest.fixture
+def kind() -> str:
+    return "memory"
+
+
+@contextmanager
+def owned_by_another_process(place: Path, job: str = JOB) -> Iterator[int]:
+    """A process, by its id, that owns the rank's folder and is killed at the end."""
+    ready = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            store = MemoryStore(place, job, RANK, SEGMENTS)
+            os.write(ready[1], b"x")
+            signal.pause()
+            store.close()
+        finally:
+            os._exit(1)
+    assert os.read(ready[0], 1) == b"x"
+    try:
+        yield child
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_all_memory_is_taken_at_construction(place: Path) -> None:
+    store = MemoryStore(place, JOB, RANK, (PAGE, 5 * PAGE, 100))
+    assert store.total_bytes == 7 * PAGE
+    assert sum(path.stat().st_blocks * 512 for path in store.directory.glob("*.bin")) == 7 * PAGE
+    store.close()
+
+
+def test_writing_the_same_layout_again_takes_no_new_memory(place: Path) -> None:
+    layout = Layout.of([Field(f"tensor {at}", "float32", (1024, 512)) for at in range(8)])  # 16 MiB, 4096 pages
+    store = MemoryStore(place, JOB, RANK, (layout.nbytes,) * 3)
+    source = np.ones(2 << 20, np.uint8)
+
+    def round_(iteration: int) -> None:
+        with store.reserve(SnapshotId(iteration, RANK), layout) as writer:
+            for field in layout.fields:
+                writer.put(field.key, source)
+            writer.seal(FACTS)
+        store.free(SnapshotId(iteration - 2, RANK))
+
+    blocks = sum(path.stat().st_blocks for path in store.directory.glob("*.bin"))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for iteration in range(2, 32):
+        round_(iteration)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert faults < 4096  # of 30 x 4096 pages written
+    assert blocks == sum(path.stat().st_blocks for path in store.directory.glob("*.bin"))
+    store.close()
+
+
+def test_a_snapshot_takes_the_smallest_segment_that_is_large_enough(place: Path) -> None:
+    store = MemoryStore(place, JOB, RANK, (8 * PAGE, PAGE, 4 * PAGE))
+    manifest = write(store, FIRST)
+    assert (store.directory / manifest.segment).stat().st_size == PAGE
+    large = Layout.of([Field("large", "uint8", (2 * PAGE,))])
+    assert (store.directory / write(store, SECOND, layout=large).segment).stat().st_size == 4 * PAGE
+    store.close()
+
+
+def test_a_snapshot_larger_than_every_segment_is_refused_with_both_numbers(store: Any) -> None:
+    with pytest.raises(UsageError, match="8192 bytes does not fit in segments of at most 4096"):
+        store.reserve(FIRST, Layout.of([Field("large", "uint8", (8192,))]))
+
+
+def test_without_a_free_segment_the_refusal_says_what_holds_them(store: Any) -> None:
+    for snapshot in (FIRST, SECOND):
+        write(store, snapshot)
+    with store.reserve(THIRD, LAYOUT), pytest.raises(NoRoom, match=r"all 3 segments .* in use, 2 of them by sealed"):
+        store.reserve(FOURTH, LAYOUT)
+    write(store, FOURTH)
+
+
+def test_freeing_never_waits_and_the_memory_returns_with_the_last_view(store: Any) -> None:
+    for snapshot in (FIRST, SECOND, THIRD):
+        write(store, snapshot)
+    reader = store.open(FIRST)
+    view = np.frombuffer(reader.read("rng"), np.uint8)[5:]
+    store.free(FIRST)
+    assert bytes(reader.read("step")) == content(FIRST)["step"]
+    reader.close()
+    with pytest.raises(NoRoom):
+        store.reserve(FOURTH, LAYOUT)
+    assert view.tobytes() == content(FIRST)["rng"][5:]
+    del view
+    write(store, FOURTH)
+
+
+def test_buffers_are_written_in_place(store: Any) -> None:
+    with store.reserve(FIRST, LAYOUT) as writer:
+        for key, data in content(FIRST).items():
+            with writer.buffer(key) as buffer:
+                buffer[:] = data
+        writer.seal(FACTS)
+    assert read(store, FIRST) == content(FIRST)
+
+
+def test_a_whole_segment_is_copied_and_verified_at_once(store: Any) -> None:
+    original = write(store, FIRST)
+    with store.open(FIRST) as reader, store.reserve(SECOND, original.layout) as writer:
+        with writer.whole() as whole, reader.raw() as raw:
+            whole[:] = raw
+        assert writer.seal(original.facts, original.checksums).records == original.records
+    assert read(store, SECOND) == content(FIRST)
+
+
+@pytest.mark.parametrize(
+    "hold", [lambda view: view, lambda view: view[2:3], lambda view: np.frombuffer(view, np.uint8)]
+)
+def test_nothing_is_sealed_while_its_bytes_could_still_be_changed(store: Any, hold: Any) -> None:
+    layout = Layout.of([Field("a", "uint8", (9,))])
+    with store.reserve(FIRST, layout) as writer:
+        held = hold(writer.buffer("a"))
+        with pytest.raises(UsageError, match="still referred to"):
+            writer.seal(FACTS)
+        del held
+        writer.seal(FACTS)
+    assert store.snapshots().sealed == (FIRST,)
+
+
+def test_an_abandoned_buffer_is_not_used_again_while_somebody_holds_it(store: Any) -> None:
+    with store.reserve(FIRST, LAYOUT) as writer:
+        held = writer.buffer("rng")
+    for snapshot in (FIRST, SECOND):
+        write(store, snapshot)
+    with pytest.raises(NoRoom):
+        store.reserve(THIRD, LAYOUT)
+    held[:] = bytes(len(held))
+    assert [read(store, one) for one in (FIRST, SECOND)] == [content(one) for one in (FIRST, SECOND)]
+    del held
+    write(store, THIRD)
+
+
+def test_a_reader_in_another_process_pins_its_snapshot(store: Any) -> None:
+    write(store, FIRST)
+    ready, wrote = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        reader = MemoryShelf(store.directory).open(FIRST)
+        os.write(ready[1], b"x")
+        os.read(wrote[0], 1)
+        os._exit(bytes(reader.read("rng")) != content(FIRST)["rng"])
+    os.read(ready[0], 1)
+    store.free(FIRST)
+    write(store, SECOND)
+    write(store, THIRD)
+    with pytest.raises(NoRoom):
+        store.reserve(FOURTH, LAYOUT)
+    os.write(wrote[1], b"x")
+    assert os.waitpid(child, 0)[1] == 0
+    write(store, FOURTH)
+
+
+def test_a_forked_child_does_not_keep_what_its_parent_lets_go(store: Any) -> None:
+    for snapshot in (FIRST, SECOND, THIRD):
+        write(store, snapshot)
+    reader = store.open(FIRST)
+    end = os.pipe()
+    child = os.fork()
+    if not child:
+        os.read(end[0], 1)
+        os._exit(0)
+    reader.close()
+    store.free(FIRST)
+    write(store, FOURTH)
+    store.close()
+    again = MemoryStore(store.directory.parent.parent, JOB, RANK, SEGMENTS)
+    again.close()
+    os.write(end[1], b"x")
+    os.waitpid(child, 0)
+
+
+def test_a_forked_child_cannot_end_the_pin_of_its_parent(store: Any) -> None:
+    for snapshot in (FIRST, SECOND, THIRD):
+        write(store, snapshot)
+    reader = store.open(FIRST)
+    child = os.fork()
+    if not child:
+        reader.close()
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    store.free(FIRST)
+    with pytest.raises(NoRoom):
+        store.reserve(FOURTH, LAYOUT)
+    assert bytes(reader.read("rng")) == content(FIRST)["rng"]
+    reader.close()
+    write(store, FOURTH)
+
+
+def test_a_killed_reader_pins_nothing_even_if_its_own_child_lives_on(store: Any) -> None:
+    for snapshot in (FIRST, SECOND, THIRD):
+        write(store, snapshot)
+    begun, end = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(end[1])
+        reader = MemoryShelf(store.directory).open(FIRST)
+        if os.fork():
+            os.read(begun[0], 1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.write(begun[1], b"x")
+        os.read(end[0], 1)  # lives until the test is over
+        os._exit(reader.manifest.snapshot != FIRST)
+    os.waitpid(child, 0)
+    store.free(FIRST)
+    write(store, FOURTH)
+    os.close(end[1])
+
+
+def test_any_process_lists_and_reads_what_a_live_rank_has_sealed(store: Any, place: Path) -> None:
+    write(store, FIRST)
+    with store.reserve(SECOND, LAYOUT):
+        shelves = {rank: MemoryShelf(path) for rank, path in rank_directories(place, JOB).items()}
+        assert list(shelves) == [RANK]
+        assert shelves[RANK].snapshots() == store.snapshots()
+        assert read(shelves[RANK], FIRST) == content(FIRST)
+
+
+def test_a_memory_dir_that_is_missing_is_refused(place: Path) -> None:
+    with pytest.raises(UsageError, match=r"does not exist: create it on a tmpfs"):
+        MemoryStore(place / "nowhere", JOB, RANK, SEGMENTS)
+
+
+def test_a_memory_dir_that_is_too_small_is_refused_with_the_numbers(place: Path) -> None:
+    found = os.statvfs(place)
+    free_bytes = found.f_bavail * found.f_frsize
+    with pytest.raises(UsageError, match=r"has \d+\.\d{3} GB free, but the 2 new segments need \d+\.\d{3} GB"):
+        MemoryStore(place, JOB, RANK, (free_bytes // 2 + (1 << 30),) * 2)
+    new_store("memory", place).close()
+
+
+def test_a_full_tmpfs_is_found_when_memory_is_allocated_not_when_it_is_written(place: Path) -> None:
+    class Full(System):
+        def allocate(self, descriptor: int, nbytes: int) -> None:
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(NoRoom, match="cannot allocate 4096 bytes"):
+        new_store("memory", place, Full())
+    new_store("memory", place).close()
+
+
+@pytest.mark.parametrize("job", ["", "a/b", "..", "x" * 200])
+def test_a_job_id_that_is_no_folder_name_is_refused(place: Path, job: str) -> None:
+    with pytest.raises(UsageError, match="job id"):
+        MemoryStore(place, job, RANK, SEGMENTS)
+
+
+def test_a_folder_on_a_disk_is_used_with_a_warning(
+    place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from megatron.core.dist_checkpointing.moe.store import ownership
+
+    monkeypatch.setattr(ownership, "MEMORY_FILE_SYSTEMS", ())
+    with caplog.at_level(logging.WARNING):
+        new_store("memory", place).close()
+    assert "not on tmpfs" in caplog.text
+
+
+def test_a_folder_on_tmpfs_is_used_without_a_warning(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    if not place.is_relative_to("/dev/shm"):
+        pytest.skip("this machine has no writable /dev/shm")
+    new_store("memory", place).close()
+    assert not caplog.records
+
+
+def test_a_second_store_of_the_same_rank_is_refused_in_the_same_process(store: Any, place: Path) -> None:
+    with pytest.raises(UsageError, match="in use by this process already"):
+        new_store("memory", place)
+
+
+def test_a_rank_owned_by_a_live_process_is_refused_and_adopted_when_that_was_killed(place: Path) -> None:
+    with (
+        owned_by_another_process(place) as process,
+        pytest.raises(UsageError, match=f"in use by job {JOB}, rank {RANK}, process {process}"),
+    ):
+        new_store("memory", place)
+    new_store("memory", place).close()
+
+
+def test_a_memory_dir_in_use_by_another_job_is_refused_and_left_as_it_was(place: Path) -> None:
+    with (
+        owned_by_another_process(place, "other-job"),
+        pytest.raises(UsageError, match=r"in use by job other-job, .* give each job its own memory dir"),
+    ):
+        new_store("memory", place)
+    assert [path.name for path in place.iterdir()] == ["other-job"]
+
+
+def test_what_another_job_left_behind_is_refused_with_its_path_and_kept(place: Path) -> None:
+    other = MemoryStore(place, "other-job", 0, SEGMENTS)
+    write(other, FIRST)
+    other.close()
+    with pytest.raises(UsageError, match=rf"{place}/other-job was left behind by job other-job, .*rm -r"):
+        new_store("memory", place)
+    other = MemoryStore(place, "other-job", 0, SEGMENTS)
+    assert read(other, FIRST) == content(FIRST)
+    other.close()
+
+
+def test_ranks_of_one_job_share_a_memory_dir(place: Path) -> None:
+    stores = [MemoryStore(place, JOB, rank, SEGMENTS) for rank in range(3)]
+    for rank, store in enumerate(stores):
+        write(store, SnapshotId(4, rank))
+    assert list(rank_directories(place, JOB)) == [0, 1, 2]
+    for store in stores:
+        store.close()
+
+
+def test_segments_of_other_sizes_stay_until_what_they_hold_is_freed(place: Path) -> None:
+    before = MemoryStore(place, JOB, RANK, (PAGE, PAGE, 2 * PAGE))
+    manifest = write(before, FIRST)
+    before.close()
+    store = MemoryStore(place, JOB, RANK, (3 * PAGE,) * 2)
+    assert read(store, FIRST) == content(FIRST)
+    assert len(list(store.directory.glob("*.bin"))) == 3
+    assert store.total_bytes == 6 * PAGE
+    for snapshot in (SECOND, THIRD):
+        write(store, snapshot)
+    store.free(FIRST)
+    assert not (store.directory / manifest.segment).exists()
+    assert read(store, SECOND) == content(SECOND)
+    store.close()
+
+
+def test_a_segment_with_a_hole_is_refused_because_a_full_tmpfs_would_kill_the_reader(place: Path) -> None:
+    store = new_store("memory", place)
+    manifest = write(store, FIRST)
+    path = store.directory / manifest.segment
+    store.close()
+    os.truncate(path, 0)
+    os.truncate(path, PAGE)
+    with pytest.raises(UnreadableCheckpoint, match="has 0 of"):
+        MemoryShelf(path.parent).open(FIRST)
+
+
+def test_a_manifest_whose_segment_is_gone_stays_torn_beside_new_segments(place: Path) -> None:
+    store = new_store("memory", place)
+    manifest = write(store, FIRST)
+    store.close()
+    (store.directory / manifest.segment).unlink()
+    store = new_store("memory", place)
+    assert store.snapshots().sealed == ()
+    assert [one.snapshot for one in store.snapshots().torn] == [FIRST]
+    store.free(FIRST)
+    write(store, FIRST)
+    assert read(store, FIRST) == content(FIRST)
+    store.close()
+
+
+def test_removing_a_store_gives_all_memory_back(place: Path) -> None:
+    store = new_store("memory", place)
+    write(store, FIRST)
+    store.remove()
+    assert list(place.iterdir()) == []
+
+
+def test_a_writer_that_cannot_mark_its_segment_gives_it_back(place: Path) -> None:
+    refuses = SimpleNamespace(now=False)
+
+    class Refusing(System):
+        def open(self, path: Path, flags: int) -> int:
+            if refuses.now and path.suffix == ".writing":
+                raise OSError(5, "Input/output error")
+            return super().open(path, flags)
+
+    store = new_store("memory", place, Refusing())
+    refuses.now = True
+    for _ in range(2 * len(SEGMENTS)):
+        with pytest.raises(Exception, match="safe to try again"):
+            store.reserve(FIRST, LAYOUT)
+    refuses.now = False
+    for snapshot in (FIRST, SECOND, THIRD):
+        write(store, snapshot)
+    store.close()

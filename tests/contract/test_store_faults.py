@@ -1,0 +1,303 @@
+"""Stores on a device that fails, and files that were changed behind their back: never a wrong byte."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from faulty import KILLING, Fault, FaultyFiles, FaultySystem
+from workload import LAYOUT, RANK, REFUSALS, SEGMENTS, Expected, content, new_store, perform, read, run, write
+
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.ports import SnapshotId
+
+CASES = {
+    ("memory", Fault.KILL): 80,
+    ("memory", Fault.KILL_AFTER): 80,
+    ("memory", Fault.NO_SPACE): 50,
+    ("memory", Fault.IO_ERROR): 50,
+    ("memory", Fault.SHORT): 30,
+    ("filesystem", Fault.KILL): 80,
+    ("filesystem", Fault.KILL_AFTER): 80,
+    ("filesystem", Fault.POWER_CUT): 120,
+    ("filesystem", Fault.NO_SPACE): 50,
+    ("filesystem", Fault.IO_ERROR): 50,
+    ("filesystem", Fault.SHORT): 50,
+}
+BATCHES = 10
+FIRST, SECOND = SnapshotId(10, RANK), SnapshotId(11, RANK)
+
+
+def operate(kind: str, place: Path, system: FaultySystem, seed: int, journal: Any) -> None:
+    """Runs the workload from the opening of the store on."""
+    try:
+        store = new_store(kind, place, system)
+    except REFUSALS:
+        return
+    run(store, seed, journal)
+    store.close()
+
+
+def operate_in_child(kind: str, place: Path, system: FaultySystem, seed: int, journal: Path) -> None:
+    """The same in a process that the fault kills; the journal is a file."""
+    child = os.fork()
+    if child:
+        assert os.waitpid(child, 0)[1] in (0, 9), f"the workload broke on seed {seed}"
+        return
+    status = 1
+    try:
+        descriptor = os.open(journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+        def note(event: str, what: str, snapshot: SnapshotId, version: int) -> None:
+            os.write(descriptor, (json.dumps([event, what, snapshot.iteration, version]) + "\n").encode())
+
+        operate(kind, place, system, seed, note)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def count_calls(kind: str, place: Path, seed: int) -> int:
+    system = FaultySystem()
+    operate(kind, place, system, seed, lambda *_: None)
+    shutil.rmtree(place)
+    place.mkdir()
+    return system.calls
+
+
+def check_case(kind: str, fault: Fault, place: Path, seed: int) -> None:
+    """One fault at a random call of a random workload, then a fresh store over what is left."""
+    expected = Expected()
+    at = random.Random(seed).randrange(count_calls(kind, place, seed)) + 1
+    system = FaultySystem(fault, at, seed)
+    if fault in KILLING:
+        journal = place / "journal"
+        operate_in_child(kind, place, system, seed, journal)
+        for line in journal.read_text().splitlines():
+            event, what, iteration, version = json.loads(line)
+            getattr(expected, event)(what, SnapshotId(iteration, RANK), version)
+    else:
+        operate(kind, place, system, seed, lambda event, *operation: getattr(expected, event)(*operation))
+        assert system.calls >= at
+    store = new_store(kind, place)
+    expected.compare(store)
+    # What has been sealed is whole, or gone: never torn.
+    assert all(".writing" in Path(torn.path).name for torn in store.snapshots().torn)
+    for one in {*store.snapshots().sealed, *(torn.snapshot for torn in store.snapshots().torn)}:
+        store.free(one)
+    store.sweep()
+    assert (store.snapshots().sealed, store.snapshots().torn) == ((), ())
+    for iteration in range(len(SEGMENTS)):  # all the space is there again
+        write(store, SnapshotId(iteration, RANK), version=500)
+    assert all(read(store, one) == content(one, 500) for one in store.snapshots().sealed)
+    store.close()
+
+
+def test_there_are_more_than_five_hundred_cases() -> None:
+    assert sum(CASES.values()) >= 500
+
+
+@pytest.mark.parametrize(("kind", "fault"), CASES, ids=lambda one: getattr(one, "name", one))
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_a_fault_at_any_call_never_makes_a_wrong_byte(kind: str, fault: Fault, batch: int, place: Path) -> None:
+    for seed in range(batch, CASES[kind, fault], BATCHES):
+        here = place / str(seed)
+        here.mkdir()
+        try:
+            check_case(kind, fault, here, seed)
+        except BaseException as error:
+            error.add_note(f"repeat with check_case({kind!r}, {fault}, place, seed={seed})")
+            raise
+        shutil.rmtree(here)
+
+
+@pytest.mark.parametrize("kind", ["memory", "filesystem"])
+@pytest.mark.parametrize("fault", [Fault.KILL, Fault.KILL_AFTER], ids=lambda fault: fault.name)
+def test_replacing_a_snapshot_survives_a_kill_at_every_single_call(kind: str, fault: Fault, place: Path) -> None:
+    def replace(here: Path, system: FaultySystem) -> None:
+        store = new_store(kind, here, system)
+        perform(store, "write", SECOND, 0)
+        store.free(FIRST)
+        store.close()
+
+    reference = FaultySystem()
+    for at in range(1_000_000):
+        here = place / str(at)
+        here.mkdir()
+        before = new_store(kind, here)
+        write(before, FIRST)
+        before.close()
+        if not at:
+            replace(here, reference)
+            continue
+        if at > reference.calls:
+            break
+        if not os.fork():
+            try:
+                replace(here, FaultySystem(fault, at))
+            finally:
+                os._exit(0)
+        os.wait()
+        store = new_store(kind, here)
+        sealed = store.snapshots().sealed
+        assert sealed in ((FIRST,), (FIRST, SECOND), (SECOND,)), f"killed at call {at}"
+        assert all(read(store, one) == content(one) for one in sealed), f"killed at call {at}"
+        store.close()
+    assert reference.calls > 10
+
+
+@pytest.mark.parametrize("kind", ["objects", "objects in files"])
+@pytest.mark.parametrize("seed", range(4))
+def test_an_object_store_that_fails_at_any_call_never_makes_a_wrong_byte(kind: str, seed: int, place: Path) -> None:
+    def attempt(at: int) -> tuple[Path, Expected, list[str]]:
+        here, expected, calls = place / str(at), Expected(), list[str]()
+        store = new_store(kind, here)
+        store.files = FaultyFiles(store.files, at, calls)
+        run(store, seed, lambda event, *operation: getattr(expected, event)(*operation))
+        return here, expected, calls
+
+    total = len(attempt(0)[2])
+    for at in range(1 + seed, total + 1, 4):
+        here, expected, _ = attempt(at)
+        store = new_store(kind, here)
+        expected.compare(store)
+        assert all("manifest.json" in torn.why for torn in store.snapshots().torn)  # no manifest before the segment
+        for one in {*store.snapshots().sealed, *(torn.snapshot for torn in store.snapshots().torn)}:
+            store.free(one)
+        assert (store.snapshots().sealed, store.snapshots().torn) == ((), ())
+
+
+class Scene:
+    """A store with two sealed snapshots, whose files can be changed behind its back."""
+
+    def __init__(self, kind: str, place: Path) -> None:
+        self.kind, self.place = kind, place
+        store = new_store(kind, place)
+        for snapshot in (FIRST, SECOND):
+            write(store, snapshot)
+        store.close()
+        self.files = fsspec.filesystem("memory" if kind == "objects" else "file")
+
+    def paths(self, ending: str) -> list[str]:
+        found = sorted(self.files.find(str(self.place)))
+        return [path for path in found if path.endswith(ending) and "owner" not in path]
+
+    @contextmanager
+    def changed(self, path: str, data: bytes | None) -> Iterator[Any]:
+        """The store while a file has other bytes, or is missing."""
+        before = self.files.cat_file(path)
+        if data is None:
+            self.files.rm_file(path)
+        else:
+            self.files.pipe_file(path, data)
+        store = new_store(self.kind, self.place)
+        yield store
+        store.close()
+        self.files.makedirs(os.path.dirname(path), exist_ok=True)
+        self.files.pipe_file(path, before)
+
+    def check(self, store: Any, damaged: bool) -> int:
+        """Reads all that can be read; returns how many records were refused."""
+        refused = 0
+        listing = store.snapshots()
+        assert set(listing.sealed) | {one.snapshot for one in listing.torn} <= {FIRST, SECOND}
+        for snapshot in (FIRST, SECOND):
+            try:
+                reader = store.open(snapshot)
+            except UnreadableCheckpoint:
+                refused += len(LAYOUT.fields)
+                continue
+            with reader:
+                bad = {record.key for record in reader.verify()}
+                for key, data in content(snapshot).items():
+                    if key not in bad:
+                        assert bytes(reader.read(key)) == data
+                        continue
+                    refused += 1
+                    with pytest.raises(UnreadableCheckpoint, match=re.escape(key)):
+                        reader.read(key)
+        assert bool(refused) == damaged
+        return refused
+
+
+@pytest.fixture
+def scene(kind: str, place: Path) -> Scene:
+    return Scene(kind, place)
+
+
+def test_every_changed_byte_of_a_manifest_is_found(scene: Scene) -> None:
+    path = scene.paths(".json")[0]
+    whole = scene.files.cat_file(path)
+    flips = random.Random(3)
+    store = new_store(scene.kind, scene.place)
+    for at in range(len(whole)):
+        changed = bytearray(whole)
+        changed[at] ^= flips.randrange(1, 256)
+        scene.files.pipe_file(path, bytes(changed))
+        with pytest.raises(UnreadableCheckpoint):
+            store.open(FIRST)
+        if at % 100 == 0:
+            listing = store.snapshots()
+            assert (listing.sealed, [one.snapshot for one in listing.torn]) == ((SECOND,), [FIRST])
+    store.close()
+
+
+def test_a_changed_byte_of_a_record_is_found_and_only_that_record_is_refused(scene: Scene) -> None:
+    path = next(path for path in scene.paths(".bin") if any(scene.files.cat_file(path)))
+    whole = scene.files.cat_file(path)
+    flips = random.Random(4)
+    places = [
+        at
+        for field, offset in zip(LAYOUT.fields, LAYOUT.offsets, strict=True)
+        for at in flips.sample(range(offset, offset + field.nbytes), min(field.nbytes, 40))
+    ]
+    for at in places:
+        changed = bytearray(whole)
+        changed[at] ^= flips.randrange(1, 256)
+        with scene.changed(path, bytes(changed)) as store:
+            assert scene.check(store, damaged=True) == 1
+
+
+@pytest.mark.parametrize("ending", [".json", ".bin"])
+def test_a_truncated_file_is_found(scene: Scene, ending: str) -> None:
+    for path in scene.paths(ending)[:2]:
+        whole = scene.files.cat_file(path)
+        for size in sorted({0, 1, 64, len(whole) // 2, min(len(whole), LAYOUT.nbytes) - 1}):
+            with scene.changed(path, whole[:size]) as store:
+                scene.check(store, damaged=True)
+
+
+@pytest.mark.parametrize("ending", [".json", ".bin"])
+def test_a_deleted_file_is_found(scene: Scene, ending: str) -> None:
+    for path in scene.paths(ending)[:2]:
+        with scene.changed(path, None) as store:
+            scene.check(store, damaged=True)
+
+
+def test_a_manifest_under_another_name_is_refused(scene: Scene) -> None:
+    first, second = scene.paths(".json")
+    with scene.changed(first, scene.files.cat_file(second)) as store:
+        scene.check(store, damaged=True)
+        assert store.snapshots().sealed == (SECOND,)
+        assert "belongs to the snapshot of rank 3 after iteration 11" in store.snapshots().torn[0].why
+
+
+def test_a_damaged_snapshot_can_be_freed_and_written_again(scene: Scene) -> None:
+    path = scene.paths(".json")[0]
+    with scene.changed(path, b"{}") as store:
+        store.free(FIRST)
+        write(store, FIRST, version=1)
+        assert read(store, FIRST) == content(FIRST, version=1)
+        store.free(FIRST)
