@@ -34,6 +34,7 @@ format: setup
 
 bench: setup
 	$(RUN) benchmarks/driver_overhead.py
+	$(RUN) -W ignore benchmarks/planning.py --write
 
 gpu-check: setup
 	$(RUN) -m pytest tests/gpu

@@ -168,7 +168,7 @@ def test_the_window_grows_where_shared_operators_keep_a_lane_from_fitting() -> N
 
 
 @given(data=st.data())
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 def test_lanes_of_any_shape_agree_and_cover_everything(data: st.DataObject) -> None:
     size = st.integers(0, 2).flatmap(lambda digits: st.integers(1, 10**digits)).map(lambda w: OperatorSize(6 * w, w))
     pool = [expert(0, index) for index in range(12)]

@@ -84,7 +84,7 @@ budgets = st.integers(0, 6).flatmap(lambda digits: st.integers(1, 10**digits))
 
 
 @given(sizes=some_sizes(), budget=budgets)
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 def test_the_budget_is_respected_or_the_stall_and_its_reason_are_given(
     sizes: dict[OperatorId, OperatorSize], budget: int
 ) -> None:
@@ -97,7 +97,7 @@ def test_the_budget_is_respected_or_the_stall_and_its_reason_are_given(
 
 
 @given(sizes=some_sizes(), budget=budgets)
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 def test_the_window_is_never_larger_than_by_counting_where_counting_respects_the_budget(
     sizes: dict[OperatorId, OperatorSize], budget: int
 ) -> None:
@@ -163,7 +163,7 @@ def test_a_window_that_fits_is_found_however_long_it_is() -> None:
 
 @given(sizes=some_sizes())
 @example(sizes=named((5, 1), (5, 5)))
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 def test_however_small_the_budget_the_peak_is_near_the_least_of_any_window(
     sizes: dict[OperatorId, OperatorSize],
 ) -> None:

@@ -156,13 +156,16 @@ def _pack(load: Load, room: Room, cap: int) -> Packing | None:
 
 
 def _straight(load: Load, room: Room, cap: int) -> Packing | None:
-    """Consecutive operators only: of all such packings the one with the fewest steps."""
+    """Consecutive operators only: of all such packings the one with the fewest steps.
+
+    A step that needs an operator gets one: it has more room than any step before it, so what does not fit never does.
+    """
     full, weights = load.full_before, load.weights_before
     stop, steps, peak = len(load), [], 0
-    for base, leave, needs_one in zip(room.base, room.leave, room.needs_one, strict=True):
+    for base, leave in zip(room.base, room.leave, strict=True):
         due = base + weights[-1] - weights[stop]
         start = stop if due > cap else min(stop, max(leave, bisect_left(full, full[stop] - (cap - due))))
-        if due > cap >= base or (needs_one and start == stop):
+        if due > cap >= base:
             return None
         steps.append(((start, stop),) if start < stop else ())
         peak = max(peak, due + full[stop] - full[start]) if base <= cap else peak
