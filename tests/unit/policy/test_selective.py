@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.policy.checks import budget_bytes
 from megatron.core.dist_checkpointing.moe.policy.selective import (
     Budgets,
     allocate,
-    budget_bytes,
     capacity_boost,
     select,
     selective_plan,

@@ -12,9 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.policy.checks import budget_bytes
 from megatron.core.dist_checkpointing.moe.policy.window import (
     Schedule,
-    budget_bytes,
     byte_aware_schedule,
     paper_schedule,
     paper_window,

@@ -9,7 +9,6 @@ from itertools import accumulate
 
 from ..errors import UsageError
 from ..types import OperatorId, OperatorSize, Window
-from .checks import budget_bytes as budget_bytes
 from .checks import positive, whole
 from .packing import Load
 from .partition import partition
