@@ -194,10 +194,9 @@ def test_no_rank_keeps_its_replicas_on_its_own_node(facts) -> None:
 
 
 def test_what_a_rank_keeps_is_what_its_owners_send_to_it(facts) -> None:
-    data = facts("placement", "--model", "GPT-125M-8E", "--pp", "4", "--ep", "2", "--world-size", "32", "--zero-stage",
-                 "3", "--ranks-per-node", "2")  # fmt: skip
+    data = facts("placement", "--model", "GPT-125M-8E", "--pp", "4", "--zero-stage", "3", "--ranks-per-node", "1")
     rows = {row["rank"]: row for row in data["ranks"]}
-    assert len({row["sends_bytes"] for row in rows.values()}) > 1
+    assert any(row["sends_bytes"] != row["keeps_bytes"] for row in rows.values())
     for rank, row in rows.items():
         owners = [other for other in rows.values() if rank in other["peers"]]
         assert row["keeps_bytes"] == sum(owner["sends_bytes"] // 2 for owner in owners)
