@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.append(str(Path(__file__).parent))  # `faulty` and `workload` are shared by the tests of this folder
-
 from workload import SEGMENTS, new_store
 
 KINDS = ("memory", "filesystem", "objects", "objects in files")

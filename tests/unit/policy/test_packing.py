@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from fractions import Fraction
+from collections.abc import Iterator, Sequence
 
 import pytest
+from window_cases import WINDOWS, even_budget, is_even, named, scheduled
 
 from megatron.core.dist_checkpointing.moe.models import PRESETS
 from megatron.core.dist_checkpointing.moe.policy.ordering import hard_count
 from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
 from megatron.core.dist_checkpointing.moe.policy.window import (
-    Schedule,
     byte_aware_schedule,
     paper_schedule,
 )
 from megatron.core.dist_checkpointing.moe.types import (
     FP16_FP32,
-    OperatorId,
     OperatorSize,
     Topology,
     expert,
 )
 
-Sizes = Mapping[OperatorId, OperatorSize]
-WINDOWS = (2, 3, 6, 10, 20)
 LAYOUTS = {
     "GPT-125M-8E": {"world_size": 16, "ep": 8},
     "GPT-350M-16E": {"world_size": 32, "ep": 8},
@@ -40,41 +35,6 @@ LAYOUTS = {
     "Mixtral-8x7B": {"world_size": 64, "pp": 4, "ep": 8, "tp": 2},
     "Qwen3-30B-A3B": {"world_size": 64, "pp": 4, "ep": 8},
 }
-
-
-def named(*sizes: tuple[int, int]) -> dict[OperatorId, OperatorSize]:
-    """Experts 0, 1, ... of one layer with these full and weights bytes."""
-    return {expert(0, index): OperatorSize(*size) for index, size in enumerate(sizes)}
-
-
-def scheduled(sizes: Sizes, budget: int, window: int | None = None) -> Schedule:
-    return byte_aware_schedule(list(sizes), sizes, budget, window=window)
-
-
-def even_budget(sizes: Sizes, operators: Iterable[OperatorId], window: int) -> int:
-    """5 % more than each of `window` snapshots would need if operators could be cut at will."""
-    return math.ceil(fluid_bound([sizes[operator] for operator in operators], window) * Fraction(21, 20))
-
-
-def fluid_bound(sizes: Sequence[OperatorSize], window: int) -> Fraction:
-    """No partition has a smaller peak: with C in each step and ratio r, C (1 - (1 - r)^W) / r bytes can be anchored."""
-    ratio = min(Fraction(size.weights_bytes, size.full_bytes) for size in set(sizes) if size.full_bytes)
-    return sum(size.full_bytes for size in sizes) * ratio / (1 - (1 - ratio) ** window)
-
-
-def alone_with_due_weights(schedule: Schedule, sizes: Sizes) -> int:
-    """Bytes of the largest operator and the WEIGHTS still due where it is anchored."""
-    largest = max(sizes[operator].full_bytes for group in schedule.window.groups for operator in group)
-    due = found = 0
-    for group in reversed(schedule.window.groups):
-        if any(sizes[operator].full_bytes == largest for operator in group):
-            found = max(found, largest + due)
-        due += sum(sizes[operator].weights_bytes for operator in group)
-    return found
-
-
-def is_even(schedule: Schedule, sizes: Sizes) -> bool:
-    return schedule.peak_bytes * 10 <= max(schedule.even_share_bytes * 11, alone_with_due_weights(schedule, sizes) * 10)
 
 
 def fewest_steps(sizes: Sequence[OperatorSize], cap: int, limit: int) -> int | None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
 from fractions import Fraction
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from window_cases import budgets, named, scheduled, some_sizes
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.checks import budget_bytes
 from megatron.core.dist_checkpointing.moe.policy.window import (
-    Schedule,
     byte_aware_schedule,
     paper_schedule,
     paper_window,
@@ -25,30 +24,6 @@ from megatron.core.dist_checkpointing.moe.types import (
     Part,
     expert,
 )
-
-Sizes = Mapping[OperatorId, OperatorSize]
-
-
-def named(*sizes: tuple[int, int]) -> dict[OperatorId, OperatorSize]:
-    """Experts 0, 1, ... of one layer with these full and weights bytes."""
-    return {expert(0, index): OperatorSize(*size) for index, size in enumerate(sizes)}
-
-
-def scheduled(sizes: Sizes, budget: int, window: int | None = None) -> Schedule:
-    return byte_aware_schedule(list(sizes), sizes, budget, window=window)
-
-
-@st.composite
-def some_sizes(draw: st.DrawFn) -> dict[OperatorId, OperatorSize]:
-    """Operators of a few sizes that differ by orders of magnitude, in any order."""
-    size = st.integers(0, 3).flatmap(lambda digits: st.integers(1, 10**digits))
-    kinds = draw(st.lists(st.tuples(size, st.integers(1, 12)), min_size=1, max_size=4))
-    members = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=40))
-    return named(*((weights * ratio, weights) for weights, ratio in members))
-
-
-budgets = st.integers(0, 6).flatmap(lambda digits: st.integers(1, 10**digits))
-
 
 # What the paper publishes
 
