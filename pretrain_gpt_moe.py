@@ -17,20 +17,25 @@ def pretrain(config: PretrainConfig, launch: Launch) -> None:
     # Core looks at the device while it is imported, so the device comes first.
     from megatron.pretrain.assemble import build_faults, build_metrics, build_state
     from megatron.pretrain.batches import build_splits
-    from megatron.pretrain.checkpoint.load import load_checkpoint
+    from megatron.pretrain.checkpoint.protect import resume
     from megatron.pretrain.loop import Trainer, log_progress
     from megatron.pretrain.tokenizer import build_tokenizer
 
     data = config.data
     tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size)
     state, transformer = build_state(config, tokenizer)
-    if config.checkpoint.load is not None:
-        load_checkpoint(state)
+    session = resume(state, launch)
     datasets = build_splits(config, tokenizer)
 
     metrics = build_metrics(config)
     log_progress(state, f"Started training\tIteration: {state.progress.iteration}", launch)
-    Trainer(state, transformer, datasets, metrics, build_faults(config, launch)).run()
+    trainer = Trainer(state, transformer, datasets, metrics, build_faults(config, launch), session)
+    try:
+        trainer.run()
+    except BaseException:
+        if session is not None:
+            session.failure()
+        raise
     log_progress(state, f"Ended training\tIteration: {state.progress.iteration}", launch)
     metrics.close()
 

@@ -7,6 +7,7 @@ import datetime
 import importlib.util
 import os
 import random
+import socket
 import sys
 import warnings
 
@@ -20,6 +21,9 @@ from megatron.pretrain.config.derived import Environment, virtual_pipeline_size
 VERDICT_FILE = "MOE_CKPT_LAUNCH_VERDICT"
 """Environment variable with the file in which a worker leaves an exit code that restarts cannot change."""
 
+NODE_NAME = "MOE_CKPT_NODE"
+"""Environment variable that names the node where several are played on one machine; else the host's name counts."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
@@ -30,6 +34,7 @@ class Launch:
     local_rank: int
     attempt: int
     job_id: str
+    node: str
 
     @staticmethod
     def from_environment() -> Launch:
@@ -40,6 +45,7 @@ class Launch:
             local_rank=number["LOCAL_RANK"],
             attempt=number["TORCHELASTIC_RESTART_COUNT"],
             job_id=_job_id(),
+            node=os.environ.get(NODE_NAME) or socket.gethostname(),
         )
 
 

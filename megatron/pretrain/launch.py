@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -22,6 +19,7 @@ from megatron.pretrain.config import parse_config
 from megatron.pretrain.config.validate import resolve
 from megatron.pretrain.errors import PretrainError
 from megatron.pretrain.initialize import VERDICT_FILE, probe_environment
+from megatron.pretrain.nodes import run_nodes
 
 MONITOR_INTERVAL_S = 0.1
 SHUTDOWN_TIMEOUT_S = 60
@@ -66,15 +64,8 @@ def _run_nodes(options: argparse.Namespace) -> int:
     command = [sys.executable, "-m", "megatron.pretrain.launch"]
     for name in ("nproc_per_node", "nnodes", "max_restarts", "rdzv_endpoint", "rdzv_id"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-    agents = [subprocess.Popen([*command, options.script, *options.flags]) for _ in range(options.nnodes)]
-
-    def forward(number: int, _frame: FrameType | None) -> None:
-        for agent in agents:
-            agent.send_signal(number)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, forward)
-    return 1 if any([agent.wait() for agent in agents]) else 0
+    command += [options.script, *options.flags]
+    return run_nodes(command, options.rdzv_endpoint, options.nnodes, options.max_restarts)
 
 
 def _run_agent(options: argparse.Namespace) -> int:
@@ -87,6 +78,8 @@ def _run_agent(options: argparse.Namespace) -> int:
         run_id=options.rdzv_id,
         rdzv_backend="c10d",
         rdzv_endpoint=options.rdzv_endpoint,
+        # Several agents meet at the launcher that started them, see nodes.py; a lost one is missed after 3 s.
+        rdzv_configs={"is_host": False, "keep_alive_interval": 1} if options.nnodes > 1 else {},
         max_restarts=options.max_restarts,
         monitor_interval=MONITOR_INTERVAL_S,
         shutdown_timeout=SHUTDOWN_TIMEOUT_S,

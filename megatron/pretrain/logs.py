@@ -15,16 +15,22 @@ def configure_logging(launch: Launch) -> None:
 
     Rank 0 speaks for what all ranks do, the last rank for the loss, which it alone knows; others only when they fail.
     """
-    ours = logging.getLogger("megatron.pretrain")
-    ours.propagate = False
-    ours.handlers.clear()
-    ours.setLevel(logging.INFO if launch.rank == 0 else logging.CRITICAL)
+    driver, subsystem = (
+        logging.getLogger("megatron.pretrain"),
+        logging.getLogger("megatron.core.dist_checkpointing.moe"),
+    )
+    driver.setLevel(logging.INFO if launch.rank == 0 else logging.CRITICAL)
+    # What a rank lost of its protection only that rank knows.
+    subsystem.setLevel(logging.INFO if launch.rank == 0 else logging.ERROR)
     is_last = launch.rank == launch.world_size - 1
     logging.getLogger("megatron.pretrain.metrics").setLevel(logging.INFO if is_last else logging.CRITICAL)
     # Core announces at warning level that a machine nobody asked for is disabled.
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
-    ours.addHandler(_handler(sys.stdout, lambda level: level < logging.WARNING))
-    ours.addHandler(_handler(sys.stderr, lambda level: level >= logging.WARNING))
+    for ours in (driver, subsystem):
+        ours.propagate = False
+        ours.handlers.clear()
+        ours.addHandler(_handler(sys.stdout, lambda level: level < logging.WARNING))
+        ours.addHandler(_handler(sys.stderr, lambda level: level >= logging.WARNING))
 
 
 def _handler(stream: TextIO, wanted: Callable[[int], bool]) -> logging.Handler:

@@ -14,6 +14,7 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.moe.runtime.faults import FaultInjector, Phase
+from megatron.core.dist_checkpointing.moe.runtime.session import Session
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, track_moe_metrics
@@ -36,6 +37,7 @@ class _Step:
     lm_loss: float | None
     grad_norm: float | None
     skipped: bool
+    stall_s: float
 
 
 class Trainer:
@@ -48,8 +50,10 @@ class Trainer:
         datasets: Datasets,
         metrics: Metrics,
         faults: FaultInjector,
+        session: Session | None = None,
     ) -> None:
         training = state.config.training
+        self._session = session
         self._state, self._transformer, self._datasets = state, transformer, datasets
         self._metrics, self._faults = metrics, faults
         self._saver = Saver(state) if state.config.checkpoint.save else None
@@ -73,6 +77,10 @@ class Trainer:
         if reason is not None:
             log.info("leaving training at iteration %d: %s", progress.iteration, reason)
         self._finish_saving()
+        if self._session is not None:
+            # Left early without a checkpoint of this iteration, only the memory has it.
+            saved = self._saver is not None and self._saver.saved_iteration == progress.iteration
+            self._session.shutdown(keep_memory=reason is not None and not saved)
         if reason is None:
             self._evaluate("test", self._datasets.test, 0)
 
@@ -90,6 +98,7 @@ class Trainer:
         self._evaluate_if_due()
         evaluated_at = time.monotonic()
         self._checkpoint_if_due()
+        protection = self._protect(iteration)
         now = time.monotonic()
         report = IterationReport(
             iteration=iteration,
@@ -100,7 +109,8 @@ class Trainer:
             loss_scale=float(state.optimizer.get_loss_scale().item()),
             skipped=step.skipped,
             iteration_time_s=now - evaluated_at + trained_at - started_at,
-            stall_s=now - evaluated_at,
+            stall_s=now - evaluated_at + step.stall_s,
+            **protection,
         )
         self._metrics.record(report)
         self._log(report)
@@ -119,6 +129,7 @@ class Trainer:
         state.optimizer.zero_grad()
         losses = self._forward_backward(batches, forward_only=False)
         self._faults.reached(iteration, Phase.FORWARD_BACKWARD)
+        stall_s = self._session.before_optimizer() if self._session else 0.0
         updated, grad_norm, _ = state.optimizer.step()
         updated = _true_on_all_model_ranks(updated)
         if updated:
@@ -130,7 +141,7 @@ class Trainer:
                 f"the loss of iteration {iteration} is NaN; lower --lr or resume from an earlier checkpoint with "
                 "--ckpt-step, or pass --no-check-for-nan-in-loss-and-grad to train on"
             )
-        return _Step(loss, None if grad_norm is None else float(grad_norm), not updated)
+        return _Step(loss, None if grad_norm is None else float(grad_norm), not updated, stall_s)
 
     def _forward_backward(self, batches: Any, *, forward_only: bool) -> list[dict[str, torch.Tensor]]:
         training = self._state.config.training
@@ -153,6 +164,20 @@ class Trainer:
         interval = self._state.config.checkpoint.save_interval
         if interval and self._state.progress.iteration % interval == 0:
             self._save()
+
+    def _protect(self, iteration: int) -> dict[str, Any]:
+        """Snapshot the iteration if that is due; what checkpointing did, for the report."""
+        if self._session is None:
+            return {}
+        self._session.step_end(iteration)
+        done = self._session.report()
+        return {
+            "snapshot_bytes": done.snapshot_bytes,
+            "replicated_bytes": done.replicated_bytes,
+            "protection": done.protection.state.name.lower(),
+            "protection_since": done.protection.since_iteration,
+            "persistence": done.persistent.state.name.lower() if done.persistent else None,
+        }
 
     def _finish_saving(self) -> None:
         """Wait for what is being written, and save the last iteration if that was not saved yet."""

@@ -26,6 +26,14 @@ class IterationReport:
     iteration_time_s: float
     stall_s: float
     """Time in which training waited for checkpoints before this iteration's report."""
+    snapshot_bytes: int = 0
+    replicated_bytes: int = 0
+    """Bytes that this rank began to copy to memory, and sent to peers, since the report before."""
+    protection: str | None = None
+    protection_since: int | None = None
+    """How safe the newest snapshot in memory is, and since which iteration it is so; None without snapshots."""
+    persistence: str | None = None
+    """The same of persistent storage."""
 
 
 class Metrics:

@@ -20,7 +20,7 @@ from workload import FACTS, JOB, LAYOUT, RANK, SEGMENTS, content, new_store, rea
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.ports import Field, Layout, NoRoom, SnapshotId
 from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
-from megatron.core.dist_checkpointing.moe.store.ownership import rank_directories
+from megatron.core.dist_checkpointing.moe.store.ownership import slot_directories
 from megatron.core.dist_checkpointing.moe.store.shelf import MemoryShelf
 from megatron.core.dist_checkpointing.moe.store.system import System
 
@@ -245,7 +245,7 @@ def test_a_killed_reader_pins_nothing_even_if_its_own_child_lives_on(store: Any)
 def test_any_process_lists_and_reads_what_a_live_rank_has_sealed(store: Any, place: Path) -> None:
     write(store, FIRST)
     with store.reserve(SECOND, LAYOUT):
-        shelves = {rank: MemoryShelf(path) for rank, path in rank_directories(place, JOB).items()}
+        shelves = {rank: MemoryShelf(path) for rank, path in slot_directories(place, JOB).items()}
         assert list(shelves) == [RANK]
         assert shelves[RANK].snapshots() == store.snapshots()
         assert read(shelves[RANK], FIRST) == content(FIRST)
@@ -306,7 +306,7 @@ def test_a_second_store_of_the_same_rank_is_refused_in_the_same_process(store: A
 def test_a_rank_owned_by_a_live_process_is_refused_and_adopted_when_that_was_killed(place: Path) -> None:
     with (
         owned_by_another_process(place) as process,
-        pytest.raises(UsageError, match=f"in use by job {JOB}, rank {RANK}, process {process}"),
+        pytest.raises(UsageError, match=f"in use by job {JOB}, slot {RANK}, process {process}"),
     ):
         new_store("memory", place)
     new_store("memory", place).close()
@@ -336,7 +336,7 @@ def test_ranks_of_one_job_share_a_memory_dir(place: Path) -> None:
     stores = [MemoryStore(place, JOB, rank, SEGMENTS) for rank in range(3)]
     for rank, store in enumerate(stores):
         write(store, SnapshotId(4, rank))
-    assert list(rank_directories(place, JOB)) == [0, 1, 2]
+    assert list(slot_directories(place, JOB)) == [0, 1, 2]
     for store in stores:
         store.close()
 

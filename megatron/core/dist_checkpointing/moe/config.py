@@ -128,6 +128,56 @@ class MoECheckpointConfig:
 
     PREFIX: typing.ClassVar[str] = "moe-ckpt-"
 
+    strategy: str = flag(
+        "none",
+        "what is snapshotted: nothing, everything (full), or all but experts and K experts per layer (pec)",
+        choices=("none", "full", "pec"),
+    )
+    interval: int = flag(1, "iterations between snapshots; where the interval adapts, the first one", minimum=1)
+    interval_policy: str = flag(
+        "fixed",
+        "keep the interval, or adapt it to measured costs: to at most 3%% overhead (checkfreq), or to the failures of "
+        "--moe-ckpt-mtbf-s (young, daly)",
+        choices=("fixed", "checkfreq", "young", "daly"),
+    )
+    mtbf_s: float | None = flag(None, "mean seconds between failures of the whole job, for young and daly", minimum=1)
+    memory_dir: str | None = flag(
+        None, "folder on a tmpfs for snapshots in host memory (default: /dev/shm/moe-ckpt-USER, made if missing)"
+    )
+    replicas: int | None = flag(
+        None,
+        "peers that keep a copy of each rank's snapshots in memory (default: 1 with several nodes, else 0)",
+        minimum=0,
+    )
+    persist_dir: str | None = flag(
+        None, "folder, or URL that fsspec understands, for snapshots that survive the loss of all nodes"
+    )
+    persist_interval: int = flag(50, "iterations between snapshots that go on to --moe-ckpt-persist-dir", minimum=1)
+    persist_keep: int = flag(2, "newest complete snapshots to keep in --moe-ckpt-persist-dir", minimum=1)
+    pec_k_snapshot: int = flag(1, "pec: experts per MoE layer in each snapshot", minimum=1)
+    pec_k_persist: int | None = flag(
+        None, "pec: how many of these go on to persistent storage (default: all of them)", minimum=1
+    )
+    pec_selection: str = flag(
+        "sequential",
+        "pec: take experts in turn, or those with the most tokens since they were last saved",
+        choices=("sequential", "load-aware"),
+    )
+    pec_scope: str = flag(
+        "all",
+        "pec: which components of experts that are not selected are left out: compute weights, moments, both of these, "
+        "or everything",
+        choices=("weights", "optimizer", "both", "all"),
+    )
+    plt_threshold: float | None = flag(
+        None,
+        "pec: share of tokens that faults may cost in the whole training, such as 0.0375; raises K in time",
+        minimum=0,
+    )
+    timeout_s: float = flag(300.0, "seconds after which a wait for a peer, a copy or a write is given up", minimum=1)
+    strict: bool = flag(
+        False, "end training when a snapshot, a replica or a write fails, instead of going on with less protection"
+    )
     inject_fault: tuple[str, ...] = flag(
         (),
         "kill a rank with SIGKILL at a point of training, once per job; for drills and tests. Repeatable",

@@ -5,9 +5,9 @@ Rooms that do not import each other meet here: the values that cross a port are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from .errors import MoECheckpointError
 from .store.layout import (
@@ -22,29 +22,41 @@ from .store.layout import (
     SnapshotId,
     Torn,
 )
+from .types import OperatorId, Part, SnapshotPlan
 
 if TYPE_CHECKING:
     from typing import Self
 
     from typing_extensions import Buffer
 
+Value = TypeVar("Value", covariant=True)
+
 __all__ = [
     "DTYPE_BYTES",
+    "Capturer",
+    "Clock",
     "Facts",
     "Field",
     "Json",
+    "Lane",
     "Layout",
     "Listing",
     "Manifest",
     "MappedReader",
     "MappedWriter",
     "NoRoom",
+    "PeerLost",
     "Reader",
     "Record",
+    "Restorer",
     "SnapshotId",
     "Store",
     "StoreFailure",
+    "Task",
     "Torn",
+    "TrainerState",
+    "Transfer",
+    "Transport",
     "Writer",
 ]
 
@@ -169,3 +181,143 @@ class Store(Protocol):
 
     def close(self) -> None:
         """End the use of the store; what is sealed stays. Open readers stay valid."""
+
+
+class PeerLost(MoECheckpointError):
+    """Another rank did not answer in time, or its connection broke; the sentence names it and what was waited for."""
+
+
+class Transfer(Protocol):
+    """Bytes on their way to or from another rank; the buffer must stay as it is until `wait` has returned."""
+
+    def wait(self) -> None:
+        """Return when all bytes were sent or received. Raises PeerLost, at the latest after the transport's timeout."""
+
+
+class Transport(Protocol):
+    """Bytes and small numbers between the ranks of a job, beside the collectives of training.
+
+    Between two ranks messages arrive whole and in the order of their sending; the receiver knows their sizes. Used by
+    one thread at a time. After a PeerLost all messages under way are void, and `renew` must be called before the next.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    def send(self, to: int, data: Buffer) -> Transfer:
+        """Begin to send contiguous bytes; nothing is copied."""
+
+    def receive(self, source: int, into: memoryview) -> Transfer:
+        """Begin to receive as many bytes as `into` has; nothing is copied."""
+
+    def least(self, values: Sequence[int]) -> tuple[int, ...]:
+        """Element by element the smallest value of all ranks; 64-bit integers. Raises PeerLost."""
+
+    def total(self, values: Sequence[int]) -> tuple[int, ...]:
+        """Element by element the sum over all ranks; 64-bit integers. Raises PeerLost."""
+
+    def gather(self, value: Json) -> list[Json]:
+        """The values of all ranks, by rank. Raises PeerLost."""
+
+    def renew(self) -> None:
+        """Connect all ranks anew after a failure; every rank must come. Raises PeerLost when one does not."""
+
+    def close(self) -> None:
+        """End all connections."""
+
+
+class Clock(Protocol):
+    """Time as the coordinator sees it."""
+
+    def now_s(self) -> float:
+        """Seconds from an arbitrary start, never going back."""
+
+    def sleep(self, seconds: float) -> None:
+        """Let this much time pass."""
+
+
+class Task(Protocol[Value]):
+    """Work that was submitted to a lane."""
+
+    def done(self) -> bool:
+        """Whether it has ended, in whatever way."""
+
+    def result(self, timeout: float | None = None) -> Value:
+        """What it returned, or raises what it raised; TimeoutError after `timeout` seconds."""
+
+
+class Lane(Protocol):
+    """Runs work beside training, one piece after the other in the order of submission; as `concurrent.futures`."""
+
+    def submit(self, work: Callable[[], Value], /) -> Task[Value]:
+        """Run `work` after all that was submitted before."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take nothing more; wait for the rest, or drop what has not begun."""
+
+
+class TrainerState(Protocol):
+    """The state of training on one rank that belongs to no operator: progress, schedules, scaler, random states."""
+
+    def scalars(self) -> dict[str, Json]:
+        """All that is no tensor, as JSON values; every float exactly."""
+
+    def tensors(self) -> Mapping[str, memoryview]:
+        """Random states as bytes by name, each of a size that never changes; copies, not views of live state."""
+
+    def restore(self, scalars: Mapping[str, Json], tensors: Mapping[str, memoryview]) -> None:
+        """Put back what `scalars` and `tensors` gave. Raises UnreadableCheckpoint when something is missing."""
+
+
+class Capturer(Protocol):
+    """Copies live state of this rank into snapshots: `begin` after the optimizer's step, `end` before the next one."""
+
+    @property
+    def operators(self) -> frozenset[OperatorId]:
+        """The operators of which this rank owns state."""
+
+    def layout(self, plan: SnapshotPlan, *, trainer: bool = False) -> Layout:
+        """The records of the parts in `plan` on this rank, with `trainer` also the random states, which come last.
+
+        Records of an operator have its id and their part; random states have keys `random/<name>` and no operator.
+        """
+
+    def begin(self, copies: Sequence[tuple[Layout, MappedWriter]]) -> None:
+        """Begin to copy; what the next forward and backward pass changes is copied before the return.
+
+        Each writer was reserved with its layout, one that `layout` gave; it may be sealed or abandoned once `end` has
+        returned. In steady state nothing is allocated.
+        """
+
+    def end(self, timeout_s: float) -> None:
+        """Wait until all is copied; nothing refers to the writers' buffers afterwards.
+
+        Raises TimeoutError saying what it waited for, and what a copy raised.
+        """
+
+
+class Restorer(Protocol):
+    """Puts records back into the live state of this rank: `poison`, `restore` all copies, `missing`, `complete`."""
+
+    def poison(self) -> None:
+        """Fill the state of all operators with NaN, so that nothing that is not restored can be taken for state."""
+
+    def restore(self, read: Callable[[str], memoryview], parts: Mapping[Part, Collection[OperatorId]]) -> int:
+        """Copy the records of these parts of these operators, fetched by key with `read`, into the live state.
+
+        Returns the bytes copied. Lets through what `read` raises, UnreadableCheckpoint for a record of a wrong size.
+        """
+
+    def missing(self) -> str:
+        """Which state still has to be restored, for people; empty when all is there that `complete` needs."""
+
+    def complete(self) -> None:
+        """Derive compute weights where only master weights were restored; a collective of training's own groups.
+
+        Raises UnreadableCheckpoint, before anything is derived, that names what was not restored.
+        """

@@ -1,6 +1,7 @@
 """The file that knows Megatron's objects: the training state that a rank owns, as views into live storage.
 
-Only `completeness.py`, which judges what this file finds, looks at them too. Checked against Megatron-Core 0.16.1:
+Only few look at them too: `completeness.py`, which judges what this file finds, `optimizer_state.py`, which makes it
+exist, `model_operators.py` and the counter of routed tokens. Checked against Megatron-Core 0.16.1:
 `DistributedOptimizer`, `Float16OptimizerWithFloat16Params` and `FP32Optimizer`, alone or chained, over torch's Adam.
 The views stay valid while training goes on, until `load_state_dict` of an optimizer replaces its moments and step
 counts; then the state has to be enumerated anew.
@@ -31,6 +32,7 @@ from ..capture.operators import (
     is_constant,
     locate,
 )
+from ..capture.restore import LiveRestorer
 from ..errors import UsageError
 from ..types import Coordinates, Part, Topology
 
@@ -119,6 +121,23 @@ def recast_compute_weights(chunks: Sequence[torch.nn.Module], optimizer: Megatro
         if not isinstance(member, FP32Optimizer):
             member._copy_main_params_to_model_params()
     gather_compute_weights(chunks)
+
+
+def live_restorer(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, topology: Topology) -> LiveRestorer:
+    """Restores this rank's state; also what it holds of other ranks' compute weights is poisoned, and gathered."""
+
+    def finish(recast: bool) -> None:
+        if recast:
+            recast_compute_weights(chunks, optimizer)
+        else:
+            gather_compute_weights(chunks)
+
+    return LiveRestorer(
+        lambda: state_tensors(chunks, optimizer, topology),
+        finish,
+        settle=lambda: settle_gathers(chunks),
+        derived=[parameter for chunk in chunks for parameter in chunk.parameters()],
+    )
 
 
 class _Model:

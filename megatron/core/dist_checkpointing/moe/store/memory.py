@@ -44,10 +44,10 @@ class _Segment:
 class MemoryStore:
     """The memory tier of one process: `len(segment_bytes)` segments, reused in turn (MoC 5.2's triple buffers).
 
-    All memory is taken at construction, in `<memory_dir>/<job>/rank-<rank>/`: later no page is allocated and none
+    All memory is taken at construction, in `<memory_dir>/<job>/slot-<slot>/`: later no page is allocated and none
     faults for the first time, apart from the small manifests. A snapshot takes the smallest free segment that is large
     enough. A segment is free when no sealed manifest names it, and nobody holds a reader of it, a view from a reader,
-    or a buffer from a writer. What a crashed process of the same job and rank left is adopted: sealed snapshots are
+    or a buffer from a writer. What a crashed process of the same job and slot left is adopted: sealed snapshots are
     there as before, torn ones are listed and their segments are free; sealed ones in segments of other sizes than
     asked for stay until they are freed. Truncating a segment's file while it is mapped kills the process (SIGBUS), as
     with any mapped file.
@@ -56,14 +56,14 @@ class MemoryStore:
     """
 
     def __init__(
-        self, memory_dir: Path, job: str, rank: int, segment_bytes: Sequence[int], *, system: System | None = None
+        self, memory_dir: Path, job: str, slot: int, segment_bytes: Sequence[int], *, system: System | None = None
     ) -> None:
         if not segment_bytes or min(segment_bytes) < 1:
             raise UsageError(f"segments of {list(segment_bytes)} bytes: at least one is needed, none may be empty")
         self.system = system or System()
         self._mutex = threading.Lock()
         self._writing: dict[str, SnapshotId] = {}
-        self._claim = Claim(memory_dir, job, rank)
+        self._claim = Claim(memory_dir, job, slot)
         self.directory = self._claim.directory
         self._shelf = MemoryShelf(self.directory, self.system, self._writing.__contains__)
         try:

@@ -1,4 +1,8 @@
-"""Who may write in a folder of the memory tier: one job per folder, one process per rank."""
+"""Who may write in a folder of the memory tier: one job per folder, one process per slot.
+
+A slot is a process's place on its node, its local rank: a restart may give the processes of a node other ranks, and
+then they find what is in their slot.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +31,21 @@ os.register_at_fork(after_in_child=_MINE.clear)
 
 
 class Claim:
-    """One rank's folder `<memory_dir>/<job>/rank-00003`, held until `release`, or until the process ends.
+    """One process's folder `<memory_dir>/<job>/slot-003`, held until `release`, or until the process ends.
 
     The lock is one that forked children do not inherit, so a data loader that outlives its crashed parent does not
     keep the next process out. Raises UsageError, saying what to do, when the memory directory is missing, is not
     writable, or belongs to another job, or when another live process owns the folder.
     """
 
-    def __init__(self, memory_dir: Path, job: str, rank: int) -> None:
+    def __init__(self, memory_dir: Path, job: str, slot: int) -> None:
         self._descriptor, self._process = -1, os.getpid()
-        self.directory = rank_directory(memory_dir, job, rank)
+        self.directory = slot_directory(memory_dir, job, slot)
         if not memory_dir.is_dir():
             raise UsageError(f"memory dir {memory_dir} does not exist: create it on a tmpfs, for example in /dev/shm")
         with _readable(f"memory dir {memory_dir} cannot be used"):
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._lock(job, rank)
+            self._lock(job, slot)
             try:
                 _refuse_other_jobs(memory_dir, job)
             except UsageError:
@@ -49,7 +53,7 @@ class Claim:
                 _remove_if_unused(self.directory)
                 raise
 
-    def _lock(self, job: str, rank: int) -> None:
+    def _lock(self, job: str, slot: int) -> None:
         path = (self.directory / OWNER_FILE).resolve()
         if path in _MINE:
             raise UsageError(f"{self.directory} is in use by this process already: close the other store first")
@@ -64,7 +68,7 @@ class Claim:
             ) from None
         self._descriptor = descriptor
         _MINE[path] = self
-        content = json.dumps({"job": job, "rank": rank, "process": os.getpid(), "host": os.uname().nodename})
+        content = json.dumps({"job": job, "slot": slot, "process": os.getpid(), "host": os.uname().nodename})
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, content.encode(), 0)
 
@@ -81,16 +85,16 @@ class Claim:
             self.release()
 
 
-def rank_directory(memory_dir: Path, job: str, rank: int) -> Path:
-    """Where a rank's segments lie. Raises UsageError for a job id that cannot be a folder's name."""
+def slot_directory(memory_dir: Path, job: str, slot: int) -> Path:
+    """Where a process's segments lie. Raises UsageError for a job id that cannot be a folder's name."""
     if not _JOB.fullmatch(job):
         raise UsageError(f"job id {job!r} must be 1 to 128 letters, digits, '.', '_' or '-', and not begin with '.'")
-    return memory_dir / job / f"rank-{rank:05d}"
+    return memory_dir / job / f"slot-{slot:03d}"
 
 
-def rank_directories(memory_dir: Path, job: str) -> dict[int, Path]:
-    """The folders of all ranks of a job that were on this node, by rank."""
-    found = (memory_dir / job).glob("rank-*")
+def slot_directories(memory_dir: Path, job: str) -> dict[int, Path]:
+    """The folders of all processes of a job that were on this node, by slot."""
+    found = (memory_dir / job).glob("slot-*")
     return {int(path.name[5:]): path for path in sorted(found) if path.name[5:].isdecimal() and path.is_dir()}
 
 
@@ -117,7 +121,7 @@ def _file_system(path: Path) -> str:
 
 
 def _refuse_other_jobs(memory_dir: Path, job: str) -> None:
-    for path in sorted(memory_dir.glob(f"*/rank-*/{OWNER_FILE}")):
+    for path in sorted(memory_dir.glob(f"*/slot-*/{OWNER_FILE}")):
         other = path.parent.parent
         if other.name == job:
             continue
@@ -147,7 +151,7 @@ def _live_owner(path: Path) -> str | None:
 def _said_by(descriptor: int) -> str:
     try:
         said = json.loads(os.pread(descriptor, 4096, 0))
-        return f"job {said['job']}, rank {said['rank']}, process {said['process']} on {said['host']}"
+        return f"job {said['job']}, slot {said['slot']}, process {said['process']} on {said['host']}"
     except (OSError, ValueError, TypeError, KeyError):
         return "another process"
 

@@ -1,4 +1,4 @@
-"""Reading one rank's folder of the memory tier, from any process on the node.
+"""Reading one process's folder of the memory tier, from any process on the node.
 
     segment-002.bin                                            preallocated bytes, used again and again
     segment-002.iter_0000012-rank_00003-snapshot.writing       they are being overwritten, or were when a process died

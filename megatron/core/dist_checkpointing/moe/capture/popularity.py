@@ -1,0 +1,49 @@
+"""How many tokens the routers of this rank send to each expert."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from megatron.core.transformer.moe.router import TopKRouter
+
+
+class TokenCounter:
+    """Counts tokens by the forward passes of this rank's routers, on the device, until `take`.
+
+    A token counts once for each expert that it was routed to and not dropped. Only passes that will be followed by a
+    backward pass count: neither evaluation nor the first of the two passes of recomputed activations.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
+        self._counts: dict[int, torch.Tensor] = {}
+        self._hooks = [router.register_forward_hook(self._count) for router in routers]
+        for router in routers:
+            zeros = torch.zeros(router.config.num_moe_experts, dtype=torch.int64, device=router.weight.device)
+            self._counts[router.layer_number - 1] = zeros
+
+    def take(self) -> Mapping[int, tuple[int, ...]]:
+        """Tokens by expert for each MoE layer on this rank, counted from layer 0, since the last call.
+
+        The sum over all ranks counts each token of a batch once for each of its experts: ranks of one tensor-parallel
+        group route different parts of the sequence, and ranks that do not have a layer do not list it.
+        """
+        if not self._counts:
+            return {}
+        layers = sorted(self._counts)
+        counts = torch.stack([self._counts[layer] for layer in layers])
+        taken = {layer: tuple(row) for layer, row in zip(layers, counts.tolist(), strict=True)}
+        for zeroed in self._counts.values():
+            zeroed.zero_()
+        return taken
+
+    def close(self) -> None:
+        """Count no longer."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _count(self, router: TopKRouter, _: object, routed: tuple[torch.Tensor, torch.Tensor]) -> None:
+        if torch.is_grad_enabled():
+            self._counts[router.layer_number - 1] += routed[1].sum(dim=0, dtype=torch.int64)

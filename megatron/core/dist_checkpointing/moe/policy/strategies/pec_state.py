@@ -1,0 +1,213 @@
+"""What `pec` remembers: the ledger of tokens, what is under way, and which copies may be found after a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...types import OperatorId, RecoveryPlan, Tier, expert
+from ..copies import Level, Saved
+from ..ledger import TokenLedger
+
+Experts = frozenset[OperatorId]
+_CAPTURES = 4  # newest captures of each expert whose tokens are remembered, however they were settled
+_COUNTED = 256  # newest snapshots and writes by which ages are counted
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A snapshot under way: experts with their FULL state, and those of them that go on to storage (None: not due)."""
+
+    iteration: int
+    experts: Experts = field(repr=False)
+    persist: Experts | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class PecState:
+    """A value; each method returns the next one.
+
+    flights: planned, not settled. ready: sealed, to be persisted. writes: being persisted. complete: levels at which
+    all experts have a copy. captured: newest captures of each expert. taken, written: iterations of snapshots and
+    of writes. cursor: the group that is next in turn. k: of the last snapshot.
+    """
+
+    layers: tuple[int, ...]
+    num_experts: int
+    k: int
+    kept_points: int = 2
+    ledger: TokenLedger | None = None
+    flights: tuple[Flight, ...] = ()
+    ready: Flight | None = None
+    writes: tuple[Flight, ...] = ()
+    complete: frozenset[Level] = frozenset()
+    captured: Mapping[OperatorId, tuple[Saved, ...]] = field(default_factory=dict, repr=False)
+    taken: tuple[int, ...] = ()
+    written: tuple[int, ...] = ()
+    cursor: int = 0
+
+    def planned(self, flight: Flight, k: int, cursor: int) -> PecState:
+        """With one more snapshot under way."""
+        taken = (*self.taken, flight.iteration)[-_COUNTED:]
+        return replace(self, flights=(*self.flights, flight), taken=taken, k=k, cursor=cursor)
+
+    def counted(self, iteration: int, counts: Sequence[Sequence[int]]) -> PecState:
+        """With the tokens of `iteration`; if it was planned, its counts are kept for when it is restored."""
+        ledger = self.ledger
+        if ledger is None:
+            ledger = TokenLedger.started(self.layers, self.num_experts, iteration - 1, kept_points=self.kept_points)
+        ledger = ledger.advance(iteration, counts)
+        flight = next((one for one in self.flights if one.iteration == iteration), None)
+        if flight is None:
+            return replace(self, ledger=ledger)
+        levels = {Level.SNAPSHOT} if flight.persist is None else set(Level)
+        rows = {layer: row for layer, row in zip(self.layers, ledger.tokens, strict=True)}
+        captured = dict(self.captured)
+        for operator in flight.experts:
+            now = Saved(iteration, rows[operator.layer][operator.expert])
+            captured[operator] = (*captured.get(operator, ()), now)[-_CAPTURES:]
+        return replace(self, ledger=ledger.marked(levels), captured=captured)
+
+    def settled(self, iteration: int, level: Level, ok: bool) -> PecState:
+        """With the outcome of what was under way at this level; what is not under way changes nothing."""
+        if level is Level.PERSIST:
+            return self._persisted(iteration, ok)
+        flight = next((one for one in self.flights if one.iteration == iteration), None)
+        if flight is None:
+            return self
+        state = replace(self, flights=tuple(one for one in self.flights if one is not flight))
+        state = state._saved(flight.experts, iteration, level) if ok else state._abandoned(iteration, level)
+        if flight.persist is None:
+            return state
+        return state._dropping_ready(flight) if ok else state._abandoned(iteration, Level.PERSIST)
+
+    def handed_on(self) -> PecState:
+        """With what was ready being persisted."""
+        assert self.ready is not None
+        written = (*self.written, self.ready.iteration)[-_COUNTED:]
+        return replace(self, ready=None, writes=(*self.writes, self.ready), written=written)
+
+    def under_way(self, level: Level) -> list[tuple[int, Experts]]:
+        """What will be saved at this level if all goes well, by iteration, ascending."""
+        if level is Level.SNAPSHOT:
+            return [(flight.iteration, flight.experts) for flight in self.flights]
+        flights = (*self.writes, *((self.ready,) if self.ready else ()), *self.flights)
+        return [(flight.iteration, flight.persist) for flight in flights if flight.persist is not None]
+
+    def last(self, level: Level) -> dict[OperatorId, int]:
+        """The iteration of each expert's newest copy, those under way included; -1 without any."""
+        last: dict[OperatorId, int] = {}
+        rows = self.ledger.last_saved(level) if self.ledger else [[-1] * self.num_experts] * len(self.layers)
+        for layer, row in zip(self.layers, rows, strict=True):
+            last.update((expert(layer, index), iteration) for index, iteration in enumerate(row))
+        for iteration, experts in self.under_way(level):
+            last.update(dict.fromkeys(experts, iteration))
+        return last
+
+    def to_data(self) -> dict[str, Any]:
+        """What a resumed run needs; what is under way is known by its captures."""
+        return {
+            "ledger": self.ledger.to_data() if self.ledger else None,
+            "complete": [level.value for level in Level if level in self.complete],
+            "captured": [
+                [op.layer, op.expert, [list(one) for one in self.captured[op]]] for op in sorted(self.captured)
+            ],
+            "taken": list(self.taken),
+            "written": list(self.written),
+            "cursor": self.cursor,
+            "k": self.k,
+        }
+
+    def resumed(
+        self, data: Mapping[str, Any], plan: RecoveryPlan, fault_iteration: int
+    ) -> tuple[PecState, dict[OperatorId, int]]:
+        """The state at `plan.target`, whose `to_data` this is, and the tokens that each expert with an older copy lost.
+
+        Exact for a copy of the last captures or one that the ledger knows; any older one counts as the newest known one
+        before it, so that never fewer tokens are reported than were lost.
+        """
+        captured = {expert(row[0], row[1]): tuple(Saved(*one) for one in row[2]) for row in data["captured"]}
+        used, stored = _used(plan)
+        ledger = TokenLedger.from_data(data["ledger"])
+        ledger = replace(ledger, kept_points=self.kept_points)
+        for level in Level:
+            wanted = {operator: used[operator] for operator in used if stored[operator] is level}
+            ledger = _knowing(ledger, level, wanted, captured)
+        lost = {
+            operator: ledger.tokens_between(operator, iteration, plan.target)
+            for operator, iteration in sorted(used.items())
+            if iteration < plan.target
+        }
+        complete = {Level(name) for name in data["complete"]} - {Level.SNAPSHOT}
+        if Level.PERSIST not in stored.values():
+            complete.add(Level.SNAPSHOT)
+        state = replace(
+            self,
+            ledger=ledger.recovered(fault_iteration, plan.target, used),
+            flights=(),
+            ready=None,
+            writes=(),
+            complete=frozenset(complete),
+            captured={op: tuple(one for one in all_ if one.iteration <= used[op]) for op, all_ in captured.items()},
+            taken=tuple(data["taken"]),
+            written=tuple(data["written"]),
+            cursor=data["cursor"],
+            k=data["k"],
+        )
+        return state, lost
+
+    def _persisted(self, iteration: int, ok: bool) -> PecState:
+        write = next((one for one in self.writes if one.iteration == iteration), None)
+        if write is None or write.persist is None:
+            return self
+        state = replace(self, writes=tuple(one for one in self.writes if one is not write))
+        if not ok:
+            return state._abandoned(iteration, Level.PERSIST)
+        return state._saved(write.persist, iteration, Level.PERSIST)
+
+    def _saved(self, experts: Experts, iteration: int, level: Level) -> PecState:
+        assert self.ledger is not None
+        is_all = len(experts) == len(self.layers) * self.num_experts
+        ledger = self.ledger.saved(iteration, sorted(experts), level)
+        return replace(self, ledger=ledger, complete=self.complete | {level} if is_all else self.complete)
+
+    def _abandoned(self, iteration: int, level: Level) -> PecState:
+        return replace(self, ledger=self.ledger.abandoned(iteration, level) if self.ledger else None)
+
+    def _dropping_ready(self, flight: Flight) -> PecState:
+        state = self if self.ready is None else self._abandoned(self.ready.iteration, Level.PERSIST)
+        return replace(state, ready=flight)
+
+
+def _used(plan: RecoveryPlan) -> tuple[dict[OperatorId, int], dict[OperatorId, Level]]:
+    """The iteration that each expert is restored from (the older one of two parts), and whether any is from storage."""
+    used: dict[OperatorId, int] = {}
+    stored: dict[OperatorId, Level] = {}
+    for source in plan.sources:
+        level = Level.PERSIST if source.tier is Tier.PERSISTENT else Level.SNAPSHOT
+        for operator in source.operators:
+            if operator.is_expert:
+                used[operator] = min(source.iteration, used.get(operator, source.iteration))
+                stored[operator] = level if level is Level.PERSIST else stored.get(operator, level)
+    return used, stored
+
+
+def _knowing(
+    ledger: TokenLedger,
+    level: Level,
+    wanted: Mapping[OperatorId, int],
+    captured: Mapping[OperatorId, Collection[Saved]],
+) -> TokenLedger:
+    """The ledger with the copies that were found at this level, though they had not settled when it was stored."""
+    rows = {layer: row for row, layer in enumerate(ledger.layers)}
+    copies = [list(row) for row in ledger.copies[level]]
+    for operator, iteration in wanted.items():
+        row, index = rows[operator.layer], operator.expert
+        known = {copy for every in ledger.copies.values() for copy in every[row][index]} | set(
+            captured.get(operator, ())
+        )
+        tokens = max((copy.tokens for copy in known if copy.iteration <= iteration), default=0)
+        kept = {copy for copy in copies[row][index] if copy.iteration != iteration} | {Saved(iteration, tokens)}
+        copies[row][index] = tuple(sorted(kept))
+    return replace(ledger, copies={**ledger.copies, level: tuple(map(tuple, copies))})

@@ -1,0 +1,70 @@
+"""When a snapshot is due and when one goes on to storage: at fixed intervals, or at one that follows measured costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...config import MoECheckpointConfig
+from ..interval import checkfreq_interval, daly, in_iterations, young
+from .strategy import Costs
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """Snapshots every `interval` iterations, persistent ones every `persist_interval` (None: never).
+
+    `adapting` names the rule that changes the interval with each measurement; `mtbf_s` is for Young's and Daly's. A
+    snapshot that could not be taken when it was due is taken as soon as it can be.
+    """
+
+    interval: int
+    persist_interval: int | None = None
+    adapting: str = "fixed"
+    mtbf_s: float = 0.0
+    last: int = 0
+    last_persistent: int = 0
+
+    @classmethod
+    def of(cls, config: MoECheckpointConfig) -> Rhythm:
+        """The rhythm that the flags ask for; an adapting one begins with `--moe-ckpt-interval`."""
+        persist = config.persist_interval if config.persist_dir else None
+        return cls(config.interval, persist, config.interval_policy, config.mtbf_s or 0.0)
+
+    def due(self, iteration: int) -> tuple[bool, Rhythm]:
+        """Whether a snapshot is due after `iteration`, and the rhythm once it is taken."""
+        if self.adapting == "fixed":
+            due = iteration // self.interval > self.last // self.interval
+        else:
+            due = iteration >= self.last + self.interval
+        return due, replace(self, last=iteration) if due else self
+
+    def persist_due(self, iteration: int) -> tuple[bool, Rhythm]:
+        """Whether the snapshot of `iteration` goes on to persistent storage, and the rhythm after that."""
+        every = self.persist_interval
+        due = every is not None and iteration // every > self.last_persistent // every
+        return due, replace(self, last_persistent=iteration) if due else self
+
+    def measured(self, costs: Costs) -> Rhythm:
+        """The rhythm with the interval that these costs call for (CheckFreq's 3 %, Young 1974, Daly 2006).
+
+        What a checkpoint costs is its stall; the next one begins at the earliest when its round has ended.
+        """
+        if self.adapting == "fixed" or costs.iteration_s <= 0:
+            return self
+        shortest = checkfreq_interval(costs.iteration_s, costs.stall_s, costs.round_s)
+        if self.adapting != "checkfreq":
+            estimate_s = (young if self.adapting == "young" else daly)(costs.stall_s, self.mtbf_s)
+            by_round = checkfreq_interval(costs.iteration_s, 0.0, costs.round_s)
+            shortest = max(in_iterations(estimate_s, costs.iteration_s), by_round)
+        return replace(self, interval=shortest)
+
+    def to_data(self) -> dict[str, Any]:
+        """What a resumed run goes on from."""
+        return {"interval": self.interval, "last": self.last, "last_persistent": self.last_persistent}
+
+    def from_data(self, data: Mapping[str, Any]) -> Rhythm:
+        """This rhythm as it stood when `to_data` was called; a fixed interval is that of the flags."""
+        interval = self.interval if self.adapting == "fixed" else data["interval"]
+        return replace(self, interval=interval, last=data["last"], last_persistent=data["last_persistent"])

@@ -1,0 +1,145 @@
+"""Brings stored snapshots to the ranks that a recovery plan gives them to."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..errors import MoECheckpointError, UnreadableCheckpoint
+from ..ports import Reader, SnapshotId, StoreFailure, Transport
+from ..types import Copy, Inventory, OperatorId, Part, RecoveryPlan, Tier
+from .inventory import Catalogue, Found, Place
+
+_SIZES = struct.Struct("<qq")
+
+
+@dataclass(frozen=True)
+class Need:
+    """One stored snapshot of which `rank` wants parts of operators, and where it was found."""
+
+    rank: int
+    found: Found
+    parts: tuple[tuple[Part, frozenset[OperatorId]], ...]
+
+    @property
+    def travels(self) -> bool:
+        """Whether another process has it in its memory and must send it."""
+        return self.found.tier is not Tier.PERSISTENT and self.found.finder != self.rank
+
+
+def needs(plan: RecoveryPlan, inventory: Inventory, catalogue: Catalogue) -> tuple[Need, ...]:
+    """What each rank needs to carry out the plan, in the same order on all ranks."""
+    wanted: dict[tuple[int, Place], dict[Part, set[OperatorId]]] = {}
+    at: dict[Place, Found] = {}
+    for source in plan.sources:
+        for copy in _copies(inventory, source.rank, source.iteration, source.tier, source.holder):
+            useful = source.operators & copy.plan.giving(source.part) - copy.corrupt
+            for found in catalogue.givers(copy, useful):
+                held = useful & found.plan.giving(source.part)
+                if held:
+                    at[found.place] = found
+                    parts = wanted.setdefault((source.rank, found.place), {})
+                    parts.setdefault(source.part, set()).update(held)
+    return tuple(
+        Need(rank, at[place], tuple((part, frozenset(held)) for part, held in parts.items()))
+        for (rank, place), parts in sorted(wanted.items(), key=lambda item: item[0])
+    )
+
+
+def _copies(inventory: Inventory, rank: int, iteration: int, tier: Tier, holder: int | None) -> Iterator[Copy]:
+    seen = set()
+    for copy in inventory.copies.get(rank, ()):
+        if (copy.plan.iteration, copy.tier, copy.holder) == (iteration, tier, holder) and copy.sealed:
+            if id(copy.plan) not in seen:
+                seen.add(id(copy.plan))
+                yield copy
+
+
+class Landing(Protocol):
+    """Where a snapshot that travels arrives."""
+
+    buffer: memoryview
+
+    def seal(self) -> None:
+        """Verify all bytes. Raises UnreadableCheckpoint, StoreFailure."""
+
+    def abandon(self) -> None:
+        """Give up."""
+
+    def reader(self) -> Reader:
+        """A reader of what was sealed."""
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """How snapshots travel: `open` a local one, `encode` its manifest, `land` one that arrives."""
+
+    transport: Transport
+    open: Callable[[SnapshotId], Reader]
+    encode: Callable[[Reader], tuple[bytes, memoryview]]
+    land: Callable[[int, bytes], Landing]
+
+    def carry(self, needed: Sequence[Need]) -> tuple[dict[Place, Reader], dict[Place, str]]:
+        """Send and receive all that travels, in the order of `needed`, which is the same on all ranks.
+
+        Returns readers of what arrived here, verified, and the reasons for what did not. Raises PeerLost.
+        """
+        arrived: dict[Place, Reader] = {}
+        refused: dict[Place, str] = {}
+        for need in needed:
+            if not need.travels:
+                continue
+            if need.found.finder == self.transport.rank:
+                self._send(need)
+            elif need.rank == self.transport.rank:
+                try:
+                    arrived[need.found.place] = self._receive(need)
+                except (UnreadableCheckpoint, StoreFailure) as error:
+                    refused[need.found.place] = str(error)
+        return arrived, refused
+
+    def _send(self, need: Need) -> None:
+        try:
+            reader = self.open(need.found.snapshot)
+        except (UnreadableCheckpoint, StoreFailure):
+            self.transport.send(need.rank, _SIZES.pack(-1, 0)).wait()
+            return
+        with reader:
+            manifest, raw = self.encode(reader)
+            messages = (_SIZES.pack(len(manifest), len(raw)), manifest, raw)
+            for transfer in [self.transport.send(need.rank, one) for one in messages]:
+                transfer.wait()
+
+    def _receive(self, need: Need) -> Reader:
+        source = need.found.finder
+        sizes = bytearray(_SIZES.size)
+        self.transport.receive(source, memoryview(sizes)).wait()
+        manifest_bytes, raw_bytes = _SIZES.unpack(sizes)
+        if manifest_bytes < 0:
+            raise UnreadableCheckpoint(f"rank {source} could not open the {need.found.snapshot}")
+        manifest = bytearray(manifest_bytes)
+        self.transport.receive(source, memoryview(manifest)).wait()
+        landing, problem = self._landing(source, bytes(manifest), raw_bytes)
+        try:
+            self.transport.receive(source, landing.buffer if landing else memoryview(bytearray(raw_bytes))).wait()
+            if landing is None:
+                raise UnreadableCheckpoint(problem)
+            landing.seal()
+        except MoECheckpointError:
+            if landing is not None:
+                landing.abandon()
+            raise
+        return landing.reader()
+
+    def _landing(self, source: int, manifest: bytes, raw_bytes: int) -> tuple[Landing | None, str]:
+        """A place for what comes; without one the bytes are still taken off the wire."""
+        try:
+            landing = self.land(source, manifest)
+        except (UnreadableCheckpoint, StoreFailure) as error:
+            return None, str(error)
+        if len(landing.buffer) != raw_bytes:
+            landing.abandon()
+            return None, f"rank {source} sends {raw_bytes} bytes, but its manifest has {len(landing.buffer)}"
+        return landing, ""

@@ -1,0 +1,145 @@
+"""What every rank finds in its memory and in persistent storage, told to all, so that all plan from the same facts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from ..errors import UnreadableCheckpoint
+from ..ports import Json, SnapshotId, Store
+from ..types import Copy, Inventory, OperatorId, OperatorKind, Part, SnapshotPlan, Tier
+
+Place = tuple[int, SnapshotId, Tier]
+"""Who found a snapshot (a rank), which one, and in which tier: OWN_MEMORY of the finder, or PERSISTENT."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """One stored snapshot, as `finder` sees it: the parts that it holds of its owner's operators.
+
+    digest: of the plan that all ranks followed. why: the reason why it cannot be used, empty if it can.
+    """
+
+    finder: int
+    snapshot: SnapshotId
+    tier: Tier
+    plan: SnapshotPlan
+    digest: str = ""
+    why: str = ""
+
+    @property
+    def place(self) -> Place:
+        """What tells it apart from all others."""
+        return self.finder, self.snapshot, self.tier
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """All that was found by all ranks; `nodes[rank]` is the node of each rank, `required[rank]` its operators."""
+
+    found: tuple[Found, ...] = field(repr=False)
+    required: Mapping[int, frozenset[OperatorId]] = field(repr=False)
+    nodes: tuple[int, ...]
+
+    @property
+    def newest_iteration(self) -> int:
+        """The newest iteration of which anything was found, torn or not; -1 if nothing was."""
+        return max((one.snapshot.iteration for one in self.found), default=-1)
+
+    def inventory(self, damaged: Collection[Place] = ()) -> Inventory:
+        """What the planner sees; `damaged` are copies that proved unreadable."""
+        copies: dict[int, list[Copy]] = {}
+        for one in self.found:
+            if one.snapshot.rank in self.required:
+                corrupt = frozenset(one.plan.parts) if one.place in damaged else frozenset()
+                copies.setdefault(one.snapshot.rank, []).append(
+                    Copy(one.snapshot.rank, one.plan, self._tier(one), self._holder(one), not one.why, corrupt)
+                )
+        return Inventory(self.required, {rank: tuple(held) for rank, held in copies.items()})
+
+    def givers(self, copy: Copy, operators: Collection[OperatorId]) -> list[Found]:
+        """The intact finds behind a planned copy that have any of these operators, one for each kind."""
+        chosen: dict[str, Found] = {}
+        for one in self.found:
+            same = (one.snapshot.rank, one.snapshot.iteration) == (copy.rank, copy.plan.iteration) and not one.why
+            here = (self._tier(one), self._holder(one)) == (copy.tier, copy.holder)
+            if same and here and any(operator in one.plan.parts for operator in operators):
+                best = chosen.setdefault(one.snapshot.kind, one)
+                # The owner's own slot before another process of its node.
+                if one.finder == copy.rank and best.finder != copy.rank:
+                    chosen[one.snapshot.kind] = one
+        return [chosen[kind] for kind in sorted(chosen)]
+
+    def without(self, damaged: Collection[Place]) -> Catalogue:
+        """The same without what proved unreadable."""
+        return replace(self, found=tuple(one for one in self.found if one.place not in damaged))
+
+    def _tier(self, one: Found) -> Tier:
+        if one.tier is Tier.PERSISTENT:
+            return one.tier
+        same_node = self.nodes[one.finder] == self.nodes[one.snapshot.rank]
+        return Tier.OWN_MEMORY if same_node else Tier.PEER_MEMORY
+
+    def _holder(self, one: Found) -> int | None:
+        return None if one.tier is Tier.PERSISTENT else self.nodes[one.finder]
+
+
+def listing(store: Store, tier: Tier, rank: int, accepts: Mapping[str, Json], job: str | None) -> list[Json]:
+    """What `store` holds, for `gather`: everything in memory, in persistent storage what `rank` owns.
+
+    accepts: the parallel layout that snapshots must have been made in. job: the job that must have made them; None for
+    any. Raises StoreFailure.
+    """
+    listed = store.snapshots()
+    mine = [one for one in listed.sealed if tier is not Tier.PERSISTENT or one.rank == rank]
+    torn = [one for one in listed.torn if tier is not Tier.PERSISTENT or one.snapshot.rank == rank]
+    rows: list[Json] = [_row(one.snapshot, tier, "", [], one.why) for one in torn]
+    for snapshot in mine:
+        try:
+            with store.open(snapshot) as reader:
+                facts = reader.manifest.facts
+        except UnreadableCheckpoint as error:
+            rows.append(_row(snapshot, tier, "", [], str(error)))
+            continue
+        why = ""
+        if dict(facts.topology) != dict(accepts):
+            why = f"it was made in the parallel layout {dict(facts.topology)}, this job has {dict(accepts)}"
+        elif job is not None and facts.job != job:
+            why = f"it belongs to job {facts.job}"
+        rows.append(_row(snapshot, tier, facts.plan_digest, cast(list[Json], facts.scalars["operators"]), why))
+    return rows
+
+
+def catalogue(told: Sequence[Mapping[str, Any]]) -> Catalogue:
+    """From what each rank told: `node` (a name), `operators` (its own) and `found` (rows of `listing`)."""
+    names = sorted({one["node"] for one in told})
+    plans: dict[tuple[int, tuple[tuple[int, ...], ...]], SnapshotPlan] = {}
+    sets: dict[tuple[tuple[int, ...], ...], frozenset[OperatorId]] = {}
+    required, found = {}, []
+    for rank, one in enumerate(told):
+        own = tuple(map(tuple, one["operators"]))
+        required[rank] = sets.setdefault(own, frozenset(map(_operator, own)))
+        found += [_found(rank, row, plans) for row in one["found"]]
+    return Catalogue(tuple(found), required, tuple(names.index(one["node"]) for one in told))
+
+
+def operators_told(operators: Iterable[OperatorId]) -> list[Json]:
+    """Operators as JSON values."""
+    return [[one.layer, one.kind.value, one.expert] for one in sorted(operators)]
+
+
+def _row(snapshot: SnapshotId, tier: Tier, digest: str, operators: list[Json], why: str) -> Json:
+    return [snapshot.iteration, snapshot.rank, snapshot.kind, tier.value, digest, operators, why]
+
+
+def _found(finder: int, row: Sequence[Any], plans: dict[Any, SnapshotPlan]) -> Found:
+    iteration, rank, kind, tier, digest, operators, why = row
+    key = iteration, tuple(map(tuple, operators))
+    if key not in plans:
+        plans[key] = SnapshotPlan(iteration, {_operator(one): Part(one[3]) for one in key[1]})
+    return Found(finder, SnapshotId(iteration, rank, kind), Tier(tier), plans[key], digest, why)
+
+
+def _operator(told: Sequence[int]) -> OperatorId:
+    return OperatorId(told[0], OperatorKind(told[1]), told[2])

@@ -1,0 +1,112 @@
+"""What ranks tell each other about replicas: a header, a table of the pieces offered, and a word about each."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from xxhash import xxh3_64_intdigest
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+MAGIC = b"moe-repl"
+VERSION = 1
+
+_HEADER = struct.Struct("<8sIqiQQ")  # magic, version, iteration, pieces, bytes of the table, its xxh3
+_CHECK = struct.Struct("<Q")  # xxh3 of the header
+_ROW = struct.Struct("<HIQ")  # bytes of a piece's name, of its manifest, of its raw bytes
+_NOTHING = -1
+
+HEADER_BYTES = _HEADER.size + _CHECK.size
+
+
+class Garbled(Exception):
+    """A message that no rank of this version sends; the text says in what way."""
+
+
+class Word(IntEnum):
+    """What a keeper says of a piece, one byte: the first three before its raw bytes are sent, the others after."""
+
+    WANTED = 1
+    HELD = 2
+    REFUSED = 3
+    SEALED = 4
+    DAMAGED = 5
+    FAILED = 6
+
+
+BEFORE = frozenset({Word.WANTED, Word.HELD, Word.REFUSED})
+AFTER = frozenset({Word.SEALED, Word.DAMAGED, Word.FAILED})
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One piece as its keeper learns of it: `raw_bytes` follow when it is wanted."""
+
+    name: str
+    manifest: bytes = field(repr=False)
+    raw_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Which round an owner is in, how many pieces it offers (None: it has nothing to give), and the table that
+    follows."""
+
+    iteration: int
+    pieces: int | None
+    table_bytes: int
+    table_xxh3: int
+
+
+def encode_table(pieces: Sequence[Piece]) -> bytes:
+    """All rows, then all names and manifests."""
+    names = [piece.name.encode() for piece in pieces]
+    rows = [_ROW.pack(len(name), len(one.manifest), one.raw_bytes) for name, one in zip(names, pieces, strict=True)]
+    texts = [part for name, one in zip(names, pieces, strict=True) for part in (name, one.manifest)]
+    return b"".join([*rows, *texts])
+
+
+def encode_header(iteration: int, pieces: int | None, table: bytes) -> bytes:
+    """HEADER_BYTES bytes."""
+    count = _NOTHING if pieces is None else pieces
+    packed = _HEADER.pack(MAGIC, VERSION, iteration, count, len(table), xxh3_64_intdigest(table))
+    return packed + _CHECK.pack(xxh3_64_intdigest(packed))
+
+
+def decode_header(data: Buffer) -> Header:
+    """The header in HEADER_BYTES bytes. Raises Garbled."""
+    packed = bytes(memoryview(data)[: _HEADER.size])
+    magic, version, iteration, pieces, table_bytes, table_xxh3 = _HEADER.unpack(packed)
+    if magic != MAGIC:
+        raise Garbled(f"a header begins with {magic!r} instead of {MAGIC!r}")
+    if version != VERSION:
+        raise Garbled(f"a header has version {version}, but this rank speaks {VERSION}: run one version on all ranks")
+    if _CHECK.unpack_from(data, _HEADER.size) != (xxh3_64_intdigest(packed),):
+        raise Garbled("a header does not match its checksum")
+    return Header(iteration, None if pieces == _NOTHING else pieces, table_bytes, table_xxh3)
+
+
+def decode_table(header: Header, data: bytes) -> tuple[Piece, ...]:
+    """The pieces that `data` lists. Raises Garbled."""
+    if xxh3_64_intdigest(data) != header.table_xxh3:
+        raise Garbled(f"a table of {header.pieces} pieces does not match its checksum")
+    count = header.pieces or 0
+    at, pieces = count * _ROW.size, []
+    for name_bytes, manifest_bytes, raw_bytes in _ROW.iter_unpack(data[:at]):
+        end = at + name_bytes
+        pieces.append(Piece(data[at:end].decode(), data[end : end + manifest_bytes], raw_bytes))
+        at = end + manifest_bytes
+    return tuple(pieces)
+
+
+def decode_words(data: bytes, allowed: frozenset[Word]) -> tuple[Word, ...]:
+    """One word for each byte. Raises Garbled for any that is not `allowed` now."""
+    unknown = [byte for byte in data if byte not in allowed]
+    if unknown:
+        raise Garbled(f"an answer has the value {unknown[0]}, which means nothing at this point")
+    return tuple(map(Word, data))

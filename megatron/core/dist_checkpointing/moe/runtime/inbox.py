@@ -1,0 +1,96 @@
+"""Where snapshots of other ranks arrive: straight into the memory store, sealed only when every checksum is right."""
+
+from __future__ import annotations
+
+from ..errors import UnreadableCheckpoint
+from ..ports import Manifest, MappedWriter, NoRoom, Reader, Store
+from ..store.heap import HeapReader
+from ..store.manifest import decode
+
+
+class StoreArrival:
+    """A snapshot on its way into a memory store."""
+
+    def __init__(self, store: Store, writer: MappedWriter, manifest: Manifest) -> None:
+        self._store, self._writer, self._manifest = store, writer, manifest
+        self.buffer = writer.whole()
+
+    def seal(self) -> None:
+        """Verify all bytes against the owner's checksums and commit. Raises UnreadableCheckpoint, StoreFailure."""
+        self.buffer = memoryview(b"")
+        self._writer.seal(self._manifest.facts, self._manifest.checksums)
+
+    def abandon(self) -> None:
+        """Give up what was not sealed."""
+        self.buffer = memoryview(b"")
+        self._writer.abandon()
+
+    def reader(self) -> Reader:
+        """A reader of what was sealed."""
+        return self._store.open(self._manifest.snapshot)
+
+
+class HeapArrival:
+    """A snapshot on its way into ordinary memory, for one recovery."""
+
+    def __init__(self, owner: int, manifest: Manifest) -> None:
+        self.buffer = memoryview(bytearray(manifest.layout.nbytes))
+        self._reader = HeapReader(manifest, f"{manifest.snapshot} as rank {owner} sent it", self.buffer)
+
+    def seal(self) -> None:
+        """Verify all bytes. Raises UnreadableCheckpoint."""
+        damaged = self._reader.verify()
+        if damaged:
+            raise UnreadableCheckpoint(f"{self._reader.manifest.snapshot}: {damaged[0].key} arrived damaged")
+
+    def abandon(self) -> None:
+        """Give up."""
+        self._reader.close()
+
+    def reader(self) -> Reader:
+        """A reader of what arrived."""
+        return self._reader
+
+
+class StoreInbox:
+    """Takes snapshots of other ranks into a memory store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def holds(self, owner: int, manifest: bytes) -> bool:
+        """Whether exactly this snapshot is sealed here already; one that differs under its name is given up."""
+        wanted = decode(manifest, f"manifest from rank {owner}")
+        try:
+            with self._store.open(wanted.snapshot) as reader:
+                mine = reader.manifest
+                same = (mine.facts, mine.layout, mine.checksums) == (wanted.facts, wanted.layout, wanted.checksums)
+                if same and not reader.verify():
+                    return True
+        except UnreadableCheckpoint:
+            return False
+        self._store.free(wanted.snapshot)
+        return False
+
+    def begin(self, owner: int, manifest: bytes) -> StoreArrival | None:
+        """A place for the snapshot; None when there is no room now. Raises UnreadableCheckpoint, StoreFailure."""
+        wanted = decode(manifest, f"manifest from rank {owner}")
+        if wanted.snapshot.rank != owner:
+            raise UnreadableCheckpoint(f"rank {owner} sent the {wanted.snapshot}, which is not its own")
+        try:
+            return StoreArrival(self._store, self._store.reserve(wanted.snapshot, wanted.layout), wanted)  # type: ignore[arg-type]
+        except NoRoom:
+            return None
+
+    def land(self, source: int, manifest: bytes) -> StoreArrival | HeapArrival:
+        """A place for a snapshot that a recovery fetches from `source`, in the store if there is room.
+
+        A copy of it that is here already has proved damaged and is given up.
+        Raises UnreadableCheckpoint, StoreFailure.
+        """
+        wanted = decode(manifest, f"manifest from rank {source}")
+        self._store.free(wanted.snapshot)
+        try:
+            return StoreArrival(self._store, self._store.reserve(wanted.snapshot, wanted.layout), wanted)  # type: ignore[arg-type]
+        except NoRoom:
+            return HeapArrival(source, wanted)

@@ -1,0 +1,53 @@
+"""The state of optimizers before their first step: it has to exist before it can be enumerated or restored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron.core.optimizer import MegatronOptimizer
+
+
+@torch.no_grad()
+def allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
+    """Allocate moments and step counts that do not exist yet, as the first step would; nothing else changes.
+
+    Core's own allocations do not serve torch's Adam: `init_state_fn` leaves out the step count, and
+    `_init_optimizer_states_with_dummy_values` takes a step, which counts and decays weights. For the fused Adams of
+    Apex and Transformer Engine, which count steps in their groups, `init_state_fn` is right.
+
+    After core loaded a state, all parameters share one step count, which each of them would count up: each gets its
+    own here. Takes what `runtime/megatron.py` takes: alone or chained, distributed or not.
+    """
+    for member in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if member.is_stub_optimizer:
+            continue
+        if isinstance(member.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            _allocate_adam(member.optimizer)
+        elif member.init_state_fn is not None:
+            member.init_state_fn(member.optimizer, member.config)
+
+
+def _allocate_adam(adam: torch.optim.Optimizer) -> None:
+    counted: set[int] = set()
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            state = adam.state[parameter]
+            if "step" not in state:
+                state["step"] = _step_count(parameter, group)
+            elif state["step"].data_ptr() in counted:
+                state["step"] = state["step"].clone()
+            counted.add(state["step"].data_ptr())
+            moments = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+            for name in moments:
+                if name not in state:
+                    state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+def _step_count(parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    """Adam compares dtype and device of the count with what its kernels want."""
+    on_device = group["capturable"] or group["fused"]
+    wide = torch.get_default_dtype() is torch.float64 and not group["fused"]
+    dtype = torch.float64 if wide else torch.float32
+    return torch.zeros((), dtype=dtype, device=parameter.device if on_device else "cpu")

@@ -1,0 +1,92 @@
+"""Copies sealed snapshots from memory to persistent storage, and removes what is not needed there. Runs on a lane."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from ..errors import UnreadableCheckpoint, UsageError
+from ..policy.rounds import Status
+from ..policy.strategies import Piece
+from ..ports import Clock, Layout, Reader, SnapshotId, Store, StoreFailure
+from ..types import SnapshotPlan
+from .keeper import Identity
+
+ATTEMPTS = 3
+FIRST_PAUSE_S = 1.0
+
+
+@dataclass
+class PersistWork:
+    """The part of one snapshot that is to become persistent, and how far this rank has come."""
+
+    plan: SnapshotPlan
+    pieces: tuple[Piece, ...]
+    kinds: tuple[str, ...]
+    status: Status = Status.PENDING
+    nbytes: int = 0
+    duration_s: float = 0.0
+    failures: list[str] = field(default_factory=list)
+
+
+class Persister:
+    """Writes what one rank owns; `layout(piece, index)` gives the records of a piece on this rank."""
+
+    def __init__(
+        self, memory: Store, storage: Store, rank: int, identity: Identity, layout: Callable[[Piece, int], Layout]
+    ) -> None:
+        self._memory, self._storage, self._rank = memory, storage, rank
+        self._identity, self._layout = identity, layout
+
+    def persist(self, work: PersistWork, clock: Clock) -> None:
+        """Write the pieces, each sealed on its own; tried again after a pause where storage refuses."""
+        begun_s, pause_s = clock.now_s(), FIRST_PAUSE_S
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                self._write(work)
+                work.status = Status.PROTECTED
+                break
+            except (StoreFailure, UnreadableCheckpoint, UsageError) as error:
+                work.failures.append(str(error))
+                if attempt < ATTEMPTS and isinstance(error, StoreFailure):
+                    clock.sleep(pause_s)
+                    pause_s *= 4
+                else:
+                    work.status = Status.FAILED
+                    break
+        work.duration_s = clock.now_s() - begun_s
+
+    def retain(self, kept: Collection[int], newest: int) -> None:
+        """Remove this rank's snapshots up to iteration `newest` but those of the iterations `kept`, and torn ones.
+
+        Raises StoreFailure.
+        """
+        self._storage.sweep()
+        for snapshot in self._storage.snapshots().sealed:
+            if snapshot.rank == self._rank and snapshot.iteration <= newest and snapshot.iteration not in kept:
+                self._storage.free(snapshot)
+
+    def _write(self, work: PersistWork) -> None:
+        iteration = work.plan.iteration
+        sealed = {one for one in self._storage.snapshots().sealed if one.rank == self._rank}
+        with ExitStack() as stack:
+            sources = [
+                stack.enter_context(self._memory.open(SnapshotId(iteration, self._rank, kind))) for kind in work.kinds
+            ]
+            for index, piece in enumerate(work.pieces):
+                target = SnapshotId(iteration, self._rank, piece.kind)
+                if target not in sealed:
+                    work.nbytes += self._write_piece(target, piece, index, sources)
+
+    def _write_piece(self, target: SnapshotId, piece: Piece, index: int, sources: Sequence[Reader]) -> int:
+        layout = self._layout(piece, index)
+        scalars = dict(sources[0].manifest.facts.scalars) if index == 0 else {}
+        with self._storage.reserve(target, layout) as writer:
+            for field_ in layout.fields:
+                source = next((one for one in sources if field_.key in one.manifest.by_key), None)
+                if source is None:
+                    raise UnreadableCheckpoint(f"{target}: record {field_.key} is not in memory; it is not persisted")
+                writer.put(field_.key, source.read(field_.key))
+            writer.seal(self._identity.facts(piece, scalars))
+        return layout.nbytes

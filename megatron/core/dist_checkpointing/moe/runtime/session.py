@@ -1,0 +1,295 @@
+"""Checkpointing of one training process from start to end: real ports around the coordinator and the recovery."""
+
+from __future__ import annotations
+
+import getpass
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.distributed_c10d import _get_default_store
+
+from megatron.core.optimizer import MegatronOptimizer
+
+from ..capture.engines import StreamEngine, ThreadEngine
+from ..capture.popularity import TokenCounter
+from ..capture.restore import LiveRestorer
+from ..capture.snapshot import LiveCapturer
+from ..config import MoECheckpointConfig
+from ..errors import MoECheckpointError, UsageError
+from ..policy.placement import place_replicas
+from ..policy.strategies import STRATEGIES, Job
+from ..ports import Store, TrainerState
+from ..replicate.process_group import ProcessGroupTransport
+from ..replicate.replicator import Replicator
+from ..store.filesystem import FilesystemStore
+from ..store.memory import MemoryStore
+from ..store.objects import ObjectStore
+from ..types import RecoveryPlan, Topology
+from .clock import SystemClock
+from .completeness import check_complete
+from .coordinator import Coordinator, Ports, Report
+from .keeper import Identity, Keeper
+from .lanes import ThreadLane
+from .megatron import gather_compute_weights, read_topology, recast_compute_weights, settle_gathers, state_tensors
+from .model_operators import model_operators
+from .optimizer_state import allocate_optimizer_state
+from .persister import Persister
+from .recovery import Outcome, Recovery, RecoveryPorts
+
+log = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process runs: its local rank, and a name of its node that no other node of the job has.
+
+    job_id: the same for all attempts of a job, and for no other job. attempt: counts the restarts.
+    """
+
+    local_rank: int
+    node: str
+    job_id: str
+    attempt: int = 0
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained: live objects of Megatron-Core, and what belongs to no operator.
+
+    tokens_per_iteration: input tokens of the whole job. iterations: of the whole training. topk: experts per token.
+    """
+
+    chunks: Sequence[torch.nn.Module]
+    optimizer: MegatronOptimizer
+    trainer: TrainerState
+    tokens_per_iteration: int
+    iterations: int
+    topk: int = 1
+
+
+class Session:
+    """In this order, each a collective over all ranks: the constructor, `look`, then `carry_out` or `discard`, `begin`;
+    in every iteration `before_optimizer` and `step_end`; at last `shutdown`, or `failure` on each rank that fails.
+
+    Raises UsageError, on all ranks alike, for flags, models and folders that cannot work.
+    """
+
+    def __init__(self, config: MoECheckpointConfig, training: Training, place: Place) -> None:
+        self._config, self._training, self._place = config, training, place
+        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        store = _get_default_store()
+        self._control, self._data = (
+            ProcessGroupTransport(store, rank, world_size, f"moe-ckpt-{name}-{place.attempt}", config.timeout_s)
+            for name in ("control", "data")
+        )
+        self._rank, self._clock = rank, SystemClock()
+        self._topology = self._together(self._read_topology)
+        self._together(self.refresh)
+        self._job = Job(
+            config,
+            model_operators(training.chunks),
+            self._topology,
+            training.tokens_per_iteration,
+            training.iterations,
+            training.topk,
+            tied_embeddings=bool(getattr(_unwrapped(training.chunks[0]), "share_embeddings_and_output_weights", False)),
+        )
+        self._strategy = self._together(lambda: STRATEGIES[config.strategy](self._job))
+        replicas = config.replicas if config.replicas is not None else int(len(self._topology.ranks_by_node) > 1)
+        placement = self._together(lambda: _placed(self._topology, replicas))
+        self._peers, self._owners = placement.peers[rank], placement.kept_by[rank]
+        self._segments = self._segment_sizes()
+        self._memory = self._together(self._open_memory)
+        self._persistent = self._together(self._open_persistent)
+        self._identity = Identity(place.job_id, _told(self._topology), self._capturer.operators)
+        self._recovery: Recovery | None = None
+        self._outcome: Outcome | None = None
+        self._coordinator: Coordinator | None = None
+        self._counter = TokenCounter(training.chunks) if self._strategy.counts_tokens else None
+
+    def refresh(self) -> None:
+        """Enumerate the training state anew, as is needed after a checkpoint was loaded in another way."""
+        chunks, optimizer = self._training.chunks, self._training.optimizer
+        allocate_optimizer_state(optimizer)
+        tensors = state_tensors(chunks, optimizer, self._topology)
+        check_complete(chunks, optimizer, tensors)
+        on_cuda = any(tensor.tensor.is_cuda for tensor in tensors)
+        self._capturer = LiveCapturer(tensors, self._training.trainer, StreamEngine() if on_cuda else ThreadEngine())
+
+        def complete(recast: bool) -> None:
+            recast_compute_weights(chunks, optimizer) if recast else gather_compute_weights(chunks)
+
+        self._restorer = LiveRestorer(
+            tensors,
+            complete,
+            settle=lambda: settle_gathers(chunks),
+            derived=[parameter.data for chunk in chunks for parameter in chunk.parameters()],
+        )
+
+    def look(self) -> RecoveryPlan | None:
+        """What an earlier attempt left and what can be made of it; None when that is nothing."""
+        ports = RecoveryPorts(
+            self._memory, self._persistent, self._data, self._restorer, self._training.trainer, self._clock
+        )
+        self._recovery = Recovery(self._job, self._strategy, ports, self._identity, self._owners)
+        return self._recovery.look()
+
+    def carry_out(self) -> Outcome | None:
+        """Restore what `look` planned; None when all copies proved damaged: then the live state is unusable."""
+        assert self._recovery is not None
+        self._outcome = self._recovery.carry_out()
+        if self._outcome is not None and self._rank == 0:
+            for line in self._outcome.table.lines():
+                log.info("%s", line)
+        return self._outcome
+
+    def discard(self, iteration: int) -> None:
+        """Training goes on from another state, after `iteration`: what is in memory, and newer in storage, is freed."""
+        assert self._recovery is not None
+        self._recovery.discard(iteration)
+
+    def begin(self) -> None:
+        """Protect training from here on."""
+        ports = Ports(
+            self._memory,
+            self._persistent,
+            self._capturer,
+            self._training.trainer,
+            self._control,
+            ThreadLane,
+            self._clock,
+        )
+        replicator = Replicator(self._data, self._peers, self._owners) if self._peers or self._owners else None
+        keeper = Keeper(self._memory, replicator, self._data, self._clock, self._identity)
+        persister = None
+        if self._persistent is not None:
+            persister = Persister(
+                self._memory,
+                self._persistent,
+                self._rank,
+                self._identity,
+                lambda piece, index: self._capturer.layout(piece.plan, trainer=index == 0),
+            )
+        self._coordinator = Coordinator(self._job, self._strategy, ports, keeper, persister)
+        if self._outcome is not None:
+            self._coordinator.resume(self._outcome.plan.target, self._outcome.kept, self._outcome.persisted)
+
+    def step_end(self, iteration: int) -> None:
+        """See `Coordinator.step_end`."""
+        assert self._coordinator is not None
+        self._coordinator.step_end(iteration, self._counter.take() if self._counter else None)
+
+    def before_optimizer(self) -> float:
+        """See `Coordinator.before_optimizer`."""
+        assert self._coordinator is not None
+        return self._coordinator.before_optimizer()
+
+    def report(self) -> Report:
+        """See `Coordinator.report`."""
+        assert self._coordinator is not None
+        return self._coordinator.report()
+
+    def failure(self) -> None:
+        """See `Coordinator.failure`."""
+        if self._coordinator is not None:
+            self._coordinator.failure()
+
+    def shutdown(self, *, keep_memory: bool) -> None:
+        """See `Coordinator.shutdown`; gives the memory back to the node unless it is to be kept for another start."""
+        assert self._coordinator is not None
+        self._coordinator.shutdown()
+        if keep_memory:
+            self._memory.close()
+        else:
+            self._memory.remove()
+            with suppress(OSError):
+                self._memory.directory.parents[1].rmdir()  # the node's; others of its processes may still be there
+        for transport in (self._control, self._data):
+            transport.close()
+
+    def _read_topology(self) -> Topology:
+        nodes = [str(node) for node in self._control.gather(self._place.node)]
+        names = list(dict.fromkeys(nodes))
+        return replace(read_topology(max(map(nodes.count, names))), nodes=tuple(map(names.index, nodes)))
+
+    def _segment_sizes(self) -> list[int]:
+        """Segments of equal size on all ranks, so that any rank's snapshots fit where a restart may place it."""
+        sizes: list[int] = []
+        for room in self._strategy.rooms():
+            nbytes = self._capturer.layout(room.largest, trainer=room.trainer).nbytes
+            (largest,) = self._control.least([-nbytes])
+            sizes += [max(1, -largest)] * (room.own + room.replica * len(self._owners))
+        (most,) = self._control.least([-sum(sizes)])
+        if self._rank == 0:
+            log.info(
+                "snapshots in memory: at most %.3f GB per rank in %s (%d segments)",
+                -most / 1e9,
+                self._memory_dir(),
+                len(sizes),
+            )
+        return sizes
+
+    def _memory_dir(self) -> Path:
+        if self._config.memory_dir is not None:
+            return Path(self._config.memory_dir)
+        return Path("/dev/shm") / f"moe-ckpt-{getpass.getuser()}"
+
+    def _open_memory(self) -> MemoryStore:
+        base = self._memory_dir()
+        if self._config.memory_dir is None:
+            base.mkdir(mode=0o700, exist_ok=True)
+        node = base / self._place.node
+        if base.is_dir():
+            try:
+                node.mkdir(exist_ok=True)
+            except OSError as error:
+                raise UsageError(
+                    f"memory dir {base} cannot be used: {error.strerror}; check its permissions"
+                ) from error
+        return MemoryStore(node if base.is_dir() else base, self._place.job_id, self._place.local_rank, self._segments)
+
+    def _open_persistent(self) -> Store | None:
+        place = self._config.persist_dir
+        if place is None:
+            return None
+        return ObjectStore(place, self._rank) if "://" in place else FilesystemStore(Path(place), self._rank)
+
+    def _together(self, action: Callable[[], Value]) -> Value:
+        """What `action` gives on this rank; an error for people on any rank becomes one on all. A collective."""
+        problem, value = "", None
+        try:
+            value = action()
+        except MoECheckpointError as error:
+            problem = str(error)
+        for rank, told in enumerate(self._control.gather(problem)):
+            if told:
+                raise UsageError(f"rank {rank}: {told}")
+        return value  # type: ignore[return-value]
+
+
+def _unwrapped(chunk: Any) -> Any:
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _placed(topology: Topology, replicas: int) -> Any:
+    if replicas >= topology.world_size:
+        raise UsageError(
+            f"--moe-ckpt-replicas {replicas} needs as many peers, but the job has {topology.world_size} ranks: at most"
+            f" {topology.world_size - 1} are possible"
+        )
+    return place_replicas(topology, replicas)
+
+
+def _told(topology: Topology) -> dict[str, Any]:
+    """The parallel layout that a snapshot is made in; nodes do not matter."""
+    names = ("world_size", "tp", "pp", "vpp", "cp", "ep")
+    return {name: getattr(topology, name) for name in names} | {"etp": topology.expert_tp}

@@ -1,0 +1,183 @@
+"""Writes an ordinary complete `torch_dist` checkpoint from a partial iteration and those that it needs, offline."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ..errors import UnreadableCheckpoint, UsageError
+from ..types import OperatorId
+from .atomic import sync_directory, write_atomically
+from .chain import stacked_name
+from .dcp_metadata import Chunk, Extent
+from .dense import COMMON, FORMAT, INDEX, TRACKER, DenseCheckpoint
+from .merged import ExpertTensor, MergedCheckpoint, open_merged
+from .safe_load import load_torch_bytes
+
+_DATA = "__0_0.distcp"
+
+
+def export_merged(source: Path | str, target: Path | str) -> Path:
+    """Writes the merged checkpoint that `source` stands for into the folder `target`, and its tracker beside it.
+
+    source: an iteration, or a `--save` directory, whose tracker then names it. Returns `target/iter_XXXXXXX`, which is
+    published by one rename, names tensors as an iteration that was saved whole does, and needs no other. Memory is
+    needed for one piece of a tensor at a time. Raises UsageError if there is nothing to merge or something is in the
+    way, UnreadableCheckpoint as `open_merged` does, OSError.
+    """
+    merged = open_merged(source)
+    if merged is None:
+        raise UsageError(f"{source} was saved whole, there is nothing to merge; use it as it is")
+    root = Path(target)
+    final = root / f"iter_{merged.chain.iteration:07d}"
+    if final.exists():
+        raise UsageError(f"{final} exists already; give another target or remove it")
+    staging = root / f".{final.name}.merging"
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        _write(merged, staging)
+        os.rename(staging, final)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    sync_directory(root)
+    write_atomically(root / TRACKER, str(merged.chain.iteration).encode())
+    return final
+
+
+def _write(merged: MergedCheckpoint, folder: Path) -> None:
+    with _Writer(folder) as writer:
+        of_experts = merged.experts[merged.chain.iteration].names
+        newest = merged.newest
+        for name, info in newest.tensors.items():
+            if name not in of_experts:
+                writer.tensor(name, info.shape, info.dtype)
+                for chunk in info.chunks:
+                    writer.piece(name, chunk, writer.copied(newest, chunk.extent))
+        for name, extent in newest.index.objects.items():
+            if name not in of_experts:
+                writer.object(name, writer.copied(newest, extent))
+        for iteration in sorted(merged.chain.iterations):
+            for operator in merged.chain.held_by(iteration):
+                _write_expert(merged, operator, writer)
+    common = newest.directory / COMMON
+    if common.is_file():
+        write_atomically(folder / COMMON, common.read_bytes())
+    write_atomically(folder / INDEX, writer.index())
+    marker = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    marker |= {"common_backend": "torch", "common_backend_version": 1}
+    write_atomically(folder / FORMAT, json.dumps(marker).encode())
+
+
+def _write_expert(merged: MergedCheckpoint, operator: OperatorId, writer: _Writer) -> None:
+    chain, iteration = merged.chain, merged.chain.holder(operator)
+    part, held = merged.parts[iteration], merged.experts[iteration]
+    layers = () if chain.stacked_layers is None else (chain.stacked_layers,)
+    lead = (operator.expert,) if chain.stacked_layers is None else (operator.layer, operator.expert)
+    for common, tensor in held.tensors[operator].items():
+        name = stacked_name(common, operator.layer, chain.stacked_layers)
+        writer.tensor(name, (*layers, chain.num_experts, *tensor.shape), tensor.dtype)
+        for own, stored in zip(tensor.chunks, tensor.stored, strict=True):
+            sizes = (*(1 for _ in lead), *own.sizes)
+            if stored.sizes == sizes:
+                place = writer.copied(part, stored.extent)
+            else:
+                place = writer.saved(_reshaped(part, stored, tensor, sizes))
+            writer.piece(name, Chunk((*lead, *own.offsets), sizes, stored.extent), place)
+    place_among_all = f"{'.'.join(map(str, lead))}_{'.'.join(map(str, (*layers, chain.num_experts)))}"
+    for common, stored_name in held.objects.get(operator, {}).items():
+        name = f"{stacked_name(common, operator.layer, chain.stacked_layers)}/shard_{place_among_all}"
+        writer.object(name, writer.copied(part, part.index.objects[stored_name]))
+
+
+def _reshaped(part: DenseCheckpoint, chunk: Chunk, tensor: ExpertTensor, sizes: tuple[int, ...]) -> torch.Tensor:
+    what = f"{chunk.extent.file} of {part.directory} at byte {chunk.extent.offset_bytes}"
+    piece = load_torch_bytes(_read(part, chunk.extent), what)
+    if not isinstance(piece, torch.Tensor) or piece.dtype != tensor.dtype or tuple(piece.shape) != chunk.sizes:
+        raise UnreadableCheckpoint(f"{what} is not what the index says: the files are not of one save")
+    return piece.detach().clone().reshape(sizes)
+
+
+def _read(part: DenseCheckpoint, extent: Extent) -> bytes:
+    with (part.directory / extent.file).open("rb") as file:
+        file.seek(extent.offset_bytes)
+        content = file.read(extent.length_bytes)
+    if len(content) != extent.length_bytes:
+        raise UnreadableCheckpoint(f"{part.directory / extent.file} was cut short while it was read")
+    return content
+
+
+class _Writer:
+    """One file with the bytes of all entries, and the index of torch.distributed.checkpoint for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / _DATA
+        self._file: BinaryIO
+        self._entries: dict[str, Any] = {}
+        self._places: dict[MetadataIndex, _StorageInfo] = {}
+
+    def __enter__(self) -> _Writer:
+        self._file = self._path.open("wb")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if exception[0] is None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        self._file.close()
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Announce a tensor; again for each expert of a stacked one."""
+        known = self._entries.setdefault(
+            name, TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks=[])
+        )
+        if known.size != torch.Size(shape) or known.properties.dtype != dtype:
+            raise UnreadableCheckpoint(f"{name} is {shape} {dtype} for one expert, {known.size} for another")
+
+    def piece(self, name: str, chunk: Chunk, place: _StorageInfo) -> None:
+        """A piece of an announced tensor, whose bytes are at `place`."""
+        offsets = torch.Size(chunk.offsets)
+        entry = self._entries[name]
+        self._places[MetadataIndex(name, offsets, len(entry.chunks))] = place
+        entry.chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
+
+    def object(self, name: str, place: _StorageInfo) -> None:
+        """An object, whose bytes are at `place`."""
+        self._entries[name] = BytesStorageMetadata()
+        self._places[MetadataIndex(name)] = place
+
+    def copied(self, part: DenseCheckpoint, extent: Extent) -> _StorageInfo:
+        """The bytes of another checkpoint as they are."""
+        return self._put(_read(part, extent))
+
+    def saved(self, tensor: torch.Tensor) -> _StorageInfo:
+        """A tensor as torch.distributed.checkpoint stores it."""
+        buffer = io.BytesIO()
+        torch.save(tensor, buffer)
+        return self._put(buffer.getvalue())
+
+    def index(self) -> bytes:
+        """The content of `.metadata`."""
+        return pickle.dumps(Metadata(state_dict_metadata=self._entries, planner_data={}, storage_data=self._places))
+
+    def _put(self, content: bytes) -> _StorageInfo:
+        place = _StorageInfo(_DATA, self._file.tell(), len(content))
+        self._file.write(content)
+        return place

@@ -1,0 +1,20 @@
+"""A snapshot in ordinary memory of the process: where the memory tier has no room for one that a recovery needs."""
+
+from __future__ import annotations
+
+from .layout import Manifest, Record
+from .reading import SnapshotReader
+
+
+class HeapReader(SnapshotReader):
+    """Reads a snapshot from `data`, its whole segment."""
+
+    def __init__(self, manifest: Manifest, where: str, data: memoryview) -> None:
+        super().__init__(manifest, where)
+        self._data = data.toreadonly()
+
+    def _bytes(self, record: Record) -> memoryview:
+        return self._data[record.offset : record.offset + record.nbytes]
+
+    def _let_go(self) -> None:
+        self._data = memoryview(b"")

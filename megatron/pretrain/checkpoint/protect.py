@@ -1,0 +1,81 @@
+"""Puts the checkpoint subsystem around a training job: `--moe-ckpt-strategy` and its flags."""
+
+from __future__ import annotations
+
+import logging
+
+from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError
+from megatron.core.dist_checkpointing.moe.runtime.session import Place, Session, Training
+from megatron.pretrain.agreement import on_rank_zero
+from megatron.pretrain.checkpoint.directory import CheckpointDirectory
+from megatron.pretrain.checkpoint.load import load_checkpoint
+from megatron.pretrain.checkpoint.state import TrainingState
+from megatron.pretrain.checkpoint.trainer_state import LiveTrainerState
+from megatron.pretrain.errors import UsageError
+from megatron.pretrain.initialize import Launch
+
+log = logging.getLogger(__name__)
+
+
+def resume(state: TrainingState, launch: Launch) -> Session | None:
+    """Bring the state to where training goes on, and begin to protect it; None with `--moe-ckpt-strategy none`.
+
+    A collective. Of what an earlier attempt left in memory and storage, and the checkpoints of `--load`, the newest
+    usable one is taken.
+    """
+    if state.config.moe_checkpoint.strategy == "none":
+        if state.config.checkpoint.load is not None:
+            load_checkpoint(state)
+        return None
+    try:
+        session = _open(state, launch)
+        _restore(state, session)
+    except MoECheckpointError as error:
+        raise UsageError(str(error)) from error
+    session.begin()
+    return session
+
+
+def _open(state: TrainingState, launch: Launch) -> Session:
+    config = state.config
+    training = Training(
+        state.chunks,
+        state.optimizer,
+        LiveTrainerState(state),
+        tokens_per_iteration=(config.training.global_batch_size or 0) * (config.training.seq_length or 0),
+        iterations=config.training.train_iters or 0,
+        topk=config.moe.moe_router_topk,
+    )
+    place = Place(launch.local_rank, launch.node, launch.job_id, launch.attempt)
+    return Session(config.moe_checkpoint, training, place)
+
+
+def _restore(state: TrainingState, session: Session) -> None:
+    plan = session.look()
+    dense = on_rank_zero(lambda: _newest_dense(state), errors=(UsageError,))
+    if plan is not None and plan.target >= dense:
+        if session.carry_out() is not None:
+            return
+        if dense < 0:
+            raise UsageError(
+                "all copies of the training state in memory and storage are damaged or lost, see the reasons above;"
+                " give --load with an older checkpoint, or remove them to begin at iteration 0"
+            )
+    if state.config.checkpoint.load is not None:
+        load_checkpoint(state)
+        session.refresh()
+    session.discard(state.progress.iteration)
+
+
+def _newest_dense(state: TrainingState) -> int:
+    """The newest iteration that `--load` offers, -1 if none; as asked for with `--ckpt-step`, which goes before all."""
+    checkpoint = state.config.checkpoint
+    if checkpoint.load is None:
+        return -1
+    if checkpoint.ckpt_step is not None:
+        return 2**62
+    try:
+        candidates = CheckpointDirectory(checkpoint.load).candidates()
+    except (ValueError, OSError) as error:
+        raise UsageError(f"--load {checkpoint.load}: {error}; repair the tracker or give --ckpt-step") from error
+    return max((step for step in candidates if isinstance(step, int)), default=-1)

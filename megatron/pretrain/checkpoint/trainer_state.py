@@ -1,0 +1,206 @@
+"""What training keeps beside weights and moments: progress, schedules, loss scale, random states."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.ports import Json
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.pretrain.checkpoint.state import TrainingState
+from megatron.pretrain.errors import UsageError
+
+_COUNTS = ("iteration", "consumed_train_samples", "consumed_valid_samples")
+_GROUP_FIELDS = ("lr", "weight_decay", "step")
+_TRACKED = "tracker/"
+
+
+class LiveTrainerState:
+    """The `ports.TrainerState` of live training; call it between iterations.
+
+    `step` is among the fields of parameter groups only where a fused Adam counts there.
+    """
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+
+    def scalars(self) -> dict[str, Json]:
+        """As `ports.TrainerState.scalars`."""
+        state = self._state
+        counts: dict[str, Json] = {name: getattr(state.progress, name) for name in _COUNTS}
+        return counts | {
+            "scheduler": _plain(state.scheduler.state_dict()),
+            "grad_scalers": [_plain(scaler.state_dict()) for scaler in _scalers(state.optimizer)],
+            "param_groups": [
+                {name: _plain(group[name]) for name in _GROUP_FIELDS if name in group}
+                for group in state.optimizer.param_groups
+            ],
+        }
+
+    def tensors(self) -> Mapping[str, memoryview]:
+        """As `ports.TrainerState.tensors`."""
+        states = {"python": _python_bytes(), "numpy": _numpy_bytes(), "torch": _bytes_of(torch.get_rng_state())}
+        states["device"] = _bytes_of(torch.cuda.get_rng_state())
+        for name, tracked in _tracked().items():
+            states[f"{_TRACKED}{name}"] = _bytes_of(tracked)
+        return {name: memoryview(states[name]) for name in sorted(states)}
+
+    def restore(self, scalars: Mapping[str, Json], tensors: Mapping[str, memoryview]) -> None:
+        """As `ports.TrainerState.restore`; nothing is changed when something is missing.
+
+        Raises UsageError when the schedules of this job are others than those of the snapshot.
+        """
+        self._check(scalars, tensors)
+        state, saved = self._state, dict[str, Any](scalars)
+        _load_groups(state.optimizer, saved["param_groups"])
+        _load_schedules(state, saved["scheduler"])
+        for scaler, values in zip(_scalers(state.optimizer), saved["grad_scalers"], strict=True):
+            scaler.load_state_dict(_scaler_state(values))
+        for name in _COUNTS:
+            setattr(state.progress, name, saved[name])
+        _restore_random(tensors)
+
+    def _check(self, scalars: Mapping[str, Json], tensors: Mapping[str, memoryview]) -> None:
+        own, live = self.scalars(), self.tensors()
+        missing = sorted(
+            [name for name in own if name not in scalars] + [f"random/{n}" for n in live if n not in tensors]
+        )
+        if missing:
+            raise UnreadableCheckpoint(f"the snapshot lacks trainer state: {', '.join(missing)}")
+        for name, value in own.items():
+            path = _other_shape(value, scalars[name], name)
+            if path:
+                raise UnreadableCheckpoint(
+                    f"the snapshot's trainer state has another {path} than this job: it was made with other flags of"
+                    " the optimizer or the loss scale"
+                )
+        for name, view in live.items():
+            if tensors[name].nbytes != view.nbytes:
+                raise UnreadableCheckpoint(
+                    f"random state {name} has {tensors[name].nbytes} bytes, but this job's has {view.nbytes}: the"
+                    " snapshot was made on another kind of device or with another version of torch"
+                )
+
+
+def _other_shape(own: Json, saved: Json, path: str) -> str:
+    """Where `saved` is not built as `own` is; an empty string where it is."""
+    if isinstance(own, dict):
+        if not isinstance(saved, dict):
+            return path
+        # A fused Adam counts steps from its first one on: the live state may not have the count yet.
+        if set(saved) - {"step"} != set(own) - {"step"}:
+            return path
+        return next(
+            filter(None, (_other_shape(own[key], saved[key], f"{path}.{key}") for key in own if key in saved)), ""
+        )
+    if isinstance(own, list):
+        if not isinstance(saved, list) or len(saved) != len(own):
+            return path
+        pairs = enumerate(zip(own, saved, strict=True))
+        return next(filter(None, (_other_shape(one, two, f"{path}[{at}]") for at, (one, two) in pairs)), "")
+    return ""
+
+
+def _plain(value: Any) -> Any:
+    """As JSON values; tensors of one element as their number, which a float takes exactly."""
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
+
+
+def _scalers(optimizer: MegatronOptimizer) -> list[Any]:
+    members = getattr(optimizer, "chained_optimizers", [optimizer])
+    scalers = (getattr(member, "grad_scaler", None) for member in members)
+    return [scaler for scaler in scalers if scaler is not None]
+
+
+def _scaler_state(values: Mapping[str, Any]) -> dict[str, Any]:
+    if "scale" not in values:
+        return dict(values)
+    return dict(values) | {"scale": torch.tensor([values["scale"]], dtype=torch.float)}
+
+
+def _load_groups(optimizer: MegatronOptimizer, saved: list[dict[str, Any]]) -> None:
+    for group, values in zip(optimizer.param_groups, saved, strict=True):
+        for name in _GROUP_FIELDS:
+            if name not in values:
+                group.pop(name, None)
+            elif isinstance(group.get(name), torch.Tensor):
+                group[name].fill_(values[name])
+            else:
+                group[name] = values[name]
+
+
+def _load_schedules(state: TrainingState, saved: dict[str, Any]) -> None:
+    before = state.scheduler.num_steps
+    state.scheduler.num_steps = 0  # core adds what it loads to what was counted before
+    try:
+        state.scheduler.load_state_dict(saved)
+    except AssertionError as error:
+        state.scheduler.num_steps = before
+        raise UsageError(
+            f"the schedules of this job are not those of the snapshot ({error}); give the same --train-iters, "
+            "--lr-decay-iters and learning rates, or --override-opt_param-scheduler to take the new ones, or "
+            "--use-checkpoint-opt_param-scheduler to keep the old ones"
+        ) from error
+
+
+def _tracked() -> dict[str, torch.Tensor]:
+    states: dict[str, Any] = tensor_parallel.get_cuda_rng_tracker().get_states()
+    for name, tracked in states.items():
+        if not isinstance(tracked, torch.Tensor):
+            raise UsageError(f"random state {name} is a generator, as CUDA graphs need it, and cannot be captured")
+    return states
+
+
+def _restore_random(tensors: Mapping[str, memoryview]) -> None:
+    _set_python(tensors["python"])
+    _set_numpy(tensors["numpy"])
+    torch.set_rng_state(_tensor_of(tensors["torch"]))
+    torch.cuda.set_rng_state(_tensor_of(tensors["device"]))
+    tracked = {name: _tensor_of(tensors[f"{_TRACKED}{name}"]) for name in _tracked()}
+    tensor_parallel.get_cuda_rng_tracker().set_states(tracked)
+
+
+def _bytes_of(state: torch.Tensor) -> bytes:
+    return state.cpu().numpy().tobytes()
+
+
+def _tensor_of(data: memoryview) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+_PYTHON = numpy.dtype([("version", "<i8"), ("words", "<u8", 625), ("has_gauss", "<i8"), ("gauss", "<f8")])
+_NUMPY = numpy.dtype([("words", "<u4", 624), ("position", "<i8"), ("has_gauss", "<i8"), ("gauss", "<f8")])
+
+
+def _python_bytes() -> bytes:
+    version, words, gauss = random.getstate()
+    return numpy.array((version, words, gauss is not None, gauss or 0.0), _PYTHON).tobytes()
+
+
+def _set_python(data: memoryview) -> None:
+    (found,) = numpy.frombuffer(data, _PYTHON)
+    words = tuple(int(word) for word in found["words"])
+    random.setstate((int(found["version"]), words, float(found["gauss"]) if found["has_gauss"] else None))
+
+
+def _numpy_bytes() -> bytes:
+    kind, *values = numpy.random.get_state()
+    assert kind == "MT19937", kind
+    return numpy.array(tuple(values), _NUMPY).tobytes()
+
+
+def _set_numpy(data: memoryview) -> None:
+    (found,) = numpy.frombuffer(data, _NUMPY)
+    numpy.random.set_state(
+        ("MT19937", found["words"], int(found["position"]), int(found["has_gauss"]), float(found["gauss"]))
+    )
