@@ -123,9 +123,11 @@ def _start_process_group(backend: str, launch: Launch, timeout: datetime.timedel
         store: dist.Store = dist.HashStore()
     else:
         store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        shared = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1"
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and shared:
             # torch 2.13 keeps this store over all restarts of a job; without a prefix of its own, a restarted worker
-            # would try to reach the addresses of the workers that died.
+            # would try to reach the addresses of the workers that died. Where each restart has a store of its own, a
+            # prefix would part the workers of agents that count restarts differently, as a spare does.
             store = dist.PrefixStore(f"attempt_{launch.attempt}", store)
     dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
 

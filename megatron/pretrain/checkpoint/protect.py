@@ -46,7 +46,7 @@ def _open(state: TrainingState, launch: Launch) -> Session:
         iterations=config.training.train_iters or 0,
         topk=config.moe.moe_router_topk,
     )
-    place = Place(launch.local_rank, launch.node, launch.job_id, launch.attempt)
+    place = Place(launch.local_rank, launch.node, launch.job_id)
     return Session(config.moe_checkpoint, training, place)
 
 

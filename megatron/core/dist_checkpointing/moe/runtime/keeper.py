@@ -62,11 +62,18 @@ class Keeper:
     """Seals, replicates and frees the snapshots in one memory store: this rank's own, and replicas of its owners."""
 
     def __init__(
-        self, store: Store, replicator: Replicator | None, transport: Transport, clock: Clock, identity: Identity
+        self,
+        store: Store,
+        replicator: Replicator | None,
+        transport: Transport,
+        clock: Clock,
+        identity: Identity,
+        *,
+        owners: Sequence[int] = (),
     ) -> None:
         self._store, self._replicator, self._transport = store, replicator, transport
         self._clock, self._identity = clock, identity
-        self._owners = replicator.owners if replicator else ()
+        self._owners = tuple(owners)
         self._inbox = StoreInbox(store)
         self._connected = True
 

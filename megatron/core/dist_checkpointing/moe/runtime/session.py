@@ -50,13 +50,12 @@ Value = TypeVar("Value")
 class Place:
     """Where this process runs: its local rank, and a name of its node that no other node of the job has.
 
-    job_id: the same for all attempts of a job, and for no other job. attempt: counts the restarts.
+    job_id: the same for all attempts of a job, and for no other job.
     """
 
     local_rank: int
     node: str
     job_id: str
-    attempt: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,9 +83,9 @@ class Session:
     def __init__(self, config: MoECheckpointConfig, training: Training, place: Place) -> None:
         self._config, self._training, self._place = config, training, place
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        store = _get_default_store()
+        store = _get_default_store()  # of this attempt: addresses of earlier ones would mislead
         self._control, self._data = (
-            ProcessGroupTransport(store, rank, world_size, f"moe-ckpt-{name}-{place.attempt}", config.timeout_s)
+            ProcessGroupTransport(store, rank, world_size, f"moe-ckpt-{name}", config.timeout_s)
             for name in ("control", "data")
         )
         self._rank, self._clock = rank, SystemClock()
@@ -167,7 +166,7 @@ class Session:
             self._clock,
         )
         replicator = Replicator(self._data, self._peers, self._owners) if self._peers or self._owners else None
-        keeper = Keeper(self._memory, replicator, self._data, self._clock, self._identity)
+        keeper = Keeper(self._memory, replicator, self._data, self._clock, self._identity, owners=self._owners)
         persister = None
         if self._persistent is not None:
             persister = Persister(
