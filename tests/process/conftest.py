@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from attempts import Cluster
 from runs import Layout, Start, Train, flags
 from world import Hook, Outcome, Running, World
 
@@ -69,3 +71,11 @@ def train(start: Start) -> Train:
 @pytest.fixture
 def save(tmp_path: Path) -> Path:
     return tmp_path / "save"
+
+
+@pytest.fixture
+def cluster(world: World, corpus: str) -> Iterator[Cluster]:
+    """Runs jobs that are killed and restarted, with their memory tier on the machine's tmpfs."""
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="moe-ckpt-test-", dir=shared if shared.is_dir() else None) as folder:
+        yield Cluster(world, corpus, Path(folder))

@@ -27,6 +27,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 HANG_TIMEOUT_S = 180.0
 """Far above what any job here takes: whoever waits longer waits for something that will not come."""
+SHUTDOWN_TIMEOUT_S = 60.0
+"""How long the other ranks may take to end after one was lost."""
 
 Hook = Callable[[], AbstractContextManager[object]]
 """Changes something in a worker for the time of one job; pickled, so a module-level function or a partial of one."""
@@ -37,7 +39,7 @@ class Job:
     """What one rank is asked to run: the driver's flags, its environment, and where its output goes."""
 
     argv: tuple[str, ...]
-    environment: Mapping[str, str]
+    environment: dict[str, str]
     stdout: Path
     stderr: Path
     hooks: tuple[Hook, ...]
@@ -80,14 +82,22 @@ class World:
         self._workers: list[tuple[Any, multiprocessing.connection.Connection]] = []
         self._jobs = 0
 
-    def start(self, argv: Sequence[str], ranks: int, hooks: Sequence[Hook] = ()) -> Running:
-        """Start a job on `ranks` new workers."""
+    def start(
+        self,
+        argv: Sequence[str],
+        ranks: int,
+        hooks: Sequence[Hook] = (),
+        environments: Sequence[Mapping[str, str]] = (),
+    ) -> Running:
+        """Start a job on `ranks` new workers; `environments` changes what each rank's environment says."""
         workers = self._spawn(ranks)
         self._jobs += 1
         folder = self._folder / f"job-{self._jobs}"
         folder.mkdir()
         port = free_port()
         jobs = [_job(argv, rank, ranks, port, folder, tuple(hooks)) for rank in range(ranks)]
+        for job, changes in zip(jobs, environments, strict=False):
+            job.environment.update(changes)
         for (_, connection), job in zip(workers, jobs, strict=True):
             connection.send(job)
         return Running(self, workers, jobs)
@@ -142,6 +152,27 @@ class Running:
                 codes[rank] = connection.recv()
             except (EOFError, ConnectionResetError):
                 raise self._lost(f"the process of rank {rank} died; exit codes so far: {codes}") from None
+        return self._outcome(codes)
+
+    def wait_or_restart(self) -> Outcome:
+        """The outcome when some rank may be killed: the others then have a while to end, as a launcher grants them.
+
+        A rank that was killed has the code -9. Raises WorkersLost if one neither ends nor dies.
+        """
+        deadline, codes = time.monotonic() + HANG_TIMEOUT_S, {}
+        waiting = {connection: rank for rank, (_, connection) in enumerate(self._workers)}
+        while waiting:
+            ended = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ended:
+                raise self._lost(f"ranks {sorted(waiting.values())} did not end in time; ended: {codes}")
+            for connection in ended:
+                rank = waiting.pop(connection)
+                try:
+                    codes[rank] = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    codes[rank] = -signal.SIGKILL
+            if any(codes.values()):
+                deadline = min(deadline, time.monotonic() + SHUTDOWN_TIMEOUT_S)
         return self._outcome(codes)
 
     def _outcome(self, codes: dict[int, int]) -> Outcome:

@@ -1,0 +1,159 @@
+"""Snapshots of everything in host memory: after a real kill training comes back to the last bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from attempts import Cluster, Nodes, recovered
+from runs import Layout, Train, differences, digest
+
+FULL = ("--moe-ckpt-strategy", "full", "--moe-ckpt-interval", "2")
+
+LAYOUTS = [
+    pytest.param(Layout(tp=1, pp=2, ep=2, ranks=4), ("--bf16",), True, id="pp2-ep2-bf16"),
+    pytest.param(Layout(tp=1, pp=1, ep=4, ranks=4), (), True, id="ep4-fp32"),
+    pytest.param(Layout(tp=2, pp=1, ep=2, ranks=4), ("--bf16",), True, id="tp2-ep2-bf16"),
+    pytest.param(Layout(tp=1, pp=2, ep=2, ranks=8), (), True, id="pp2-ep2-on-8-fp32"),
+    pytest.param(Layout(tp=1, pp=2, ep=1, ranks=4), ("--bf16",), False, id="plain-optimizer-bf16"),
+]
+
+
+def undisturbed(train: Train, folder: Path, layout: Layout, *extra: object, distributed: bool = True) -> None:
+    """The run to compare with: the same flags without faults and without snapshots."""
+    train(layout, *extra, "--metrics-jsonl", folder / "reports", "--save", folder, distributed=distributed)
+
+
+def losses(reports: Path) -> dict[int, str]:
+    """Loss and gradient norm of each iteration to the last bit; every report of an iteration must say the same."""
+    found: dict[int, str] = {}
+    for line in reports.read_text().splitlines():
+        report = json.loads(line)
+        said = repr((report["lm_loss"], report["grad_norm"], report["learning_rate"], report["loss_scale"]))
+        assert found.setdefault(report["iteration"], said) == said, f"iteration {report['iteration']} came out twice"
+    return found
+
+
+def assert_same_end(straight: Path, killed: Path) -> None:
+    """Every loss, and every bit of the final state."""
+    assert losses(killed / "reports") == losses(straight / "reports")
+    assert not differences(digest(killed, 6), digest(straight, 6))
+
+
+@pytest.mark.parametrize(("layout", "precision", "distributed"), LAYOUTS)
+def test_after_a_kill_training_ends_in_the_state_of_an_undisturbed_run(
+    layout: Layout, precision: tuple[str, ...], distributed: bool, cluster: Cluster, train: Train, tmp_path: Path
+) -> None:
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    undisturbed(train, straight, layout, *precision, distributed=distributed)
+    outcomes = cluster.run(
+        layout, *FULL, *precision, "--metrics-jsonl", killed / "reports", "--save", killed,
+        "--moe-ckpt-inject-fault", "2@6", distributed=distributed,
+    )  # fmt: skip
+    assert len(outcomes) == 2
+    assert recovered(outcomes[1])[0] == "recovered iteration 4 exactly", outcomes[1].said
+    assert_same_end(straight, killed)
+    assert not list(cluster.memory.iterdir()), "the memory goes back to the node at the end of training"
+
+
+def test_a_lost_node_with_its_memory_is_replaced_from_replicas_though_ranks_move(
+    cluster: Cluster, train: Train, tmp_path: Path
+) -> None:
+    straight, killed, layout = tmp_path / "straight", tmp_path / "killed", Layout()
+    undisturbed(train, straight, layout, "--bf16")
+    before, after = ("node-0", "node-0", "node-1", "node-1"), ("node-2", "node-1", "node-1", "node-2")
+    nodes = Nodes((before, after), lost={0: "node-0"})
+    faults = ["--moe-ckpt-inject-fault", "0@6", "--moe-ckpt-inject-fault", "1@6"]
+    outcomes = cluster.run(
+        layout, *FULL, "--bf16", "--metrics-jsonl", killed / "reports", "--save", killed, *faults, nodes=nodes
+    )
+    table = recovered(outcomes[1])
+    assert table[0] == "recovered iteration 4 exactly", outcomes[1].said
+    assert any("peer memory" in line for line in table), table
+    assert_same_end(straight, killed)
+
+
+def test_a_fault_before_the_first_snapshot_begins_anew_with_the_same_result(
+    cluster: Cluster, train: Train, tmp_path: Path
+) -> None:
+    straight, killed, layout = tmp_path / "straight", tmp_path / "killed", Layout()
+    undisturbed(train, straight, layout)
+    outcomes = cluster.run(
+        layout, *FULL, "--metrics-jsonl", killed / "reports", "--save", killed, "--moe-ckpt-inject-fault", "1@2"
+    )
+    assert len(outcomes) == 2
+    assert not recovered(outcomes[1])
+    assert_same_end(straight, killed)
+
+
+def test_faults_at_every_phase_of_the_step_lose_nothing(cluster: Cluster, train: Train, tmp_path: Path) -> None:
+    straight, killed, layout = tmp_path / "straight", tmp_path / "killed", Layout(pp=2, ep=1, ranks=2)
+    undisturbed(train, straight, layout)
+    points = ("1@3", "0@4:forward-backward", "1@4:step", "0@5:end", "1@6:start")
+    faults = [part for point in points for part in ("--moe-ckpt-inject-fault", point)]
+    every = ("--moe-ckpt-strategy", "full", "--moe-ckpt-interval", "1")
+    outcomes = cluster.run(layout, *every, "--metrics-jsonl", killed / "reports", "--save", killed, *faults)
+    assert len(outcomes) >= 5, "two points of two ranks may strike in the same attempt"
+    assert_same_end(straight, killed)
+
+
+def test_when_all_memory_is_lost_training_goes_on_from_persistent_storage(
+    cluster: Cluster, train: Train, tmp_path: Path
+) -> None:
+    straight, killed, layout = tmp_path / "straight", tmp_path / "killed", Layout(pp=2, ep=1, ranks=2)
+    undisturbed(train, straight, layout)
+    storage = ["--moe-ckpt-persist-dir", tmp_path / "storage", "--moe-ckpt-persist-interval", "2"]
+    outcomes = cluster.run(
+        layout, *FULL, *storage, "--metrics-jsonl", killed / "reports", "--save", killed,
+        "--moe-ckpt-inject-fault", "0@6:step", nodes=Nodes((("node-0",) * 2,), lost={0: "node-0"}),
+    )  # fmt: skip
+    table = recovered(outcomes[1])
+    assert table[0] in ("recovered iteration 4 exactly", "recovered iteration 2 exactly"), outcomes[1].said
+    assert any("persistent" in line for line in table), table
+    assert_same_end(straight, killed)
+
+
+def test_a_damaged_copy_is_refused_and_the_peers_copy_is_taken(cluster: Cluster, train: Train, tmp_path: Path) -> None:
+    straight, killed, layout = tmp_path / "straight", tmp_path / "killed", Layout(pp=2, ep=1, ranks=2)
+    undisturbed(train, straight, layout)
+
+    def damage(_attempt: int) -> None:
+        flip_newest(cluster.memory / "node-0")
+
+    outcomes = cluster.run(
+        layout, *FULL, "--moe-ckpt-interval", "3", "--metrics-jsonl", killed / "reports", "--save", killed,
+        "--moe-ckpt-inject-fault", "1@6:step", nodes=Nodes((("node-0", "node-1"),)), between=damage,
+    )  # fmt: skip
+    table = recovered(outcomes[1])
+    assert table[0] == "recovered iteration 3 exactly", outcomes[1].said
+    assert any("refused: snapshot of rank 0 after iteration 3" in line for line in table), table
+    assert any(line.startswith("  peer memory of node 1") for line in table), table
+    assert_same_end(straight, killed)
+
+
+def test_without_an_intact_copy_of_the_newest_snapshot_all_ranks_take_an_older_one(
+    cluster: Cluster, train: Train, tmp_path: Path
+) -> None:
+    straight, killed, layout = tmp_path / "straight", tmp_path / "killed", Layout(pp=2, ep=1, ranks=2)
+    undisturbed(train, straight, layout)
+    storage = ["--moe-ckpt-persist-dir", tmp_path / "storage", "--moe-ckpt-persist-interval", "2"]
+    outcomes = cluster.run(
+        layout, *FULL, *storage, "--metrics-jsonl", killed / "reports", "--save", killed,
+        "--moe-ckpt-inject-fault", "1@6:step",
+        between=lambda _: flip_newest(cluster.memory / "node-0"),
+    )  # fmt: skip
+    table = recovered(outcomes[1])
+    assert table[0].startswith("recovered iteration"), outcomes[1].said
+    assert any("refused: " in line for line in table), table
+    assert_same_end(straight, killed)
+
+
+def flip_newest(node: Path) -> None:
+    """Flip a bit in the middle of slot 0's newest snapshot of its own."""
+    sealed = sorted(node.glob("*/slot-000/segment-*.iter_*-rank_00000-snapshot.json"), key=lambda one: one.name[12:])
+    with sealed[-1].with_name(f"{sealed[-1].name[:11]}.bin").open("r+b") as segment:
+        segment.seek(100_000)
+        (byte,) = segment.read(1)
+        segment.seek(100_000)
+        segment.write(bytes([byte ^ 4]))
