@@ -34,6 +34,8 @@ class IterationReport:
     """How safe the newest snapshot in memory is, and since which iteration it is so; None without snapshots."""
     persistence: str | None = None
     """The same of persistent storage."""
+    expert_tokens: dict[int, Any] | None = None
+    """By iteration, tokens routed to each expert of each MoE layer: what became known since the report before."""
 
 
 class Metrics:

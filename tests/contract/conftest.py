@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from workload import SEGMENTS, new_store
 
-KINDS = ("memory", "filesystem", "objects", "objects in files")
+KINDS = ("memory", "filesystem", "objects", "objects in files", "simulated memory", "simulated disk")
 
 
 @pytest.fixture

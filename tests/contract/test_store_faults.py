@@ -179,6 +179,12 @@ def test_an_object_store_that_fails_at_any_call_never_makes_a_wrong_byte(kind: s
         assert (store.snapshots().sealed, store.snapshots().torn) == ((), ())
 
 
+@pytest.fixture(params=["memory", "filesystem", "objects", "objects in files"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """Stores that have files."""
+    return str(request.param)
+
+
 class Scene:
     """A store with two sealed snapshots, whose files can be changed behind its back."""
 

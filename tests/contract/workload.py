@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import numpy as np
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, NoRoom, SnapshotId, StoreFailure
+from megatron.core.dist_checkpointing.moe.simulate.memory import Memory
+from megatron.core.dist_checkpointing.moe.simulate.storage import FakeStore
 from megatron.core.dist_checkpointing.moe.store.filesystem import FilesystemStore
 from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.store.objects import ObjectStore
@@ -36,11 +39,19 @@ FACTS = Facts(
 
 def new_store(kind: str, place: Path, system: System | None = None, segments: Sequence[int] = SEGMENTS) -> Any:
     """A store of one of the kinds below `place`."""
+    if kind.startswith("simulated"):
+        return FakeStore(simulated_memory(place), RANK, segments if kind == "simulated memory" else None)
     if kind == "memory":
         return MemoryStore(place, JOB, RANK, segments, system=system)
     if kind == "filesystem":
         return FilesystemStore(place / "disk", RANK, system=system)
     return ObjectStore(f"memory://{place}" if kind == "objects" else f"file://{place}/objects", RANK)
+
+
+@cache
+def simulated_memory(place: Path) -> Memory:
+    """What a simulated node keeps, one for each place."""
+    return Memory()
 
 
 def content(snapshot: SnapshotId, version: int = 0, layout: Layout = LAYOUT) -> dict[str, bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from megatron.core.dist_checkpointing.moe.config import out_of_range
@@ -214,6 +215,7 @@ def checkpoints(config: PretrainConfig, _: Environment) -> Iterator[str]:
         "--save-interval": checkpoint.save_interval is not None,
         "--async-save": checkpoint.async_save,
         "--keep-last": checkpoint.keep_last is not None,
+        "--save-experts": checkpoint.save_experts is not None,
         "--log-progress": training.log_progress,
     }
     for name, given in needs_save.items():
@@ -229,6 +231,25 @@ def checkpoints(config: PretrainConfig, _: Environment) -> Iterator[str]:
     for name, given in needs_load.items():
         if given and checkpoint.load is None:
             yield f"{name} needs --load"
+    if checkpoint.save_experts is not None:
+        yield from _partial_saves(config, checkpoint.save_experts)
+
+
+def _partial_saves(config: PretrainConfig, save_experts: int) -> Iterator[str]:
+    checkpoint, num_experts = config.checkpoint, config.moe.num_experts
+    pattern = moe_layer_pattern(config.moe.moe_layer_freq)
+    if num_experts is None:
+        yield f"--save-experts {save_experts} needs --num-experts"
+    elif isinstance(pattern, list) and not any(pattern):
+        yield f"--save-experts {save_experts}: --moe-layer-freq {config.moe.moe_layer_freq} has no layer with experts"
+    elif save_experts > num_experts:
+        yield f"--save-experts {save_experts} must be at most --num-experts {num_experts}"
+    in_buckets = config.parallel.use_distributed_optimizer and not checkpoint.dist_ckpt_optim_fully_reshardable
+    if in_buckets and checkpoint.save_optim:
+        yield (
+            f"--save-experts {save_experts}: the distributed optimizer is saved in buckets that many parameters share, "
+            "from which no expert can be left out; add --dist-ckpt-optim-fully-reshardable"
+        )
 
 
 def faults(config: PretrainConfig, environment: Environment) -> Iterator[str]:
@@ -238,5 +259,51 @@ def faults(config: PretrainConfig, environment: Environment) -> Iterator[str]:
         yield f"--moe-ckpt-inject-fault: {error}"
 
 
+def protection(config: PretrainConfig, environment: Environment) -> Iterator[str]:
+    given, default, experts = config.moe_checkpoint, type(config.moe_checkpoint)(), config.moe.num_experts
+    changed = [
+        field.name
+        for field in dataclasses.fields(given)
+        if field.name not in ("strategy", "inject_fault") and getattr(given, field.name) != getattr(default, field.name)
+    ]
+    if given.strategy == "none" and changed:
+        yield f"{_moe_flag(changed[0])} has no effect with --moe-ckpt-strategy none; choose full or pec"
+    for name in changed:
+        if given.strategy == "full" and name.startswith(("pec_", "plt_")):
+            yield f"{_moe_flag(name)} is for --moe-ckpt-strategy pec, not full"
+    estimating = given.interval_policy in ("young", "daly")
+    if estimating and given.mtbf_s is None:
+        yield f"--moe-ckpt-interval-policy {given.interval_policy} needs --moe-ckpt-mtbf-s"
+    if given.mtbf_s is not None and not estimating:
+        yield "--moe-ckpt-mtbf-s has an effect only with --moe-ckpt-interval-policy young or daly"
+    if given.persist_dir is None and {"persist_interval", "persist_keep", "pec_k_persist"} & set(changed):
+        yield "--moe-ckpt-persist-interval, -persist-keep and -pec-k-persist need --moe-ckpt-persist-dir"
+    if given.persist_dir is not None and given.persist_interval < given.interval:
+        yield (
+            f"--moe-ckpt-persist-interval {given.persist_interval} is below --moe-ckpt-interval {given.interval}: only "
+            "snapshots become persistent"
+        )
+    if given.replicas is not None and given.replicas >= environment.world_size:
+        yield (
+            f"--moe-ckpt-replicas {given.replicas} needs as many peers, but the job has {environment.world_size} ranks: "
+            f"at most {environment.world_size - 1} are possible"
+        )
+    if given.strategy == "pec" and experts is None:
+        yield "--moe-ckpt-strategy pec needs --num-experts; a dense model is protected with full"
+    if given.strategy == "pec" and experts is not None and given.pec_k_snapshot > experts:
+        yield f"--moe-ckpt-pec-k-snapshot {given.pec_k_snapshot} is above --num-experts {experts}"
+    if (given.pec_k_persist or 0) > given.pec_k_snapshot:
+        yield (
+            f"--moe-ckpt-pec-k-persist {given.pec_k_persist} is above --moe-ckpt-pec-k-snapshot "
+            f"{given.pec_k_snapshot}: only experts that are in a snapshot can become persistent"
+        )
+    if (given.plt_threshold or 0) > 1:
+        yield f"--moe-ckpt-plt-threshold {given.plt_threshold} is a share of all tokens, from 0 to 1; 0.0375 is 3.75 %"
+
+
+def _moe_flag(name: str) -> str:
+    return f"--moe-ckpt-{name.replace('_', '-')}"
+
+
 BEFORE_DEFAULTS = (required, devices, layout)
-AFTER_DEFAULTS = (batches, model, experts, precision, schedule, checkpoints, faults)
+AFTER_DEFAULTS = (batches, model, experts, precision, schedule, checkpoints, faults, protection)

@@ -128,6 +128,12 @@ class CheckpointConfig:
     dist_ckpt_optim_fully_reshardable: bool = flag(
         False, "optimizer state that loads under any layout (default: same TP and PP only)"
     )
+    save_experts: int | None = flag(
+        None,
+        "experts per MoE layer in each checkpoint, in turn; the others stay in older ones (default: all)",
+        metavar="K",
+        minimum=1,
+    )
     keep_last: int | None = flag(
         None, "checkpoints to keep in --save; older ones are removed (default: all)", metavar="N", minimum=1
     )

@@ -174,6 +174,9 @@ class MoECheckpointConfig:
         "pec: share of tokens that faults may cost in the whole training, such as 0.0375; raises K in time",
         minimum=0,
     )
+    log_expert_tokens: bool = flag(
+        False, "pec: write the tokens routed to each expert to --metrics-jsonl, one iteration late"
+    )
     timeout_s: float = flag(300.0, "seconds after which a wait for a peer, a copy or a write is given up", minimum=1)
     strict: bool = flag(
         False, "end training when a snapshot, a replica or a write fails, instead of going on with less protection"

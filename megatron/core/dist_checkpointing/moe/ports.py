@@ -43,6 +43,7 @@ __all__ = [
     "Listing",
     "Manifest",
     "MappedReader",
+    "MappedStore",
     "MappedWriter",
     "NoRoom",
     "PeerLost",
@@ -181,6 +182,16 @@ class Store(Protocol):
 
     def close(self) -> None:
         """End the use of the store; what is sealed stays. Open readers stay valid."""
+
+
+class MappedStore(Store, Protocol):
+    """A store in memory."""
+
+    def reserve(self, snapshot: SnapshotId, layout: Layout) -> MappedWriter:
+        """As `Store.reserve`."""
+
+    def open(self, snapshot: SnapshotId) -> MappedReader:
+        """As `Store.open`."""
 
 
 class PeerLost(MoECheckpointError):

@@ -9,6 +9,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol, TypeAlias
@@ -166,6 +167,8 @@ class StreamEngine:
         self._copied = torch.cuda.Event()
         self._locked_bytes: dict[int, int] = {}
         self._refused = False
+        self._end = weakref.finalize(self, _unlock, self._locked_bytes)
+        self._end.atexit = False  # the process ends, and CUDA with it
         self._current: list[memoryview] | None = None
         self._before: list[memoryview] = []
 
@@ -201,9 +204,7 @@ class StreamEngine:
     def close(self) -> None:
         """As `CopyEngine.close`; what was page-locked is so no longer."""
         self._stream.synchronize()
-        for address in self._locked_bytes:
-            torch.cuda.cudart().cudaHostUnregister(address)
-        self._locked_bytes.clear()
+        self._end()
 
     def _launch(self, job: Job) -> None:
         spans, segment = job
@@ -226,6 +227,8 @@ class StreamEngine:
         code = int(cudart.cudaHostRegister(address, nbytes, 0))
         if code:
             self._refused = True
+            with suppress(RuntimeError):
+                torch.ones(1, device="cuda")  # the first kernel after an error reports it, wherever it came from
             log.warning(
                 "cannot page-lock %d bytes of the memory tier (CUDA error %d): copies are slower and stall training;"
                 " raise the limit of locked memory (ulimit -l)",
@@ -234,3 +237,9 @@ class StreamEngine:
             )
         else:
             self._locked_bytes[address] = nbytes
+
+
+def _unlock(locked_bytes: dict[int, int]) -> None:
+    for address in locked_bytes:
+        torch.cuda.cudart().cudaHostUnregister(address)
+    locked_bytes.clear()

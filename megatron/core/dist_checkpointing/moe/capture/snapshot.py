@@ -11,11 +11,32 @@ import torch
 from ..errors import UsageError
 from ..ports import Field, Layout, MappedWriter, TrainerState
 from ..types import OperatorId, Part, SnapshotPlan
-from .engines import CopyEngine, Job, Span
+from .engines import CopyEngine, Span
 from .operators import StateTensor
 
 RANDOM = "random/"
-_REMEMBERED_LAYOUTS = 256
+_REMEMBERED_LAYOUTS = 64
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Live:
+    """A tensor of state as a record and as bytes; `allocation` is the address of the storage that it views."""
+
+    state: StateTensor
+    record: Field
+    source: torch.Tensor
+    allocation: int
+    address: int
+
+    @classmethod
+    def of(cls, state: StateTensor) -> _Live:
+        """The tensor as it lies now."""
+        tensor = state.tensor
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        record = Field(state.key, dtype, tuple(tensor.shape), state.part, state.operator)
+        address: int = tensor.data_ptr()
+        source = tensor.view(torch.uint8)
+        return cls(state, record, source, address - tensor.storage_offset() * tensor.element_size(), address)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,11 +59,11 @@ class LiveCapturer:
     """
 
     def __init__(self, tensors: Sequence[StateTensor], trainer: TrainerState, engine: CopyEngine) -> None:
-        self._tensors = _in_memory_order(tensors)
-        self._by_key = {tensor.key: tensor for tensor in self._tensors}
-        if len(self._by_key) != len(self._tensors):
-            raise UsageError(f"{len(self._tensors)} tensors of state have only {len(self._by_key)} different keys")
-        self._operators = frozenset(tensor.operator for tensor in self._tensors)
+        self._live = _in_memory_order(tensors)
+        self._by_key = {one.record.key: one for one in self._live}
+        if len(self._by_key) != len(self._live):
+            raise UsageError(f"{len(self._live)} tensors of state have only {len(self._by_key)} different keys")
+        self._operators = frozenset(tensor.operator for tensor in tensors)
         self._in_order = tuple(sorted(self._operators))
         self._trainer, self._engine = trainer, engine
         self._random = tuple(
@@ -70,14 +91,13 @@ class LiveCapturer:
         """As `ports.Capturer.begin`. Raises UsageError when `end` was not called since the last `begin`."""
         if self._under_way:
             raise UsageError("a capture is under way: end it before the next begins")
-        jobs: list[Job] = []
-        for layout, writer in copies:
-            prepared, segment = self._copies_of(layout), writer.whole()
-            self._engine.now((prepared.changing, segment))
+        work = [(self._copies_of(layout), writer.whole()) for layout, writer in copies]
+        for prepared, segment in work:
             self._copy_random(prepared.random, segment)
-            jobs.append((prepared.lasting, segment))
+        for prepared, segment in work:
+            self._engine.now((prepared.changing, segment))
         self._under_way = True
-        self._engine.begin(jobs)
+        self._engine.begin([(prepared.lasting, segment) for prepared, segment in work])
 
     def end(self, timeout_s: float) -> None:
         """As `ports.Capturer.end`; after TimeoutError it may be called again, and with nothing begun it returns."""
@@ -91,11 +111,7 @@ class LiveCapturer:
         self._under_way = False
 
     def _layout(self, parts: Mapping[OperatorId, Part], trainer: bool) -> Layout:
-        fields = [
-            Field(tensor.key, _dtype(tensor.tensor), tuple(tensor.tensor.shape), tensor.part, tensor.operator)
-            for tensor in self._tensors
-            if tensor.serves(parts[tensor.operator])
-        ]
+        fields = [one.record for one in self._live if one.state.serves(parts[one.state.operator])]
         return Layout.of([*fields, *(self._random if trainer else ())])
 
     def _remember(self, key: tuple[object, ...], copies: _Copies) -> None:
@@ -117,8 +133,8 @@ class LiveCapturer:
         live = [(self._by_key[one.key], offset) for one, offset in places if one.key in self._by_key]
         return _Copies(
             layout,
-            changing=_spans((tensor, offset) for tensor, offset in live if tensor.field == "buffer"),
-            lasting=_spans((tensor, offset) for tensor, offset in live if tensor.field != "buffer"),
+            changing=_spans((one, offset) for one, offset in live if one.state.field == "buffer"),
+            lasting=_spans((one, offset) for one, offset in live if one.state.field != "buffer"),
             random={one.key.removeprefix(RANDOM): offset for one, offset in places if one.key not in self._by_key},
         )
 
@@ -135,32 +151,20 @@ class LiveCapturer:
             segment[offset : offset + expected_bytes] = states[name].cast("B")
 
 
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _in_memory_order(tensors: Sequence[StateTensor]) -> tuple[StateTensor, ...]:
+def _in_memory_order(tensors: Sequence[StateTensor]) -> tuple[_Live, ...]:
     """By allocation, in the order of their first tensors, and by place in it: addresses differ from start to start."""
     allocations: dict[int, int] = {}
-    for one in tensors:
-        allocations.setdefault(_allocation(one), len(allocations))
-
-    def place(one: StateTensor) -> tuple[int, int, str]:
-        return allocations[_allocation(one)], one.tensor.storage_offset() * one.tensor.element_size(), one.key
-
-    return tuple(sorted(tensors, key=place))
+    found = [_Live.of(tensor) for tensor in tensors]
+    for one in found:
+        allocations.setdefault(one.allocation, len(allocations))
+    return tuple(sorted(found, key=lambda one: (allocations[one.allocation], one.address, one.record.key)))
 
 
-def _allocation(one: StateTensor) -> int:
-    address: int = one.tensor.untyped_storage().data_ptr()
-    return address
-
-
-def _spans(places: Iterable[tuple[StateTensor, int]]) -> tuple[Span, ...]:
+def _spans(places: Iterable[tuple[_Live, int]]) -> tuple[Span, ...]:
     """Pieces that are contiguous both in live memory and in the segment; small gaps are copied along."""
-    pieces: list[list[tuple[StateTensor, int]]] = []
+    pieces: list[list[tuple[_Live, int]]] = []
     for one, offset in places:
-        if not one.nbytes:
+        if not one.record.nbytes:
             continue
         if pieces and _continues(pieces[-1][-1], one, offset):
             pieces[-1].append((one, offset))
@@ -169,15 +173,14 @@ def _spans(places: Iterable[tuple[StateTensor, int]]) -> tuple[Span, ...]:
     return tuple(_span(piece) for piece in pieces)
 
 
-def _continues(before: tuple[StateTensor, int], one: StateTensor, offset: int) -> bool:
+def _continues(before: tuple[_Live, int], one: _Live, offset: int) -> bool:
     last, last_offset = before
-    distance: int = one.tensor.data_ptr() - last.tensor.data_ptr()
-    return _allocation(last) == _allocation(one) and distance == offset - last_offset
+    return last.allocation == one.allocation and one.address - last.address == offset - last_offset
 
 
-def _span(piece: Sequence[tuple[StateTensor, int]]) -> Span:
+def _span(piece: Sequence[tuple[_Live, int]]) -> Span:
     (first, offset), (last, last_offset) = piece[0], piece[-1]
-    begin = first.tensor.storage_offset() * first.tensor.element_size()
-    nbytes = last_offset + last.nbytes - offset
-    empty = torch.empty(0, dtype=torch.uint8, device=first.tensor.device)
-    return Span(empty.set_(first.tensor.untyped_storage(), begin, (nbytes,), (1,)), offset)
+    if len(piece) == 1:
+        return Span(first.source, offset)
+    nbytes = last_offset + last.record.nbytes - offset
+    return Span(first.source.as_strided((nbytes,), (1,)), offset)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..errors import MoECheckpointError, UnreadableCheckpoint
-from ..ports import Reader, SnapshotId, StoreFailure, Transport
+from ..ports import MappedReader, Reader, SnapshotId, StoreFailure, Transport
 from ..types import Copy, Inventory, OperatorId, Part, RecoveryPlan, Tier
 from .inventory import Catalogue, Found, Place
 
@@ -51,10 +51,10 @@ def needs(plan: RecoveryPlan, inventory: Inventory, catalogue: Catalogue) -> tup
 def _copies(inventory: Inventory, rank: int, iteration: int, tier: Tier, holder: int | None) -> Iterator[Copy]:
     seen = set()
     for copy in inventory.copies.get(rank, ()):
-        if (copy.plan.iteration, copy.tier, copy.holder) == (iteration, tier, holder) and copy.sealed:
-            if id(copy.plan) not in seen:
-                seen.add(id(copy.plan))
-                yield copy
+        here = (copy.plan.iteration, copy.tier, copy.holder) == (iteration, tier, holder)
+        if here and copy.sealed and id(copy.plan) not in seen:
+            seen.add(id(copy.plan))
+            yield copy
 
 
 class Landing(Protocol):
@@ -77,8 +77,8 @@ class Carrier:
     """How snapshots travel: `open` a local one, `encode` its manifest, `land` one that arrives."""
 
     transport: Transport
-    open: Callable[[SnapshotId], Reader]
-    encode: Callable[[Reader], tuple[bytes, memoryview]]
+    open: Callable[[SnapshotId], MappedReader]
+    encode: Callable[[MappedReader], tuple[bytes, memoryview]]
     land: Callable[[int, bytes], Landing]
 
     def carry(self, needed: Sequence[Need]) -> tuple[dict[Place, Reader], dict[Place, str]]:

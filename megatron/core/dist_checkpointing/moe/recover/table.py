@@ -34,8 +34,7 @@ class RecoveryTable:
         yield f"  {'from':<26} {'iteration':>9}  {'what':<15} {'operators':>9}  ranks"
         for (place, iteration, part), (ranks, operators) in sorted(groups.items(), key=lambda group: group[0]):
             yield f"  {place:<26} {iteration:>9}  {part:<15} {len(operators):>9}  {_spans(ranks)}"
-        for reason in sorted({f"  not used: {refusal}" for refusal in plan.refusals}):
-            yield reason
+        yield from sorted({f"  not used: {refusal}" for refusal in plan.refusals})
         for text in self.damaged:
             yield f"  refused: {text}"
         yield from self._losses()
@@ -44,8 +43,8 @@ class RecoveryTable:
         by_layer: dict[int, list[int]] = {}
         for operator, tokens in self.plan.lost_tokens.items():
             by_layer.setdefault(operator.layer, []).append(tokens)
-        for layer, tokens in sorted(by_layer.items()):
-            yield f"  lost in layer {layer}: the updates of {sum(tokens)} routed tokens, of {len(tokens)} experts"
+        for layer, lost in sorted(by_layer.items()):
+            yield f"  lost in layer {layer}: the updates of {sum(lost)} routed tokens, of {len(lost)} experts"
 
 
 def _spans(ranks: set[int]) -> str:

@@ -52,7 +52,7 @@ class Meeting:
                 self._leave()
                 raise PeerLost(
                     f"rank {self._rank} waited {timeout_s:g} s for all {self._world_size} ranks to connect anew:"
-                    f" {missing} did not come"
+                    f" {missing}"
                 )
             else:
                 time.sleep(pause_s)
@@ -75,5 +75,5 @@ class Meeting:
         """Who never came to this number; marks stay when their ranks leave."""
         ranks = [str(rank) for rank in range(self._world_size) if not self._store.check([self._mark(rank)])]
         if not ranks:
-            return "all came, but some gave up before; the last ones"
-        return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+            return "the last ones came when others had given up; try again"
+        return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} did not come"

@@ -83,7 +83,7 @@ class ProcessGroupTransport:
     It uses no collective of other groups and can be made, used and renewed on any thread while others train. store: a
     c10d store that all ranks reach; the transport talks to it over a connection of its own. name: the same on all
     ranks, different for each transport and for each start of the job (a torchrun restart keeps the store). timeout_s:
-    longest wait for another rank, also for it to come to a renewal; for longer messages the wait for each PIECE_BYTES.
+    longest wait for another rank, twice that for it to come to a renewal; in longer messages, for each PIECE_BYTES.
     It must be longer than ranks are ever apart. Memory is that of the host; read-only memory can be sent.
 
     Making one is a renewal. Raises PeerLost when not all ranks come in time.
@@ -92,7 +92,9 @@ class ProcessGroupTransport:
     def __init__(self, store: Store, rank: int, world_size: int, name: str, timeout_s: float) -> None:
         self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
         self.timeout = timedelta(seconds=timeout_s)
-        self._store = PrefixStore(name, store.clone())
+        own = store.clone()
+        own.set_timeout(self.timeout)
+        self._store = PrefixStore(name, own)
         self._meeting = Meeting(self._store, rank, world_size)
         self._group: ProcessGroupGloo | None = None
         self._why = "the transport was closed"
@@ -146,11 +148,15 @@ class ProcessGroupTransport:
         return [json.loads(row.numpy()[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def renew(self) -> None:
-        """As `ports.Transport.renew`; all that was under way is void. Takes no longer than the timeout and a second."""
+        """As `ports.Transport.renew`; all that was under way is void.
+
+        Waits up to twice the timeout and a second: another rank may notice the failure only at its own timeout.
+        """
         self._drop("the transport is being renewed")
-        deadline = time.monotonic() + self._timeout_s
+        patience_s = 2 * self._timeout_s
+        deadline = time.monotonic() + patience_s
         try:
-            number = self._meeting.meet(self._timeout_s)
+            number = self._meeting.meet(patience_s)
             left_s = max(deadline - time.monotonic(), _CONNECT_AT_LEAST_S)
             place = PrefixStore(str(number), self._store)
             group = ProcessGroupGloo(place, self._rank, self._world_size, timedelta(seconds=left_s))

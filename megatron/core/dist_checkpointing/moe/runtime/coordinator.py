@@ -25,6 +25,7 @@ from ..ports import (
     Json,
     Lane,
     Layout,
+    MappedStore,
     MappedWriter,
     PeerLost,
     SnapshotId,
@@ -52,7 +53,7 @@ class CheckpointFailure(MoECheckpointError):
 class Ports:
     """What the coordinator works with; `memory` and `persistent` keep snapshots, `control` carries the reports."""
 
-    memory: Store
+    memory: MappedStore
     persistent: Store | None
     capturer: Capturer
     trainer: TrainerState
@@ -63,13 +64,17 @@ class Ports:
 
 @dataclass(frozen=True)
 class Report:
-    """What checkpointing did since the last report; for metrics."""
+    """What checkpointing did since the last report; for metrics.
+
+    tokens: by iteration, the tokens that all ranks routed, per MoE layer and expert, as far as they became known.
+    """
 
     stall_s: float
     snapshot_bytes: int
     replicated_bytes: int
     protection: Protection
     persistent: Protection | None
+    tokens: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
 
 
 @dataclass
@@ -80,6 +85,7 @@ class _Tally:
     last_stall_s: float = 0.0
     last_round_s: float = 0.0
     iteration_s: float = 0.0
+    tokens: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
 
 
 Heard = tuple[tuple[int, ...], tuple[int, ...]]
@@ -188,13 +194,17 @@ class Coordinator:
 
     def report(self) -> Report:
         """What was done since the last call."""
-        tally, self._tally = self._tally, replace(self._tally, stall_s=0.0, snapshot_bytes=0, replicated_bytes=0)
+        tally, self._tally = (
+            self._tally,
+            replace(self._tally, stall_s=0.0, snapshot_bytes=0, replicated_bytes=0, tokens=()),
+        )
         return Report(
             tally.stall_s,
             tally.snapshot_bytes,
             tally.replicated_bytes,
             self._protection,
             self._durable if self._persister else None,
+            tally.tokens,
         )
 
     def _begin(self, plan: SnapshotPlan) -> None:
@@ -213,7 +223,7 @@ class Coordinator:
         try:
             for piece, layout in zip(work.pieces, layouts, strict=True):
                 name = SnapshotId(work.plan.iteration, self._ports.control.rank, piece.kind)
-                writers.append(self._ports.memory.reserve(name, layout))  # type: ignore[arg-type]
+                writers.append(self._ports.memory.reserve(name, layout))
         except StoreFailure as error:
             work.failures.append(str(error))
             for writer in writers:
@@ -284,7 +294,9 @@ class Coordinator:
             )
         if summed:
             experts = self._job.num_experts
-            self._strategy.counted(iteration, [summed[at : at + experts] for at in range(0, len(summed), experts)])
+            rows = tuple(summed[at : at + experts] for at in range(0, len(summed), experts))
+            self._strategy.counted(iteration, rows)
+            self._tally.tokens += ((iteration, rows),)
         self._rounds, news = self._rounds.after(least[5:])
         for one in news:
             (self._on_snapshot if one.level is Level.SNAPSHOT else self._on_persisted)(one)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from ..errors import UnreadableCheckpoint
-from ..ports import Manifest, MappedWriter, NoRoom, Reader, Store
+from ..ports import Clock, Manifest, MappedStore, MappedWriter, NoRoom, Reader
 from ..store.heap import HeapReader
 from ..store.manifest import decode
+
+PATIENCE_S = 10.0
+PAUSE_S = 0.005
 
 
 class StoreArrival:
     """A snapshot on its way into a memory store."""
 
-    def __init__(self, store: Store, writer: MappedWriter, manifest: Manifest) -> None:
+    def __init__(self, store: MappedStore, writer: MappedWriter, manifest: Manifest) -> None:
         self._store, self._writer, self._manifest = store, writer, manifest
         self.buffer = writer.whole()
 
@@ -55,8 +58,8 @@ class HeapArrival:
 class StoreInbox:
     """Takes snapshots of other ranks into a memory store."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: MappedStore, clock: Clock) -> None:
+        self._store, self._clock = store, clock
 
     def holds(self, owner: int, manifest: bytes) -> bool:
         """Whether exactly this snapshot is sealed here already; one that differs under its name is given up."""
@@ -73,14 +76,22 @@ class StoreInbox:
         return False
 
     def begin(self, owner: int, manifest: bytes) -> StoreArrival | None:
-        """A place for the snapshot; None when there is no room now. Raises UnreadableCheckpoint, StoreFailure."""
+        """A place for the snapshot; None when none becomes free within PATIENCE_S.
+
+        An owner that has heard that older replicas are not needed may be a moment ahead of the rank that keeps them.
+        Raises UnreadableCheckpoint, StoreFailure.
+        """
         wanted = decode(manifest, f"manifest from rank {owner}")
         if wanted.snapshot.rank != owner:
             raise UnreadableCheckpoint(f"rank {owner} sent the {wanted.snapshot}, which is not its own")
-        try:
-            return StoreArrival(self._store, self._store.reserve(wanted.snapshot, wanted.layout), wanted)  # type: ignore[arg-type]
-        except NoRoom:
-            return None
+        until_s = self._clock.now_s() + PATIENCE_S
+        while True:
+            try:
+                return StoreArrival(self._store, self._store.reserve(wanted.snapshot, wanted.layout), wanted)
+            except NoRoom:
+                if self._clock.now_s() >= until_s:
+                    return None
+                self._clock.sleep(PAUSE_S)
 
     def land(self, source: int, manifest: bytes) -> StoreArrival | HeapArrival:
         """A place for a snapshot that a recovery fetches from `source`, in the store if there is room.
@@ -91,6 +102,6 @@ class StoreInbox:
         wanted = decode(manifest, f"manifest from rank {source}")
         self._store.free(wanted.snapshot)
         try:
-            return StoreArrival(self._store, self._store.reserve(wanted.snapshot, wanted.layout), wanted)  # type: ignore[arg-type]
+            return StoreArrival(self._store, self._store.reserve(wanted.snapshot, wanted.layout), wanted)
         except NoRoom:
             return HeapArrival(source, wanted)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ..errors import UnreadableCheckpoint
 from ..policy.rounds import Status
 from ..policy.strategies import Piece
-from ..ports import Clock, Facts, Json, MappedWriter, PeerLost, SnapshotId, Store, StoreFailure, Transport
+from ..ports import Clock, Facts, Json, MappedStore, MappedWriter, PeerLost, SnapshotId, StoreFailure, Transport
 from ..replicate.replicator import Offer, Replicator
 from ..store.manifest import encode
 from ..types import OperatorId, SnapshotPlan
@@ -63,7 +63,7 @@ class Keeper:
 
     def __init__(
         self,
-        store: Store,
+        store: MappedStore,
         replicator: Replicator | None,
         transport: Transport,
         clock: Clock,
@@ -74,7 +74,7 @@ class Keeper:
         self._store, self._replicator, self._transport = store, replicator, transport
         self._clock, self._identity = clock, identity
         self._owners = tuple(owners)
-        self._inbox = StoreInbox(store)
+        self._inbox = StoreInbox(store, clock)
         self._connected = True
 
     def protect(self, work: Work) -> None:

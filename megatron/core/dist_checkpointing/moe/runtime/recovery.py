@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -13,6 +13,8 @@ from ..policy.strategies import Job, Piece, Strategy
 from ..ports import (
     Clock,
     Json,
+    MappedReader,
+    MappedStore,
     Reader,
     Restorer,
     SnapshotId,
@@ -38,7 +40,7 @@ RANDOM = "random/"
 class RecoveryPorts:
     """What a recovery works with; `transport` is used by nobody else meanwhile."""
 
-    memory: Store
+    memory: MappedStore
     persistent: Store | None
     transport: Transport
     restorer: Restorer
@@ -144,7 +146,12 @@ class Recovery:
         assert self._catalogue is not None
         inventory = self._catalogue.inventory(self._damaged)
         needed = needs(plan, inventory, self._catalogue.without(self._damaged))
-        carrier = Carrier(self._ports.transport, self._ports.memory.open, _encoded, StoreInbox(self._ports.memory).land)
+        carrier = Carrier(
+            self._ports.transport,
+            self._ports.memory.open,
+            _encoded,
+            StoreInbox(self._ports.memory, self._ports.clock).land,
+        )
         arrived, refused = carrier.carry(needed)
         self._ports.restorer.poison()
         restored: dict[str, Any] = {}
@@ -244,8 +251,8 @@ class Recovery:
             log.error("rank %d: copies that are not needed any more could not be freed: %s", self._rank, error)
 
 
-def _encoded(reader: Reader) -> tuple[bytes, memoryview]:
-    return encode(reader.manifest), cast("Callable[[], memoryview]", reader.raw)()  # type: ignore[attr-defined]
+def _encoded(reader: MappedReader) -> tuple[bytes, memoryview]:
+    return encode(reader.manifest), reader.raw()
 
 
 def _whole(pieces: Sequence[Piece]) -> tuple[SnapshotPlan, ...]:

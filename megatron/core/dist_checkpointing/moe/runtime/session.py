@@ -15,9 +15,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron.core.optimizer import MegatronOptimizer
 
-from ..capture.engines import StreamEngine, ThreadEngine
+from ..capture.engines import CopyEngine, StreamEngine, ThreadEngine
 from ..capture.popularity import TokenCounter
-from ..capture.restore import LiveRestorer
 from ..capture.snapshot import LiveCapturer
 from ..config import MoECheckpointConfig
 from ..errors import MoECheckpointError, UsageError
@@ -35,7 +34,7 @@ from .completeness import check_complete
 from .coordinator import Coordinator, Ports, Report
 from .keeper import Identity, Keeper
 from .lanes import ThreadLane
-from .megatron import gather_compute_weights, read_topology, recast_compute_weights, settle_gathers, state_tensors
+from .megatron import live_restorer, read_topology, state_tensors
 from .model_operators import model_operators
 from .optimizer_state import allocate_optimizer_state
 from .persister import Persister
@@ -89,6 +88,7 @@ class Session:
             for name in ("control", "data")
         )
         self._rank, self._clock = rank, SystemClock()
+        self._engine: CopyEngine | None = None
         self._topology = self._together(self._read_topology)
         self._together(self.refresh)
         self._job = Job(
@@ -119,18 +119,10 @@ class Session:
         allocate_optimizer_state(optimizer)
         tensors = state_tensors(chunks, optimizer, self._topology)
         check_complete(chunks, optimizer, tensors)
-        on_cuda = any(tensor.tensor.is_cuda for tensor in tensors)
-        self._capturer = LiveCapturer(tensors, self._training.trainer, StreamEngine() if on_cuda else ThreadEngine())
-
-        def complete(recast: bool) -> None:
-            recast_compute_weights(chunks, optimizer) if recast else gather_compute_weights(chunks)
-
-        self._restorer = LiveRestorer(
-            tensors,
-            complete,
-            settle=lambda: settle_gathers(chunks),
-            derived=[parameter.data for chunk in chunks for parameter in chunk.parameters()],
-        )
+        if self._engine is None:
+            self._engine = StreamEngine() if any(one.tensor.is_cuda for one in tensors) else ThreadEngine()
+        self._capturer = LiveCapturer(tensors, self._training.trainer, self._engine)
+        self._restorer = live_restorer(chunks, optimizer, self._topology)
 
     def look(self) -> RecoveryPlan | None:
         """What an earlier attempt left and what can be made of it; None when that is nothing."""

@@ -42,7 +42,7 @@ def export_merged(source: Path | str, target: Path | str) -> Path:
     way, UnreadableCheckpoint as `open_merged` does, OSError.
     """
     merged = open_merged(source)
-    if merged is None:
+    if merged is None or merged.chain.is_complete:
         raise UsageError(f"{source} was saved whole, there is nothing to merge; use it as it is")
     root = Path(target)
     final = root / f"iter_{merged.chain.iteration:07d}"

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ..errors import UnreadableCheckpoint
-from ..types import OperatorId
+from ..types import OperatorId, expert
 from .chain import MANIFEST, Chain, ExpertEntry, expert_entry, read_chain, says_partial
 from .dcp_metadata import Chunk
 from .dense import DenseCheckpoint, open_dense, resolve_iteration
@@ -27,8 +27,8 @@ class ExpertTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: tuple[Chunk, ...] = field(compare=False)
-    stored: tuple[Chunk, ...] = field(compare=False, repr=False)
+    chunks: tuple[Chunk, ...]
+    stored: tuple[Chunk, ...] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class MergedCheckpoint:
 
 
 def open_merged(directory: Path | str) -> MergedCheckpoint | None:
-    """Opens what an iteration (or the `--save` directory whose tracker names it) needs; None without a manifest.
+    """Opens all that an iteration, or the one that a `--save` directory's tracker names, needs; None if only itself.
 
     Checked are: the files of every iteration that the chain names, that each is the save that was meant, and that each
     expert has there what all experts of its layer have. Raises UnreadableCheckpoint, which names what is missing.
     """
-    directory = resolve_iteration(Path(directory))
+    directory = resolve_iteration(Path(directory)).absolute()
     chain = read_chain(directory)
     if chain is None:
         if says_partial(directory):
@@ -70,6 +70,8 @@ def open_merged(directory: Path | str) -> MergedCheckpoint | None:
             )
         return None
     if directory.name != f"iter_{chain.iteration:07d}":
+        if chain.is_complete and not says_partial(directory):
+            return None  # needs no other, under whatever name it was published
         raise UnreadableCheckpoint(
             f"{directory / MANIFEST} is of iteration {chain.iteration}, not of this folder; take another iteration"
         )
@@ -106,28 +108,29 @@ def _named(experts: tuple[OperatorId, ...]) -> str:
 def _check_experts(merged: MergedCheckpoint) -> None:
     chain = merged.chain
     for layer, row in chain.holders.items():
-        states = []
-        for operator in (one for holder in sorted(set(row)) for one in chain.held_by(holder) if one.layer == layer):
-            held = merged.experts[chain.holder(operator)]
-            states.append((operator, held.tensors.get(operator, {}), set(held.objects.get(operator, ()))))
-        _, tensors, objects = max(states, key=lambda state: len(state[1]))
-        for operator, own_tensors, own_objects in states:
-            if not own_tensors or own_tensors != tensors or own_objects != objects:
+        operators = [expert(layer, index) for index in range(len(row))]
+        fullest = max(operators, key=lambda operator: len(_names(merged, operator)))
+        for operator in operators:
+            if not _names(merged, operator) or _names(merged, operator) != _names(merged, fullest):
                 folder = merged.parts[chain.holder(operator)].directory
-                differing = sorted(
-                    {name for name in {*tensors, *own_tensors} if tensors.get(name) != own_tensors.get(name)}
-                )
                 raise UnreadableCheckpoint(
-                    f"{folder} does not hold what other iterations have of {operator} (such as"
-                    f" {', '.join(differing[:2]) or 'objects'}); take another iteration"
+                    f"{folder} does not hold the same state of {operator} as is there of {fullest}; take another"
+                    " iteration"
                 )
-    unnamed = {one for held in [merged.experts[chain.iteration]] for one in held.tensors} - {
-        one for iteration in chain.iterations for one in chain.held_by(iteration)
-    }
+    unnamed = [
+        one for one in merged.experts[chain.iteration].tensors if one.expert >= len(chain.holders.get(one.layer, ()))
+    ]
     if unnamed:
         raise UnreadableCheckpoint(
-            f"{merged.newest.directory / MANIFEST} does not name {min(unnamed)}; take another iteration"
+            f"{merged.newest.directory / MANIFEST} does not name {min(unnamed)}, which is there; take another iteration"
         )
+
+
+def _names(merged: MergedCheckpoint, operator: OperatorId) -> dict[str, object]:
+    """What there is of an expert where its newest copy is: shape and dtype of each tensor, and names of objects."""
+    held = merged.experts[merged.chain.holder(operator)]
+    tensors = {name: (one.shape, one.dtype) for name, one in held.tensors.get(operator, {}).items()}
+    return tensors | dict.fromkeys(held.objects.get(operator, ()))
 
 
 def experts_of(checkpoint: DenseCheckpoint) -> Experts:

@@ -39,6 +39,7 @@ class Pec:
     kind holds, as snapshots of `full` do, and each kind needs what these need: own 3, replica 2, segments exactly as
     large as the group's records on each rank. That is enough whatever is selected, fails, or K grows to, while at most
     two snapshots at a time are copied, replicated, persisted or not agreed on: one settled piece of each kind stays.
+    (A snapshot that a fault left in parts is not agreed on: with scopes but `all` its dense piece pins the one before.)
     With `load-aware` each expert-parallel rank of each stage has its own choice of groups.
 
     Everything. Until a snapshot of all experts has settled, and after a recovery that needed storage, the next snapshot

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,8 @@ from ..copies import Level, Saved
 from ..ledger import TokenLedger
 
 Experts = frozenset[OperatorId]
-_CAPTURES = 4  # newest captures of each expert whose tokens are remembered, however they were settled
+Captures = Mapping[Level, Mapping[OperatorId, tuple[Saved, ...]]]
+_CAPTURES = 4  # newest captures of each expert, per level, whose tokens are remembered, however they were settled
 _COUNTED = 256  # newest snapshots and writes by which ages are counted
 
 
@@ -29,8 +30,8 @@ class PecState:
     """A value; each method returns the next one.
 
     flights: planned, not settled. ready: sealed, to be persisted. writes: being persisted. complete: levels at which
-    all experts have a copy. captured: newest captures of each expert. taken, written: iterations of snapshots and
-    of writes. cursor: the group that is next in turn. k: of the last snapshot.
+    all experts have a copy. captured: newest captures of each expert that were meant for a level. taken,
+    written: iterations of snapshots and of writes. cursor: the group that is next in turn. k: of the last snapshot.
     """
 
     layers: tuple[int, ...]
@@ -42,7 +43,7 @@ class PecState:
     ready: Flight | None = None
     writes: tuple[Flight, ...] = ()
     complete: frozenset[Level] = frozenset()
-    captured: Mapping[OperatorId, tuple[Saved, ...]] = field(default_factory=dict, repr=False)
+    captured: Captures = field(default_factory=lambda: {level: {} for level in Level}, repr=False)
     taken: tuple[int, ...] = ()
     written: tuple[int, ...] = ()
     cursor: int = 0
@@ -61,12 +62,10 @@ class PecState:
         flight = next((one for one in self.flights if one.iteration == iteration), None)
         if flight is None:
             return replace(self, ledger=ledger)
-        levels = {Level.SNAPSHOT} if flight.persist is None else set(Level)
-        rows = {layer: row for layer, row in zip(self.layers, ledger.tokens, strict=True)}
         captured = dict(self.captured)
-        for operator in flight.experts:
-            now = Saved(iteration, rows[operator.layer][operator.expert])
-            captured[operator] = (*captured.get(operator, ()), now)[-_CAPTURES:]
+        for level, experts in ((Level.SNAPSHOT, flight.experts), (Level.PERSIST, flight.persist or ())):
+            captured[level] = _with_captures(captured[level], ledger, experts)
+        levels = {Level.SNAPSHOT} if flight.persist is None else set(Level)
         return replace(self, ledger=ledger.marked(levels), captured=captured)
 
     def settled(self, iteration: int, level: Level, ok: bool) -> PecState:
@@ -110,9 +109,10 @@ class PecState:
         return {
             "ledger": self.ledger.to_data() if self.ledger else None,
             "complete": [level.value for level in Level if level in self.complete],
-            "captured": [
-                [op.layer, op.expert, [list(one) for one in self.captured[op]]] for op in sorted(self.captured)
-            ],
+            "captured": {
+                level.value: [[op.layer, op.expert, [list(one) for one in found[op]]] for op in sorted(found)]
+                for level, found in self.captured.items()
+            },
             "taken": list(self.taken),
             "written": list(self.written),
             "cursor": self.cursor,
@@ -127,7 +127,12 @@ class PecState:
         Exact for a copy of the last captures or one that the ledger knows; any older one counts as the newest known one
         before it, so that never fewer tokens are reported than were lost.
         """
-        captured = {expert(row[0], row[1]): tuple(Saved(*one) for one in row[2]) for row in data["captured"]}
+        captured = {
+            level: {
+                expert(row[0], row[1]): tuple(Saved(*one) for one in row[2]) for row in data["captured"][level.value]
+            }
+            for level in Level
+        }
         used, stored = _used(plan)
         ledger = TokenLedger.from_data(data["ledger"])
         ledger = replace(ledger, kept_points=self.kept_points)
@@ -149,7 +154,10 @@ class PecState:
             ready=None,
             writes=(),
             complete=frozenset(complete),
-            captured={op: tuple(one for one in all_ if one.iteration <= used[op]) for op, all_ in captured.items()},
+            captured={
+                level: {op: tuple(one for one in all_ if one.iteration <= used[op]) for op, all_ in found.items()}
+                for level, found in captured.items()
+            },
             taken=tuple(data["taken"]),
             written=tuple(data["written"]),
             cursor=data["cursor"],
@@ -193,20 +201,30 @@ def _used(plan: RecoveryPlan) -> tuple[dict[OperatorId, int], dict[OperatorId, L
     return used, stored
 
 
+def _with_captures(
+    captured: Mapping[OperatorId, tuple[Saved, ...]], ledger: TokenLedger, experts: Iterable[OperatorId]
+) -> Mapping[OperatorId, tuple[Saved, ...]]:
+    rows = dict(zip(ledger.layers, ledger.tokens, strict=True))
+    found = dict(captured)
+    for operator in experts:
+        now = Saved(ledger.iteration, rows[operator.layer][operator.expert])
+        found[operator] = (*found.get(operator, ()), now)[-_CAPTURES:]
+    return found
+
+
 def _knowing(
     ledger: TokenLedger,
     level: Level,
     wanted: Mapping[OperatorId, int],
-    captured: Mapping[OperatorId, Collection[Saved]],
+    captured: Captures,
 ) -> TokenLedger:
     """The ledger with the copies that were found at this level, though they had not settled when it was stored."""
     rows = {layer: row for row, layer in enumerate(ledger.layers)}
     copies = [list(row) for row in ledger.copies[level]]
     for operator, iteration in wanted.items():
         row, index = rows[operator.layer], operator.expert
-        known = {copy for every in ledger.copies.values() for copy in every[row][index]} | set(
-            captured.get(operator, ())
-        )
+        known = {copy for every in ledger.copies.values() for copy in every[row][index]}
+        known |= {copy for found in captured.values() for copy in found.get(operator, ())}
         tokens = max((copy.tokens for copy in known if copy.iteration <= iteration), default=0)
         kept = {copy for copy in copies[row][index] if copy.iteration != iteration} | {Saved(iteration, tokens)}
         copies[row][index] = tuple(sorted(kept))

@@ -90,7 +90,9 @@ def _unsaved_tokens(ledger: TokenLedger, state: PecState) -> dict[OperatorId, in
     found = {operator: unsaved[rows[operator.layer]][operator.expert] for operator in state.last(Level.SNAPSHOT)}
     for iteration, experts in state.under_way(Level.SNAPSHOT):
         for operator in experts:
-            captured = [copy for copy in state.captured.get(operator, ()) if copy.iteration == iteration]
+            captured = [
+                copy for copy in state.captured[Level.SNAPSHOT].get(operator, ()) if copy.iteration == iteration
+            ]
             if captured:
                 found[operator] = ledger.tokens[rows[operator.layer]][operator.expert] - captured[-1].tokens
     return found

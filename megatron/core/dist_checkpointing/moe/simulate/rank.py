@@ -1,0 +1,159 @@
+"""Capturer, restorer and trainer state of a simulated rank, over its FakeModel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from ..errors import UnreadableCheckpoint, UsageError
+from ..ports import Field, Json, Layout, MappedWriter
+from ..types import OperatorId, Part, SnapshotPlan
+from .model import RANDOM, SAMPLES_PER_ITERATION, FakeModel, FakeTensor
+from .world import Thread, World
+
+_NAN = 0xFF  # every float whose bytes are all ones is a NaN
+
+
+class FakeTrainerState:
+    """A `ports.TrainerState`: the iteration, consumed samples, two random states."""
+
+    def __init__(self, model: FakeModel, world: World) -> None:
+        self._model, self._world = model, world
+
+    def scalars(self) -> dict[str, Json]:
+        """As `ports.TrainerState.scalars`."""
+        self._world.event("take trainer scalars")
+        return self._model.scalars()
+
+    def tensors(self) -> Mapping[str, memoryview]:
+        """As `ports.TrainerState.tensors`."""
+        return {key.removeprefix(RANDOM): memoryview(bytes(self._model.live[key])) for key in self._model.random_sizes}
+
+    def restore(self, scalars: Mapping[str, Json], tensors: Mapping[str, memoryview]) -> None:
+        """As `ports.TrainerState.restore`; scalars that contradict each other are refused too."""
+        self._world.event("restore trainer state")
+        iteration = scalars.get("iteration")
+        if type(iteration) is not int or scalars.get("consumed_samples") != iteration * SAMPLES_PER_ITERATION:
+            raise UnreadableCheckpoint(f"trainer scalars {dict(scalars)} are incomplete or contradict each other")
+        for key, nbytes in self._model.random_sizes.items():
+            data = tensors.get(key.removeprefix(RANDOM))
+            if data is None or data.nbytes != nbytes:
+                raise UnreadableCheckpoint(f"the random state {key} is missing or not {nbytes} bytes long")
+            self._model.set(key, data)
+        self._model.iteration = iteration
+
+
+class FakeCapturer:
+    """A `ports.Capturer` that copies one tensor per event on a thread of its own.
+
+    A model that changes a tensor before it was copied makes a snapshot that `version_of` tells to be wrong.
+    """
+
+    def __init__(self, model: FakeModel, world: World) -> None:
+        self._model, self._world = model, world
+        self._thread: Thread | None = None
+        self._error: Exception | None = None
+
+    @property
+    def operators(self) -> frozenset[OperatorId]:
+        """As `ports.Capturer.operators`."""
+        return self._model.operators
+
+    def layout(self, plan: SnapshotPlan, *, trainer: bool = False) -> Layout:
+        """As `ports.Capturer.layout`."""
+        fields = [
+            tensor.field
+            for tensor in self._model.tensors.values()
+            if tensor.field.operator and tensor.serves(plan.parts.get(tensor.field.operator, Part.NOTHING))
+        ]
+        sizes = self._model.random_sizes.items() if trainer else ()
+        return Layout.of(fields + [Field(key, "uint8", (nbytes,)) for key, nbytes in sizes])
+
+    def begin(self, copies: Sequence[tuple[Layout, MappedWriter]]) -> None:
+        """As `ports.Capturer.begin`. Raises UsageError when `end` was not called since the last one."""
+        self._world.event("begin to capture")
+        if self._thread is not None:
+            raise UsageError("a capture is under way: end it before the next begins")
+        lasting: list[tuple[str, memoryview]] = []
+        for layout, writer in copies:
+            segment = writer.whole()
+            for field, offset in zip(layout.fields, layout.offsets, strict=True):
+                place = segment[offset : offset + field.nbytes]
+                if field.key in self._model.random_sizes or self._model.tensors[field.key].in_forward:
+                    self._copy(field.key, place)
+                else:
+                    lasting.append((field.key, place))
+                del place
+            del segment
+        self._error = None
+        self._thread = self._world.spawn(self._model.rank, "copy", lambda: self._copy_all(lasting))
+
+    def end(self, timeout_s: float) -> None:
+        """As `ports.Capturer.end`."""
+        self._world.event("end the capture")
+        thread = self._thread
+        if thread is None:
+            return
+        if not self._world.wait("waits for the copy", lambda: thread.ended, timeout_s):
+            raise TimeoutError(f"copying the state has not ended after {timeout_s:g} s")
+        self._thread, error, self._error = None, self._error, None
+        if error is not None:
+            raise error
+
+    def _copy_all(self, copies: list[tuple[str, memoryview]]) -> None:
+        try:
+            while copies:
+                self._copy(*copies.pop(0))
+        except Exception as error:
+            self._error = error.with_traceback(None)  # its frames would keep buffers
+            copies.clear()
+
+    def _copy(self, key: str, place: memoryview) -> None:
+        self._world.event(f"copy {key}")
+        place[:] = self._model.live[key]
+
+
+class FakeRestorer:
+    """A `ports.Restorer`; one tensor per event."""
+
+    def __init__(self, model: FakeModel, world: World) -> None:
+        self._model, self._world = model, world
+        self._written: set[str] = set()
+
+    def poison(self) -> None:
+        """As `ports.Restorer.poison`."""
+        self._world.event("poison")
+        self._written.clear()
+        for tensor in self._model.tensors.values():
+            self._model.set(tensor.key, bytes([_NAN]) * tensor.field.nbytes)
+
+    def restore(self, read: Callable[[str], memoryview], parts: Mapping[Part, Collection[OperatorId]]) -> int:
+        """As `ports.Restorer.restore`. A part of an operator is what state has any of its components."""
+        copied_bytes = 0
+        for tensor in self._model.tensors.values():
+            field = tensor.field
+            if not any(field.part & part and field.operator in operators for part, operators in parts.items()):
+                continue
+            data = read(tensor.key)
+            self._world.event(f"restore {tensor.key}")
+            if data.nbytes != field.nbytes:
+                raise UnreadableCheckpoint(f"record {tensor.key} has {data.nbytes} bytes, not {field.nbytes}")
+            self._model.set(tensor.key, data)
+            self._written.add(tensor.key)
+            copied_bytes += data.nbytes
+        return copied_bytes
+
+    def missing(self) -> str:
+        """As `ports.Restorer.missing`."""
+        required = [tensor.key for tensor in self._not_written() if tensor.field.part is not Part.COMPUTE]
+        return f"{len(required)} tensors were not restored: {', '.join(required[:3])}" if required else ""
+
+    def complete(self) -> None:
+        """As `ports.Restorer.complete`, on this rank alone."""
+        self._world.event("complete compute weights")
+        if why := self.missing():
+            raise UnreadableCheckpoint(why)
+        for tensor in self._not_written():
+            self._model.derive(tensor)
+
+    def _not_written(self) -> list[FakeTensor]:
+        return [tensor for tensor in self._model.tensors.values() if tensor.key not in self._written]

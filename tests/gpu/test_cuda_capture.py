@@ -1,0 +1,154 @@
+"""Snapshots of tensors on one CUDA device, copied beside its kernels; skipped where there is none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing.moe.capture.engines import StreamEngine
+from megatron.core.dist_checkpointing.moe.capture.operators import GlobalName, Shard, StateTensor
+from megatron.core.dist_checkpointing.moe.capture.restore import LiveRestorer
+from megatron.core.dist_checkpointing.moe.capture.snapshot import LiveCapturer
+from megatron.core.dist_checkpointing.moe.ports import Facts, Json, SnapshotId
+from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Part, SnapshotPlan
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+ROUTER = OperatorId(0, OperatorKind.ROUTER)
+NUMEL = 4_000_001
+WAIT_S = 60.0
+
+
+class NoTrainer:
+    def scalars(self) -> dict[str, Json]:
+        return {}
+
+    def tensors(self) -> Mapping[str, memoryview]:
+        return {}
+
+    def restore(self, scalars: Mapping[str, Json], tensors: Mapping[str, memoryview]) -> None:
+        raise NotImplementedError
+
+
+def piece(field: str, part: Part, tensor: torch.Tensor) -> StateTensor:
+    shard = Shard(GlobalName(ROUTER, "weight"), 0, tensor.numel(), tensor.numel())
+    return StateTensor(shard, field, part, tensor, (0,))
+
+
+@pytest.fixture
+def tensors() -> list[StateTensor]:
+    draw = torch.Generator("cuda").manual_seed(1)
+    both = torch.randn(2 * NUMEL, generator=draw, device="cuda")
+    return [
+        piece("buffer", Part.MASTER, torch.randn(64, generator=draw, device="cuda")),
+        piece("master", Part.MASTER, both[:NUMEL]),
+        piece("exp_avg", Part.MOMENTS, both[NUMEL:]),
+        piece("step", Part.MOMENTS, torch.ones(1)),
+    ]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[MemoryStore]:
+    made = MemoryStore(tmp_path, "job", 0, [40_000_000] * 2)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def engine() -> Iterator[StreamEngine]:
+    made = StreamEngine()
+    yield made
+    made.close()
+
+
+def hold_the_device() -> None:
+    """Work that keeps training's stream busy for a while."""
+    square = torch.randn(4096, 4096, device="cuda")
+    for _ in range(20):
+        square = square @ square.T / 4096
+
+
+def host_copies(tensors: list[StateTensor]) -> list[torch.Tensor]:
+    return [one.tensor.cpu().clone() for one in tensors]
+
+
+def test_snapshots_have_the_state_when_begun_and_restore_it(
+    store: MemoryStore, engine: StreamEngine, tensors: list[StateTensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    capturer = LiveCapturer(tensors, NoTrainer(), engine)
+    layout = capturer.layout(SnapshotPlan(0, {ROUTER: Part.FULL}))
+    with caplog.at_level(logging.WARNING):
+        for iteration in range(1, 6):
+            for one in tensors:
+                one.tensor.add_(1.0)
+            expected = host_copies(tensors)
+            hold_the_device()
+            writer = store.reserve(SnapshotId(iteration, 0), layout)
+            capturer.begin([(layout, writer)])
+            tensors[0].tensor.fill_(-1.0)  # as the next forward pass does with buffers
+            capturer.end(WAIT_S)
+            tensors[1].tensor.fill_(-1.0)  # as the next step of the optimizer does
+            writer.seal(Facts("job"))
+            restorer = LiveRestorer(tensors, lambda recast: None)
+            restorer.poison()
+            with store.open(SnapshotId(iteration, 0)) as reader:
+                restorer.restore(reader.read, {Part.FULL: [ROUTER]})
+            restorer.complete()
+            for one, value in zip(tensors, expected, strict=True):
+                assert torch.equal(one.tensor.cpu(), value), one.field
+            store.free(SnapshotId(iteration, 0))
+    assert not [record for record in caplog.records if "page-lock" in record.message]
+
+
+def test_begin_does_not_wait_for_the_device(
+    store: MemoryStore, engine: StreamEngine, tensors: list[StateTensor]
+) -> None:
+    capturer = LiveCapturer(tensors, NoTrainer(), engine)
+    layout = capturer.layout(SnapshotPlan(0, {ROUTER: Part.FULL}))
+    for iteration in (1, 2, 3):  # both segments are page-locked by the second
+        writer = store.reserve(SnapshotId(iteration, 0), layout)
+        hold_the_device()
+        held = torch.cuda.Event()
+        held.record()
+        capturer.begin([(layout, writer)])
+        was_busy = not held.query()
+        capturer.end(WAIT_S)
+        writer.seal(Facts("job"))
+        if iteration < 3:
+            store.free(SnapshotId(iteration, 0))
+    assert was_busy
+
+
+def test_what_cannot_be_page_locked_is_copied_all_the_same_and_said_once(
+    store: MemoryStore,
+    engine: StreamEngine,
+    tensors: list[StateTensor],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cudart = torch.cuda.cudart()
+
+    class Refusing:
+        cudaHostUnregister = staticmethod(cudart.cudaHostUnregister)
+
+        @staticmethod
+        def cudaHostRegister(address: int, nbytes: int, flags: int) -> object:
+            return cudart.cudaHostRegister(0, nbytes, flags)
+
+    monkeypatch.setattr(torch.cuda, "cudart", Refusing)
+    capturer = LiveCapturer(tensors, NoTrainer(), engine)
+    layout = capturer.layout(SnapshotPlan(0, {ROUTER: Part.FULL}))
+    for iteration in (1, 2):
+        with store.reserve(SnapshotId(iteration, 0), layout) as writer:
+            capturer.begin([(layout, writer)])
+            capturer.end(WAIT_S)
+            writer.seal(Facts("job"))
+        with store.open(SnapshotId(iteration, 0)) as reader:
+            found = torch.frombuffer(bytearray(reader.read(tensors[1].key)), dtype=torch.float32)
+        assert torch.equal(found, tensors[1].tensor.cpu())
+    assert len([record for record in caplog.records if "page-lock" in record.message]) == 1

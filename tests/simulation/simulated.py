@@ -1,0 +1,125 @@
+"""Whole simulated jobs under the real coordinator, keeper and recovery."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
+from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
+from megatron.core.dist_checkpointing.moe.policy.strategies import STRATEGIES, Job
+from megatron.core.dist_checkpointing.moe.replicate.replicator import Replicator
+from megatron.core.dist_checkpointing.moe.runtime.coordinator import Coordinator, Ports, Report
+from megatron.core.dist_checkpointing.moe.runtime.keeper import Identity, Keeper
+from megatron.core.dist_checkpointing.moe.runtime.persister import Persister
+from megatron.core.dist_checkpointing.moe.runtime.recovery import Outcome, Recovery, RecoveryPorts
+from megatron.core.dist_checkpointing.moe.simulate.job import RankPorts, SimulatedJob, Start
+from megatron.core.dist_checkpointing.moe.simulate.model import spread
+from megatron.core.dist_checkpointing.moe.simulate.network import Network
+from megatron.core.dist_checkpointing.moe.simulate.world import World
+from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Topology, expert
+
+LAYERS, EXPERTS, RANKS = 2, 4, 4
+OPERATORS = tuple(
+    sorted(
+        [OperatorId(-1, OperatorKind.EMBEDDING), OperatorId(LAYERS, OperatorKind.HEAD)]
+        + [
+            OperatorId(layer, kind)
+            for layer in range(LAYERS)
+            for kind in (OperatorKind.NON_EXPERT, OperatorKind.ROUTER)
+        ]
+        + [expert(layer, index) for layer in range(LAYERS) for index in range(EXPERTS)]
+    )
+)
+SEGMENT_BYTES = 16_384
+
+
+@dataclass
+class Told:
+    """What the ranks of a simulated job came to know."""
+
+    outcomes: list[tuple[int, Outcome]] = field(default_factory=list)
+    reports: dict[int, Report] = field(default_factory=dict)
+    began_anew: int = 0
+
+
+@dataclass
+class Simulation:
+    """A job of RANKS ranks that trains to `iterations` and is protected by the real coordinator."""
+
+    config: MoECheckpointConfig
+    iterations: int = 8
+    nodes: Callable[[int], tuple[int, ...]] = lambda start: (0, 0, 1, 1)
+    wipe: bool = False
+    network: Callable[[World, int], Network] = Network
+    store_fails: Callable[[int, bool, int, str], bool] | None = None
+    counts: Callable[[int, int], Mapping[int, tuple[int, ...]]] | None = None
+    told: Told = field(default_factory=Told)
+
+    def run(self, seed: int, **crash: object) -> tuple[World, SimulatedJob, list[Start]]:
+        """Train to the end; every restored byte is compared with what it must be."""
+        world = World(seed, **crash)  # type: ignore[arg-type]
+        options = {} if self.store_fails is None else {"store_fails": self.store_fails}
+        job = SimulatedJob(
+            world, RANKS, lambda rank: spread(OPERATORS, rank, RANKS), (SEGMENT_BYTES,) * 12, nodes=self.nodes,
+            wipe=self.wipe, network=self.network, max_starts=12, **options,
+        )  # fmt: skip
+        starts = job.run(self._make)
+        for rank, model in job.models.items():
+            assert model.iteration == self.iterations, f"rank {rank} ended at {model.iteration}\n{world.story()}"
+            assert not model.wrong(), f"rank {rank}: {model.wrong()}\n{world.story()}"
+        return world, job, starts
+
+    def _make(self, rank: int, ports: RankPorts) -> Callable[[], None]:
+        def main() -> None:
+            control, data = ports.transport("control", 20.0), ports.transport("data", 5.0)
+            topology = Topology(RANKS, ep=2, nodes=self.nodes(ports.start))
+            job = Job(self.config, OPERATORS, topology, 64, self.iterations, topk=2)
+            strategy = STRATEGIES[self.config.strategy](job)
+            placement = place_replicas(topology, self.config.replicas or 0)
+            owners = placement.kept_by[rank]
+            identity = Identity("job", {"world_size": RANKS}, ports.capturer.operators)
+            persistent = ports.persistent if self.config.persist_dir else None
+            recovery = Recovery(
+                job,
+                strategy,
+                RecoveryPorts(ports.memory, persistent, data, ports.restorer, ports.trainer, ports.clock),
+                identity,
+                owners,
+            )
+            outcome = recovery.carry_out() if recovery.look() is not None else None
+            if outcome is None:
+                assert ports.model.iteration == 0
+                recovery.discard(0)
+                self.told.began_anew += rank == 0
+            else:
+                ports.model.iteration = outcome.plan.target
+                self.told.outcomes.append((rank, outcome))
+                if not outcome.plan.lost_tokens:
+                    assert not ports.model.wrong(), (rank, outcome.plan.target, ports.model.wrong())
+            replicator = Replicator(data, placement.peers[rank], owners) if self.config.replicas else None
+            keeper = Keeper(ports.memory, replicator, data, ports.clock, identity, owners=owners)
+            persister = None
+            if persistent is not None:
+                persister = Persister(
+                    ports.memory, persistent, rank, identity,
+                    lambda piece, index: ports.capturer.layout(piece.plan, trainer=index == 0),
+                )  # fmt: skip
+            coordinator = Coordinator(
+                job,
+                strategy,
+                Ports(ports.memory, persistent, ports.capturer, ports.trainer, control, ports.lane, ports.clock),
+                keeper,
+                persister,
+            )
+            if outcome is not None:
+                coordinator.resume(outcome.plan.target, outcome.kept, outcome.persisted)
+            for iteration in range(ports.model.iteration + 1, self.iterations + 1):
+                ports.model.forward_backward()
+                coordinator.before_optimizer()
+                ports.model.step()
+                coordinator.step_end(iteration, self.counts(rank, iteration) if self.counts else None)
+            coordinator.shutdown()
+            self.told.reports[rank] = coordinator.report()
+
+        return main

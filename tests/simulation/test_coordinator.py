@@ -1,0 +1,74 @@
+"""The real coordinator, keeper and recovery in a simulated world: crashes at every event, lost nodes, bad wires."""
+
+from __future__ import annotations
+
+import pytest
+from simulated import RANKS, Simulation
+
+from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
+from megatron.core.dist_checkpointing.moe.policy.lifecycle import ProtectionState
+from megatron.core.dist_checkpointing.moe.simulate.network import Network
+
+FULL = MoECheckpointConfig(strategy="full", interval=2, replicas=1, timeout_s=60.0)
+DURABLE = MoECheckpointConfig(
+    strategy="full", interval=2, replicas=1, persist_dir="disk", persist_interval=4, timeout_s=60.0
+)
+
+
+def test_an_undisturbed_job_is_protected_to_its_end() -> None:
+    simulation = Simulation(FULL)
+    _, _, starts = simulation.run(0)
+    assert len(starts) == 1
+    assert {report.protection.state for report in simulation.told.reports.values()} == {ProtectionState.PROTECTED}
+
+
+def test_the_same_seed_tells_the_same_story() -> None:
+    one, _, _ = Simulation(FULL).run(7)
+    other, _, _ = Simulation(FULL).run(7)
+    assert one.trace == other.trace
+
+
+@pytest.mark.parametrize("wipe", [False, True], ids=["process lost", "node lost with its memory"])
+def test_a_crash_at_any_event_leaves_no_trace(wipe: bool) -> None:
+    world, _, _ = Simulation(FULL).run(1)
+    for rank in (0, 3):
+        for event in range(1, world.events_of(rank), 7):
+            simulation = Simulation(FULL, wipe=wipe)
+            simulation.run(event, crash={rank: event})
+
+
+def test_ranks_that_move_to_other_nodes_find_their_state() -> None:
+    world, _, _ = Simulation(FULL).run(2)
+    for event in range(world.events_of(1) // 2, world.events_of(1), 23):
+        simulation = Simulation(FULL, nodes=lambda start: ((0, 0, 1, 1), (1, 0, 0, 1), (1, 1, 0, 0))[min(start, 2)])
+        simulation.run(event, crash={1: event})
+        assert simulation.told.outcomes
+
+
+def test_a_second_crash_during_recovery_is_survived() -> None:
+    world, _, _ = Simulation(FULL).run(3)
+    first = world.events_of(2) * 2 // 3
+    for second in range(1, 160, 9):
+        Simulation(FULL).run(second, crash={2: first, 1: first + second})
+
+
+def test_bits_that_flip_on_the_way_never_reach_the_state() -> None:
+    for seed in range(12):
+        simulation = Simulation(FULL, network=lambda world, n: Network(world, n, flip_rate=0.03), wipe=True)
+        simulation.run(seed, crash={seed % RANKS: 300 + 11 * seed})
+
+
+def test_persistent_snapshots_bring_back_a_job_whose_memory_is_all_gone() -> None:
+    world, _, _ = Simulation(DURABLE).run(5)
+    recovered = 0
+    for event in range(world.events_of(0) // 2, world.events_of(0), 41):
+        simulation = Simulation(DURABLE, nodes=lambda start: (start,) * RANKS, wipe=True)
+        simulation.run(event, crash={0: event})
+        recovered += bool(simulation.told.outcomes)
+    assert recovered, "some crash came after the first persistent snapshot"
+
+
+def test_a_store_that_refuses_costs_protection_and_never_training() -> None:
+    for seed in range(10):
+        simulation = Simulation(DURABLE, store_fails=lambda rank, _, n, name, at=seed: (n + rank) % 13 == at)
+        simulation.run(seed)

@@ -1,0 +1,466 @@
+"""The protocol of replication over a transport in memory, for any graph of peers, and how ranks meet anew."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import HashStore
+from xxhash import xxh3_128_digest
+
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
+from megatron.core.dist_checkpointing.moe.ports import NoRoom, PeerLost, StoreFailure
+from megatron.core.dist_checkpointing.moe.replicate.meeting import Meeting
+from megatron.core.dist_checkpointing.moe.replicate.messages import (
+    HEADER_BYTES,
+    Garbled,
+    Piece,
+    decode_header,
+    decode_table,
+    encode_header,
+    encode_table,
+)
+from megatron.core.dist_checkpointing.moe.replicate.process_group import ProcessGroupTransport
+from megatron.core.dist_checkpointing.moe.replicate.replicator import Exchange, Offer, Replicator
+
+HANG_TIMEOUT_S = 30.0
+
+
+class Network:
+    """Messages in memory: as over a socket without buffers, one is sent only when its receiver has a place for it."""
+
+    def __init__(self, spoil: Callable[[int, int, int, memoryview], None] | None = None) -> None:
+        self._changed = threading.Condition()
+        self._sent: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
+        self._awaited: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
+        self._counts: dict[tuple[int, int], int] = defaultdict(int)
+        self.spoil, self._why = spoil, ""
+
+    def post(self, message: Message, pair: tuple[int, int], *, is_sent: bool) -> None:
+        with self._changed:
+            (self._sent if is_sent else self._awaited)[pair].append(message)
+            while self._sent[pair] and self._awaited[pair]:
+                source, target = self._sent[pair].popleft(), self._awaited[pair].popleft()
+                if source.view.nbytes != target.view.nbytes:
+                    self._why = f"{source.view.nbytes} bytes were sent, {target.view.nbytes} expected"
+                    break
+                target.view[:] = source.view
+                self._counts[pair] += 1
+                if self.spoil is not None:
+                    self.spoil(*pair, self._counts[pair], target.view)
+                for one in (source, target):
+                    one.is_through = True
+            self._changed.notify_all()
+
+    def wait(self, message: Message) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: message.is_through or self._why, HANG_TIMEOUT_S)
+            message.view = memoryview(b"")
+            if not message.is_through:
+                raise PeerLost(self._why or "nothing came")
+
+    def lose(self, why: str) -> None:
+        with self._changed:
+            self._why = why
+            self._changed.notify_all()
+
+
+@dataclass(eq=False)
+class Message:
+    network: Network
+    view: memoryview
+    is_through: bool = False
+
+    def wait(self) -> None:
+        self.network.wait(self)
+
+
+class FakeTransport:
+    """What a replicator uses of a transport."""
+
+    def __init__(self, network: Network, rank: int, world_size: int) -> None:
+        self.network, self.rank, self.world_size = network, rank, world_size
+
+    def send(self, to: int, data: Any) -> Message:
+        return self._posted(data, (self.rank, to), is_sent=True)
+
+    def receive(self, source: int, into: memoryview) -> Message:
+        return self._posted(into, (source, self.rank), is_sent=False)
+
+    def _posted(self, data: Any, pair: tuple[int, int], *, is_sent: bool) -> Message:
+        message = Message(self.network, memoryview(data))
+        self.network.post(message, pair, is_sent=is_sent)
+        return message
+
+
+def manifest_of(name: str, raw: bytes) -> bytes:
+    return f"{name} {len(raw)} ".encode() + xxh3_128_digest(raw)
+
+
+@dataclass
+class Room:
+    """An inbox: seals what matches its manifest. `refuse`, `unstorable`, `full`: pieces it does not take."""
+
+    sealed: dict[tuple[int, bytes], bytes] = field(default_factory=dict)
+    refuse: frozenset[str] = frozenset()
+    unstorable: frozenset[str] = frozenset()
+    full: frozenset[str] = frozenset()
+    open: list[Slot] = field(default_factory=list)
+
+    def holds(self, owner: int, manifest: bytes) -> bool:
+        return (owner, manifest) in self.sealed
+
+    def begin(self, owner: int, manifest: bytes) -> Slot | None:
+        name, size, _ = manifest.split(b" ", 2)
+        if name.decode() in self.refuse:
+            raise NoRoom("all segments are in use")
+        if name.decode() in self.full:
+            return None
+        slot = Slot(self, owner, manifest, bytearray(int(size)))
+        self.open.append(slot)
+        return slot
+
+
+@dataclass(eq=False)
+class Slot:
+    room: Room
+    owner: int
+    manifest: bytes
+    data: bytearray
+
+    @property
+    def buffer(self) -> memoryview:
+        return memoryview(self.data)
+
+    def seal(self) -> None:
+        self.data.append(0)  # a BufferError while anything refers to the bytes
+        raw = bytes(self.data[:-1])
+        name = self.manifest.split(b" ", 1)[0].decode()
+        if name in self.room.unstorable:
+            raise StoreFailure("the storage refuses")
+        if manifest_of(name, raw) != self.manifest:
+            raise UnreadableCheckpoint("a record does not match its checksum")
+        self.room.sealed[self.owner, self.manifest] = raw
+        self.room.open.remove(self)
+
+    def abandon(self) -> None:
+        self.data.append(0)
+        self.room.open.remove(self)
+
+
+Peers = Mapping[int, Sequence[int]]
+Pieces = Mapping[int, Mapping[str, bytes] | None]
+
+
+def offers_of(pieces: Mapping[str, bytes] | None) -> list[Offer] | None:
+    if pieces is None:
+        return None
+    return [Offer(name, manifest_of(name, raw), memoryview(raw)) for name, raw in pieces.items()]
+
+
+def exchange(peers: Peers, pieces: Pieces, rooms: Sequence[Room], network: Network | None = None) -> list[Exchange]:
+    """One round of all ranks, each on a thread."""
+    network, world = network or Network(), range(len(rooms))
+
+    def play(rank: int) -> Exchange:
+        owners = [owner for owner in world if rank in peers[owner]]
+        replicator = Replicator(FakeTransport(network, rank, len(rooms)), peers[rank], owners)
+        return replicator.exchange(7, offers_of(pieces[rank]), rooms[rank])
+
+    with ThreadPoolExecutor(len(rooms)) as threads:
+        return list(threads.map(play, world))
+
+
+def pair(raw: bytes = b"some bytes", network: Network | None = None, **room: Any) -> tuple[list[Exchange], list[Room]]:
+    """Rank 0 gives one piece to rank 1."""
+    rooms = [Room(), Room(**room)]
+    return exchange({0: [1], 1: []}, {0: {"snapshot": raw}, 1: None}, rooms, network), rooms
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[Peers, Pieces, list[Room]]:
+    """Any graph, any pieces, any refusals, and some pieces that are there already."""
+    ranks = range(draw(st.integers(1, 5)))
+    peers = {
+        rank: draw(
+            st.lists(st.sampled_from(ranks), unique=True).map(lambda found, me=rank: [r for r in found if r != me])
+        )
+        for rank in ranks
+    }
+    names = st.sampled_from(["snapshot", "parked", "log"])
+    pieces = {rank: draw(st.none() | st.dictionaries(names, st.binary(max_size=40))) for rank in ranks}
+    few = st.frozensets(names, max_size=1)
+    rooms = [Room(refuse=draw(few), unstorable=draw(few), full=draw(few)) for _ in ranks]
+    for owner, given_ in pieces.items():
+        for name, raw in (given_ or {}).items():
+            for peer in peers[owner]:
+                if draw(st.booleans()):
+                    rooms[peer].sealed[owner, manifest_of(name, raw)] = raw
+    return peers, pieces, rooms
+
+
+@given(worlds())
+@settings(max_examples=150)
+def test_in_any_graph_what_is_acknowledged_is_sealed_and_nothing_else(world: tuple[Peers, Pieces, list[Room]]) -> None:
+    peers, pieces, rooms = world
+    before = [dict(room.sealed) for room in rooms]
+    results = exchange(peers, pieces, rooms)
+    for owner, offered in pieces.items():
+        for peer in peers[owner]:
+            manifests = {name: manifest_of(name, raw) for name, raw in (offered or {}).items()}
+            held = [name for name, manifest in manifests.items() if rooms[peer].holds(owner, manifest)]
+            assert results[owner].acknowledged[peer] == (offered is not None and len(held) == len(manifests))
+            assert [name for kept, name in results[peer].kept if kept == owner] == held
+            declined = rooms[peer].refuse | rooms[peer].full | rooms[peer].unstorable
+            there = [name for name, manifest in manifests.items() if (owner, manifest) in before[peer]]
+            assert held == [name for name in manifests if name in there or name not in declined]
+    assert sum(found.sent_bytes for found in results) == sum(found.received_bytes for found in results)
+    assert not any(room.open for room in rooms)
+
+
+def test_what_is_held_already_is_not_sent() -> None:
+    raw = b"some bytes"
+    (giver, keeper), _ = pair(raw, sealed={(0, manifest_of("snapshot", raw)): raw})
+    assert giver.acknowledged == {1: True}
+    assert (giver.sent_bytes, keeper.received_bytes, keeper.kept) == (0, 0, ((0, "snapshot"),))
+
+
+@pytest.mark.parametrize("raw", [b"", b"some bytes"])
+def test_a_piece_of_any_size_arrives(raw: bytes) -> None:
+    (giver, keeper), rooms = pair(raw)
+    assert giver.acknowledged == {1: True}
+    assert rooms[1].sealed == {(0, manifest_of("snapshot", raw)): raw}
+    assert (giver.failures, keeper.failures) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("room", "why"),
+    [
+        ({"refuse": frozenset({"snapshot"})}, "all segments are in use"),
+        ({"full": frozenset({"snapshot"})}, "there is no room"),
+        ({"unstorable": frozenset({"snapshot"})}, "the storage refuses"),
+    ],
+)
+def test_both_sides_say_what_was_not_kept_and_the_keeper_why(room: dict[str, Any], why: str) -> None:
+    (giver, keeper), _ = pair(**room)
+    assert giver.acknowledged == {1: False}
+    assert "rank 1 did not keep snapshot of iteration 7 for rank 0" in giver.failures[0]
+    assert keeper.failures == (f"rank 1 does not keep snapshot of iteration 7 for rank 0: {why}",)
+
+
+def test_a_segment_of_another_size_than_its_manifest_says_is_refused() -> None:
+    rooms, network = [Room(), Room()], Network()
+
+    def play(rank: int) -> Exchange:
+        replicator = Replicator(FakeTransport(network, rank, 2), [1] * (rank == 0), [0] * rank)
+        offer = Offer("snapshot", manifest_of("snapshot", b"1234"), memoryview(b"12345"))
+        return replicator.exchange(7, [offer] if rank == 0 else None, rooms[rank])
+
+    with ThreadPoolExecutor(2) as threads:
+        giver, keeper = threads.map(play, range(2))
+    assert giver.acknowledged == {1: False}
+    assert "5 bytes, but its manifest needs 4" in keeper.failures[0]
+    assert not rooms[1].open
+
+
+def flipping(times: int) -> Network:
+    """Flips a bit of raw bytes, told by their size, as they pass."""
+    left = [times]
+
+    def spoil(source: int, to: int, number: int, data: memoryview) -> None:
+        if data.nbytes == 10 and left[0]:
+            left[0] -= 1
+            data[3] ^= 4
+
+    return Network(spoil)
+
+
+def test_a_piece_damaged_on_the_way_is_sent_once_more() -> None:
+    (giver, keeper), rooms = pair(b"0123456789", flipping(1))
+    assert giver.acknowledged == {1: True}
+    assert (giver.sent_bytes, keeper.received_bytes) == (20, 20)
+    assert list(rooms[1].sealed.values()) == [b"0123456789"]
+    assert giver.failures == ()
+
+
+def test_a_piece_damaged_twice_is_given_up_by_both() -> None:
+    (giver, keeper), rooms = pair(b"0123456789", flipping(2))
+    assert giver.acknowledged == {1: False}
+    assert (giver.sent_bytes, keeper.kept, rooms[1].sealed, rooms[1].open) == (20, (), {}, [])
+    assert "damaged twice" in giver.failures[0]
+    assert "damaged twice" in keeper.failures[0]
+
+
+def lost_in_round(network: Network, iterations: tuple[int, int]) -> tuple[list[PeerLost], list[Room]]:
+    """What two ranks raise that give to each other, each in its own round."""
+    rooms = [Room(), Room()]
+
+    def play(rank: int) -> PeerLost:
+        other = 1 - rank
+        replicator = Replicator(FakeTransport(network, rank, 2), [other], [other])
+        with pytest.raises(PeerLost) as caught:
+            replicator.exchange(iterations[rank], offers_of({"snapshot": b"0123456789"}), rooms[rank])
+        network.lose(f"rank {rank} left")
+        return caught.value
+
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(play, range(2))), rooms
+
+
+def test_ranks_in_different_rounds_say_both() -> None:
+    errors, rooms = lost_in_round(Network(), (7, 8))
+    assert any("lost step" in str(error) for error in errors)
+    assert all("7" in str(error) and "8" in str(error) for error in errors if "lost step" in str(error))
+    assert not any(room.sealed or room.open for room in rooms)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 5])
+def test_garbage_in_place_of_any_control_message_is_noticed(number: int) -> None:
+    def spoil(source: int, to: int, count: int, data: memoryview) -> None:
+        if source == 0 and count == number:
+            data[0] ^= 0xF0
+
+    errors, rooms = lost_in_round(Network(spoil), (7, 7))
+    assert any("do not understand each other" in str(error) for error in errors)
+    assert not any(room.open for room in rooms)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
+def test_a_peer_lost_at_any_message_leaves_nothing_open_and_no_memory_in_use(number: int) -> None:
+    network = Network()
+
+    def lose(source: int, to: int, count: int, data: memoryview) -> None:
+        if source == 0 and count == number:
+            network.lose("rank 0 was killed")
+
+    network.spoil = lose
+    errors, rooms = lost_in_round(network, (7, 7))
+    assert len(errors) == 2
+    for room in rooms:
+        assert not room.open  # `abandon` fails while anything refers to the bytes
+
+
+@pytest.mark.parametrize(("peers", "owners"), [([0], []), ([], [2]), ([1, 1], []), ([-1], [])])
+def test_a_rank_cannot_be_its_own_peer_nor_one_of_another_world(peers: list[int], owners: list[int]) -> None:
+    with pytest.raises(UsageError, match="different other ranks"):
+        Replicator(FakeTransport(Network(), 0, 2), peers, owners)
+
+
+@given(
+    st.integers(0, 2**62),
+    st.none() | st.lists(st.builds(Piece, st.text(max_size=20), st.binary(), st.integers(0, 2**60))),
+)
+def test_headers_and_tables_are_read_back_as_they_were(iteration: int, pieces: list[Piece] | None) -> None:
+    table = encode_table(pieces or ())
+    header = decode_header(encode_header(iteration, None if pieces is None else len(pieces), table))
+    assert (header.iteration, header.pieces) == (iteration, None if pieces is None else len(pieces))
+    assert decode_table(header, table) == tuple(pieces or ())
+
+
+@given(st.integers(0, 8 * HEADER_BYTES - 1))
+def test_no_bit_of_a_header_can_change_unnoticed(bit: int) -> None:
+    header = bytearray(encode_header(12, 1, encode_table([Piece("snapshot", b"manifest", 9)])))
+    header[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(Garbled):
+        decode_header(header)
+
+
+@pytest.fixture
+def transports() -> Iterator[list[ProcessGroupTransport]]:
+    """Two ranks in this process, connected for real."""
+    store = HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        made = list(threads.map(lambda rank: ProcessGroupTransport(store, rank, 2, "test", HANG_TIMEOUT_S), range(2)))
+    yield made
+    for transport in made:
+        transport.close()
+
+
+def test_a_closed_transport_lets_go_of_what_was_under_way(transports: list[ProcessGroupTransport]) -> None:
+    into, data = bytearray(10), bytearray(1000)
+    under_way = [transports[0].receive(1, memoryview(into)), transports[0].send(1, data)]
+    for buffer in (into, data):
+        with pytest.raises(BufferError):
+            buffer.append(0)
+    transports[0].close()
+    for buffer in (into, data):
+        buffer.append(0)
+    for transfer in under_way:
+        with pytest.raises(PeerLost, match="closed"):
+            transfer.wait()
+
+
+@pytest.mark.filterwarnings("error")
+def test_read_only_memory_is_sent_without_a_warning_and_stays_mapped_until_then(
+    transports: list[ProcessGroupTransport], tmp_path: Path
+) -> None:
+    path = tmp_path / "segment"
+    path.write_bytes(bytes(range(100)))
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    sent = transports[0].send(1, memoryview(mapped)[10:60])
+    with pytest.raises(BufferError):
+        mapped.close()
+    into = bytearray(50)
+    transports[1].receive(0, memoryview(into)).wait()
+    sent.wait()
+    mapped.close()
+    assert into == bytes(range(10, 60))
+
+
+def test_what_cannot_be_sent_or_received_is_refused_at_once(transports: list[ProcessGroupTransport]) -> None:
+    transport = transports[0]
+    with pytest.raises(UsageError, match="read-only"):
+        transport.receive(1, memoryview(b"abc"))
+    with pytest.raises(UsageError, match="not contiguous"):
+        transport.send(1, memoryview(b"abcd")[::2])
+    for other in (0, 2, -1):
+        with pytest.raises(UsageError, match="in a world of 2 ranks"):
+            transport.send(other, b"abc")
+    with pytest.raises(UsageError, match="no JSON value"):
+        transport.gather({"loss": float("nan")})
+
+
+def meet(meetings: Sequence[Meeting], timeout_s: float = HANG_TIMEOUT_S, pauses_s: Sequence[float] = ()) -> list[int]:
+    def come(rank: int) -> int:
+        time.sleep(pauses_s[rank] if pauses_s else 0)
+        return meetings[rank].meet(timeout_s)
+
+    with ThreadPoolExecutor(len(meetings)) as threads:
+        return list(threads.map(come, range(len(meetings))))
+
+
+def test_ranks_that_come_at_different_times_agree_on_one_number() -> None:
+    store = HashStore()
+    meetings = [Meeting(store, rank, 3) for rank in range(3)]
+    assert meet(meetings, pauses_s=(0, 0.1, 0.05)) == [1, 1, 1]
+    assert meet(meetings, pauses_s=(0.1, 0, 0.05)) == [2, 2, 2]
+
+
+def test_ranks_that_gave_up_several_times_meet_the_late_one_at_a_new_number() -> None:
+    store = HashStore()
+    meetings = [Meeting(store, rank, 3) for rank in range(3)]
+    for rank in (0, 0, 1):
+        with pytest.raises(PeerLost):
+            meetings[rank].meet(0.0)
+    numbers = meet(meetings)
+    assert len(set(numbers)) == 1
+    assert numbers[0] > 2
+
+
+def test_who_does_not_come_is_named() -> None:
+    store = HashStore()
+    with pytest.raises(PeerLost, match="ranks 1, 2 did not come"):
+        Meeting(store, 0, 3).meet(0.0)
+    with pytest.raises(PeerLost, match="rank 1 did not come"):
+        Meeting(store, 2, 3).meet(0.0)

@@ -1,0 +1,301 @@
+"""The strategy `pec`: what it takes in turn, what it persists, what faults cost, and that K grows in time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from strategy_cases import TOKENS, World, job_of
+
+from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.policy.copies import Level
+from megatron.core.dist_checkpointing.moe.policy.partial import next_position, sequential_selection
+from megatron.core.dist_checkpointing.moe.policy.strategies import Job, Pec
+from megatron.core.dist_checkpointing.moe.types import OperatorId, Part, SnapshotPlan, Topology
+
+PEC = MoECheckpointConfig(strategy="pec", interval=1)
+STORING = replace(PEC, persist_dir="/storage", persist_interval=4)
+BY_LOAD = {"pec_selection": "load-aware"}
+STAGES = Topology(8, pp=2, ep=2, ranks_per_node=4)
+EVEN = [[10] * 8] * 3
+
+
+def experts_of(plan: SnapshotPlan | None) -> set[OperatorId]:
+    """Experts with their FULL state in a plan."""
+    assert plan is not None
+    return {operator for operator in plan.anchored if operator.is_expert}
+
+
+def step(pec: Pec, iteration: int, *, ok: bool = True, counts: list[list[int]] = EVEN) -> SnapshotPlan:
+    """One iteration whose snapshot settles at once."""
+    plan = pec.plan(iteration)
+    assert plan is not None
+    pec.counted(iteration, counts)
+    pec.settled(plan, Level.SNAPSHOT, ok)
+    return plan
+
+
+def written(pec: Pec, iteration: int, *, ok: bool = True) -> SnapshotPlan | None:
+    """One iteration, with what it persists, which settles at once too."""
+    part = pec.persistent(step(pec, iteration))
+    if part is not None:
+        pec.settled(part, Level.PERSIST, ok)
+    return part
+
+
+def run(job: Job, seed: int, steps: int, *, failing: float = 0.2, partial: bool = False, faults: float = 0.05) -> World:
+    world = World(job, seed, failing, partial)
+    while world.steps < steps:
+        world.step()
+        if world.random.random() < faults:
+            world.fault(lose_node=world.random.random() < 0.4)
+            report = world.strategy.report()
+            assert report.lost_tokens == world.lost_tokens, f"seed {seed}"
+            share = Fraction(sum(world.lost_tokens), TOKENS * job.iterations * job.topk * len(job.moe_layers))
+            assert report.plt == share
+    return world
+
+
+def test_snapshots_after_the_full_one_take_experts_as_the_sequential_selection_of_each_stage_does() -> None:
+    for k in (1, 2, 4):
+        job = job_of(replace(PEC, pec_k_snapshot=k), STAGES, layers=6)
+        pec, position = Pec(job), 0
+        step(pec, 1, counts=[[1] * 8] * 5)
+        for iteration in range(2, 20):
+            wanted = {
+                operator
+                for layers in ((1, 2), (3, 4, 5))
+                for operator in sequential_selection(layers, 8, k, position, ep=2)
+            }
+            assert experts_of(step(pec, iteration, counts=[[1] * 8] * 5)) == wanted
+            position = next_position(position, k, 8)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 8])
+def test_all_experts_are_in_any_full_turn_of_snapshots(k: int) -> None:
+    pec = Pec(job_of(replace(PEC, pec_k_snapshot=k)))
+    step(pec, 1)
+    turn = -(-8 // k)
+    plans = [experts_of(step(pec, iteration)) for iteration in range(2, 30)]
+    for first in range(len(plans) - turn):
+        assert len(set().union(*plans[first : first + turn])) == 24
+
+
+def test_all_that_is_no_expert_is_in_every_snapshot() -> None:
+    job = job_of(PEC)
+    pec = Pec(job)
+    for iteration in range(1, 6):
+        plan = step(pec, iteration)
+        assert all(plan.parts[operator] is Part.FULL for operator in job.operators if not operator.is_expert)
+
+
+def test_everything_is_taken_until_that_has_succeeded_once() -> None:
+    pec = Pec(job_of(PEC))
+    assert len(experts_of(step(pec, 1, ok=False))) == 24
+    assert len(experts_of(step(pec, 2))) == 24
+    assert len(experts_of(step(pec, 3))) == 3
+
+
+def test_while_everything_is_under_way_it_is_not_taken_again() -> None:
+    pec = Pec(job_of(PEC))
+    first = pec.plan(1)
+    assert first is not None
+    pec.counted(1, EVEN)
+    second = pec.plan(2)
+    assert len(experts_of(second)) == 3
+    pec.counted(2, EVEN)
+    pec.settled(first, Level.SNAPSHOT, ok=False)
+    assert len(experts_of(pec.plan(3))) == 24
+
+
+def test_experts_of_a_failed_snapshot_come_in_the_next_turn_before_all_others() -> None:
+    pec = Pec(job_of(PEC))
+    step(pec, 1)
+    failed = experts_of(step(pec, 2, ok=False))
+    for iteration in range(3, 10):
+        assert experts_of(step(pec, iteration)).isdisjoint(failed)
+    assert experts_of(step(pec, 10)) == failed
+    assert experts_of(step(pec, 11)).isdisjoint(failed)
+
+
+def test_experts_under_way_are_not_chosen_again() -> None:
+    for more in ({}, BY_LOAD):
+        pec = Pec(job_of(replace(PEC, **more)))  # type: ignore[arg-type]
+        step(pec, 1)
+        first = experts_of(pec.plan(2))
+        pec.counted(2, EVEN)
+        assert experts_of(pec.plan(3)).isdisjoint(first)
+
+
+def test_nothing_is_planned_between_snapshots_but_their_tokens_count() -> None:
+    pec = Pec(job_of(replace(PEC, interval=3)))
+    for iteration in range(1, 10):
+        plan = pec.plan(iteration)
+        assert (plan is not None) == (iteration % 3 == 0)
+        pec.counted(iteration, EVEN)
+    assert pec.to_data()["ledger"]["tokens"] == [[90] * 8] * 3
+
+
+def test_the_experts_with_most_tokens_are_taken_by_load() -> None:
+    pec = Pec(job_of(replace(PEC, **BY_LOAD), Topology(1)))  # type: ignore[arg-type]
+    step(pec, 1)
+    popular = pec.pieces(step(pec, 2))[1].plan
+    counts = [[100 if OperatorId(layer, next(iter(popular.parts)).kind, index) in popular.parts else 1
+               for index in range(8)] for layer in (1, 2, 3)]  # fmt: skip
+    step(pec, 3, counts=counts)
+    assert experts_of(pec.plan(4)) == set(popular.parts)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("topology", [Topology(4, ep=4), STAGES, Topology(1)])
+def test_by_load_no_expert_waits_for_ever_and_each_rank_has_its_capacity(k: int, topology: Topology) -> None:
+    job = job_of(replace(PEC, pec_k_snapshot=k, **BY_LOAD), topology, layers=6)  # type: ignore[arg-type]
+    pec, seen = Pec(job), dict[OperatorId, int]()
+    counts = [[1000, 200, *[0] * 6]] * 5
+    step(pec, 1, counts=counts)
+    for iteration in range(2, 120):
+        chosen = experts_of(step(pec, iteration, counts=counts))
+        seen |= dict.fromkeys(chosen, iteration)
+        assert len(chosen) <= 5 * k
+        if iteration > 40:
+            assert min(seen.values()) >= iteration - 4 * -(-8 // k)
+            assert len(seen) == 40
+
+
+def test_the_scope_says_what_is_stored_of_experts_that_are_not_selected() -> None:
+    for scope, rest in (("all", None), ("optimizer", Part.MASTER), ("both", Part.MASTER), ("weights", Part.FULL)):
+        pec = Pec(job_of(replace(PEC, pec_scope=scope)))
+        step(pec, 1)
+        plan = step(pec, 2)
+        parts = Counter(plan.parts.get(operator) for operator in pec._groups.experts)
+        assert parts == ({Part.FULL: 24} if rest is Part.FULL else {Part.FULL: 3, rest: 21})
+
+
+def test_the_first_persistent_snapshot_has_everything_and_later_ones_what_was_taken() -> None:
+    pec = Pec(job_of(STORING))
+    parts = {iteration: written(pec, iteration) for iteration in range(1, 13)}
+    assert [iteration for iteration, part in parts.items() if part] == [4, 8, 12]
+    assert [len(experts_of(parts[iteration])) for iteration in (4, 8, 12)] == [24, 3, 3]
+
+
+def test_everything_is_persisted_again_when_that_has_failed() -> None:
+    pec = Pec(job_of(STORING))
+    for iteration in range(1, 13):
+        part = written(pec, iteration, ok=iteration != 4)
+        if part is not None:
+            assert len(experts_of(part)) == (24 if iteration < 12 else 3)
+
+
+def test_a_snapshot_that_was_not_planned_to_be_persisted_is_not() -> None:
+    pec = Pec(job_of(STORING))
+    for iteration in range(1, 4):
+        step(pec, iteration)
+    due, late = pec.plan(4), None
+    pec.counted(4, EVEN)
+    late = pec.plan(5)
+    pec.counted(5, EVEN)
+    assert due is not None
+    assert late is not None
+    pec.settled(due, Level.SNAPSHOT, ok=False)
+    pec.settled(late, Level.SNAPSHOT, ok=True)
+    assert pec.persistent(late) is None
+    assert len(experts_of(written(pec, 6))) == 24
+
+
+@pytest.mark.parametrize(("k", "k_persist"), [(1, None), (2, None), (2, 1), (3, None), (3, 2), (4, 1), (8, 3)])
+@pytest.mark.parametrize("persist_interval", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("selection", ["sequential", "load-aware"])
+def test_every_expert_is_persisted_in_so_many_writes(
+    k: int, k_persist: int | None, persist_interval: int, selection: str
+) -> None:
+    config = replace(STORING, persist_interval=persist_interval, pec_k_snapshot=k, pec_k_persist=k_persist)
+    pec = Pec(job_of(replace(config, pec_selection=selection)))
+    counts = [[50, 30, 20, 5, 1, 1, 0, 0]] * 3
+    bound = 2 * -(-8 // k) * -(-k // (k_persist or k))
+    ages: dict[OperatorId, int] = {}
+    for iteration in range(1, persist_interval * (4 * bound + 4)):
+        plan = step(pec, iteration, counts=counts)
+        part = pec.persistent(plan)
+        if part is not None:
+            pec.settled(part, Level.PERSIST, ok=True)
+            ages = {operator: age + 1 for operator, age in ages.items()} | dict.fromkeys(experts_of(part), 0)
+            assert max(ages.values()) <= bound
+            if len(experts_of(part)) < 24 and selection == "sequential":
+                assert len(experts_of(part)) <= 3 * (k_persist or k)
+
+
+CASES = {
+    "in turn": job_of(replace(STORING, persist_interval=5)),
+    "by load": job_of(replace(STORING, pec_k_snapshot=2, **BY_LOAD), STAGES, layers=6),  # type: ignore[arg-type]
+    "three of eight": job_of(replace(STORING, pec_k_snapshot=3, pec_k_persist=2, interval=2)),
+    "master weights of all": job_of(replace(STORING, pec_scope="both", persist_interval=3)),
+    "memory only": job_of(replace(PEC, pec_k_snapshot=2), STAGES, layers=6),
+}
+
+
+@pytest.mark.parametrize("job", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("partial", [False, True], ids=["agreed snapshots", "parts of snapshots"])
+def test_lost_tokens_are_what_a_recount_gives_over_random_faults(job: Job, partial: bool) -> None:
+    recoveries, old = 0, 0
+    for seed in range(2):
+        world = run(job, seed, 80, partial=partial, faults=0.08)
+        recoveries += len(world.recoveries)
+        old += sum(any(plan.lost_tokens.values()) for plan in world.recoveries)
+    assert recoveries > 3
+    assert old > 1
+
+
+DYNAMIC = {
+    name: replace(job, config=replace(job.config, plt_threshold=0.04), iterations=200) for name, job in CASES.items()
+}
+
+
+@pytest.mark.parametrize("job", DYNAMIC.values(), ids=DYNAMIC.keys())
+def test_with_a_threshold_no_sequence_of_faults_costs_more(job: Job) -> None:
+    raised, used = 0, Fraction(0)
+    for seed in range(2):
+        world = World(job, seed, 0.2)
+        while world.iteration < job.iterations and world.steps < 200:
+            world.step()
+            raised += world.strategy.report().k not in (job.config.pec_k_snapshot, job.num_experts)
+            if world.random.random() < 0.05:
+                world.fault(lose_node=world.random.random() < 0.3)
+                lost = Fraction(sum(world.lost_tokens), TOKENS * job.iterations * job.topk * len(job.moe_layers))
+                assert lost <= Fraction(4, 100), f"seed {seed}"
+                used = max(used, lost)
+    assert raised
+    assert used > Fraction(2, 100)
+
+
+def test_after_a_recovery_from_storage_everything_is_taken_again() -> None:
+    world = run(CASES["in turn"], 1, 40, faults=0)
+    world.random.random = lambda: 1.0  # type: ignore[method-assign]
+    plan = world.fault(lose_node=True)
+    assert plan is not None
+    assert len(experts_of(world.strategy.plan(plan.target + 1))) == 24
+
+
+def test_after_a_recovery_from_memory_the_turn_goes_on() -> None:
+    world = run(CASES["in turn"], 1, 40, faults=0)
+    plan = world.fault(lose_node=False)
+    assert plan is not None
+    assert len(experts_of(world.strategy.plan(plan.target + 1))) < 24
+
+
+def test_impossible_numbers_name_the_flags() -> None:
+    with pytest.raises(UsageError, match=r"--moe-ckpt-pec-k-snapshot 9 .* --num-experts 8"):
+        Pec(job_of(replace(PEC, pec_k_snapshot=9)))
+    with pytest.raises(UsageError, match=r"--moe-ckpt-pec-k-persist 3 .* --moe-ckpt-pec-k-snapshot 2"):
+        Pec(job_of(replace(PEC, pec_k_snapshot=2, pec_k_persist=3)))
+    with pytest.raises(UsageError, match=r"model with experts.*use full"):
+        Pec(job_of(PEC, experts=0))
+    with pytest.raises(UsageError, match=r"raise it to 2 or more"):
+        Pec(job_of(PEC, experts=1000))
+
+
+def test_the_report_begins_with_nothing_lost() -> None:
+    report = Pec(job_of(PEC)).report()
+    assert (report.layers, report.lost_tokens, report.plt, report.k) == ((1, 2, 3), (0, 0, 0), 0, 1)
