@@ -12,12 +12,16 @@ _PARTS = {Part.FULL: "full state", Part.MASTER: "master weights", Part.MOMENTS: 
 
 @dataclass(frozen=True)
 class RecoveryTable:
-    """A recovery plan that was carried out; `nodes[rank]` is the node of each rank, `damaged` tells refused copies."""
+    """A recovery plan that was carried out; `nodes[rank]` is the node of each rank, `damaged` tells refused copies.
+
+    plt: the share of tokens that all faults so far have cost; None where nothing can be lost.
+    """
 
     plan: RecoveryPlan
     nodes: tuple[int, ...]
     damaged: tuple[str, ...] = ()
     duration_s: float = 0.0
+    plt: float | None = None
 
     def lines(self) -> Iterator[str]:
         """The table, one line each."""
@@ -45,6 +49,8 @@ class RecoveryTable:
             by_layer.setdefault(operator.layer, []).append(tokens)
         for layer, lost in sorted(by_layer.items()):
             yield f"  lost in layer {layer}: the updates of {sum(lost)} routed tokens, of {len(lost)} experts"
+        if self.plt is not None:
+            yield f"  proportion of lost tokens, all faults so far: {100 * self.plt:.4f} %"
 
 
 def _spans(ranks: set[int]) -> str:

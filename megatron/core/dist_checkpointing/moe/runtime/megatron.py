@@ -127,6 +127,7 @@ def live_restorer(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimize
     """Restores this rank's state; also what it holds of other ranks' compute weights is poisoned, and gathered."""
 
     def finish(recast: bool) -> None:
+        level_step_counts(state_tensors(chunks, optimizer, topology))
         if recast:
             recast_compute_weights(chunks, optimizer)
         else:
@@ -138,6 +139,21 @@ def live_restorer(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimize
         settle=lambda: settle_gathers(chunks),
         derived=[parameter for chunk in chunks for parameter in chunk.parameters()],
     )
+
+
+@torch.no_grad()
+def level_step_counts(tensors: Sequence[StateTensor]) -> None:
+    """Give all parameters of all ranks the largest step count, as Megatron, which knows one for all; a collective.
+
+    They differ only after a lossy recovery, where experts come back with older moments.
+    """
+    counts = [tensor.tensor for tensor in tensors if tensor.field == "step"]
+    if not counts:
+        return
+    largest = torch.stack([count.max() for count in counts]).max().to(torch.cuda.current_device())
+    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+    for count in counts:
+        count.fill_(largest.item())
 
 
 class _Model:

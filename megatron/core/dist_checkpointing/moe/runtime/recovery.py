@@ -210,7 +210,7 @@ class Recovery:
         names = frozenset((piece.plan.iteration, piece.kind) for piece in kept)
         self._tidy(names, plan.target)
         duration_s = self._ports.clock.now_s() - begun_s
-        table = RecoveryTable(plan, self._catalogue.nodes, self._damaged_told(), duration_s)
+        table = RecoveryTable(plan, self._catalogue.nodes, self._damaged_told(), duration_s, self._strategy.plt)
         return Outcome(plan, kept, _whole(persisted), table)
 
     def _damaged_told(self) -> tuple[str, ...]:

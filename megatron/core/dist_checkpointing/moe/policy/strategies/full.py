@@ -16,6 +16,7 @@ class Full:
     """Snapshots the FULL state of all operators every `interval` iterations."""
 
     counts_tokens = False
+    plt = None
 
     def __init__(self, job: Job) -> None:
         self._job = job

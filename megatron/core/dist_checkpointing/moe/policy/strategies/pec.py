@@ -133,6 +133,11 @@ class Pec:
         self._state, lost_tokens = self._state.resumed(data, plan, fault_iteration)
         return replace(plan, lost_tokens=lost_tokens)
 
+    @property
+    def plt(self) -> float:
+        """As `Strategy.plt`."""
+        return float(self.report().plt)
+
     def report(self) -> PecReport:
         """What faults have cost so far, for tables and metrics."""
         layers, ledger = self._job.moe_layers, self._state.ledger

@@ -105,6 +105,10 @@ class Strategy(Protocol):
     def measured(self, costs: Costs) -> None:
         """What the last checkpoint cost."""
 
+    @property
+    def plt(self) -> float | None:
+        """Proportion of lost tokens (MoC eq. 7) that all faults so far have cost; None where nothing can be lost."""
+
     def to_data(self) -> dict[str, Any]:
         """What it has to remember, as JSON values; stored with each snapshot."""
 
