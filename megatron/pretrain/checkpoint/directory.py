@@ -8,7 +8,9 @@ import shutil
 from pathlib import Path
 from typing import Final, Literal
 
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.store.atomic import sync_directory, write_atomically
+from megatron.core.dist_checkpointing.moe.store.chain import read_chain
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE: Final = "release"
@@ -95,11 +97,15 @@ class CheckpointDirectory:
         shutil.rmtree(self.staging(iteration), ignore_errors=True)
 
     def retain(self, keep_last: int) -> list[int]:
-        """Remove all but the newest `keep_last` iterations, never the tracked one; returns what was removed."""
+        """Remove all but the newest `keep_last` iterations and those that hold experts for them; returns the others.
+
+        The tracked iteration always stays. Raises OSError, and ValueError while it is not known what a kept one needs.
+        """
         tracked = self.tracked()
         # Iterations past the tracked one are of a run that was left; they cannot be loaded and are not ours to remove.
         loadable = [iteration for iteration in self.iterations() if isinstance(tracked, int) and iteration <= tracked]
-        surplus = loadable[keep_last:]
+        needed = self._needed(loadable[:keep_last])
+        surplus = [iteration for iteration in loadable[keep_last:] if iteration not in needed]
         for iteration in surplus:
             # Renamed first, so that a crash in between leaves no half-deleted checkpoint that looks like one.
             condemned = self._condemned(iteration)
@@ -107,6 +113,14 @@ class CheckpointDirectory:
             self.folder(iteration).rename(condemned)
         self._sweep()
         return surplus
+
+    def _needed(self, kept: list[int]) -> set[int]:
+        """Older iterations that hold experts of `kept` ones, as their manifests name them."""
+        try:
+            chains = [read_chain(self.folder(iteration)) for iteration in kept]
+        except UnreadableCheckpoint as error:
+            raise ValueError(f"what else has to stay is not known: {error}") from error
+        return {iteration for chain in chains if chain is not None for iteration in chain.iterations}
 
     def _condemned(self, iteration: int) -> Path:
         return self.root / f".iter_{iteration:07d}.removing"

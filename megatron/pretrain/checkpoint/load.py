@@ -16,7 +16,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.store.chain import Chain
 from megatron.core.dist_checkpointing.moe.store.dense import COMMON, open_dense
+from megatron.core.dist_checkpointing.moe.store.merged import open_merged
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
@@ -24,6 +26,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.safe_globals import register_safe_globals
 from megatron.pretrain.agreement import RankFailure, on_rank_zero, raise_together
 from megatron.pretrain.checkpoint.directory import RELEASE, CheckpointDirectory, Step
+from megatron.pretrain.checkpoint.partial import MergingLoadStrategy, Sources, content_of, report_staleness
 from megatron.pretrain.checkpoint.state import (
     Parts,
     TrainingState,
@@ -51,13 +54,17 @@ _RANDOM_STATE = re.compile(r"rng_state/shard_[\d.]+_([\d.]+)")
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """A checkpoint that looks complete, what its common part records and how its random states are sharded."""
+    """A checkpoint that looks complete, what its common part records and how its random states are sharded.
+
+    `sources`: where its experts are, if it was saved with `--save-experts`.
+    """
 
     step: Step
     folder: Path
     arguments: argparse.Namespace
     metadata: dict[str, Any]
     random_shape: tuple[int, ...] | None
+    sources: Sources | None
 
     @property
     def name(self) -> str:
@@ -83,7 +90,20 @@ def load_checkpoint(state: TrainingState) -> bool:
             refused[found.step] = str(failure)
             continue
         log.info("loaded checkpoint of %s from %s", found.name, state.config.checkpoint.load)
+        if found.sources is not None:
+            report_staleness(found.sources.chain)
+        state.lineage.chain = _continued(found, parts, state.config)
         return True
+
+
+def _continued(found: _Found, parts: Parts, config: PretrainConfig) -> Chain | None:
+    """The chain that saving goes on with, if `--save` is the directory loaded from and all that it holds was loaded."""
+    flags = config.checkpoint
+    if found.sources is None or flags.save is None or not parts.iteration:
+        return None
+    chain, same_directory = found.sources.chain, Path(flags.save).resolve() == Path(str(flags.load)).resolve()
+    is_whole = parts.optimizer or not flags.save_optim
+    return chain if same_directory and is_whole and chain.content == content_of(config) else None
 
 
 def _find(config: PretrainConfig, refused: Mapping[Step, str]) -> _Found | None:
@@ -138,13 +158,15 @@ def _examine(directory: CheckpointDirectory, step: Step) -> _Found:
             f"--load {directory.root}: {folder.name} is in Megatron's legacy format 'torch' (mp_rank_*/*.pt), only "
             "torch_dist can be loaded; convert it with Megatron-LM, or choose another iteration with --ckpt-step"
         )
-    checkpoint = open_dense(folder)
+    merged = open_merged(folder)
+    checkpoint = open_dense(folder) if merged is None else merged.newest
     common = checkpoint.common
     if step != RELEASE and not {"args", "iteration"} <= common.keys():
         raise UnreadableCheckpoint("it does not say at which iteration and data position it was saved")
     shapes = (match[1] for match in map(_RANDOM_STATE.fullmatch, checkpoint.objects) if match)
     shape = next((tuple(map(int, text.split("."))) for text in shapes), None)
-    return _Found(step, folder, common.get("args") or argparse.Namespace(), common.get("content_metadata") or {}, shape)
+    arguments, metadata = common.get("args") or argparse.Namespace(), common.get("content_metadata") or {}
+    return _Found(step, folder, arguments, metadata, shape, None if merged is None else Sources.of(merged))
 
 
 def _loadable_parts(found: _Found, config: PretrainConfig) -> Parts:
@@ -231,12 +253,18 @@ def _first_reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error) or repr(error)).splitlines()[0]}"
 
 
+def _strategy(found: _Found) -> Any:
+    if found.sources is None or found.sources.chain.is_complete:
+        return get_default_load_sharded_strategy(str(found.folder))
+    return MergingLoadStrategy(found.sources)
+
+
 def _load(found: _Found, state: TrainingState, parts: Parts) -> None:
     """Raises RankFailure on every rank if any rank could not load."""
     problem = None
     try:
         wanted = sharded_state_dict(state, dict(found.metadata), parts, is_loading=True)
-        strategy = get_default_load_sharded_strategy(str(found.folder))
+        strategy = _strategy(found)
         if state.config.checkpoint.ckpt_fully_parallel_load:
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             strategy = FullyParallelLoadStrategyWrapper(strategy, group)

@@ -17,11 +17,13 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.store.atomic import write_atomically
+from megatron.core.dist_checkpointing.moe.store.chain import MANIFEST, PARTIAL_BACKEND_VERSION, Chain, encode
 from megatron.core.dist_checkpointing.moe.store.dense import open_dense
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.pretrain.agreement import RankFailure, on_rank_zero, raise_together
 from megatron.pretrain.checkpoint.directory import CheckpointDirectory
+from megatron.pretrain.checkpoint.partial import next_chain, selected_shards
 from megatron.pretrain.checkpoint.state import (
     Parts,
     TrainingState,
@@ -42,6 +44,7 @@ POLL_INTERVAL_S = 0.05
 class _Pending:
     iteration: int
     shards: ShardWriter
+    chain: Chain | None
     started_at: float
 
 
@@ -65,7 +68,8 @@ class Saver:
         self.wait()
         iteration, started_at = self._state.progress.iteration, time.monotonic()
         try:
-            pending = _Pending(iteration, self._prepare(iteration), started_at)
+            shards, chain = self._prepare(iteration)
+            pending = _Pending(iteration, shards, chain, started_at)
             if self._state.config.checkpoint.async_save:
                 pending.shards.start()
             else:
@@ -92,11 +96,12 @@ class Saver:
             time.sleep(POLL_INTERVAL_S)
         try:
             pending.shards.finish()
-            on_rank_zero(lambda: self._publish(pending.iteration), errors=(OSError, UnreadableCheckpoint))
+            on_rank_zero(lambda: self._publish(pending), errors=(OSError, UnreadableCheckpoint))
         except SAVE_ERRORS as error:
             self._report_failure(pending.iteration, error)
             return
         self.saved_iteration = pending.iteration
+        self._state.lineage.chain = pending.chain
         elapsed_s = time.monotonic() - pending.started_at
         log.info("saved checkpoint of iteration %d to %s in %.2f s", pending.iteration, self._directory.root, elapsed_s)
         self._retain()
@@ -106,8 +111,8 @@ class Saver:
         torch.distributed.all_reduce(unfinished, op=torch.distributed.ReduceOp.MAX)
         return not unfinished.item()
 
-    def _prepare(self, iteration: int) -> ShardWriter:
-        """Stage everything but the shards, and plan those."""
+    def _prepare(self, iteration: int) -> tuple[ShardWriter, Chain | None]:
+        """Stage everything but the shards, and plan those; with `--save-experts` the chain says which experts."""
         config = self._state.config
         folder = Path(on_rank_zero(lambda: str(self._directory.stage(iteration))))
         raise_together(_refusal(folder))
@@ -119,14 +124,22 @@ class Saver:
         sharded, common = save_preprocess(state_dict, validate_access_integrity=not self._structure_checked)
         self._structure_checked = True
         on_rank_zero(lambda: write_atomically(folder / COMMON_STATE_FNAME, _serialized(common)))
+        chain = None
+        if config.checkpoint.save_experts is not None:
+            chain = next_chain(config, self._directory, sharded, self._state.lineage.chain, iteration)
+            sharded = selected_shards(sharded, chain)
         group = None
         if config.checkpoint.ckpt_fully_parallel_save:
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        return plan_shards(sharded, folder, fully_parallel_group=group)
+        return plan_shards(sharded, folder, fully_parallel_group=group), chain
 
-    def _publish(self, iteration: int) -> None:
+    def _publish(self, pending: _Pending) -> None:
+        iteration, chain = pending.iteration, pending.chain
         staging = self._directory.staging(iteration)
-        marker = json.dumps(dataclasses.asdict(CheckpointingConfig("torch_dist", 1)))
+        if chain is not None:
+            write_atomically(staging / MANIFEST, encode(chain))
+        version = 1 if chain is None or chain.is_complete else PARTIAL_BACKEND_VERSION
+        marker = json.dumps(dataclasses.asdict(CheckpointingConfig("torch_dist", version)))
         write_atomically(staging / CONFIG_FNAME, marker.encode())
         # Shards that other nodes wrote to disks of their own are missing here: not a checkpoint anyone could load.
         open_dense(staging)

@@ -13,6 +13,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.moe.runtime.megatron import gather_compute_weights
+from megatron.core.dist_checkpointing.moe.store.chain import Chain
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
@@ -32,6 +33,13 @@ class Progress:
     consumed_valid_samples: int = 0
 
 
+@dataclasses.dataclass
+class Lineage:
+    """Where the copies of experts are that `--save` can go on from; None: the next checkpoint has to be complete."""
+
+    chain: Chain | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainingState:
     """Everything that a checkpoint holds: live objects, changed in place by training and by loading."""
@@ -41,6 +49,7 @@ class TrainingState:
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     progress: Progress
+    lineage: Lineage = dataclasses.field(default_factory=Lineage)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,209 @@
+"""Who is responsible for each snapshot between its copy and its end: what is under way, kept, persistent, protected."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from ..errors import MoECheckpointError
+from ..policy.copies import Level
+from ..policy.keeping import Kept, keep_persistent, keep_pieces
+from ..policy.lifecycle import Protection, ProtectionEvent, ProtectionState
+from ..policy.rounds import Round, Rounds, Status
+from ..policy.strategies import Job, Piece, Strategy
+from ..ports import Clock, Lane, SnapshotId, StoreFailure, Task
+from ..types import SnapshotPlan
+from .keeper import Keeper, Work
+from .persister import Persister, PersistWork
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointFailure(MoECheckpointError):
+    """Protection was lost and `--moe-ckpt-strict` says that training must not go on without it."""
+
+
+class Custody:
+    """The rounds of one rank, and what is done at each piece of news about them; alike on all ranks."""
+
+    def __init__(
+        self, job: Job, strategy: Strategy, keeper: Keeper, persister: Persister | None, lane: Callable[[str], Lane]
+    ) -> None:
+        self._job, self._strategy = job, strategy
+        self._keeper, self._persister = keeper, persister
+        self._lanes = {"keeper": lane("keeper"), "persister": lane("persister")}
+        self.rounds = Rounds()
+        self.protection = Protection()
+        self.durable = Protection() if persister else None
+        self.last_round_s, self.replicated_bytes = 0.0, 0
+        self._works: dict[tuple[Level, int], Work | PersistWork] = {}
+        self._under_way: dict[tuple[Level, int], Task[None]] = {}
+        self._tasks: list[Task[None]] = []
+        self._kept: tuple[Kept, ...] = ()
+        self._persisted: tuple[SnapshotPlan, ...] = ()
+        self._renew = False
+        self._restored: int | None = None
+
+    def resume(self, iteration: int, kept: Sequence[Piece], persisted: Sequence[SnapshotPlan], rank: int) -> None:
+        """See `Coordinator.resume`."""
+        self._kept, self._persisted = tuple(map(Kept, kept)), tuple(persisted)
+        if persisted and self.durable:
+            self.durable = Protection(ProtectionState.DEGRADED, iteration)
+        if not kept:
+            return
+        parts = {operator: part for piece in kept for operator, part in piece.plan.parts.items()}
+        work = Work(SnapshotPlan(iteration, parts), tuple(kept), None)
+        self._restored = iteration
+        self.open(work)
+        mine = [SnapshotId(piece.plan.iteration, rank, piece.kind) for piece in kept]
+        self._begin(Level.SNAPSHOT, iteration, "keeper", lambda: self._keeper.protect_again(work, mine))
+
+    def open(self, work: Work) -> None:
+        """A snapshot was planned and is being copied, or takes part in its round without a copy."""
+        self.rounds = self.rounds.begun(Level.SNAPSHOT, work.plan)
+        self._works[Level.SNAPSHOT, work.plan.iteration] = work
+
+    def copied(self, work: Work) -> None:
+        """The copy has ended: from here on the keeper has it."""
+        work.renew, self._renew = self._renew, False
+        self._begin(Level.SNAPSHOT, work.plan.iteration, "keeper", lambda: self._keeper.protect(work))
+
+    def statuses(self) -> list[int]:
+        """How far this rank has come with each open round."""
+        return [self._works[one.key].status for one in self.rounds.open]
+
+    def awaited(self) -> list[Task[None]]:
+        """The work under way for open rounds."""
+        return [self._under_way[one.key] for one in self.rounds.open if one.key in self._under_way]
+
+    def hear(self, statuses: Sequence[int], iteration: int, clock: Clock) -> bool:
+        """Take in how far all ranks have come; whether a snapshot's round has ended with that."""
+        self.rounds, news = self.rounds.after(statuses)
+        for one in news:
+            if one.level is Level.SNAPSHOT:
+                self._on_snapshot(one, iteration, clock)
+            else:
+                self._on_persisted(one, iteration)
+        return any(one.agreed.is_final and one.level is Level.SNAPSHOT for one in news)
+
+    def lost_contact(self, iteration: int, error: Exception) -> None:
+        """Without the reports of the others nothing can be agreed on: what is sealed stays, nothing more is taken."""
+        self.protection = self.protection.after(ProtectionEvent.COPIES_SHORT, iteration)
+        self.complain(f"no further snapshots after iteration {iteration} until the job restarts", [str(error)])
+
+    def complain(self, what: str, failures: Sequence[str]) -> None:
+        """Say what protection was lost and why; ends training with `--moe-ckpt-strict`. Raises CheckpointFailure."""
+        why = "; ".join(dict.fromkeys(failures)) or "the reason is in the log of another rank"
+        if self._job.config.strict:
+            raise CheckpointFailure(f"{what}: {why}; training ends because of --moe-ckpt-strict")
+        # A rank without a reason of its own leaves it to those that have one, and to rank 0, to speak.
+        log.log(logging.ERROR if failures else logging.WARNING, "%s: %s; training goes on", what, why)
+
+    def check(self) -> None:
+        """Let failures of background work reach training; what a store refuses only costs protection."""
+        ended, self._tasks = [one for one in self._tasks if one.done()], [one for one in self._tasks if not one.done()]
+        self._finish(ended)
+
+    def drain(self) -> None:
+        """Wait for all background work."""
+        tasks, self._tasks = self._tasks, []
+        self._finish(tasks)
+
+    def close(self, *, wait: bool) -> None:
+        """End the lanes; what has not begun is dropped."""
+        for lane in self._lanes.values():
+            lane.shutdown(wait, cancel_futures=True)
+
+    def _on_snapshot(self, one: Round, iteration: int, clock: Clock) -> None:
+        work, restored = self._works[one.key], self._restored == one.plan.iteration
+        assert isinstance(work, Work)
+        is_kept = any(kept.piece.plan.iteration == one.plan.iteration for kept in self._kept)
+        if one.agreed >= Status.SEALED and not restored and not is_kept:
+            self._strategy.settled(one.plan, Level.SNAPSHOT, True)
+            self._kept += tuple(map(Kept, work.pieces))
+            self._retain()
+        if not one.agreed.is_final:
+            return
+        del self._works[one.key], self._under_way[one.key]
+        self.replicated_bytes += work.replicated_bytes
+        self.last_round_s = work.duration_s
+        self._renew = self._renew or one.agreed is not Status.PROTECTED
+        names = {Kept(piece).name for piece in work.pieces}
+        if one.agreed is Status.PROTECTED:
+            self._kept = tuple(kept.acknowledged(names) for kept in self._kept)
+            self.protection = self.protection.after(ProtectionEvent.COMMITTED, one.plan.iteration)
+            self._retain()
+        else:
+            self._degraded(one, work.failures)
+        if one.agreed is Status.FAILED:
+            self._strategy.settled(one.plan, Level.SNAPSHOT, False)
+            # Behind the round itself on its lane: a replica may still be arriving here.
+            self._submit("keeper", lambda: self._keeper.free(names))
+        elif not restored:
+            self._persist(one.plan, work.pieces, iteration, clock)
+
+    def _retain(self) -> None:
+        """Free the pieces in memory that newer ones cover: at once, because the next snapshot needs their room."""
+        in_use = [iteration for level, iteration in self._works if level is Level.PERSIST]
+        self._kept, freed = keep_pieces(self._kept, self.rounds, in_use)
+        try:
+            self._keeper.free({kept.name for kept in freed})
+        except StoreFailure as error:
+            self.complain("memory could not be freed", [str(error)])
+
+    def _persist(self, plan: SnapshotPlan, pieces: Sequence[Piece], iteration: int, clock: Clock) -> None:
+        persister = self._persister
+        wanted = self._strategy.persistent(plan) if persister else None
+        if persister is None or wanted is None or self.durable is None:
+            return
+        if any(one.level is Level.PERSIST for one in self.rounds.open):
+            log.warning(
+                "the snapshot of iteration %d is not persisted: the one before is still written", plan.iteration
+            )
+            self._strategy.settled(wanted, Level.PERSIST, False)
+            self.durable = self.durable.after(ProtectionEvent.ATTEMPT_FAILED, iteration)
+            return
+        work = PersistWork(wanted, self._strategy.pieces(wanted), tuple(piece.kind for piece in pieces))
+        self.rounds = self.rounds.begun(Level.PERSIST, wanted)
+        self._works[Level.PERSIST, wanted.iteration] = work
+        self._begin(Level.PERSIST, wanted.iteration, "persister", lambda: persister.persist(work, clock))
+
+    def _on_persisted(self, one: Round, iteration: int) -> None:
+        work, persister = self._works.pop(one.key), self._persister
+        del self._under_way[one.key]
+        assert persister is not None and self.durable is not None
+        ok = one.agreed is Status.PROTECTED
+        self._strategy.settled(one.plan, Level.PERSIST, ok)
+        if ok:
+            self.durable = self.durable.after(ProtectionEvent.COMMITTED, one.plan.iteration)
+            self._persisted = keep_persistent((*self._persisted, one.plan), self._job.config.persist_keep)
+            held = {plan.iteration for plan in self._persisted}
+            self._submit("persister", lambda: persister.retain(held, one.plan.iteration))
+        else:
+            self.durable = self.durable.after(ProtectionEvent.ATTEMPT_FAILED, iteration)
+            self.complain(f"the snapshot of iteration {one.plan.iteration} was NOT persisted", work.failures)
+        self._retain()
+
+    def _degraded(self, one: Round, failures: Sequence[str]) -> None:
+        self.protection = self.protection.after(ProtectionEvent.ATTEMPT_FAILED, one.plan.iteration)
+        what = "was NOT taken" if one.agreed is Status.FAILED else "has too few replicas"
+        self.complain(
+            f"{self.protection.state.name.lower()} since iteration {self.protection.since_iteration}: the snapshot of"
+            f" iteration {one.plan.iteration} {what}",
+            failures,
+        )
+
+    def _begin(self, level: Level, iteration: int, lane: str, work: Callable[[], None]) -> None:
+        self._under_way[level, iteration] = self._submit(lane, work)
+
+    def _submit(self, lane: str, work: Callable[[], None]) -> Task[None]:
+        task = self._lanes[lane].submit(work)
+        self._tasks.append(task)
+        return task
+
+    def _finish(self, tasks: Sequence[Task[None]]) -> None:
+        for task in tasks:
+            try:
+                task.result(self._job.config.timeout_s)
+            except StoreFailure as error:
+                self.complain("a store refused", [str(error)])

@@ -1,0 +1,285 @@
+"""Checkpoints with some of the experts: what they hold, what loading makes of them, and what stock makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import runpy
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from runs import Layout, Start, Train, differences, digest, exact, flags, published
+from stock_hooks import loading_as_stock, saved_right_after_loading
+from worker_hooks import full_disk, poisoned_before_load
+from world import ROOT, Outcome, World
+
+from megatron.core.dist_checkpointing.moe.store.chain import MANIFEST, Chain, encode, read_chain
+from megatron.core.dist_checkpointing.moe.store.dense import open_dense
+
+EXPERTS, RESUMED_AT, LAST = 4, 4, 6
+SPREAD = Layout(pp=2, ep=2, ranks=4)
+PLAIN = Layout(pp=1, ep=1, ranks=2)
+ALONE = Layout(pp=1, ep=1, ranks=1)
+BF16 = ["--bf16", "--dist-ckpt-optim-fully-reshardable"]
+EACH = ["--save-interval", "1"]
+IN_TURN = ["--save-experts", "1"]
+BESIDE = [*IN_TURN, "--async-save"]
+APART = ["--moe-layer-freq", "[0,1]"]
+"""Experts in one of two layers: then core does not stack the tensors of layers."""
+merge_partial = runpy.run_path(str(ROOT / "tools" / "checkpoint" / "merge_partial.py"))["main"]
+
+
+def chain(folder: Path, iteration: int) -> Chain:
+    found = read_chain(folder / f"iter_{iteration:07d}")
+    assert found is not None
+    return found
+
+
+def expert_bytes(folder: Path, iteration: int) -> int:
+    """Bytes in the files that belong to experts."""
+    tensors = open_dense(folder / f"iter_{iteration:07d}").tensors.items()
+    return sum(chunk.extent.length_bytes for name, info in tensors if ".experts." in name for chunk in info.chunks)
+
+
+Saved = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def saved(world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """The directory of a run with a checkpoint after each iteration; each is made once."""
+    made: dict[object, Path] = {}
+
+    def run(layout: Layout, *extra: str, distributed: bool = True) -> Path:
+        if (layout, extra) not in made:
+            folder = tmp_path_factory.mktemp("saved")
+            length = [] if "--save-experts" in extra else ["--exit-interval", str(RESUMED_AT)]
+            saving = [*EACH, *length, "--save", str(folder)]
+            argv = flags(corpus, layout, *BF16, *extra, *saving, distributed=distributed)
+            outcome = world.run(argv, layout.ranks)
+            assert set(outcome.codes) == {0}, outcome.said
+            assert outcome.warnings == []
+            made[layout, extra] = folder
+        return made[layout, extra]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def live(saved: Saved, world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    """What loading the partial checkpoints makes of them, as a complete checkpoint, and what was said."""
+    folder = tmp_path_factory.mktemp("live")
+    loading = ["--load", str(saved(SPREAD, *BESIDE)), "--save", str(folder), "--ckpt-fully-parallel-load"]
+    hooks = [poisoned_before_load, saved_right_after_loading]
+    outcome = world.run(flags(corpus, SPREAD, *BF16, *loading), SPREAD.ranks, hooks)
+    assert set(outcome.codes) == {0}, outcome.said
+    return folder, outcome
+
+
+@pytest.fixture
+def copied(saved: Saved, save: Path) -> Path:
+    """A copy of the partial checkpoints to change."""
+    shutil.copytree(saved(SPREAD, *BESIDE), save)
+    return save
+
+
+def with_stale_experts(whole: Path, holders: Chain, folder: Path) -> None:
+    """Copy the newest complete iteration and overwrite what is stale with the bytes of older complete iterations."""
+    newest = folder / f"iter_{holders.iteration:07d}"
+    shutil.copytree(whole / newest.name, newest)
+    old = {iteration: open_dense(whole / f"iter_{iteration:07d}") for iteration in holders.iterations}
+    for name, info in open_dense(newest).tensors.items():
+        for chunk in info.chunks if ".experts." in name else ():
+            apart = re.search(r"layers\.(\d+)\.", name)
+            layer, index = (int(apart[1]), chunk.offsets[0]) if apart else chunk.offsets[:2]
+            source = old[holders.holders[layer][index]]
+            (stale,) = (one for one in source.tensors[name].chunks if one.offsets == chunk.offsets)
+            assert stale.extent.length_bytes == chunk.extent.length_bytes
+            with (source.directory / stale.extent.file).open("rb") as file:
+                file.seek(stale.extent.offset_bytes)
+                content = file.read(stale.extent.length_bytes)
+            with (newest / chunk.extent.file).open("rb+") as file:
+                file.seek(chunk.extent.offset_bytes)
+                file.write(content)
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "way", "distributed"),
+    [(SPREAD, [], BESIDE, True), (PLAIN, [], IN_TURN, True), (ALONE, APART, IN_TURN, False)],
+    ids=["spread", "plain", "replicated optimizer"],
+)
+def test_a_resumed_run_goes_on_as_if_the_stale_experts_had_been_put_in_by_hand(
+    layout: Layout, model: list[str], way: list[str], distributed: bool, saved: Saved, train: Train, tmp_path: Path
+) -> None:
+    whole = saved(layout, *model, distributed=distributed)
+    parts = saved(layout, *model, *way, distributed=distributed)
+    by_hand, merged, expected = tmp_path / "by-hand", tmp_path / "merged", tmp_path / "expected"
+    with_stale_experts(whole, chain(parts, RESUMED_AT), by_hand)
+    assert differences(digest(whole, RESUMED_AT), digest(by_hand, RESUMED_AT)) == [
+        *("model weights", "master weights", "exp_avg", "exp_avg_sq")
+    ]
+    for loaded, kept in ((by_hand, expected), (parts, merged)):
+        loading = ["--load", loaded, "--ckpt-step", RESUMED_AT, "--save", kept, "--metrics-jsonl", kept / "reports"]
+        hooks = [poisoned_before_load]
+        train(layout, *BF16, *model, *IN_TURN, *loading, hooks=hooks, distributed=distributed)
+    assert list(exact(merged / "reports")) == [5, 6]
+    assert exact(merged / "reports") == exact(expected / "reports")
+    # The first checkpoint in another directory holds all experts.
+    assert chain(merged, LAST).is_complete
+    assert differences(digest(expected, LAST), digest(merged, LAST)) == []
+
+
+def test_the_first_checkpoint_is_complete_and_the_others_hold_their_share_of_the_bytes_of_experts(saved: Saved) -> None:
+    whole, parts = saved(SPREAD), saved(SPREAD, *BESIDE)
+    assert differences(digest(whole, 1), digest(parts, 1)) == []
+    for iteration in range(2, RESUMED_AT + 1):
+        share = expert_bytes(parts, iteration) / expert_bytes(whole, iteration)
+        assert share == pytest.approx(1 / EXPERTS, rel=0.02)
+
+
+def test_each_expert_is_saved_in_its_turn_and_its_layers_do_not_all_load_the_same_rank(saved: Saved) -> None:
+    parts = saved(SPREAD, *BESIDE)
+    chains = [chain(parts, iteration) for iteration in range(1, LAST + 1)]
+    assert [one.is_complete for one in chains] == [True, *[False] * 5]
+    for one in chains[4:]:
+        assert all(sorted(row) == list(range(one.iteration - 3, one.iteration + 1)) for row in one.holders.values())
+    assert [one.position for one in chains] == [0, 1, 2, 3, 0, 1]
+
+
+def test_loading_says_for_each_layer_how_stale_its_experts_are(live: tuple[Path, Outcome]) -> None:
+    _, outcome = live
+    lines = [line for line in outcome.lines if "experts" in line and "behind" in line]
+    assert len(lines) == 2
+    assert all("of iteration 3, 3 behind" in line and "of iteration 6;" in line for line in lines)
+
+
+def test_a_resumed_run_goes_on_with_the_rotation(saved: Saved, train: Train, save: Path) -> None:
+    train(PLAIN, *BF16, *EACH, *IN_TURN, "--save", save, "--exit-interval", 3)
+    resumed = ["--save", save, "--load", save, "--keep-last", 1, "--exit-interval", 5]
+    train(PLAIN, *BF16, *EACH, *IN_TURN, *resumed)
+    unbroken = chain(saved(PLAIN, *IN_TURN), 5)
+    assert chain(save, 5).holders == unbroken.holders
+    assert chain(save, 5).position == unbroken.position
+    assert published(save) == [2, 3, 4, 5]
+
+
+def test_a_merged_export_is_what_loading_makes_of_the_chain_and_stock_loads_it(
+    saved: Saved, live: tuple[Path, Outcome], train: Train, tmp_path: Path
+) -> None:
+    exported, stock = tmp_path / "exported", tmp_path / "stock"
+    assert merge_partial([str(saved(SPREAD, *BESIDE)), str(exported)]) == 0
+    hooks = [partial(loading_as_stock, {}), poisoned_before_load, saved_right_after_loading]
+    train(SPREAD, *BF16, "--load", exported, "--save", stock, hooks=hooks)
+    assert differences(digest(live[0], LAST), digest(exported, LAST)) == []
+    assert differences(digest(live[0], LAST), digest(stock, LAST)) == []
+
+
+def test_what_cannot_be_merged_is_refused_in_one_line(
+    saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = saved(SPREAD, *BESIDE)
+    (tmp_path / "iter_0000006").mkdir()
+    for source, reason in (
+        (parts, "exists already"),
+        (saved(SPREAD), "saved whole"),
+        (tmp_path / "no", "not a directory"),
+    ):
+        assert merge_partial([str(source), str(tmp_path)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert reason in line
+    assert [path.name for path in tmp_path.iterdir()] == ["iter_0000006"]
+
+
+def test_stock_refuses_a_partial_iteration_before_it_reads_anything(saved: Saved, start: Start) -> None:
+    outcome = start(ALONE, *BF16, "--load", saved(SPREAD, *BESIDE), hooks=[partial(loading_as_stock, {})]).wait()
+    assert set(outcome.codes) == {1}
+    assert "Cannot find a default strategy for: ('load_sharded', 'torch_dist', 100)" in outcome.said
+
+
+def test_a_partial_iteration_has_no_tensor_of_experts_under_the_name_that_stock_asks_for(saved: Saved) -> None:
+    whole = open_dense(saved(SPREAD) / "iter_0000002").tensors
+    part = open_dense(saved(SPREAD, *BESIDE) / "iter_0000002").tensors
+    assert {name for name in whole if name not in part} == {name for name in whole if ".experts." in name}
+
+
+def test_a_chain_loads_under_another_layout(
+    saved: Saved, live: tuple[Path, Outcome], train: Train, tmp_path: Path
+) -> None:
+    # As many samples in an iteration, and as large a vocabulary, as two data-parallel ranks have by default.
+    layout, same = Layout(tp=2, pp=1, ep=2), ["--global-batch-size", 6, "--make-vocab-size-divisible-by", 192]
+    hooks = [poisoned_before_load, saved_right_after_loading]
+    loading = ["--load", saved(SPREAD, *BESIDE), "--save", tmp_path, "--no-load-rng", *same]
+    train(layout, *BF16, *loading, hooks=hooks)
+    changed = differences(digest(live[0], LAST), digest(tmp_path, LAST))
+    assert not {"model weights", "master weights", "exp_avg", "exp_avg_sq"} & set(changed)
+
+
+def test_where_an_iteration_of_the_chain_is_gone_an_older_one_is_loaded(copied: Path, train: Train) -> None:
+    shutil.rmtree(copied / "iter_0000003")
+    outcome = train(SPREAD, *BF16, "--load", copied, "--exit-interval", 3)
+    (warning,) = outcome.warnings
+    assert "falling back to iteration 2" in warning
+    assert "iter_0000003, which holds the newest copies of layer 0 experts" in warning
+
+
+def removed(root: Path) -> None:
+    shutil.rmtree(root / "iter_0000003")
+
+
+def torn(root: Path) -> None:
+    (root / "iter_0000003" / ".metadata").unlink()
+
+
+def replaced(root: Path) -> None:
+    """As if another run had saved the same iteration."""
+    removed(root)
+    shutil.copytree(root / "iter_0000001", root / "iter_0000003")
+
+
+def unnamed(root: Path) -> None:
+    """A manifest that is sound in itself, but not of this model."""
+    found = chain(root, LAST)
+    one_layer = dataclasses.replace(found, holders={0: found.holders[0]})
+    (root / f"iter_{LAST:07d}" / MANIFEST).write_bytes(encode(one_layer))
+
+
+def manifest_missing(root: Path) -> None:
+    (root / f"iter_{LAST:07d}" / MANIFEST).unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        *(
+            (harm, "iter_0000003, which holds the newest copies of layer 0 experts")
+            for harm in (removed, torn, replaced)
+        ),
+        (unnamed, "does not name layer1.expert"),
+        (manifest_missing, "is missing"),
+    ],
+)
+def test_an_iteration_whose_chain_is_broken_is_refused_if_it_was_asked_for(
+    damage: Callable[[Path], None], reason: str, copied: Path, start: Start
+) -> None:
+    damage(copied)
+    layout = SPREAD if damage is unnamed else ALONE  # what the first rank finds, it finds alone
+    outcome = start(layout, *BF16, "--load", copied, "--ckpt-step", LAST).wait()
+    assert set(outcome.codes) == {2}, outcome.said
+    (line,) = outcome.lines
+    assert reason in line
+
+
+def test_a_checkpoint_that_failed_leaves_its_experts_to_the_next_one(train: Train, save: Path) -> None:
+    saving = ["--async-save", "--save", save, "--exit-interval", 5]
+    outcome = train(PLAIN, *BF16, *EACH, *IN_TURN, *saving, hooks=[partial(full_disk, 3, 0)])
+    assert "iteration 3 was NOT saved" in outcome.warnings[0]
+    assert [sorted(row) for row in chain(save, 5).holders.values()] == [[1, 2, 4, 5]] * 2
+
+
+def test_a_checkpoint_that_would_replace_a_holder_is_complete(copied: Path, train: Train) -> None:
+    outcome = train(SPREAD, *BF16, *IN_TURN, "--load", copied, "--save", copied)
+    (warning,) = outcome.warnings
+    assert "iteration 6 is written with all experts: it would replace iteration 6" in warning
+    assert chain(copied, LAST).is_complete

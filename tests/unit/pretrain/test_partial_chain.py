@@ -1,0 +1,170 @@
+"""The manifest that says where the newest copy of each expert is, what it keeps, and which flags allow it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
+from megatron.core.dist_checkpointing.moe.store.chain import (
+    MANIFEST,
+    Chain,
+    decode,
+    encode,
+    expert_entry,
+    read_chain,
+    stacked_name,
+)
+from megatron.core.dist_checkpointing.moe.store.merged import open_merged
+from megatron.core.dist_checkpointing.moe.types import expert
+from megatron.pretrain.checkpoint.directory import CheckpointDirectory
+
+MARK = "0123456789abcdef"
+FIRST = Chain(2, {0: (2, 2), 3: (2, 2)}, {2: MARK}, 0, 4, "bf16")
+SECOND = FIRST.followed_by(5, MARK[::-1], [expert(0, 1), expert(3, 0)], 1)
+STACKED = "optimizer.state.exp_avg.decoder.layers.mlp.experts.experts.linear_fc1.weight"
+APART = "decoder.layers.3.mlp.experts.experts.linear_fc1.weight"
+
+
+@pytest.mark.parametrize("chain", [FIRST, SECOND])
+def test_what_is_read_is_what_was_written(chain: Chain) -> None:
+    assert decode(encode(chain), "it") == chain
+
+
+def test_a_manifest_with_any_byte_changed_is_refused() -> None:
+    content = encode(SECOND)
+    for at in range(len(content)):
+        for change in (1, 0x20):
+            damaged = content[:at] + bytes([content[at] ^ change]) + content[at + 1 :]
+            with pytest.raises(UnreadableCheckpoint):
+                decode(damaged, "it")
+
+
+def test_a_manifest_cut_short_anywhere_is_refused() -> None:
+    content = encode(SECOND)
+    for length in range(len(content)):
+        with pytest.raises(UnreadableCheckpoint):
+            decode(content[:length], "it")
+
+
+def test_a_manifest_of_a_newer_format_is_refused_as_such() -> None:
+    with pytest.raises(UnreadableCheckpoint, match="format 2"):
+        decode(encode(FIRST).replace(b'"format":1', b'"format":2'), "it")
+
+
+def test_an_unreadable_manifest_is_no_missing_one(tmp_path: Path) -> None:
+    assert read_chain(tmp_path) is None
+    (tmp_path / MANIFEST).mkdir()
+    with pytest.raises(UnreadableCheckpoint):
+        read_chain(tmp_path)
+
+
+def test_a_following_iteration_holds_what_was_selected_and_names_the_rest() -> None:
+    assert SECOND.holders == {0: (2, 5), 3: (5, 2)}
+    assert SECOND.iterations == {2, 5}
+    assert SECOND.held_by(5) == (expert(0, 1), expert(3, 0))
+    assert not SECOND.is_complete
+
+
+def test_iterations_that_nothing_needs_are_dropped_from_the_chain() -> None:
+    third = SECOND.followed_by(7, MARK, [expert(0, 0), expert(3, 1)], 0)
+    assert third.iterations == {5, 7}
+    assert set(third.marks) == {5, 7}
+
+
+def test_staleness_is_told_by_layer_in_iterations() -> None:
+    assert SECOND.staleness() == (
+        "layer 0: experts 1 of iteration 5; 0 of iteration 2, 3 behind",
+        "layer 3: experts 0 of iteration 5; 1 of iteration 2, 3 behind",
+    )
+    assert FIRST.staleness() == ()
+
+
+@pytest.mark.parametrize(
+    ("holders", "marks"),
+    [
+        ({0: (2, 2)}, {2: MARK, 1: MARK}),
+        ({0: (2, 1)}, {2: MARK}),
+        ({0: (2, 3)}, {2: MARK, 3: MARK}),
+        ({0: (2, 2), 1: (2,)}, {2: MARK}),
+        ({}, {2: MARK}),
+        ({0: (2, 2)}, {2: "mark"}),
+    ],
+)
+def test_a_chain_that_leaves_something_unnamed_or_contradicts_itself_is_refused(
+    holders: dict[int, tuple[int, ...]], marks: dict[int, str]
+) -> None:
+    with pytest.raises(UsageError):
+        Chain(2, holders, marks, 0, None, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("name", "offsets", "operator", "axes"),
+    [
+        (STACKED, (3, 5, 32, 0), expert(3, 5), 2),
+        (APART, (5, 0, 0), expert(3, 5), 1),
+        ("decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight", (0, 0), expert(3, 5), 0),
+    ],
+)
+def test_names_and_offsets_tell_whose_a_piece_is(
+    name: str, offsets: tuple[int, ...], operator: object, axes: int
+) -> None:
+    entry = expert_entry(name, offsets)
+    assert entry is not None
+    assert (entry.operator, entry.axes) == (operator, axes)
+    assert expert_entry(entry.own_name, (0, 0)) == type(entry)(entry.operator, entry.common, 0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decoder.layers.mlp.router.weight",
+        "decoder.layers.mlp.shared_experts.linear_fc1.weight",
+        "decoder.layers.3.mlp.linear_fc1.weight",
+        "embedding.word_embeddings.weight",
+        "rng_state",
+    ],
+)
+def test_what_is_of_no_single_expert_stays_as_it_is(name: str) -> None:
+    assert expert_entry(name, (0, 0)) is None
+
+
+def test_names_are_stacked_as_they_were() -> None:
+    for name, layers in ((STACKED, 4), (APART, None)):
+        entry = expert_entry(name, (3, 5, 0))
+        assert entry is not None
+        assert stacked_name(entry.common, 3, layers) == name
+
+
+def test_a_complete_iteration_may_be_published_under_another_name_but_not_a_partial_one(tmp_path: Path) -> None:
+    (tmp_path / "release").mkdir()
+    (tmp_path / "release" / MANIFEST).write_bytes(encode(FIRST))
+    assert open_merged(tmp_path / "release") is None
+    (tmp_path / "release" / MANIFEST).write_bytes(encode(SECOND))
+    with pytest.raises(UnreadableCheckpoint, match="is of iteration 5, not of this folder"):
+        open_merged(tmp_path / "release")
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> CheckpointDirectory:
+    """Iterations 2, 5, 7, 9 of one chain, where 7 needs 2 no more, and 9 was saved after going back to 5."""
+    third = SECOND.followed_by(7, MARK, [expert(0, 0), expert(3, 1)], 0)
+    back = SECOND.followed_by(9, MARK, [expert(0, 0), expert(3, 1)], 0)
+    directory = CheckpointDirectory(tmp_path)
+    for chain in (FIRST, SECOND, third, back):
+        (directory.stage(chain.iteration) / MANIFEST).write_bytes(encode(chain))
+        directory.publish(chain.iteration)
+    return directory
+
+
+def test_retention_keeps_the_iterations_that_kept_ones_need(directory: CheckpointDirectory) -> None:
+    assert directory.retain(1) == [7, 2]
+    assert directory.iterations() == [9, 5]
+
+
+def test_retention_removes_nothing_while_it_is_not_known_what_is_needed(directory: CheckpointDirectory) -> None:
+    (directory.folder(9) / MANIFEST).write_bytes(b"{}")
+    with pytest.raises(ValueError, match="what else has to stay is not known"):
+        directory.retain(1)
+    assert directory.iterations() == [9, 7, 5, 2]
