@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
 from megatron.core.dist_checkpointing.moe.policy.strategies import STRATEGIES, Job
+from megatron.core.dist_checkpointing.moe.policy.timelines import continued
 from megatron.core.dist_checkpointing.moe.replicate.replicator import Replicator
 from megatron.core.dist_checkpointing.moe.runtime.coordinator import Coordinator, Ports, Report
 from megatron.core.dist_checkpointing.moe.runtime.keeper import Identity, Keeper
 from megatron.core.dist_checkpointing.moe.runtime.persister import Persister
 from megatron.core.dist_checkpointing.moe.runtime.recovery import Outcome, Recovery, RecoveryPorts
 from megatron.core.dist_checkpointing.moe.simulate.job import RankPorts, SimulatedJob, Start
-from megatron.core.dist_checkpointing.moe.simulate.model import spread
+from megatron.core.dist_checkpointing.moe.simulate.model import FakeModel, expected_bytes, spread
 from megatron.core.dist_checkpointing.moe.simulate.network import Network
 from megatron.core.dist_checkpointing.moe.simulate.world import World
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Topology, expert
@@ -41,11 +42,24 @@ class Told:
     outcomes: list[tuple[int, Outcome]] = field(default_factory=list)
     reports: dict[int, Report] = field(default_factory=dict)
     began_anew: int = 0
+    unusable: int = 0
+    coordinators: dict[int, Coordinator] = field(default_factory=dict)
+
+
+def load_the_beginning(model: FakeModel) -> None:
+    """Make the live state that of iteration 0, as an older checkpoint would."""
+    model.iteration = 0
+    for key, data in model.live.items():
+        model.set(key, expected_bytes(model.rank, key, 0, len(data)))
 
 
 @dataclass
 class Simulation:
-    """A job of RANKS ranks that trains to `iterations` and is protected by the real coordinator."""
+    """A job of RANKS ranks that trains to `iterations` and is protected by the real coordinator.
+
+    between: called with the job before every start but the first, when no process lives. each: called with the job and
+    a rank after each of its iterations.
+    """
 
     config: MoECheckpointConfig
     iterations: int = 8
@@ -54,7 +68,12 @@ class Simulation:
     network: Callable[[World, int], Network] = Network
     store_fails: Callable[[int, bool, int, str], bool] | None = None
     counts: Callable[[int, int], Mapping[int, tuple[int, ...]]] | None = None
+    between: Callable[[SimulatedJob], None] | None = None
+    each: Callable[[SimulatedJob, int], None] | None = None
+    notice_s: float = 0.01
+    max_starts: int = 12
     told: Told = field(default_factory=Told)
+    job: SimulatedJob | None = None
 
     def run(self, seed: int, **crash: object) -> tuple[World, SimulatedJob, list[Start]]:
         """Train to the end; every restored byte is compared with what it must be."""
@@ -62,13 +81,21 @@ class Simulation:
         options = {} if self.store_fails is None else {"store_fails": self.store_fails}
         job = SimulatedJob(
             world, RANKS, lambda rank: spread(OPERATORS, rank, RANKS), (SEGMENT_BYTES,) * 12, nodes=self.nodes,
-            wipe=self.wipe, network=self.network, max_starts=12, **options,
+            wipe=self.wipe, network=lambda world, ranks: self._begun(job, world, ranks), notice_s=self.notice_s,
+            max_starts=self.max_starts, **options,
         )  # fmt: skip
+        self.job = job
         starts = job.run(self._make)
         for rank, model in job.models.items():
             assert model.iteration == self.iterations, f"rank {rank} ended at {model.iteration}\n{world.story()}"
             assert not model.wrong(), f"rank {rank}: {model.wrong()}\n{world.story()}"
         return world, job, starts
+
+    def _begun(self, job: SimulatedJob, world: World, ranks: int) -> Network:
+        self.told.coordinators.clear()
+        if job.starts and self.between is not None:
+            self.between(job)
+        return self.network(world, ranks)
 
     def _make(self, rank: int, ports: RankPorts) -> Callable[[], None]:
         def main() -> None:
@@ -87,17 +114,26 @@ class Simulation:
                 identity,
                 owners,
             )
-            outcome = recovery.carry_out() if recovery.look() is not None else None
+            planned = recovery.look() is not None
+            outcome = recovery.carry_out() if planned else None
             if outcome is None:
-                assert ports.model.iteration == 0
+                assert ports.model.iteration == 0 or planned
+                if planned:  # live state is not usable then: an older checkpoint is loaded
+                    self.told.unusable += rank == 0
+                    load_the_beginning(ports.model)
                 recovery.discard(0)
                 self.told.began_anew += rank == 0
             else:
                 ports.model.iteration = outcome.plan.target
                 self.told.outcomes.append((rank, outcome))
+                versions = ports.model.versions()
+                assert None not in versions.values(), (rank, outcome.plan.target, versions)
                 if not outcome.plan.lost_tokens:
                     assert not ports.model.wrong(), (rank, outcome.plan.target, ports.model.wrong())
             replicator = Replicator(data, placement.peers[rank], owners) if self.config.replicas else None
+            before = outcome.timeline if outcome is not None else ()
+            attempt = f"{ports.start:06d}"
+            identity = replace(identity, timeline=continued(before, attempt, ports.model.iteration))
             keeper = Keeper(ports.memory, replicator, data, ports.clock, identity, owners=owners)
             persister = None
             if persistent is not None:
@@ -112,6 +148,7 @@ class Simulation:
                 keeper,
                 persister,
             )
+            self.told.coordinators[rank] = coordinator
             if outcome is not None:
                 coordinator.resume(outcome.plan.target, outcome.kept, outcome.persisted)
             for iteration in range(ports.model.iteration + 1, self.iterations + 1):
@@ -119,6 +156,8 @@ class Simulation:
                 coordinator.before_optimizer()
                 ports.model.step()
                 coordinator.step_end(iteration, self.counts(rank, iteration) if self.counts else None)
+                if self.each is not None and self.job is not None:
+                    self.each(self.job, rank)
             coordinator.shutdown()
             self.told.reports[rank] = coordinator.report()
 

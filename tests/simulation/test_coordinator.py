@@ -32,7 +32,7 @@ def test_the_same_seed_tells_the_same_story() -> None:
 def test_a_crash_at_any_event_leaves_no_trace(wipe: bool) -> None:
     world, _, _ = Simulation(FULL).run(1)
     for rank in (0, 3):
-        for event in range(1, world.events_of(rank), 7):
+        for event in range(1, world.events_of(rank), 19):
             simulation = Simulation(FULL, wipe=wipe)
             simulation.run(event, crash={rank: event})
 

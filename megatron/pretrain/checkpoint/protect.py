@@ -32,7 +32,7 @@ def resume(state: TrainingState, launch: Launch) -> Session | None:
         _restore(state, session)
     except MoECheckpointError as error:
         raise UsageError(str(error)) from error
-    session.begin()
+    session.begin(state.progress.iteration)
     return session
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 from ..errors import UnreadableCheckpoint
-from ..ports import Json, SnapshotId, Store
+from ..policy.timelines import Timeline, belongs, newest_first
+from ..ports import Facts, Json, SnapshotId, Store
 from ..types import Copy, Inventory, OperatorId, OperatorKind, Part, SnapshotPlan, Tier
 
 Place = tuple[int, SnapshotId, Tier]
@@ -18,7 +19,8 @@ Place = tuple[int, SnapshotId, Tier]
 class Found:
     """One stored snapshot, as `finder` sees it: the parts that it holds of its owner's operators.
 
-    digest: of the plan that all ranks followed. why: the reason why it cannot be used, empty if it can.
+    digest: of the plan that all ranks followed. timeline: the attempts that led to it. why: the reason why it cannot be
+    used, empty if it can.
     """
 
     finder: int
@@ -26,6 +28,7 @@ class Found:
     tier: Tier
     plan: SnapshotPlan
     digest: str = ""
+    timeline: Timeline = ()
     why: str = ""
 
     @property
@@ -46,6 +49,19 @@ class Catalogue:
     def newest_iteration(self) -> int:
         """The newest iteration of which anything was found, torn or not; -1 if nothing was."""
         return max((one.snapshot.iteration for one in self.found), default=-1)
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        """The timelines of all intact finds, the newest first."""
+        return newest_first(one.timeline for one in self.found if not one.why)
+
+    def of(self, timeline: Timeline) -> Catalogue:
+        """Only what lies in the past of `timeline`; what is torn or cannot be used stays, with its reason."""
+
+        def stays(one: Found) -> bool:
+            return bool(one.why) or belongs(one.timeline, one.snapshot.iteration, timeline)
+
+        return replace(self, found=tuple(filter(stays, self.found)))
 
     def inventory(self, damaged: Collection[Place] = ()) -> Inventory:
         """What the planner sees; `damaged` are copies that proved unreadable."""
@@ -94,20 +110,20 @@ def listing(store: Store, tier: Tier, rank: int, accepts: Mapping[str, Json], jo
     listed = store.snapshots()
     mine = [one for one in listed.sealed if tier is not Tier.PERSISTENT or one.rank == rank]
     torn = [one for one in listed.torn if tier is not Tier.PERSISTENT or one.snapshot.rank == rank]
-    rows: list[Json] = [_row(one.snapshot, tier, "", [], one.why) for one in torn]
+    rows: list[Json] = [_row(one.snapshot, tier, why=one.why) for one in torn]
     for snapshot in mine:
         try:
             with store.open(snapshot) as reader:
                 facts = reader.manifest.facts
         except UnreadableCheckpoint as error:
-            rows.append(_row(snapshot, tier, "", [], str(error)))
+            rows.append(_row(snapshot, tier, why=str(error)))
             continue
         why = ""
         if dict(facts.topology) != dict(accepts):
             why = f"it was made in the parallel layout {dict(facts.topology)}, this job has {dict(accepts)}"
         elif job is not None and facts.job != job:
             why = f"it belongs to job {facts.job}"
-        rows.append(_row(snapshot, tier, facts.plan_digest, cast(list[Json], facts.scalars["operators"]), why))
+        rows.append(_row(snapshot, tier, facts, why))
     return rows
 
 
@@ -129,16 +145,23 @@ def operators_told(operators: Iterable[OperatorId]) -> list[Json]:
     return [[one.layer, one.kind.value, one.expert] for one in sorted(operators)]
 
 
-def _row(snapshot: SnapshotId, tier: Tier, digest: str, operators: list[Json], why: str) -> Json:
-    return [snapshot.iteration, snapshot.rank, snapshot.kind, tier.value, digest, operators, why]
+def _row(snapshot: SnapshotId, tier: Tier, facts: Facts | None = None, why: str = "") -> Json:
+    said: list[Json] = ["", [], []]
+    if facts is not None:
+        try:
+            said = [facts.plan_digest, facts.scalars["operators"], facts.scalars["timeline"]]
+        except KeyError as error:
+            why = why or f"its manifest does not say {error}: something else made it"
+    return [snapshot.iteration, snapshot.rank, snapshot.kind, tier.value, *said, why]
 
 
 def _found(finder: int, row: Sequence[Any], plans: dict[Any, SnapshotPlan]) -> Found:
-    iteration, rank, kind, tier, digest, operators, why = row
+    iteration, rank, kind, tier, digest, operators, timeline, why = row
     key = iteration, tuple(map(tuple, operators))
     if key not in plans:
         plans[key] = SnapshotPlan(iteration, {_operator(one): Part(one[3]) for one in key[1]})
-    return Found(finder, SnapshotId(iteration, rank, kind), Tier(tier), plans[key], digest, why)
+    led = tuple((name, after) for name, after in timeline)
+    return Found(finder, SnapshotId(iteration, rank, kind), Tier(tier), plans[key], digest, led, why)
 
 
 def _operator(told: Sequence[int]) -> OperatorId:

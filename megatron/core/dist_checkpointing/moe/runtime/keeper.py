@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ..errors import UnreadableCheckpoint
 from ..policy.rounds import Status
 from ..policy.strategies import Piece
+from ..policy.timelines import Timeline
 from ..ports import Clock, Facts, Json, MappedStore, MappedWriter, PeerLost, SnapshotId, StoreFailure, Transport
 from ..replicate.replicator import Offer, Replicator
 from ..store.manifest import encode
@@ -43,11 +44,13 @@ class Work:
 
 @dataclass(frozen=True)
 class Identity:
-    """What the manifests of a rank say in each iteration: the job, its layout, and which operators are the rank's."""
+    """What the manifests of a rank say in each iteration: the job, its layout, which operators are the rank's, and the
+    attempts of the job so far."""
 
     job: str
     topology: Mapping[str, Json]
     operators: frozenset[OperatorId]
+    timeline: Timeline = ()
 
     def facts(self, piece: Piece, scalars: Mapping[str, Json]) -> Facts:
         """The facts of one piece, with the parts that it holds of this rank's operators."""
@@ -55,7 +58,9 @@ class Identity:
         held: list[Json] = [
             [one.layer, one.kind.value, one.expert, parts[one].value] for one in sorted(self.operators) if one in parts
         ]
-        return Facts(self.job, piece.plan.digest(), self.topology, {**scalars, "operators": held})
+        timeline: list[Json] = [[attempt, after] for attempt, after in self.timeline]
+        own: dict[str, Json] = {"operators": held, "timeline": timeline}
+        return Facts(self.job, piece.plan.digest(), self.topology, {**scalars, **own})
 
 
 class Keeper:

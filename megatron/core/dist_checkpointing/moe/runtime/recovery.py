@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from ..errors import MoECheckpointError, RecoveryImpossible, UnreadableCheckpoint
 from ..policy.strategies import Job, Piece, Strategy
+from ..policy.timelines import Timeline, past
 from ..ports import (
     Clock,
     Json,
@@ -27,7 +28,7 @@ from ..recover.fetch import Carrier, Need, needs
 from ..recover.inventory import Catalogue, Place, catalogue, listing, operators_told
 from ..recover.table import RecoveryTable
 from ..store.manifest import encode
-from ..types import Lost, OperatorId, RecoveryPlan, SnapshotPlan, Tier, Topology
+from ..types import Lost, OperatorId, RecoveryPlan, SnapshotPlan, Tier
 from .inbox import StoreInbox
 from .keeper import Identity
 
@@ -50,12 +51,13 @@ class RecoveryPorts:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A recovery that was carried out: training goes on after `plan.target`.
+    """A recovery that was carried out: training goes on after `plan.target`, whose snapshot has this timeline.
 
     kept: pieces of snapshots in the memory of all ranks. persisted: snapshots in storage, of all ranks.
     """
 
     plan: RecoveryPlan
+    timeline: Timeline
     kept: tuple[Piece, ...]
     persisted: tuple[SnapshotPlan, ...]
     table: RecoveryTable = field(repr=False)
@@ -72,6 +74,7 @@ class Recovery:
         self._identity = identity
         self._rank = ports.transport.rank
         self._catalogue: Catalogue | None = None
+        self._timeline: Timeline = ()
         self._plan: RecoveryPlan | None = None
         self._damaged: dict[Place, str] = {}
 
@@ -120,32 +123,38 @@ class Recovery:
                 except StoreFailure as error:
                     log.error("rank %d: what is in the %s tier cannot be listed: %s", self._rank, tier.name, error)
         told: Json = {
-            "node": str(self._topology.node(self._rank)),
+            "node": str(self._job.topology.node(self._rank)),
             "operators": operators_told(self._identity.operators),
             "found": rows,
         }
         return catalogue(cast("list[Mapping[str, Any]]", self._ports.transport.gather(told)))
 
-    @property
-    def _topology(self) -> Topology:
-        return self._job.topology
-
     def _planned(self) -> RecoveryPlan | None:
+        """The plan for the newest timeline that anything can be made of; copies of different ones never mix."""
         assert self._catalogue is not None
-        inventory = self._catalogue.inventory(self._damaged)
-        try:
-            return self._strategy.recover(inventory, Lost(), self._topology)
-        except RecoveryImpossible as error:
-            for one in self._catalogue.found if self._rank == 0 else ():
-                log.info("found the %s at rank %d (%s) %s", one.snapshot, one.finder, one.tier.name.lower(), one.why)
-            log.warning("what was found in memory and storage does not suffice to recover: %s", error)
-            return None
+        problem: RecoveryImpossible | None = None
+        for timeline in self._catalogue.timelines:
+            inventory = self._catalogue.of(timeline).inventory(self._damaged)
+            try:
+                plan = self._strategy.recover(inventory, Lost(), self._job.topology)
+            except RecoveryImpossible as error:
+                problem = problem or error
+                continue
+            self._timeline = timeline
+            return plan
+        for one in self._catalogue.found if self._rank == 0 else ():
+            log.info("found the %s at rank %d (%s) %s", one.snapshot, one.finder, one.tier.name.lower(), one.why)
+        log.warning(
+            "what was found in memory and storage does not suffice to recover: %s",
+            problem or "no copy is intact, or of this job and layout",
+        )
+        return None
 
     def _attempt(self, plan: RecoveryPlan) -> tuple[dict[Place, str], dict[str, Any]]:
         """Fetch and restore; returns what was refused, and the scalars that belong to the restored state."""
         assert self._catalogue is not None
-        inventory = self._catalogue.inventory(self._damaged)
-        needed = needs(plan, inventory, self._catalogue.without(self._damaged))
+        mine = self._catalogue.of(self._timeline)
+        needed = needs(plan, mine.inventory(self._damaged), mine.without(self._damaged))
         carrier = Carrier(
             self._ports.transport,
             self._ports.memory.open,
@@ -207,11 +216,12 @@ class Recovery:
         self._ports.transport.gather(None)  # nobody frees a copy that another rank still restores from
         kept = self._common(self._ports.memory, plan.target)
         persisted = self._common(self._ports.persistent, plan.target) if self._ports.persistent else ()
+        timeline = past(self._timeline, plan.target)
         names = frozenset((piece.plan.iteration, piece.kind) for piece in kept)
         self._tidy(names, plan.target)
         duration_s = self._ports.clock.now_s() - begun_s
         table = RecoveryTable(plan, self._catalogue.nodes, self._damaged_told(), duration_s, self._strategy.plt)
-        return Outcome(plan, kept, _whole(persisted), table)
+        return Outcome(plan, timeline, kept, _whole(persisted), table)
 
     def _damaged_told(self) -> tuple[str, ...]:
         return tuple(f"{place[1]}, held by rank {place[0]}: {why}" for place, why in sorted(self._damaged.items()))
@@ -220,12 +230,12 @@ class Recovery:
         """The pieces up to iteration `newest` of which every rank has its share in `store`."""
         rows = listing(store, Tier.PERSISTENT, self._rank, self._identity.topology, None)
         told = cast(
-            "list[list[Any]]", self._ports.transport.gather([row for row in rows if cast("list[Any]", row)[6] == ""])
+            "list[list[Any]]", self._ports.transport.gather([row for row in rows if cast("list[Any]", row)[-1] == ""])
         )
         merged: dict[tuple[int, str, str], dict[OperatorId, Any]] = {}
         held: dict[tuple[int, str, str], int] = {}
         stock = catalogue([{"node": "", "operators": [], "found": rows} for rows in told])
-        for one in stock.found:
+        for one in stock.of(self._timeline).found:
             key = one.snapshot.iteration, one.snapshot.kind, one.digest
             merged.setdefault(key, {}).update(one.plan.parts)
             held[key] = held.get(key, 0) + 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import getpass
 import logging
+import secrets
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,6 +24,7 @@ from ..config import MoECheckpointConfig
 from ..errors import MoECheckpointError, UsageError
 from ..policy.placement import place_replicas
 from ..policy.strategies import STRATEGIES, Job
+from ..policy.timelines import continued
 from ..ports import Store, TrainerState
 from ..replicate.process_group import ProcessGroupTransport
 from ..replicate.replicator import Replicator
@@ -108,6 +111,8 @@ class Session:
         self._memory = self._together(self._open_memory)
         self._persistent = self._together(self._open_persistent)
         self._identity = Identity(place.job_id, _told(self._topology), self._capturer.operators)
+        # Sorts by time, and differs even between attempts that start in the same instant.
+        self._attempt = str(self._control.gather(f"{time.time_ns():020d}-{secrets.token_hex(4)}")[0])
         self._recovery: Recovery | None = None
         self._outcome: Outcome | None = None
         self._coordinator: Coordinator | None = None
@@ -146,8 +151,10 @@ class Session:
         assert self._recovery is not None
         self._recovery.discard(iteration)
 
-    def begin(self) -> None:
-        """Protect training from here on."""
+    def begin(self, iteration: int) -> None:
+        """Protect training from here on; it stands after `iteration`."""
+        before = self._outcome.timeline if self._outcome is not None else ()
+        identity = replace(self._identity, timeline=continued(before, self._attempt, iteration))
         ports = Ports(
             self._memory,
             self._persistent,
@@ -158,14 +165,14 @@ class Session:
             self._clock,
         )
         replicator = Replicator(self._data, self._peers, self._owners) if self._peers or self._owners else None
-        keeper = Keeper(self._memory, replicator, self._data, self._clock, self._identity, owners=self._owners)
+        keeper = Keeper(self._memory, replicator, self._data, self._clock, identity, owners=self._owners)
         persister = None
         if self._persistent is not None:
             persister = Persister(
                 self._memory,
                 self._persistent,
                 self._rank,
-                self._identity,
+                identity,
                 lambda piece, index: self._capturer.layout(piece.plan, trainer=index == 0),
             )
         self._coordinator = Coordinator(self._job, self._strategy, ports, keeper, persister)

@@ -1,0 +1,72 @@
+"""Futures that were left behind are not met again."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.policy.timelines import (
+    MAX_ATTEMPTS,
+    attempt_of,
+    belongs,
+    continued,
+    newest_first,
+    past,
+)
+
+FIRST = continued((), "a", 0)
+SECOND = continued(past(FIRST, 6), "b", 6)
+
+
+def test_an_attempt_continues_the_one_that_it_recovered_from() -> None:
+    assert SECOND == (("a", 0), ("b", 6))
+    assert [attempt_of(SECOND, iteration) for iteration in (1, 6, 7, 100)] == ["a", "a", "b", "b"]
+
+
+def test_what_the_first_attempt_did_after_the_point_of_return_is_no_past_of_the_second() -> None:
+    assert belongs(FIRST, 6, SECOND)
+    assert not belongs(FIRST, 9, SECOND), "a node that was away may still have it"
+    assert belongs(SECOND, 9, SECOND)
+    assert not belongs(SECOND, 9, FIRST)
+
+
+def test_an_attempt_that_left_nothing_is_no_part_of_the_past() -> None:
+    third = continued(past(SECOND, 6), "c", 6)
+    assert third == (("a", 0), ("c", 6))
+
+
+def test_a_state_before_the_timeline_is_not_continued() -> None:
+    with pytest.raises(UsageError, match="after iteration 3"):
+        continued(SECOND, "c", 3)
+
+
+def test_the_attempt_that_started_last_is_tried_first_and_what_says_nothing_not_at_all() -> None:
+    assert newest_first([FIRST, (), SECOND, FIRST]) == [SECOND, FIRST]
+
+
+def test_old_attempts_are_forgotten_and_their_snapshots_with_them() -> None:
+    timeline = FIRST
+    for index in range(MAX_ATTEMPTS):
+        timeline = continued(timeline, f"b{index:03}", index + 1)
+    assert len(timeline) == MAX_ATTEMPTS
+    assert not belongs(FIRST, 1, timeline)
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 8)), min_size=1, max_size=8))
+def test_each_iteration_of_any_history_has_exactly_one_attempt(faults: list[tuple[int, int]]) -> None:
+    """Each fault goes back some iterations after some progress; the model is a list of who trained what."""
+    trained: dict[int, str] = {}
+    timeline, at, made = continued((), "000", 0), 0, []
+    for number, (back, ahead) in enumerate(faults, start=1):
+        for iteration in range(at + 1, at + ahead + 1):
+            trained[iteration] = timeline[-1][0]
+            made.append((timeline, iteration))
+        reached = at + ahead
+        at = max(0, reached - back)
+        timeline = continued(past(timeline, at), f"{number:03}", at)
+        trained = {iteration: name for iteration, name in trained.items() if iteration <= at}
+    for snapshot, iteration in made:
+        expected = trained.get(iteration) == snapshot[-1][0]
+        assert belongs(snapshot, iteration, timeline) == expected
