@@ -17,7 +17,7 @@ def pretrain(config: PretrainConfig, launch: Launch) -> None:
     # Core looks at the device while it is imported, so the device comes first.
     from megatron.pretrain.assemble import build_faults, build_metrics, build_state
     from megatron.pretrain.batches import build_splits
-    from megatron.pretrain.checkpoint.protect import resume
+    from megatron.pretrain.checkpoint.protect import driver_errors, resume
     from megatron.pretrain.loop import Trainer, log_progress
     from megatron.pretrain.tokenizer import build_tokenizer
 
@@ -31,7 +31,8 @@ def pretrain(config: PretrainConfig, launch: Launch) -> None:
     log_progress(state, f"Started training\tIteration: {state.progress.iteration}", launch)
     trainer = Trainer(state, transformer, datasets, metrics, build_faults(config, launch), session)
     try:
-        trainer.run()
+        with driver_errors():
+            trainer.run()
     except BaseException:
         if session is not None:
             session.failure()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError
+from megatron.core.dist_checkpointing.moe.ports import PeerLost
+from megatron.core.dist_checkpointing.moe.runtime.custody import CheckpointFailure
 from megatron.core.dist_checkpointing.moe.runtime.session import Place, Session, Training
 from megatron.pretrain.agreement import on_rank_zero
 from megatron.pretrain.checkpoint.directory import CheckpointDirectory
 from megatron.pretrain.checkpoint.load import load_checkpoint
 from megatron.pretrain.checkpoint.state import TrainingState
 from megatron.pretrain.checkpoint.trainer_state import LiveTrainerState
-from megatron.pretrain.errors import UsageError
+from megatron.pretrain.errors import PretrainError, TrainingFailure, UsageError
 from megatron.pretrain.initialize import Launch
 
 log = logging.getLogger(__name__)
@@ -27,13 +31,24 @@ def resume(state: TrainingState, launch: Launch) -> Session | None:
         if state.config.checkpoint.load is not None:
             load_checkpoint(state)
         return None
-    try:
+    with driver_errors():
         session = _open(state, launch)
         _restore(state, session)
+        session.begin(state.progress.iteration)
+    return session
+
+
+@contextlib.contextmanager
+def driver_errors() -> Iterator[None]:
+    """Turn errors of the subsystem into the driver's: a lost peer is worth a restart, all else would come again."""
+    try:
+        yield
+    except PeerLost as error:
+        raise TrainingFailure(f"lost a peer: {error}") from error
+    except CheckpointFailure as error:
+        raise PretrainError(str(error)) from error
     except MoECheckpointError as error:
         raise UsageError(str(error)) from error
-    session.begin(state.progress.iteration)
-    return session
 
 
 def _open(state: TrainingState, launch: Launch) -> Session:

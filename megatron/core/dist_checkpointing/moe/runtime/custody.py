@@ -94,10 +94,11 @@ class Custody:
     def complain(self, what: str, failures: Sequence[str]) -> None:
         """Say what protection was lost and why; ends training with `--moe-ckpt-strict`. Raises CheckpointFailure."""
         why = "; ".join(dict.fromkeys(failures)) or "the reason is in the log of another rank"
-        if self._job.config.strict:
-            raise CheckpointFailure(f"{what}: {why}; training ends because of --moe-ckpt-strict")
+        then = "training ends because of --moe-ckpt-strict" if self._job.config.strict else "training goes on"
         # A rank without a reason of its own leaves it to those that have one, and to rank 0, to speak.
-        log.log(logging.ERROR if failures else logging.WARNING, "%s: %s; training goes on", what, why)
+        log.log(logging.ERROR if failures else logging.WARNING, "%s: %s; %s", what, why, then)
+        if self._job.config.strict:
+            raise CheckpointFailure(f"{what}: {why}; {then}")
 
     def check(self) -> None:
         """Let failures of background work reach training; what a store refuses only costs protection."""

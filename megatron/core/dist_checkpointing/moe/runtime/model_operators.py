@@ -1,4 +1,4 @@
-"""All operators of a model, also those that other ranks own, from its configuration."""
+"""All operators of a model and their sizes, also of those that other ranks own, from its configuration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from megatron.core.utils import unwrap_model
 
-from ..types import OperatorId, OperatorKind, expert
+from ..types import ModelShape, OperatorId, OperatorKind, expert
 
 
 def model_operators(chunks: Sequence[torch.nn.Module]) -> tuple[OperatorId, ...]:
@@ -21,6 +21,46 @@ def model_operators(chunks: Sequence[torch.nn.Module]) -> tuple[OperatorId, ...]
         found.append(OperatorId(layer, OperatorKind.ROUTER))
         found += [expert(layer, index) for index in range(experts)]
     return tuple(sorted(found))
+
+
+def model_shape(chunks: Sequence[torch.nn.Module]) -> ModelShape:
+    """The whole model that these chunks are a part of, as the policies see it; the same on all ranks.
+
+    Raises UsageError for a model that ModelShape cannot describe. What it does not ask for may still make the model
+    larger: compare its counts with live parameters before relying on them.
+    """
+    chunk = unwrap_model(list(chunks))[0]
+    config = chunk.config
+    frequency, learned = config.moe_layer_freq, chunk.position_embedding_type == "learned_absolute"
+    latent = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    same_names = (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "ffn_hidden_size",
+        "moe_router_topk",
+        "moe_ffn_hidden_size",
+        "num_query_groups",
+        "kv_channels",
+        "gated_linear_unit",
+        "add_bias_linear",
+        "add_qkv_bias",
+        "qk_layernorm",
+        "normalization",
+        "multi_latent_attention",
+        *(latent if config.multi_latent_attention else ()),
+    )
+    return ModelShape(
+        name="in training",
+        vocab_size=chunk.vocab_size,
+        num_experts=config.num_moe_experts or 0,
+        moe_layer_freq=frequency if isinstance(frequency, int) else tuple(frequency),
+        moe_shared_expert_intermediate_size=config.moe_shared_expert_intermediate_size or 0,
+        moe_shared_expert_gate=config.moe_shared_expert_gate,
+        max_position_embeddings=chunk.max_sequence_length if learned else 0,
+        untie_embeddings_and_output_weights=not chunk.share_embeddings_and_output_weights,
+        **{name: getattr(config, name) for name in same_names},
+    )
 
 
 def _moe_layers(frequency: int | Sequence[int], layers: int) -> list[int]:
