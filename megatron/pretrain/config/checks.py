@@ -271,6 +271,11 @@ def protection(config: PretrainConfig, environment: Environment) -> Iterator[str
     for name in changed:
         if given.strategy == "full" and name.startswith(("pec_", "plt_")):
             yield f"{_moe_flag(name)} is for --moe-ckpt-strategy pec, not full"
+    if given.shard != "none" and config.parallel.use_distributed_optimizer:
+        yield (
+            f"--moe-ckpt-shard {given.shard} is for state that data-parallel ranks hold alike, but with "
+            "--use-distributed-optimizer each rank's state is sharded already; leave one of them out"
+        )
     estimating = given.interval_policy in ("young", "daly")
     if estimating and given.mtbf_s is None:
         yield f"--moe-ckpt-interval-policy {given.interval_policy} needs --moe-ckpt-mtbf-s"
@@ -285,8 +290,8 @@ def protection(config: PretrainConfig, environment: Environment) -> Iterator[str
         )
     if given.replicas is not None and given.replicas >= environment.world_size:
         yield (
-            f"--moe-ckpt-replicas {given.replicas} needs as many peers, but the job has {environment.world_size} ranks: "
-            f"at most {environment.world_size - 1} are possible"
+            f"--moe-ckpt-replicas {given.replicas} needs as many peers, but the job has {environment.world_size} "
+            f"ranks: at most {environment.world_size - 1} are possible"
         )
     if given.strategy == "pec" and experts is None:
         yield "--moe-ckpt-strategy pec needs --num-experts; a dense model is protected with full"

@@ -28,6 +28,18 @@ def refusal(flags: str, environment: Environment = FOUR_CPU_RANKS) -> str:
 
 
 REFUSED = {
+    "--moe-ckpt-interval 3": "--moe-ckpt-interval has no effect with --moe-ckpt-strategy none",
+    "--moe-ckpt-strategy sparse": "sparse",
+    "--moe-ckpt-strategy full --moe-ckpt-interval 0": "--moe-ckpt-interval 0 must be at least 1",
+    "--moe-ckpt-strategy full --moe-ckpt-pec-k-snapshot 2": "is for --moe-ckpt-strategy pec, not full",
+    "--moe-ckpt-strategy full --moe-ckpt-interval-policy daly": "needs --moe-ckpt-mtbf-s",
+    "--moe-ckpt-strategy full --moe-ckpt-mtbf-s 100": "only with --moe-ckpt-interval-policy young or daly",
+    "--moe-ckpt-strategy full --moe-ckpt-persist-interval 5": "need --moe-ckpt-persist-dir",
+    "--moe-ckpt-strategy full --moe-ckpt-interval 9 --moe-ckpt-persist-dir d --moe-ckpt-persist-interval 3": "is below",
+    "--moe-ckpt-strategy full --moe-ckpt-replicas 4": "at most 3 are possible",
+    "--moe-ckpt-strategy pec --moe-ckpt-pec-k-snapshot 5": "--moe-ckpt-pec-k-snapshot 5 is above --num-experts 4",
+    "--moe-ckpt-strategy pec --moe-ckpt-persist-dir d --moe-ckpt-pec-k-persist 2": "only experts that are in a snapshot",
+    "--moe-ckpt-strategy pec --moe-ckpt-plt-threshold 3.75": "from 0 to 1",
     "--no-such-flag": "--no-such-flag",
     "--num-lay 4": "--num-lay",
     "--lr fast": "fast",
@@ -133,3 +145,9 @@ def test_a_layer_pattern_is_never_run_as_code() -> None:
 
 def test_later_flags_win() -> None:
     assert resolved("--lr 2e-3 --lr 3e-3").optimizer.lr == 3e-3
+
+
+def test_partial_experts_need_experts() -> None:
+    flags = GOOD.replace("--num-experts 4", "").replace("--expert-model-parallel-size 2", "").split()
+    with pytest.raises(UsageError, match="pec needs --num-experts"):
+        resolve(parse_config([*flags, "--moe-ckpt-strategy", "pec"]), FOUR_CPU_RANKS)
