@@ -11,10 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import Layout, Train, exact, flags, metrics
+from attempts import Cluster
+from runs import Layout, Train, differences, digest, exact, flags, metrics
 from world import HANG_TIMEOUT_S, ROOT, free_port
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
+
+LOST_NODE = Path(__file__).with_name("lost_node.py")
 
 
 @pytest.fixture
@@ -80,6 +83,23 @@ def test_plain_torchrun_restarts_a_killed_worker_too(launch: Launch, train: Trai
     assert ended.returncode == 0, said
     assert said.count("loaded checkpoint of iteration 4") == 1, said
     assert exact(reports) == exact(straight)
+
+
+def test_a_node_that_is_lost_with_its_memory_is_replaced_by_a_spare_and_nothing_is_lost(
+    launch: Launch, train: Train, corpus: str, cluster: Cluster, tmp_path: Path
+) -> None:
+    straight, killed, layout = tmp_path / "straight", tmp_path / "killed", Layout()
+    train(layout, "--save", straight, "--metrics-jsonl", straight / "reports")
+    protect = ["--moe-ckpt-strategy", "full", "--moe-ckpt-interval", "3", "--moe-ckpt-memory-dir", str(cluster.memory)]
+    saving = ["--save", str(killed), "--metrics-jsonl", str(killed / "reports"), "--moe-ckpt-inject-fault", "2@6:step"]
+    here = {"NPROC": "2", "NNODES": "2", "SCRIPT": str(LOST_NODE), "MEMORY": str(cluster.memory)}
+    ended = launch(["scripts/train_cpu.sh", *flags(corpus, layout, *protect, *saving)], **here)
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 0, said
+    assert "node-1 is lost; node-2 takes its place" in said or "node-0 is lost; node-2 takes its place" in said
+    assert "recovered iteration 3 exactly" in said
+    assert "peer memory" in said
+    assert not differences(digest(killed, 6), digest(straight, 6))
 
 
 @pytest.mark.parametrize(
