@@ -35,6 +35,8 @@ format: setup
 bench: setup
 	$(RUN) benchmarks/driver_overhead.py
 	$(RUN) -W ignore benchmarks/planning.py --write
+	$(RUN) -W ignore benchmarks/snapshot.py --write
+	$(RUN) benchmarks/pec_accuracy.py
 
 gpu-check: setup
 	$(RUN) -m pytest tests/gpu

@@ -69,6 +69,9 @@ def test_persistent_snapshots_bring_back_a_job_whose_memory_is_all_gone() -> Non
 
 
 def test_a_store_that_refuses_costs_protection_and_never_training() -> None:
+    def fails(at: int, rank: int, n: int, name: str) -> bool:
+        return (n + rank) % 13 == at and not name.startswith("list")
+
     for seed in range(10):
-        simulation = Simulation(DURABLE, store_fails=lambda rank, _, n, name, at=seed: (n + rank) % 13 == at)
+        simulation = Simulation(DURABLE, store_fails=lambda rank, _, n, name, at=seed: fails(at, rank, n, name))
         simulation.run(seed)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator
 
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError
-from megatron.core.dist_checkpointing.moe.ports import PeerLost
+from megatron.core.dist_checkpointing.moe.ports import PeerLost, StoreFailure
 from megatron.core.dist_checkpointing.moe.runtime.custody import CheckpointFailure
 from megatron.core.dist_checkpointing.moe.runtime.session import Place, Session, Training
 from megatron.pretrain.agreement import on_rank_zero
@@ -43,8 +43,8 @@ def driver_errors() -> Iterator[None]:
     """Turn errors of the subsystem into the driver's: a lost peer is worth a restart, all else would come again."""
     try:
         yield
-    except PeerLost as error:
-        raise TrainingFailure(f"lost a peer: {error}") from error
+    except (PeerLost, StoreFailure) as error:
+        raise TrainingFailure(f"{error}; leaving, so that the job can be restarted") from error
     except CheckpointFailure as error:
         raise PretrainError(str(error)) from error
     except MoECheckpointError as error:
@@ -66,29 +66,35 @@ def _open(state: TrainingState, launch: Launch) -> Session:
 
 
 def _restore(state: TrainingState, session: Session) -> None:
-    plan = session.look()
+    plan, checkpoint = session.look(), state.config.checkpoint
     dense = on_rank_zero(lambda: _newest_dense(state), errors=(UsageError,))
-    if plan is not None and plan.target >= dense:
+    # A restart goes on from what its own job did; which checkpoint was asked for matters to the first start.
+    asked = checkpoint.ckpt_step is not None or checkpoint.finetune
+    if plan is not None and (session.is_own if asked else plan.target >= dense):
         if session.carry_out() is not None:
             return
-        if dense < 0:
+        if checkpoint.load is None:
             raise UsageError(
                 "all copies of the training state in memory and storage are damaged or lost, see the reasons above;"
                 " give --load with an older checkpoint, or remove them to begin at iteration 0"
             )
-    if state.config.checkpoint.load is not None:
+        session.clear_counters()
+    if plan is None and session.unusable and checkpoint.load is None:
+        raise UsageError(
+            f"--moe-ckpt-persist-dir has snapshots that this job cannot use: {session.unusable}; give --load, or"
+            " another folder to begin at iteration 0"
+        )
+    if checkpoint.load is not None:
         load_checkpoint(state)
         session.refresh()
-    session.discard(state.progress.iteration)
+    session.discard()
 
 
 def _newest_dense(state: TrainingState) -> int:
-    """The newest iteration that `--load` offers, -1 if none; as asked for with `--ckpt-step`, which goes before all."""
+    """The newest iteration that `--load` offers, -1 if none."""
     checkpoint = state.config.checkpoint
     if checkpoint.load is None:
         return -1
-    if checkpoint.ckpt_step is not None:
-        return 2**62
     try:
         candidates = CheckpointDirectory(checkpoint.load).candidates()
     except (ValueError, OSError) as error:

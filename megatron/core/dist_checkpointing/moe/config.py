@@ -149,6 +149,13 @@ class MoECheckpointConfig:
         "peers that keep a copy of each rank's snapshots in memory (default: 1 with several nodes, else 0)",
         minimum=0,
     )
+    shard: str = flag(
+        "none",
+        "without the distributed optimizer, which data-parallel ranks store the state that all of them hold: each one "
+        "all of it (none), or a part: of experts equal parts, and whole layers, placed evenly by themselves (equal) or "
+        "where least is stored (adaptive)",
+        choices=("none", "equal", "adaptive"),
+    )
     persist_dir: str | None = flag(
         None, "folder, or URL that fsspec understands, for snapshots that survive the loss of all nodes"
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import UnreadableCheckpoint
 from ..policy.timelines import Timeline, belongs, newest_first
-from ..ports import Facts, Json, SnapshotId, Store
+from ..ports import Facts, Json, SnapshotId, Store, Torn
 from ..types import Copy, Inventory, OperatorId, OperatorKind, Part, SnapshotPlan, Tier
 
 Place = tuple[int, SnapshotId, Tier]
@@ -20,7 +20,7 @@ class Found:
     """One stored snapshot, as `finder` sees it: the parts that it holds of its owner's operators.
 
     digest: of the plan that all ranks followed. timeline: the attempts that led to it. why: the reason why it cannot be
-    used, empty if it can.
+    used, empty if it can. job: that made it. torn: it was never sealed.
     """
 
     finder: int
@@ -30,6 +30,8 @@ class Found:
     digest: str = ""
     timeline: Timeline = ()
     why: str = ""
+    job: str = ""
+    torn: bool = False
 
     @property
     def place(self) -> Place:
@@ -101,16 +103,18 @@ class Catalogue:
         return None if one.tier is Tier.PERSISTENT else self.nodes[one.finder]
 
 
-def listing(store: Store, tier: Tier, rank: int, accepts: Mapping[str, Json], job: str | None) -> list[Json]:
+def listing(
+    store: Store, tier: Tier, rank: int, accepts: Mapping[str, Json], job: str | None, strategy: str = ""
+) -> list[Json]:
     """What `store` holds, for `gather`: everything in memory, in persistent storage what `rank` owns.
 
     accepts: the parallel layout that snapshots must have been made in. job: the job that must have made them; None for
-    any. Raises StoreFailure.
+    any. strategy: the one that must have made them. Raises StoreFailure.
     """
     listed = store.snapshots()
     mine = [one for one in listed.sealed if tier is not Tier.PERSISTENT or one.rank == rank]
     torn = [one for one in listed.torn if tier is not Tier.PERSISTENT or one.snapshot.rank == rank]
-    rows: list[Json] = [_row(one.snapshot, tier, why=one.why) for one in torn]
+    rows: list[Json] = [_row(one.snapshot, tier, why=one.why, torn=_interrupted(one)) for one in torn]
     for snapshot in mine:
         try:
             with store.open(snapshot) as reader:
@@ -123,6 +127,8 @@ def listing(store: Store, tier: Tier, rank: int, accepts: Mapping[str, Json], jo
             why = f"it was made in the parallel layout {dict(facts.topology)}, this job has {dict(accepts)}"
         elif job is not None and facts.job != job:
             why = f"it belongs to job {facts.job}"
+        elif facts.scalars.get("made_by", strategy) != strategy:
+            why = f"it was made with --moe-ckpt-strategy {facts.scalars['made_by']}, this job has {strategy}"
         rows.append(_row(snapshot, tier, facts, why))
     return rows
 
@@ -145,23 +151,28 @@ def operators_told(operators: Iterable[OperatorId]) -> list[Json]:
     return [[one.layer, one.kind.value, one.expert] for one in sorted(operators)]
 
 
-def _row(snapshot: SnapshotId, tier: Tier, facts: Facts | None = None, why: str = "") -> Json:
-    said: list[Json] = ["", [], []]
+def _interrupted(torn: Torn) -> bool:
+    """Whether it was left while it was written; else it was sealed once, and is damaged or of another version."""
+    return torn.path.rpartition("/")[2].startswith(".writing.") or torn.path.endswith(".writing")
+
+
+def _row(snapshot: SnapshotId, tier: Tier, facts: Facts | None = None, why: str = "", torn: bool = False) -> list[Json]:
+    said: list[Json] = ["", [], [], ""]
     if facts is not None:
         try:
-            said = [facts.plan_digest, facts.scalars["operators"], facts.scalars["timeline"]]
+            said = [facts.plan_digest, facts.scalars["operators"], facts.scalars["timeline"], facts.job]
         except KeyError as error:
             why = why or f"its manifest does not say {error}: something else made it"
-    return [snapshot.iteration, snapshot.rank, snapshot.kind, tier.value, *said, why]
+    return [snapshot.iteration, snapshot.rank, snapshot.kind, tier.value, *said, torn, why]
 
 
 def _found(finder: int, row: Sequence[Any], plans: dict[Any, SnapshotPlan]) -> Found:
-    iteration, rank, kind, tier, digest, operators, timeline, why = row
+    iteration, rank, kind, tier, digest, operators, timeline, job, torn, why = row
     key = iteration, tuple(map(tuple, operators))
     if key not in plans:
         plans[key] = SnapshotPlan(iteration, {_operator(one): Part(one[3]) for one in key[1]})
     led = tuple((name, after) for name, after in timeline)
-    return Found(finder, SnapshotId(iteration, rank, kind), Tier(tier), plans[key], digest, led, why)
+    return Found(finder, SnapshotId(iteration, rank, kind), Tier(tier), plans[key], digest, led, why, job, torn)
 
 
 def _operator(told: Sequence[int]) -> OperatorId:

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..errors import MoECheckpointError
 from ..policy.lifecycle import Protection
-from ..policy.strategies import Costs, Job, Piece, Strategy
+from ..policy.strategies import Costs, Job, Strategy
 from ..ports import (
     Capturer,
     Clock,
@@ -33,6 +34,10 @@ from .custody import Custody
 from .keeper import Keeper, Work
 from .messages import Message, Messages
 from .persister import Persister
+from .recovery import Outcome
+
+CLOSING_PAUSE_S = 0.5
+"""How long the ranks wait at the end of training before they ask each other again what is still under way."""
 
 TokenCounts = Mapping[int, Sequence[int]]
 CountRows = tuple[tuple[int, ...], ...]
@@ -93,13 +98,10 @@ class Coordinator:
         self._tally, self._step_ended_s = _Tally(), ports.clock.now_s()
         self._iteration = 0
 
-    def resume(self, iteration: int, kept: Sequence[Piece], persisted: Sequence[SnapshotPlan]) -> None:
-        """Go on after a recovery to `iteration`: these pieces are in the memory of all ranks, these plans in storage.
-
-        What lost its replicas with a node is replicated again, beside training.
-        """
-        self._iteration = iteration
-        self._custody.resume(iteration, kept, persisted, self._ports.control.rank)
+    def resume(self, outcome: Outcome) -> None:
+        """Go on after a recovery; what lost its replicas with a node is replicated again, beside training."""
+        self._iteration = outcome.plan.target
+        self._custody.resume(outcome.kept, outcome.persisted, outcome.spare, self._ports.control.rank)
 
     def step_end(self, iteration: int, counts: TokenCounts | None = None) -> None:
         """After the optimizer's step (and evaluation) of `iteration`; `counts`: this rank's routed tokens by layer."""
@@ -110,10 +112,12 @@ class Coordinator:
         plan = None
         if self._in_contact and self._custody.rounds.may_begin:
             plan = self._strategy.plan(iteration)
+        elif self._in_contact and self._strategy.due(iteration):
+            self._custody.behind(iteration)
         if plan is not None:
             self._copying = self._begin(plan), self._ports.trainer.scalars()
         if self._in_contact:
-            self._tell(plan, counts)
+            self._tell(plan, counts, tally.iteration_s / 2)
         tally.last_stall_s = self._ports.clock.now_s() - begun_s
         tally.stall_s += tally.last_stall_s
 
@@ -122,7 +126,9 @@ class Coordinator:
         begun_s = self._ports.clock.now_s()
         copied = self._end_copy()
         self._hear()
-        if copied is not None:
+        if copied is not None and not self._in_contact:
+            copied[0].abandon()  # what the strategy has to remember of it is not known
+        elif copied is not None:
             work, scalars = copied
             work.scalars = {"trainer": scalars, "strategy": self._strategy.to_data()}
             self._custody.copied(work)
@@ -141,14 +147,14 @@ class Coordinator:
         """The end of training: what is under way is brought to its end, on all ranks together."""
         try:
             self.before_optimizer()
+            for _ in range(round(self._job.config.timeout_s / CLOSING_PAUSE_S)):
+                if not self._in_contact or not self._custody.rounds.open:
+                    break
+                self._tell(None, None, CLOSING_PAUSE_S)
+                self._hear()
             self._custody.drain()
-            for _ in range(2):  # the second time what became persistent after the first
-                if self._in_contact:
-                    self._tell(None, None)
-                    self._hear()
-                self._custody.drain()
         finally:
-            self._close(wait=True)
+            self._close(wait=False)
 
     def report(self) -> Report:
         """What was done since the last call."""
@@ -179,8 +185,9 @@ class Coordinator:
                 self._copies_late = False
             for piece, layout in zip(work.pieces, layouts, strict=True):
                 name = SnapshotId(work.plan.iteration, self._ports.control.rank, piece.kind)
+                self._ports.memory.free(name)  # of an attempt that training left behind, if any
                 writers.append(self._ports.memory.reserve(name, layout))
-        except (StoreFailure, TimeoutError) as error:
+        except (MoECheckpointError, TimeoutError) as error:
             work.failures.append(str(error))
             for writer in writers:
                 writer.abandon()
@@ -199,8 +206,8 @@ class Coordinator:
                 copied[0].abandon()
         return copied
 
-    def _tell(self, plan: SnapshotPlan | None, counts: TokenCounts | None) -> None:
-        """Send what this rank knows; half an iteration is left for rounds that are about to end."""
+    def _tell(self, plan: SnapshotPlan | None, counts: TokenCounts | None, patience_s: float) -> None:
+        """Send what this rank knows, once open rounds have ended or some time has passed."""
         tally, custody = self._tally, self._custody
         summed: list[int] = []
         if counts is not None and self._strategy.counts_tokens:
@@ -208,7 +215,7 @@ class Coordinator:
             summed = [count for layer in self._job.moe_layers for count in counts.get(layer, none)]
         costs = Costs(tally.iteration_s, tally.last_stall_s, custody.last_round_s)
         message = Message(self._iteration, plan, costs, custody.statuses, summed)
-        self._messages.send(message, custody.awaited(), self._ports.clock.now_s() + tally.iteration_s / 2)
+        self._messages.send(message, custody.awaited(), self._ports.clock.now_s() + patience_s)
 
     def _hear(self) -> None:
         """Take in what all ranks told in the last messages."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ..errors import MoECheckpointError
 from ..policy.copies import Level
@@ -41,16 +41,25 @@ class Custody:
         self._tasks: list[Task[None]] = []
         self._kept: tuple[Kept, ...] = ()
         self._persisted: tuple[SnapshotPlan, ...] = ()
+        self._spare: frozenset[tuple[int, str]] = frozenset()
         self._renew = False
         self._restored: int | None = None
+        self._behind = False
 
-    def resume(self, iteration: int, kept: Sequence[Piece], persisted: Sequence[SnapshotPlan], rank: int) -> None:
+    def resume(
+        self,
+        kept: Sequence[Piece],
+        persisted: Sequence[SnapshotPlan],
+        spare: frozenset[tuple[int, str]],
+        rank: int,
+    ) -> None:
         """See `Coordinator.resume`."""
-        self._kept, self._persisted = tuple(map(Kept, kept)), tuple(persisted)
+        self._kept, self._persisted, self._spare = tuple(map(Kept, kept)), tuple(persisted), spare
         if persisted and self.durable:
-            self.durable = Protection(ProtectionState.DEGRADED, iteration)
+            self.durable = Protection(ProtectionState.DEGRADED, persisted[-1].iteration)
         if not kept:
             return
+        iteration = max(piece.plan.iteration for piece in kept)
         parts = {operator: part for piece in kept for operator, part in piece.plan.parts.items()}
         work = Work(SnapshotPlan(iteration, parts), tuple(kept), None)
         self._restored = iteration
@@ -60,11 +69,15 @@ class Custody:
 
     def open(self, work: Work) -> None:
         """A snapshot was planned and is being copied, or takes part in its round without a copy."""
+        self._behind = False
         self.rounds = self.rounds.begun(Level.SNAPSHOT, work.plan)
         self._works[Level.SNAPSHOT, work.plan.iteration] = work
 
     def copied(self, work: Work) -> None:
-        """The copy has ended: from here on the keeper has it."""
+        """The copy has ended: from here on the keeper has it, unless all ranks have given the round up meanwhile."""
+        if (Level.SNAPSHOT, work.plan.iteration) not in self._works:
+            work.abandon()
+            return
         work.renew, self._renew = self._renew, False
         self._begin(Level.SNAPSHOT, work.plan.iteration, "keeper", lambda: self._keeper.protect(work))
 
@@ -90,6 +103,15 @@ class Custody:
         """Without the reports of the others nothing can be agreed on: what is sealed stays, nothing more is taken."""
         self.protection = self.protection.after(ProtectionEvent.COPIES_SHORT, iteration)
         self.complain(f"no further snapshots after iteration {iteration} until the job restarts", [str(error)])
+
+    def behind(self, iteration: int) -> None:
+        """A snapshot is due, but earlier ones are still on their way: said once for each time that it begins."""
+        if self._behind:
+            return
+        self._behind = True
+        self.protection = self.protection.after(ProtectionEvent.ATTEMPT_FAILED, iteration)
+        open_ = ", ".join(f"{one.level.value} of iteration {one.plan.iteration}" for one in self.rounds.open)
+        log.warning("no snapshot of iteration %d: still under way are %s; memory or links are slow", iteration, open_)
 
     def complain(self, what: str, failures: Sequence[str]) -> None:
         """Say what protection was lost and why; ends training with `--moe-ckpt-strict`. Raises CheckpointFailure."""
@@ -125,7 +147,8 @@ class Custody:
             self._retain()
         if not one.agreed.is_final:
             return
-        del self._works[one.key], self._under_way[one.key]
+        del self._works[one.key]
+        self._under_way.pop(one.key, None)
         self.replicated_bytes += work.replicated_bytes
         self.last_round_s = work.duration_s
         self._renew = self._renew or one.agreed is not Status.PROTECTED
@@ -134,6 +157,9 @@ class Custody:
             self._kept = tuple(kept.acknowledged(names) for kept in self._kept)
             self.protection = self.protection.after(ProtectionEvent.COMMITTED, one.plan.iteration)
             self._retain()
+            if not restored:
+                self._free(self._spare)
+                self._spare = frozenset()
         else:
             self._degraded(one, work.failures)
         if one.agreed is Status.FAILED:
@@ -147,8 +173,11 @@ class Custody:
         """Free the pieces in memory that newer ones cover: at once, because the next snapshot needs their room."""
         in_use = [iteration for level, iteration in self._works if level is Level.PERSIST]
         self._kept, freed = keep_pieces(self._kept, self.rounds, in_use)
+        self._free({kept.name for kept in freed})
+
+    def _free(self, names: Collection[tuple[int, str]]) -> None:
         try:
-            self._keeper.free({kept.name for kept in freed})
+            self._keeper.free(names)
         except StoreFailure as error:
             self.complain("memory could not be freed", [str(error)])
 
@@ -171,15 +200,16 @@ class Custody:
 
     def _on_persisted(self, one: Round, iteration: int) -> None:
         work, persister = self._works.pop(one.key), self._persister
-        del self._under_way[one.key]
+        self._under_way.pop(one.key, None)
         assert persister is not None and self.durable is not None
         ok = one.agreed is Status.PROTECTED
         self._strategy.settled(one.plan, Level.PERSIST, ok)
         if ok:
             self.durable = self.durable.after(ProtectionEvent.COMMITTED, one.plan.iteration)
-            self._persisted = keep_persistent((*self._persisted, one.plan), self._job.config.persist_keep)
-            held = {plan.iteration for plan in self._persisted}
-            self._submit("persister", lambda: persister.retain(held, one.plan.iteration))
+            known = (*self._persisted, one.plan)
+            self._persisted = keep_persistent(known, self._job.config.persist_keep)
+            freed = {plan.iteration for plan in known} - {plan.iteration for plan in self._persisted}
+            self._submit("persister", lambda: persister.free(freed))
         else:
             self.durable = self.durable.after(ProtectionEvent.ATTEMPT_FAILED, iteration)
             self.complain(f"the snapshot of iteration {one.plan.iteration} was NOT persisted", work.failures)
@@ -208,3 +238,5 @@ class Custody:
                 task.result(self._job.config.timeout_s)
             except StoreFailure as error:
                 self.complain("a store refused", [str(error)])
+            except TimeoutError:
+                self.complain("background work does not end", [f"waited {self._job.config.timeout_s:g} s for it"])

@@ -71,7 +71,7 @@ class StoreInbox:
                 if same and not reader.verify():
                     return True
         except UnreadableCheckpoint:
-            return False
+            pass  # none, or one whose manifest is damaged
         self._store.free(wanted.snapshot)
         return False
 

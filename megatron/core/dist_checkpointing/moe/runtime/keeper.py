@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..errors import UnreadableCheckpoint
+from ..errors import MoECheckpointError, UnreadableCheckpoint
 from ..policy.rounds import Status
 from ..policy.strategies import Piece
 from ..policy.timelines import Timeline
-from ..ports import Clock, Facts, Json, MappedStore, MappedWriter, PeerLost, SnapshotId, StoreFailure, Transport
+from ..ports import Clock, Facts, Json, MappedStore, MappedWriter, PeerLost, SnapshotId, Transport
 from ..replicate.replicator import Offer, Replicator
 from ..store.manifest import encode
 from ..types import OperatorId, SnapshotPlan
@@ -50,6 +50,7 @@ class Identity:
     job: str
     topology: Mapping[str, Json]
     operators: frozenset[OperatorId]
+    strategy: str = ""
     timeline: Timeline = ()
 
     def facts(self, piece: Piece, scalars: Mapping[str, Json]) -> Facts:
@@ -59,7 +60,7 @@ class Identity:
             [one.layer, one.kind.value, one.expert, parts[one].value] for one in sorted(self.operators) if one in parts
         ]
         timeline: list[Json] = [[attempt, after] for attempt, after in self.timeline]
-        own: dict[str, Json] = {"operators": held, "timeline": timeline}
+        own: dict[str, Json] = {"operators": held, "timeline": timeline, "made_by": self.strategy}
         return Facts(self.job, piece.plan.digest(), self.topology, {**scalars, **own})
 
 
@@ -87,8 +88,8 @@ class Keeper:
         begun_s = self._clock.now_s()
         try:
             sealed = self._seal(work)
-        except (StoreFailure, UnreadableCheckpoint) as error:
-            work.failures.append(str(error))
+        except Exception as error:  # whatever it is costs this snapshot, and is told to all ranks
+            work.failures.append(_told(error))
             sealed = False
         work.status = Status.SEALED if sealed else Status.FAILED
         offered = [SnapshotId(work.plan.iteration, self._transport.rank, piece.kind) for piece in work.pieces]
@@ -135,9 +136,9 @@ class Keeper:
             if not self._connected:
                 raise PeerLost("replication waits until all ranks connect anew")
             self._exchange(work, offered)
-        except PeerLost as error:
+        except Exception as error:  # an exchange that did not end is void for all its ranks
             self._connected = False
-            work.failures.append(str(error))
+            work.failures.append(_told(error))
         if work.status is Status.SEALED:
             work.status = Status.EXPOSED
 
@@ -159,3 +160,8 @@ class Keeper:
         work.failures += done.failures
         if offers and work.status is Status.SEALED and all(done.acknowledged.values()):
             work.status = Status.PROTECTED
+
+
+def _told(error: Exception) -> str:
+    """Errors for people speak for themselves, others by their type."""
+    return str(error) if isinstance(error, MoECheckpointError) else f"{type(error).__name__}: {error}"

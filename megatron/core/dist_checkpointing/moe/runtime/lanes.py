@@ -12,6 +12,9 @@ from ..errors import MoECheckpointError
 
 Value = TypeVar("Value")
 
+CLOSING_S = 60.0
+"""How long `shutdown` waits; the thread ends with the process at the latest."""
+
 
 class ThreadLane:
     """One daemon thread that runs what is submitted, in order; as `ports.Lane`."""
@@ -37,7 +40,7 @@ class ThreadLane:
             self._cancel_waiting()
         self._waiting.put(None)
         if wait:
-            self._thread.join()
+            self._thread.join(CLOSING_S)
 
     def _cancel_waiting(self) -> None:
         while True:

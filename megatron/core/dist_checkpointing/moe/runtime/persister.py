@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from ..errors import UnreadableCheckpoint, UsageError
+from ..errors import UnreadableCheckpoint
 from ..policy.rounds import Status
 from ..policy.strategies import Piece
 from ..ports import Clock, Layout, Reader, SnapshotId, Store, StoreFailure
@@ -47,8 +47,8 @@ class Persister:
                 self._write(work)
                 work.status = Status.PROTECTED
                 break
-            except (StoreFailure, UnreadableCheckpoint, UsageError) as error:
-                work.failures.append(str(error))
+            except Exception as error:  # whatever it is costs this copy, and is told to all ranks
+                work.failures.append(f"{type(error).__name__}: {error}")
                 if attempt < ATTEMPTS and isinstance(error, StoreFailure):
                     clock.sleep(pause_s)
                     pause_s *= 4
@@ -57,14 +57,10 @@ class Persister:
                     break
         work.duration_s = clock.now_s() - begun_s
 
-    def retain(self, kept: Collection[int], newest: int) -> None:
-        """Remove this rank's snapshots up to iteration `newest` but those of the iterations `kept`, and torn ones.
-
-        Raises StoreFailure.
-        """
-        self._storage.sweep()
+    def free(self, iterations: Collection[int]) -> None:
+        """Remove this rank's snapshots of these iterations. Raises StoreFailure."""
         for snapshot in self._storage.snapshots().sealed:
-            if snapshot.rank == self._rank and snapshot.iteration <= newest and snapshot.iteration not in kept:
+            if snapshot.rank == self._rank and snapshot.iteration in iterations:
                 self._storage.free(snapshot)
 
     def _write(self, work: PersistWork) -> None:
@@ -76,8 +72,20 @@ class Persister:
             ]
             for index, piece in enumerate(work.pieces):
                 target = SnapshotId(iteration, self._rank, piece.kind)
-                if target not in sealed:
-                    work.nbytes += self._write_piece(target, piece, index, sources)
+                if target in sealed and self._is_done(target, piece):
+                    continue
+                self._storage.free(target)
+                work.nbytes += self._write_piece(target, piece, index, sources)
+
+    def _is_done(self, target: SnapshotId, piece: Piece) -> bool:
+        """Whether it was written in an earlier try, and not by an attempt of the job that training left behind."""
+        try:
+            with self._storage.open(target) as reader:
+                facts, wanted = reader.manifest.facts, self._identity.facts(piece, {})
+        except UnreadableCheckpoint:
+            return False
+        same_timeline = facts.scalars.get("timeline") == wanted.scalars["timeline"]
+        return same_timeline and facts.plan_digest == wanted.plan_digest
 
     def _write_piece(self, target: SnapshotId, piece: Piece, index: int, sources: Sequence[Reader]) -> int:
         layout = self._layout(piece, index)

@@ -20,17 +20,18 @@ from ..ports import (
     Restorer,
     SnapshotId,
     Store,
-    StoreFailure,
     TrainerState,
     Transport,
 )
 from ..recover.fetch import Carrier, Need, needs
-from ..recover.inventory import Catalogue, Place, catalogue, listing, operators_told
+from ..recover.inventory import Catalogue, Place
 from ..recover.table import RecoveryTable
+from ..store.heap import HeapReader
 from ..store.manifest import encode
 from ..types import Lost, OperatorId, RecoveryPlan, SnapshotPlan, Tier
 from .inbox import StoreInbox
 from .keeper import Identity
+from .stock import Stock
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +54,15 @@ class RecoveryPorts:
 class Outcome:
     """A recovery that was carried out: training goes on after `plan.target`, whose snapshot has this timeline.
 
-    kept: pieces of snapshots in the memory of all ranks. persisted: snapshots in storage, of all ranks.
+    kept: pieces of snapshots in the memory of all ranks. persisted: snapshots in storage, of all ranks. spare: pieces
+    in the memory of some ranks, by iteration and kind, to be kept until a newer snapshot is protected.
     """
 
     plan: RecoveryPlan
     timeline: Timeline
     kept: tuple[Piece, ...]
     persisted: tuple[SnapshotPlan, ...]
+    spare: frozenset[tuple[int, str]]
     table: RecoveryTable = field(repr=False)
 
 
@@ -71,20 +74,37 @@ class Recovery:
     ) -> None:
         self._owners = frozenset(owners) | {ports.transport.rank}
         self._job, self._strategy, self._ports = job, strategy, ports
-        self._identity = identity
-        self._rank = ports.transport.rank
-        self._catalogue: Catalogue | None = None
+        self._identity, self._rank = identity, ports.transport.rank
+        node = job.topology.node(self._rank)
+        self._stock = Stock(ports.memory, ports.persistent, ports.transport, identity, node)
+        self._catalogue = Catalogue((), {}, ())
         self._timeline: Timeline = ()
         self._plan: RecoveryPlan | None = None
         self._damaged: dict[Place, str] = {}
+        self._late: list[HeapReader] = []
 
     def look(self) -> RecoveryPlan | None:
-        """Take stock and plan; None when nothing was found, or nothing that suffices, which is then logged."""
-        begun_s = self._ports.clock.now_s()
-        self._catalogue = self._take_stock()
-        log.debug("inventory took %.3f s", self._ports.clock.now_s() - begun_s)
+        """Take stock and plan; None when nothing was found, or nothing that suffices, which is then logged.
+
+        Raises StoreFailure when a store cannot be listed, which a restart may mend.
+        """
+        self._catalogue = self._stock.take()
         self._plan = self._planned() if self._catalogue.found else None
         return self._plan
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the plan goes on from a state that this job itself left, and not from one of another job."""
+        if self._plan is None:
+            return False
+        at = [one for one in self._catalogue.of(self._timeline).found if one.snapshot.iteration == self._plan.target]
+        return any(one.job == self._identity.job for one in at if not one.why)
+
+    @property
+    def unusable(self) -> str:
+        """Why sealed snapshots in storage cannot be used by this job; empty if there are none."""
+        found = [one for one in self._catalogue.found if one.tier is Tier.PERSISTENT and one.why and not one.torn]
+        return f"{found[0].snapshot}: {found[0].why}" if found else ""
 
     def carry_out(self) -> Outcome | None:
         """Restore the planned state, or what is left of it when copies prove damaged; None when nothing suffices.
@@ -93,11 +113,10 @@ class Recovery:
         """
         begun_s = self._ports.clock.now_s()
         while self._plan is not None:
-            assert self._catalogue is not None
-            refused, restored = self._attempt(self._plan)
+            refused, plan = self._attempt(self._plan)
             all_refused = self._gathered_refusals(refused)
             if not all_refused:
-                return self._finished(self._plan, restored, begun_s)
+                return self._finished(plan, begun_s)
             for place, why in all_refused.items():
                 log.warning(
                     "refused the %s that rank %d holds (%s): %s", place[1], place[0], place[2].name.lower(), why
@@ -108,30 +127,12 @@ class Recovery:
             self._plan = self._planned()
         return None
 
-    def discard(self, newer_than: int) -> None:
-        """Free what belongs to a future that will not be, and all in memory: training begins from another state."""
-        self._tidy(frozenset(), newer_than)
-
-    def _take_stock(self) -> Catalogue:
-        rows: list[Json] = []
-        accepts, job = self._identity.topology, self._identity.job
-        stores = [(self._ports.memory, Tier.OWN_MEMORY, job), (self._ports.persistent, Tier.PERSISTENT, None)]
-        for store, tier, of_job in stores:
-            if store is not None:
-                try:
-                    rows += listing(store, tier, self._rank, accepts, of_job)
-                except StoreFailure as error:
-                    log.error("rank %d: what is in the %s tier cannot be listed: %s", self._rank, tier.name, error)
-        told: Json = {
-            "node": str(self._job.topology.node(self._rank)),
-            "operators": operators_told(self._identity.operators),
-            "found": rows,
-        }
-        return catalogue(cast("list[Mapping[str, Any]]", self._ports.transport.gather(told)))
+    def discard(self) -> None:
+        """Free all in memory: training begins from another state than any that is there."""
+        self._stock.tidy((), ())
 
     def _planned(self) -> RecoveryPlan | None:
         """The plan for the newest timeline that anything can be made of; copies of different ones never mix."""
-        assert self._catalogue is not None
         problem: RecoveryImpossible | None = None
         for timeline in self._catalogue.timelines:
             inventory = self._catalogue.of(timeline).inventory(self._damaged)
@@ -150,57 +151,67 @@ class Recovery:
         )
         return None
 
-    def _attempt(self, plan: RecoveryPlan) -> tuple[dict[Place, str], dict[str, Any]]:
-        """Fetch and restore; returns what was refused, and the scalars that belong to the restored state."""
-        assert self._catalogue is not None
+    def _attempt(self, plan: RecoveryPlan) -> tuple[dict[Place, str], RecoveryPlan]:
+        """Fetch and restore; returns what was refused, and the plan with the tokens that it loses."""
         mine = self._catalogue.of(self._timeline)
         needed = needs(plan, mine.inventory(self._damaged), mine.without(self._damaged))
-        carrier = Carrier(
-            self._ports.transport,
-            self._ports.memory.open,
-            _encoded,
-            StoreInbox(self._ports.memory, self._ports.clock).land,
-        )
-        arrived, refused = carrier.carry(needed)
+        inbox, memory = StoreInbox(self._ports.memory, self._ports.clock), self._ports.memory
+        arrived, refused = Carrier(self._ports.transport, memory.open, _encoded, inbox.land).carry(needed)
+        self._late = [reader for reader in arrived.values() if isinstance(reader, HeapReader)]
         self._ports.restorer.poison()
-        restored: dict[str, Any] = {}
+        base: tuple[Place, Mapping[str, Any]] | None = None
         with ExitStack() as stack:
             for reader in arrived.values():
-                stack.enter_context(reader)
+                if not isinstance(reader, HeapReader):
+                    stack.enter_context(reader)
             for need in needed:
                 place = need.found.place
                 if need.rank != self._rank or place in refused:
                     continue
                 try:
                     reader = arrived.get(place) or stack.enter_context(self._opened(need))
-                    self._restore(need, reader, plan.target, restored)
+                    if self._restore(need, reader, plan.target):
+                        base = place, reader.manifest.facts.scalars
                 except MoECheckpointError as error:
                     refused[place] = str(error)
         if not refused:
-            lacking = self._ports.restorer.missing() or self._lacking(restored, plan.target)
-            refused = {(self._rank, SnapshotId(plan.target, self._rank), Tier.PARKED): lacking} if lacking else {}
-        return refused, restored
+            return self._resumed(plan, base)
+        return refused, plan
 
-    def _lacking(self, restored: Mapping[str, Any], target: int) -> str:
-        """What must be restored besides operators and was not."""
-        return "" if "trainer" in restored else f"no snapshot of iteration {target} has this rank's random states"
+    def _resumed(
+        self, plan: RecoveryPlan, base: tuple[Place, Mapping[str, Any]] | None
+    ) -> tuple[dict[Place, str], RecoveryPlan]:
+        """Take up what the strategy remembered, once all else is restored."""
+        lacking = self._ports.restorer.missing()
+        if base is None:
+            lacking = lacking or f"no snapshot of iteration {plan.target} has this rank's random states"
+        if base is None or lacking:
+            return {(self._rank, SnapshotId(plan.target, self._rank), Tier.PARKED): lacking}, plan
+        place, scalars = base
+        newest = max(plan.target, self._catalogue.newest_iteration)
+        try:
+            return {}, self._strategy.resumed(plan, scalars["strategy"], newest)
+        except (MoECheckpointError, KeyError, TypeError, ValueError) as error:
+            return {place: f"the strategy cannot go on from it: {type(error).__name__}: {error}"}, plan
 
     def _opened(self, need: Need) -> Reader:
         store = self._ports.persistent if need.found.tier is Tier.PERSISTENT else self._ports.memory
         assert store is not None
         return store.open(need.found.snapshot)
 
-    def _restore(self, need: Need, reader: Reader, target: int, restored: dict[str, Any]) -> None:
+    def _restore(self, need: Need, reader: Reader, target: int) -> bool:
+        """Restore what is needed of a snapshot; whether it is the one with the trainer state of the target."""
         self._ports.restorer.restore(reader.read, dict(need.parts))
         scalars = reader.manifest.facts.scalars
-        if reader.manifest.snapshot.iteration == target and "trainer" in scalars:
-            tensors = {
-                one.key.removeprefix(RANDOM): reader.read(one.key)
-                for one in reader.manifest.layout.fields
-                if one.operator is None and one.key.startswith(RANDOM)
-            }
-            self._ports.trainer.restore(cast("Mapping[str, Json]", scalars["trainer"]), tensors)
-            restored.update(scalars)
+        if reader.manifest.snapshot.iteration != target or "trainer" not in scalars:
+            return False
+        tensors = {
+            one.key.removeprefix(RANDOM): reader.read(one.key)
+            for one in reader.manifest.layout.fields
+            if one.operator is None and one.key.startswith(RANDOM)
+        }
+        self._ports.trainer.restore(cast("Mapping[str, Json]", scalars["trainer"]), tensors)
+        return True
 
     def _gathered_refusals(self, refused: Mapping[Place, str]) -> dict[Place, str]:
         told: Json = [
@@ -209,56 +220,32 @@ class Recovery:
         rows = [row for rows in self._ports.transport.gather(told) for row in cast("list[Any]", rows)]
         return {(row[0], SnapshotId(row[1], row[2], row[3]), Tier(row[4])): row[5] for row in rows}
 
-    def _finished(self, plan: RecoveryPlan, restored: Mapping[str, Any], begun_s: float) -> Outcome:
-        assert self._catalogue is not None
+    def _finished(self, plan: RecoveryPlan, begun_s: float) -> Outcome:
         self._ports.restorer.complete()
-        plan = self._strategy.resumed(plan, restored["strategy"], max(plan.target, self._catalogue.newest_iteration))
         self._ports.transport.gather(None)  # nobody frees a copy that another rank still restores from
-        kept = self._common(self._ports.memory, plan.target)
-        persisted = self._common(self._ports.persistent, plan.target) if self._ports.persistent else ()
-        timeline = past(self._timeline, plan.target)
-        names = frozenset((piece.plan.iteration, piece.kind) for piece in kept)
-        self._tidy(names, plan.target)
+        used = {source.iteration for source in plan.sources}
+        self._stock.land_late(self._late, used)
+        self._late = []
+        kept = self._stock.common(Tier.OWN_MEMORY, self._timeline, plan.target)
+        persisted = self._stock.common(Tier.PERSISTENT, self._timeline, plan.target)
+        names, spare = frozenset((piece.plan.iteration, piece.kind) for piece in kept), frozenset[tuple[int, str]]()
+        if plan.target not in {iteration for iteration, _ in names}:
+            # Some rank has it in storage only: then no rank gives up its own copy yet.
+            spare = frozenset(
+                (one.snapshot.iteration, one.snapshot.kind)
+                for one in self._catalogue.of(self._timeline).found
+                if one.snapshot.iteration in used and one.tier is not Tier.PERSISTENT
+            )
+        self._stock.tidy(names | spare, self._owners)
         duration_s = self._ports.clock.now_s() - begun_s
         table = RecoveryTable(plan, self._catalogue.nodes, self._damaged_told(), duration_s, self._strategy.plt)
-        return Outcome(plan, timeline, kept, _whole(persisted), table)
+        return Outcome(plan, past(self._timeline, plan.target), kept, _whole(persisted), spare - names, table)
 
     def _damaged_told(self) -> tuple[str, ...]:
-        return tuple(f"{place[1]}, held by rank {place[0]}: {why}" for place, why in sorted(self._damaged.items()))
-
-    def _common(self, store: Store, newest: int) -> tuple[Piece, ...]:
-        """The pieces up to iteration `newest` of which every rank has its share in `store`."""
-        rows = listing(store, Tier.PERSISTENT, self._rank, self._identity.topology, None)
-        told = cast(
-            "list[list[Any]]", self._ports.transport.gather([row for row in rows if cast("list[Any]", row)[-1] == ""])
-        )
-        merged: dict[tuple[int, str, str], dict[OperatorId, Any]] = {}
-        held: dict[tuple[int, str, str], int] = {}
-        stock = catalogue([{"node": "", "operators": [], "found": rows} for rows in told])
-        for one in stock.of(self._timeline).found:
-            key = one.snapshot.iteration, one.snapshot.kind, one.digest
-            merged.setdefault(key, {}).update(one.plan.parts)
-            held[key] = held.get(key, 0) + 1
-        return tuple(
-            Piece(kind, SnapshotPlan(iteration, merged[iteration, kind, digest]))
-            for iteration, kind, digest in sorted(merged)
-            if held[iteration, kind, digest] == len(told) and iteration <= newest
-        )
-
-    def _tidy(self, kept: frozenset[tuple[int, str]], newest: int) -> None:
-        """Free copies that nothing refers to any more: torn ones, and what is newer than where training goes on."""
-        try:
-            self._ports.memory.sweep()
-            for snapshot in self._ports.memory.snapshots().sealed:
-                if (snapshot.iteration, snapshot.kind) not in kept or snapshot.rank not in self._owners:
-                    self._ports.memory.free(snapshot)
-            if self._ports.persistent is not None:
-                self._ports.persistent.sweep()
-                for snapshot in self._ports.persistent.snapshots().sealed:
-                    if snapshot.rank == self._rank and snapshot.iteration > newest:
-                        self._ports.persistent.free(snapshot)
-        except StoreFailure as error:
-            log.error("rank %d: copies that are not needed any more could not be freed: %s", self._rank, error)
+        """What was refused when it was listed, and what when it was read."""
+        told = [(one.place, one.why) for one in self._catalogue.found if one.why and not one.torn]
+        told += self._damaged.items()
+        return tuple(f"{place[1]}, held by rank {place[0]}: {why}" for place, why in sorted(told))
 
 
 def _encoded(reader: MappedReader) -> tuple[bytes, memoryview]:

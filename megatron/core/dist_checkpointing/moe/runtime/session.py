@@ -42,10 +42,14 @@ from .model_operators import model_operators
 from .optimizer_state import allocate_optimizer_state
 from .persister import Persister
 from .recovery import Outcome, Recovery, RecoveryPorts
+from .sharing import assign, joining_restorer, share_out
 
 log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
+
+RECOVERY_PATIENCE = 12
+"""How many times `--moe-ckpt-timeout-s` a rank may take to read its state during a recovery."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,10 @@ class Session:
             ProcessGroupTransport(store, rank, world_size, f"moe-ckpt-{name}", config.timeout_s)
             for name in ("control", "data")
         )
+        # Ranks wait here for others that read from slow storage; a dead one is noticed at once all the same.
+        self._patient = ProcessGroupTransport(
+            store, rank, world_size, "moe-ckpt-recovery", RECOVERY_PATIENCE * config.timeout_s
+        )
         self._rank, self._clock = rank, SystemClock()
         self._engine: CopyEngine | None = None
         self._topology = self._together(self._read_topology)
@@ -110,7 +118,7 @@ class Session:
         self._segments = self._segment_sizes()
         self._memory = self._together(self._open_memory)
         self._persistent = self._together(self._open_persistent)
-        self._identity = Identity(place.job_id, _told(self._topology), self._capturer.operators)
+        self._identity = Identity(place.job_id, _told(self._topology, config.shard), self._capturer.operators)
         # Sorts by time, and differs even between attempts that start in the same instant.
         self._attempt = str(self._control.gather(f"{time.time_ns():020d}-{secrets.token_hex(4)}")[0])
         self._recovery: Recovery | None = None
@@ -126,13 +134,18 @@ class Session:
         check_complete(chunks, optimizer, tensors)
         if self._engine is None:
             self._engine = StreamEngine() if any(one.tensor.is_cuda for one in tensors) else ThreadEngine()
-        self._capturer = LiveCapturer(tensors, self._training.trainer, self._engine)
         self._restorer = live_restorer(chunks, optimizer, self._topology)
+        if self._config.shard != "none":
+            assignment = assign(self._config.shard, chunks, tensors, self._topology)
+            portions = share_out(tensors, assignment, self._topology, self._rank)
+            self._restorer = joining_restorer(chunks, optimizer, portions)
+            tensors = tuple(part for portion in portions for part in portion.stored)
+        self._capturer = LiveCapturer(tensors, self._training.trainer, self._engine)
 
     def look(self) -> RecoveryPlan | None:
         """What an earlier attempt left and what can be made of it; None when that is nothing."""
         ports = RecoveryPorts(
-            self._memory, self._persistent, self._data, self._restorer, self._training.trainer, self._clock
+            self._memory, self._persistent, self._patient, self._restorer, self._training.trainer, self._clock
         )
         self._recovery = Recovery(self._job, self._strategy, ports, self._identity, self._owners)
         return self._recovery.look()
@@ -146,13 +159,30 @@ class Session:
                 log.info("%s", line)
         return self._outcome
 
-    def discard(self, iteration: int) -> None:
-        """Training goes on from another state, after `iteration`: what is in memory, and newer in storage, is freed."""
+    @property
+    def is_own(self) -> bool:
+        """Whether what `look` planned is a state that this very job left."""
+        return self._recovery is not None and self._recovery.is_own
+
+    @property
+    def unusable(self) -> str:
+        """Why snapshots in storage cannot be used by this job; empty if there are none of that kind."""
+        return self._recovery.unusable if self._recovery else ""
+
+    def clear_counters(self) -> None:
+        """After a `carry_out` that came to nothing: what routers count has no place in a checkpoint that is loaded."""
+        for one in state_tensors(self._training.chunks, self._training.optimizer, self._topology):
+            if one.field == "buffer":
+                one.tensor.zero_()
+
+    def discard(self) -> None:
+        """Training goes on from another state than any in memory: all that is there is freed."""
         assert self._recovery is not None
-        self._recovery.discard(iteration)
+        self._recovery.discard()
 
     def begin(self, iteration: int) -> None:
         """Protect training from here on; it stands after `iteration`."""
+        self._patient.close()
         before = self._outcome.timeline if self._outcome is not None else ()
         identity = replace(self._identity, timeline=continued(before, self._attempt, iteration))
         ports = Ports(
@@ -177,7 +207,7 @@ class Session:
             )
         self._coordinator = Coordinator(self._job, self._strategy, ports, keeper, persister)
         if self._outcome is not None:
-            self._coordinator.resume(self._outcome.plan.target, self._outcome.kept, self._outcome.persisted)
+            self._coordinator.resume(self._outcome)
 
     def step_end(self, iteration: int) -> None:
         """See `Coordinator.step_end`."""
@@ -242,7 +272,7 @@ class Session:
     def _open_memory(self) -> MemoryStore:
         base = self._memory_dir()
         if self._config.memory_dir is None:
-            base.mkdir(mode=0o700, exist_ok=True)
+            _made(base)
         node = base / self._place.node
         if base.is_dir():
             try:
@@ -272,6 +302,13 @@ class Session:
         return value  # type: ignore[return-value]
 
 
+def _made(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"memory dir {folder} cannot be used: {error.strerror}; check its permissions") from error
+
+
 def _unwrapped(chunk: Any) -> Any:
     while hasattr(chunk, "module"):
         chunk = chunk.module
@@ -287,7 +324,8 @@ def _placed(topology: Topology, replicas: int) -> Any:
     return place_replicas(topology, replicas)
 
 
-def _told(topology: Topology) -> dict[str, Any]:
-    """The parallel layout that a snapshot is made in; nodes do not matter."""
+def _told(topology: Topology, shard: str) -> dict[str, Any]:
+    """The parallel layout that a snapshot is made in, and who stores what in it; nodes do not matter."""
     names = ("world_size", "tp", "pp", "vpp", "cp", "ep")
-    return {name: getattr(topology, name) for name in names} | {"etp": topology.expert_tp}
+    layout = {name: getattr(topology, name) for name in names} | {"etp": topology.expert_tp}
+    return layout if shard == "none" else layout | {"shard": shard}

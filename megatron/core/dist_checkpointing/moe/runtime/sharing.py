@@ -65,10 +65,10 @@ def assign(
 def share_out(
     tensors: Sequence[StateTensor], assignment: ShardAssignment, topology: Topology, rank: int
 ) -> tuple[Portion, ...]:
-    """What `rank` stores of each of its tensors, in their order.
+    """What `rank` stores of each of its tensors, in their order, which must be the same on its data-parallel peers.
 
-    An operator's parameters are numbered through its tensors in the order of their names, the same for master weights
-    and each moment. Step counts, compute weights and buffers are stored by every holder, and so is what the assignment
+    An operator's parameters are numbered through its tensors in this order, the same for master weights and each
+    moment. Step counts, compute weights and buffers are stored by every holder, and so is what the assignment
     does not know: what tensor parallelism replicates, and the second copy of tied embeddings.
     """
     ranges = _own_ranges(assignment, topology, rank)
@@ -113,7 +113,10 @@ def joining_restorer(
         [part for one in portions for part in one.stored],
         finish,
         settle=lambda: settle_gathers(chunks),
-        derived=[*(parameter for chunk in chunks for parameter in chunk.parameters()), *(one.tensor for one in tensors)],
+        derived=[
+            *(parameter for chunk in chunks for parameter in chunk.parameters()),
+            *(one.tensor for one in tensors),
+        ],
     )
 
 
@@ -174,7 +177,7 @@ def _numbered(masters: Sequence[StateTensor]) -> Mapping[GlobalName, int]:
     """The number of the first element of each tensor among the parameters of its operator."""
     numbers: dict[GlobalName, int] = {}
     counted: Counter[OperatorId] = Counter()
-    for one in sorted(masters, key=lambda master: master.shard.of.name):
+    for one in masters:
         numbers[one.shard.of] = counted[one.operator]
         counted[one.operator] += one.tensor.numel()
     return numbers

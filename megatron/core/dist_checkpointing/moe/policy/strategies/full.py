@@ -22,6 +22,10 @@ class Full:
         self._job = job
         self._rhythm = Rhythm.of(job.config)
 
+    def due(self, iteration: int) -> bool:
+        """As `Strategy.due`."""
+        return self._rhythm.due(iteration)[0]
+
     def plan(self, iteration: int) -> SnapshotPlan | None:
         """As `Strategy.plan`."""
         due, self._rhythm = self._rhythm.due(iteration)

@@ -70,6 +70,10 @@ class Pec:
         kept = max(2, config.persist_keep)
         self._state = PecState(job.moe_layers, job.num_experts, config.pec_k_snapshot, kept)
 
+    def due(self, iteration: int) -> bool:
+        """As `Strategy.due`."""
+        return self._rhythm.due(iteration)[0]
+
     def plan(self, iteration: int) -> SnapshotPlan | None:
         """As `Strategy.plan`."""
         due, self._rhythm = self._rhythm.due(iteration)

@@ -84,6 +84,9 @@ class Strategy(Protocol):
     counts_tokens: bool
     """Whether `counted` is wanted: routed tokens per expert, summed over all ranks."""
 
+    def due(self, iteration: int) -> bool:
+        """Whether `plan` would give a snapshot; asked where none may begin."""
+
     def plan(self, iteration: int) -> SnapshotPlan | None:
         """What to snapshot of the state after `iteration`; None for nothing. Called once per iteration, ascending."""
 

@@ -1,0 +1,126 @@
+"""What lies in memory and storage: listed on each rank, told to all; and what of it is given up after a recovery."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
+
+from ..policy.strategies import Piece
+from ..policy.timelines import Timeline
+from ..ports import Json, MappedStore, NoRoom, Store, StoreFailure, Transport
+from ..recover.inventory import Catalogue, catalogue, listing, operators_told
+from ..store.heap import HeapReader
+from ..types import OperatorId, SnapshotPlan, Tier
+from .keeper import Identity
+
+log = logging.getLogger(__name__)
+
+
+class Stock:
+    """The stores of one rank; all methods but `make_room`, `land_late` and `tidy` are collectives over all ranks."""
+
+    def __init__(
+        self, memory: MappedStore, persistent: Store | None, transport: Transport, identity: Identity, node: int
+    ) -> None:
+        self._memory, self._persistent, self._transport = memory, persistent, transport
+        self._identity, self._node = identity, node
+
+    def take(self) -> Catalogue:
+        """Everything that any rank finds. Raises StoreFailure on all ranks when one cannot list what it has.
+
+        A store that cannot be read now is not an empty one: going on as if it were would give up what lies in it.
+        """
+        rows, problem = self._listed(Tier.OWN_MEMORY, self._memory, self._identity.job)
+        if self._persistent is not None:
+            more, trouble = self._listed(Tier.PERSISTENT, self._persistent, None)
+            rows, problem = rows + more, problem or trouble
+        told = self._transport.gather(
+            {
+                "node": str(self._node),
+                "operators": operators_told(self._identity.operators),
+                "found": rows,
+                "problem": problem,
+            }
+        )
+        everybody = cast("list[Mapping[str, Any]]", told)
+        for rank, one in enumerate(everybody):
+            if one["problem"]:
+                raise StoreFailure(f"rank {rank}: what earlier attempts left cannot be listed: {one['problem']}")
+        return catalogue(everybody)
+
+    def common(self, tier: Tier, timeline: Timeline, newest: int) -> tuple[Piece, ...]:
+        """The pieces up to iteration `newest` of which every rank has its share; none if any rank cannot tell."""
+        store = self._memory if tier is Tier.OWN_MEMORY else self._persistent
+        if store is None:
+            return ()
+        rows, problem = self._listed(Tier.PERSISTENT, store, None)
+        if problem:
+            log.error("rank %d: %s", self._transport.rank, problem)
+        intact = None if problem else [row for row in rows if cast("list[Any]", row)[-1] == ""]
+        told = cast("list[list[Any] | None]", self._transport.gather(intact))
+        if any(one is None for one in told):
+            return ()
+        merged: dict[tuple[int, str, str], dict[OperatorId, Any]] = {}
+        held: dict[tuple[int, str, str], int] = {}
+        everybody = catalogue([{"node": "", "operators": [], "found": found or []} for found in told])
+        for one in everybody.of(timeline).found:
+            key = one.snapshot.iteration, one.snapshot.kind, one.digest
+            merged.setdefault(key, {}).update(one.plan.parts)
+            held[key] = held.get(key, 0) + 1
+        return tuple(
+            Piece(kind, SnapshotPlan(iteration, merged[iteration, kind, digest]))
+            for iteration, kind, digest in sorted(merged)
+            if held[iteration, kind, digest] == len(told) and iteration <= newest
+        )
+
+    def land_late(self, arrived: Sequence[HeapReader], needed: Collection[int]) -> None:
+        """Move snapshots that found no room while they were fetched into memory, in place of what nobody needs.
+
+        Called when all ranks have restored: snapshots of other iterations than the `needed` ones are given up for it.
+        """
+        if not arrived:
+            return
+        try:
+            for snapshot in self._memory.snapshots().sealed:
+                if snapshot.iteration not in needed:
+                    self._memory.free(snapshot)
+            for one in arrived:
+                manifest = one.manifest
+                with self._memory.reserve(manifest.snapshot, manifest.layout) as writer:
+                    for field in manifest.layout.fields:
+                        writer.put(field.key, one.read(field.key))
+                    writer.seal(manifest.facts, manifest.checksums)
+        except NoRoom as error:
+            log.error("rank %d: a fetched snapshot finds no room in memory: %s", self._transport.rank, error)
+        except StoreFailure as error:
+            log.error("rank %d: a fetched snapshot cannot be kept in memory: %s", self._transport.rank, error)
+
+    def tidy(self, kept: Collection[tuple[int, str]], owners: Collection[int]) -> None:
+        """Free all in memory but the pieces `kept`, by iteration and kind, of these owners; and what is torn.
+
+        Nothing that is persistent is given up: a copy of another timeline is never mixed with this one's, and retention
+        removes what this attempt has superseded.
+        """
+        for store in filter(None, (self._memory, self._persistent)):
+            try:
+                store.sweep()
+            except StoreFailure as error:
+                log.error("rank %d: torn snapshots could not be removed: %s", self._transport.rank, error)
+        try:
+            listed = self._memory.snapshots()
+            for torn in listed.torn:
+                self._memory.free(torn.snapshot)
+            for snapshot in listed.sealed:
+                if (snapshot.iteration, snapshot.kind) not in kept or snapshot.rank not in owners:
+                    self._memory.free(snapshot)
+        except StoreFailure as error:
+            log.error("rank %d: memory could not be freed: %s", self._transport.rank, error)
+
+    def _listed(self, tier: Tier, store: Store, of_job: str | None) -> tuple[list[Json], str]:
+        """The rows of one store, and the reason why there are none."""
+        identity = self._identity
+        try:
+            return listing(store, tier, self._transport.rank, identity.topology, of_job, identity.strategy), ""
+        except StoreFailure as error:
+            return [], str(error)

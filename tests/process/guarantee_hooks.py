@@ -1,0 +1,151 @@
+"""What tests of protection change inside workers: watched bytes, memory reused early, bad plans, bad disks.
+
+Watchers leave a JSON file of facts for each rank; the tests judge what is in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from xxhash import xxh3_128_hexdigest
+
+from megatron.core.dist_checkpointing.moe.ports import StoreFailure
+
+
+@contextlib.contextmanager
+def watching_sealed_bytes(folder: str) -> Iterator[None]:
+    """Hash each sealed snapshot and replica of this slot when it is first seen, and again after every iteration."""
+    from megatron.core.dist_checkpointing.moe.runtime.session import Session
+
+    rank = int(os.environ["RANK"])
+    facts: dict[str, Any] = {"looks": 0, "replicas": 0, "longest": 0, "changed": []}
+    seen: dict[str, str] = {}
+    hashed: Counter[str] = Counter()
+    original = Session.step_end
+
+    def step_end(self: Any, iteration: int) -> None:
+        original(self, iteration)
+        facts["looks"] += 1
+        now = _fingerprints(self._memory.directory)
+        for name, digest in now.items():
+            if seen.setdefault(name, digest) != digest:
+                facts["changed"].append(f"{name} after iteration {iteration}")
+            hashed[name] += 1
+            facts["replicas"] += f"-rank_{rank:05d}-" not in name
+        for name in seen.keys() - now.keys():
+            del seen[name]
+        facts["longest"] = max(hashed.values(), default=0)
+
+    with mock.patch.object(Session, "step_end", step_end):
+        try:
+            yield
+        finally:
+            Path(folder, f"watched-{rank}").write_text(json.dumps(facts))
+
+
+def _fingerprints(slot: Path) -> dict[str, str]:
+    """Of each manifest that is there, together with all bytes that it speaks of.
+
+    Files are read as they are, so that looking does not pin what a keeper would reuse. What is freed in between does
+    not count.
+    """
+    found = {}
+    for path in slot.glob("segment-*.json"):
+        with contextlib.suppress(FileNotFoundError):
+            manifest = path.read_bytes()
+            nbytes = json.loads(manifest)["manifest"]["segment_bytes"]
+            with (slot / f"{path.name[:11]}.bin").open("rb") as segment:
+                data = segment.read(nbytes)
+            if path.exists():
+                found[path.name] = xxh3_128_hexdigest(manifest + data)
+    return found
+
+
+@contextlib.contextmanager
+def no_joint_snapshot_after(iteration: int) -> Iterator[None]:
+    """From then on one rank cannot seal its own, by turns: memory is written as ever, but an older snapshot stays."""
+    from megatron.core.dist_checkpointing.moe.runtime.keeper import Keeper
+
+    original = Keeper._seal
+
+    def seal(self: Any, work: Any) -> bool:
+        turn = work.plan.iteration % int(os.environ["WORLD_SIZE"])
+        if work.plan.iteration > iteration and int(os.environ["RANK"]) == turn:
+            work.abandon()
+            raise StoreFailure(f"sealing after iteration {iteration} failed as asked")
+        return bool(original(self, work))
+
+    with mock.patch.object(Keeper, "_seal", seal):
+        yield
+
+
+@contextlib.contextmanager
+def reusing_buffers_early() -> Iterator[None]:
+    """A memory store that writes into segments whose snapshots nobody has freed."""
+    from megatron.core.dist_checkpointing.moe.store import memory
+
+    original = memory.MemoryStore._free_segment
+
+    def free_segment(self: Any, entries: Sequence[Any], nbytes: int) -> Any:
+        return original(self, [], nbytes)
+
+    with mock.patch.object(memory.MemoryStore, "_free_segment", free_segment):
+        yield
+
+
+@contextlib.contextmanager
+def little_space(free_bytes: int) -> Iterator[None]:
+    """Every file system says that it has only this much left."""
+    original = os.statvfs
+
+    def statvfs(path: Any) -> Any:
+        found = original(path)
+        return mock.Mock(f_bavail=free_bytes, f_frsize=1, f_blocks=found.f_blocks)
+
+    with mock.patch.object(os, "statvfs", statvfs):
+        yield
+
+
+@contextlib.contextmanager
+def another_plan(rank: int, iteration: int) -> Iterator[None]:
+    """`rank` leaves an operator out of its plan of `iteration`."""
+    from megatron.core.dist_checkpointing.moe.policy.strategies.full import Full
+    from megatron.core.dist_checkpointing.moe.types import SnapshotPlan
+
+    original = Full.plan
+
+    def plan(self: Any, at: int) -> Any:
+        planned = original(self, at)
+        if planned is None or at != iteration or int(os.environ["RANK"]) != rank:
+            return planned
+        parts = dict(planned.parts)
+        del parts[min(parts)]
+        return SnapshotPlan(at, parts)
+
+    with mock.patch.object(Full, "plan", plan):
+        yield
+
+
+@contextlib.contextmanager
+def storage_vanishes(folder: str, iteration: int) -> Iterator[None]:
+    """The folder of persistent snapshots becomes a file at the end of `iteration`; retries come quickly."""
+    from megatron.core.dist_checkpointing.moe.runtime import persister
+    from megatron.core.dist_checkpointing.moe.runtime.session import Session
+
+    original = Session.step_end
+
+    def step_end(self: Any, at: int) -> None:
+        if at == iteration and os.environ["RANK"] == "0":
+            Path(folder).rename(f"{folder}-away")
+            Path(folder).write_text("not a folder")
+        original(self, at)
+
+    with mock.patch.object(Session, "step_end", step_end), mock.patch.object(persister, "FIRST_PAUSE_S", 0.05):
+        yield

@@ -1,0 +1,40 @@
+"""What protection promises, in real jobs: sealed bytes never change, whatever is written around them."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from attempts import Cluster, Nodes
+from guarantee_hooks import no_joint_snapshot_after, reusing_buffers_early, watching_sealed_bytes
+from runs import Layout
+from world import Hook
+
+LAYOUT = Layout(pp=2, ep=1, ranks=2)
+EVERY = ("--moe-ckpt-strategy", "full", "--moe-ckpt-interval", "1", "--log-interval", "1000")
+TWO_NODES = Nodes((("node-0", "node-1"),))
+ORDINARY, LONG = 25, 230
+"""Iterations with ordinary rounds, and with those in which an older snapshot has to stay."""
+
+
+def watched(cluster: Cluster, folder: Path, iterations: int, *hooks: Hook) -> list[dict[str, Any]]:
+    """The facts of both ranks after a job that snapshots every iteration, each rank on a node of its own."""
+    watch = partial(watching_sealed_bytes, str(folder))
+    (outcome,) = cluster.run(LAYOUT, *EVERY, "--train-iters", iterations, nodes=TWO_NODES, hooks=(watch, *hooks))
+    assert set(outcome.codes) == {0}, outcome.said
+    return [json.loads((folder / f"watched-{rank}").read_text()) for rank in range(LAYOUT.ranks)]
+
+
+def test_sealed_bytes_stay_as_they_are_for_two_hundred_iterations(cluster: Cluster, tmp_path: Path) -> None:
+    for facts in watched(cluster, tmp_path, LONG, partial(no_joint_snapshot_after, ORDINARY)):
+        assert facts["looks"] == LONG
+        assert facts["longest"] >= 200
+        assert facts["replicas"] > LONG
+        assert not facts["changed"]
+
+
+def test_a_store_that_reuses_memory_early_is_noticed(cluster: Cluster, tmp_path: Path) -> None:
+    facts = watched(cluster, tmp_path, 12, reusing_buffers_early)
+    assert any(one["changed"] for one in facts), facts

@@ -1,0 +1,184 @@
+"""The inventory: what every rank found, told to all, and what the planner sees of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, SnapshotId
+from megatron.core.dist_checkpointing.moe.recover.inventory import Catalogue, catalogue, listing, operators_told
+from megatron.core.dist_checkpointing.moe.simulate.memory import Memory
+from megatron.core.dist_checkpointing.moe.simulate.storage import FakeStore
+from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Part, Tier, expert
+
+TOPOLOGY: dict[str, Json] = {"world_size": 2, "ep": 2}
+ROUTER, EXPERTS = OperatorId(0, OperatorKind.ROUTER), (expert(0, 0), expert(0, 1))
+OWN = ({ROUTER, EXPERTS[0]}, {ROUTER, EXPERTS[1]})
+FIRST, SECOND = (("one", 0),), (("one", 0), ("two", 2))
+LAYOUT = Layout.of([Field("w", "uint8", (10,))])
+
+
+class Node:
+    """A memory and a disk that ranks share in these tests, with two slots."""
+
+    def __init__(self) -> None:
+        self.memories = [Memory(), Memory()]
+        self.disk = Memory()
+        self.stores = [FakeStore(memory, rank, (4096,) * 6) for rank, memory in enumerate(self.memories)]
+        self.disks = [FakeStore(self.disk, rank) for rank in range(2)]
+
+    def seal(
+        self, store: FakeStore, iteration: int, owner: int, *, kind: str = "snapshot", digest: str = "d",
+        job: str = "job", topology: Mapping[str, Json] = TOPOLOGY,
+        operators: tuple[OperatorId, ...] | None = None, timeline: tuple[tuple[str, int], ...] = FIRST,
+    ) -> SnapshotId:  # fmt: skip
+        snapshot = SnapshotId(iteration, owner, kind)
+        held = sorted(OWN[owner]) if operators is None else operators
+        rows: list[Json] = [[one.layer, one.kind.value, one.expert, Part.FULL.value] for one in held]
+        writer = store.reserve(snapshot, LAYOUT)
+        writer.put("w", bytes(range(10)))
+        writer.seal(Facts(job, digest, topology, {"operators": rows, "timeline": list(map(list, timeline))}))
+        return snapshot
+
+    def told(self, nodes: tuple[str, str] = ("a", "b")) -> Catalogue:
+        rows = [
+            listing(self.stores[rank], Tier.OWN_MEMORY, rank, TOPOLOGY, "job")
+            + listing(self.disks[rank], Tier.PERSISTENT, rank, TOPOLOGY, None)
+            for rank in range(2)
+        ]
+        return catalogue(
+            [
+                {"node": node, "operators": operators_told(OWN[rank]), "found": rows[rank]}
+                for rank, node in enumerate(nodes)
+            ]
+        )
+
+
+@pytest.fixture
+def node() -> Node:
+    return Node()
+
+
+def test_nothing_found_is_told_as_no_iteration(node: Node) -> None:
+    found = node.told()
+    assert not found.found
+    assert found.newest_iteration == -1
+    assert found.required == {rank: frozenset(OWN[rank]) for rank in range(2)}
+
+
+def test_what_was_sealed_is_found_with_its_operators_and_digest(node: Node) -> None:
+    snapshot = node.seal(node.stores[0], 4, 0, digest="abc")
+    (one,) = node.told().found
+    assert (one.finder, one.snapshot, one.tier, one.digest, one.why) == (0, snapshot, Tier.OWN_MEMORY, "abc", "")
+    assert one.timeline == FIRST
+    assert one.plan.parts == dict.fromkeys(OWN[0], Part.FULL)
+
+
+def test_a_replica_is_peer_memory_only_when_it_lies_on_another_node(node: Node) -> None:
+    node.seal(node.stores[1], 4, 0)
+    for nodes, tier in ((("a", "b"), Tier.PEER_MEMORY), (("a", "a"), Tier.OWN_MEMORY)):
+        (copy,) = node.told(nodes).inventory().copies[0]
+        assert (copy.rank, copy.tier, copy.holder) == (0, tier, 1 if nodes[1] == "b" else 0)
+
+
+def test_each_rank_tells_of_its_own_persistent_snapshots_only(node: Node) -> None:
+    node.seal(node.disks[0], 4, 0)
+    node.seal(node.disks[1], 4, 1)
+    found = node.told().found
+    assert [(one.finder, one.snapshot.rank) for one in found] == [(0, 0), (1, 1)]
+    assert {copy.holder for copies in node.told().inventory().copies.values() for copy in copies} == {None}
+
+
+def test_a_damaged_manifest_is_told_as_a_copy_that_is_not_sealed(node: Node) -> None:
+    snapshot = node.seal(node.stores[0], 4, 0)
+    node.memories[0].flip(snapshot, 2000, manifest=True)
+    found = node.told()
+    assert found.newest_iteration == 4
+    assert found.found[0].why
+    (copy,) = found.inventory().copies[0]
+    assert not copy.sealed
+
+
+def test_a_snapshot_that_was_never_sealed_is_told_too(node: Node) -> None:
+    snapshot = node.seal(node.stores[0], 6, 0)
+    segment = node.memories[0].sealed(snapshot)
+    assert segment is not None
+    segment.manifest = b""
+    (one,) = node.told().found
+    assert "never sealed" in one.why
+    assert node.told().newest_iteration == 6
+
+
+def test_snapshots_of_another_layout_cannot_be_used_and_both_layouts_are_named(node: Node) -> None:
+    node.seal(node.disks[0], 4, 0, topology={"world_size": 2, "ep": 1})
+    (one,) = node.told().found
+    assert "'ep': 1" in one.why and "'ep': 2" in one.why
+    assert not node.told().inventory().copies[0][0].sealed
+
+
+def test_memory_of_another_job_cannot_be_used_but_storage_can(node: Node) -> None:
+    node.seal(node.stores[0], 4, 0, job="other")
+    node.seal(node.disks[0], 2, 0, job="other")
+    assert {one.tier: one.why for one in node.told().found} == {
+        Tier.OWN_MEMORY: "it belongs to job other",
+        Tier.PERSISTENT: "",
+    }
+
+
+def test_a_copy_that_proved_damaged_is_corrupt_in_the_next_plan_and_gives_nothing(node: Node) -> None:
+    node.seal(node.stores[0], 4, 0)
+    node.seal(node.stores[1], 4, 0)
+    found = node.told()
+    damaged = {one.place for one in found.found if one.finder == 0}
+    own, replica = found.inventory(damaged).copies[0]
+    assert own.corrupt == OWN[0]
+    assert not replica.corrupt
+    assert [one.finder for one in found.without(damaged).found] == [1]
+
+
+def test_copies_of_the_same_operators_share_one_plan_object(node: Node) -> None:
+    node.seal(node.stores[0], 4, 0)
+    node.seal(node.stores[1], 4, 0)
+    one, other = node.told().found
+    assert one.plan is other.plan
+
+
+def test_the_owners_own_slot_gives_before_another_process_of_its_node(node: Node) -> None:
+    node.seal(node.stores[1], 4, 0)
+    node.seal(node.stores[0], 4, 0)
+    found = node.told(("a", "a"))
+    for copy in found.inventory().copies[0]:
+        assert [one.finder for one in found.givers(copy, OWN[0])] == [0]
+
+
+def test_every_kind_that_has_wanted_operators_gives_and_no_other(node: Node) -> None:
+    node.seal(node.stores[0], 4, 0, kind="dense", operators=(ROUTER,))
+    node.seal(node.stores[0], 4, 0, kind="expertsa", operators=(EXPERTS[0],))
+    found = node.told()
+    copy = found.inventory().copies[0][0]
+    assert [one.snapshot.kind for one in found.givers(copy, OWN[0])] == ["dense", "expertsa"]
+    assert [one.snapshot.kind for one in found.givers(copy, {ROUTER})] == ["dense"]
+
+
+def test_ranks_that_the_job_does_not_have_are_no_part_of_the_inventory(node: Node) -> None:
+    node.seal(node.stores[0], 4, 5, operators=(ROUTER,))
+    found = node.told()
+    assert [one.snapshot.rank for one in found.found] == [5]
+    assert not found.inventory().copies
+
+
+def test_a_manifest_that_lacks_what_a_recovery_needs_is_told_and_not_used(node: Node) -> None:
+    writer = node.stores[0].reserve(SnapshotId(4, 0), LAYOUT)
+    writer.put("w", bytes(10))
+    writer.seal(Facts("job", "d", TOPOLOGY, {"operators": []}))
+    (one,) = node.told().found
+    assert "does not say 'timeline'" in one.why
+
+
+def test_copies_of_a_future_that_was_given_up_are_left_out(node: Node) -> None:
+    node.seal(node.stores[0], 2, 0, timeline=FIRST)
+    node.seal(node.stores[0], 4, 0, timeline=FIRST)
+    node.seal(node.stores[1], 4, 0, timeline=SECOND)
+    left = node.told().of(SECOND).found
+    assert [(one.snapshot.iteration, one.timeline) for one in left] == [(2, FIRST), (4, SECOND)]

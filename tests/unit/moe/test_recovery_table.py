@@ -1,0 +1,97 @@
+"""The table that says what a recovery did."""
+
+from __future__ import annotations
+
+from megatron.core.dist_checkpointing.moe.recover.table import RecoveryTable
+from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Part, RecoveryPlan, Tier, expert
+from megatron.core.dist_checkpointing.moe.types.recovery import Reason, Refusal, Scope, Source
+
+HEAD = OperatorId(2, OperatorKind.HEAD)
+ONE, OTHER = expert(1, 0), expert(1, 1)
+NODES = (0, 0, 1, 1)
+
+
+def source(rank: int, operators: set[OperatorId], **changes: object) -> Source:
+    there = Source(rank, 4, Tier.OWN_MEMORY, NODES[rank], Part.FULL, frozenset(operators))
+    return there._replace(**changes)  # type: ignore[arg-type]
+
+
+def lines(*sources: Source, plt: float | None = None, damaged: tuple[str, ...] = (), **changes: object) -> list[str]:
+    plan = RecoveryPlan(4, Scope.GLOBAL, (), sources, **changes)  # type: ignore[arg-type]
+    return list(RecoveryTable(plan, NODES, damaged, 0.256, plt).lines())
+
+
+def columns(line: str) -> list[str]:
+    return line.split()
+
+
+def test_the_first_line_says_where_training_goes_on_and_how_long_it_took() -> None:
+    assert lines()[0] == "recovered iteration 4 exactly in 0.26 s (global rollback):"
+
+
+def test_a_recovery_that_loses_tokens_is_not_called_exact() -> None:
+    assert lines(lost_tokens={ONE: 3})[0].startswith("recovered iteration 4 with lost tokens in")
+
+
+def test_ranks_with_the_same_source_share_a_line_that_counts_their_operators() -> None:
+    found = lines(
+        source(0, {ONE}), source(1, {OTHER}), source(2, {ONE}, tier=Tier.PEER_MEMORY, holder=0), source(3, {HEAD})
+    )
+    assert [columns(line) for line in found[2:]] == [
+        ["own", "memory", "of", "node", "0", "4", "full", "state", "2", "0-1"],
+        ["own", "memory", "of", "node", "1", "4", "full", "state", "1", "3"],
+        ["peer", "memory", "of", "node", "0", "4", "full", "state", "1", "2"],
+    ]
+
+
+def test_operators_that_several_ranks_share_count_once() -> None:
+    (line,) = lines(source(0, {HEAD}), source(1, {HEAD}))[2:]
+    assert columns(line)[-2:] == ["1", "0-1"]
+
+
+def test_storage_has_no_node() -> None:
+    (line,) = lines(source(0, {ONE}, tier=Tier.PERSISTENT, holder=None))[2:]
+    assert columns(line)[:2] == ["persistent", "4"]
+
+
+def test_parts_and_older_iterations_have_lines_of_their_own() -> None:
+    found = lines(
+        source(0, {ONE}, part=Part.MASTER), source(0, {ONE}, part=Part.MOMENTS, iteration=2), source(0, {HEAD})
+    )
+    assert [columns(line)[5:-2] for line in found[2:]] == [
+        ["2", "moments"],
+        ["4", "full", "state"],
+        ["4", "master", "weights"],
+    ]
+
+
+def test_ranks_that_do_not_follow_each_other_are_told_apart() -> None:
+    ranks = (0, 1, 2, 5, 7, 8)
+    found = list(
+        RecoveryTable(
+            RecoveryPlan(4, Scope.GLOBAL, (), tuple(source(0, {ONE})._replace(rank=rank) for rank in ranks)), (0,) * 9
+        ).lines()
+    )
+    assert columns(found[2])[-1] == "0-2,5,7-8"
+
+
+def test_refused_copies_come_with_their_reasons_once_each() -> None:
+    torn = Refusal(1, 4, Tier.OWN_MEMORY, 0, Reason.TORN)
+    found = lines(source(0, {ONE}), refusals=(torn, torn), damaged=("snapshot of rank 2: a bit flipped",))
+    assert found[3:] == [
+        "  not used: rank 1, iteration 4, own memory on node 0: it was never sealed",
+        "  refused: snapshot of rank 2: a bit flipped",
+    ]
+
+
+def test_losses_are_summed_by_layer_and_their_share_of_all_faults_is_told() -> None:
+    found = lines(lost_tokens={ONE: 30, OTHER: 12, expert(0, 3): 5}, plt=0.012345)
+    assert found[2:] == [
+        "  lost in layer 0: the updates of 5 routed tokens, of 1 experts",
+        "  lost in layer 1: the updates of 42 routed tokens, of 2 experts",
+        "  proportion of lost tokens, all faults so far: 1.2345 %",
+    ]
+
+
+def test_the_share_of_lost_tokens_is_told_also_when_this_fault_cost_nothing() -> None:
+    assert lines(plt=0.0)[2:] == ["  proportion of lost tokens, all faults so far: 0.0000 %"]
