@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 THRESHOLD, ALLOWED = 0.0375, 0.01
-INTERVAL = 2
+INTERVAL = 1
 FAULT_FREE, DYNAMIC, FIXED = "fault-free", "Dynamic-K", "fixed K = 1"
 SNAPSHOTS = ("--moe-ckpt-strategy", "pec", "--moe-ckpt-pec-k-snapshot", "1", "--moe-ckpt-interval", str(INTERVAL))
 FLAGS = {FAULT_FREE: (), DYNAMIC: (*SNAPSHOTS, "--moe-ckpt-plt-threshold", str(THRESHOLD)), FIXED: SNAPSHOTS}
@@ -87,10 +88,10 @@ class Run:
 
 
 def main() -> int:
-    """Exit code 1 if a run below the threshold ends more than 1 % above the fault-free one, or Dynamic-K is above it."""
+    """Exit code 1 if Dynamic-K breaks the threshold, or a run below it ends more than 1 % above the fault-free one."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a few iterations of one seed; results are not kept")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1234, 1235, 1236], help="default: 1234 1235 1236")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1234, 1235], help="default: 1234 1235")
     arguments = parser.parse_args()
     size, seeds = (QUICK, arguments.seeds[:1]) if arguments.quick else (WHOLE, arguments.seeds)
     runs: list[Run] = []
@@ -169,7 +170,7 @@ def broken(runs: Sequence[Run]) -> Iterator[str]:
         if run.name == DYNAMIC and run.plt > THRESHOLD:
             yield f"seed {run.seed}, {run.name}: the PLT is {run.plt:.2%}, above the threshold"
         if run.plt <= THRESHOLD and change(run, runs) > ALLOWED:
-            yield f"seed {run.seed}, {run.name}: the validation loss is {change(run, runs):+.2%} from the fault-free one"
+            yield f"seed {run.seed}, {run.name}: the validation loss is {change(run, runs):+.2%} off the fault-free one"
 
 
 def write(runs: Sequence[Run], size: Size, folder: Path) -> None:
@@ -183,71 +184,95 @@ def write(runs: Sequence[Run], size: Size, folder: Path) -> None:
 
 def page(runs: Sequence[Run], size: Size) -> str:
     """The results for people."""
-    finals = [run.final for run in runs if run.name == FAULT_FREE]
-    between = f"{(max(finals) - min(finals)) / statistics.mean(finals):.2%}"
-    rows = [
-        f"| {run.seed} | {run.name} | {len(run.recoveries)} | {run.plt:.2%} | {run.mean_snapshot:.0%} | {run.final:.4f} |"
-        f" {change(run, runs):+.2%} |".replace(" 0% |", " - |")
-        for run in runs
-    ]
     changes = {name: [change(run, runs) for run in runs if run.name == name] for name in (DYNAMIC, FIXED)}
     plts = {name: [run.plt for run in runs if run.name == name] for name in (DYNAMIC, FIXED)}
-    return _PAGE.format(
-        iterations=size.iterations,
-        faults=len(size.faults),
-        points=", ".join(f"`{fault}`" for fault in size.faults),
-        seeds=len(finals),
-        interval=INTERVAL,
-        rows="\n".join(rows),
-        dynamic=_span(changes[DYNAMIC]),
-        fixed=_span(changes[FIXED]),
-        dynamic_plt=max(plts[DYNAMIC]),
-        fixed_plt=min(plts[FIXED]),
-        evaluated=size.eval_iters * 16 * 128,
-        between=between,
+    finals = [run.final for run in runs if run.name == FAULT_FREE]
+    spread = (max(finals) - min(finals)) / statistics.mean(finals)
+    apart = (
+        f"The {len(finals)} fault-free runs, with other weights and other bytes to evaluate, are {spread:.2%} apart."
     )
+    figures = {
+        "iterations": size.iterations,
+        "faults": len(size.faults),
+        "points": ", ".join(f"`{fault}`" for fault in size.faults),
+        "interval": INTERVAL,
+        "threshold": THRESHOLD,
+        "allowed": f"{ALLOWED:.0%}",
+        "evaluated": size.eval_iters * 16 * 128,
+        "dynamic": _span(changes[DYNAMIC]),
+        "fixed": _span(changes[FIXED]),
+        "dynamic_plt": f"{max(plts[DYNAMIC]):.2%}",
+        "fixed_plt": _span(plts[FIXED]).replace("+", ""),
+        "seeds": apart
+        if len(finals) > 1
+        else "There was time for one seed only, so how much of a difference is chance was not measured.",
+    }
+    table = "\n".join([_HEAD, "|---|---|---|---|---|---|---|", *(_row(run, runs) for run in runs)])
+    blocks = [block.format(**figures) for block in _PAGE.split("\n\n")]
+    return "\n\n".join(_wrapped(block) if block != "TABLE" else table for block in blocks) + "\n"
+
+
+_HEAD = "| seed | run | faults | PLT | mean snapshot / full | final validation loss | against fault-free |"
+
+
+def _row(run: Run, runs: Sequence[Run]) -> str:
+    share = f"{run.mean_snapshot:.0%}" if run.snapshots else "no snapshots"
+    cells = (run.seed, run.name, len(run.recoveries), f"{run.plt:.2%}", share, f"{run.final:.4f}")
+    return f"| {' | '.join(map(str, cells))} | {change(run, runs):+.2%} |"
 
 
 def _span(values: Sequence[float]) -> str:
-    return f"{min(values):+.2%} to {max(values):+.2%}" if len(values) > 1 else f"{values[0]:+.2%}"
+    shown = sorted({f"{value:+.2%}" for value in values}, key=lambda text: float(text[:-1]))
+    return " to ".join(dict.fromkeys((shown[0], shown[-1])))
+
+
+def _wrapped(block: str) -> str:
+    return textwrap.fill(block, 120, subsequent_indent="  " if block.startswith("- ") else "", break_on_hyphens=False)
 
 
 _PAGE = """# Accuracy after lossy recoveries
 
-Made by `python benchmarks/pec_accuracy.py` (part of `make bench`; `--quick` for a short look). Do not edit: it is
-written anew.
+Made by `python benchmarks/pec_accuracy.py`, part of `make bench`; `--quick` for a short look. Written anew by each run.
 
-The demo model (GPT-MoE, 4 layers, 8 experts, top 2; PP=2 x EP=2, 4 processes on CPU) is trained for {iterations}
-iterations of 2048 bytes of Python's standard library. `--moe-ckpt-strategy pec --moe-ckpt-interval {interval}` snapshots
-one expert per layer at a time. {faults} times a process is killed (SIGKILL) and torchrun restarts the job: {points}
-(rank@iteration:phase). What snapshots hold is found in host memory; experts come back as old as their newest copies.
+The demo model (GPT-MoE with 4 layers, 8 experts, top 2; PP=2 x EP=2 in 4 processes on CPU) is trained for {iterations}
+iterations of 2048 bytes of Python's standard library. `--moe-ckpt-strategy pec --moe-ckpt-interval {interval}`
+snapshots one expert per layer at a time, in turn, besides all that is no expert. {faults} times a process gets SIGKILL
+and torchrun restarts the job: {points} (rank@iteration:phase). The memory of the node survives; experts come back as
+of their newest copies, up to 7 snapshots older than the rest.
 
-| seed | run | faults | PLT | snapshot / full | validation loss | against fault-free |
-|---|---|---|---|---|---|---|
-{rows}
+TABLE
 
-PLT is the proportion of lost tokens of MoC eq. 7 over all faults. "snapshot / full" is the mean over the snapshots of
-one rank. The validation loss is the mean over {evaluated} bytes at the end of training, in nats per byte, the same bytes for
-all runs.
+PLT is the proportion of lost tokens of MoC eq. 7 over all faults. "mean snapshot / full" is the mean over all
+snapshots of one rank. The final validation loss is the mean over {evaluated} bytes after the last iteration, in nats
+per byte; all runs of a seed evaluate the same bytes.
 
-![Loss, PLT and size of snapshots over training](pec_accuracy.png)
+![Loss, PLT and size of snapshots over training, first seed](pec_accuracy.png)
 
 ## What this shows
 
-- With `--moe-ckpt-plt-threshold 0.0375` the PLT ends at {dynamic_plt:.2%} or below, and the validation loss {dynamic} from that of
-  the fault-free run of the same seed. Allowed are 1 %.
-- With one expert per layer throughout, the same faults bring the PLT to {fixed_plt:.2%} or more, and the loss {fixed} away.
-- Between the {seeds} fault-free runs, which differ in nothing but the seed, the loss differs by {between}.
+- Dynamic-K (`--moe-ckpt-plt-threshold {threshold}`) keeps the PLT at {dynamic_plt} or less, and the final validation
+loss is {dynamic} against the fault-free run; {allowed} is allowed.
+
+- With one expert per layer throughout the same faults cost {fixed_plt}, and the loss is {fixed} against the
+fault-free run.
+
+- {seeds}
 
 ## What it does not show
 
-- One small model on one corpus, early in its training: losses still fall fast, and an expert that lost some updates
-  catches up within a few iterations. A fault late in a long training, where the learning rate is low, may weigh more or
-  less. MoC's 3.75 % was found with far larger models.
-- {faults} faults in {iterations} iterations are far more than any cluster has. They make the PLT large enough to see.
-- A single run moves by chance: after a fault, other weights meet the same samples. Differences of a few tenths of a
-  percent, of either sign, mean nothing.
-- Dynamic-K pays with bytes: once the threshold leaves no room, snapshots are full ones.
+- That 3.75 % is where harm begins. One small model on one corpus, early in its training, with losses that still fall
+fast: an expert that lost a few updates catches up within a few iterations. MoC found its 3.75 % with larger models and
+longer training, and late in training lost updates may weigh more.
+
+- That a small difference means anything, or that Dynamic-K ends better than a fixed K. After a fault other weights meet
+the same samples, so runs part by chance. A loss below the fault-free one can be nothing else, so differences as large
+as the largest of those, of either sign, are within chance.
+
+- A usual rate of faults: {faults} in {iterations} iterations are far more than clusters have, so that the PLT is large
+enough to see.
+
+- That the threshold is free: when it leaves no room for another fault, snapshots have all experts, as the table and
+the lowest panel of the picture tell.
 """
 
 
@@ -265,13 +290,19 @@ def plot(runs: Sequence[Run], path: Path) -> None:
         top.plot(*zip(*run.validation, strict=True), "o-", color=color, label=f"{run.name}, validation")
         if not run.recoveries:
             continue
-        ends = [(0, 0.0), *((one.restored, 100 * one.plt) for one in run.recoveries), (run.losses[-1][0], 100 * run.plt)]
+        steps = [(one.restored, 100 * one.plt) for one in run.recoveries]
+        ends = [(0, 0.0), *steps, (run.losses[-1][0], 100 * run.plt)]
         middle.step(*zip(*ends, strict=True), where="post", color=color, label=run.name)
         bottom.step(*zip(*sorted(run.snapshots), strict=True), where="post", color=color, label=run.name)
         for recovery in run.recoveries:
             top.axvline(recovery.restored, color="tab:red", linestyle=":", linewidth=0.8)
     middle.axhline(100 * THRESHOLD, color="tab:red", linestyle="--", linewidth=0.8, label="threshold")
-    top.set(ylabel="loss (nats/byte)", title="Faults (dotted) under pec: loss, lost tokens, size of snapshots")
+    highest = max(loss for run in runs for _, loss in run.validation)
+    top.set(
+        ylabel="loss (nats/byte)",
+        ylim=(None, 1.1 * highest),
+        title="Faults (dotted) under pec: loss, lost tokens, size of snapshots",
+    )
     middle.set(ylabel="PLT of all faults (%)")
     bottom.set(ylabel="snapshot / full snapshot", xlabel="iteration", ylim=(0, 1.05))
     for axes in (top, middle, bottom):

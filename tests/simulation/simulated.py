@@ -135,6 +135,7 @@ class Simulation:
                     self.told.unusable += rank == 0
                     load_the_beginning(ports.model)
                 recovery.discard()
+                strategy = STRATEGIES[self.config.strategy](job)
                 self.told.began_anew += rank == 0
             else:
                 ports.model.iteration = outcome.plan.target

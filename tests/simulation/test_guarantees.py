@@ -96,6 +96,11 @@ def refuses_late(rank: int, persistent: bool, number: int, name: str) -> bool:
     return rank == 1 and not persistent and name == "seal" and number > 40
 
 
+def refuses_often(rank: int, _persistent: bool, n: int, name: str) -> bool:
+    """Refuses one of 17 operations, but not to list what is there: without that no attempt begins."""
+    return (3 * n + rank) % 17 == 5 and not name.startswith("list")
+
+
 WATCHED: dict[str, Callable[[Watch], Simulation]] = {
     "full": lambda watch: Simulation(FULL, iterations=LONG, each=watch.look),
     "pec": lambda watch: Simulation(PEC, iterations=LONG, each=watch.look, counts=even_counts),
@@ -211,15 +216,15 @@ def test_nothing_is_called_protected_before_all_replicas_are_acknowledged(replic
         refusing = seed % 7 == 3
         simulation = Simulation(
             config, iterations=6, network=bad_network(seed), counts=even_counts, wipe=bool(seed % 2), max_starts=4,
-            store_fails=(lambda rank, _, n, name: (3 * n + rank) % 17 == 5) if refusing else None,
+            store_fails=refuses_often if refusing else None,
         )  # fmt: skip
         claims.simulation = simulation
         crash = {seed % RANKS: 150 + 13 * seed} if seed % 3 == 0 else {}
         simulation.run(seed, crash=crash, should_crash=claims.look)
         protected += bool(claims.checked)
         unprotected += bool(claims.unprotected)
-    assert protected >= 30
-    assert unprotected >= 30
+    assert protected >= 25
+    assert unprotected >= 25
 
 
 def replacing(world: World, keeper: int, owner: int, first: int) -> list[int]:

@@ -38,7 +38,7 @@ REFUSED = {
     "--moe-ckpt-strategy full --moe-ckpt-interval 9 --moe-ckpt-persist-dir d --moe-ckpt-persist-interval 3": "is below",
     "--moe-ckpt-strategy full --moe-ckpt-replicas 4": "at most 3 are possible",
     "--moe-ckpt-strategy pec --moe-ckpt-pec-k-snapshot 5": "--moe-ckpt-pec-k-snapshot 5 is above --num-experts 4",
-    "--moe-ckpt-strategy pec --moe-ckpt-persist-dir d --moe-ckpt-pec-k-persist 2": "only experts that are in a snapshot",
+    "--moe-ckpt-strategy pec --moe-ckpt-persist-dir d --moe-ckpt-pec-k-persist 2": "only experts that are in a",
     "--moe-ckpt-strategy pec --moe-ckpt-plt-threshold 3.75": "from 0 to 1",
     "--no-such-flag": "--no-such-flag",
     "--num-lay 4": "--num-lay",

@@ -92,7 +92,8 @@ class Keeper:
             work.failures.append(_told(error))
             sealed = False
         work.status = Status.SEALED if sealed else Status.FAILED
-        offered = [SnapshotId(work.plan.iteration, self._transport.rank, piece.kind) for piece in work.pieces]
+        pieces = reversed(work.pieces)
+        offered = [SnapshotId(work.plan.iteration, self._transport.rank, piece.kind) for piece in pieces]
         self._replicate(work, offered if sealed else None)
         work.duration_s = self._clock.now_s() - begun_s
 
@@ -115,9 +116,10 @@ class Keeper:
             return False
         writers, work.writers = work.writers, None
         try:
-            for index, (piece, writer) in enumerate(zip(work.pieces, writers, strict=True)):
+            # The first piece last: a recovery goes to the newest iteration that has it, and then wants the others too.
+            for index, piece in reversed([*enumerate(work.pieces)]):
                 scalars = dict(work.scalars) if index == 0 else {}
-                writer.seal(self._identity.facts(piece, scalars))
+                writers[index].seal(self._identity.facts(piece, scalars))
         finally:
             for writer in writers:
                 writer.abandon()

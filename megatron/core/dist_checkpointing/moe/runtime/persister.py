@@ -70,7 +70,8 @@ class Persister:
             sources = [
                 stack.enter_context(self._memory.open(SnapshotId(iteration, self._rank, kind))) for kind in work.kinds
             ]
-            for index, piece in enumerate(work.pieces):
+            # The first piece last, as in memory.
+            for index, piece in reversed([*enumerate(work.pieces)]):
                 target = SnapshotId(iteration, self._rank, piece.kind)
                 if target in sealed and self._is_done(target, piece):
                     continue

@@ -179,6 +179,7 @@ class Session:
         """Training goes on from another state than any in memory: all that is there is freed."""
         assert self._recovery is not None
         self._recovery.discard()
+        self._strategy = STRATEGIES[self._config.strategy](self._job)  # a vain recovery may have taught it something
 
     def begin(self, iteration: int) -> None:
         """Protect training from here on; it stands after `iteration`."""

@@ -1,0 +1,212 @@
+"""Savers that `snapshot.py` compares with, behind the calls that the training loop makes to a checkpointing session.
+
+All save the driver's sharded state dict, each as fast as its own options allow: known structures are not checked again,
+data-parallel ranks share the writing. As in stock Megatron, writers are polled after each iteration; a save waits for
+the one before it, so that none piles up. Like ours, each keeps its newest checkpoint only: memory is not endless.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, Protocol
+
+OURS = ("full", "pec")
+"""Our strategies that take part."""
+
+NVRX = "nvidia-resiliency-ext==0.4.1"
+
+
+class Contestant(Protocol):
+    """What the training loop calls, and what a benchmark needs around its turns."""
+
+    def before_optimizer(self) -> float: ...
+    def step_end(self, iteration: int) -> None: ...
+    def report(self) -> Any: ...
+    def settle(self) -> None:
+        """Bring what is under way to its end; a collective."""
+
+    def written_bytes(self) -> int:
+        """Bytes of the newest checkpoint that this rank wrote; asked for after `settle`."""
+
+    def tidy(self) -> None:
+        """Remove what the turn has left."""
+
+    def close(self) -> None:
+        """The end."""
+
+
+def install_nvrx(folder: Path) -> str:
+    """Unpack NVRx alone, without what it depends on, unless that was done; why it cannot be, else an empty text."""
+    if not (folder / "nvidia_resiliency_ext").is_dir():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), NVRX]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            return (done.stderr.strip().splitlines() or ["pip failed"])[-1]
+    return ""
+
+
+def import_nvrx(folder: Path) -> bool:
+    """Make NVRx importable if it is in `folder`: before Megatron-Core is imported, which looks for it once."""
+    if (folder / "nvidia_resiliency_ext").is_dir():
+        sys.path.append(str(folder))
+    return importlib.util.find_spec("nvidia_resiliency_ext") is not None
+
+
+class _Peer:
+    """A saver at fixed iterations into `folder`; writes in the background go through Megatron-Core's own queue."""
+
+    def __init__(self, state: Any, folder: Path, interval: int) -> None:
+        from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+        self._state, self._folder, self._interval = state, folder, interval
+        self._queue = AsyncCallsQueue()
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def before_optimizer(self) -> float:
+        """Nothing waits here: what is written was copied, or belongs to a forked process."""
+        return 0.0
+
+    def step_end(self, iteration: int) -> None:
+        """Poll, and save if that is due."""
+        due = iteration % self._interval == 0
+        self._queue.maybe_finalize_async_calls(blocking=due)
+        if due:
+            self._save(iteration)
+
+    def report(self) -> Any:
+        """The loop asks for one."""
+        from megatron.core.dist_checkpointing.moe.policy.lifecycle import Protection
+        from megatron.core.dist_checkpointing.moe.runtime.coordinator import Report
+
+        return Report(0.0, 0, 0, Protection(), None)
+
+    def settle(self) -> None:
+        """As `Contestant.settle`."""
+        self._queue.maybe_finalize_async_calls(blocking=True)
+
+    def close(self) -> None:
+        """As `Contestant.close`."""
+        self._queue.close()
+
+    def _save(self, iteration: int) -> None:
+        raise NotImplementedError
+
+    def _state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        from megatron.pretrain.checkpoint.state import Parts, content_metadata, random_shape, sharded_state_dict
+
+        metadata = content_metadata(self._state.config)
+        return sharded_state_dict(self._state, metadata, Parts(optimizer=True, rng=random_shape())), metadata
+
+
+class TorchDist(_Peer):
+    """Megatron-Core's `dist_checkpointing.save` in the format `torch_dist`, in the foreground or in forks."""
+
+    def __init__(self, state: Any, folder: Path, interval: int, *, background: bool) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+        from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+        super().__init__(state, folder, interval)
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        inner = TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
+        self._strategy = FullyParallelSaveStrategyWrapper(inner, group, True)
+        self._background, self._checked, self._newest = background, False, folder
+        self._removing = threading.Thread()
+
+    def written_bytes(self) -> int:
+        """As `Contestant.written_bytes`: the shards of this rank; rank 0 also counts what belongs to no rank."""
+        import torch
+
+        mine = f"__{torch.distributed.get_rank()}_"
+        files = [path for path in self._newest.iterdir() if path.is_file()]
+        is_first = torch.distributed.get_rank() == 0
+        return sum(
+            path.stat().st_size
+            for path in files
+            if path.name.startswith(mine) or (is_first and not path.name.endswith(".distcp"))
+        )
+
+    def tidy(self) -> None:
+        """As `Contestant.tidy`."""
+        import torch
+
+        if self._removing.ident is not None:
+            self._removing.join()
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
+            for old in self._folder.iterdir():
+                shutil.rmtree(old)
+        torch.distributed.barrier()
+
+    def _save(self, iteration: int) -> None:
+        from megatron.core import dist_checkpointing
+
+        self._remove_older()
+        state_dict, metadata = self._state_dict()
+        self._newest = self._folder / f"iter_{iteration:07d}"
+        self._newest.mkdir(exist_ok=True)
+        request = dist_checkpointing.save(
+            state_dict,
+            str(self._newest),
+            self._strategy,
+            validate_access_integrity=not self._checked,
+            async_sharded_save=self._background,
+            content_metadata=metadata,
+        )
+        self._checked = True
+        if request is not None:
+            self._queue.schedule_async_request(request)
+
+    def _remove_older(self) -> None:
+        """Remove, beside training, what is older than the newest complete checkpoint."""
+        import torch
+
+        if torch.distributed.get_rank() == 0:
+            older = [path for path in self._folder.iterdir() if path != self._newest]
+            self._removing = threading.Thread(target=lambda: [shutil.rmtree(path) for path in older])
+            self._removing.start()
+
+
+class NvrxLocal(_Peer):
+    """NVRx's local checkpoints without replication, as Megatron-LM makes them with `--non-persistent-ckpt-type local`.
+
+    What they need of CUDA the driver's CPU device already answers; instead of the copy from the device Megatron-Core
+    clones tensors that are on the host.
+    """
+
+    def __init__(self, state: Any, folder: Path, interval: int, *, background: bool) -> None:
+        from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import LocalCheckpointManager
+
+        super().__init__(state, folder, interval)
+        self._manager = LocalCheckpointManager(folder, session_id="benchmark")
+        self._background, self._distribution = background, None
+
+    def written_bytes(self) -> int:
+        """As `Contestant.written_bytes`."""
+        files = sorted(self._manager.local_ckpt_dir.glob("iter_*"))
+        return files[-1].stat().st_size
+
+    def tidy(self) -> None:
+        """As `Contestant.tidy`; during the turn the manager removes what is older than the newest."""
+        for path in self._manager.local_ckpt_dir.glob("iter_*"):
+            path.unlink(missing_ok=True)
+
+    def _save(self, iteration: int) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.dist_checkpointing.tensor_aware_state_dict import MCoreTensorAwareStateDict
+
+        state_dict, metadata = self._state_dict()
+        aware, self._distribution = MCoreTensorAwareStateDict.from_state_dict(
+            state_dict | {"content_metadata": metadata},
+            algo="fully_parallel",
+            parallelization_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+            cached_metadata=self._distribution,
+        )
+        request = self._manager.save(aware, iteration, is_async=self._background)
+        if request is not None:
+            self._queue.schedule_async_request(request)

@@ -1,0 +1,125 @@
+"""The live training that `snapshot.py` measures on, and our sessions around it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """The live training that everything is measured on."""
+
+    config: Any
+    launch: Any
+    state: Any
+    transformer: Any
+    datasets: Any
+    batches: Any
+    folder: Path
+
+    def counting_anew(self) -> Job:
+        """The same training, whose iterations are counted apart: a session wants each of its iterations."""
+        from megatron.pretrain.checkpoint.state import Progress
+
+        return dataclasses.replace(self, state=dataclasses.replace(self.state, progress=Progress()))
+
+    def iterating(self, session: Any) -> Callable[[], None]:
+        """One iteration of the driver's loop around a checkpointing session, or none."""
+        from megatron.pretrain.assemble import build_faults, build_metrics
+        from megatron.pretrain.loop import Trainer
+
+        metrics, faults = build_metrics(self.config), build_faults(self.config, self.launch)
+        trainer = Trainer(self.state, self.transformer, self.datasets, metrics, faults, session)
+        return lambda: trainer.iterate(self.batches)
+
+
+def build_job(config: Any, launch: Any, folder: Path) -> Job:
+    """Everything as the driver builds it."""
+    from megatron.pretrain.assemble import build_state
+    from megatron.pretrain.batches import build_splits, training_iterators
+    from megatron.pretrain.tokenizer import build_tokenizer
+
+    tokenizer = build_tokenizer("ByteTokenizer", None, None)
+    state, transformer = build_state(config, tokenizer)
+    datasets = build_splits(config, tokenizer)
+    batches = training_iterators(config, datasets, state.progress)
+    for chunk in state.chunks:
+        chunk.train()
+    return Job(config, launch, state, transformer, datasets, batches, folder)
+
+
+def sum_and_max(values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Element by element the sum and the largest value of all ranks."""
+    import torch
+
+    ours = torch.tensor(values, dtype=torch.float64)
+    total, most = ours.clone(), ours.clone()
+    torch.distributed.all_reduce(total)
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+    return total.tolist(), most.tolist()
+
+
+def live_tensors(job: Job) -> tuple[Any, ...]:
+    """All training state of this rank."""
+    from megatron.core.dist_checkpointing.moe.runtime.megatron import read_topology, state_tensors
+
+    return state_tensors(job.state.chunks, job.state.optimizer, read_topology(job.launch.world_size))
+
+
+class Ours:
+    """A real session of `--moe-ckpt-strategy` around the loop; several may live in one process here."""
+
+    def __init__(self, job: Job, strategy: str, interval: int) -> None:
+        from torch.distributed import PrefixStore
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        from megatron.core.dist_checkpointing.moe.runtime import session as sessions
+        from megatron.pretrain.checkpoint.protect import resume
+
+        folder = job.folder / strategy
+        folder.mkdir(exist_ok=True)
+        flags = dataclasses.replace(
+            job.config.moe_checkpoint, strategy=strategy, interval=interval, memory_dir=str(folder)
+        )
+        config = dataclasses.replace(job.config, moe_checkpoint=flags)
+        launch = dataclasses.replace(job.launch, job_id=f"{job.launch.job_id}-{strategy}")
+        # Sessions name their connections alike, as a job has only one: here each gets a part of the store for itself.
+        own = PrefixStore(f"benchmark-{strategy}-{interval}", _get_default_store())
+        with mock.patch.object(sessions, "_get_default_store", return_value=own):
+            session = resume(dataclasses.replace(job.state, config=config), launch)
+        assert session is not None
+        self._session = session
+        self._newest_bytes = 0
+
+    def before_optimizer(self) -> float:
+        """As the session."""
+        return self._session.before_optimizer()
+
+    def step_end(self, iteration: int) -> None:
+        """As the session."""
+        self._session.step_end(iteration)
+
+    def report(self) -> Any:
+        """As the session."""
+        report = self._session.report()
+        self._newest_bytes = report.snapshot_bytes or self._newest_bytes
+        return report
+
+    def settle(self) -> None:
+        """What was copied goes to the lanes beside training; the turn waits until those rest."""
+        self._session.before_optimizer()
+
+    def written_bytes(self) -> int:
+        """Bytes of this rank's newest snapshot."""
+        return self._newest_bytes
+
+    def tidy(self) -> None:
+        """Snapshots replace each other."""
+
+    def close(self) -> None:
+        """End the session and give its memory back."""
+        self._session.shutdown(keep_memory=False)

@@ -1,0 +1,157 @@
+"""What each rank of `snapshot.py` does: copies alone, memory over many snapshots, checkpoints in turns.
+
+Started by scripts/train_cpu.sh; what to measure and where rank 0 leaves the result comes as JSON in SNAPSHOT_BENCHMARK.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from peers import OURS, import_nvrx
+from snapshot_job import Job, Ours, build_job, live_tensors, sum_and_max
+from snapshot_turns import PEERS, checkpoints_in_turns
+
+SETTINGS = "SNAPSHOT_BENCHMARK"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Build the training, measure what was asked for, leave the result."""
+    settings = json.loads(os.environ[SETTINGS])
+    has_nvrx = import_nvrx(Path(settings["nvrx"]))
+
+    from megatron.pretrain.config import parse_config
+    from megatron.pretrain.config.validate import resolve
+    from megatron.pretrain.initialize import Launch, initialize, probe_environment, shut_down
+
+    launch = Launch.from_environment()
+    config = resolve(parse_config(argv), probe_environment(launch.world_size))
+    initialize(config, launch)
+    job = build_job(config, launch, Path(settings["folder"]))
+    if settings["part"] == "memory":
+        result: dict[str, Any] = {"memory": _memory(job, settings["warm"], settings["iterations"])}
+    else:
+        names = [*OURS, *(name for name in PEERS if has_nvrx or not name.startswith("NVRx"))]
+        result = {"state": _state_facts(job), "bandwidth": _bandwidth(job, settings["copies"])}
+        result["checkpoints"] = checkpoints_in_turns(job, names, settings)
+    if launch.rank == 0:
+        Path(settings["result"]).write_text(json.dumps(result))
+    shut_down()
+
+
+def _state_facts(job: Job) -> dict[str, Any]:
+    """Bytes of the training state, by part: each value once, on the first of the ranks that have it."""
+    sizes: dict[str, int] = {}
+    for one in live_tensors(job):
+        own = one.holders[0] == job.launch.rank if one.holders else True
+        name = one.part.name.lower()
+        sizes[name] = sizes.get(name, 0) + own * one.tensor.nbytes
+    parts = ("master", "moments", "compute")
+    total, _ = sum_and_max([sizes.get(name, 0) for name in parts])
+    parameters = sum(parameter.numel() for chunk in job.state.chunks for parameter in chunk.parameters())
+    return {f"{name}_bytes": int(size) for name, size in zip(parts, total, strict=True)} | {
+        "total_bytes": int(sum(total)),
+        "parameters_of_rank_0": parameters,
+        "ranks": job.launch.world_size,
+    }
+
+
+def _bandwidth(job: Job, copies: int) -> dict[str, Any]:
+    """Capture of all of a rank's state into the memory tier against one memcpy of as many bytes, in pairs."""
+    import torch
+
+    from megatron.core.dist_checkpointing.moe.capture.engines import ThreadEngine
+    from megatron.core.dist_checkpointing.moe.capture.snapshot import LiveCapturer
+    from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
+    from megatron.core.dist_checkpointing.moe.types.snapshots import full_plan
+    from megatron.pretrain.checkpoint.trainer_state import LiveTrainerState
+
+    capturer = LiveCapturer(live_tensors(job), LiveTrainerState(job.state), ThreadEngine())
+    layout = capturer.layout(full_plan(1, sorted(capturer.operators)), trainer=True)
+    folder = job.folder / "bandwidth"
+    folder.mkdir(exist_ok=True)
+    store = MemoryStore(folder, "bandwidth", job.launch.local_rank, [layout.nbytes] * 2)
+    source, target = np.ones(layout.nbytes, np.uint8), np.zeros(layout.nbytes, np.uint8)
+    result: dict[str, Any] = {"bytes": layout.nbytes, "tensors": len(layout.fields)}
+    result["glibc_tunables"] = os.environ.get("GLIBC_TUNABLES", "")
+    for name, ranks in (("alone", 1), ("all ranks at once", job.launch.world_size)):
+        torch.distributed.barrier()
+        rows = []
+        if job.launch.rank < ranks:
+            rows = [_copied(capturer, store, layout, (target, source), 1 + at) for at in range(copies)][2:]
+        torch.distributed.barrier()
+        memcpy, capture = ([layout.nbytes / row[at] / 1e9 for row in rows] for at in (0, 1))
+        result[name] = {"memcpy_gb_per_s": memcpy, "capture_gb_per_s": capture}
+    torch.distributed.barrier()
+    store.remove()
+    return result
+
+
+def _copied(capturer: Any, store: Any, layout: Any, arrays: tuple[Any, Any], iteration: int) -> tuple[float, float]:
+    """Seconds of a memcpy and of a capture, in turn the one or the other first."""
+    from megatron.core.dist_checkpointing.moe.ports import SnapshotId
+
+    def memcpy() -> None:
+        np.copyto(*arrays)
+
+    def capture() -> None:
+        capturer.begin([(layout, writer)])
+        capturer.end(60.0)
+
+    times = {}
+    with store.reserve(SnapshotId(iteration, 0), layout) as writer:
+        for work in (memcpy, capture) if iteration % 2 else (capture, memcpy):
+            started_s = time.perf_counter()
+            work()
+            times[work] = time.perf_counter() - started_s
+    return times[memcpy], times[capture]
+
+
+def _memory(job: Job, warm: int, iterations: int) -> dict[str, Any]:
+    """Resident bytes of each rank without shared ones, after each iteration, with a snapshot at each."""
+    found = {}
+    _iterated(job.iterating(None), warm)
+    for name in (*OURS, "none"):  # what training itself still grows, the last of them sees least of
+        counted = job.counting_anew()
+        session = None if name == "none" else Ours(counted, name, interval=1)
+        iterate = counted.iterating(session)
+        _iterated(iterate, warm)
+        samples = []
+        for _ in range(iterations):
+            iterate()
+            samples.append(_private_bytes())
+        if session is not None:
+            session.close()
+        slope = float(np.polyfit(np.arange(iterations), np.array(samples, dtype=float), 1)[0])
+        growth = statistics.median(samples[-20:]) - statistics.median(samples[:20])
+        _, (slope, growth, most) = sum_and_max([slope, growth, float(max(samples))])
+        found[name] = {
+            "iterations": iterations,
+            "slope_bytes_per_iteration": slope,
+            "growth_bytes": growth,
+            "largest_bytes": most,
+            "samples_of_rank_0": samples,
+        }
+    return found
+
+
+def _iterated(iterate: Callable[[], None], times: int) -> None:
+    for _ in range(times):
+        iterate()
+
+
+def _private_bytes() -> int:
+    """Anonymous memory: what is resident without shared segments, and without pages of files, such as the corpus."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

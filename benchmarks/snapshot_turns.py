@@ -1,0 +1,132 @@
+"""Checkpoints of all contestants in turns, for `snapshot.py`: what each turn costs."""
+
+from __future__ import annotations
+
+import random
+import resource
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from peers import OURS, Contestant, NvrxLocal, TorchDist
+from snapshot_job import Job, Ours, sum_and_max
+
+PEERS: dict[str, Callable[..., Contestant]] = {
+    "torch_dist": lambda *where: TorchDist(*where, background=False),
+    "torch_dist async": lambda *where: TorchDist(*where, background=True),
+    "NVRx local": lambda *where: NvrxLocal(*where, background=False),
+    "NVRx local async": lambda *where: NvrxLocal(*where, background=True),
+}
+MIN_ROUNDS = 2
+"""Rounds that are measured even when time is up: quartiles need them."""
+
+
+class Timed:
+    """A contestant between two clocks: what the thread that trains spends in it is the stall."""
+
+    def __init__(self, inner: Contestant) -> None:
+        self._inner, self.stall_s = inner, 0.0
+
+    def before_optimizer(self) -> float:
+        """As the contestant."""
+        started_s = time.perf_counter()
+        self._inner.before_optimizer()
+        waited_s = time.perf_counter() - started_s
+        self.stall_s += waited_s
+        return waited_s
+
+    def step_end(self, iteration: int) -> None:
+        """As the contestant."""
+        started_s = time.perf_counter()
+        self._inner.step_end(iteration)
+        self.stall_s += time.perf_counter() - started_s
+
+    def report(self) -> Any:
+        """As the contestant."""
+        return self._inner.report()
+
+
+def checkpoints_in_turns(job: Job, names: Sequence[str], settings: dict[str, Any]) -> dict[str, Any]:
+    """Turns of all contestants and of training without checkpoints, in another order in each round."""
+    interval, per_turn = settings["interval"], settings["checkpoints_per_turn"]
+    jobs = {name: job.counting_anew() for name in ("none", *names)}
+    contestants: dict[str, Contestant | None] = {"none": None}
+    for name in names:
+        contestants[name] = (
+            Ours(jobs[name], name, interval)
+            if name in OURS
+            else PEERS[name](jobs[name].state, job.folder / name.replace(" ", "-"), interval)
+        )
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in contestants}
+    order, shuffled = list(contestants), random.Random(0)
+    clocks = {name: Timed(one) if one is not None else None for name, one in contestants.items()}
+    loops = {name: jobs[name].iterating(clock) for name, clock in clocks.items()}
+    until_s = time.monotonic() + settings["seconds"]
+    for at in range(settings["rounds"] + 1):
+        _, (late,) = sum_and_max([float(time.monotonic() > until_s)])
+        if late and at > MIN_ROUNDS:
+            break
+        for name in order:
+            turn = _turn(loops[name], (contestants[name], clocks[name]), interval, per_turn)
+            if at:  # the first round fills caches
+                rows[name].append(turn)
+        if job.launch.rank == 0:
+            print(f"round {at}: " + ", ".join(f"{name} {r[-1]['turn_s']:.2f} s" for name, r in rows.items() if r))
+        shuffled.shuffle(order)
+    for one in contestants.values():
+        if one is not None:
+            one.close()
+    return {"interval": interval, "checkpoints_per_turn": per_turn, "rows": rows}
+
+
+def _turn(
+    iterate: Callable[[], None], contestant: tuple[Contestant | None, Timed | None], interval: int, checkpoints: int
+) -> dict[str, float]:
+    """Time iterations with `checkpoints` checkpoints in steady state: what is still written of the one before the first
+    is inside, what is written after the last is not."""
+    import torch
+
+    one, clock = contestant
+    for _ in range(interval):
+        iterate()
+    stall_s = clock.stall_s if clock else 0.0
+    torch.distributed.barrier()
+    cpu_s, started_s = _cpu_s(), time.perf_counter()
+    for _ in range(interval * checkpoints):
+        iterate()
+    torch.distributed.barrier()
+    elapsed_s = time.perf_counter() - started_s
+    cpu_s = _cpu_s() - cpu_s
+    stall_s = (clock.stall_s if clock else 0.0) - stall_s
+    if one is not None:
+        one.settle()
+    _rest()
+    nbytes = one.written_bytes() if one is not None else 0
+    if one is not None:
+        one.tidy()
+    (all_cpu_s, written, _), (_, _, most_stall_s) = sum_and_max([cpu_s, nbytes, stall_s])
+    return {
+        "turn_s": elapsed_s,
+        "stall_s": most_stall_s / checkpoints,
+        "cpu_s": all_cpu_s,
+        "bytes": written,
+    }
+
+
+def _cpu_s() -> float:
+    """Of this process and of children that it has joined."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+def _rest(quiet_s: float = 0.1, at_most_s: float = 10.0) -> None:
+    """Wait until no thread of any rank works any more."""
+    import torch
+
+    until_s = time.monotonic() + at_most_s
+    worked_s = quiet_s
+    while worked_s > quiet_s / 20 and time.monotonic() < until_s:
+        before_s = time.process_time()
+        time.sleep(quiet_s)
+        worked_s = time.process_time() - before_s
+    torch.distributed.barrier()
