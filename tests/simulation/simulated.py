@@ -80,9 +80,9 @@ class Simulation:
         world = World(seed, **crash)  # type: ignore[arg-type]
         options = {} if self.store_fails is None else {"store_fails": self.store_fails}
         job = SimulatedJob(
-            world, RANKS, lambda rank: spread(OPERATORS, rank, RANKS), (SEGMENT_BYTES,) * self._segments, nodes=self.nodes,
-            wipe=self.wipe, network=lambda world, ranks: self._begun(job, world, ranks), notice_s=self.notice_s,
-            max_starts=self.max_starts, **options,
+            world, RANKS, lambda rank: spread(OPERATORS, rank, RANKS), (SEGMENT_BYTES,) * self._segments,
+            nodes=self.nodes, wipe=self.wipe, network=lambda world, ranks: self._begun(job, world, ranks),
+            notice_s=self.notice_s, max_starts=self.max_starts, **options,
         )  # fmt: skip
         self.job = job
         starts = job.run(self._make)

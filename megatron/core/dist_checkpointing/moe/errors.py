@@ -17,6 +17,10 @@ class UnreadableCheckpoint(MoECheckpointError):
     """A checkpoint that is missing, torn, foreign or damaged."""
 
 
+class NewerFormat(UnreadableCheckpoint):
+    """A checkpoint that a later version of this software wrote: not damaged, and not to be replaced."""
+
+
 class RecoveryImpossible(MoECheckpointError):
     """No set of intact copies leads to a state that all ranks can stand on.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from ..errors import UnreadableCheckpoint
+from ..errors import NewerFormat, UnreadableCheckpoint
 from ..policy.rounds import Status
 from ..policy.strategies import Piece
 from ..ports import Clock, Layout, Reader, SnapshotId, Store, StoreFailure
@@ -65,7 +65,6 @@ class Persister:
 
     def _write(self, work: PersistWork) -> None:
         iteration = work.plan.iteration
-        sealed = {one for one in self._storage.snapshots().sealed if one.rank == self._rank}
         with ExitStack() as stack:
             sources = [
                 stack.enter_context(self._memory.open(SnapshotId(iteration, self._rank, kind))) for kind in work.kinds
@@ -73,16 +72,21 @@ class Persister:
             # The first piece last, as in memory.
             for index, piece in reversed([*enumerate(work.pieces)]):
                 target = SnapshotId(iteration, self._rank, piece.kind)
-                if target in sealed and self._is_done(target, piece):
+                if self._is_done(target, piece):
                     continue
                 self._storage.free(target)
                 work.nbytes += self._write_piece(target, piece, index, sources)
 
     def _is_done(self, target: SnapshotId, piece: Piece) -> bool:
-        """Whether it was written in an earlier try, and not by an attempt of the job that training left behind."""
+        """Whether it was written in an earlier try, and not by an attempt of the job that training left behind.
+
+        Raises NewerFormat for a snapshot under this name that a later version wrote: it is left as it is.
+        """
         try:
             with self._storage.open(target) as reader:
                 facts, wanted = reader.manifest.facts, self._identity.facts(piece, {})
+        except NewerFormat:
+            raise
         except UnreadableCheckpoint:
             return False
         same_timeline = facts.scalars.get("timeline") == wanted.scalars["timeline"]

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from ..errors import MoECheckpointError, UnreadableCheckpoint, UsageError
+from ..errors import MoECheckpointError, NewerFormat, UnreadableCheckpoint, UsageError
 from ..types import OperatorId, OperatorKind, Part
 from .checksums import checksum
 from .layout import Facts, Field, Json, Layout, Manifest, SnapshotId
@@ -80,7 +80,8 @@ def decode(content: bytes, name: str) -> Manifest:
     try:
         return _manifest(_Reader(json.loads(body, object_pairs_hook=_unique, parse_constant=_no_constant), ""))
     except (MoECheckpointError, ValueError, RecursionError) as error:
-        raise UnreadableCheckpoint(f"{name}: {error}") from error
+        kind = NewerFormat if isinstance(error, NewerFormat) else UnreadableCheckpoint
+        raise kind(f"{name}: {error}") from error
 
 
 def _unframed(content: bytes, name: str) -> bytes:
@@ -129,7 +130,7 @@ class _Reader:
 def _manifest(body: _Reader) -> Manifest:
     version = body.take("format", int)
     if version > FORMAT_VERSION:
-        raise UnreadableCheckpoint(
+        raise NewerFormat(
             f"written in format {version}, but this version reads up to {FORMAT_VERSION}: read it with the version of"
             " moe-ckpt that wrote it, or a newer one"
         )
