@@ -154,11 +154,12 @@ class Simulation:
                 persister = Persister(
                     ports.memory, persistent, rank, identity,
                     lambda piece, index: ports.capturer.layout(piece.plan, trainer=index == 0),
+                    clock=ports.clock,
                 )  # fmt: skip
             coordinator = Coordinator(
                 job,
                 strategy,
-                Ports(ports.memory, persistent, ports.capturer, ports.trainer, control, ports.lane, ports.clock),
+                Ports(ports.memory, ports.capturer, ports.trainer, control, ports.lane, ports.clock),
                 keeper,
                 persister,
             )

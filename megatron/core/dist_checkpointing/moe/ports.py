@@ -33,6 +33,7 @@ Value = TypeVar("Value", covariant=True)
 
 __all__ = [
     "DTYPE_BYTES",
+    "RANDOM",
     "Capturer",
     "Clock",
     "Facts",
@@ -272,6 +273,10 @@ class Lane(Protocol):
         """Take nothing more; wait for the rest, or drop what has not begun."""
 
 
+RANDOM = "random/"
+"""What the keys of random states begin with."""
+
+
 class TrainerState(Protocol):
     """The state of training on one rank that belongs to no operator: progress, schedules, scaler, random states."""
 
@@ -295,7 +300,7 @@ class Capturer(Protocol):
     def layout(self, plan: SnapshotPlan, *, trainer: bool = False) -> Layout:
         """The records of the parts in `plan` on this rank, with `trainer` also the random states, which come last.
 
-        Records of an operator have its id and their part; random states have keys `random/<name>` and no operator.
+        Records of an operator have its id and their part; random states have keys RANDOM + name and no operator.
         """
 
     def begin(self, copies: Sequence[tuple[Layout, MappedWriter]]) -> None:

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import UsageError
-from ..ports import Field, Layout, MappedWriter, TrainerState
+from ..ports import RANDOM, Field, Layout, MappedWriter, TrainerState
 from ..types import OperatorId, Part, SnapshotPlan
 from .engines import CopyEngine, Span
 from .operators import StateTensor
 
-RANDOM = "random/"
 _REMEMBERED_LAYOUTS = 64
 
 

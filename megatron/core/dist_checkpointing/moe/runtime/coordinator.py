@@ -24,7 +24,6 @@ from ..ports import (
     MappedWriter,
     PeerLost,
     SnapshotId,
-    Store,
     StoreFailure,
     TrainerState,
     Transport,
@@ -45,10 +44,9 @@ CountRows = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Ports:
-    """What the coordinator works with; `memory` and `persistent` keep snapshots, `control` carries the messages."""
+    """What the coordinator works with; `memory` keeps snapshots, `control` carries the messages."""
 
     memory: MappedStore
-    persistent: Store | None
     capturer: Capturer
     trainer: TrainerState
     control: Transport
@@ -232,7 +230,7 @@ class Coordinator:
             rows = tuple(news.counts[at : at + experts] for at in range(0, len(news.counts), experts))
             self._strategy.counted(news.iteration, rows)
             self._tally.tokens += ((news.iteration, rows),)
-        if self._custody.hear(news.statuses, self._iteration, self._ports.clock):
+        if self._custody.hear(news.statuses, self._iteration):
             self._strategy.measured(news.costs)
 
     def _close(self, *, wait: bool) -> None:

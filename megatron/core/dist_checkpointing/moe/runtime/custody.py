@@ -11,7 +11,7 @@ from ..policy.keeping import Kept, keep_persistent, keep_pieces
 from ..policy.lifecycle import Protection, ProtectionEvent, ProtectionState
 from ..policy.rounds import Round, Rounds, Status
 from ..policy.strategies import Job, Piece, Strategy
-from ..ports import Clock, Lane, SnapshotId, StoreFailure, Task
+from ..ports import Lane, SnapshotId, StoreFailure, Task
 from ..types import SnapshotPlan
 from .keeper import Keeper, Work
 from .persister import Persister, PersistWork
@@ -89,12 +89,12 @@ class Custody:
         """The work under way for open rounds."""
         return [self._under_way[one.key] for one in self.rounds.open if one.key in self._under_way]
 
-    def hear(self, statuses: Sequence[int], iteration: int, clock: Clock) -> bool:
+    def hear(self, statuses: Sequence[int], iteration: int) -> bool:
         """Take in how far all ranks have come; whether a snapshot's round has ended with that."""
         self.rounds, news = self.rounds.after(statuses)
         for one in news:
             if one.level is Level.SNAPSHOT:
-                self._on_snapshot(one, iteration, clock)
+                self._on_snapshot(one, iteration)
             else:
                 self._on_persisted(one, iteration)
         return any(one.agreed.is_final and one.level is Level.SNAPSHOT for one in news)
@@ -137,7 +137,7 @@ class Custody:
         for lane in self._lanes.values():
             lane.shutdown(wait, cancel_futures=True)
 
-    def _on_snapshot(self, one: Round, iteration: int, clock: Clock) -> None:
+    def _on_snapshot(self, one: Round, iteration: int) -> None:
         work, restored = self._works[one.key], self._restored == one.plan.iteration
         assert isinstance(work, Work)
         is_kept = any(kept.piece.plan.iteration == one.plan.iteration for kept in self._kept)
@@ -167,7 +167,7 @@ class Custody:
             # Behind the round itself on its lane: a replica may still be arriving here.
             self._submit("keeper", lambda: self._keeper.free(names))
         elif not restored:
-            self._persist(one.plan, work.pieces, iteration, clock)
+            self._persist(one.plan, work.pieces, iteration)
 
     def _retain(self) -> None:
         """Free the pieces in memory that newer ones cover: at once, because the next snapshot needs their room."""
@@ -181,7 +181,7 @@ class Custody:
         except StoreFailure as error:
             self.complain("memory could not be freed", [str(error)])
 
-    def _persist(self, plan: SnapshotPlan, pieces: Sequence[Piece], iteration: int, clock: Clock) -> None:
+    def _persist(self, plan: SnapshotPlan, pieces: Sequence[Piece], iteration: int) -> None:
         persister = self._persister
         wanted = self._strategy.persistent(plan) if persister else None
         if persister is None or wanted is None or self.durable is None:
@@ -196,7 +196,7 @@ class Custody:
         work = PersistWork(wanted, self._strategy.pieces(wanted), tuple(piece.kind for piece in pieces))
         self.rounds = self.rounds.begun(Level.PERSIST, wanted)
         self._works[Level.PERSIST, wanted.iteration] = work
-        self._begin(Level.PERSIST, wanted.iteration, "persister", lambda: persister.persist(work, clock))
+        self._begin(Level.PERSIST, wanted.iteration, "persister", lambda: persister.persist(work))
 
     def _on_persisted(self, one: Round, iteration: int) -> None:
         work, persister = self._works.pop(one.key), self._persister

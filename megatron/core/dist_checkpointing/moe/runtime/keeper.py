@@ -28,7 +28,6 @@ class Work:
     pieces: tuple[Piece, ...]
     writers: tuple[MappedWriter, ...] | None
     scalars: Mapping[str, Json] = field(default_factory=dict)
-    nbytes: int = 0
     renew: bool = False
     status: Status = Status.PENDING
     replicated_bytes: int = 0

@@ -25,8 +25,6 @@ class PersistWork:
     pieces: tuple[Piece, ...]
     kinds: tuple[str, ...]
     status: Status = Status.PENDING
-    nbytes: int = 0
-    duration_s: float = 0.0
     failures: list[str] = field(default_factory=list)
 
 
@@ -34,14 +32,21 @@ class Persister:
     """Writes what one rank owns; `layout(piece, index)` gives the records of a piece on this rank."""
 
     def __init__(
-        self, memory: Store, storage: Store, rank: int, identity: Identity, layout: Callable[[Piece, int], Layout]
+        self,
+        memory: Store,
+        storage: Store,
+        rank: int,
+        identity: Identity,
+        layout: Callable[[Piece, int], Layout],
+        *,
+        clock: Clock,
     ) -> None:
         self._memory, self._storage, self._rank = memory, storage, rank
-        self._identity, self._layout = identity, layout
+        self._identity, self._layout, self._clock = identity, layout, clock
 
-    def persist(self, work: PersistWork, clock: Clock) -> None:
+    def persist(self, work: PersistWork) -> None:
         """Write the pieces, each sealed on its own; tried again after a pause where storage refuses."""
-        begun_s, pause_s = clock.now_s(), FIRST_PAUSE_S
+        pause_s = FIRST_PAUSE_S
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 self._write(work)
@@ -50,12 +55,11 @@ class Persister:
             except Exception as error:  # whatever it is costs this copy, and is told to all ranks
                 work.failures.append(f"{type(error).__name__}: {error}")
                 if attempt < ATTEMPTS and isinstance(error, StoreFailure):
-                    clock.sleep(pause_s)
+                    self._clock.sleep(pause_s)
                     pause_s *= 4
                 else:
                     work.status = Status.FAILED
                     break
-        work.duration_s = clock.now_s() - begun_s
 
     def free(self, iterations: Collection[int]) -> None:
         """Remove this rank's snapshots of these iterations. Raises StoreFailure."""
@@ -75,7 +79,7 @@ class Persister:
                 if self._is_done(target, piece):
                     continue
                 self._storage.free(target)
-                work.nbytes += self._write_piece(target, piece, index, sources)
+                self._write_piece(target, piece, index, sources)
 
     def _is_done(self, target: SnapshotId, piece: Piece) -> bool:
         """Whether it was written in an earlier try, and not by an attempt of the job that training left behind.
@@ -92,7 +96,7 @@ class Persister:
         same_timeline = facts.scalars.get("timeline") == wanted.scalars["timeline"]
         return same_timeline and facts.plan_digest == wanted.plan_digest
 
-    def _write_piece(self, target: SnapshotId, piece: Piece, index: int, sources: Sequence[Reader]) -> int:
+    def _write_piece(self, target: SnapshotId, piece: Piece, index: int, sources: Sequence[Reader]) -> None:
         layout = self._layout(piece, index)
         scalars = dict(sources[0].manifest.facts.scalars) if index == 0 else {}
         with self._storage.reserve(target, layout) as writer:
@@ -102,4 +106,3 @@ class Persister:
                     raise UnreadableCheckpoint(f"{target}: record {field_.key} is not in memory; it is not persisted")
                 writer.put(field_.key, source.read(field_.key))
             writer.seal(self._identity.facts(piece, scalars))
-        return layout.nbytes

@@ -12,6 +12,7 @@ from ..errors import MoECheckpointError, RecoveryImpossible, UnreadableCheckpoin
 from ..policy.strategies import Job, Piece, Strategy
 from ..policy.timelines import Timeline, past
 from ..ports import (
+    RANDOM,
     Clock,
     Json,
     MappedReader,
@@ -34,8 +35,6 @@ from .keeper import Identity
 from .stock import Stock
 
 log = logging.getLogger(__name__)
-
-RANDOM = "random/"
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,6 @@ class Session:
         identity = replace(self._identity, timeline=continued(before, self._attempt, iteration))
         ports = Ports(
             self._memory,
-            self._persistent,
             self._capturer,
             self._training.trainer,
             self._control,
@@ -205,6 +204,7 @@ class Session:
                 self._rank,
                 identity,
                 lambda piece, index: self._capturer.layout(piece.plan, trainer=index == 0),
+                clock=self._clock,
             )
         self._coordinator = Coordinator(self._job, self._strategy, ports, keeper, persister)
         if self._outcome is not None:
