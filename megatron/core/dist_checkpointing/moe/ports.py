@@ -22,7 +22,7 @@ from .store.layout import (
     SnapshotId,
     Torn,
 )
-from .types import OperatorId, Part, SnapshotPlan
+from .types import OperatorId, Part, SnapshotPlan, StepJournal
 
 if TYPE_CHECKING:
     from typing import Self
@@ -36,6 +36,7 @@ __all__ = [
     "RANDOM",
     "Capturer",
     "Clock",
+    "Execution",
     "Facts",
     "Field",
     "Json",
@@ -194,6 +195,13 @@ class MappedStore(Store, Protocol):
     def open(self, snapshot: SnapshotId) -> MappedReader:
         """As `Store.open`."""
 
+    def resize(self, segment_bytes: Sequence[int]) -> None:
+        """Use segments of these sizes from here on: those that are there already stay, the rest is allocated.
+
+        What is sealed or still read in other segments stays until it is freed. Where the segments suffice already,
+        nothing happens. Raises NoRoom when the memory is too small: then all stays as it was; StoreFailure.
+        """
+
 
 class PeerLost(MoECheckpointError):
     """Another rank did not answer in time, or its connection broke; the sentence names it and what was waited for."""
@@ -316,9 +324,17 @@ class Capturer(Protocol):
         Raises TimeoutError saying what it waited for, and what a copy raised.
         """
 
+    @property
+    def bandwidth_bytes_per_s(self) -> float:
+        """How fast the last copy was, from its `begin` to its last byte; before the first one, a trial copy's."""
+
 
 class Restorer(Protocol):
-    """Puts records back into the live state of this rank: `poison`, `restore` all copies, `missing`, `complete`."""
+    """Puts records back into the live state of this rank.
+
+    At once: `poison`, `restore` all copies, `missing`, `complete`. In a sparse-to-dense conversion (MoEvement 3.3):
+    `poison`; before each replayed iteration `restore` the next snapshot, then `refresh`; at last `complete`.
+    """
 
     def poison(self) -> None:
         """Fill the state of all operators with NaN, so that nothing that is not restored can be taken for state."""
@@ -326,14 +342,37 @@ class Restorer(Protocol):
     def restore(self, read: Callable[[str], memoryview], parts: Mapping[Part, Collection[OperatorId]]) -> int:
         """Copy the records of these parts of these operators, fetched by key with `read`, into the live state.
 
+        WEIGHTS are all that a forward pass reads, whichever part stores it (see `capture.operators.serves`).
         Returns the bytes copied. Lets through what `read` raises, UnreadableCheckpoint for a record of a wrong size.
         """
 
-    def missing(self) -> str:
-        """Which state still has to be restored, for people; empty when all is there that `complete` needs."""
+    def refresh(self) -> None:
+        """Make the compute weights whole after a `restore` of some operators' FULL state and the others' WEIGHTS:
+        derived from master weights where only these were restored since the last call; a collective of training's own
+        groups. Operators of which nothing was restored since then stay as training left them."""
+
+    def missing(self, frozen: Collection[OperatorId] = ()) -> str:
+        """Which state still has to be restored, for people; empty when all is there that `complete` needs.
+
+        Of `frozen` operators, which are not trained yet, only the compute weights are needed.
+        """
 
     def complete(self) -> None:
         """Derive compute weights where only master weights were restored; a collective of training's own groups.
 
         Raises UnreadableCheckpoint, before anything is derived, that names what was not restored.
         """
+
+
+class Execution(Protocol):
+    """Runs iterations in which some operators are frozen (MoEvement 3.3): forward and input gradients only."""
+
+    def freeze(self, frozen: Collection[OperatorId], step: StepJournal) -> None:
+        """The next iteration updates all but these operators, of all ranks and stages, and takes the gradient norm and
+        the verdict on its gradients from the journal instead of computing them from a part of the gradients.
+
+        Called again for each iteration, also with no operators. Raises UsageError where this cannot be done.
+        """
+
+    def thaw(self) -> None:
+        """Run as before the first `freeze`, bit for bit."""

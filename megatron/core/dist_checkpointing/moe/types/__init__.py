@@ -1,5 +1,6 @@
 """The words of the subsystem: operators, plans, topologies, models, inventories. No torch, nothing that acts."""
 
+from .journal import StepJournal
 from .model_shape import ModelShape
 from .operators import (
     FP16_FP32,
@@ -54,6 +55,7 @@ __all__ = [
     "Segment",
     "SnapshotPlan",
     "Source",
+    "StepJournal",
     "Tier",
     "Topology",
     "Window",
