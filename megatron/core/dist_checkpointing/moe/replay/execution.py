@@ -1,0 +1,121 @@
+"""Training iterations in which some operators are frozen (MoEvement 3.3), on live models and optimizers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.transformer.moe.router import Router
+from megatron.core.utils import unwrap_model
+
+from ..errors import UsageError
+from ..types import OperatorId, StepJournal
+from .gradient_flow import gradients_down_to, lowest_active_layer
+from .patches import ALIGNED_GROUPS, counts_in_groups, journaled_step, overlap_off, weights_frozen
+
+
+class LiveExecution:
+    """The `ports.Execution` of live training.
+
+    Frozen operators take part in the forward pass, and gradients flow through them. Their weights get none, and the
+    optimizer passes by them: neither their master weights nor their moments are read or written, which may hold
+    anything. What active operators compute is what they would compute if nothing were frozen, to the bit. A router's
+    counters and expert biases go on also where the router is frozen: they depend on the forward pass only.
+
+    chunks: the model chunks of this rank, wrapped in DistributedDataParallel.
+    optimizer: what core's `get_megatron_optimizer` gave for them.
+    operator_of: the operator of each parameter of these chunks.
+    Raises UsageError for models and optimizers that this cannot be done with, with the reason, on all ranks alike.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        optimizer: MegatronOptimizer,
+        operator_of: Mapping[torch.nn.Parameter, OperatorId],
+    ) -> None:
+        _refuse_unsupported(chunks, optimizer)
+        unknown = [name for chunk in chunks for name, one in chunk.named_parameters() if one not in operator_of]
+        if unknown:
+            raise UsageError(f"{len(unknown)} parameters have no operator, such as {unknown[0]}: nothing can be frozen")
+        self._chunks, self._optimizer, self._operator_of = list(chunks), optimizer, dict(operator_of)
+        self._until_thaw, self._until_next = contextlib.ExitStack(), contextlib.ExitStack()
+        self._is_overlap_off = False
+
+    def freeze(self, frozen: Collection[OperatorId], step: StepJournal) -> None:
+        """As `ports.Execution.freeze`. All ranks must call it alike, after their compute weights became whole.
+
+        With no operators the step is that of training: its norm and verdict are computed, and can be compared.
+        A journal that says the step was skipped lets the loss scales of all parts of the optimizer count that; in
+        training each part knows of its own overflows only. So restore them after a skipped iteration, with the rest of
+        the trainer state.
+        """
+        _check_journal(self._optimizer, step)
+        if not self._is_overlap_off:
+            self._until_thaw.enter_context(overlap_off(self._chunks))
+            self._is_overlap_off = True
+        self._until_next.close()
+        operators = frozenset(frozen)
+        parameters = {parameter for parameter, operator in self._operator_of.items() if operator in operators}
+        self._until_next.enter_context(weights_frozen(self._chunks, parameters))
+        if operators:
+            self._until_next.enter_context(journaled_step(self._optimizer, self._chunks, parameters, step))
+        lowest = lowest_active_layer(unwrap_model(self._chunks[0]).config, operators)
+        for chunk in self._chunks:
+            self._until_next.enter_context(gradients_down_to(chunk, lowest))
+
+    def thaw(self) -> None:
+        """As `ports.Execution.thaw`; does nothing where nothing was frozen."""
+        self._until_next.close()
+        self._until_thaw.close()
+        self._is_overlap_off = False
+
+
+def _check_journal(optimizer: ChainedOptimizer, step: StepJournal) -> None:
+    members = optimizer.chained_optimizers
+    clips = any(member.config.clip_grad > 0 for member in members)
+    if step.skipped and not any(getattr(member, "grad_scaler", None) for member in members):
+        raise UsageError(
+            "the journal says that the optimizer skipped this step, which it does only with a loss scale: give the"
+            " precision and the loss scale that the journal was written with"
+        )
+    if clips and step.grad_norm is None and not step.skipped:
+        raise UsageError(
+            "the journal has no gradient norm, but gradients are clipped: give the --clip-grad that the journal was"
+            " written with"
+        )
+
+
+def _refuse_unsupported(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
+    model, wrapping = unwrap_model(chunks[0]), chunks[0].ddp_config
+    reasons = _of_model(model.config) | {
+        "Megatron-FSDP": wrapping.use_megatron_fsdp,
+        "several instances of the distributed optimizer": wrapping.num_distributed_optimizer_instances > 1,
+        f"the optimizer {type(optimizer).__name__}": type(optimizer) is not ChainedOptimizer,
+    }
+    for member in getattr(optimizer, "chained_optimizers", []):
+        reasons[f"the optimizer {type(member).__name__}"] = type(member) not in ALIGNED_GROUPS
+        reasons["the precision-aware optimizer"] = member.config.use_precision_aware_optimizer
+        inner = member.optimizer
+        is_known = inner is None or type(inner) in (torch.optim.Adam, torch.optim.AdamW) or counts_in_groups(inner)
+        reasons[f"the inner optimizer {type(inner).__name__}"] = not is_known
+    for router in (module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)):
+        reasons[f"the router {type(router).__name__}"] = type(router).gating is not Router.gating
+    for reason, applies in reasons.items():
+        if applies:
+            raise UsageError(f"operators cannot be frozen with {reason}: use --moe-ckpt-strategy full or none")
+
+
+def _of_model(config: Any) -> dict[str, bool]:
+    return {
+        "fp8 or fp4 parameters": bool(config.fp8 or config.fp4),
+        "multi-token prediction": bool(config.mtp_num_layers),
+        "CUDA graphs": config.cuda_graph_impl != "none",
+        "activations offloaded to the CPU": bool(config.cpu_offloading or config.fine_grained_activation_offloading),
+        "weight gradients computed later": bool(config.delay_wgrad_compute or config.defer_embedding_wgrad_compute),
+        "expert-parallel communication overlapped across microbatches": config.overlap_moe_expert_parallel_comm,
+    }

@@ -1,0 +1,138 @@
+"""How far gradients flow down a model in which operators are frozen.
+
+A backward pass has collectives: tensor- and expert-parallel ranks must run the same ones, and pipeline stages must send
+each other what the others wait for. So how far gradients flow is decided per layer, from the operators that are frozen
+anywhere, not from the parameters that a rank has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+
+from megatron.core.utils import make_viewless_tensor, unwrap_model
+
+from ..types import OperatorId, OperatorKind, expert
+
+EMBEDDING_LAYER = -1
+
+
+def lowest_active_layer(config: Any, frozen: Collection[OperatorId]) -> int:
+    """The lowest layer with an operator that is not frozen, on whatever rank; one past the head where there is none."""
+    head = config.num_layers
+    for layer in range(EMBEDDING_LAYER, head + 1):
+        if any(operator not in frozen for operator in _operators(config, layer)):
+            return layer
+    return int(head) + 1
+
+
+def _operators(config: Any, layer: int) -> Iterator[OperatorId]:
+    if layer == EMBEDDING_LAYER:
+        yield OperatorId(layer, OperatorKind.EMBEDDING)
+    elif layer == config.num_layers:
+        yield OperatorId(layer, OperatorKind.HEAD)
+    else:
+        yield OperatorId(layer, OperatorKind.NON_EXPERT)
+        frequency = config.moe_layer_freq
+        is_moe = layer % frequency == 0 if isinstance(frequency, int) else frequency[layer]
+        if config.num_moe_experts and is_moe:
+            yield OperatorId(layer, OperatorKind.ROUTER)
+            yield from (expert(layer, index) for index in range(config.num_moe_experts))
+
+
+@contextlib.contextmanager
+def gradients_down_to(chunk: torch.nn.Module, lowest: int) -> Iterator[None]:
+    """Let gradients flow through a model chunk as in training, but not below layer `lowest` of the whole model.
+
+    There they begin at the input of that layer even if nothing below requires any; a stage below gets zeros.
+    """
+    model = unwrap_model(chunk)
+    with contextlib.ExitStack() as stack:
+        entrances = _entrances(model)
+        bottom = EMBEDDING_LAYER if model.pre_process or not entrances else entrances[0][0]
+        if lowest > bottom and _flow_everywhere(model.config):
+            if model.pre_process and entrances:
+                stack.enter_context(_input_changed(model.decoder, _beginning))
+        elif lowest > bottom and entrances:
+            first = entrances[0][1]
+            begin = next((module for layer, module in entrances if layer >= lowest), None)
+            if begin is not first:
+                stack.enter_context(_input_changed(first, torch.Tensor.detach))
+            if begin is not None:
+                stack.enter_context(_input_changed(begin, _beginning))
+            if not model.pre_process:
+                handle = chunk.register_forward_hook(lambda _, __, output: _zeros_to(model.decoder, output))
+                stack.callback(handle.remove)
+        yield
+
+
+def _flow_everywhere(config: Any) -> bool:
+    """Whether stopping gradients would change more than gradients.
+
+    A recomputed router counts tokens only when it runs again in the backward pass, and a recomputed layer needs
+    an input with a gradient to run at all. Compiled fusions are compiled anew where nothing requires a gradient, and
+    may then draw other random numbers.
+    """
+    recomputed = config.recompute_granularity == "full" or (
+        config.recompute_granularity == "selective" and "moe" in config.recompute_modules
+    )
+    return recomputed or config.bias_dropout_fusion
+
+
+def _entrances(model: Any) -> list[tuple[int, torch.nn.Module]]:
+    """Modules that hidden states pass one after the other, with the layer of the whole model that each begins."""
+    found = [(layer.layer_number - 1, layer) for layer in model.decoder.layers]
+    if model.post_process:
+        norm = model.decoder.final_layernorm
+        found.append((model.config.num_layers, model.output_layer if norm is None else norm))
+    return found
+
+
+@contextlib.contextmanager
+def _input_changed(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Change the hidden states that a module is called with."""
+
+    def hook(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if "hidden_states" in kwargs:
+            return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
+        return (change(args[0]), *args[1:]), kwargs
+
+    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _beginning(hidden: torch.Tensor) -> torch.Tensor:
+    """The same values, at which gradients end that flow down."""
+    return hidden.detach().requires_grad_()
+
+
+def _zeros_to(decoder: Any, output: torch.Tensor) -> torch.Tensor:
+    """The output of a chunk, made to give the chunk's input a gradient of zeros: the stage below waits for one."""
+    received = decoder.input_tensor
+    if received is None or not torch.is_grad_enabled():
+        return output
+    joined: torch.Tensor = _ZerosBelow.apply(output, received)
+    # Core frees the data of what it has sent, which it refuses for views.
+    viewless: torch.Tensor = make_viewless_tensor(joined, requires_grad=True, keep_graph=True)
+    return viewless
+
+
+class _ZerosBelow(torch.autograd.Function):  # type: ignore[misc]
+    """Hands on its first argument; the gradient of the second one is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        """The output, as a view."""
+        ctx.shape, ctx.dtype, ctx.device = received.shape, received.dtype, received.device
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradient of the output as it is, and zeros."""
+        return grad_output, torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device)

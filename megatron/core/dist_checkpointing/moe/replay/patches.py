@@ -1,0 +1,238 @@
+"""What is changed on live objects of Megatron-Core while operators are frozen, and put back afterwards.
+
+Each is a context manager that sets attributes of instances, never of classes. Checked against Megatron-Core 0.16.1;
+`tests/unit/moe/test_frozen_upstream.py` compares the source of all that is relied on here with what was read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import torch
+
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import Router
+from megatron.core.utils import unwrap_model
+
+from ..types import StepJournal
+
+Parameters = AbstractSet[torch.nn.Parameter]
+
+ALIGNED_GROUPS: dict[type[MegatronOptimizer], tuple[tuple[str, ...], ...]] = {
+    DistributedOptimizer: (
+        ("model_float16_groups", "shard_float16_groups", "shard_fp32_from_float16_groups"),
+        ("model_fp32_groups", "shard_fp32_groups"),
+    ),
+    Float16OptimizerWithFloat16Params: (("float16_groups", "fp32_from_float16_groups"), ("fp32_from_fp32_groups",)),
+    FP32Optimizer: (),
+}
+"""By kind of optimizer: attributes that are lists of groups, aligned with each other, model parameters first."""
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Set attributes of one instance, and put back what it had of its own."""
+    own = vars(owner)
+    before = {name: own[name] for name in values if name in own}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name in values:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
+
+
+def bucket_groups(chunks: Sequence[torch.nn.Module]) -> list[Any]:
+    """All groups of gradient buckets of these chunks."""
+    return [group for chunk in chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+
+
+@contextlib.contextmanager
+def overlap_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Reduce gradients after the backward pass, and gather weights after the step; a collective where weights may not
+    be gathered yet.
+
+    Both are the collectives of overlapped training over the same buckets, so that no bit differs. Overlap itself cannot
+    go on: it counts the gradients of all parameters, and expects all parameters to require one.
+    """
+    with contextlib.ExitStack() as stack:
+        for chunk in chunks:
+            if chunk.remove_forward_pre_hook_handles:
+                chunk.disable_forward_pre_hook()
+                stack.callback(chunk.enable_forward_pre_hook)
+            settings = chunk.ddp_config
+            stack.enter_context(replaced(settings, overlap_grad_reduce=False, overlap_param_gather=False))
+            # Shared by all chunks.
+            hooks = {"no_sync_func": None, "grad_sync_func": None, "param_sync_func": None}
+            stack.enter_context(replaced(unwrap_model(chunk).config, **hooks))
+        yield
+        for group in bucket_groups(chunks):
+            # As after a backward pass: the next forward pass gathers, whatever was written meanwhile.
+            group.param_gather_dispatched = False
+
+
+@contextlib.contextmanager
+def weights_frozen(chunks: Sequence[torch.nn.Module], frozen: Parameters) -> Iterator[None]:
+    """No gradients of these parameters: none computed, accumulated or reduced."""
+    fixed = list(_without_gradient(chunks, frozen))
+    with contextlib.ExitStack() as stack:
+        stack.callback(_require_gradients, fixed, True)
+        _require_gradients(fixed, False)
+        for module in (module for chunk in chunks for module in chunk.modules()):
+            if isinstance(module, Router) and module.weight in frozen:
+                stack.enter_context(replaced(module, gating=_gating_with_frozen_weight(module)))
+        for group in _frozen_groups(chunks, frozen):
+            stack.enter_context(replaced(group, start_grad_sync=_nothing))
+        for config in {id(config): config for config in (unwrap_model(chunk).config for chunk in chunks)}.values():
+            if config.finalize_model_grads_func is not None:
+                finalize = _finalizing_as_ever(config.finalize_model_grads_func, fixed)
+                stack.enter_context(replaced(config, finalize_model_grads_func=finalize))
+        yield
+
+
+def _without_gradient(chunks: Sequence[torch.nn.Module], frozen: Parameters) -> Iterator[torch.nn.Parameter]:
+    """Frozen parameters of modules that have no others: a grouped linear layer of Transformer Engine computes the
+    gradients of all its experts or of none."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        own = list(module.parameters(recurse=False))
+        if all(parameter in frozen for parameter in own):
+            yield from (parameter for parameter in own if parameter.requires_grad)
+
+
+def _require_gradients(parameters: Sequence[torch.nn.Parameter], required: bool) -> None:
+    for parameter in parameters:
+        parameter.requires_grad_(required)
+
+
+def _frozen_groups(chunks: Sequence[torch.nn.Module], frozen: Parameters) -> list[Any]:
+    """Groups of buckets that hold nothing else; the same on all ranks that share them."""
+    return [group for group in bucket_groups(chunks) if all(parameter in frozen for parameter in group.params)]
+
+
+def _nothing(*unused: Any, **options: Any) -> None:
+    """In place of a collective over what has not changed."""
+
+
+def _finalizing_as_ever(finalize: Callable[..., None], fixed: Sequence[torch.nn.Parameter]) -> Callable[..., None]:
+    """Core packs the gradients of norms, of all that require one, into one tensor to reduce it. In which order ranks
+    are summed up depends on the place in it: so the frozen ones take part, with gradients of zero."""
+
+    def finalized(*arguments: Any, **options: Any) -> None:
+        _require_gradients(fixed, True)
+        try:
+            finalize(*arguments, **options)
+        finally:
+            _require_gradients(fixed, False)
+
+    return finalized
+
+
+class _FrozenGating(moe_utils.RouterGatingLinearFunction):  # type: ignore[misc]
+    """Core's gate without the gradient of its weights, which that computes whether it is wanted or not."""
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradient of the input, as core computes it."""
+        tokens, weight, _ = ctx.saved_tensors
+        gradient, wide = grad_output.view(-1, grad_output.shape[-1]), weight.to(ctx.router_dtype)
+        engine = moe_utils.te_general_gemm
+        if engine is not None and ctx.router_dtype != torch.float64:
+            of_tokens = engine(wide, gradient, ctx.router_dtype, layout="NN", grad=True)[0]
+        else:
+            of_tokens = torch.mm(gradient, wide)
+        return of_tokens.to(ctx.input_dtype).view(*tokens.shape), None, None, None
+
+
+def _gating_with_frozen_weight(router: Router) -> Callable[[torch.Tensor], torch.Tensor]:
+    dtypes = {"fp32": torch.float32, "fp64": torch.float64}
+
+    def gating(tokens: torch.Tensor) -> torch.Tensor:
+        dtype = dtypes.get(router.config.moe_router_dtype, tokens.dtype)
+        logits: torch.Tensor = _FrozenGating.apply(tokens, router.weight, router.bias, dtype)
+        return logits
+
+    return gating
+
+
+def counts_in_groups(inner: torch.optim.Optimizer | None) -> bool:
+    """Whether this is a fused Adam of Apex or Transformer Engine: those count steps per group, unless it is empty."""
+    return type(inner).__name__ == "FusedAdam"
+
+
+@contextlib.contextmanager
+def journaled_step(
+    optimizer: ChainedOptimizer,
+    chunks: Sequence[torch.nn.Module],
+    frozen: Parameters,
+    step: StepJournal,
+) -> Iterator[None]:
+    """Let `optimizer.step` pass by frozen parameters, with the norm and the verdict of a journal.
+
+    Only within the step are frozen parameters out of the optimizers' lists: whoever enumerates the state sees all.
+    """
+
+    def stepped() -> tuple[bool, float | None, int | None]:
+        with contextlib.ExitStack() as stack:
+            emptied = []
+            for member in optimizer.chained_optimizers:
+                groups = stack.enter_context(_only_active(member, frozen))
+                emptied += groups if counts_in_groups(member.optimizer) else []
+                if getattr(member, "grad_scaler", None):
+                    verdict = _with_journaled_verdict(member, step.skipped)
+                    stack.enter_context(replaced(member, _unscale_main_grads_and_check_for_nan=verdict))
+            for group in _frozen_groups(chunks, frozen):
+                stack.enter_context(replaced(group, start_param_sync=_nothing))
+            stack.enter_context(replaced(optimizer, get_grad_norm=lambda: step.grad_norm))
+            outcome: tuple[bool, float | None, int | None] = ChainedOptimizer.step(optimizer)
+            for group in emptied if outcome[0] else []:
+                group["step"] = group.get("step", 0) + 1
+        return outcome
+
+    with replaced(optimizer, step=stepped):
+        yield
+
+
+def _with_journaled_verdict(member: MegatronOptimizer, skipped: bool) -> Callable[[], bool]:
+    """Also unscales. What the active gradients show that the journal does not know of counts: the caller compares."""
+    unscale = member._unscale_main_grads_and_check_for_nan
+
+    def judged() -> bool:
+        return bool(unscale()) or skipped
+
+    return judged
+
+
+@contextlib.contextmanager
+def _only_active(member: MegatronOptimizer, frozen: Parameters) -> Iterator[list[dict[str, Any]]]:
+    """Take frozen parameters, and their masters, out of all lists of one optimizer; without any left it is a stub,
+    which takes part in collectives only. Gives the groups of parameters that became empty."""
+    if member.is_stub_optimizer:
+        yield []
+        return
+    with contextlib.ExitStack() as stack:
+        removed, emptied = {id(parameter) for parameter in frozen}, []
+        for names in ALIGNED_GROUPS[type(member)]:
+            groups = zip(*(getattr(member, name) for name in names), strict=True)
+            rows = [list(zip(*group, strict=True)) for group in groups]
+            removed |= {id(tensor) for group in rows for row in group if row[0] in frozen for tensor in row}
+            active = [[row for row in group if row[0] not in frozen] for group in rows]
+            columns = {name: [[row[at] for row in group] for group in active] for at, name in enumerate(names)}
+            stack.enter_context(replaced(member, **columns))
+        for group in member.optimizer.param_groups:
+            before = group["params"]
+            stack.callback(group.__setitem__, "params", before)
+            group["params"] = [parameter for parameter in before if id(parameter) not in removed]
+            emptied += [group] if before and not group["params"] else []
+        if not member.get_parameters():
+            stack.enter_context(replaced(member, is_stub_optimizer=True))
+        yield emptied
