@@ -184,9 +184,9 @@ class World:
         for strategy in (self.strategy, self.twin):
             strategy.settled(flight.plan, flight.level, ok)
         if flight.level is Level.SNAPSHOT and ok:
-            part = self.strategy.persistent(flight.plan)
-            assert part == self.twin.persistent(flight.plan)
-            if part is not None:
+            parts = self.strategy.persistent(flight.plan)
+            assert parts == self.twin.persistent(flight.plan)
+            for part in parts:
                 for operator, stored in part.parts.items():
                     assert stored in flight.plan.parts[operator]
                 self.writes.append(part)

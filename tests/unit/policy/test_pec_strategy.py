@@ -40,7 +40,7 @@ def step(pec: Pec, iteration: int, *, ok: bool = True, counts: list[list[int]] =
 
 def written(pec: Pec, iteration: int, *, ok: bool = True) -> SnapshotPlan | None:
     """One iteration, with what it persists, which settles at once too."""
-    part = pec.persistent(step(pec, iteration))
+    (part,) = pec.persistent(step(pec, iteration)) or (None,)
     if part is not None:
         pec.settled(part, Level.PERSIST, ok)
     return part
@@ -201,7 +201,7 @@ def test_a_snapshot_that_was_not_planned_to_be_persisted_is_not() -> None:
     assert late is not None
     pec.settled(due, Level.SNAPSHOT, ok=False)
     pec.settled(late, Level.SNAPSHOT, ok=True)
-    assert pec.persistent(late) is None
+    assert pec.persistent(late) == ()
     assert len(experts_of(written(pec, 6))) == 24
 
 
@@ -218,8 +218,7 @@ def test_every_expert_is_persisted_in_so_many_writes(
     ages: dict[OperatorId, int] = {}
     for iteration in range(1, persist_interval * (4 * bound + 4)):
         plan = step(pec, iteration, counts=counts)
-        part = pec.persistent(plan)
-        if part is not None:
+        for part in pec.persistent(plan):
             pec.settled(part, Level.PERSIST, ok=True)
             ages = {operator: age + 1 for operator, age in ages.items()} | dict.fromkeys(experts_of(part), 0)
             assert max(ages.values()) <= bound

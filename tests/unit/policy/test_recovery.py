@@ -46,7 +46,7 @@ class Cluster:
     topology: Topology
     copies: dict[int, list[Copy]] = dataclasses.field(default_factory=dict)
     logs: dict[int, list[BoundaryLog]] = dataclasses.field(default_factory=dict)
-    journal: range = range(100)
+    journal: range | frozenset[int] = range(100)
     rolling: frozenset[int] = frozenset()
 
     def window(self, first: int, *tiers: Tier) -> Cluster:
@@ -90,7 +90,7 @@ class Cluster:
             {rank: frozenset(operators_of(self.topology.stage(rank))) for rank in ranks},
             {rank: tuple(copies) for rank, copies in self.copies.items()},
             {rank: tuple(logs) for rank, logs in self.logs.items()},
-            self.journal,
+            frozenset(self.journal),
             self.rolling,
         )
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError
 from megatron.core.dist_checkpointing.moe.policy.copies import Level
-from megatron.core.dist_checkpointing.moe.policy.rounds import MAX_OPEN_SNAPSHOTS, Rounds, Status
+from megatron.core.dist_checkpointing.moe.policy.rounds import MAX_OPEN_SPANS, PLACES, Rounds, Status
 from megatron.core.dist_checkpointing.moe.types import SnapshotPlan, expert, full_plan
 
 OPERATORS = tuple(expert(0, index) for index in range(4))
@@ -23,15 +23,14 @@ def test_a_round_is_as_far_as_the_slowest_rank() -> None:
     reports = [Status.PROTECTED, Status.SEALED, Status.PROTECTED]
     after, news = rounds.after([min(reports)])
     assert [one.agreed for one in news] == [Status.SEALED]
-    assert after.sealed == plan(3)
-    assert after.protected is None
+    assert [one.plan for one in after.open] == [plan(3)]
 
 
 def test_one_failed_rank_fails_the_round_of_all() -> None:
     rounds = Rounds().begun(Level.SNAPSHOT, plan(3))
     after, news = rounds.after([min(Status.FAILED, Status.PROTECTED)])
     assert [one.agreed for one in news] == [Status.FAILED]
-    assert (after.open, after.sealed, after.protected) == ((), None, None)
+    assert (after.open, after.windows) == ((), ())
 
 
 def test_a_rank_that_still_replicates_keeps_an_exposed_round_open() -> None:
@@ -50,19 +49,42 @@ def test_what_is_said_again_is_no_news() -> None:
 
 def test_no_third_snapshot_begins_while_two_are_under_way() -> None:
     rounds = Rounds()
-    for iteration in range(MAX_OPEN_SNAPSHOTS):
-        assert rounds.may_begin
+    for iteration in range(MAX_OPEN_SPANS):
+        assert rounds.may_begin(iteration)
         rounds = rounds.begun(Level.SNAPSHOT, plan(iteration))
-    assert not rounds.may_begin
-    assert rounds.after([Status.PROTECTED, Status.PENDING])[0].may_begin
+    assert not rounds.may_begin(9)
+    assert rounds.after([Status.PROTECTED, Status.PENDING])[0].may_begin(9)
 
 
-def test_writing_an_old_snapshot_to_storage_takes_the_place_of_one() -> None:
-    rounds, _ = Rounds().begun(Level.SNAPSHOT, plan(1)).after([Status.PROTECTED])
-    rounds = rounds.begun(Level.PERSIST, plan(1)).begun(Level.SNAPSHOT, plan(2))
-    assert rounds.may_begin, "the snapshot that is written is still the one that is kept"
-    rounds, _ = rounds.after([Status.PENDING, Status.PROTECTED])
-    assert not rounds.begun(Level.SNAPSHOT, plan(3)).may_begin
+def test_what_stays_in_memory_takes_a_place_of_its_kind() -> None:
+    rounds = Rounds().begun(Level.SNAPSHOT, plan(7))
+    open_and_kept = [("snapshot", range(7, 8)), ("snapshot", range(5, 6))]
+    assert rounds.may_begin(8, open_and_kept)
+    assert not rounds.may_begin(8, [*open_and_kept, ("snapshot", range(3, 4))]), "it is being written to storage"
+    assert rounds.may_begin(8, [*open_and_kept, ("experts", range(3, 4))])
+
+
+def test_the_snapshots_of_a_window_that_was_begun_always_may() -> None:
+    rounds, window = Rounds(), range(4, 8)
+    full = [("snapshot", range(at, at + 1)) for at in range(PLACES)]
+    rounds = rounds.begun(Level.SNAPSHOT, plan(2)).begun(Level.SNAPSHOT, plan(4), window)
+    assert all(rounds.may_begin(iteration, full) for iteration in range(5, 8))
+    assert not rounds.may_begin(8, full)
+
+
+def test_a_window_is_under_way_between_its_rounds_until_the_last_has_ended() -> None:
+    rounds = Rounds()
+    for iteration in range(4, 7):
+        rounds, _ = rounds.begun(Level.SNAPSHOT, plan(iteration), range(4, 7)).after([Status.PROTECTED])
+        assert rounds.spans == ({range(4, 7)} if iteration < 6 else set())
+
+
+def test_a_failed_round_ends_its_window_though_later_rounds_of_it_are_open() -> None:
+    rounds = Rounds().begun(Level.SNAPSHOT, plan(4), range(4, 8)).begun(Level.SNAPSHOT, plan(5), range(4, 8))
+    rounds, _ = rounds.after([Status.FAILED, Status.PENDING])
+    assert not rounds.continues(6)
+    assert rounds.spans == {range(4, 8)}, "what is still being replicated takes its place"
+    assert rounds.after([Status.PROTECTED])[0].spans == set()
 
 
 def test_a_round_cannot_be_opened_twice() -> None:
@@ -76,14 +98,17 @@ def test_reports_for_other_rounds_than_are_open_mean_that_ranks_lost_step() -> N
         Rounds().after([Status.SEALED])
 
 
-@given(st.lists(st.lists(st.sampled_from(sorted(Status)), min_size=2, max_size=2), max_size=12))
-def test_the_newest_protected_snapshot_is_never_newer_than_the_newest_sealed_one(reports: list[list[Status]]) -> None:
-    rounds, iteration = Rounds(), 0
+@given(st.integers(1, 4), st.lists(st.lists(st.sampled_from(sorted(Status)), min_size=12, max_size=12), max_size=24))
+def test_at_most_two_windows_are_under_way_whatever_becomes_of_their_rounds(
+    size: int, reports: list[list[Status]]
+) -> None:
+    rounds, span = Rounds(), range(0)
     reached: dict[int, Status] = {}
-    for values in reports:
-        while rounds.may_begin:
-            iteration += 1
-            rounds = rounds.begun(Level.SNAPSHOT, plan(iteration))
+    for iteration, values in enumerate(reports, start=1):
+        if not rounds.continues(iteration):
+            span = range(iteration, iteration + size)
+        if rounds.may_begin(iteration):
+            rounds = rounds.begun(Level.SNAPSHOT, plan(iteration), span)
             reached[iteration] = Status.PENDING
         said = []
         for one, value in zip(rounds.open, values, strict=False):
@@ -92,8 +117,6 @@ def test_the_newest_protected_snapshot_is_never_newer_than_the_newest_sealed_one
             if not (reached[number] is Status.SEALED and value is Status.FAILED):
                 reached[number] = max(reached[number], value) if value else value
             said.append(reached[number])
-        rounds, _ = rounds.after(said)
-        sealed = rounds.sealed.iteration if rounds.sealed else 0
-        protected = rounds.protected.iteration if rounds.protected else 0
-        assert protected <= sealed
-        assert len(rounds.open) <= MAX_OPEN_SNAPSHOTS
+        rounds, _ = rounds.after(said[: len(rounds.open)])
+        assert len(rounds.spans) <= MAX_OPEN_SPANS
+        assert set(rounds.windows) <= rounds.spans

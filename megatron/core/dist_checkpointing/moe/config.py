@@ -130,8 +130,27 @@ class MoECheckpointConfig:
 
     strategy: str = flag(
         "none",
-        "what is snapshotted: nothing, everything (full), or all but experts and K experts per layer (pec)",
-        choices=("none", "full", "pec"),
+        "what is snapshotted: nothing, everything (full), all but experts and K experts per layer (pec), or each "
+        "operator once in a window of iterations (sparse)",
+        choices=("none", "full", "pec", "sparse"),
+    )
+    window: str = flag(
+        "auto",
+        "sparse: iterations in which each operator is snapshotted once; auto takes as few as copies have time for",
+        metavar="auto|N",
+    )
+    ordering: str | None = flag(
+        None,
+        "sparse: which operators come last in a window, and are frozen for longest when it is replayed: experts with "
+        "the most tokens (popularity), with the highest sum of gating probabilities, with the most tokens lately, or "
+        "for their capacity; or the front of the model (default: popularity, without experts layer-order)",
+        choices=("popularity", "soft-count", "time-decayed", "capacity-aware", "layer-order"),
+    )
+    reorder_threshold: float = flag(
+        0.10, "sparse: by how much the share of tokens of an expert has to change to count as changed", minimum=0
+    )
+    reorder_fraction: float = flag(
+        0.25, "sparse: share of the experts that must have changed before the next window has a new order", minimum=0
     )
     interval: int = flag(1, "iterations between snapshots; where the interval adapts, the first one", minimum=1)
     interval_policy: str = flag(
@@ -179,6 +198,12 @@ class MoECheckpointConfig:
     plt_threshold: float | None = flag(
         None,
         "pec: share of tokens that faults may cost in the whole training, such as 0.0375; raises K in time",
+        minimum=0,
+    )
+    replay_tolerance: float = flag(
+        0.0,
+        "sparse: by which share the loss of a replayed iteration may differ from the recorded one; 0 is right where "
+        "the hardware repeats itself to the bit",
         minimum=0,
     )
     log_expert_tokens: bool = flag(

@@ -22,6 +22,8 @@ from ..errors import UsageError
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.0005
+_TICK_S = 1e-6  # no copy is faster than the clock can tell
+_TRIAL_S = 60.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +68,16 @@ class CopyEngine(Protocol):
         Raises TimeoutError, after which `wait` may be called again, and what a copy raised.
         """
 
+    @property
+    def bandwidth_bytes_per_s(self) -> float | None:
+        """How fast the last round was, from its `begin` to its last byte; None before any bytes were copied."""
+
+    def trial(self, spans: Sequence[Span]) -> float:
+        """Bytes per second of a copy of these spans to memory that is given back at once; none may be under way."""
+
+    def release(self) -> None:
+        """Let go of all segments, some of which are about to be given back; none may be under way."""
+
     def close(self) -> None:
         """End the use of the engine."""
 
@@ -78,8 +90,10 @@ class _Round:
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     copied_bytes: int = 0
+    ended_s: float = 0.0
 
     def __post_init__(self) -> None:
+        self.begun_s = time.perf_counter()
         self.total_bytes = sum(span.nbytes for spans, _ in self.jobs for span in spans)
 
     def run(self) -> None:
@@ -92,6 +106,7 @@ class _Round:
             error.add_note(traceback.format_exc())
             self.error = error.with_traceback(None)
         self.jobs = ()
+        self.ended_s = time.perf_counter()
 
     def _copy(self, job: Job) -> None:
         spans, segment = job
@@ -108,6 +123,7 @@ class ThreadEngine:
     def __init__(self) -> None:
         self._rounds: queue.SimpleQueue[_Round | None] = queue.SimpleQueue()
         self._current: _Round | None = None
+        self._bandwidth: float | None = None
         threading.Thread(target=_serve, args=(self._rounds,), name="snapshot-copy", daemon=True).start()
         self._end = weakref.finalize(self, self._rounds.put, None)
 
@@ -137,6 +153,26 @@ class ThreadEngine:
         self._current = None
         if current.error is not None:
             raise current.error
+        if current.copied_bytes:
+            self._bandwidth = current.copied_bytes / max(current.ended_s - current.begun_s, _TICK_S)
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float | None:
+        """As `CopyEngine.bandwidth_bytes_per_s`."""
+        return self._bandwidth
+
+    def trial(self, spans: Sequence[Span]) -> float:
+        """As `CopyEngine.trial`."""
+        segment = memoryview(bytearray(_end_of(spans)))
+        before = self._bandwidth
+        for _ in range(2):  # pages are touched for the first time only once
+            self.begin([(spans, segment)])
+            self.wait(_TRIAL_S)
+        self._bandwidth, found = before, self._bandwidth
+        return found or 0.0
+
+    def release(self) -> None:
+        """As `CopyEngine.release`: between rounds the thread has none."""
 
     def close(self) -> None:
         """As `CopyEngine.close`."""
@@ -148,6 +184,10 @@ def _serve(rounds: queue.SimpleQueue[_Round | None]) -> None:
         one.run()
         one.done.set()
         del one  # while it waits for the next, this thread keeps nothing alive
+
+
+def _end_of(spans: Sequence[Span]) -> int:
+    return max((span.offset + span.nbytes for span in spans), default=0)
 
 
 def _require_none(current: object) -> None:
@@ -164,7 +204,8 @@ class StreamEngine:
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
-        self._copied = torch.cuda.Event()
+        self._begun, self._copied = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._bytes, self._bandwidth = 0, None
         self._locked_bytes: dict[int, int] = {}
         self._refused = False
         self._end = weakref.finalize(self, _unlock, self._locked_bytes)
@@ -184,7 +225,9 @@ class StreamEngine:
         # The event below comes after what `now` launched, since this stream waits for training's.
         self._stream.wait_stream(torch.cuda.current_stream())
         self._current, self._before = self._before + [segment for _, segment in jobs], []
+        self._bytes = sum(span.nbytes for spans, _ in jobs for span in spans)
         with torch.cuda.stream(self._stream):
+            self._begun.record()
             for job in jobs:
                 if job[0]:
                     self._launch(job)
@@ -200,6 +243,34 @@ class StreamEngine:
                 raise TimeoutError(f"waited {timeout_s:g} s for the device to copy {len(self._current)} snapshots")
             time.sleep(_POLL_S)
         self._current = None
+        if self._bytes:
+            self._bandwidth = self._bytes / max(self._begun.elapsed_time(self._copied) / 1000, _TICK_S)
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float | None:
+        """As `CopyEngine.bandwidth_bytes_per_s`."""
+        return self._bandwidth
+
+    def trial(self, spans: Sequence[Span]) -> float:
+        """As `CopyEngine.trial`: into memory that is page-locked, as segments are; training's device waits for it."""
+        _require_none(self._current)
+        target = torch.empty(_end_of(spans), dtype=torch.uint8, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            self._begun.record()
+            for span in spans:
+                target[span.offset : span.offset + span.nbytes].copy_(span.source, non_blocking=True)
+            self._copied.record()
+        self._copied.synchronize()
+        nbytes = sum(span.nbytes for span in spans)
+        return float(nbytes / max(self._begun.elapsed_time(self._copied) / 1000, _TICK_S))
+
+    def release(self) -> None:
+        """As `CopyEngine.release`: what is used again is made page-locked again."""
+        _require_none(self._current)
+        self._stream.synchronize()
+        torch.cuda.current_stream().synchronize()
+        _unlock(self._locked_bytes)
 
     def close(self) -> None:
         """As `CopyEngine.close`; what was page-locked is so no longer."""

@@ -12,11 +12,13 @@ from megatron.core.transformer.moe.router import TopKRouter
 class TokenCounter:
     """Counts tokens by the forward passes of this rank's routers, on the device, until `take`.
 
-    A token counts once for each expert that it was routed to and not dropped. Only passes that will be followed by a
-    backward pass count: neither evaluation nor the first of the two passes of recomputed activations.
+    A token counts once for each expert that it was routed to and not dropped; with `gate_unit` as many times as its
+    gating probability has that unit, rounded: sums of whole numbers do not depend on the order. Only passes that will
+    be followed by a backward pass count: neither evaluation nor the first of the two passes of recomputed activations.
     """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+    def __init__(self, chunks: Sequence[torch.nn.Module], *, gate_unit: float | None = None) -> None:
+        self._gate_unit = gate_unit
         routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
         self._counts: dict[int, torch.Tensor] = {}
         self._hooks = [router.register_forward_hook(self._count) for router in routers]
@@ -45,5 +47,10 @@ class TokenCounter:
             hook.remove()
 
     def _count(self, router: TopKRouter, _: object, routed: tuple[torch.Tensor, torch.Tensor]) -> None:
-        if torch.is_grad_enabled():
-            self._counts[router.layer_number - 1] += routed[1].sum(dim=0, dtype=torch.int64)
+        if not torch.is_grad_enabled():
+            return
+        probabilities, chosen = routed
+        weights = chosen
+        if self._gate_unit is not None:
+            weights = (probabilities.detach().double() / self._gate_unit).round().long() * chosen
+        self._counts[router.layer_number - 1] += weights.sum(dim=0, dtype=torch.int64)

@@ -21,6 +21,7 @@ class LiveRestorer:
     tensors: all state of this rank, or what enumerates it; asked at each `poison`, and before the first `restore`.
     complete: makes the compute weights whole on all ranks, a collective; with True it first derives this rank's from
         its master weights. `recast_compute_weights` and `gather_compute_weights` of `runtime/megatron.py`.
+    gather: as `complete` with False, for `refresh`.
     settle: waits for what may still write to live weights (`settle_gathers`), before anything is written here.
     derived: tensors that hold copies of other ranks' state, which `complete` overwrites: poisoned too.
     """
@@ -30,13 +31,16 @@ class LiveRestorer:
         tensors: Callable[[], Sequence[StateTensor]] | Sequence[StateTensor],
         complete: Callable[[bool], None],
         *,
+        gather: Callable[[], None] = lambda: None,
         settle: Callable[[], None] = lambda: None,
         derived: Sequence[torch.Tensor] = (),
     ) -> None:
         self._enumerate = tensors if callable(tensors) else lambda: tensors
-        self._complete, self._settle, self._derived = complete, settle, derived
+        self._complete, self._gather, self._settle, self._derived = complete, gather, settle, derived
         self._tensors: tuple[StateTensor, ...] | None = None
         self._written: set[str] = set()
+        self._fresh: set[str] = set()  # of these, what was written since the last refresh
+        self._is_settled = False
 
     def poison(self) -> None:
         """As `ports.Restorer.poison`; integers get -1, or their largest value."""
@@ -47,18 +51,37 @@ class LiveRestorer:
     def restore(self, read: Callable[[str], memoryview], parts: Mapping[Part, Collection[OperatorId]]) -> int:
         """As `ports.Restorer.restore`. A part of an operator is what state has any of its components."""
         tensors = self._begin() if self._tensors is None else self._tensors
+        if not self._is_settled:
+            self._settle()
+            self._is_settled = True
         chosen = {part: frozenset(operators) for part, operators in parts.items()}
         copied_bytes = 0
         for tensor in tensors:
-            if any(tensor.part & part and tensor.operator in operators for part, operators in chosen.items()):
+            if any(tensor.serves(part) and tensor.operator in operators for part, operators in chosen.items()):
                 _write(tensor, read(tensor.key))
-                self._written.add(tensor.key)
+                self._fresh.add(tensor.key)
                 copied_bytes += tensor.nbytes
+        self._written |= self._fresh
         return copied_bytes
 
-    def missing(self) -> str:
-        """As `ports.Restorer.missing`: master weights and moments must have been restored, of all operators."""
-        required = [one.key for one in self._not_written() if one.part is not Part.COMPUTE]
+    def refresh(self) -> None:
+        """As `ports.Restorer.refresh`: the same cast, tensor by tensor, that Megatron's optimizers end their step with.
+
+        Tensors of which nothing was restored are not touched: a frozen operator's master weights may still be NaN.
+        """
+        tensors = self._begin() if self._tensors is None else self._tensors
+        masters = {one.shard: one for one in tensors if one.field == "master" and one.key in self._fresh}
+        with torch.no_grad():
+            for one in tensors:
+                if one.field == "compute" and one.key not in self._fresh and one.shard in masters:
+                    one.tensor.copy_(masters[one.shard].tensor)
+        self._gather()
+        self._fresh, self._is_settled = set(), False
+
+    def missing(self, frozen: Collection[OperatorId] = ()) -> str:
+        """As `ports.Restorer.missing`: of operators that are trained, master weights and moments."""
+        held_back = frozenset(frozen)
+        required = [one.key for one in self._not_written() if _is_required(one, one.operator in held_back)]
         if not required:
             return ""
         named = ", ".join(required[:_NAMED]) + (", ..." if len(required) > _NAMED else "")
@@ -77,8 +100,13 @@ class LiveRestorer:
 
     def _begin(self) -> tuple[StateTensor, ...]:
         self._settle()
-        self._tensors, self._written = tuple(self._enumerate()), set()
+        self._tensors, self._written, self._fresh = tuple(self._enumerate()), set(), set()
+        self._is_settled = True
         return self._tensors
+
+
+def _is_required(tensor: StateTensor, is_frozen: bool) -> bool:
+    return tensor.serves(Part.WEIGHTS) if is_frozen else tensor.part is not Part.COMPUTE
 
 
 def _write(tensor: StateTensor, data: memoryview) -> None:

@@ -15,6 +15,7 @@ from .engines import CopyEngine, Span
 from .operators import StateTensor
 
 _REMEMBERED_LAYOUTS = 64
+_TRIAL_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -71,6 +72,7 @@ class LiveCapturer:
         self._copies: OrderedDict[tuple[object, ...], _Copies] = OrderedDict()
         self._by_layout: dict[int, _Copies] = {}
         self._under_way = False
+        self._trial: float | None = None
 
     @property
     def operators(self) -> frozenset[OperatorId]:
@@ -108,6 +110,32 @@ class LiveCapturer:
             self._under_way = False
             raise
         self._under_way = False
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float:
+        """As `ports.Capturer.bandwidth_bytes_per_s`; the trial is made once, of at most 64 MiB.
+
+        Raises UsageError where a copy is under way and none was measured before.
+        """
+        measured = self._engine.bandwidth_bytes_per_s
+        if measured is not None:
+            return measured
+        if self._trial is None:
+            if self._under_way:
+                raise UsageError("the first copy is under way: ask for the bandwidth before it begins")
+            self._trial = self._engine.trial(self._trial_spans())
+        return self._trial
+
+    def _trial_spans(self) -> tuple[Span, ...]:
+        """The largest tensors, as far as they go."""
+        spans: list[Span] = []
+        left = _TRIAL_BYTES
+        for one in sorted(self._live, key=lambda one: -one.record.nbytes):
+            nbytes = min(left, one.record.nbytes)
+            if nbytes:
+                spans.append(Span(one.source[:nbytes], _TRIAL_BYTES - left))
+            left -= nbytes
+        return tuple(spans)
 
     def _layout(self, parts: Mapping[OperatorId, Part], trainer: bool) -> Layout:
         fields = [one.record for one in self._live if one.state.serves(parts[one.state.operator])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar, cast
 
 from ..errors import UsageError
 from ..types import OperatorId, Window
@@ -15,26 +16,29 @@ from .window import Schedule, Sizes, load_of, schedule_of
 Lane = tuple[int, int]
 """Pipeline stage and expert-parallel rank, as `shards.owned_operators` names them."""
 
+AnyLane = TypeVar("AnyLane", bound=tuple[int, ...])
+"""A Lane, or a rank alone."""
+
 Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass
-class _Lanes:
+class _Lanes(Generic[AnyLane]):
     """Operators and sizes per lane; lanes of the same shape share one partition."""
 
-    ordered: dict[Lane, tuple[OperatorId, ...]]
-    loads: dict[Lane, Load]
+    ordered: dict[AnyLane, tuple[OperatorId, ...]]
+    loads: dict[AnyLane, Load]
     budget_bytes: int
     found: dict[object, Groups] = field(default_factory=dict)
 
-    def groups(self, lane: Lane, window: int | None, pinned: Mapping[int, int]) -> Groups:
+    def groups(self, lane: AnyLane, window: int | None, pinned: Mapping[int, int]) -> Groups:
         load = self.loads[lane]
         shape = (tuple(load.full), tuple(load.weights), window, tuple(sorted(pinned.items())))
         if shape not in self.found:
             self.found[shape] = partition(load, self.budget_bytes, window, pinned)
         return self.found[shape]
 
-    def schedules(self, window: int, first_iteration: int) -> dict[Lane, Schedule]:
+    def schedules(self, window: int, first_iteration: int) -> dict[AnyLane, Schedule]:
         """Lanes with the most bytes choose freely; what they anchor is pinned for lanes that share it."""
         step_of: dict[OperatorId, int] = {}
         scheduled = {}
@@ -48,20 +52,21 @@ class _Lanes:
 
 
 def joint_schedules(
-    lanes: Mapping[Lane, Sequence[OperatorId]],
-    sizes: Sizes,
+    lanes: Mapping[AnyLane, Sequence[OperatorId]],
+    sizes: Sizes | Mapping[AnyLane, Sizes],
     budget_bytes: int,
     *,
     first_iteration: int = 0,
     window: int | None = None,
-) -> dict[Lane, Schedule]:
+) -> dict[AnyLane, Schedule]:
     """Byte-aware schedules of the same window size for all lanes of a job, by lane, ascending (MoEvement 3.5).
 
-    Each lane's ranks copy only their own operators, given in the order of anchoring; `sizes` are bytes per rank and
-    `budget_bytes` is that of one rank. Operators in several lanes (non-experts) are anchored in the same step by all of
-    them. The window is the largest that any lane needs on its own, or, if shared operators then keep a lane from
-    fitting, the next larger one up to twice that size with which all fit that can. `window` forces it. A lane with
-    fewer operators than iterations has empty steps. The result does not depend on the order of `lanes` or `sizes`.
+    Each lane's ranks copy only their own operators, given in the order of anchoring; `sizes` are bytes per rank, the
+    same for all lanes or by lane, and `budget_bytes` is that of one rank. Operators in several lanes (non-experts) are
+    anchored in the same step by all of them. The window is the largest that any lane needs on its own, or, if shared
+    operators then keep a lane from fitting, the next larger one up to twice that size with which all fit that can.
+    `window` forces it. A lane with fewer operators than iterations has empty steps. The result does not depend on the
+    order of `lanes` or `sizes`.
     Raises UsageError for no lanes, a window below 1 or above the largest number of operators in a lane, and as
     `window.byte_aware_schedule`.
     """
@@ -74,7 +79,8 @@ def joint_schedules(
             f"window is {window}, but must be from 1 to the number of operators of the largest lane, {most}"
         )
     ordered = {lane: tuple(operators) for lane, operators in lanes.items()}
-    job = _Lanes(ordered, {lane: load_of(ordered[lane], sizes) for lane in ordered}, budget_bytes)
+    loads = {lane: load_of(ordered[lane], _sizes_of(lane, sizes)) for lane in ordered}
+    job = _Lanes(ordered, loads, budget_bytes)
     if window is not None:
         return job.schedules(window, first_iteration)
     alone = {
@@ -90,7 +96,12 @@ def joint_schedules(
     return job.schedules(needed, first_iteration)
 
 
-def merge(schedules: Mapping[Lane, Schedule]) -> Window:
+def _sizes_of(lane: AnyLane, sizes: Sizes | Mapping[AnyLane, Sizes]) -> Sizes:
+    own = sizes.get(lane)  # type: ignore[call-overload]
+    return cast("Sizes", sizes) if own is None else own
+
+
+def merge(schedules: Mapping[AnyLane, Schedule]) -> Window:
     """The window of the whole job: each operator once, in the step in which its lanes anchor it.
 
     Raises UsageError for no schedules, for windows that differ in size or first iteration, and for an operator that

@@ -81,13 +81,13 @@ def plan_recovery(
     )
 
 
-def _targets(states: Mapping[int, RankState], journal: range, stages: Sequence[StageState]) -> list[int]:
+def _targets(states: Mapping[int, RankState], journal: frozenset[int], stages: Sequence[StageState]) -> list[int]:
     """Iterations to try, the best first: where ranks parked or all stages are dense, then where any stage is."""
     likely = {iteration for state in states.values() for iteration in state.parked}
     for base in stages[0].dense:
         if all(base in stage.dense for stage in stages):
             dense = max(stage.dense[base] for stage in stages)
-            if dense == base or (base + 1 in journal and dense in journal):
+            if journal.issuperset(range(base + 1, dense + 1)):
                 likely.add(dense)
     others = {dense for stage in stages for dense in stage.dense.values()} - likely
     return sorted(likely, reverse=True) + sorted(others, reverse=True)

@@ -35,7 +35,7 @@ class Pipeline:
     parked: tuple[bool, ...]
     bases: tuple[Mapping[int, int], ...]
     logs_since: Mapping[Direction, tuple[int, ...]]
-    journal: range = range(0)
+    journal: frozenset[int] = frozenset()
     circular: bool = False
     tied: bool = False
 
@@ -150,7 +150,7 @@ class _Search:
             return True
         whole = length == self.stages
         last = self.common(start, length)[base] if whole else pipeline.target
-        if last > base and not (base + 1 in pipeline.journal and last in pipeline.journal):
+        if not pipeline.journal.issuperset(range(base + 1, last + 1)):
             return False
         return all(
             pipeline.logs_since[direction][stage] <= base + 1 for stage, direction in pipeline.neighbours(start, length)

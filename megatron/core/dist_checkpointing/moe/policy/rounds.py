@@ -8,14 +8,22 @@ iteration, whatever the order in which things happen on it.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import MoECheckpointError
 from ..types import SnapshotPlan
 from .copies import Level
 
-MAX_OPEN_SNAPSHOTS = 2
+MAX_OPEN_SPANS = 2
+"""Spans of snapshots under way at a time: one is being copied, one may still be replicated (MoC 5.2)."""
+
+PLACES = 3
+"""Spans of one kind that memory has room for: those under way, and one that is kept until then."""
+
+Held = tuple[str, range]
+"""Kind and span of a piece in memory."""
 
 
 class Status(enum.IntEnum):
@@ -35,11 +43,15 @@ class Status(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Round:
-    """A snapshot (or the part of one that becomes persistent) and how far all ranks are known to have come."""
+    """A snapshot (or the part of one that becomes persistent) and how far all ranks are known to have come.
+
+    span: of iterations whose snapshots restore a state together.
+    """
 
     level: Level
     plan: SnapshotPlan
     agreed: Status = Status.PENDING
+    span: range = range(0)
 
     @property
     def key(self) -> tuple[Level, int]:
@@ -49,47 +61,64 @@ class Round:
 
 @dataclass(frozen=True)
 class Rounds:
-    """The open rounds, oldest first, and the newest plans that all ranks have sealed and protected in memory."""
+    """The open rounds, oldest first, and the windows: spans that were begun, of which more is to come or still open.
+
+    newest: iteration of the newest snapshot that was begun.
+    """
 
     open: tuple[Round, ...] = ()
-    sealed: SnapshotPlan | None = None
-    protected: SnapshotPlan | None = None
+    windows: tuple[range, ...] = ()
+    newest: int = -1
 
     @property
-    def may_begin(self) -> bool:
-        """Whether another snapshot finds room: one is kept, one may be under way, one is coming (MoC 5.2).
+    def spans(self) -> frozenset[range]:
+        """Spans of snapshots under way, those that are given up among them as long as a round of theirs is open."""
+        return frozenset((*self.windows, *(one.span for one in self.open if one.level is Level.SNAPSHOT)))
 
-        A persistent copy being written of a snapshot that is not the kept one any more takes the place of one.
+    def continues(self, iteration: int) -> bool:
+        """Whether a snapshot of this iteration belongs to a window that was begun and not given up."""
+        return any(iteration in span for span in self.windows)
+
+    def may_begin(self, iteration: int, held: Collection[Held] = ()) -> bool:
+        """Whether a snapshot of this iteration finds room, beside pieces of these kinds and spans in memory.
+
+        A window that was begun has its room. For a new one, of each kind one span is kept, one may be under way, one
+        is coming (MoC 5.2); what lacks replicas, or is still being persisted, takes the place of one.
         """
-        kept = self.protected.iteration if self.protected else -1
-        old = sum(one.level is Level.PERSIST and one.plan.iteration < kept for one in self.open)
-        return sum(one.level is Level.SNAPSHOT for one in self.open) + old < MAX_OPEN_SNAPSHOTS
+        if self.continues(iteration):
+            return True
+        taken = Counter(kind for kind, _ in set(held))
+        return len(self.spans) < MAX_OPEN_SPANS and max(taken.values(), default=0) < PLACES
 
-    def begun(self, level: Level, plan: SnapshotPlan) -> Rounds:
-        """With one more round. Raises MoECheckpointError when it is open already."""
-        round_ = Round(level, plan)
+    def begun(self, level: Level, plan: SnapshotPlan, span: range = range(0)) -> Rounds:
+        """With one more round; `span` of its snapshot, by itself if empty.
+
+        Raises MoECheckpointError when it is open already.
+        """
+        round_ = Round(level, plan, span=span or range(plan.iteration, plan.iteration + 1))
         if round_.key in [one.key for one in self.open]:
             raise MoECheckpointError(f"the {level.value} round of iteration {plan.iteration} is open already")
-        return replace(self, open=(*self.open, round_))
+        rounds = replace(self, open=(*self.open, round_))
+        if level is not Level.SNAPSHOT:
+            return rounds
+        windows = self.windows if round_.span in self.windows else (*self.windows, round_.span)
+        return replace(rounds, windows=windows, newest=plan.iteration)
 
     def after(self, agreed: Sequence[int]) -> tuple[Rounds, tuple[Round, ...]]:
         """The rounds after the least reports of all ranks, one per open round; and those with news.
 
-        A round has news when all ranks have sealed it, and when it is final; it is closed then. Raises
-        MoECheckpointError for another number of reports.
+        A round has news when all ranks have sealed it, and when it is final; it is closed then. One that has failed
+        ends its window. Raises MoECheckpointError for another number of reports.
         """
         if len(agreed) != len(self.open):
             raise MoECheckpointError(f"{len(agreed)} reports for {len(self.open)} open rounds: the ranks lost step")
         now = [replace(one, agreed=Status(value)) for one, value in zip(self.open, agreed, strict=True)]
         news = tuple(one for one, old in zip(now, self.open, strict=True) if one.agreed is not old.agreed)
-        sealed, protected = self.sealed, self.protected
-        for one in news:
-            if one.level is Level.SNAPSHOT and one.agreed >= Status.SEALED:
-                sealed = _newer(sealed, one.plan)
-            if one.level is Level.SNAPSHOT and one.agreed is Status.PROTECTED:
-                protected = _newer(protected, one.plan)
-        return Rounds(tuple(one for one in now if not one.agreed.is_final), sealed, protected), news
-
-
-def _newer(one: SnapshotPlan | None, other: SnapshotPlan) -> SnapshotPlan:
-    return other if one is None or other.iteration > one.iteration else one
+        still = tuple(one for one in now if not one.agreed.is_final)
+        snapshots = [one for one in now if one.level is Level.SNAPSHOT]
+        ended = {one.span for one in snapshots if one.agreed is Status.FAILED}
+        under_way = {one.span for one in still if one.level is Level.SNAPSHOT}
+        windows = tuple(
+            span for span in self.windows if span not in ended and (span in under_way or self.newest < span[-1])
+        )
+        return Rounds(still, windows, self.newest), news

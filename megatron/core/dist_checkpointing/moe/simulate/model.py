@@ -63,15 +63,18 @@ class FakeModel:
 
     shards: parameters of each operator that this rank owns, at least 2. Every router has a buffer that forward passes
     change. All is as after iteration 0; the optimizer's step of t makes it `expected_bytes` of t. What was restored as
-    of an earlier iteration is so until the next step.
+    of an earlier iteration is so until the next step. While operators are `frozen`, a step changes only the others, and
+    makes garbage of them unless all that it reads is right.
     """
 
     def __init__(self, world: World, rank: int, shards: Mapping[OperatorId, int]) -> None:
         self.rank, self.iteration = rank, 0
+        self.frozen: frozenset[OperatorId] | None = None
         self._world = world
         self.tensors: dict[str, FakeTensor] = {tensor.key: tensor for tensor in _tensors(shards)}
         self.random_sizes = {f"{RANDOM}cpu": 48, f"{RANDOM}cuda": 24}
         self._sizes = {key: tensor.field.nbytes for key, tensor in self.tensors.items()} | self.random_sizes
+        self._is_exact = True
         self.live = {key: bytearray(nbytes) for key, nbytes in self._sizes.items()}
         for key in self._sizes:
             self._become(key, 0)
@@ -83,6 +86,7 @@ class FakeModel:
 
     def forward_backward(self) -> None:
         """The passes of the next iteration: router buffers and random states change, one by one."""
+        self._is_exact = self.frozen is None or self._reads_right(self.frozen)
         for key in self._changing():
             self._world.event(f"forward pass changes {key}")
             self._become(key, self.iteration + 1)
@@ -91,9 +95,11 @@ class FakeModel:
         """The optimizer's step of the next iteration: all else changes, tensor by tensor."""
         changed = set(self._changing())
         for key in self._sizes:
-            if key not in changed:
+            if key not in changed and not self._is_frozen(key):
                 self._world.event(f"step changes {key}")
                 self._become(key, self.iteration + 1)
+                if not self._is_exact:
+                    self.set(key, b"\xff" * self._sizes[key])
         self.iteration += 1
 
     def versions(self) -> dict[str, int | None]:
@@ -119,6 +125,19 @@ class FakeModel:
     def scalars(self) -> dict[str, Json]:
         """Training's progress."""
         return {"iteration": self.iteration, "consumed_samples": self.iteration * SAMPLES_PER_ITERATION}
+
+    def _reads_right(self, frozen: frozenset[OperatorId]) -> bool:
+        """Whether compute weights, buffers and random states, and all state of active operators, are of now."""
+        read = [
+            key
+            for key, tensor in self.tensors.items()
+            if tensor.serves(Part.WEIGHTS) or tensor.field.operator not in frozen
+        ]
+        versions = self.versions()
+        return all(versions[key] == self.iteration for key in (*read, *self.random_sizes))
+
+    def _is_frozen(self, key: str) -> bool:
+        return bool(self.frozen) and key in self.tensors and self.tensors[key].field.operator in (self.frozen or ())
 
     def _become(self, key: str, iteration: int) -> None:
         self.live[key][:] = expected_bytes(self.rank, key, iteration, self._sizes[key])

@@ -1,4 +1,4 @@
-"""Capturer, restorer and trainer state of a simulated rank, over its FakeModel."""
+"""Capturer, restorer, trainer state and frozen execution of a simulated rank, over its FakeModel."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ..errors import UnreadableCheckpoint, UsageError
 from ..ports import Field, Json, Layout, MappedWriter
-from ..types import OperatorId, Part, SnapshotPlan
+from ..types import OperatorId, Part, SnapshotPlan, StepJournal
 from .model import RANDOM, SAMPLES_PER_ITERATION, FakeModel, FakeTensor
 from .world import Thread, World
+
+BANDWIDTH_BYTES_PER_S = 1e6
 
 _NAN = 0xFF  # every float whose bytes are all ones is a NaN
 
@@ -99,6 +101,11 @@ class FakeCapturer:
         if error is not None:
             raise error
 
+    @property
+    def bandwidth_bytes_per_s(self) -> float:
+        """As `ports.Capturer.bandwidth_bytes_per_s`."""
+        return BANDWIDTH_BYTES_PER_S
+
     def _copy_all(self, copies: list[tuple[str, memoryview]]) -> None:
         try:
             while copies:
@@ -118,11 +125,13 @@ class FakeRestorer:
     def __init__(self, model: FakeModel, world: World) -> None:
         self._model, self._world = model, world
         self._written: set[str] = set()
+        self._fresh: set[str] = set()
 
     def poison(self) -> None:
         """As `ports.Restorer.poison`."""
         self._world.event("poison")
         self._written.clear()
+        self._fresh.clear()
         for tensor in self._model.tensors.values():
             self._model.set(tensor.key, bytes([_NAN]) * tensor.field.nbytes)
 
@@ -131,20 +140,30 @@ class FakeRestorer:
         copied_bytes = 0
         for tensor in self._model.tensors.values():
             field = tensor.field
-            if not any(field.part & part and field.operator in operators for part, operators in parts.items()):
+            if not any(tensor.serves(part) and field.operator in operators for part, operators in parts.items()):
                 continue
             data = read(tensor.key)
             self._world.event(f"restore {tensor.key}")
             if data.nbytes != field.nbytes:
                 raise UnreadableCheckpoint(f"record {tensor.key} has {data.nbytes} bytes, not {field.nbytes}")
             self._model.set(tensor.key, data)
-            self._written.add(tensor.key)
+            self._fresh.add(tensor.key)
             copied_bytes += data.nbytes
+        self._written |= self._fresh
         return copied_bytes
 
-    def missing(self) -> str:
+    def refresh(self) -> None:
+        """As `ports.Restorer.refresh`, on this rank alone."""
+        self._world.event("refresh compute weights")
+        for tensor in self._model.tensors.values():
+            stale = tensor.field.part is Part.COMPUTE and tensor.key not in self._fresh
+            if stale and f"{tensor.key}/master" in self._fresh:
+                self._model.derive(tensor)
+        self._fresh.clear()
+
+    def missing(self, frozen: Collection[OperatorId] = ()) -> str:
         """As `ports.Restorer.missing`."""
-        required = [tensor.key for tensor in self._not_written() if tensor.field.part is not Part.COMPUTE]
+        required = [tensor.key for tensor in self._not_written() if _is_required(tensor, frozen)]
         return f"{len(required)} tensors were not restored: {', '.join(required[:3])}" if required else ""
 
     def complete(self) -> None:
@@ -157,3 +176,27 @@ class FakeRestorer:
 
     def _not_written(self) -> list[FakeTensor]:
         return [tensor for tensor in self._model.tensors.values() if tensor.key not in self._written]
+
+
+def _is_required(tensor: FakeTensor, frozen: Collection[OperatorId]) -> bool:
+    is_frozen = tensor.field.operator in frozen
+    return tensor.serves(Part.WEIGHTS) if is_frozen else tensor.field.part is not Part.COMPUTE
+
+
+class FakeExecution:
+    """A `ports.Execution`: the model's next step changes no frozen operator, and is exact only over exact state."""
+
+    def __init__(self, model: FakeModel, world: World) -> None:
+        self._model, self._world = model, world
+        self.steps: list[tuple[frozenset[OperatorId], StepJournal]] = []
+
+    def freeze(self, frozen: Collection[OperatorId], step: StepJournal) -> None:
+        """As `ports.Execution.freeze`."""
+        self._world.event(f"freeze {len(frozen)} operators")
+        self.steps.append((frozenset(frozen), step))
+        self._model.frozen = frozenset(frozen)
+
+    def thaw(self) -> None:
+        """As `ports.Execution.thaw`."""
+        self._world.event("thaw")
+        self._model.frozen = None

@@ -9,7 +9,7 @@ from itertools import count
 from ..errors import UnreadableCheckpoint, UsageError
 from ..ports import NoRoom, StoreFailure
 from ..store.checksums import checksum
-from ..store.layout import Field, Layout, Listing, Manifest, Record, SnapshotId, Torn, aligned
+from ..store.layout import Field, Layout, Listing, Manifest, Record, SnapshotId, Torn, aligned, suffice
 from ..store.manifest import decode
 from ..store.reading import SnapshotReader
 from ..store.writing import SnapshotWriter
@@ -62,6 +62,25 @@ class FakeStore:
     def total_bytes(self) -> int:
         """Bytes of all segments that are used in turn."""
         return sum(len(self.memory.segments[name].data) for name in self._own)
+
+    def resize(self, segment_bytes: Sequence[int]) -> None:
+        """As `ports.MappedStore.resize`; memory has no end here."""
+        self.operation("resize", f"{len(segment_bytes)} segments")
+        sizes = sorted(aligned(size, mmap.PAGESIZE) for size in segment_bytes)
+        with self.memory.mutex:
+            if suffice([len(self.memory.segments[name].data) for name in self._own], sizes):
+                return
+            left = sorted(self._own, key=lambda name: (not self.memory.segments[name].manifest, name))
+            chosen: list[str] = []
+            for size in sizes:
+                same = next((name for name in left if len(self.memory.segments[name].data) == size), None)
+                if same is not None:
+                    left.remove(same)
+                chosen.append(same or self._new_segment(size).name)
+            self._own = tuple(sorted(chosen))
+            for name in left:
+                if not self.memory.segments[name].manifest and name not in self._writing:
+                    del self.memory.segments[name]
 
     def reserve(self, snapshot: SnapshotId, layout: Layout) -> FakeWriter:
         """As `ports.Store.reserve`."""

@@ -229,3 +229,9 @@ class Listing:
 def aligned(offset: int, align_bytes: int) -> int:
     """The first multiple of `align_bytes` that is not below `offset`."""
     return -(-offset // align_bytes) * align_bytes
+
+
+def suffice(segments: Iterable[int], wanted: Iterable[int]) -> bool:
+    """Whether each of the wanted sizes finds a segment of its own that is large enough."""
+    have, need = sorted(segments, reverse=True), sorted(wanted, reverse=True)
+    return len(have) >= len(need) and all(one >= other for one, other in zip(have, need, strict=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import shutil
@@ -10,6 +11,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ import numpy as np
 from ..errors import UsageError
 from ..ports import NoRoom, StoreFailure
 from .checksums import checksum
-from .layout import Field, Layout, Listing, SnapshotId, aligned
+from .layout import Field, Layout, Listing, SnapshotId, aligned, suffice
 from .ownership import Claim, warn_unless_in_memory
 from .shelf import SEALED, WRITING, Entry, MemoryReader, MemoryShelf
 from .system import FileLock, System, failing_as, map_file, opened, sync_directory, write_synced
@@ -78,6 +80,13 @@ class MemoryStore:
         """Bytes of all segments that are used in turn."""
         return sum(segment.nbytes for segment in self._segments.values())
 
+    def resize(self, segment_bytes: Sequence[int]) -> None:
+        """As `ports.MappedStore.resize`; a segment that is still read or written counts as long as that lasts."""
+        sizes = sorted(aligned(size, mmap.PAGESIZE) for size in segment_bytes)
+        with self._mutex:
+            if not suffice([segment.nbytes for segment in self._segments.values()], sizes):
+                self._exchange(sizes)
+
     def reserve(self, snapshot: SnapshotId, layout: Layout) -> MemoryWriter:
         """As `ports.Store.reserve`."""
         with self._mutex:
@@ -135,6 +144,9 @@ class MemoryStore:
         """For writers: the segment is not written any more."""
         with self._mutex:
             self._writing.pop(segment.stem, None)
+            sealed = {entry.segment for entry in self._shelf.entries() if entry.state == SEALED}
+            if segment.stem not in self._segments and segment.stem not in sealed:
+                segment.unlink(missing_ok=True)
 
     def _mark(self, entries: Sequence[Entry], begun: Entry) -> None:
         """Say in the folder what is being written, instead of what was torn there or of the same snapshot."""
@@ -184,10 +196,66 @@ class MemoryStore:
                 if entry.state == WRITING and entry.segment not in chosen:
                     self.system.unlink(self.directory / entry.name)
         self._require_space(sum(missing), len(missing))
-        taken = existing.keys() | {entry.segment for entry in entries}
-        unused = (name for name in (f"segment-{at:03d}" for at in range(1_000_000)) if name not in taken)
-        chosen.update((next(unused), size) for size in missing)
+        chosen.update(zip(self._unused_names(len(missing)), missing, strict=True))
         return {name: self._allocated(self.directory / f"{name}.bin", size) for name, size in sorted(chosen.items())}
+
+    def _exchange(self, sizes: Sequence[int]) -> None:
+        """Use segments of these sizes: those of the same size that are there, and new ones in place of the others."""
+        entries = self._shelf.entries()
+        sealed = {entry.segment for entry in entries if entry.state == SEALED}
+        left = dict(sorted(self._segments.items(), key=lambda one: (one[0] not in sealed, one[0])))
+        chosen: dict[str, _Segment] = {}
+        missing: list[int] = []
+        for size in sizes:
+            same = next((name for name, segment in left.items() if segment.nbytes == size), None)
+            if same is None:
+                missing.append(size)
+            else:
+                chosen[same] = left.pop(same)
+        gone = [name for name in left if name not in sealed and name not in self._writing]
+        given_up = [left[name].nbytes for name in gone]
+        left.clear()
+        self._require_room(sum(missing) - sum(given_up))
+        for name in gone:
+            del self._segments[name]  # the last reference to its memory, unless somebody still reads it
+        with failing_as(f"give up segments in {self.directory}"):
+            for entry in entries:
+                if entry.segment in gone:
+                    self.system.unlink(self.directory / entry.name)
+            for name in gone:
+                self.system.unlink(self.directory / f"{name}.bin")
+        try:
+            self._segments = chosen | self._new(missing)
+        except StoreFailure:
+            self._segments |= self._new(given_up)
+            raise
+
+    def _new(self, sizes: Sequence[int]) -> dict[str, _Segment]:
+        """New segments: all or none of them."""
+        names, made = self._unused_names(len(sizes)), dict[str, _Segment]()
+        try:
+            for name, size in zip(names, sizes, strict=True):
+                made[name] = self._allocated(self.directory / f"{name}.bin", size)
+        except StoreFailure:
+            made.clear()
+            for name in names:
+                (self.directory / f"{name}.bin").unlink(missing_ok=True)
+            raise
+        return made
+
+    def _unused_names(self, count: int) -> list[str]:
+        taken = {path.stem for path in self.directory.glob("segment-*.bin")} | self._writing.keys()
+        taken |= {entry.segment for entry in self._shelf.entries()}
+        return list(islice((name for at in itertools.count() if (name := f"segment-{at:03d}") not in taken), count))
+
+    def _require_room(self, nbytes: int) -> None:
+        found = os.statvfs(self.directory)
+        free_bytes = found.f_bavail * found.f_frsize
+        if found.f_blocks and nbytes > free_bytes:
+            raise NoRoom(
+                f"memory dir {self.directory.parent.parent} has {free_bytes / 1e9:.3f} GB free, but snapshots now need"
+                f" {nbytes / 1e9:.3f} GB more: enlarge the tmpfs (mount -o remount,size=...), or keep fewer replicas"
+            )
 
     def _require_space(self, nbytes: int, count: int) -> None:
         found = os.statvfs(self.directory)

@@ -60,7 +60,7 @@ class Inventory:
     required: the operators of which each rank owns a shard.
     copies: what was found of each rank's state, torn and damaged copies included.
     logs: boundary logs by sender.
-    journal: iterations whose global scalars (gradient norm, loss scale, ...) are known.
+    journal: iterations whose global scalars (gradient norm, loss scale, ...) are known, each on all ranks.
     can_roll_forward: ranks that hold the reduced gradients of the iteration after their parked one.
 
     Ranks with equal operators, and copies with equal plans, should share one object: planning takes time for each
@@ -70,7 +70,7 @@ class Inventory:
     required: Mapping[int, frozenset[OperatorId]] = field(repr=False)
     copies: Mapping[int, tuple[Copy, ...]] = field(repr=False)
     logs: Mapping[int, tuple[BoundaryLog, ...]] = field(default_factory=dict, repr=False)
-    journal: range = range(0)
+    journal: frozenset[int] = frozenset()
     can_roll_forward: frozenset[int] = frozenset()
 
 

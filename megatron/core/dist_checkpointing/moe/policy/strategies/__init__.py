@@ -6,8 +6,22 @@ from collections.abc import Callable, Mapping
 
 from .full import Full
 from .pec import Pec, PecReport
-from .strategy import Costs, Job, Piece, Room, Strategy
+from .sparse import Sparse
+from .strategy import GATE_UNIT, Costs, Job, Pace, Piece, Room, Strategy
 
-STRATEGIES: Mapping[str, Callable[[Job], Strategy]] = {"full": Full, "pec": Pec}
+STRATEGIES: Mapping[str, Callable[[Job], Strategy]] = {"full": Full, "pec": Pec, "sparse": Sparse}
 
-__all__ = ["STRATEGIES", "Costs", "Full", "Job", "Pec", "PecReport", "Piece", "Room", "Strategy"]
+__all__ = [
+    "GATE_UNIT",
+    "STRATEGIES",
+    "Costs",
+    "Full",
+    "Job",
+    "Pace",
+    "Pec",
+    "PecReport",
+    "Piece",
+    "Room",
+    "Sparse",
+    "Strategy",
+]

@@ -9,18 +9,22 @@ from ...types import Inventory, Lost, RecoveryPlan, SnapshotPlan, Topology, full
 from ..copies import Level
 from ..recovery import plan_recovery
 from .rhythm import Rhythm
-from .strategy import Costs, Job, Piece, Room
+from .strategy import Costs, Job, Pace, Piece, Room
 
 
 class Full:
     """Snapshots the FULL state of all operators every `interval` iterations."""
 
     counts_tokens = False
+    counts_gates = False
+    needs_pace = False
+    replays = False
     plt = None
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._rhythm = Rhythm.of(job.config)
+        self._rooms = (Room(full_plan(0, job.operators), own=3, replica=2, trainer=True),)
 
     def due(self, iteration: int) -> bool:
         """As `Strategy.due`."""
@@ -35,14 +39,14 @@ class Full:
         """As `Strategy.pieces`: all in one."""
         return (Piece("snapshot", plan),)
 
-    def persistent(self, plan: SnapshotPlan) -> SnapshotPlan | None:
+    def persistent(self, plan: SnapshotPlan) -> tuple[SnapshotPlan, ...]:
         """As `Strategy.persistent`."""
         due, self._rhythm = self._rhythm.persist_due(plan.iteration)
-        return plan if due else None
+        return (plan,) if due else ()
 
     def rooms(self) -> tuple[Room, ...]:
         """As `Strategy.rooms`: the triple buffers of MoC 5.2, and a protected and an arriving replica."""
-        return (Room(full_plan(0, self._job.operators), own=3, replica=2, trainer=True),)
+        return self._rooms
 
     def counted(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
         """As `Strategy.counted`."""
@@ -53,6 +57,9 @@ class Full:
     def measured(self, costs: Costs) -> None:
         """As `Strategy.measured`."""
         self._rhythm = self._rhythm.measured(costs)
+
+    def paced(self, pace: Pace) -> None:
+        """As `Strategy.paced`."""
 
     def to_data(self) -> dict[str, Any]:
         """As `Strategy.to_data`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 from ...errors import UsageError
@@ -18,7 +19,7 @@ from .groups import Groups
 from .pec_state import Experts, Flight, PecState
 from .rhythm import Rhythm
 from .selection import age, by_load, in_turn, overdue, to_persist
-from .strategy import Costs, Job, Piece, Room
+from .strategy import Costs, Job, Pace, Piece, Room
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,9 @@ class Pec:
     """
 
     counts_tokens = True
+    counts_gates = False
+    needs_pace = False
+    replays = False
 
     def __init__(self, job: Job) -> None:
         _check(job)
@@ -91,17 +95,21 @@ class Pec:
         """As `Strategy.pieces`: `dense`, and one for each group of which the plan has experts."""
         return self._groups.pieces(plan)
 
-    def persistent(self, plan: SnapshotPlan) -> SnapshotPlan | None:
+    def persistent(self, plan: SnapshotPlan) -> tuple[SnapshotPlan, ...]:
         """As `Strategy.persistent`; what goes on was chosen when the snapshot was planned."""
         ready = self._state.ready
         due, rhythm = self._rhythm.persist_due(plan.iteration)
         if ready is None or ready.persist is None or ready.iteration != plan.iteration or not due:
-            return None
+            return ()
         self._rhythm, self._state = rhythm, self._state.handed_on()
-        return pec_plan(plan.iteration, self._job.operators, ready.persist, self._scope)
+        return (pec_plan(plan.iteration, self._job.operators, ready.persist, self._scope),)
 
     def rooms(self) -> tuple[Room, ...]:
         """As `Strategy.rooms`: of each kind of piece as many as `full` needs of its snapshots."""
+        return self._rooms
+
+    @cached_property
+    def _rooms(self) -> tuple[Room, ...]:
         rest = () if self._keeps_all else self._groups.experts
         others = [operator for operator in self._job.operators if not operator.is_expert]
         dense = pec_plan(0, sorted([*others, *rest]), (), self._scope)
@@ -122,6 +130,9 @@ class Pec:
     def measured(self, costs: Costs) -> None:
         """As `Strategy.measured`."""
         self._rhythm = self._rhythm.measured(costs)
+
+    def paced(self, pace: Pace) -> None:
+        """As `Strategy.paced`."""
 
     def to_data(self) -> dict[str, Any]:
         """As `Strategy.to_data`."""

@@ -8,8 +8,11 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from ...config import MoECheckpointConfig
-from ...types import Inventory, Lost, OperatorId, RecoveryPlan, SnapshotPlan, Topology
+from ...types import Inventory, Lost, OperatorId, OperatorSize, RecoveryPlan, SnapshotPlan, Topology
 from ..copies import Level
+
+GATE_UNIT = 2.0**-16
+"""The unit in which gating probabilities are summed: whole numbers give the same sum in any order."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,7 @@ class Job:
 
     operators: all of the model, ascending. tokens_per_iteration: input tokens of one iteration of the whole job.
     iterations: of the whole training. topk: experts per token. tied_embeddings: first and last stage share them.
+    sizes: bytes of what each rank owns of each of its operators; empty where nobody has told.
     """
 
     config: MoECheckpointConfig
@@ -27,6 +31,7 @@ class Job:
     iterations: int
     topk: int = 1
     tied_embeddings: bool = False
+    sizes: Mapping[int, Mapping[OperatorId, OperatorSize]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def moe_layers(self) -> tuple[int, ...]:
@@ -41,10 +46,18 @@ class Job:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a snapshot that is stored, sealed, replicated and freed on its own, under `kind` (see SnapshotId)."""
+    """A part of a snapshot that is stored, sealed, replicated and freed on its own, under `kind` (see SnapshotId).
+
+    span: the iterations whose pieces of this kind together restore a state, its own among them; by itself if empty.
+    """
 
     kind: str
     plan: SnapshotPlan
+    span: range = range(0)
+
+    def __post_init__(self) -> None:
+        if not self.span:
+            object.__setattr__(self, "span", range(self.plan.iteration, self.plan.iteration + 1))
 
 
 @dataclass(frozen=True)
@@ -53,12 +66,14 @@ class Room:
 
     own: segments for the rank's own snapshots. replica: segments for each owner whose replicas the rank keeps.
     trainer: whether these pieces have the trainer's random states, as the first piece of each snapshot does.
+    also: further pieces that a segment has to hold, where no single one is the largest on all ranks.
     """
 
     largest: SnapshotPlan
     own: int
     replica: int
     trainer: bool
+    also: tuple[SnapshotPlan, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,6 +89,18 @@ class Costs:
     round_s: float
 
 
+@dataclass(frozen=True)
+class Pace:
+    """What an iteration has time for, as all ranks agree on it.
+
+    iteration_s: from the end of one step to the next optimizer step, the time that a copy has. bandwidth_bytes_per_s:
+    of the last copy, on the rank where it was slowest.
+    """
+
+    iteration_s: float
+    bandwidth_bytes_per_s: float
+
+
 class Strategy(Protocol):
     """Decides alike on all ranks: they make the same calls with the same values in the same order.
 
@@ -84,6 +111,15 @@ class Strategy(Protocol):
     counts_tokens: bool
     """Whether `counted` is wanted: routed tokens per expert, summed over all ranks."""
 
+    counts_gates: bool
+    """Whether gating probabilities are wanted in `counted` in place of tokens, in units of `GATE_UNIT`."""
+
+    needs_pace: bool
+    """Whether `paced` is wanted."""
+
+    replays: bool
+    """Whether a recovery may have to run iterations again with some operators frozen."""
+
     def due(self, iteration: int) -> bool:
         """Whether `plan` would give a snapshot; asked where none may begin."""
 
@@ -93,11 +129,17 @@ class Strategy(Protocol):
     def pieces(self, plan: SnapshotPlan) -> tuple[Piece, ...]:
         """The plan cut into what is freed together; the first piece has the trainer state. No kind occurs twice."""
 
-    def persistent(self, plan: SnapshotPlan) -> SnapshotPlan | None:
-        """The part of a settled snapshot that goes on to persistent storage; None when it is not due."""
+    def persistent(self, plan: SnapshotPlan) -> tuple[SnapshotPlan, ...]:
+        """What goes on to persistent storage now that this snapshot has settled, oldest first; empty if it is not due.
+
+        Each one is a part of a snapshot that is still kept; together they restore the state of the last one.
+        """
 
     def rooms(self) -> tuple[Room, ...]:
-        """The memory that snapshots need, for as long as they are kept."""
+        """The memory that snapshots need, for as long as they are kept; the same object until that changes.
+
+        It changes only in `plan` and `resumed`, and applies to the snapshots that are planned from then on.
+        """
 
     def counted(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
         """Tokens routed in `iteration`, per MoE layer and expert."""
@@ -107,6 +149,9 @@ class Strategy(Protocol):
 
     def measured(self, costs: Costs) -> None:
         """What the last checkpoint cost."""
+
+    def paced(self, pace: Pace) -> None:
+        """How an iteration went; once per iteration that all ranks have told of."""
 
     @property
     def plt(self) -> float | None:

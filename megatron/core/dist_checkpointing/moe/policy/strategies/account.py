@@ -1,0 +1,60 @@
+"""What checkpoints take in the memory of one rank, as MoEvement Table 6 counts it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ...types import OperatorId, OperatorSize, Part, SnapshotPlan
+from .strategy import Room
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class MemoryAccount:
+    """Bytes of one rank's checkpoints in memory, without random states.
+
+    window: iterations of one checkpoint. checkpoint_bytes: of all its snapshots, the X of MoEvement Table 6.
+    dense_bytes: of a checkpoint that takes everything at once, as Gemini's. log_bytes: of boundary logs, the Y of
+    Table 6. own_bytes, replica_bytes: of the segments for the rank's own checkpoints, and for the replicas it keeps.
+    """
+
+    window: int
+    checkpoint_bytes: int
+    dense_bytes: int
+    own_bytes: int
+    replica_bytes: int
+    log_bytes: int = 0
+
+    def __str__(self) -> str:
+        more = self.checkpoint_bytes / self.dense_bytes - 1 if self.dense_bytes else 0.0
+        return (
+            f"memory of checkpoints per rank: X + Y = {self.checkpoint_bytes / GB:.3f} + {self.log_bytes / GB:.3f} GB"
+            f" (window of {self.window} iterations; {more:+.1%} over {self.dense_bytes / GB:.3f} GB at once); segments:"
+            f" {self.own_bytes / GB:.3f} GB for its own, {self.replica_bytes / GB:.3f} GB for replicas"
+        )
+
+
+def memory_account(rooms: Sequence[Room], sizes: Mapping[OperatorId, OperatorSize], owners: int) -> MemoryAccount:
+    """The account of a rank that owns operators of these sizes and keeps the replicas of `owners` ranks."""
+    plans = [plan for room in rooms for plan in (room.largest, *room.also)]
+    segments = [(room, max(_bytes(plan, sizes) for plan in (room.largest, *room.also))) for room in rooms]
+    return MemoryAccount(
+        window=max((1 + len(room.also) for room in rooms), default=0),
+        checkpoint_bytes=sum(_bytes(plan, sizes) for plan in plans),
+        dense_bytes=sum(size.full_bytes for size in sizes.values()),
+        own_bytes=sum(room.own * nbytes for room, nbytes in segments),
+        replica_bytes=sum(room.replica * owners * nbytes for room, nbytes in segments),
+    )
+
+
+def _bytes(plan: SnapshotPlan, sizes: Mapping[OperatorId, OperatorSize]) -> int:
+    total = 0
+    for operator, size in sizes.items():
+        part = plan.parts.get(operator, Part.NOTHING)
+        if Part.MASTER in part:
+            total += size.full_bytes
+        elif Part.WEIGHTS in part:
+            total += size.weights_bytes
+    return total

@@ -1,0 +1,224 @@
+"""`sparse`: every iteration a part, each operator FULL once in a window of W iterations (MoEvement 3.2); exact."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...errors import UsageError
+from ...types import Inventory, Lost, RecoveryPlan, SnapshotPlan, Topology, Window
+from ..copies import Level
+from ..ordering import should_reorder
+from ..recovery import plan_recovery
+from .budget import Budget
+from .popularity import Popularity
+from .rhythm import Rhythm
+from .strategy import Costs, Job, Pace, Piece, Room
+from .windows import NO_ROOMS, Timetable, ordering_of, timetable
+
+KIND = "window"
+AUTO = "auto"
+_COUNTING = ("popularity", "soft-count", "time-decayed", "capacity-aware")
+_REMEMBERED = 4  # windows: one under way, one still replicated, one being persisted, and one to spare
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A window that was begun, and how many of its snapshots all ranks have sealed."""
+
+    window: Window
+    planned: int = 0
+    sealed: int = 0
+
+    @property
+    def span(self) -> range:
+        """Its iterations."""
+        return range(self.window.first_iteration, self.window.last_iteration + 1)
+
+    @property
+    def next(self) -> int:
+        """The iteration whose snapshot is planned next; the one after the last if all are."""
+        return self.window.first_iteration + self.planned
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """The newest windows, oldest first; those that were given up are forgotten."""
+
+    begun: tuple[_Begun, ...] = field(default=(), repr=False)
+
+    def of(self, iteration: int) -> _Begun | None:
+        """The window that this iteration belongs to."""
+        return next((one for one in self.begun if iteration in one.span), None)
+
+    def began(self, window: Window) -> _Windows:
+        """With another one."""
+        return _Windows((*self.begun, _Begun(window))[-_REMEMBERED:])
+
+    def put(self, begun: _Begun) -> _Windows:
+        """With another value of a window that is there."""
+        return _Windows(tuple(begun if one.span == begun.span else one for one in self.begun))
+
+    def without(self, iteration: int) -> _Windows:
+        """Without the window of this iteration."""
+        return _Windows(tuple(one for one in self.begun if iteration not in one.span))
+
+
+class Sparse:
+    """Windows one after the other: the snapshot of each iteration has some operators FULL and WEIGHTS of later ones.
+
+    Window. `--moe-ckpt-window` iterations; with `auto` as few as fit what an iteration has time to copy and replicate
+    (`Budget`), on the rank with the most bytes (MoEvement 3.5, Algorithm 1, by bytes in place of counts). Until that
+    is known no snapshots are taken. It changes between windows only.
+
+    Order. `--moe-ckpt-ordering`; experts are ordered anew, between windows, when the shares of enough of them have
+    changed (MoEvement 3.5). What is used most is anchored last, and so is frozen for longest in a replay.
+
+    Failure. When a snapshot of a window fails on any rank, the window restores nothing: it is given up, and the next
+    iteration begins another one.
+
+    Rooms. A window is worth what a snapshot of `full` is, so three windows of own snapshots and of each owner's
+    replicas suffice: the one before stays until the next is whole and protected (MoEvement 3.2).
+
+    Storage. Every `--moe-ckpt-persist-interval` iterations a whole window goes on to storage.
+    """
+
+    plt = None
+    replays = True
+
+    def __init__(self, job: Job) -> None:
+        config, ordering = job.config, ordering_of(job)
+        self._job, self._ordering = job, ordering
+        should_reorder({}, {}, config.reorder_threshold, config.reorder_fraction)  # refuses what makes no sense
+        self.counts_tokens = bool(job.moe_layers) and ordering in _COUNTING
+        self.counts_gates = self.counts_tokens and ordering == "soft-count"
+        self._fixed = _fixed_window(config.window)
+        self.needs_pace = self._fixed is None
+        self._rhythm = Rhythm.of(replace(config, interval=1, interval_policy="fixed"))
+        self._popularity = Popularity(job.moe_layers, decays=ordering == "time-decayed")
+        self._budget = Budget()
+        self._windows = _Windows()
+        self._table: Timetable | None = None
+        if self._fixed is not None:
+            self._table = timetable(job, {}, window=self._fixed)
+
+    def due(self, iteration: int) -> bool:
+        """As `Strategy.due`: in every iteration, once the window is known."""
+        return self._table is not None
+
+    def plan(self, iteration: int) -> SnapshotPlan | None:
+        """As `Strategy.plan`: the next snapshot of the window under way, or the first one of a new window."""
+        begun = self._windows.of(iteration)
+        if begun is None or iteration != begun.next:
+            self._schedule()
+            if self._table is None:
+                return None
+            self._windows = self._windows.without(iteration).began(Window(iteration, self._table.groups))
+            begun = self._windows.begun[-1]
+        self._windows = self._windows.put(replace(begun, planned=begun.planned + 1))
+        return begun.window.plan(iteration)
+
+    def pieces(self, plan: SnapshotPlan) -> tuple[Piece, ...]:
+        """As `Strategy.pieces`: all in one, which restores a state together with the rest of its window."""
+        begun = self._windows.of(plan.iteration)
+        return (Piece(KIND, plan, begun.span if begun else range(0)),)
+
+    def persistent(self, plan: SnapshotPlan) -> tuple[SnapshotPlan, ...]:
+        """As `Strategy.persistent`: a whole window, once its last snapshot has settled."""
+        begun = self._windows.of(plan.iteration)
+        if begun is None or plan.iteration != begun.span[-1] or begun.sealed < begun.window.size:
+            return ()
+        due, self._rhythm = self._rhythm.persist_due(plan.iteration)
+        return tuple(map(begun.window.plan, begun.span)) if due else ()
+
+    def rooms(self) -> tuple[Room, ...]:
+        """As `Strategy.rooms`."""
+        return self._table.rooms if self._table else NO_ROOMS
+
+    def counted(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
+        """As `Strategy.counted`."""
+        self._popularity = self._popularity.counted(counts)
+
+    def settled(self, plan: SnapshotPlan, level: Level, ok: bool) -> None:
+        """As `Strategy.settled`."""
+        begun = self._windows.of(plan.iteration)
+        if level is not Level.SNAPSHOT or begun is None:
+            return
+        if ok:
+            self._windows = self._windows.put(replace(begun, sealed=begun.sealed + 1))
+        else:
+            self._windows = self._windows.without(plan.iteration)
+
+    def measured(self, costs: Costs) -> None:
+        """As `Strategy.measured`."""
+        if self.needs_pace:
+            self._budget = self._budget.measured(costs)
+
+    def paced(self, pace: Pace) -> None:
+        """As `Strategy.paced`."""
+        self._budget = self._budget.paced(pace)
+
+    def to_data(self) -> dict[str, Any]:
+        """As `Strategy.to_data`: who is anchored when follows from the window and what the last order was made from."""
+        return {
+            "rhythm": self._rhythm.to_data(),
+            "ordering": self._ordering,
+            "window": self._table.size if self._table else None,
+            "popularity": self._popularity.to_data(),
+            "budget": self._budget.to_data(),
+        }
+
+    def recover(self, inventory: Inventory, lost: Lost, topology: Topology) -> RecoveryPlan:
+        """As `Strategy.recover` (MoEvement 3.3)."""
+        return plan_recovery(inventory, lost, topology, tied_embeddings=self._job.tied_embeddings)
+
+    def resumed(self, plan: RecoveryPlan, data: Mapping[str, Any], fault_iteration: int) -> RecoveryPlan:
+        """As `Strategy.resumed`: the next iteration begins a window, in the same order and of the same size.
+
+        Other flags than before the fault hold from there on.
+        """
+        self._rhythm = self._rhythm.from_data(data["rhythm"])
+        self._windows = _Windows()
+        self._budget = self._budget.from_data(data["budget"])
+        if data["ordering"] == self._ordering:
+            self._popularity = self._popularity.from_data(data["popularity"])
+        window = self._fixed or data["window"]
+        if window is not None:
+            self._table = self._timetable(window)
+        return plan
+
+    def _schedule(self) -> None:
+        """Between two windows: a new order if experts are used otherwise now, another size if the budget calls for it.
+
+        The one is looked at before the other, so that both take effect together.
+        """
+        config, table = self._job.config, self._table
+        reorders = self.counts_tokens and self._popularity.has_changed(
+            config.reorder_threshold, config.reorder_fraction
+        )
+        if reorders:
+            self._popularity = self._popularity.reordered()
+        window = table.size if table else None
+        if self._fixed is None:
+            budget_bytes = self._budget.calls_for_another(table.peak_bytes if table else 0)
+            if budget_bytes is not None:
+                self._budget = self._budget.decided(budget_bytes)
+                needed = self._timetable(None)
+                if needed.size != window:
+                    self._table = needed
+                    return
+        if reorders and window is not None:
+            self._table = self._timetable(window)
+
+    def _timetable(self, window: int | None) -> Timetable:
+        return timetable(self._job, self._popularity.last, window=window, budget_bytes=self._budget.decided_bytes)
+
+
+def _fixed_window(window: str) -> int | None:
+    """The iterations that the flag asks for; None for `auto`. Raises UsageError."""
+    if window == AUTO:
+        return None
+    if not window.isdecimal() or int(window) < 1:
+        raise UsageError(f"--moe-ckpt-window {window} must be {AUTO} or a number of iterations, at least 1")
+    return int(window)

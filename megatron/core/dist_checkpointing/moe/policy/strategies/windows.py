@@ -1,0 +1,106 @@
+"""Windows of a whole job: the order of its operators, the window that it needs, and the bytes of each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ...errors import UsageError
+from ...types import OperatorId, OperatorSize, SnapshotPlan, Window
+from ..lanes import joint_schedules, merge
+from ..ordering import ORDERINGS, Counts
+from ..window import Schedule
+from .strategy import Job, Room
+
+Sizes = Mapping[int, Mapping[OperatorId, OperatorSize]]
+
+UNKNOWN = OperatorSize(12, 2)
+"""Bytes per parameter in mixed precision: where nobody has told the sizes, all operators count as equal."""
+
+DENSE_ORDERING, MOE_ORDERING = "layer-order", "popularity"
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """The groups of a window (`types.Window`) and the bytes of each snapshot on the rank with the largest.
+
+    Which operators are anchored when follows from their order and from what each rank owns of them (MoEvement 3.5):
+    the same on all ranks.
+    """
+
+    groups: tuple[tuple[OperatorId, ...], ...] = field(repr=False)
+    peak_bytes: int
+
+    @property
+    def size(self) -> int:
+        """W, the iterations of a window."""
+        return len(self.groups)
+
+    @cached_property
+    def rooms(self) -> tuple[Room, ...]:
+        """Three windows, own snapshots and replicas of each owner.
+
+        One window is kept, one may still be replicated, one is being copied (MoEvement 3.2, "Persisting Snapshots").
+        Of the last one the first snapshots are replicated before the others are copied; in `full`, where it has only
+        one, two replicas suffice. With less room they would take that of the rank's own next snapshots.
+        """
+        window = Window(0, self.groups)
+        first, *others = (window.plan(step) for step in range(window.size))
+        return (Room(first, own=3 * self.size, replica=3 * self.size, trainer=True, also=tuple(others)),)
+
+
+NO_ROOMS = (Room(SnapshotPlan(0, {}), own=1, replica=0, trainer=True),)
+"""What a strategy asks for that does not know its window yet and takes no snapshots."""
+
+
+def ordering_of(job: Job) -> str:
+    """The name of the ordering that the flags ask for, or that suits the model."""
+    return job.config.ordering or (MOE_ORDERING if job.moe_layers else DENSE_ORDERING)
+
+
+def ordered(job: Job, counts: Counts) -> tuple[OperatorId, ...]:
+    """The operators of a model in the order in which a window anchors them."""
+    return ORDERINGS[ordering_of(job)](job.operators, counts)
+
+
+def timetable(job: Job, counts: Counts, *, window: int | None = None, budget_bytes: int = 0) -> Timetable:
+    """The window of this size, or the smallest one whose snapshots fit `budget_bytes` (0: any) on every rank.
+
+    Each rank copies only what it owns, so each has its own bytes; the window is the largest that any rank needs.
+    Raises UsageError for a window that is larger than the number of operators that any rank owns.
+    """
+    order = ordered(job, counts)
+    sizes = job.sizes or {0: dict.fromkeys(job.operators, UNKNOWN)}
+    owned = {(rank,): [one for one in order if one in own] for rank, own in sizes.items() if own}
+    lane_sizes = {(rank,): own for rank, own in sizes.items()}
+    most = max(map(len, owned.values()))
+    if window is not None and window > most:
+        raise UsageError(
+            f"--moe-ckpt-window {window} is more than the {most} operators that any rank owns a part of: lower it"
+        )
+    schedules = joint_schedules(owned, lane_sizes, budget_bytes or _everything(sizes), window=window)
+    return Timetable(_in_order(order, merge(schedules)), _peak_bytes(schedules.values()))
+
+
+def bytes_per_step(table: Timetable, own: Mapping[OperatorId, OperatorSize]) -> tuple[int, ...]:
+    """What a rank that owns operators of these sizes copies in each iteration of a window."""
+    anchored = [[own[one] for one in group if one in own] for group in table.groups]
+    weights = [sum(size.weights_bytes for size in group) for group in anchored]
+    return tuple(
+        sum(size.full_bytes for size in group) + sum(weights[step + 1 :]) for step, group in enumerate(anchored)
+    )
+
+
+def _in_order(order: Sequence[OperatorId], window: Window) -> tuple[tuple[OperatorId, ...], ...]:
+    """The groups, each in the order of anchoring; lanes were merged rank by rank."""
+    place = {operator: at for at, operator in enumerate(order)}
+    return tuple(tuple(sorted(group, key=place.__getitem__)) for group in window.groups)
+
+
+def _everything(sizes: Sizes) -> int:
+    return 1 + max(sum(size.full_bytes for size in own.values()) for own in sizes.values())
+
+
+def _peak_bytes(schedules: Iterable[Schedule]) -> int:
+    return max(schedule.peak_bytes for schedule in schedules)

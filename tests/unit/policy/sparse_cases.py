@@ -1,0 +1,241 @@
+"""One rank of a job under `sparse` with the real custody: what it holds in memory and storage, whatever the news."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
+from megatron.core.dist_checkpointing.moe.policy.copies import Level
+from megatron.core.dist_checkpointing.moe.policy.rounds import Status
+from megatron.core.dist_checkpointing.moe.policy.strategies import Costs, Job, Pace, Sparse
+from megatron.core.dist_checkpointing.moe.policy.strategies.windows import timetable
+from megatron.core.dist_checkpointing.moe.runtime.custody import Custody
+from megatron.core.dist_checkpointing.moe.runtime.keeper import Work
+from megatron.core.dist_checkpointing.moe.runtime.persister import PersistWork
+from megatron.core.dist_checkpointing.moe.types import (
+    OperatorId,
+    OperatorKind,
+    OperatorSize,
+    SnapshotPlan,
+    Topology,
+    expert,
+)
+
+LAYERS, EXPERTS = 2, 4
+CONFIG = MoECheckpointConfig(strategy="sparse", persist_dir="/storage", persist_interval=7, window="3")
+
+
+def operators(layers: int = LAYERS, experts: int = EXPERTS) -> tuple[OperatorId, ...]:
+    found = [OperatorId(-1, OperatorKind.EMBEDDING), OperatorId(layers, OperatorKind.HEAD)]
+    for layer in range(layers):
+        found.append(OperatorId(layer, OperatorKind.NON_EXPERT))
+        if experts:
+            found.append(OperatorId(layer, OperatorKind.ROUTER))
+            found += [expert(layer, index) for index in range(experts)]
+    return tuple(sorted(found))
+
+
+def sizes_of(all_operators: tuple[OperatorId, ...], ranks: int) -> dict[int, dict[OperatorId, OperatorSize]]:
+    """Experts by turns, all else on every rank; experts are ten times as large."""
+    return {
+        rank: {
+            one: OperatorSize(120, 20) if one.is_expert else OperatorSize(12 + 12 * rank, 2 + 2 * rank)
+            for one in all_operators
+            if not one.is_expert or one.expert % ranks == rank
+        }
+        for rank in range(ranks)
+    }
+
+
+def job_of(config: MoECheckpointConfig = CONFIG, *, experts: int = EXPERTS, ranks: int = 2) -> Job:
+    """A job of some ranks that own different operators."""
+    model = operators(experts=experts)
+    topology = Topology(ranks, ep=ranks if experts else 1, ranks_per_node=1)
+    return Job(config, model, topology, 64, 1000, topk=2, sizes=sizes_of(model, ranks))
+
+
+class DoneAtOnce:
+    """A lane without a thread; what it is given to do is done when that is harmless."""
+
+    def submit(self, work: Callable[[], None]) -> DoneAtOnce:
+        work()
+        return self
+
+    def done(self) -> bool:
+        return True
+
+    def result(self, timeout: float | None = None) -> None:
+        return None
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None: ...
+
+
+@dataclass
+class Tiers:
+    """What lies in memory and in storage, by iteration; takes the place of the keeper and of the persister."""
+
+    memory: set[int] = field(default_factory=set)
+    replicas: set[int] = field(default_factory=set)
+    storage: set[int] = field(default_factory=set)
+
+    def persist(self, work: PersistWork) -> None:
+        assert work.iterations <= self.memory, "what is persisted is still in memory"
+        self.storage |= work.iterations
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The keeper's or the persister's view of the tiers."""
+
+    tiers: Tiers
+    storage: bool = False
+
+    def protect(self, work: Work) -> None: ...
+
+    def persist(self, work: PersistWork) -> None:
+        self.tiers.persist(work)
+
+    def free(self, names: Collection[Any], *, own: bool = True) -> None:
+        if self.storage:
+            self.tiers.storage -= set(names)
+            return
+        gone = {iteration for iteration, _ in names}
+        self.tiers.replicas -= gone
+        if own:
+            self.tiers.memory -= gone
+
+
+class Rank:
+    """Trains; every iteration it hears how far all ranks are with the open rounds, as `statuses` says."""
+
+    def __init__(self, job: Job, strategy: Sparse | None = None) -> None:
+        self.job, self.strategy = job, strategy or Sparse(job)
+        self.twin = Sparse(job)
+        self.tiers = Tiers()
+        self.custody = Custody(
+            job, self.strategy, Memory(self.tiers), Memory(self.tiers, storage=True), lambda _: DoneAtOnce()
+        )  # type: ignore[arg-type]
+        self.iteration = 0
+        self.plans: dict[int, SnapshotPlan] = {}
+        self.spans: dict[int, range] = {}
+        self.failed: set[int] = set()
+        self.persisted: list[tuple[SnapshotPlan, ...]] = []
+
+    def step(self, statuses: Callable[[int], Status], counts: list[list[int]] | None = None) -> SnapshotPlan | None:
+        """One iteration: plan, copy, hear."""
+        self.iteration += 1
+        now, plan = self.iteration, None
+        if self.custody.may_begin(now):
+            plan = self.strategy.plan(now)
+        if plan is not None:
+            self.plans[now] = plan
+            (piece,) = self.strategy.pieces(plan)
+            self.spans[now] = piece.span
+            self.tiers.memory.add(now)
+            assert len(self.tiers.memory) <= self.strategy.rooms()[0].own, (now, sorted(self.tiers.memory))
+            work = Work(plan, (piece,), None)
+            self.custody.open(work)
+            self.custody.copied(work)
+        if counts is not None and self.strategy.counts_tokens:
+            self.strategy.counted(now, counts)
+        open_ = self.custody.rounds.open
+        reports = self._in_order([statuses(at) for at in range(len(open_))])
+        self.failed |= {
+            one.plan.iteration
+            for one, status in zip(open_, reports, strict=True)
+            if status is Status.FAILED and one.level is Level.SNAPSHOT
+        }
+        if self.custody.hear(reports, now):
+            self.strategy.measured(Costs(1.0, 0.0, 0.1))
+        self._replicate(
+            [
+                one.plan.iteration
+                for one, status in zip(open_, reports, strict=True)
+                if one.level is Level.SNAPSHOT and status >= Status.SEALED
+            ]
+        )
+        return plan
+
+    def _in_order(self, said: list[Status]) -> list[Status]:
+        """What can be reported: snapshots are sealed and replicated one after the other, and nothing goes back.
+
+        A copy can fail at any time before it is sealed. Storage knows no replicas.
+        """
+        possible, waits = [], False
+        for one, status in zip(self.custody.rounds.open, said, strict=True):
+            if one.level is Level.PERSIST:
+                possible.append(Status.PENDING if status in (Status.SEALED, Status.EXPOSED) else status)
+                continue
+            if one.agreed is Status.SEALED:
+                status = max(status, Status.SEALED)
+            elif waits and status is not Status.FAILED:
+                status = Status.PENDING
+            possible.append(status)
+            waits = waits or not status.is_final
+        return possible
+
+    def _replicate(self, iterations: list[int]) -> None:
+        """Replicas of another rank that is where this one is; they wait for room as long as news may bring it."""
+        self.tiers.replicas |= set(iterations) & self.tiers.memory
+        assert len(self.tiers.replicas) <= max(1, self.strategy.rooms()[0].replica), self
+
+    def restorable(self) -> set[int]:
+        """Last iterations of windows that are whole in memory."""
+        return {
+            span[-1]
+            for iteration, span in self.spans.items()
+            if iteration in self.tiers.memory and self.tiers.memory.issuperset(span) and span[-1] in self.spans
+        }
+
+    def __repr__(self) -> str:
+        return f"iteration {self.iteration}, memory {sorted(self.tiers.memory)}, {self.custody.rounds}"
+
+
+def protected(_: int) -> Status:
+    return Status.PROTECTED
+
+
+def at_random(seed: int, weights: Mapping[Status, int]) -> Callable[[int], Status]:
+    """News as they come, with these weights."""
+    source = random.Random(seed)
+    return lambda _: source.choices(list(weights), list(weights.values()))[0]
+
+
+def auto(**flags: Any) -> MoECheckpointConfig:
+    return replace(CONFIG, window="auto", **flags)
+
+
+def pace(strategy: Sparse, nbytes: float, times: int = 4) -> None:
+    """Iterations that have time for so many bytes, as measured."""
+    for _ in range(times):
+        strategy.paced(Pace(2.0, nbytes / 2.0))
+
+
+def peak(window: int) -> int:
+    """Bytes of the largest snapshot of a window of this size."""
+    return timetable(job_of(), {}, window=window).peak_bytes
+
+
+def shards_of(model: tuple[OperatorId, ...], world: int) -> dict[int, dict[OperatorId, OperatorSize]]:
+    """What the distributed optimizer gives each rank; every other one has the same half of the experts."""
+    found: dict[int, dict[OperatorId, OperatorSize]] = {}
+    for rank in range(world):
+        own: dict[OperatorId, OperatorSize] = {}
+        half, part = rank % 2, rank // 2
+        for members, index, parts in (
+            ([one for one in model if not one.is_expert], rank, world),
+            ([one for one in model if one.is_expert and one.expert // 8 == half], part, world // 2),
+        ):
+            elements = [100 if one.is_expert else 60 for one in members]
+            first, last = sum(elements) * index // parts, sum(elements) * (index + 1) // parts
+            start = 0
+            for one, number in zip(members, elements, strict=True):
+                inside = min(start + number, last) - max(start, first)
+                start += number
+                if inside > 0:
+                    own[one] = OperatorSize(12 * inside, 2 * inside)
+        found[rank] = own
+    return found

@@ -1,0 +1,408 @@
+"""`sparse`: windows that anchor everything once, on all ranks alike, within their room, whatever the news are."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sparse_cases import CONFIG, Rank, at_random, auto, job_of, operators, pace, peak, protected, shards_of, sizes_of
+
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.policy.copies import Level
+from megatron.core.dist_checkpointing.moe.policy.rounds import Status
+from megatron.core.dist_checkpointing.moe.policy.strategies import Costs, Job, Pace, Sparse
+from megatron.core.dist_checkpointing.moe.policy.strategies.account import memory_account
+from megatron.core.dist_checkpointing.moe.policy.strategies.windows import bytes_per_step, timetable
+from megatron.core.dist_checkpointing.moe.types import (
+    Copy,
+    Inventory,
+    Lost,
+    OperatorId,
+    OperatorSize,
+    Part,
+    RecoveryPlan,
+    Scope,
+    SnapshotPlan,
+    Tier,
+    Topology,
+    expert,
+)
+
+EVEN = [[5, 5, 5, 5], [5, 5, 5, 5]]
+SKEWED = [[1, 2, 3, 40], [40, 3, 2, 1]]
+NOWHERE = RecoveryPlan(0, Scope.GLOBAL, (), ())
+ANY_STATUS = st.sampled_from(sorted(Status))
+
+
+def windows(rank: Rank) -> dict[range, list[SnapshotPlan]]:
+    """The plans of each span that was begun."""
+    found: dict[range, list[SnapshotPlan]] = {}
+    for iteration, span in rank.spans.items():
+        found.setdefault(span, []).append(rank.plans[iteration])
+    return found
+
+
+@pytest.mark.parametrize("window", ["1", "2", "3", "5"])
+@pytest.mark.parametrize("experts", [4, 0])
+def test_every_window_anchors_each_operator_once_and_has_the_weights_of_those_to_come(
+    window: str, experts: int
+) -> None:
+    rank = Rank(job_of(replace(CONFIG, window=min(window, "3") if not experts else window), experts=experts))
+    for _ in range(12):
+        rank.step(protected)
+    for span, plans in windows(rank).items():
+        if len(plans) < len(span):
+            continue
+        anchored: set[OperatorId] = set()
+        for plan in plans:
+            assert not anchored & plan.anchored
+            anchored |= plan.anchored
+            weights = {operator for operator, part in plan.parts.items() if part is Part.WEIGHTS}
+            assert weights == set(rank.job.operators) - anchored
+        assert anchored == set(rank.job.operators)
+
+
+def test_windows_follow_one_another_without_a_gap_while_all_goes_well() -> None:
+    rank = Rank(job_of())
+    assert all(rank.step(protected) is not None for _ in range(30))
+    assert sorted(windows(rank), key=lambda span: span[0])[:3] == [range(1, 4), range(4, 7), range(7, 10)]
+
+
+@given(
+    st.sampled_from(["1", "2", "3", "4"]),
+    st.lists(st.lists(ANY_STATUS, min_size=12, max_size=12), min_size=1, max_size=40),
+)
+@settings(max_examples=100, deadline=None)
+def test_rooms_suffice_for_any_news_and_the_last_protected_window_is_never_freed(
+    window: str, news: list[list[Status]]
+) -> None:
+    rank, newest = Rank(job_of(replace(CONFIG, window=window))), 0
+    for row in news:
+        rank.step(lambda at, row=row: row[at])  # type: ignore[misc]
+        state = rank.custody.protection
+        if state.state.name == "PROTECTED":
+            newest = max(newest, state.since_iteration)
+        if newest:
+            assert max(rank.restorable(), default=0) >= newest
+        assert len(rank.tiers.memory) <= 3 * int(window)
+
+
+@given(st.sampled_from(["1", "2", "3"]), st.integers(0, 2**32 - 1))
+@settings(max_examples=30, deadline=None)
+def test_training_is_protected_again_as_soon_as_all_goes_well_again(window: str, seed: int) -> None:
+    rank = Rank(job_of(replace(CONFIG, window=window)))
+    bad = at_random(seed, {Status.FAILED: 2, Status.EXPOSED: 2, Status.PENDING: 3, Status.SEALED: 3})
+    for _ in range(25):
+        rank.step(bad)
+    for _ in range(6 * int(window) + 4):
+        rank.step(protected)
+    assert rank.custody.protection.state.name == "PROTECTED"
+    assert max(rank.restorable()) >= rank.iteration - 2 * int(window)
+
+
+def test_a_failed_snapshot_ends_its_window_and_the_next_one_begins_at_once() -> None:
+    rank = Rank(job_of())
+    for _ in range(4):
+        rank.step(protected)
+    rank.step(lambda _: Status.FAILED)
+    assert rank.spans[5] == range(4, 7)
+    assert 4 not in rank.tiers.memory
+    rank.step(protected)
+    assert rank.spans[6] == range(6, 9)
+    assert {1, 2, 3} <= rank.tiers.memory, "the last whole window stays"
+
+
+def test_what_is_sealed_later_of_a_window_that_was_given_up_is_freed() -> None:
+    rank = Rank(job_of())
+    rank.step(lambda _: Status.PENDING)
+    rank.step(lambda at: Status.FAILED if at == 0 else Status.PENDING)
+    rank.step(lambda at: Status.PROTECTED)
+    assert rank.tiers.memory == {3}
+
+
+def test_a_third_window_waits_until_the_first_one_has_settled() -> None:
+    rank = Rank(job_of(replace(CONFIG, window="2")))
+    for _ in range(6):
+        rank.step(lambda at: Status.PENDING)
+    assert sorted(rank.plans) == [1, 2, 3, 4]
+    for _ in range(2):
+        rank.step(protected)
+    assert sorted(rank.plans) == [1, 2, 3, 4, 8]
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from(["popularity", "time-decayed", "soft-count", "layer-order"]))
+@settings(max_examples=20, deadline=None)
+def test_ranks_that_are_told_the_same_plan_the_same(seed: int, ordering: str) -> None:
+    job = job_of(auto(ordering=ordering))
+    one, other = Sparse(job), Sparse(job)
+    source = at_random(seed, {Status.PROTECTED: 6, Status.FAILED: 1, Status.SEALED: 2})
+    draw = at_random(seed + 1, {Status(value): 1 for value in Status})
+    for iteration in range(1, 40):
+        plans = one.plan(iteration), other.plan(iteration)
+        assert plans[0] == plans[1]
+        rows = [[int(draw(0)) * 7 + int(draw(0)) for _ in range(4)] for _ in range(2)]
+        ok = source(0) is not Status.FAILED
+        bandwidth = 100.0 + 300 * int(draw(0)) if iteration % 9 == 0 else 400.0
+        for strategy in (one, other):
+            if strategy.counts_tokens:
+                strategy.counted(iteration, rows)
+            strategy.paced(Pace(1.0, bandwidth))
+            if plans[0] is not None:
+                strategy.settled(plans[0], Level.SNAPSHOT, ok)
+                strategy.measured(Costs(1.0, 0.0, 0.5))
+        assert one.to_data() == other.to_data()
+        assert one.rooms() == other.rooms()
+
+
+def test_a_new_order_takes_effect_between_windows_only() -> None:
+    rank = Rank(job_of())
+    rank.step(protected, EVEN)
+    groups = [rank.plans[1].anchored]
+    rank.step(protected, SKEWED)
+    rank.step(protected, SKEWED)
+    assert frozenset().union(*(rank.plans[at].anchored for at in (1, 2, 3))) == set(rank.job.operators)
+    rank.step(protected, SKEWED)
+    assert rank.spans[4] == range(4, 7)
+    assert rank.plans[4].anchored != groups[0]
+
+
+def test_what_is_used_most_is_anchored_after_what_is_used_less() -> None:
+    rank = Rank(job_of(replace(CONFIG, window="4"), ranks=1))
+    for _ in range(8):
+        rank.step(protected, SKEWED)
+    step_of = {one: at for at in range(5, 9) for one in rank.plans[at].anchored}
+    assert step_of[expert(0, 0)] < step_of[expert(0, 3)]
+    assert step_of[expert(1, 3)] < step_of[expert(1, 0)]
+
+
+def test_small_changes_of_popularity_change_no_order() -> None:
+    rank = Rank(job_of(replace(CONFIG, reorder_threshold=0.5)))
+    for at in range(30):
+        rank.step(protected, [[100 + at % 3, 200, 300, 400], [400, 300, 200, 100 - at % 3]])
+    starts = [rank.plans[span[0]].anchored for span in sorted(windows(rank), key=lambda span: span[0])]
+    assert len(set(starts[1:])) == 1
+
+
+@pytest.mark.parametrize("ordering", ["popularity", "soft-count", "time-decayed", "capacity-aware"])
+def test_what_orders_by_use_wants_counts_where_there_are_experts(ordering: str) -> None:
+    moe, dense = Sparse(job_of(replace(CONFIG, ordering=ordering))), Sparse(job_of(replace(CONFIG), experts=0))
+    assert moe.counts_tokens
+    assert moe.counts_gates == (ordering == "soft-count")
+    assert not dense.counts_tokens
+
+
+def test_layers_of_dense_models_are_anchored_from_the_back_to_the_front() -> None:
+    rank = Rank(job_of(replace(CONFIG, window="4"), experts=0, ranks=1))
+    for _ in range(4):
+        rank.step(protected)
+    layers = [max(one.layer for one in rank.plans[at].anchored) for at in range(1, 5)]
+    assert layers == sorted(layers, reverse=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("window", [2, 3, 4])
+def test_iterations_copy_the_same_number_of_bytes_to_within_a_tenth_on_every_rank(ranks: int, window: int) -> None:
+    model = operators(layers=8, experts=16)
+    sizes = sizes_of(model, ranks)
+    table = timetable(Job(CONFIG, model, Topology(ranks, ep=ranks), 64, 10, sizes=sizes), {}, window=window)
+    for own in sizes.values():
+        loads = bytes_per_step(table, own)
+        assert max(loads) <= 1.1 * sum(loads) / len(loads)
+
+
+@given(st.integers(2, 6), st.lists(st.integers(20, 60), min_size=40, max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_bytes_are_even_as_long_as_no_operator_is_too_large(window: int, numbers: list[int]) -> None:
+    own = {expert(0, index): OperatorSize(6 * number, number) for index, number in enumerate(numbers)}
+    table = timetable(Job(CONFIG, tuple(own), Topology(1), 64, 10, sizes={0: own}), {}, window=window)
+    loads = bytes_per_step(table, own)
+    assert max(loads) <= 1.1 * sum(loads) / len(loads)
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("window", [2, 3, 4])
+def test_bytes_are_even_where_the_distributed_optimizer_cuts_operators_anywhere(world: int, window: int) -> None:
+    model = operators(layers=8, experts=16)
+    sizes = shards_of(model, world)
+    table = timetable(Job(CONFIG, model, Topology(world, ep=2), 64, 10, sizes=sizes), {}, window=window)
+    for own in sizes.values():
+        loads = bytes_per_step(table, own)
+        assert max(loads) <= 1.1 * sum(loads) / len(loads)
+
+
+def test_nothing_is_snapshotted_before_the_window_is_known() -> None:
+    strategy = Sparse(job_of(auto()))
+    assert strategy.plan(1) is None
+    assert not strategy.due(2)
+    assert [(room.own, room.largest.parts) for room in strategy.rooms()] == [(1, {})]
+
+
+def test_three_iterations_after_the_first_decide_the_window() -> None:
+    strategy = Sparse(job_of(auto()))
+    for iteration in range(1, 6):
+        assert (strategy.plan(iteration) is not None) == (iteration == 5)
+        strategy.paced(Pace(1.0, 1e6))
+    assert strategy.rooms()[0].own == 3, "an iteration has time for everything"
+
+
+def test_the_first_iteration_of_a_start_is_not_measured() -> None:
+    slow, usual = Sparse(job_of(auto())), Sparse(job_of(auto()))
+    for strategy, first in ((slow, 1000.0), (usual, 1.0)):
+        strategy.paced(Pace(first, 500.0))
+        for _ in range(3):
+            strategy.paced(Pace(1.0, 500.0))
+        strategy.plan(5)
+    assert slow.rooms() == usual.rooms()
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_the_window_is_the_smallest_whose_snapshots_fit_an_iteration(window: int) -> None:
+    job = job_of(auto())
+    strategy = Sparse(job)
+    pace(strategy, (peak(window) + 1) / 0.8)
+    strategy.plan(5)
+    assert strategy.rooms()[0].own == 3 * window
+
+
+def test_slower_copies_take_a_larger_window_from_the_next_one_on() -> None:
+    rank = Rank(job_of(auto()))
+    pace(rank.strategy, (peak(2) + 1) / 0.8)
+    rank.step(protected)
+    assert rank.spans[1] == range(1, 3)
+    pace(rank.strategy, peak(4) / 0.8, times=16)
+    rank.step(protected)
+    assert rank.spans[2] == range(1, 3), "a window that was begun is brought to its end"
+    rank.step(protected)
+    assert len(rank.spans[3]) > 2
+
+
+def test_slow_replication_takes_a_larger_window_too() -> None:
+    strategy = Sparse(job_of(auto()))
+    pace(strategy, 1e6)
+    strategy.plan(5)
+    assert strategy.rooms()[0].own == 3
+    for _ in range(16):
+        strategy.measured(Costs(iteration_s=1.0, stall_s=0.0, round_s=1.9))
+    strategy.settled(SnapshotPlan(5, {}), Level.SNAPSHOT, True)
+    strategy.plan(6)
+    assert strategy.rooms()[0].own > 3
+
+
+def test_a_budget_that_wavers_changes_no_window() -> None:
+    strategy = Sparse(job_of(auto()))
+    pace(strategy, (peak(2) + 1) / 0.8)
+    strategy.plan(5)
+    rooms = strategy.rooms()
+    for iteration in range(6, 40):
+        pace(strategy, peak(2) * (1 + 0.1 * (iteration % 3 - 1)) / 0.8, times=3)
+        strategy.plan(iteration)
+        assert strategy.rooms() is rooms
+
+
+def test_a_whole_window_goes_to_storage_when_its_last_snapshot_has_settled() -> None:
+    rank = Rank(job_of())
+    for _ in range(8):
+        rank.step(protected)
+    assert rank.tiers.storage == set()
+    rank.step(protected)
+    rank.step(protected)
+    assert rank.tiers.storage == {7, 8, 9}
+
+
+def test_the_newest_windows_in_storage_stay_whole() -> None:
+    rank = Rank(job_of(replace(CONFIG, persist_keep=2)))
+    for _ in range(60):
+        rank.step(protected)
+    assert sorted(rank.tiers.storage) == [49, 50, 51, 55, 56, 57] or len(rank.tiers.storage) == 6
+    spans = {rank.spans[iteration] for iteration in rank.tiers.storage}
+    assert rank.tiers.storage == {iteration for span in spans for iteration in span}
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=20, deadline=None)
+def test_what_is_being_persisted_stays_in_memory_until_that_has_ended(seed: int) -> None:
+    rank = Rank(job_of(replace(CONFIG, persist_interval=3)))
+    news = at_random(seed, {Status.PROTECTED: 5, Status.PENDING: 4, Status.SEALED: 2, Status.FAILED: 1})
+    for _ in range(40):
+        rank.step(news)  # Tiers.persist looks
+        writing = {one.plan.iteration for one in rank.custody.rounds.open if one.level is Level.PERSIST}
+        for last in writing:
+            assert rank.tiers.memory.issuperset(rank.spans[last])
+
+
+def test_a_resumed_strategy_orders_and_sizes_windows_as_before() -> None:
+    job = job_of(auto())
+    before = Sparse(job)
+    pace(before, (peak(3) + 1) / 0.8)
+    for iteration in range(5, 20):
+        plan = before.plan(iteration)
+        assert plan is not None
+        before.counted(iteration, SKEWED)
+        before.settled(plan, Level.SNAPSHOT, True)
+    data = json.loads(json.dumps(before.to_data()))
+    after = Sparse(job)
+    after.resumed(NOWHERE, data, 19)
+    assert after.to_data() == data
+    assert after.rooms() == before.rooms()
+    assert after.plan(20) == before.plan(20)
+
+
+def test_other_flags_hold_from_a_restart_on() -> None:
+    before, after = Sparse(job_of()), Sparse(job_of(replace(CONFIG, window="2", ordering="layer-order")))
+    before.plan(1)
+    after.resumed(NOWHERE, before.to_data(), 1)
+    assert after.rooms()[0].own == 6
+
+
+def test_a_resumed_strategy_does_not_go_on_with_a_window_that_the_fault_has_cut() -> None:
+    before = Sparse(job_of())
+    for iteration in (1, 2, 3, 4):
+        before.plan(iteration)
+    after = Sparse(job_of())
+    after.resumed(NOWHERE, before.to_data(), 4)
+    plan = after.plan(5)
+    assert plan is not None
+    (piece,) = after.pieces(plan)
+    assert piece.span == range(5, 8)
+
+
+def test_a_window_restores_the_state_of_its_last_iteration_by_a_replay() -> None:
+    rank = Rank(job_of())
+    for _ in range(5):
+        rank.step(protected)
+    required = {number: frozenset(sizes) for number, sizes in rank.job.sizes.items()}
+    copies = {
+        number: tuple(Copy(number, rank.plans[at], Tier.OWN_MEMORY, number) for at in sorted(rank.tiers.memory))
+        for number in required
+    }
+    inventory = Inventory(required, copies, journal=frozenset(range(1, 6)))
+    plan = rank.strategy.recover(inventory, Lost(), rank.job.topology)
+    (segment,) = plan.segments
+    assert (segment.base, segment.target) == (1, 3)
+    assert [len(frozen) for frozen in segment.frozen] == sorted(map(len, segment.frozen), reverse=True)
+
+
+def test_the_account_of_memory_counts_the_weights_that_wait_for_their_full_state() -> None:
+    job = job_of()
+    strategy = Sparse(job)
+    account = memory_account(strategy.rooms(), job.sizes[0], owners=1)
+    table = timetable(job, {}, window=3)
+    assert account.window == 3
+    assert account.checkpoint_bytes == sum(bytes_per_step(table, job.sizes[0]))
+    assert account.dense_bytes == sum(size.full_bytes for size in job.sizes[0].values()) < account.checkpoint_bytes
+    assert account.own_bytes == 9 * max(bytes_per_step(table, job.sizes[0]))
+    assert account.replica_bytes == account.own_bytes
+
+
+@pytest.mark.parametrize("window", ["0", "-1", "1.5", "many", ""])
+def test_a_window_that_is_no_number_of_iterations_is_refused(window: str) -> None:
+    with pytest.raises(UsageError, match=f"--moe-ckpt-window {window} must be auto or a number"):
+        Sparse(job_of(replace(CONFIG, window=window)))
+
+
+def test_a_window_of_more_iterations_than_operators_is_refused_with_both_numbers() -> None:
+    with pytest.raises(UsageError, match="--moe-ckpt-window 40 is more than the 10 operators"):
+        Sparse(job_of(replace(CONFIG, window="40")))
