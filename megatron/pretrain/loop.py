@@ -15,10 +15,12 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.moe.runtime.faults import FaultInjector, Phase
 from megatron.core.dist_checkpointing.moe.runtime.session import Session
+from megatron.core.dist_checkpointing.moe.types import StepJournal
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, track_moe_metrics
+from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.pretrain.auxiliary import auxiliary_losses
 from megatron.pretrain.batches import Datasets, evaluation_iterators, forward_step, training_iterators
 from megatron.pretrain.checkpoint.save import Saver
 from megatron.pretrain.checkpoint.state import TrainingState, gather_parameters
@@ -38,6 +40,11 @@ class _Step:
     grad_norm: float | None
     skipped: bool
     stall_s: float
+
+    @property
+    def journal(self) -> StepJournal:
+        """What a replay of the iteration has to come out with."""
+        return StepJournal(self.grad_norm, self.skipped, self.lm_loss)
 
 
 class Trainer:
@@ -71,9 +78,10 @@ class Trainer:
         for chunk in state.chunks:
             chunk.train()
         reason = None
-        while progress.iteration < (state.config.training.train_iters or 0) and reason is None:
+        while self._is_replaying or (progress.iteration < (state.config.training.train_iters or 0) and reason is None):
             self.iterate(batches)
-            reason = self._stop.reason(progress.iteration)
+            # In the middle of a replay there is no state to leave behind.
+            reason = None if self._is_replaying else self._stop.reason(progress.iteration)
         if reason is not None:
             log.info("leaving training at iteration %d: %s", progress.iteration, reason)
         self._finish_saving()
@@ -88,17 +96,19 @@ class Trainer:
         """One iteration with all that belongs to it: faults, checkpoint, report, evaluation."""
         state, progress = self._state, self._state.progress
         training, started_at = state.config.training, time.monotonic()
-        iteration = progress.iteration + 1
+        iteration, replayed = progress.iteration + 1, self._is_replaying
         self._faults.reached(iteration, Phase.START)
         step = self._train_step(iteration, batches)
         progress.iteration = iteration
         progress.consumed_train_samples += training.global_batch_size or 0
         trained_at = time.monotonic()
-        # Before the checkpoint, as in stock Megatron: a resumed run must not read this evaluation's samples again.
-        self._evaluate_if_due()
+        if not replayed:
+            # Before the checkpoint, as in stock Megatron: a resumed run must not read this evaluation's samples again.
+            self._evaluate_if_due()
         evaluated_at = time.monotonic()
-        self._checkpoint_if_due()
-        protection = self._protect(iteration)
+        if not replayed:
+            self._checkpoint_if_due()
+        protection = self._protect(iteration, step.journal)
         now = time.monotonic()
         report = IterationReport(
             iteration=iteration,
@@ -110,6 +120,7 @@ class Trainer:
             skipped=step.skipped,
             iteration_time_s=now - evaluated_at + trained_at - started_at,
             stall_s=now - evaluated_at + step.stall_s,
+            replayed=replayed,
             **protection,
         )
         self._metrics.record(report)
@@ -136,7 +147,8 @@ class Trainer:
             state.scheduler.step(increment=state.config.training.global_batch_size)
         self._faults.reached(iteration, Phase.STEP)
         loss = _mean_loss(losses)
-        if loss is not None and math.isnan(loss) and state.config.training.check_for_nan_in_loss_and_grad:
+        checked = state.config.training.check_for_nan_in_loss_and_grad and not self._is_replaying
+        if loss is not None and math.isnan(loss) and checked:
             raise TrainingFailure(
                 f"the loss of iteration {iteration} is NaN; lower --lr or resume from an earlier checkpoint with "
                 "--ckpt-step, or pass --no-check-for-nan-in-loss-and-grad to train on"
@@ -165,11 +177,21 @@ class Trainer:
         if interval and self._state.progress.iteration % interval == 0:
             self._save()
 
-    def _protect(self, iteration: int) -> dict[str, Any]:
-        """Snapshot the iteration if that is due; what checkpointing did, for the report."""
+    @property
+    def _is_replaying(self) -> bool:
+        return self._session is not None and self._session.is_replaying
+
+    def _protect(self, iteration: int, journal: StepJournal) -> dict[str, Any]:
+        """Snapshot the iteration if that is due; what checkpointing did, for the report.
+
+        After a replayed iteration, take what its snapshot has instead: progress, schedules and random states too.
+        """
         if self._session is None:
             return {}
-        self._session.step_end(iteration)
+        if self._session.is_replaying:
+            self._session.stepped(journal)
+            return {}
+        self._session.step_end(iteration, journal)
         done = self._session.report()
         return {
             "snapshot_bytes": done.snapshot_bytes,
@@ -208,31 +230,12 @@ class Trainer:
         due = report.iteration % config.training.log_interval == 0
         if config.moe.num_experts is not None:
             if due:
-                losses = self._auxiliary_losses(report.iteration)
+                board = self._metrics.board
+                losses = auxiliary_losses(config.moe, self._transformer, self._microbatches, report.iteration, board)
             else:
                 clear_aux_losses_tracker()
         if due:
             self._metrics.show(report, losses)
-
-    def _auxiliary_losses(self, iteration: int) -> dict[str, float]:
-        moe, losses = self._state.config.moe, {}
-        names = [
-            _AUXILIARY_LOSS_NAMES[kind] for kind in moe.moe_router_load_balancing_type if kind in _AUXILIARY_LOSS_NAMES
-        ]
-        if moe.moe_z_loss_coeff is not None:
-            names.append("z_loss")
-        track_moe_metrics(
-            loss_scale=1 / self._microbatches,
-            iteration=iteration,
-            writer=self._metrics.board,
-            total_loss_dict=losses,
-            per_layer_logging=moe.moe_per_layer_logging,
-            force_initialize=True,
-            track_names=names,
-            num_layers=self._transformer.num_layers,
-            moe_layer_freq=self._transformer.moe_layer_freq,
-        )
-        return {name: float(value) for name, value in losses.items()}
 
     def _evaluate(self, split: str, dataset: Any, consumed_samples: int) -> None:
         state = self._state
@@ -251,13 +254,6 @@ class Trainer:
         for chunk in state.chunks:
             chunk.train()
         self._metrics.show_evaluation(split, state.progress.iteration, _mean_loss(losses))
-
-
-_AUXILIARY_LOSS_NAMES = {
-    "aux_loss": "load_balancing_loss",
-    "seq_aux_loss": "seq_load_balancing_loss",
-    "global_aux_loss": "global_load_balancing_loss",
-}
 
 
 def log_progress(state: TrainingState, message: str, launch: Launch | None = None) -> None:

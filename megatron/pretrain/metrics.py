@@ -36,6 +36,8 @@ class IterationReport:
     """The same of persistent storage."""
     expert_tokens: dict[int, Any] | None = None
     """By iteration, tokens routed to each expert of each MoE layer: what became known since the report before."""
+    replayed: bool = False
+    """Whether a recovery ran the iteration again to make a sparse checkpoint dense."""
 
 
 class Metrics:

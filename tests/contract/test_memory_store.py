@@ -407,3 +407,99 @@ def test_a_writer_that_cannot_mark_its_segment_gives_it_back(place: Path) -> Non
     for snapshot in (FIRST, SECOND, THIRD):
         write(store, snapshot)
     store.close()
+
+
+def test_after_a_resize_there_is_room_for_as_many_snapshots_as_were_asked_for(store: Any) -> None:
+    large = Layout.of([Field("large", "uint8", (3 * PAGE,))])
+    store.resize((3 * PAGE,) * 4)
+    for iteration in range(4):
+        write(store, SnapshotId(iteration, RANK), layout=large)
+    with pytest.raises(NoRoom, match="all 4 segments"):
+        store.reserve(FIRST, large)
+
+
+def test_what_is_sealed_outlives_a_resize_and_its_segment_goes_when_it_is_freed(store: Any) -> None:
+    write(store, FIRST)
+    store.resize((2 * PAGE,))
+    assert read(store, FIRST) == content(FIRST)
+    assert store.total_bytes == 2 * PAGE
+    store.free(FIRST)
+    assert store.snapshots().sealed == ()
+    write(store, SECOND)
+    with pytest.raises(NoRoom, match="all 1 segments"):
+        store.reserve(THIRD, LAYOUT)
+
+
+def test_what_is_being_written_outlives_a_resize(store: Any) -> None:
+    writer = store.reserve(FIRST, LAYOUT)
+    store.resize((2 * PAGE,))
+    for key, data in content(FIRST).items():
+        writer.put(key, data)
+    writer.seal(FACTS)
+    assert read(store, FIRST) == content(FIRST)
+
+
+def test_what_is_read_outlives_a_resize_and_its_end(store: Any) -> None:
+    write(store, FIRST)
+    with store.open(FIRST) as reader:
+        store.free(FIRST)
+        store.resize((2 * PAGE, 2 * PAGE))
+        write(store, SECOND)
+        assert bytes(reader.read("rng")) == content(FIRST)["rng"]
+
+
+def test_where_the_segments_suffice_a_resize_changes_nothing(store: Any) -> None:
+    before = store.total_bytes
+    store.resize((PAGE // 2, PAGE))
+    assert store.total_bytes == before
+
+
+def test_a_resize_keeps_segments_of_the_same_size(store: Any) -> None:
+    manifest = write(store, FIRST)
+    store.resize((PAGE, 2 * PAGE))
+    assert store.total_bytes == 3 * PAGE
+    store.free(FIRST)
+    assert write(store, SECOND).segment == manifest.segment
+
+
+def test_a_resize_gives_memory_that_is_not_used_any_more_back(place: Path) -> None:
+    store = MemoryStore(place, JOB, RANK, (5 * PAGE,) * 3)
+    writer = store.reserve(FIRST, LAYOUT)
+    store.resize((PAGE,) * 5)
+    assert len(list(store.directory.glob("*.bin"))) == 6, "one is still written"
+    writer.abandon()
+    assert {path.stat().st_size for path in store.directory.glob("*.bin")} == {PAGE}
+    store.close()
+
+
+def test_a_resize_that_finds_too_little_memory_leaves_all_as_it_was(place: Path, monkeypatch: Any) -> None:
+    store = MemoryStore(place, JOB, RANK, SEGMENTS)
+    write(store, FIRST)
+    free = SimpleNamespace(f_bavail=1, f_frsize=PAGE, f_blocks=9)
+    monkeypatch.setattr("os.statvfs", lambda _: free)
+    with pytest.raises(NoRoom, match=r"0\.000 GB free, but snapshots now need .* more: enlarge the tmpfs"):
+        store.resize((9 * PAGE,) * 3)
+    assert store.total_bytes == sum(SEGMENTS)
+    assert read(store, FIRST) == content(FIRST)
+    write(store, SECOND)
+    store.close()
+
+
+def test_a_resize_that_the_system_refuses_half_way_leaves_as_much_room_as_before(place: Path) -> None:
+    class Full(System):
+        left = 10**9
+
+        def allocate(self, descriptor: int, nbytes: int) -> None:
+            Full.left -= nbytes
+            if nbytes > PAGE and Full.left < 0:
+                raise OSError(28, "No space left on device")
+            super().allocate(descriptor, nbytes)
+
+    store = MemoryStore(place, JOB, RANK, SEGMENTS, system=Full())
+    Full.left = 3 * PAGE
+    with pytest.raises(NoRoom):
+        store.resize((2 * PAGE,) * 3)
+    assert store.total_bytes == sum(SEGMENTS)
+    assert len(list(store.directory.glob("*.bin"))) == len(SEGMENTS)
+    write(store, FIRST)
+    store.close()

@@ -6,12 +6,18 @@ from typing import Any
 
 import pytest
 from test_memory_store import (  # noqa: F401 - the same promises, kept by another implementation
+    test_a_resize_keeps_segments_of_the_same_size,
     test_a_snapshot_larger_than_every_segment_is_refused_with_both_numbers,
     test_a_whole_segment_is_copied_and_verified_at_once,
+    test_after_a_resize_there_is_room_for_as_many_snapshots_as_were_asked_for,
     test_an_abandoned_buffer_is_not_used_again_while_somebody_holds_it,
     test_buffers_are_written_in_place,
     test_freeing_never_waits_and_the_memory_returns_with_the_last_view,
     test_nothing_is_sealed_while_its_bytes_could_still_be_changed,
+    test_what_is_being_written_outlives_a_resize,
+    test_what_is_read_outlives_a_resize_and_its_end,
+    test_what_is_sealed_outlives_a_resize_and_its_segment_goes_when_it_is_freed,
+    test_where_the_segments_suffice_a_resize_changes_nothing,
     test_without_a_free_segment_the_refusal_says_what_holds_them,
 )
 from workload import FACTS, LAYOUT, RANK, SEGMENTS, Expected, content, read, run, write

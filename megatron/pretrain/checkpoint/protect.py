@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError
 from megatron.core.dist_checkpointing.moe.ports import PeerLost, StoreFailure
 from megatron.core.dist_checkpointing.moe.runtime.custody import CheckpointFailure
-from megatron.core.dist_checkpointing.moe.runtime.session import Place, Session, Training
+from megatron.core.dist_checkpointing.moe.runtime.places import Place
+from megatron.core.dist_checkpointing.moe.runtime.session import Session, Training
 from megatron.pretrain.agreement import on_rank_zero
 from megatron.pretrain.checkpoint.directory import CheckpointDirectory
 from megatron.pretrain.checkpoint.load import load_checkpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +20,8 @@ from megatron.pretrain.errors import UsageError
 _COUNTS = ("iteration", "consumed_train_samples", "consumed_valid_samples")
 _GROUP_FIELDS = ("lr", "weight_decay", "step")
 _TRACKED = "tracker/"
+_COMMAND = "command"
+"""How the job was started, for a conversion that has to start it again; nothing is restored from it."""
 
 
 class LiveTrainerState:
@@ -35,6 +38,7 @@ class LiveTrainerState:
         state = self._state
         counts: dict[str, Json] = {name: getattr(state.progress, name) for name in _COUNTS}
         return counts | {
+            _COMMAND: {"flags": list(state.config.argv), "folder": os.getcwd()},
             "scheduler": _plain(state.scheduler.state_dict()),
             "grad_scalers": [_plain(scaler.state_dict()) for scaler in _scalers(state.optimizer)],
             "param_groups": [
@@ -68,6 +72,7 @@ class LiveTrainerState:
 
     def _check(self, scalars: Mapping[str, Json], tensors: Mapping[str, memoryview]) -> None:
         own, live = self.scalars(), self.tensors()
+        del own[_COMMAND]
         missing = sorted(
             [name for name in own if name not in scalars] + [f"random/{n}" for n in live if n not in tensors]
         )

@@ -18,7 +18,8 @@ from megatron.pretrain.errors import UsageError
 class PretrainConfig:
     """Everything that the command line decides.
 
-    `flat` holds the same values under Megatron's argument names: what `common.pt` of a checkpoint records.
+    `flat` holds the same values under Megatron's argument names: what `common.pt` of a checkpoint records. `argv` are
+    the flags as they were given.
     """
 
     model: ModelConfig
@@ -30,6 +31,7 @@ class PretrainConfig:
     checkpoint: CheckpointConfig
     moe_checkpoint: MoECheckpointConfig
     flat: argparse.Namespace
+    argv: tuple[str, ...] = ()
 
     def groups(self) -> tuple[Any, ...]:
         """The parts, each a frozen dataclass of flags."""
@@ -67,4 +69,4 @@ def parse_config(argv: Sequence[str]) -> PretrainConfig:
         name: from_namespace(config, flat, prefix=getattr(config, "PREFIX", ""))
         for name, (config, _) in _GROUPS.items()
     }
-    return PretrainConfig(**groups, flat=flat)
+    return PretrainConfig(**groups, flat=flat, argv=tuple(argv))

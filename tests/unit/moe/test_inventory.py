@@ -32,13 +32,15 @@ class Node:
         self, store: FakeStore, iteration: int, owner: int, *, kind: str = "snapshot", digest: str = "d",
         job: str = "job", topology: Mapping[str, Json] = TOPOLOGY,
         operators: tuple[OperatorId, ...] | None = None, timeline: tuple[tuple[str, int], ...] = FIRST,
+        more: Mapping[str, Json] | None = None,
     ) -> SnapshotId:  # fmt: skip
         snapshot = SnapshotId(iteration, owner, kind)
         held = sorted(OWN[owner]) if operators is None else operators
         rows: list[Json] = [[one.layer, one.kind.value, one.expert, Part.FULL.value] for one in held]
         writer = store.reserve(snapshot, LAYOUT)
         writer.put("w", bytes(range(10)))
-        writer.seal(Facts(job, digest, topology, {"operators": rows, "timeline": list(map(list, timeline))}))
+        scalars: dict[str, Json] = {"operators": rows, "timeline": list(map(list, timeline)), **(more or {})}
+        writer.seal(Facts(job, digest, topology, scalars))
         return snapshot
 
     def told(self, nodes: tuple[str, str] = ("a", "b")) -> Catalogue:
@@ -182,3 +184,53 @@ def test_copies_of_a_future_that_was_given_up_are_left_out(node: Node) -> None:
     node.seal(node.stores[1], 4, 0, timeline=SECOND)
     left = node.told().of(SECOND).found
     assert [(one.snapshot.iteration, one.timeline) for one in left] == [(2, FIRST), (4, SECOND)]
+
+
+JOURNALED: dict[str, Json] = {"trainer": {}, "journal": {"grad_norm": 1.0, "skipped": False, "lm_loss": None}}
+
+
+def test_a_snapshot_says_which_iterations_restore_a_state_together(node: Node) -> None:
+    node.seal(node.stores[0], 4, 0, more={"window": [3, 5]})
+    node.seal(node.stores[1], 4, 1)
+    assert [one.span for one in node.told().found] == [range(3, 6), range(4, 5)]
+
+
+def test_an_iteration_is_journaled_when_every_rank_has_its_outcome(node: Node) -> None:
+    for iteration in (4, 5, 6):
+        node.seal(node.stores[0], iteration, 0, more=JOURNALED)
+    node.seal(node.stores[1], 4, 1, more=JOURNALED)
+    node.seal(node.stores[1], 5, 1)
+    assert node.told().inventory().journal == {4}
+
+
+def test_a_rank_without_operators_in_a_snapshot_has_its_outcome_all_the_same(node: Node) -> None:
+    node.seal(node.stores[0], 4, 0, operators=(), more=JOURNALED)
+    node.seal(node.stores[1], 4, 1, more=JOURNALED)
+    assert node.told().inventory().journal == {4}
+    assert [one.snapshot.rank for one in node.told().witnesses(0, 4)] == [0]
+
+
+def test_what_proved_damaged_journals_nothing_unless_another_copy_does(node: Node) -> None:
+    node.seal(node.stores[0], 4, 0, more=JOURNALED)
+    node.seal(node.stores[1], 4, 1, more=JOURNALED)
+    found = node.told()
+    damaged = {one.place for one in found.found if one.finder == 0}
+    assert not found.inventory(damaged).journal
+    node.seal(node.stores[1], 4, 0, more=JOURNALED)
+    assert node.told().inventory(damaged).journal == {4}
+
+
+def test_a_state_without_its_trainer_is_no_witness_of_an_iteration(node: Node) -> None:
+    node.seal(node.stores[0], 4, 0, more={"journal": JOURNALED["journal"]})
+    assert not node.told().witnesses(0, 4)
+
+
+def test_the_nearest_witness_comes_first(node: Node) -> None:
+    node.seal(node.disks[0], 4, 0, more=JOURNALED)
+    node.seal(node.stores[1], 4, 0, more=JOURNALED)
+    node.seal(node.stores[0], 4, 0, more=JOURNALED)
+    assert [(one.finder, one.tier) for one in node.told().witnesses(0, 4)] == [
+        (0, Tier.OWN_MEMORY),
+        (1, Tier.OWN_MEMORY),
+        (0, Tier.PERSISTENT),
+    ]

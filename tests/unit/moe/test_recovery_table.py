@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.core.dist_checkpointing.moe.recover.table import RecoveryTable
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Part, RecoveryPlan, Tier, expert
-from megatron.core.dist_checkpointing.moe.types.recovery import Reason, Refusal, Scope, Source
+from megatron.core.dist_checkpointing.moe.types.recovery import Reason, Refusal, Scope, Segment, Source
 
 HEAD = OperatorId(2, OperatorKind.HEAD)
 ONE, OTHER = expert(1, 0), expert(1, 1)
@@ -95,3 +95,16 @@ def test_losses_are_summed_by_layer_and_their_share_of_all_faults_is_told() -> N
 
 def test_the_share_of_lost_tokens_is_told_also_when_this_fault_cost_nothing() -> None:
     assert lines(plt=0.0)[2:] == ["  proportion of lost tokens, all faults so far: 0.0000 %"]
+
+
+def test_a_replay_is_told_with_its_window_and_what_was_frozen() -> None:
+    replayed = Segment((0,), 4, 6, (frozenset({ONE, OTHER}), frozenset({ONE})))
+    plan = RecoveryPlan(6, Scope.GLOBAL, (replayed,), ())
+    assert list(RecoveryTable(plan, NODES, window=range(4, 7)).lines())[1] == (
+        "  window 4 to 6: restored iteration 4, then replayed 5 to 6 with up to 2 operators frozen"
+    )
+
+
+def test_a_state_that_is_dense_at_once_has_no_line_of_a_replay() -> None:
+    plan = RecoveryPlan(6, Scope.GLOBAL, (Segment((0,), 6, 6),), ())
+    assert not [line for line in RecoveryTable(plan, NODES, window=range(6, 7)).lines() if "replayed" in line]

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -322,6 +323,47 @@ def test_the_copy_thread_sleeps_when_there_is_nothing_to_copy_and_ends_with_its_
     gc.collect()
     thread.join(WAIT_S)
     assert not thread.is_alive()
+
+
+def test_the_bandwidth_is_that_of_a_trial_until_a_copy_was_made(store: MemoryStore) -> None:
+    class Listening(ThreadEngine):
+        tried: tuple[Span, ...] = ()
+
+        def trial(self, spans: Sequence[Span]) -> float:
+            self.tried = tuple(spans)
+            return super().trial(spans)
+
+    engine = Listening()
+    model = Model()
+    capturer = LiveCapturer(model.tensors, Trainer(), engine)
+    first = capturer.bandwidth_bytes_per_s
+    assert first > 0
+    assert sum(span.nbytes for span in engine.tried) == sum(one.tensor.nbytes for one in model.tensors)
+    assert capturer.bandwidth_bytes_per_s == first, "it is made once"
+    assert engine.bandwidth_bytes_per_s is None
+    capture(store, capturer, everything(model))
+    assert engine.bandwidth_bytes_per_s == capturer.bandwidth_bytes_per_s
+
+
+def test_the_bandwidth_is_that_of_the_bytes_that_the_last_copy_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, source = ThreadEngine(), torch.zeros(1000, dtype=torch.uint8)
+    times = iter((10.0, 10.5))
+    clock = SimpleNamespace(perf_counter=lambda: next(times))
+    monkeypatch.setattr("megatron.core.dist_checkpointing.moe.capture.engines.time", clock)
+    engine.begin([((Span(source, 0),), memoryview(bytearray(1000)))])
+    engine.wait(WAIT_S)
+    assert engine.bandwidth_bytes_per_s == 2000.0
+
+
+def test_the_bandwidth_of_the_first_copy_is_not_asked_for_while_it_is_made(store: MemoryStore) -> None:
+    model = Model()
+    capturer = LiveCapturer(model.tensors, Trainer(), ThreadEngine())
+    layout = capturer.layout(everything(model))
+    with store.reserve(SnapshotId(1, 0), layout) as writer:
+        capturer.begin([(layout, writer)])
+        with pytest.raises(UsageError, match="ask for the bandwidth before"):
+            _ = capturer.bandwidth_bytes_per_s
+        capturer.end(WAIT_S)
 
 
 def test_empty_tensors_are_records_without_bytes(store: MemoryStore) -> None:

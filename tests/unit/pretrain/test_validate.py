@@ -29,7 +29,7 @@ def refusal(flags: str, environment: Environment = FOUR_CPU_RANKS) -> str:
 
 REFUSED = {
     "--moe-ckpt-interval 3": "--moe-ckpt-interval has no effect with --moe-ckpt-strategy none",
-    "--moe-ckpt-strategy sparse": "sparse",
+    "--moe-ckpt-strategy selective": "selective",
     "--moe-ckpt-strategy full --moe-ckpt-interval 0": "--moe-ckpt-interval 0 must be at least 1",
     "--moe-ckpt-strategy full --moe-ckpt-pec-k-snapshot 2": "is for --moe-ckpt-strategy pec, not full",
     "--moe-ckpt-strategy full --moe-ckpt-interval-policy daly": "needs --moe-ckpt-mtbf-s",
@@ -40,6 +40,15 @@ REFUSED = {
     "--moe-ckpt-strategy pec --moe-ckpt-pec-k-snapshot 5": "--moe-ckpt-pec-k-snapshot 5 is above --num-experts 4",
     "--moe-ckpt-strategy pec --moe-ckpt-persist-dir d --moe-ckpt-pec-k-persist 2": "only experts that are in a",
     "--moe-ckpt-strategy pec --moe-ckpt-plt-threshold 3.75": "from 0 to 1",
+    "--moe-ckpt-strategy sparse --moe-ckpt-window often": "often is neither auto nor a number of iterations",
+    "--moe-ckpt-strategy sparse --moe-ckpt-window 0": "0 is neither auto nor a number of iterations",
+    "--moe-ckpt-strategy sparse --moe-ckpt-interval 2": "--moe-ckpt-interval 2 has no meaning with --moe-ckpt-strategy",
+    "--moe-ckpt-strategy sparse --moe-ckpt-interval-policy checkfreq": "--moe-ckpt-interval-policy checkfreq has no",
+    "--moe-ckpt-strategy sparse --moe-ckpt-pec-scope both": "is for --moe-ckpt-strategy pec, not sparse",
+    "--moe-ckpt-strategy sparse --moe-ckpt-shard equal": "hold a part of them",
+    "--moe-ckpt-strategy sparse --moe-ckpt-replay-tolerance -1": "must be at least 0",
+    "--moe-ckpt-strategy full --moe-ckpt-window 3": "is for --moe-ckpt-strategy sparse, not full",
+    "--moe-ckpt-strategy pec --moe-ckpt-replay-tolerance 0.1": "is for --moe-ckpt-strategy sparse, not pec",
     "--no-such-flag": "--no-such-flag",
     "--num-lay 4": "--num-lay",
     "--lr fast": "fast",
@@ -151,3 +160,10 @@ def test_partial_experts_need_experts() -> None:
     flags = GOOD.replace("--num-experts 4", "").replace("--expert-model-parallel-size 2", "").split()
     with pytest.raises(UsageError, match="pec needs --num-experts"):
         resolve(parse_config([*flags, "--moe-ckpt-strategy", "pec"]), FOUR_CPU_RANKS)
+
+
+@pytest.mark.parametrize("window", ["auto", "1", "12"])
+def test_sparse_takes_a_window_of_any_length_for_models_with_and_without_experts(window: str) -> None:
+    assert resolved(f"--moe-ckpt-strategy sparse --moe-ckpt-window {window}").moe_checkpoint.window == window
+    flags = GOOD.replace("--num-experts 4", "").replace("--expert-model-parallel-size 2", "").split()
+    resolve(parse_config([*flags, "--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", window]), FOUR_CPU_RANKS)

@@ -7,6 +7,7 @@ import sys
 import click
 
 from ..errors import MoECheckpointError, UsageError
+from .convert import convert
 from .digest import digest
 from .plan import plan
 
@@ -19,10 +20,12 @@ def commands() -> None:
     \b
     $ moe-ckpt plan window --help           # what would a strategy do with my model?
     $ moe-ckpt digest checkpoints/          # which state did this run reach?
+    $ moe-ckpt convert --to dense windows/ dense/   # a checkpoint that any Megatron loads
     $ moe-ckpt digest --help
     """
 
 
+commands.add_command(convert)
 commands.add_command(digest)
 commands.add_command(plan)
 

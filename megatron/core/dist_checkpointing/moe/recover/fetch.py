@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..errors import MoECheckpointError, UnreadableCheckpoint
-from ..ports import MappedReader, Reader, SnapshotId, StoreFailure, Transport
+from ..ports import MappedReader, PeerLost, Reader, SnapshotId, StoreFailure, Transport
 from ..types import Copy, Inventory, OperatorId, Part, RecoveryPlan, Tier
 from .inventory import Catalogue, Found, Place
 
@@ -48,12 +48,28 @@ def needs(plan: RecoveryPlan, inventory: Inventory, catalogue: Catalogue) -> tup
     )
 
 
+def witnessed(needed: Sequence[Need], plan: RecoveryPlan, catalogue: Catalogue) -> tuple[Need, ...]:
+    """What is needed, and for each replayed iteration a snapshot with a journal of each rank that replays it.
+
+    A rank whose operators were all anchored before has no records in later snapshots of a window, but random states.
+    """
+    known = {(need.rank, need.found.snapshot.iteration) for need in needed if need.found.journal}
+    more = [
+        Need(rank, found[0], ())
+        for iteration in sorted({iteration for segment in plan.segments for iteration in segment.replayed})
+        for rank in sorted(catalogue.required)
+        if (rank, iteration) not in known and (found := catalogue.witnesses(rank, iteration))
+    ]
+    return (*needed, *more)
+
+
 def _copies(inventory: Inventory, rank: int, iteration: int, tier: Tier, holder: int | None) -> Iterator[Copy]:
     seen = set()
     for copy in inventory.copies.get(rank, ()):
         here = (copy.plan.iteration, copy.tier, copy.holder) == (iteration, tier, holder)
-        if here and copy.sealed and id(copy.plan) not in seen:
-            seen.add(id(copy.plan))
+        # Of two such copies of one plan on a node only one may be damaged.
+        if here and copy.sealed and (id(copy.plan), copy.corrupt) not in seen:
+            seen.add((id(copy.plan), copy.corrupt))
             yield copy
 
 
@@ -119,11 +135,11 @@ class Carrier:
         manifest_bytes, raw_bytes = _SIZES.unpack(sizes)
         if manifest_bytes < 0:
             raise UnreadableCheckpoint(f"rank {source} could not open the {need.found.snapshot}")
-        manifest = bytearray(manifest_bytes)
+        manifest = _memory(manifest_bytes, source)
         self.transport.receive(source, memoryview(manifest)).wait()
         landing, problem = self._landing(source, bytes(manifest), raw_bytes)
         try:
-            self.transport.receive(source, landing.buffer if landing else memoryview(bytearray(raw_bytes))).wait()
+            self.transport.receive(source, landing.buffer if landing else memoryview(_memory(raw_bytes, source))).wait()
             if landing is None:
                 raise UnreadableCheckpoint(problem)
             landing.seal()
@@ -143,3 +159,11 @@ class Carrier:
             landing.abandon()
             return None, f"rank {source} sends {raw_bytes} bytes, but its manifest has {len(landing.buffer)}"
         return landing, ""
+
+
+def _memory(nbytes: int, source: int) -> bytearray:
+    """Raises PeerLost for a size that cannot be meant: whatever comes next on this connection is not understood."""
+    try:
+        return bytearray(nbytes)
+    except (MemoryError, ValueError, OverflowError) as error:
+        raise PeerLost(f"rank {source} announced {nbytes} bytes, which cannot be: the connection is bad") from error

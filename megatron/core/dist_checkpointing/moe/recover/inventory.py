@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from ..errors import UnreadableCheckpoint
 from ..policy.timelines import Timeline, belongs, newest_first
@@ -20,7 +20,9 @@ class Found:
     """One stored snapshot, as `finder` sees it: the parts that it holds of its owner's operators.
 
     digest: of the plan that all ranks followed. timeline: the attempts that led to it. why: the reason why it cannot be
-    used, empty if it can. job: that made it. torn: it was never sealed.
+    used, empty if it can. job: that made it. torn: it was never sealed. span: the iterations whose snapshots restore a
+    state together with this one. journal: it has what a replay of its iteration needs of this rank besides operators:
+    the global outcome of the step, and the trainer state.
     """
 
     finder: int
@@ -32,6 +34,8 @@ class Found:
     why: str = ""
     job: str = ""
     torn: bool = False
+    span: range = range(0)
+    journal: bool = False
 
     @property
     def place(self) -> Place:
@@ -74,7 +78,14 @@ class Catalogue:
                 copies.setdefault(one.snapshot.rank, []).append(
                     Copy(one.snapshot.rank, one.plan, self._tier(one), self._holder(one), not one.why, corrupt)
                 )
-        return Inventory(self.required, {rank: tuple(held) for rank, held in copies.items()})
+        held = {rank: tuple(held) for rank, held in copies.items()}
+        return Inventory(self.required, held, journal=self._journal(damaged))
+
+    def witnesses(self, rank: int, iteration: int) -> list[Found]:
+        """Snapshots that have what a replay of `iteration` needs of `rank` besides operators, the nearest first."""
+        of = (one for one in self.found if (one.snapshot.rank, one.snapshot.iteration) == (rank, iteration))
+        usable = (one for one in of if one.journal and not one.why)
+        return sorted(usable, key=lambda one: (self._tier(one), one.finder != rank, one.place))
 
     def givers(self, copy: Copy, operators: Collection[OperatorId]) -> list[Found]:
         """The intact finds behind a planned copy that have any of these operators, one for each kind."""
@@ -92,6 +103,14 @@ class Catalogue:
     def without(self, damaged: Collection[Place]) -> Catalogue:
         """The same without what proved unreadable."""
         return replace(self, found=tuple(one for one in self.found if one.place not in damaged))
+
+    def _journal(self, damaged: Collection[Place]) -> frozenset[int]:
+        """Iterations of which every rank has a snapshot with a journal."""
+        ranks: dict[int, set[int]] = {}
+        for one in self.found:
+            if one.journal and not one.why and one.place not in damaged:
+                ranks.setdefault(one.snapshot.iteration, set()).add(one.snapshot.rank)
+        return frozenset(iteration for iteration, known in ranks.items() if known >= self.required.keys())
 
     def _tier(self, one: Found) -> Tier:
         if one.tier is Tier.PERSISTENT:
@@ -158,21 +177,26 @@ def _interrupted(torn: Torn) -> bool:
 
 def _row(snapshot: SnapshotId, tier: Tier, facts: Facts | None = None, why: str = "", torn: bool = False) -> list[Json]:
     said: list[Json] = ["", [], [], ""]
+    window: list[Json] = [snapshot.iteration, snapshot.iteration]
+    journal = False
     if facts is not None:
         try:
             said = [facts.plan_digest, facts.scalars["operators"], facts.scalars["timeline"], facts.job]
         except KeyError as error:
             why = why or f"its manifest does not say {error}: something else made it"
-    return [snapshot.iteration, snapshot.rank, snapshot.kind, tier.value, *said, torn, why]
+        window = cast("list[Json]", facts.scalars.get("window", window))
+        journal = facts.scalars.get("journal") is not None and "trainer" in facts.scalars
+    return [snapshot.iteration, snapshot.rank, snapshot.kind, tier.value, *said, torn, window, journal, why]
 
 
 def _found(finder: int, row: Sequence[Any], plans: dict[Any, SnapshotPlan]) -> Found:
-    iteration, rank, kind, tier, digest, operators, timeline, job, torn, why = row
+    iteration, rank, kind, tier, digest, operators, timeline, job, torn, (first, last), journal, why = row
     key = iteration, tuple(map(tuple, operators))
     if key not in plans:
         plans[key] = SnapshotPlan(iteration, {_operator(one): Part(one[3]) for one in key[1]})
     led = tuple((name, after) for name, after in timeline)
-    return Found(finder, SnapshotId(iteration, rank, kind), Tier(tier), plans[key], digest, led, why, job, torn)
+    snapshot, span = SnapshotId(iteration, rank, kind), range(first, last + 1)
+    return Found(finder, snapshot, Tier(tier), plans[key], digest, led, why, job, torn, span, journal)
 
 
 def _operator(told: Sequence[int]) -> OperatorId:

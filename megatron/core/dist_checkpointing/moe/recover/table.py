@@ -14,7 +14,8 @@ _PARTS = {Part.FULL: "full state", Part.MASTER: "master weights", Part.MOMENTS: 
 class RecoveryTable:
     """A recovery plan that was carried out; `nodes[rank]` is the node of each rank, `damaged` tells refused copies.
 
-    plt: the share of tokens that all faults so far have cost; None where nothing can be lost.
+    plt: the share of tokens that all faults so far have cost; None where nothing can be lost. window: the iterations
+    whose snapshots restore the target together.
     """
 
     plan: RecoveryPlan
@@ -22,12 +23,19 @@ class RecoveryTable:
     damaged: tuple[str, ...] = ()
     duration_s: float = 0.0
     plt: float | None = None
+    window: range = range(0)
 
     def lines(self) -> Iterator[str]:
         """The table, one line each."""
         plan = self.plan
         exact = "exactly" if not plan.lost_tokens else "with lost tokens"
         yield f"recovered iteration {plan.target} {exact} in {self.duration_s:.2f} s ({plan.scope.value} rollback):"
+        for segment in plan.segments:
+            if segment.replayed:
+                yield (
+                    f"  window {_span(self.window)}: restored iteration {segment.base}, then replayed"
+                    f" {_span(segment.replayed)} with up to {max(map(len, segment.frozen))} operators frozen"
+                )
         groups: dict[tuple[str, int, str], tuple[set[int], set[OperatorId]]] = {}
         for source in plan.sources:
             holder = "" if source.holder is None else f" of node {source.holder}"
@@ -51,6 +59,10 @@ class RecoveryTable:
             yield f"  lost in layer {layer}: the updates of {sum(lost)} routed tokens, of {len(lost)} experts"
         if self.plt is not None:
             yield f"  proportion of lost tokens, all faults so far: {100 * self.plt:.4f} %"
+
+
+def _span(iterations: range) -> str:
+    return f"{iterations[0]} to {iterations[-1]}" if len(iterations) > 1 else "".join(map(str, iterations))
 
 
 def _spans(ranks: set[int]) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import MoECheckpointError
 from ..policy.lifecycle import Protection
-from ..policy.strategies import Costs, Job, Strategy
+from ..policy.strategies import Costs, Job, Pace, Room, Strategy
 from ..ports import (
     Capturer,
     Clock,
@@ -28,12 +28,13 @@ from ..ports import (
     TrainerState,
     Transport,
 )
-from ..types import SnapshotPlan
+from ..types import SnapshotPlan, StepJournal
 from .custody import Custody
 from .keeper import Keeper, Work
 from .messages import Message, Messages
 from .persister import Persister
 from .recovery import Outcome
+from .rooms import fit_memory, report_memory, segment_sizes
 
 CLOSING_PAUSE_S = 0.5
 """How long the ranks wait at the end of training before they ask each other again what is still under way."""
@@ -44,7 +45,11 @@ CountRows = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Ports:
-    """What the coordinator works with; `memory` keeps snapshots, `control` carries the messages."""
+    """What the coordinator works with; `memory` keeps snapshots, `control` carries the messages.
+
+    owners: ranks whose replicas this one keeps. rooms: for which `memory` was opened; None: what the strategy asks for.
+    before_resize: called before segments of `memory` may go.
+    """
 
     memory: MappedStore
     capturer: Capturer
@@ -52,6 +57,9 @@ class Ports:
     control: Transport
     lane: Callable[[str], Lane]
     clock: Clock
+    owners: Sequence[int] = ()
+    rooms: tuple[Room, ...] | None = None
+    before_resize: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,7 @@ class _Tally:
     tokens: tuple[tuple[int, CountRows], ...] = ()
     last_stall_s: float = 0.0
     iteration_s: float = 0.0
+    passes_s: float = 0.0
 
 
 class Coordinator:
@@ -91,9 +100,12 @@ class Coordinator:
         self._control_lane = ports.lane("control")
         self._messages = Messages(ports.control, self._control_lane, ports.clock)
         self._custody = Custody(job, strategy, keeper, persister, ports.lane)
+        self._rooms = strategy.rooms() if ports.rooms is None else ports.rooms
+        self._segment_bytes: list[int] = []
         self._copying: tuple[Work, dict[str, Json]] | None = None
         self._in_contact, self._copies_late = True, False
         self._tally, self._step_ended_s = _Tally(), ports.clock.now_s()
+        self._passes_began_s = self._step_ended_s
         self._iteration = 0
 
     def resume(self, outcome: Outcome) -> None:
@@ -101,34 +113,39 @@ class Coordinator:
         self._iteration = outcome.plan.target
         self._custody.resume(outcome.kept, outcome.persisted, outcome.spare, self._ports.control.rank)
 
-    def step_end(self, iteration: int, counts: TokenCounts | None = None) -> None:
-        """After the optimizer's step (and evaluation) of `iteration`; `counts`: this rank's routed tokens by layer."""
+    def step_end(self, iteration: int, counts: TokenCounts | None = None, journal: StepJournal | None = None) -> None:
+        """After the optimizer's step (and evaluation) of `iteration`.
+
+        counts: this rank's routed tokens by layer. journal: the outcome of the step, which a replay needs.
+        """
         begun_s, tally = self._ports.clock.now_s(), self._tally
         tally.iteration_s = begun_s - self._step_ended_s - tally.last_stall_s
         self._step_ended_s, self._iteration = begun_s, iteration
         self._custody.check()
-        plan = None
-        if self._in_contact and self._custody.rounds.may_begin:
-            plan = self._strategy.plan(iteration)
-        elif self._in_contact and self._strategy.due(iteration):
-            self._custody.behind(iteration)
+        pace = Pace(tally.passes_s, self._ports.capturer.bandwidth_bytes_per_s) if self._strategy.needs_pace else None
+        plan, no_room = self._planned(iteration)
         if plan is not None:
-            self._copying = self._begin(plan), self._ports.trainer.scalars()
+            scalars: dict[str, Json] = {"trainer": self._ports.trainer.scalars()}
+            if journal is not None:
+                scalars["journal"] = journal.to_data()
+            self._copying = self._begin(plan, no_room), scalars
         if self._in_contact:
-            self._tell(plan, counts, tally.iteration_s / 2)
-        tally.last_stall_s = self._ports.clock.now_s() - begun_s
+            self._tell(plan, counts, tally.iteration_s / 2, pace)
+        self._passes_began_s = self._ports.clock.now_s()
+        tally.last_stall_s = self._passes_began_s - begun_s
         tally.stall_s += tally.last_stall_s
 
     def before_optimizer(self) -> float:
         """Before the next optimizer step may change the state; returns the seconds that it waited, the stall."""
         begun_s = self._ports.clock.now_s()
+        self._tally.passes_s = begun_s - self._passes_began_s
         copied = self._end_copy()
         self._hear()
         if copied is not None and not self._in_contact:
             copied[0].abandon()  # what the strategy has to remember of it is not known
         elif copied is not None:
             work, scalars = copied
-            work.scalars = {"trainer": scalars, "strategy": self._strategy.to_data()}
+            work.scalars = {**scalars, "strategy": self._strategy.to_data()}
             self._custody.copied(work)
         stall_s = self._ports.clock.now_s() - begun_s
         self._tally.last_stall_s += stall_s
@@ -163,13 +180,50 @@ class Coordinator:
             tally.stall_s, tally.snapshot_bytes, replicated_bytes, custody.protection, custody.durable, tally.tokens
         )
 
-    def _begin(self, plan: SnapshotPlan) -> Work:
+    def _planned(self, iteration: int) -> tuple[SnapshotPlan | None, str]:
+        """What to snapshot, if anything, and why memory has no room for it, if so."""
+        if not self._in_contact:
+            return None, ""
+        if not self._custody.may_begin(iteration):
+            if self._strategy.due(iteration):
+                self._custody.behind(iteration)
+            return None, ""
+        plan = self._strategy.plan(iteration)
+        rooms = self._strategy.rooms()
+        if plan is None or rooms is self._rooms or rooms == self._rooms:
+            return plan, ""
+        try:
+            return plan, self._make_room(rooms)
+        except PeerLost as error:
+            self._in_contact = False
+            self._custody.lost_contact(iteration, error)
+            return None, ""
+
+    def _make_room(self, rooms: tuple[Room, ...]) -> str:
+        """Give memory the segments that the strategy now asks for; why this rank has none, tried again next time.
+
+        A collective over all ranks, while no message is under way. Raises PeerLost.
+        """
+        ports = self._ports
+        sizes = segment_sizes(rooms, ports.capturer, ports.control, ports.owners)
+        ports.before_resize()
+        done, why = fit_memory(ports.memory, sizes, ports.control)
+        if done and sizes != self._segment_bytes:
+            report_memory(rooms, self._job, ports.control.rank, len(ports.owners))
+        if done:
+            self._rooms, self._segment_bytes = rooms, sizes
+        return why
+
+    def _begin(self, plan: SnapshotPlan, no_room: str) -> Work:
         """Reserve memory and begin to copy; without room this rank takes part in the round all the same."""
         pieces = self._strategy.pieces(plan)
         layouts = [self._ports.capturer.layout(piece.plan, trainer=at == 0) for at, piece in enumerate(pieces)]
         work = Work(plan, pieces, None)
         self._custody.open(work)
-        work.writers = self._reserved(work, layouts)
+        if no_room:
+            work.failures.append(no_room)
+        else:
+            work.writers = self._reserved(work, layouts)
         if work.writers is not None:
             self._ports.capturer.begin(list(zip(layouts, work.writers, strict=True)))
             self._tally.snapshot_bytes += sum(layout.nbytes for layout in layouts)
@@ -204,7 +258,9 @@ class Coordinator:
                 copied[0].abandon()
         return copied
 
-    def _tell(self, plan: SnapshotPlan | None, counts: TokenCounts | None, patience_s: float) -> None:
+    def _tell(
+        self, plan: SnapshotPlan | None, counts: TokenCounts | None, patience_s: float, pace: Pace | None = None
+    ) -> None:
         """Send what this rank knows, once open rounds have ended or some time has passed."""
         tally, custody = self._tally, self._custody
         summed: list[int] = []
@@ -212,7 +268,7 @@ class Coordinator:
             none = (0,) * self._job.num_experts
             summed = [count for layer in self._job.moe_layers for count in counts.get(layer, none)]
         costs = Costs(tally.iteration_s, tally.last_stall_s, custody.last_round_s)
-        message = Message(self._iteration, plan, costs, custody.statuses, summed)
+        message = Message(self._iteration, plan, costs, custody.statuses, summed, pace)
         self._messages.send(message, custody.awaited(), self._ports.clock.now_s() + patience_s)
 
     def _hear(self) -> None:
@@ -232,6 +288,8 @@ class Coordinator:
             self._tally.tokens += ((news.iteration, rows),)
         if self._custody.hear(news.statuses, self._iteration):
             self._strategy.measured(news.costs)
+        if self._strategy.needs_pace:
+            self._strategy.paced(news.pace)
 
     def _close(self, *, wait: bool) -> None:
         self._custody.close(wait=wait)

@@ -40,8 +40,9 @@ class Custody:
         self._under_way: dict[tuple[Level, int], Task[None]] = {}
         self._tasks: list[Task[None]] = []
         self._kept: tuple[Kept, ...] = ()
-        self._persisted: tuple[SnapshotPlan, ...] = ()
+        self._persisted: tuple[Piece, ...] = ()
         self._spare: frozenset[tuple[int, str]] = frozenset()
+        self._given_up: frozenset[range] = frozenset()
         self._renew = False
         self._restored: int | None = None
         self._behind = False
@@ -49,14 +50,17 @@ class Custody:
     def resume(
         self,
         kept: Sequence[Piece],
-        persisted: Sequence[SnapshotPlan],
+        persisted: Sequence[Sequence[SnapshotPlan]],
         spare: frozenset[tuple[int, str]],
         rank: int,
     ) -> None:
         """See `Coordinator.resume`."""
-        self._kept, self._persisted, self._spare = tuple(map(Kept, kept)), tuple(persisted), spare
+        self._kept, self._spare = tuple(map(Kept, kept)), spare
+        self._persisted = tuple(
+            Piece("", plan, range(plans[0].iteration, plans[-1].iteration + 1)) for plans in persisted for plan in plans
+        )
         if persisted and self.durable:
-            self.durable = Protection(ProtectionState.DEGRADED, persisted[-1].iteration)
+            self.durable = Protection(ProtectionState.DEGRADED, persisted[-1][-1].iteration)
         if not kept:
             return
         iteration = max(piece.plan.iteration for piece in kept)
@@ -67,10 +71,19 @@ class Custody:
         mine = [SnapshotId(piece.plan.iteration, rank, piece.kind) for piece in kept]
         self._begin(Level.SNAPSHOT, iteration, "keeper", lambda: self._keeper.protect_again(work, mine))
 
+    def may_begin(self, iteration: int) -> bool:
+        """Whether memory has room for a snapshot of this iteration; the same answer on all ranks."""
+        held = [one.held for one in self._kept]
+        for one in self._works.values():
+            held += [Kept(piece).held for piece in one.pieces] if isinstance(one, Work) else []
+        # What is spare belongs to one state, whatever its spans were.
+        return self.rounds.may_begin(iteration, [*held, *((kind, range(0)) for _, kind in self._spare)])
+
     def open(self, work: Work) -> None:
         """A snapshot was planned and is being copied, or takes part in its round without a copy."""
         self._behind = False
-        self.rounds = self.rounds.begun(Level.SNAPSHOT, work.plan)
+        span = max((piece.span for piece in work.pieces), key=lambda one: one[-1])
+        self.rounds = self.rounds.begun(Level.SNAPSHOT, work.plan, span)
         self._works[Level.SNAPSHOT, work.plan.iteration] = work
 
     def copied(self, work: Work) -> None:
@@ -97,6 +110,7 @@ class Custody:
                 self._on_snapshot(one, iteration)
             else:
                 self._on_persisted(one, iteration)
+        self._given_up &= self.rounds.spans
         return any(one.agreed.is_final and one.level is Level.SNAPSHOT for one in news)
 
     def lost_contact(self, iteration: int, error: Exception) -> None:
@@ -111,7 +125,8 @@ class Custody:
         self._behind = True
         self.protection = self.protection.after(ProtectionEvent.ATTEMPT_FAILED, iteration)
         open_ = ", ".join(f"{one.level.value} of iteration {one.plan.iteration}" for one in self.rounds.open)
-        log.warning("no snapshot of iteration %d: still under way are %s; memory or links are slow", iteration, open_)
+        why = f"still under way are {open_}; memory or links are slow" if open_ else "older ones lack their replicas"
+        log.warning("no snapshot of iteration %d: %s", iteration, why)
 
     def complain(self, what: str, failures: Sequence[str]) -> None:
         """Say what protection was lost and why; ends training with `--moe-ckpt-strict`. Raises CheckpointFailure."""
@@ -141,10 +156,10 @@ class Custody:
         work, restored = self._works[one.key], self._restored == one.plan.iteration
         assert isinstance(work, Work)
         is_kept = any(kept.piece.plan.iteration == one.plan.iteration for kept in self._kept)
-        if one.agreed >= Status.SEALED and not restored and not is_kept:
+        if one.agreed >= Status.SEALED and not restored and not is_kept and one.span not in self._given_up:
             self._strategy.settled(one.plan, Level.SNAPSHOT, True)
             self._kept += tuple(map(Kept, work.pieces))
-            self._retain()
+            self._retain(one)
         if not one.agreed.is_final:
             return
         del self._works[one.key]
@@ -152,68 +167,104 @@ class Custody:
         self.replicated_bytes += work.replicated_bytes
         self.last_round_s = work.duration_s
         self._renew = self._renew or one.agreed is not Status.PROTECTED
-        names = {Kept(piece).name for piece in work.pieces}
         if one.agreed is Status.PROTECTED:
-            self._kept = tuple(kept.acknowledged(names) for kept in self._kept)
+            self._acknowledge(one, work, restored=restored)
+        elif one.agreed is Status.FAILED or one.span not in self._given_up:
+            self._degraded(one, work.failures)
+        if one.agreed is Status.FAILED or one.span in self._given_up:
+            self._give_up(one, work)
+        elif restored:
+            self._retain(one)
+        else:
+            self._clear_for_next(one)
+            self._persist(one.plan, iteration)
+
+    def _acknowledge(self, one: Round, work: Work, *, restored: bool) -> None:
+        """All peers have the pieces of this round; the state is protected once they have all of its window."""
+        names = {Kept(piece).name for piece in work.pieces}
+        self._kept = tuple(kept.acknowledged(names) for kept in self._kept)
+        window = [kept for kept in self._kept if kept.piece.span == one.span]
+        iterations = {kept.piece.plan.iteration for kept in window if kept.protected}
+        if iterations.issuperset(one.span) and all(kept.protected for kept in window):
             self.protection = self.protection.after(ProtectionEvent.COMMITTED, one.plan.iteration)
-            self._retain()
+            self._retain(one)
             if not restored:
                 self._free(self._spare)
                 self._spare = frozenset()
-        else:
-            self._degraded(one, work.failures)
-        if one.agreed is Status.FAILED:
-            self._strategy.settled(one.plan, Level.SNAPSHOT, False)
-            # Behind the round itself on its lane: a replica may still be arriving here.
-            self._submit("keeper", lambda: self._keeper.free(names))
-        elif not restored:
-            self._persist(one.plan, work.pieces, iteration)
 
-    def _retain(self) -> None:
-        """Free the pieces in memory that newer ones cover: at once, because the next snapshot needs their room."""
-        in_use = [iteration for level, iteration in self._works if level is Level.PERSIST]
-        self._kept, freed = keep_pieces(self._kept, self.rounds, in_use)
+    def _clear_for_next(self, one: Round) -> None:
+        """A whole window that lacks replicas gives up those it has: the next one brings its own as it goes."""
+        window = [kept for kept in self._kept if kept.piece.span == one.span]
+        is_last, is_safe = one.plan.iteration == one.span[-1], all(kept.protected for kept in window)
+        if len(one.span) > 1 and is_last and not is_safe and any(kept.protected for kept in self._kept):
+            names = {kept.name for kept in window}
+            self._submit("keeper", lambda: self._keeper.free(names, own=False))
+
+    def _give_up(self, one: Round, work: Work) -> None:
+        """Nothing can be made of this window any more: what there is of it is freed, and what comes of it later."""
+        self._given_up |= {one.span}
+        self._strategy.settled(one.plan, Level.SNAPSHOT, False)
+        freed = {kept.name for kept in self._kept if kept.piece.span == one.span}
+        self._kept = tuple(kept for kept in self._kept if kept.piece.span != one.span)
+        freed |= {Kept(piece).name for piece in work.pieces}
+        # Behind the round itself on its lane: a replica may still be arriving here.
+        self._submit("keeper", lambda: self._keeper.free(freed))
+
+    def _retain(self, one: Round) -> None:
+        """Free the pieces in memory that newer ones cover: at once, because the next snapshot needs their room.
+
+        A window covers nothing before its last snapshot.
+        """
+        if one.plan.iteration < one.span[-1]:
+            return
+        writing = [work.iterations for work in self._works.values() if isinstance(work, PersistWork)]
+        needed, _ = keep_pieces(self._kept, ())
+        self._kept, freed = keep_pieces(self._kept, frozenset[int]().union(*writing))
         self._free({kept.name for kept in freed})
+        # What is only still being written to storage is covered by newer ones: peers need their room for these.
+        self._free({kept.name for kept in self._kept} - {kept.name for kept in needed}, own=False)
 
-    def _free(self, names: Collection[tuple[int, str]]) -> None:
+    def _free(self, names: Collection[tuple[int, str]], *, own: bool = True) -> None:
         try:
-            self._keeper.free(names)
+            self._keeper.free(names, own=own)
         except StoreFailure as error:
             self.complain("memory could not be freed", [str(error)])
 
-    def _persist(self, plan: SnapshotPlan, pieces: Sequence[Piece], iteration: int) -> None:
+    def _persist(self, plan: SnapshotPlan, iteration: int) -> None:
         persister = self._persister
-        wanted = self._strategy.persistent(plan) if persister else None
-        if persister is None or wanted is None or self.durable is None:
+        plans = self._strategy.persistent(plan) if persister else ()
+        if persister is None or not plans or self.durable is None:
             return
         if any(one.level is Level.PERSIST for one in self.rounds.open):
             log.warning(
                 "the snapshot of iteration %d is not persisted: the one before is still written", plan.iteration
             )
-            self._strategy.settled(wanted, Level.PERSIST, False)
+            self._strategy.settled(plans[-1], Level.PERSIST, False)
             self.durable = self.durable.after(ProtectionEvent.ATTEMPT_FAILED, iteration)
             return
-        work = PersistWork(wanted, self._strategy.pieces(wanted), tuple(piece.kind for piece in pieces))
-        self.rounds = self.rounds.begun(Level.PERSIST, wanted)
-        self._works[Level.PERSIST, wanted.iteration] = work
-        self._begin(Level.PERSIST, wanted.iteration, "persister", lambda: persister.persist(work))
+        kinds = [tuple(one.piece.kind for one in self._kept if one.name[0] == each.iteration) for each in plans]
+        work = PersistWork(plans, tuple(map(self._strategy.pieces, plans)), tuple(kinds))
+        self.rounds = self.rounds.begun(Level.PERSIST, plans[-1])
+        self._works[Level.PERSIST, plans[-1].iteration] = work
+        self._begin(Level.PERSIST, plans[-1].iteration, "persister", lambda: persister.persist(work))
 
     def _on_persisted(self, one: Round, iteration: int) -> None:
         work, persister = self._works.pop(one.key), self._persister
         self._under_way.pop(one.key, None)
-        assert persister is not None and self.durable is not None
+        assert isinstance(work, PersistWork) and persister is not None and self.durable is not None
         ok = one.agreed is Status.PROTECTED
         self._strategy.settled(one.plan, Level.PERSIST, ok)
         if ok:
             self.durable = self.durable.after(ProtectionEvent.COMMITTED, one.plan.iteration)
-            known = (*self._persisted, one.plan)
+            known = (*self._persisted, *(piece for pieces in work.pieces for piece in pieces))
             self._persisted = keep_persistent(known, self._job.config.persist_keep)
-            freed = {plan.iteration for plan in known} - {plan.iteration for plan in self._persisted}
+            left = {piece.plan.iteration for piece in self._persisted}
+            freed = {piece.plan.iteration for piece in known} - left
             self._submit("persister", lambda: persister.free(freed))
         else:
             self.durable = self.durable.after(ProtectionEvent.ATTEMPT_FAILED, iteration)
             self.complain(f"the snapshot of iteration {one.plan.iteration} was NOT persisted", work.failures)
-        self._retain()
+        self._retain(one)
 
     def _degraded(self, one: Round, failures: Sequence[str]) -> None:
         self.protection = self.protection.after(ProtectionEvent.ATTEMPT_FAILED, one.plan.iteration)

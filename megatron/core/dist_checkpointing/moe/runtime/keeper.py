@@ -59,7 +59,13 @@ class Identity:
             [one.layer, one.kind.value, one.expert, parts[one].value] for one in sorted(self.operators) if one in parts
         ]
         timeline: list[Json] = [[attempt, after] for attempt, after in self.timeline]
-        own: dict[str, Json] = {"operators": held, "timeline": timeline, "made_by": self.strategy}
+        window: list[Json] = [piece.span[0], piece.span[-1]]
+        own: dict[str, Json] = {
+            "operators": held,
+            "timeline": timeline,
+            "made_by": self.strategy,
+            "window": window,
+        }
         return Facts(self.job, piece.plan.digest(), self.topology, {**scalars, **own})
 
 
@@ -101,13 +107,14 @@ class Keeper:
         work.status = Status.SEALED
         self._replicate(work, list(snapshots))
 
-    def free(self, names: Collection[tuple[int, str]]) -> None:
-        """Free these pieces, by iteration and kind: this rank's own and the replicas of its owners.
+    def free(self, names: Collection[tuple[int, str]], *, own: bool = True) -> None:
+        """Free these pieces, by iteration and kind: this rank's own unless not `own`, and the replicas of its owners.
 
         Raises StoreFailure.
         """
+        ranks = (self._transport.rank, *self._owners) if own else self._owners
         for iteration, kind in sorted(names):
-            for rank in (self._transport.rank, *self._owners):
+            for rank in ranks:
                 self._store.free(SnapshotId(iteration, rank, kind))
 
     def _seal(self, work: Work) -> bool:

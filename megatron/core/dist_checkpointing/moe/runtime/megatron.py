@@ -34,7 +34,7 @@ from ..capture.operators import (
 )
 from ..capture.restore import LiveRestorer
 from ..errors import UsageError
-from ..types import Coordinates, Part, Topology
+from ..types import Coordinates, OperatorId, Part, Topology
 
 
 def read_topology(ranks_per_node: int) -> Topology:
@@ -123,6 +123,13 @@ def recast_compute_weights(chunks: Sequence[torch.nn.Module], optimizer: Megatro
     gather_compute_weights(chunks)
 
 
+def operators_of_parameters(
+    chunks: Sequence[torch.nn.Module], topology: Topology
+) -> Mapping[torch.nn.Parameter, OperatorId]:
+    """The operator of each parameter of this rank. Raises UsageError for a parameter that belongs to none."""
+    return {parameter: of.operator for parameter, of in _Model(chunks, topology).names.items()}
+
+
 def live_restorer(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, topology: Topology) -> LiveRestorer:
     """Restores this rank's state; also what it holds of other ranks' compute weights is poisoned, and gathered."""
 
@@ -136,6 +143,7 @@ def live_restorer(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimize
     return LiveRestorer(
         lambda: state_tensors(chunks, optimizer, topology),
         finish,
+        gather=lambda: gather_compute_weights(chunks),
         settle=lambda: settle_gathers(chunks),
         derived=[parameter for chunk in chunks for parameter in chunk.parameters()],
     )
@@ -163,7 +171,7 @@ class _Model:
         self.wrapped, self.chunks = list(chunks), unwrap_model(list(chunks))
         self.topology, self.rank = topology, torch.distributed.get_rank()
         self._here = topology.coordinates(self.rank)
-        self._names: dict[torch.nn.Parameter, GlobalName] = {
+        self.names: dict[torch.nn.Parameter, GlobalName] = {
             parameter: locate(name, self.place(chunk))
             for chunk in self.chunks
             for name, parameter in chunk.named_parameters()
@@ -181,7 +189,7 @@ class _Model:
 
     def shard(self, parameter: torch.nn.Parameter, start: int, end: int) -> Shard:
         """Elements `start` to `end` of a parameter."""
-        of, here, topology = self._names[parameter], self._here, self.topology
+        of, here, topology = self.names[parameter], self._here, self.topology
         rank, size = (here.etp, topology.expert_tp) if of.operator.is_expert else (here.tp, topology.tp)
         # Transformer Engine's experts lack the attribute; of an expert only the bias of the second layer is whole.
         partitioned = (

@@ -7,12 +7,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ..errors import MoECheckpointError
-from ..policy.strategies import Costs
+from ..policy.strategies import Costs, Pace
 from ..ports import Clock, Lane, Task, Transport
 from ..types import SnapshotPlan
 
 MICROSECONDS = 1e6
-_HEAD = 5
+_HEAD = 7
 
 Joined = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -21,9 +21,9 @@ Joined = tuple[tuple[int, ...], tuple[int, ...]]
 class Message:
     """What one rank knows after `iteration`.
 
-    plan: what it snapshots of it. costs: what it measured. statuses: how far it has come with each open round, asked
-    for when the message leaves. counts: tokens that its routers sent to the experts of all MoE layers, empty if nobody
-    wants to know.
+    plan: what it snapshots of it. costs: what it measured. pace: the time that a copy has, and how fast the last one
+    was, None if nobody wants to know. statuses: how far it has come with each open round, asked for when the message
+    leaves. counts: tokens that its routers sent to the experts of all MoE layers, empty if nobody wants to know.
     """
 
     iteration: int
@@ -31,16 +31,18 @@ class Message:
     costs: Costs
     statuses: Callable[[], Sequence[int]]
     counts: Sequence[int]
+    pace: Pace | None = None
 
 
 @dataclass(frozen=True)
 class News:
-    """What the messages of all ranks come to: the least statuses, the highest costs, the sums of the counts."""
+    """What the messages of all ranks come to: the least statuses and pace, the highest costs, the sums of counts."""
 
     iteration: int
     statuses: tuple[int, ...]
     costs: Costs
     counts: tuple[int, ...]
+    pace: Pace
 
 
 class Messages:
@@ -54,7 +56,9 @@ class Messages:
         """Begin to exchange; work that is almost done is waited for until then: news that miss this come one later."""
         mark = int(message.plan.digest()[:15], 16) if message.plan else 0
         costs = message.costs.iteration_s, message.costs.stall_s, message.costs.round_s
-        head = [mark, -mark, *(-round(cost * MICROSECONDS) for cost in costs)]
+        pace = message.pace or Pace(0.0, 0.0)
+        least_of_all = round(pace.iteration_s * MICROSECONDS), int(pace.bandwidth_bytes_per_s)
+        head = [mark, -mark, *(-round(cost * MICROSECONDS) for cost in costs), *least_of_all]
 
         def exchange() -> Joined:
             for task in awaiting:
@@ -76,11 +80,12 @@ class Messages:
             return None
         iteration, task = sent
         least, counts = task.result(timeout_s)
-        mark, negative, *costs = least[:_HEAD]
+        mark, negative, *costs, passes, bandwidth = least[:_HEAD]
         if mark != -negative:
             raise MoECheckpointError(
                 f"the ranks planned different snapshots of iteration {iteration}: this is a defect, as plans depend"
                 " only on what all ranks know; training cannot be protected"
             )
         iteration_s, stall_s, round_s = (-cost / MICROSECONDS for cost in costs)
-        return News(iteration, least[_HEAD:], Costs(iteration_s, stall_s, round_s), counts)
+        pace = Pace(passes / MICROSECONDS, float(bandwidth))
+        return News(iteration, least[_HEAD:], Costs(iteration_s, stall_s, round_s), counts, pace)

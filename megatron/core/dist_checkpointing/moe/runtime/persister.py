@@ -19,13 +19,22 @@ FIRST_PAUSE_S = 1.0
 
 @dataclass
 class PersistWork:
-    """The part of one snapshot that is to become persistent, and how far this rank has come."""
+    """What becomes persistent together, and how far this rank has come.
 
-    plan: SnapshotPlan
-    pieces: tuple[Piece, ...]
-    kinds: tuple[str, ...]
+    plans: of one snapshot, or of all of a window, oldest first. pieces: of each plan. kinds: of the pieces in memory
+    that have the records of each plan, the one with the trainer state first.
+    """
+
+    plans: tuple[SnapshotPlan, ...]
+    pieces: tuple[tuple[Piece, ...], ...]
+    kinds: tuple[tuple[str, ...], ...]
     status: Status = Status.PENDING
     failures: list[str] = field(default_factory=list)
+
+    @property
+    def iterations(self) -> frozenset[int]:
+        """Those of the plans."""
+        return frozenset(plan.iteration for plan in self.plans)
 
 
 class Persister:
@@ -68,13 +77,16 @@ class Persister:
                 self._storage.free(snapshot)
 
     def _write(self, work: PersistWork) -> None:
-        iteration = work.plan.iteration
+        for plan, pieces, kinds in zip(work.plans, work.pieces, work.kinds, strict=True):
+            self._write_snapshot(plan.iteration, pieces, kinds)
+
+    def _write_snapshot(self, iteration: int, pieces: Sequence[Piece], kinds: Sequence[str]) -> None:
         with ExitStack() as stack:
             sources = [
-                stack.enter_context(self._memory.open(SnapshotId(iteration, self._rank, kind))) for kind in work.kinds
+                stack.enter_context(self._memory.open(SnapshotId(iteration, self._rank, kind))) for kind in kinds
             ]
             # The first piece last, as in memory.
-            for index, piece in reversed([*enumerate(work.pieces)]):
+            for index, piece in reversed([*enumerate(pieces)]):
                 target = SnapshotId(iteration, self._rank, piece.kind)
                 if self._is_done(target, piece):
                     continue

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import getpass
 import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -22,26 +20,26 @@ from ..capture.popularity import TokenCounter
 from ..capture.snapshot import LiveCapturer
 from ..config import MoECheckpointConfig
 from ..errors import MoECheckpointError, UsageError
-from ..policy.placement import place_replicas
-from ..policy.strategies import STRATEGIES, Job
+from ..policy.strategies import GATE_UNIT, STRATEGIES, Job
 from ..policy.timelines import continued
-from ..ports import Store, TrainerState
+from ..ports import Execution, TrainerState
+from ..replay.densify import Replay
+from ..replay.execution import LiveExecution
 from ..replicate.process_group import ProcessGroupTransport
 from ..replicate.replicator import Replicator
-from ..store.filesystem import FilesystemStore
-from ..store.memory import MemoryStore
-from ..store.objects import ObjectStore
-from ..types import RecoveryPlan, Topology
+from ..types import RecoveryPlan, StepJournal, Topology
 from .clock import SystemClock
 from .completeness import check_complete
 from .coordinator import Coordinator, Ports, Report
 from .keeper import Identity, Keeper
 from .lanes import ThreadLane
-from .megatron import live_restorer, read_topology, state_tensors
+from .megatron import live_restorer, operators_of_parameters, read_topology, state_tensors
 from .model_operators import model_operators
 from .optimizer_state import allocate_optimizer_state
 from .persister import Persister
+from .places import Place, memory_folder, open_memory, open_persistent, replicas_placed
 from .recovery import Outcome, Recovery, RecoveryPorts
+from .rooms import fit_memory, gathered_sizes, report_memory, segment_sizes
 from .sharing import assign, joining_restorer, share_out
 
 log = logging.getLogger(__name__)
@@ -50,18 +48,6 @@ Value = TypeVar("Value")
 
 RECOVERY_PATIENCE = 12
 """How many times `--moe-ckpt-timeout-s` a rank may take to read its state during a recovery."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where this process runs: its local rank, and a name of its node that no other node of the job has.
-
-    job_id: the same for all attempts of a job, and for no other job.
-    """
-
-    local_rank: int
-    node: str
-    job_id: str
 
 
 @dataclass(frozen=True)
@@ -81,7 +67,8 @@ class Training:
 
 class Session:
     """In this order, each a collective over all ranks: the constructor, `look`, then `carry_out` or `discard`, `begin`;
-    in every iteration `before_optimizer` and `step_end`; at last `shutdown`, or `failure` on each rank that fails.
+    in every iteration `before_optimizer` and `step_end`, or `stepped` while `is_replaying`; at last `shutdown`, or
+    `failure` on each rank that fails.
 
     Raises UsageError, on all ranks alike, for flags, models and folders that cannot work.
     """
@@ -110,21 +97,28 @@ class Session:
             training.iterations,
             training.topk,
             tied_embeddings=bool(getattr(_unwrapped(training.chunks[0]), "share_embeddings_and_output_weights", False)),
+            sizes=gathered_sizes(self._capturer, self._control),
         )
         self._strategy = self._together(lambda: STRATEGIES[config.strategy](self._job))
-        replicas = config.replicas if config.replicas is not None else int(len(self._topology.ranks_by_node) > 1)
-        placement = self._together(lambda: _placed(self._topology, replicas))
+        placement = self._together(lambda: replicas_placed(config, self._topology))
         self._peers, self._owners = placement.peers[rank], placement.kept_by[rank]
+        self._rooms = self._strategy.rooms()
         self._segments = self._segment_sizes()
-        self._memory = self._together(self._open_memory)
-        self._persistent = self._together(self._open_persistent)
-        self._identity = Identity(place.job_id, _told(self._topology, config.shard), self._capturer.operators)
+        self._memory = self._together(lambda: open_memory(config, place, self._segments))
+        self._persistent = self._together(lambda: open_persistent(config, rank))
+        told = _told(self._topology, config.shard)
+        self._identity = Identity(place.job_id, told, self._capturer.operators, config.strategy)
         # Sorts by time, and differs even between attempts that start in the same instant.
         self._attempt = str(self._control.gather(f"{time.time_ns():020d}-{secrets.token_hex(4)}")[0])
+        # What cannot be replayed is refused before it is needed.
+        self._execution = self._together(self._made_execution) if self._strategy.replays else None
         self._recovery: Recovery | None = None
         self._outcome: Outcome | None = None
+        self._replay: Replay | None = None
         self._coordinator: Coordinator | None = None
-        self._counter = TokenCounter(training.chunks) if self._strategy.counts_tokens else None
+        self._counter = None
+        if self._strategy.counts_tokens:
+            self._counter = TokenCounter(training.chunks, gate_unit=GATE_UNIT if self._strategy.counts_gates else None)
 
     def refresh(self) -> None:
         """Enumerate the training state anew, as is needed after a checkpoint was loaded in another way."""
@@ -145,19 +139,51 @@ class Session:
     def look(self) -> RecoveryPlan | None:
         """What an earlier attempt left and what can be made of it; None when that is nothing."""
         ports = RecoveryPorts(
-            self._memory, self._persistent, self._patient, self._restorer, self._training.trainer, self._clock
+            self._memory,
+            self._persistent,
+            self._patient,
+            self._restorer,
+            self._training.trainer,
+            self._clock,
+            execution=self._execution,
+            make_room=self._make_room,
         )
         self._recovery = Recovery(self._job, self._strategy, ports, self._identity, self._owners)
         return self._recovery.look()
 
-    def carry_out(self) -> Outcome | None:
-        """Restore what `look` planned; None when all copies proved damaged: then the live state is unusable."""
+    def carry_out(self) -> Outcome | Replay | None:
+        """Restore what `look` planned; None when all copies proved damaged: then the live state is unusable.
+
+        A Replay where iterations have to be run again before the state is dense: `begin` prepares the first of them.
+        """
         assert self._recovery is not None
-        self._outcome = self._recovery.carry_out()
-        if self._outcome is not None and self._rank == 0:
-            for line in self._outcome.table.lines():
-                log.info("%s", line)
-        return self._outcome
+        done = self._recovery.carry_out()
+        if isinstance(done, Replay):
+            self._replay = done
+        elif done is not None:
+            self._recovered(done)
+        return done
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether training runs iterations again to make its state dense: nothing may be saved meanwhile."""
+        return self._replay is not None
+
+    def stepped(self, step: StepJournal) -> None:
+        """In place of `step_end` after an iteration that was replayed: on to the next one, or to protect what follows.
+
+        Training's progress, schedules and random states are those of the recorded iteration afterwards. Raises
+        MoECheckpointError when the iteration came out otherwise than recorded.
+        """
+        assert self._replay is not None and self._recovery is not None
+        self._replay.stepped(step)
+        if self._replay.is_done:
+            self._replay = None
+            if self._counter is not None:
+                self._counter.take()  # these tokens were counted when the iterations ran first
+            outcome = self._recovery.finish()
+            self._recovered(outcome)
+            self._protect(outcome.plan.target)
 
     @property
     def is_own(self) -> bool:
@@ -182,7 +208,22 @@ class Session:
         self._strategy = STRATEGIES[self._config.strategy](self._job)  # a vain recovery may have taught it something
 
     def begin(self, iteration: int) -> None:
-        """Protect training from here on; it stands after `iteration`."""
+        """Protect training from here on; it stands after `iteration`. After a replay instead, if one has to be."""
+        if self._replay is not None:
+            self._replay.begin()
+        else:
+            self._protect(iteration)
+
+    def _recovered(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+        for line in outcome.table.lines() if self._rank == 0 else ():
+            log.info("%s", line)
+
+    def _made_execution(self) -> Execution:
+        chunks, optimizer = self._training.chunks, self._training.optimizer
+        return LiveExecution(chunks, optimizer, operators_of_parameters(chunks, self._topology))
+
+    def _protect(self, iteration: int) -> None:
         self._patient.close()
         before = self._outcome.timeline if self._outcome is not None else ()
         identity = replace(self._identity, timeline=continued(before, self._attempt, iteration))
@@ -193,6 +234,9 @@ class Session:
             self._control,
             ThreadLane,
             self._clock,
+            self._owners,
+            self._rooms,
+            self._release_segments,
         )
         replicator = Replicator(self._data, self._peers, self._owners) if self._peers or self._owners else None
         keeper = Keeper(self._memory, replicator, self._data, self._clock, identity, owners=self._owners)
@@ -210,15 +254,14 @@ class Session:
         if self._outcome is not None:
             self._coordinator.resume(self._outcome)
 
-    def step_end(self, iteration: int) -> None:
+    def step_end(self, iteration: int, journal: StepJournal) -> None:
         """See `Coordinator.step_end`."""
         assert self._coordinator is not None
-        self._coordinator.step_end(iteration, self._counter.take() if self._counter else None)
+        self._coordinator.step_end(iteration, self._counter.take() if self._counter else None, journal)
 
     def before_optimizer(self) -> float:
-        """See `Coordinator.before_optimizer`."""
-        assert self._coordinator is not None
-        return self._coordinator.before_optimizer()
+        """See `Coordinator.before_optimizer`; nothing is under way in a replay."""
+        return self._coordinator.before_optimizer() if self._coordinator is not None else 0.0
 
     def report(self) -> Report:
         """See `Coordinator.report`."""
@@ -250,45 +293,32 @@ class Session:
 
     def _segment_sizes(self) -> list[int]:
         """Segments of equal size on all ranks, so that any rank's snapshots fit where a restart may place it."""
-        sizes: list[int] = []
-        for room in self._strategy.rooms():
-            nbytes = self._capturer.layout(room.largest, trainer=room.trainer).nbytes
-            (largest,) = self._control.least([-nbytes])
-            sizes += [max(1, -largest)] * (room.own + room.replica * len(self._owners))
+        sizes = segment_sizes(self._rooms, self._capturer, self._control, self._owners)
         (most,) = self._control.least([-sum(sizes)])
         if self._rank == 0:
             log.info(
                 "snapshots in memory: at most %.3f GB per rank in %s (%d segments)",
                 -most / 1e9,
-                self._memory_dir(),
+                memory_folder(self._config),
                 len(sizes),
             )
+            report_memory(self._rooms, self._job, self._rank, len(self._owners))
         return sizes
 
-    def _memory_dir(self) -> Path:
-        if self._config.memory_dir is not None:
-            return Path(self._config.memory_dir)
-        return Path("/dev/shm") / f"moe-ckpt-{getpass.getuser()}"
+    def _release_segments(self) -> None:
+        if self._engine is not None:
+            self._engine.release()
 
-    def _open_memory(self) -> MemoryStore:
-        base = self._memory_dir()
-        if self._config.memory_dir is None:
-            _made(base)
-        node = base / self._place.node
-        if base.is_dir():
-            try:
-                node.mkdir(exist_ok=True)
-            except OSError as error:
-                raise UsageError(
-                    f"memory dir {base} cannot be used: {error.strerror}; check its permissions"
-                ) from error
-        return MemoryStore(node if base.is_dir() else base, self._place.job_id, self._place.local_rank, self._segments)
-
-    def _open_persistent(self) -> Store | None:
-        place = self._config.persist_dir
-        if place is None:
-            return None
-        return ObjectStore(place, self._rank) if "://" in place else FilesystemStore(Path(place), self._rank)
+    def _make_room(self) -> None:
+        """Fit the memory to what the strategy needs once it knows what it knew before a fault; a collective."""
+        rooms = self._strategy.rooms()
+        if rooms != self._rooms:
+            sizes = segment_sizes(rooms, self._capturer, self._control, self._owners)
+            self._release_segments()
+            done, why = fit_memory(self._memory, sizes, self._control)
+            self._rooms = rooms if done else self._rooms
+            if why:
+                log.error("rank %d: %s", self._rank, why)
 
     def _together(self, action: Callable[[], Value]) -> Value:
         """What `action` gives on this rank; an error for people on any rank becomes one on all. A collective."""
@@ -303,26 +333,10 @@ class Session:
         return value  # type: ignore[return-value]
 
 
-def _made(folder: Path) -> None:
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"memory dir {folder} cannot be used: {error.strerror}; check its permissions") from error
-
-
 def _unwrapped(chunk: Any) -> Any:
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
-
-
-def _placed(topology: Topology, replicas: int) -> Any:
-    if replicas >= topology.world_size:
-        raise UsageError(
-            f"--moe-ckpt-replicas {replicas} needs as many peers, but the job has {topology.world_size} ranks: at most"
-            f" {topology.world_size - 1} are possible"
-        )
-    return place_replicas(topology, replicas)
 
 
 def _told(topology: Topology, shard: str) -> dict[str, Any]:

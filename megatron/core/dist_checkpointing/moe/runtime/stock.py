@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from ..policy.strategies import Piece
@@ -50,7 +50,10 @@ class Stock:
         return catalogue(everybody)
 
     def common(self, tier: Tier, timeline: Timeline, newest: int) -> tuple[Piece, ...]:
-        """The pieces up to iteration `newest` of which every rank has its share; none if any rank cannot tell."""
+        """The pieces up to iteration `newest` of which every rank has its share; none if any rank cannot tell.
+
+        Of a window, all of its pieces or none: a part of one restores nothing.
+        """
         store = self._memory if tier is Tier.OWN_MEMORY else self._persistent
         if store is None:
             return ()
@@ -63,16 +66,18 @@ class Stock:
             return ()
         merged: dict[tuple[int, str, str], dict[OperatorId, Any]] = {}
         held: dict[tuple[int, str, str], int] = {}
+        spans: dict[tuple[int, str, str], range] = {}
         everybody = catalogue([{"node": "", "operators": [], "found": found or []} for found in told])
         for one in everybody.of(timeline).found:
             key = one.snapshot.iteration, one.snapshot.kind, one.digest
             merged.setdefault(key, {}).update(one.plan.parts)
-            held[key] = held.get(key, 0) + 1
-        return tuple(
-            Piece(kind, SnapshotPlan(iteration, merged[iteration, kind, digest]))
+            held[key], spans[key] = held.get(key, 0) + 1, one.span
+        pieces = [
+            Piece(kind, SnapshotPlan(iteration, merged[iteration, kind, digest]), spans[iteration, kind, digest])
             for iteration, kind, digest in sorted(merged)
             if held[iteration, kind, digest] == len(told) and iteration <= newest
-        )
+        ]
+        return tuple(whole_windows(pieces))
 
     def land_late(self, arrived: Sequence[HeapReader], needed: Collection[int]) -> None:
         """Move snapshots that found no room while they were fetched into memory, in place of what nobody needs.
@@ -124,3 +129,11 @@ class Stock:
             return listing(store, tier, self._transport.rank, identity.topology, of_job, identity.strategy), ""
         except StoreFailure as error:
             return [], str(error)
+
+
+def whole_windows(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """The pieces of windows of which an iteration is there for each one of the span; others are as good as lost."""
+    there: dict[tuple[str, range], set[int]] = {}
+    for piece in pieces:
+        there.setdefault((piece.kind, piece.span), set()).add(piece.plan.iteration)
+    return (piece for piece in pieces if there[piece.kind, piece.span].issuperset(piece.span))

@@ -191,7 +191,7 @@ def _inventory(
         required[rank], copies[rank] = lane.operators, tuple(found)
         span = range(lane.taken[0].iteration + 1, target + 1) if logging else range(0)
         logs[rank] = tuple(BoundaryLog(rank, direction, span, at.node) for direction in Direction)
-    return Inventory(required, copies, logs, range(target + 1))
+    return Inventory(required, copies, logs, frozenset(range(target + 1)))
 
 
 def _segments(plan: RecoveryPlan) -> Table:

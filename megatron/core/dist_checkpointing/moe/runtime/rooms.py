@@ -1,0 +1,88 @@
+"""How much memory a strategy's rooms take: the same segments on all ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import cast
+
+from ..policy.strategies import Job, Room
+from ..policy.strategies.account import memory_account
+from ..ports import Capturer, Json, MappedStore, StoreFailure, Transport
+from ..types import OperatorId, OperatorKind, OperatorSize, Part, full_plan
+
+log = logging.getLogger(__name__)
+
+_STEPS = 32
+"""Segments of windows have sizes of so many steps between a power of two and the next: not every change is a new one"""
+
+
+def segment_sizes(rooms: Sequence[Room], capturer: Capturer, transport: Transport, owners: Sequence[int]) -> list[int]:
+    """Bytes of each segment, as large as the largest piece of any rank, so that a restart may place any rank anywhere.
+
+    A collective over all ranks. Raises PeerLost.
+    """
+    needed = [
+        max(capturer.layout(plan, trainer=room.trainer).nbytes for plan in (room.largest, *room.also)) for room in rooms
+    ]
+    largest = transport.least([-nbytes for nbytes in needed])
+    sizes: list[int] = []
+    for room, negative in zip(rooms, largest, strict=True):
+        nbytes = _stepped(-negative) if room.also else -negative
+        sizes += [max(1, nbytes)] * (room.own + room.replica * len(owners))
+    return sizes
+
+
+def fit_memory(memory: MappedStore, sizes: Sequence[int], transport: Transport) -> tuple[bool, str]:
+    """Give memory these segments; whether all ranks have them, and why this one has not, if so.
+
+    A collective over all ranks. Raises PeerLost.
+    """
+    why = ""
+    try:
+        memory.resize(sizes)
+    except StoreFailure as error:
+        why = str(error)
+    (done,) = transport.least([int(not why)])
+    return bool(done), why
+
+
+def gathered_sizes(capturer: Capturer, transport: Transport) -> dict[int, dict[OperatorId, OperatorSize]]:
+    """What `operator_sizes` gives on each rank, by rank; a collective over all ranks."""
+    mine: list[Json] = [
+        [one.layer, one.kind.value, one.expert, size.full_bytes, size.weights_bytes]
+        for one, size in operator_sizes(capturer).items()
+    ]
+    told = cast("list[list[list[int]]]", transport.gather(mine))
+    return {
+        rank: {OperatorId(row[0], OperatorKind(row[1]), row[2]): OperatorSize(row[3], row[4]) for row in rows}
+        for rank, rows in enumerate(told)
+    }
+
+
+def operator_sizes(capturer: Capturer) -> dict[OperatorId, OperatorSize]:
+    """Bytes of what this rank owns of each of its operators."""
+    full, weights = (_bytes_by_operator(capturer, part) for part in (Part.FULL, Part.WEIGHTS))
+    return {operator: OperatorSize(full[operator], weights[operator]) for operator in sorted(capturer.operators)}
+
+
+def report_memory(rooms: tuple[Room, ...], job: Job, rank: int, owners: int) -> None:
+    """Log what the rooms hold on this rank, as MoEvement Table 6 counts it; nothing before they hold anything."""
+    if rank != 0 or rank not in job.sizes:
+        return
+    account = memory_account(rooms, job.sizes[rank], owners)
+    if account.checkpoint_bytes:
+        log.info("%s", account)
+
+
+def _bytes_by_operator(capturer: Capturer, part: Part) -> dict[OperatorId, int]:
+    found = dict.fromkeys(capturer.operators, 0)
+    for field in capturer.layout(full_plan(0, capturer.operators, part)).fields:
+        if field.operator is not None:
+            found[field.operator] += field.nbytes
+    return found
+
+
+def _stepped(nbytes: int) -> int:
+    step = max(1, (1 << nbytes.bit_length() - 1) // _STEPS)
+    return -(-nbytes // step) * step

@@ -1,0 +1,56 @@
+"""Recovers from snapshots in storage, replays what they need, saves a dense checkpoint, ends: `moe-ckpt convert`."""
+
+import sys
+from collections.abc import Sequence
+
+from megatron.pretrain.config import PretrainConfig, parse_config
+from megatron.pretrain.config.validate import resolve
+from megatron.pretrain.ending import exit_code_of
+from megatron.pretrain.errors import UsageError
+from megatron.pretrain.initialize import Launch, initialize, probe_environment, shut_down
+from megatron.pretrain.logs import configure_logging
+
+
+def densify(config: PretrainConfig, launch: Launch) -> None:
+    """Write the newest state in `--moe-ckpt-persist-dir` into `--save`; needs `--exit-interval 1`."""
+    initialize(config, launch)
+
+    # Core looks at the device while it is imported, so the device comes first.
+    from megatron.pretrain.assemble import build_faults, build_metrics, build_state
+    from megatron.pretrain.batches import build_splits
+    from megatron.pretrain.checkpoint.protect import driver_errors, resume
+    from megatron.pretrain.checkpoint.save import Saver
+    from megatron.pretrain.loop import Trainer
+    from megatron.pretrain.tokenizer import build_tokenizer
+
+    data = config.data
+    tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size)
+    state, transformer = build_state(config, tokenizer)
+    session = resume(state, launch)
+    if session is None or not (session.is_replaying or state.progress.iteration):
+        raise UsageError(f"no state can be recovered from {config.moe_checkpoint.persist_dir}; the lines above say why")
+    with driver_errors():
+        if session.is_replaying:
+            datasets = build_splits(config, tokenizer)
+            Trainer(state, transformer, datasets, build_metrics(config), build_faults(config, launch), session).run()
+            return
+        Saver(state).save()
+        session.shutdown(keep_memory=False)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code: 0 written, 1 failed, 2 flags or inputs that cannot work."""
+    launch = Launch.from_environment()
+    configure_logging(launch)
+    try:
+        config = resolve(parse_config(argv), probe_environment(launch.world_size))
+        densify(config, launch)
+    except Exception as error:
+        return exit_code_of(error, launch)
+    finally:
+        shut_down()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

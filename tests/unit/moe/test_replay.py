@@ -1,0 +1,250 @@
+"""Sparse-to-dense conversion over fakes: what is restored, frozen and compared in which order, and what ends it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from megatron.core.dist_checkpointing.moe.ports import Facts, Json, Reader, SnapshotId, StoreFailure
+from megatron.core.dist_checkpointing.moe.replay.densify import (
+    Load,
+    Replay,
+    ReplayDiverged,
+    ReplayPorts,
+    ReplayStep,
+    restore_trainer,
+)
+from megatron.core.dist_checkpointing.moe.simulate.lanes import FakeClock
+from megatron.core.dist_checkpointing.moe.simulate.memory import Memory
+from megatron.core.dist_checkpointing.moe.simulate.model import FakeModel
+from megatron.core.dist_checkpointing.moe.simulate.rank import (
+    FakeCapturer,
+    FakeExecution,
+    FakeRestorer,
+    FakeTrainerState,
+)
+from megatron.core.dist_checkpointing.moe.simulate.storage import FakeStore
+from megatron.core.dist_checkpointing.moe.simulate.world import World
+from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Part, StepJournal, Window, expert
+
+ROUTER, DENSE = OperatorId(0, OperatorKind.ROUTER), OperatorId(0, OperatorKind.NON_EXPERT)
+OPERATORS = (DENSE, ROUTER, expert(0, 0), expert(0, 1))
+WINDOW = Window(4, ((expert(0, 0),), (ROUTER, expert(0, 1)), (DENSE,)))
+LOSSES = {5: 2.5, 6: 2.25}
+JOURNALS = {iteration: StepJournal(1.5, False, loss) for iteration, loss in LOSSES.items()}
+
+
+class Ranks:
+    """A transport on which the other ranks say `others`."""
+
+    def __init__(self, rank: int = 0, others: tuple[Json, ...] = ()) -> None:
+        self.rank, self.others = rank, others
+
+    def gather(self, value: Json) -> list[Json]:
+        return [value, *self.others]
+
+
+@dataclass
+class Rank:
+    """A rank that was restored as of the first iteration of WINDOW, and the replay that makes its state dense."""
+
+    model: FakeModel
+    execution: FakeExecution
+    restorer: FakeRestorer
+    replay: Replay
+    readers: dict[int, Reader]
+
+    def iterate(self, step: StepJournal | None = None) -> None:
+        self.model.forward_backward()
+        self.model.step()
+        self.replay.stepped(step or JOURNALS[self.model.iteration])
+
+    def run(self) -> None:
+        self.replay.begin()
+        while not self.replay.is_done:
+            self.iterate()
+        self.restorer.complete()
+
+
+def snapshots(world: World) -> FakeStore:
+    """What a rank sealed while it trained through the window."""
+    model, store = FakeModel(world, 0, dict.fromkeys(OPERATORS, 8)), FakeStore(Memory(), 0, (8192,) * 3)
+    capturer, trainer = FakeCapturer(model, world), FakeTrainerState(model, world)
+    for iteration in range(1, WINDOW.last_iteration + 1):
+        model.forward_backward()
+        model.step()
+        if iteration >= WINDOW.first_iteration:
+            layout = capturer.layout(WINDOW.plan(iteration), trainer=True)
+            with store.reserve(SnapshotId(iteration, 0), layout) as writer:
+                for field in layout.fields:
+                    writer.put(field.key, bytes(model.live[field.key]))
+                writer.seal(Facts("job", "", {}, {"trainer": trainer.scalars()}))
+    return store
+
+
+def parts_of(iteration: int) -> dict[Part, frozenset[OperatorId]]:
+    plan = WINDOW.plan(iteration)
+    return {
+        Part.FULL: plan.anchored,
+        Part.WEIGHTS: frozenset(operator for operator, part in plan.parts.items() if part is Part.WEIGHTS),
+    }
+
+
+def resumed(
+    transport: Any = None, tolerance: float = 0.0, change: Callable[[ReplayStep], ReplayStep] = lambda s: s
+) -> Rank:
+    world = World(3)
+    store = snapshots(world)
+    readers = {iteration: store.open(SnapshotId(iteration, 0)) for iteration in (4, 5, 6)}
+    model = FakeModel(world, 0, dict.fromkeys(OPERATORS, 8))
+    execution, restorer, trainer = (
+        FakeExecution(model, world),
+        FakeRestorer(model, world),
+        FakeTrainerState(model, world),
+    )
+    restorer.poison()
+    restorer.restore(readers[4].read, parts_of(4))
+    restore_trainer(trainer, readers[4])
+    steps = [
+        change(
+            ReplayStep(
+                iteration,
+                parts_of(iteration - 1)[Part.WEIGHTS],
+                JOURNALS[iteration],
+                (Load(readers[iteration], parts_of(iteration)),),
+                readers[iteration],
+            )
+        )
+        for iteration in (5, 6)
+    ]
+    ports = ReplayPorts(restorer, trainer, execution, transport or Ranks(), FakeClock(world))
+    return Rank(model, execution, restorer, Replay(ports, steps, len(OPERATORS), tolerance), readers)
+
+
+def test_a_replayed_window_is_the_state_that_training_had() -> None:
+    rank = resumed()
+    rank.run()
+    assert rank.model.iteration == WINDOW.last_iteration
+    assert not rank.model.wrong()
+    assert rank.model.frozen is None
+
+
+def test_each_iteration_runs_with_the_operators_frozen_that_are_not_anchored_yet_and_with_its_journal() -> None:
+    rank = resumed()
+    rank.run()
+    assert rank.execution.steps == [
+        (frozenset({DENSE, ROUTER, expert(0, 1)}), JOURNALS[5]),
+        (frozenset({DENSE}), JOURNALS[6]),
+    ]
+
+
+def test_frozen_operators_have_no_master_weights_until_their_snapshot_is_loaded() -> None:
+    rank = resumed()
+    rank.replay.begin()
+    rank.iterate()
+    assert rank.model.versions()[f"{DENSE}.weight/master"] is None
+    assert not {one for one in rank.model.wrong() if not one.startswith(f"{DENSE}.")}
+
+
+def test_a_step_over_stale_weights_would_not_have_been_exact() -> None:
+    rank = resumed(
+        change=lambda step: replace(step, loads=(Load(step.loads[0].reader, {Part.FULL: parts_of(5)[Part.FULL]}),))
+    )
+    rank.replay.begin()
+    rank.iterate()
+    rank.model.forward_backward()
+    rank.model.step()
+    assert None in {rank.model.versions()[f"{expert(0, 0)}.weight/master"]}
+
+
+def test_another_loss_than_the_recorded_one_ends_the_replay_with_both() -> None:
+    rank = resumed()
+    rank.replay.begin()
+    with pytest.raises(ReplayDiverged, match=r"iteration 5 gave the loss 2\.5000001, recorded was 2\.5:.*tolerance"):
+        rank.iterate(StepJournal(1.5, False, 2.5000001))
+
+
+def test_a_loss_within_the_tolerance_is_accepted_and_one_beyond_is_not() -> None:
+    rank = resumed(tolerance=0.01)
+    rank.replay.begin()
+    rank.iterate(StepJournal(1.5, False, 2.52))
+    with pytest.raises(ReplayDiverged):
+        rank.iterate(StepJournal(1.5, False, 2.28))
+
+
+def test_a_loss_that_is_no_number_is_not_the_recorded_one_unless_that_was_none_either() -> None:
+    rank = resumed(tolerance=1e9)
+    rank.replay.begin()
+    with pytest.raises(ReplayDiverged):
+        rank.iterate(StepJournal(1.5, False, math.nan))
+    rank = resumed(change=lambda step: replace(step, journal=StepJournal(1.5, False, math.nan)))
+    rank.replay.begin()
+    rank.iterate(StepJournal(1.5, False, math.nan))
+
+
+def test_a_step_that_was_skipped_only_once_ends_the_replay() -> None:
+    rank = resumed()
+    rank.replay.begin()
+    with pytest.raises(ReplayDiverged, match="skipped its optimizer step, recorded was that it made"):
+        rank.iterate(StepJournal(None, True, 2.5))
+
+
+def test_ranks_off_the_last_stage_know_no_loss_and_compare_none() -> None:
+    rank = resumed(change=lambda step: replace(step, journal=StepJournal(1.5)))
+    rank.replay.begin()
+    rank.iterate(StepJournal(1.5))
+    assert rank.model.iteration == 5
+
+
+def test_what_another_rank_finds_wrong_ends_the_replay_here_too() -> None:
+    rank = resumed(Ranks(others=(["diverged", "the loss of another rank"],)))
+    rank.replay.begin()
+    with pytest.raises(ReplayDiverged, match="the loss of another rank"):
+        rank.iterate()
+
+
+def test_a_snapshot_that_went_bad_since_it_was_verified_is_worth_a_restart() -> None:
+    rank = resumed()
+    rank.replay.begin()
+    rank.readers[5].close()
+    world = World(3)
+    memory = Memory()
+    damaged = FakeStore(memory, 0, (8192,))
+    model = FakeModel(world, 0, dict.fromkeys(OPERATORS, 8))
+    layout = FakeCapturer(model, world).layout(WINDOW.plan(5), trainer=True)
+    with damaged.reserve(SnapshotId(5, 0), layout) as writer:
+        for field in layout.fields:
+            writer.put(field.key, bytes(model.live[field.key]))
+        writer.seal(Facts("job", "", {}, {}))
+    memory.flip(SnapshotId(5, 0), layout.offsets[0] + 5)
+    reader = damaged.open(SnapshotId(5, 0))
+    rank = resumed(change=lambda step: replace(step, loads=(Load(reader, parts_of(step.iteration)),)))
+    rank.replay.begin()
+    with pytest.raises(StoreFailure, match="rank 0: the replay has to begin anew"):
+        rank.iterate()
+
+
+def test_state_that_no_snapshot_gave_is_noticed_before_it_is_trained_on() -> None:
+    rank = resumed(change=lambda step: replace(step, loads=()))
+    rank.replay.begin()
+    with pytest.raises(StoreFailure, match="were not restored"):
+        rank.iterate()
+
+
+def test_progress_says_how_far_it_is_and_how_many_operators_are_active(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        resumed().run()
+    first, second = caplog.messages
+    assert first.startswith("replayed iteration 5 (1 of 2): 3 of 4 operators are active; about ")
+    assert second == "replayed iteration 6 (2 of 2): 4 of 4 operators are active; the state is dense again"
+
+
+def test_only_the_first_rank_speaks(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        resumed(Ranks(rank=1)).run()
+    assert not caplog.messages

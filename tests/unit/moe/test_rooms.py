@@ -1,0 +1,92 @@
+"""How much memory a strategy's rooms take, agreed on by all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from megatron.core.dist_checkpointing.moe.policy.strategies import Room
+from megatron.core.dist_checkpointing.moe.ports import NoRoom
+from megatron.core.dist_checkpointing.moe.runtime.rooms import (
+    fit_memory,
+    gathered_sizes,
+    operator_sizes,
+    segment_sizes,
+)
+from megatron.core.dist_checkpointing.moe.simulate.model import FakeModel, spread
+from megatron.core.dist_checkpointing.moe.simulate.rank import FakeCapturer
+from megatron.core.dist_checkpointing.moe.simulate.world import World
+from megatron.core.dist_checkpointing.moe.types import (
+    OperatorId,
+    OperatorKind,
+    OperatorSize,
+    Part,
+    SnapshotPlan,
+    expert,
+    full_plan,
+)
+
+OPERATORS = (OperatorId(0, OperatorKind.NON_EXPERT), *(expert(0, index) for index in range(4)))
+
+
+class Alone:
+    """A job of one rank, or of more that all say what `others` say."""
+
+    rank = 0
+
+    def __init__(self, others: Sequence[int] = ()) -> None:
+        self.others = others
+
+    def least(self, values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(map(min, values, self.others)) if self.others else tuple(values)
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+class Memory:
+    def __init__(self, problem: str = "") -> None:
+        self.problem = problem
+
+    def resize(self, segment_bytes: Sequence[int]) -> None:
+        if self.problem:
+            raise NoRoom(self.problem)
+
+
+@pytest.fixture
+def capturer() -> FakeCapturer:
+    world = World(0)
+    return FakeCapturer(FakeModel(world, 0, spread(OPERATORS, 0, 2, numel=512)), world)
+
+
+def test_segments_are_as_large_as_the_largest_piece_of_any_rank(capturer: FakeCapturer) -> None:
+    mine = capturer.layout(full_plan(0, OPERATORS), trainer=True).nbytes
+    room = Room(full_plan(0, OPERATORS), own=3, replica=2, trainer=True)
+    assert segment_sizes((room,), capturer, Alone(), (1, 2)) == [mine] * 7  # type: ignore[arg-type]
+    assert segment_sizes((room,), capturer, Alone([-mine - 8]), ()) == [mine + 8] * 3  # type: ignore[arg-type]
+
+
+def test_segments_of_a_window_hold_each_of_its_snapshots_with_little_to_spare(capturer: FakeCapturer) -> None:
+    plans = (full_plan(0, OPERATORS[:1]), full_plan(1, OPERATORS), full_plan(2, OPERATORS[1:2]))
+    largest = max(capturer.layout(plan, trainer=True).nbytes for plan in plans)
+    room = Room(plans[0], own=9, replica=6, trainer=True, also=plans[1:])
+    sizes = segment_sizes((room,), capturer, Alone(), ())  # type: ignore[arg-type]
+    assert len(sizes) == 9
+    assert largest <= sizes[0] <= 1.04 * largest
+
+
+def test_sizes_of_operators_are_those_of_their_records(capturer: FakeCapturer) -> None:
+    sizes = operator_sizes(capturer)
+    assert sizes.keys() == capturer.operators
+    whole = SnapshotPlan(0, {OPERATORS[0]: Part.FULL})
+    assert sizes[OPERATORS[0]].full_bytes == sum(one.nbytes for one in capturer.layout(whole).fields)
+    assert sizes[OPERATORS[0]] == OperatorSize(12 * 512, 2 * 512)
+    assert gathered_sizes(capturer, Alone()) == {0: sizes}  # type: ignore[arg-type]
+
+
+def test_memory_fits_only_if_it_does_on_all_ranks() -> None:
+    assert fit_memory(Memory(), [1], Alone()) == (True, "")  # type: ignore[arg-type]
+    assert fit_memory(Memory("it is full"), [1], Alone()) == (False, "it is full")  # type: ignore[arg-type]
+    assert fit_memory(Memory(), [1], Alone([0])) == (False, "")  # type: ignore[arg-type]

@@ -1,0 +1,82 @@
+"""What a recovery takes of windows: snapshots of ranks without operators too, and whole windows only."""
+
+from __future__ import annotations
+
+from megatron.core.dist_checkpointing.moe.policy.strategies import Piece
+from megatron.core.dist_checkpointing.moe.ports import SnapshotId
+from megatron.core.dist_checkpointing.moe.recover.fetch import needs, witnessed
+from megatron.core.dist_checkpointing.moe.recover.inventory import Catalogue, Found
+from megatron.core.dist_checkpointing.moe.runtime.restoring import base_of
+from megatron.core.dist_checkpointing.moe.runtime.stock import whole_windows
+from megatron.core.dist_checkpointing.moe.types import (
+    OperatorId,
+    OperatorKind,
+    Part,
+    RecoveryPlan,
+    Scope,
+    Segment,
+    SnapshotPlan,
+    Source,
+    Tier,
+    expert,
+)
+
+HEAD, EXPERT = OperatorId(2, OperatorKind.HEAD), expert(0, 0)
+NONE: frozenset[OperatorId] = frozenset()
+
+
+def found(rank: int, iteration: int, *operators: OperatorId, journal: bool = True) -> Found:
+    plan = SnapshotPlan(iteration, dict.fromkeys(operators, Part.FULL))
+    return Found(rank, SnapshotId(iteration, rank), Tier.OWN_MEMORY, plan, span=range(4, 6), journal=journal)
+
+
+def planned(*sources: Source) -> RecoveryPlan:
+    return RecoveryPlan(5, Scope.GLOBAL, (Segment((0,), 4, 5, (frozenset({HEAD}),)),), sources)
+
+
+def source(rank: int, iteration: int, operator: OperatorId) -> Source:
+    return Source(rank, iteration, Tier.OWN_MEMORY, 0, Part.FULL, frozenset({operator}))
+
+
+def test_a_rank_reads_each_replayed_iteration_even_where_it_owns_no_operator_of_the_snapshot() -> None:
+    known = Catalogue(
+        (found(0, 4, EXPERT), found(1, 4, HEAD), found(0, 5, HEAD), found(1, 5)), {0: NONE, 1: NONE}, (0, 0)
+    )
+    plan = planned(source(0, 4, EXPERT), source(0, 5, HEAD), source(1, 4, HEAD))
+    read = witnessed(needs(plan, known.inventory(), known), plan, known)
+    assert sorted((need.rank, need.found.snapshot.iteration, bool(need.parts)) for need in read) == [
+        (0, 4, True),
+        (0, 5, True),
+        (1, 4, True),
+        (1, 5, False),
+    ]
+
+
+def test_nothing_more_is_read_where_nothing_is_replayed() -> None:
+    known = Catalogue((found(0, 5, HEAD), found(1, 5)), {0: NONE, 1: NONE}, (0, 0))
+    plan = RecoveryPlan(5, Scope.GLOBAL, (Segment((0,), 5, 5),), (source(0, 5, HEAD),))
+    assert [need.rank for need in witnessed(needs(plan, known.inventory(), known), plan, known)] == [0]
+
+
+def test_the_base_is_where_the_replay_begins_and_the_target_without_one() -> None:
+    assert base_of(planned()) == 4
+    assert base_of(RecoveryPlan(5, Scope.NONE, (), ())) == 5
+
+
+def piece(iteration: int, span: range = range(0), kind: str = "window") -> Piece:
+    return Piece(kind, SnapshotPlan(iteration, {HEAD: Part.FULL}), span)
+
+
+def test_a_window_that_lacks_an_iteration_is_not_kept_at_all() -> None:
+    whole, torn = [piece(at, range(4, 7)) for at in (4, 5, 6)], [piece(at, range(7, 10)) for at in (7, 9)]
+    assert list(whole_windows([*whole, *torn])) == whole
+
+
+def test_windows_that_overlap_do_not_complete_each_other() -> None:
+    given_up, begun_anew = [piece(4, range(4, 6))], [piece(5, range(5, 7)), piece(6, range(5, 7))]
+    assert list(whole_windows([*given_up, *begun_anew])) == begun_anew
+
+
+def test_snapshots_that_restore_a_state_by_themselves_are_kept_each() -> None:
+    pieces = [piece(4, kind="dense"), piece(4, kind="expertsa"), piece(6, kind="dense")]
+    assert list(whole_windows(pieces)) == pieces

@@ -1,0 +1,34 @@
+"""What a conversion keeps of the flags that a job was started with."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from megatron.core.dist_checkpointing.moe.cli.convert import _DROPPED, recorded
+from megatron.core.dist_checkpointing.moe.config import add_flags
+from megatron.pretrain.config import _GROUPS, parse_config
+
+GIVEN = (
+    "--num-layers 4 --save old --save-interval=5 --async-save --data-path 1 one 2 other --load old --finetune "
+    "--moe-ckpt-inject-fault 0@1 --moe-ckpt-inject-fault=1@2 --moe-ckpt-window 3 --lr -1 --exit-interval 7 --bf16"
+)
+
+
+def test_flags_of_saving_ending_and_faults_are_left_out_with_their_values() -> None:
+    kept = "--num-layers 4 --data-path 1 one 2 other --moe-ckpt-window 3 --lr -1 --bf16"
+    assert recorded(GIVEN.split()) == kept.split()
+
+
+@pytest.mark.parametrize("name", _DROPPED)
+def test_each_flag_that_is_left_out_is_one_of_the_driver_with_so_many_values(name: str) -> None:
+    parser = argparse.ArgumentParser()
+    for config, title in _GROUPS.values():
+        add_flags(parser, config, title, prefix=getattr(config, "PREFIX", ""))
+    action = parser._option_string_actions[name]
+    assert (0 if action.nargs == 0 else 1) == _DROPPED[name]
+
+
+def test_a_configuration_knows_the_flags_it_was_made_from() -> None:
+    assert parse_config(["--num-layers", "4"]).argv == ("--num-layers", "4")
