@@ -21,27 +21,32 @@ from megatron.core.dist_checkpointing.moe.ports import StoreFailure
 
 @contextlib.contextmanager
 def watching_sealed_bytes(folder: str) -> Iterator[None]:
-    """Hash each sealed snapshot and replica of this slot when it is first seen, and again after every iteration."""
+    """Hash each sealed snapshot and replica of this slot when it is first seen, and again after every iteration.
+
+    Facts: how often it looked, how often it saw the same own snapshot and the same replica at most, how many different
+    ones of both it saw, and what had changed.
+    """
     from megatron.core.dist_checkpointing.moe.runtime.session import Session
 
     rank = int(os.environ["RANK"])
-    facts: dict[str, Any] = {"looks": 0, "replicas": 0, "longest": 0, "changed": []}
+    facts: dict[str, Any] = {"looks": 0, "own": 0, "replica": 0, "different": 0, "changed": []}
     seen: dict[str, str] = {}
     hashed: Counter[str] = Counter()
     original = Session.step_end
 
-    def step_end(self: Any, iteration: int) -> None:
-        original(self, iteration)
+    def step_end(self: Any, iteration: int, *journal: Any) -> None:
+        original(self, iteration, *journal)
         facts["looks"] += 1
         now = _fingerprints(self._memory.directory)
         for name, digest in now.items():
             if seen.setdefault(name, digest) != digest:
                 facts["changed"].append(f"{name} after iteration {iteration}")
             hashed[name] += 1
-            facts["replicas"] += f"-rank_{rank:05d}-" not in name
+            whose = "own" if f"-rank_{rank:05d}-" in name else "replica"
+            facts[whose] = max(facts[whose], hashed[name])
         for name in seen.keys() - now.keys():
             del seen[name]
-        facts["longest"] = max(hashed.values(), default=0)
+        facts["different"] = len(hashed)
 
     with mock.patch.object(Session, "step_end", step_end):
         try:
@@ -70,10 +75,20 @@ def _fingerprints(slot: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def no_joint_snapshot_after(iteration: int) -> Iterator[None]:
-    """From then on one rank cannot seal its own, by turns: memory is written as ever, but an older snapshot stays."""
-    from megatron.core.dist_checkpointing.moe.runtime.keeper import Keeper
+    """From then on one rank cannot seal its own, by turns: memory is written as ever, but an older snapshot stays.
 
-    original = Keeper._seal
+    One iteration later all that was begun before is waited for, so that from there on it is seen at each look, however
+    slowly the work beside training runs.
+    """
+    from megatron.core.dist_checkpointing.moe.runtime.keeper import Keeper
+    from megatron.core.dist_checkpointing.moe.runtime.session import Session
+
+    original, step_end = Keeper._seal, Session.step_end
+
+    def waiting_step_end(self: Any, at: int, *journal: Any) -> None:
+        step_end(self, at, *journal)
+        if at == iteration + 1:
+            self._coordinator._custody.drain()
 
     def seal(self: Any, work: Any) -> bool:
         turn = work.plan.iteration % int(os.environ["WORLD_SIZE"])
@@ -82,7 +97,7 @@ def no_joint_snapshot_after(iteration: int) -> Iterator[None]:
             raise StoreFailure(f"sealing after iteration {iteration} failed as asked")
         return bool(original(self, work))
 
-    with mock.patch.object(Keeper, "_seal", seal):
+    with mock.patch.object(Keeper, "_seal", seal), mock.patch.object(Session, "step_end", waiting_step_end):
         yield
 
 
@@ -141,11 +156,11 @@ def storage_vanishes(folder: str, iteration: int) -> Iterator[None]:
 
     original = Session.step_end
 
-    def step_end(self: Any, at: int) -> None:
+    def step_end(self: Any, at: int, *journal: Any) -> None:
         if at == iteration and os.environ["RANK"] == "0":
             Path(folder).rename(f"{folder}-away")
             Path(folder).write_text("not a folder")
-        original(self, at)
+        original(self, at, *journal)
 
     with mock.patch.object(Session, "step_end", step_end), mock.patch.object(persister, "FIRST_PAUSE_S", 0.05):
         yield

@@ -33,9 +33,9 @@ def watched(folder: str) -> Iterator[None]:
             _note(folder, {"event": "planned", "iteration": iteration, "k": k})
         return made
 
-    def watched_step_end(self: Any, iteration: int) -> None:
+    def watched_step_end(self: Any, iteration: int, *journal: Any) -> None:
         _note(folder, {"event": "ended", "iteration": iteration, "state": _state(self)})
-        step_end(self, iteration)
+        step_end(self, iteration, *journal)
 
     def watched_report(self: Any) -> Any:
         done = report(self)

@@ -13,7 +13,12 @@ SAME = "--global-batch-size 8 --attention-dropout 0 --make-vocab-size-divisible-
 SAVED_WITH = Layout(tp=1, pp=2, ep=2)
 
 
-@pytest.fixture(scope="module", params=[(), ("--untie-embeddings-and-output-weights",)], ids=["tied", "untied"])
+UNTIED = ("--untie-embeddings-and-output-weights",)
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param((), id="tied"), pytest.param(UNTIED, id="untied", marks=pytest.mark.full)]
+)
 def reshardable(
     request: pytest.FixtureRequest, world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, tuple[str, ...]]:

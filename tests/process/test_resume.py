@@ -83,22 +83,28 @@ def assert_resumed_exactly(undisturbed_and_resumed: Callable[..., tuple[Ran, Ran
     return check
 
 
+# Each layout with two sets of flags; a sample has every layout of four ranks and every flag.
+SAMPLE: list[tuple[Layout, list[str]]] = [
+    (Layout(tp=1, pp=2, ep=2), ["--bf16", "--async-save", RESHARDABLE, *BIAS]),
+    (Layout(tp=1, pp=1, ep=4), ["--async-save", *OVERLAP, *UNTIED]),
+    (Layout(tp=2, pp=1, ep=2), [RESHARDABLE]),
+    (Layout(tp=1, pp=4, ep=1), ["--bf16", *OVERLAP]),
+    (Layout(tp=1, pp=2, ep=2, vpp=2), ["--bf16", "--async-save", *UNTIED, *OVERLAP]),
+]
+OTHERS: list[tuple[Layout, list[str]]] = [
+    (Layout(tp=1, pp=2, ep=2), BIAS),
+    (Layout(tp=1, pp=1, ep=4), ["--bf16", RESHARDABLE, *UNTIED, *BIAS]),
+    (Layout(tp=2, pp=1, ep=2), ["--bf16", "--async-save", *BIAS]),
+    (Layout(tp=1, pp=4, ep=1), ["--async-save", RESHARDABLE, *UNTIED, *BIAS]),
+    (Layout(tp=1, pp=2, ep=2, ranks=8), ["--bf16", "--async-save", *OVERLAP, *BIAS]),
+    (Layout(tp=1, pp=2, ep=2, ranks=8), [RESHARDABLE]),
+    (Layout(tp=1, pp=2, ep=2, vpp=2), [RESHARDABLE, *BIAS]),
+]
+
+
 @pytest.mark.parametrize(
     ("layout", "flags"),
-    [
-        (Layout(tp=1, pp=2, ep=2), BIAS),
-        (Layout(tp=1, pp=2, ep=2), ["--bf16", "--async-save", RESHARDABLE, *BIAS]),
-        (Layout(tp=1, pp=1, ep=4), ["--async-save", *OVERLAP, *UNTIED]),
-        (Layout(tp=1, pp=1, ep=4), ["--bf16", RESHARDABLE, *UNTIED, *BIAS]),
-        (Layout(tp=2, pp=1, ep=2), [RESHARDABLE]),
-        (Layout(tp=2, pp=1, ep=2), ["--bf16", "--async-save", *BIAS]),
-        (Layout(tp=1, pp=4, ep=1), ["--bf16", *OVERLAP]),
-        (Layout(tp=1, pp=4, ep=1), ["--async-save", RESHARDABLE, *UNTIED, *BIAS]),
-        (Layout(tp=1, pp=2, ep=2, ranks=8), ["--bf16", "--async-save", *OVERLAP, *BIAS]),
-        (Layout(tp=1, pp=2, ep=2, ranks=8), [RESHARDABLE]),
-        (Layout(tp=1, pp=2, ep=2, vpp=2), ["--bf16", "--async-save", *UNTIED, *OVERLAP]),
-        (Layout(tp=1, pp=2, ep=2, vpp=2), [RESHARDABLE, *BIAS]),
-    ],
+    [*SAMPLE, *(pytest.param(*other, marks=pytest.mark.full) for other in OTHERS)],
     ids=lambda value: str(value) if isinstance(value, Layout) else " ".join(value),
 )
 def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(

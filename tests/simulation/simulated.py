@@ -7,18 +7,21 @@ from dataclasses import dataclass, field, replace
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
-from megatron.core.dist_checkpointing.moe.policy.strategies import STRATEGIES, Job
-from megatron.core.dist_checkpointing.moe.policy.timelines import continued
+from megatron.core.dist_checkpointing.moe.policy.strategies import STRATEGIES, Job, Room
+from megatron.core.dist_checkpointing.moe.policy.timelines import Timeline, continued
+from megatron.core.dist_checkpointing.moe.replay.densify import Replay
 from megatron.core.dist_checkpointing.moe.replicate.replicator import Replicator
 from megatron.core.dist_checkpointing.moe.runtime.coordinator import Coordinator, Ports, Report
 from megatron.core.dist_checkpointing.moe.runtime.keeper import Identity, Keeper
 from megatron.core.dist_checkpointing.moe.runtime.persister import Persister
 from megatron.core.dist_checkpointing.moe.runtime.recovery import Outcome, Recovery, RecoveryPorts
+from megatron.core.dist_checkpointing.moe.runtime.rooms import fit_memory, gathered_sizes, segment_sizes
 from megatron.core.dist_checkpointing.moe.simulate.job import RankPorts, SimulatedJob, Start
 from megatron.core.dist_checkpointing.moe.simulate.model import FakeModel, expected_bytes, spread
 from megatron.core.dist_checkpointing.moe.simulate.network import Network
+from megatron.core.dist_checkpointing.moe.simulate.rank import FakeExecution
 from megatron.core.dist_checkpointing.moe.simulate.world import World
-from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Topology, expert
+from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, StepJournal, Topology, expert
 
 LAYERS, EXPERTS, RANKS = 2, 4, 4
 OPERATORS = tuple(
@@ -32,7 +35,8 @@ OPERATORS = tuple(
         + [expert(layer, index) for layer in range(LAYERS) for index in range(EXPERTS)]
     )
 )
-SEGMENT_BYTES = 16_384
+SMALL = (1,)
+"""Segments before a rank knows what its strategy needs."""
 
 
 @dataclass
@@ -40,9 +44,11 @@ class Told:
     """What the ranks of a simulated job came to know."""
 
     outcomes: list[tuple[int, Outcome]] = field(default_factory=list)
+    recovered: set[int] = field(default_factory=set)
     reports: dict[int, Report] = field(default_factory=dict)
     began_anew: int = 0
     unusable: int = 0
+    replayed: list[tuple[int, range]] = field(default_factory=list)
     coordinators: dict[int, Coordinator] = field(default_factory=dict)
 
 
@@ -53,12 +59,25 @@ def load_the_beginning(model: FakeModel) -> None:
         model.set(key, expected_bytes(model.rank, key, 0, len(data)))
 
 
+def protected(coordinator: Coordinator) -> list[int]:
+    """The iterations whose state a rank knows to be whole in memory, with all replicas."""
+    kept = [one for one in coordinator._custody._kept if one.protected]
+    there = {(one.piece.kind, one.piece.plan.iteration) for one in kept}
+    spans = {one.held for one in kept}
+    return [span[-1] for kind, span in spans if all((kind, iteration) in there for iteration in span)]
+
+
+def journal_of(rank: int, iteration: int) -> StepJournal:
+    """How the step of an iteration came out; the last rank knows the loss."""
+    return StepJournal(iteration / 8, iteration % 7 == 3, 1 / iteration if rank == RANKS - 1 else None)
+
+
 @dataclass
 class Simulation:
     """A job of RANKS ranks that trains to `iterations` and is protected by the real coordinator.
 
     between: called with the job before every start but the first, when no process lives. each: called with the job and
-    a rank after each of its iterations.
+    a rank after each of its iterations. recovered: called once per recovery, with the number of the start.
     """
 
     config: MoECheckpointConfig
@@ -70,6 +89,7 @@ class Simulation:
     counts: Callable[[int, int], Mapping[int, tuple[int, ...]]] | None = None
     between: Callable[[SimulatedJob], None] | None = None
     each: Callable[[SimulatedJob, int], None] | None = None
+    recovered: Callable[[int, Outcome], None] | None = None
     notice_s: float = 0.01
     max_starts: int = 12
     told: Told = field(default_factory=Told)
@@ -78,9 +98,9 @@ class Simulation:
     def run(self, seed: int, **crash: object) -> tuple[World, SimulatedJob, list[Start]]:
         """Train to the end; every restored byte is compared with what it must be."""
         world = World(seed, **crash)  # type: ignore[arg-type]
-        options = {} if self.store_fails is None else {"store_fails": self.store_fails}
+        options = {} if self.store_fails is None else {"store_fails": self._fails}
         job = SimulatedJob(
-            world, RANKS, lambda rank: spread(OPERATORS, rank, RANKS), (SEGMENT_BYTES,) * self._segments,
+            world, RANKS, lambda rank: spread(OPERATORS, rank, RANKS), SMALL,
             nodes=self.nodes, wipe=self.wipe, network=lambda world, ranks: self._begun(job, world, ranks),
             notice_s=self.notice_s, max_starts=self.max_starts, **options,
         )  # fmt: skip
@@ -91,12 +111,10 @@ class Simulation:
             assert not model.wrong() or self._ended_at_once, f"rank {rank}: {model.wrong()}\n{world.story()}"
         return world, job, starts
 
-    @property
-    def _segments(self) -> int:
-        """As many as a session takes."""
-        job = Job(self.config, OPERATORS, Topology(RANKS, ep=2, nodes=self.nodes(0)), 64, self.iterations, topk=2)
-        rooms = STRATEGIES[self.config.strategy](job).rooms()
-        return sum(room.own + room.replica * (self.config.replicas or 0) for room in rooms)
+    def _fails(self, rank: int, persistent: bool, number: int, name: str) -> bool:
+        """Without its first segments a job does not begin."""
+        assert self.store_fails is not None
+        return number > 1 and self.store_fails(rank, persistent, number, name)
 
     @property
     def _ended_at_once(self) -> bool:
@@ -105,75 +123,125 @@ class Simulation:
         return last is not None and bool(last.plan.lost_tokens) and last.plan.target == self.iterations
 
     def _begun(self, job: SimulatedJob, world: World, ranks: int) -> Network:
-        self.told.coordinators.clear()
         if job.starts and self.between is not None:
             self.between(job)
+        self.told.coordinators.clear()
         return self.network(world, ranks)
 
     def _make(self, rank: int, ports: RankPorts) -> Callable[[], None]:
-        def main() -> None:
-            control, data = ports.transport("control", 20.0), ports.transport("data", 5.0)
-            topology = Topology(RANKS, ep=2, nodes=self.nodes(ports.start))
-            job = Job(self.config, OPERATORS, topology, 64, self.iterations, topk=2)
-            strategy = STRATEGIES[self.config.strategy](job)
-            placement = place_replicas(topology, self.config.replicas or 0)
-            owners = placement.kept_by[rank]
-            identity = Identity("job", {"world_size": RANKS}, ports.capturer.operators)
-            persistent = ports.persistent if self.config.persist_dir else None
-            recovery = Recovery(
-                job,
-                strategy,
-                RecoveryPorts(ports.memory, persistent, data, ports.restorer, ports.trainer, ports.clock),
-                identity,
-                owners,
-            )
-            planned = recovery.look() is not None
-            outcome = recovery.carry_out() if planned else None
-            if outcome is None:
-                assert ports.model.iteration == 0 or planned
-                if planned:  # live state is not usable then: an older checkpoint is loaded
-                    self.told.unusable += rank == 0
-                    load_the_beginning(ports.model)
-                recovery.discard()
-                strategy = STRATEGIES[self.config.strategy](job)
-                self.told.began_anew += rank == 0
-            else:
-                ports.model.iteration = outcome.plan.target
-                self.told.outcomes.append((rank, outcome))
-                versions = ports.model.versions()
-                assert None not in versions.values(), (rank, outcome.plan.target, versions)
-                if not outcome.plan.lost_tokens:
-                    assert not ports.model.wrong(), (rank, outcome.plan.target, ports.model.wrong())
-            replicator = Replicator(data, placement.peers[rank], owners) if self.config.replicas else None
-            before = outcome.timeline if outcome is not None else ()
-            attempt = f"{ports.start:06d}"
-            identity = replace(identity, timeline=continued(before, attempt, ports.model.iteration))
-            keeper = Keeper(ports.memory, replicator, data, ports.clock, identity, owners=owners)
-            persister = None
-            if persistent is not None:
-                persister = Persister(
-                    ports.memory, persistent, rank, identity,
-                    lambda piece, index: ports.capturer.layout(piece.plan, trainer=index == 0),
-                    clock=ports.clock,
-                )  # fmt: skip
-            coordinator = Coordinator(
-                job,
-                strategy,
-                Ports(ports.memory, ports.capturer, ports.trainer, control, ports.lane, ports.clock),
-                keeper,
-                persister,
-            )
-            self.told.coordinators[rank] = coordinator
-            if outcome is not None:
-                coordinator.resume(outcome)
-            for iteration in range(ports.model.iteration + 1, self.iterations + 1):
-                ports.model.forward_backward()
-                coordinator.before_optimizer()
-                ports.model.step()
-                coordinator.step_end(iteration, self.counts(rank, iteration) if self.counts else None)
-                if self.each is not None and self.job is not None:
-                    self.each(self.job, rank)
-            coordinator.shutdown()
-            self.told.reports[rank] = coordinator.report()
+        return Rank(self, rank, ports).main
 
-        return main
+
+class Rank:
+    """One rank of a simulation in one start of its job."""
+
+    def __init__(self, simulation: Simulation, rank: int, ports: RankPorts) -> None:
+        self._simulation, self._rank, self._ports = simulation, rank, ports
+        self._config, self._told = simulation.config, simulation.told
+        self._control, self._data = ports.transport("control", 20.0), ports.transport("data", 5.0)
+        topology = Topology(RANKS, ep=2, nodes=simulation.nodes(ports.start))
+        sizes = gathered_sizes(ports.capturer, self._control)
+        self._job = Job(self._config, OPERATORS, topology, 64, simulation.iterations, topk=2, sizes=sizes)
+        self._strategy = STRATEGIES[self._config.strategy](self._job)
+        placement = place_replicas(topology, self._config.replicas or 0)
+        self._peers, self._owners = placement.peers[rank], placement.kept_by[rank]
+        self._persistent = ports.persistent if self._config.persist_dir else None
+        self._identity = Identity("job", {"world_size": RANKS}, ports.capturer.operators)
+        self._rooms: tuple[Room, ...] | None = None
+        self._make_room()
+
+    def main(self) -> None:
+        """Recover or begin anew, then train to the end."""
+        ports, simulation = self._ports, self._simulation
+        outcome = self._recovered()
+        before = outcome.timeline if outcome is not None else ()
+        coordinator = self._coordinator(continued(before, f"{ports.start:06d}", ports.model.iteration))
+        self._told.coordinators[self._rank] = coordinator
+        if outcome is not None:
+            coordinator.resume(outcome)
+        for iteration in range(ports.model.iteration + 1, simulation.iterations + 1):
+            ports.model.forward_backward()
+            coordinator.before_optimizer()
+            ports.model.step()
+            counts = simulation.counts(self._rank, iteration) if simulation.counts else None
+            coordinator.step_end(iteration, counts, journal_of(self._rank, iteration))
+            if simulation.each is not None and simulation.job is not None:
+                simulation.each(simulation.job, self._rank)
+        coordinator.shutdown()
+        self._told.reports[self._rank] = coordinator.report()
+
+    def _recovered(self) -> Outcome | None:
+        ports, told, simulation, model = self._ports, self._told, self._simulation, self._ports.model
+        recovery = Recovery(
+            self._job,
+            self._strategy,
+            RecoveryPorts(
+                ports.memory, self._persistent, self._data, ports.restorer, ports.trainer, ports.clock,
+                execution=FakeExecution(model, ports.world), make_room=self._make_room,
+            ),
+            self._identity,
+            self._owners,
+        )  # fmt: skip
+        planned = recovery.look() is not None
+        outcome = self._carried_out(recovery) if planned else None
+        if outcome is None:
+            assert model.iteration == 0 or planned
+            if planned:  # live state is not usable then: an older checkpoint is loaded
+                told.unusable += self._rank == 0
+                load_the_beginning(model)
+            recovery.discard()
+            self._strategy = STRATEGIES[self._config.strategy](self._job)
+            told.began_anew += self._rank == 0
+            return None
+        model.iteration = outcome.plan.target
+        if simulation.recovered is not None and ports.start not in told.recovered:
+            simulation.recovered(ports.start, outcome)
+        told.recovered.add(ports.start)
+        told.outcomes.append((self._rank, outcome))
+        versions = model.versions()
+        assert None not in versions.values(), (self._rank, outcome.plan.target, versions)
+        if not outcome.plan.lost_tokens:
+            assert not model.wrong(), (self._rank, outcome.plan.target, model.wrong())
+        return outcome
+
+    def _carried_out(self, recovery: Recovery) -> Outcome | None:
+        """Restore, and run again what has to be."""
+        done, model = recovery.carry_out(), self._ports.model
+        if not isinstance(done, Replay):
+            return done
+        done.begin()
+        for iteration in done.iterations:
+            assert model.frozen is not None, "an iteration is replayed as if all of its state were there"
+            model.forward_backward()
+            model.step()
+            assert model.iteration == iteration
+            done.stepped(journal_of(self._rank, iteration))
+        assert model.frozen is None
+        self._told.replayed.append((self._rank, done.iterations))
+        return recovery.finish()
+
+    def _coordinator(self, timeline: Timeline) -> Coordinator:
+        ports, identity = self._ports, replace(self._identity, timeline=timeline)
+        replicator = Replicator(self._data, self._peers, self._owners) if self._config.replicas else None
+        keeper = Keeper(ports.memory, replicator, self._data, ports.clock, identity, owners=self._owners)
+        persister = None
+        if self._persistent is not None:
+            persister = Persister(
+                ports.memory, self._persistent, self._rank, identity,
+                lambda piece, index: ports.capturer.layout(piece.plan, trainer=index == 0),
+                clock=ports.clock,
+            )  # fmt: skip
+        used = Ports(
+            ports.memory, ports.capturer, ports.trainer, self._control, ports.lane, ports.clock, self._owners,
+            self._rooms,
+        )  # fmt: skip
+        return Coordinator(self._job, self._strategy, used, keeper, persister)
+
+    def _make_room(self) -> None:
+        """Segments as large as a session takes them, and not one more."""
+        rooms = self._strategy.rooms()
+        if rooms != self._rooms:
+            sizes = segment_sizes(rooms, self._ports.capturer, self._control, self._owners)
+            done, _ = fit_memory(self._ports.memory, sizes, self._control)
+            assert done or self._simulation.store_fails is not None
+            self._rooms = rooms if done else self._rooms

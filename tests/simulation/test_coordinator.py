@@ -28,11 +28,12 @@ def test_the_same_seed_tells_the_same_story() -> None:
     assert one.trace == other.trace
 
 
+@pytest.mark.parametrize("step", [pytest.param(83, id="sample"), pytest.param(19, id="full", marks=pytest.mark.full)])
 @pytest.mark.parametrize("wipe", [False, True], ids=["process lost", "node lost with its memory"])
-def test_a_crash_at_any_event_leaves_no_trace(wipe: bool) -> None:
+def test_a_crash_at_any_event_leaves_no_trace(wipe: bool, step: int) -> None:
     world, _, _ = Simulation(FULL).run(1)
     for rank in (0, 3):
-        for event in range(1, world.events_of(rank), 19):
+        for event in range(1, world.events_of(rank), step):
             simulation = Simulation(FULL, wipe=wipe)
             simulation.run(event, crash={rank: event})
 

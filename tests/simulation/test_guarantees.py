@@ -6,10 +6,11 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import product
 from unittest import mock
 
 import pytest
-from simulated import RANKS, Simulation
+from simulated import RANKS, Simulation, protected
 from xxhash import xxh3_128_digest
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
@@ -158,11 +159,12 @@ def test_bytes_that_change_after_they_were_sealed_are_noticed(how: str) -> None:
 class Claims:
     """At every event: whoever says that an iteration is protected must be right.
 
-    In the moment when a rank begins to say so, all replicas of that iteration are there. Later they may have made room
-    for those of a newer one, which the others have heard of already.
+    In the moment when a rank begins to say so, all replicas of that iteration are there, and of the others of its
+    window. Later they may have made room for those of a newer one, which the others have heard of already.
     """
 
     replicas: int
+    window: int = 1
     simulation: Simulation | None = None
     said: dict[tuple[int, int], int] = field(default_factory=dict)
     checked: int = 0
@@ -176,9 +178,9 @@ class Claims:
         for one, coordinator in simulation.told.coordinators.items():
             custody = coordinator._custody
             self.unprotected += custody.protection.state is not ProtectionState.PROTECTED
-            claims = [custody.rounds.protected.iteration] if custody.rounds.protected else []
-            if custody.protection.state is ProtectionState.PROTECTED and custody.protection.since_iteration is not None:
-                claims.append(custody.protection.since_iteration)
+            claims = protected(coordinator)
+            if self.window == 1 and custody.protection.state is ProtectionState.PROTECTED:
+                claims.append(custody.protection.since_iteration or -1)
             key, newest = (simulation.job.world.life_of(one), one), max(claims, default=-1)
             if self.said.get(key, -1) < newest:
                 self.said[key] = newest
@@ -188,11 +190,11 @@ class Claims:
     def check(self, job: SimulatedJob, who: int, iteration: int) -> None:
         self.checked += 1
         memories = {rank: owners_of(job.memory_of(rank)) for rank in range(RANKS)}
-        for owner in range(RANKS):
-            own = {one for one in memories[owner] if (one.rank, one.iteration) == (owner, iteration)}
+        for owner, at in product(range(RANKS), range(iteration - self.window + 1, iteration + 1)):
+            own = {one for one in memories[owner] if (one.rank, one.iteration) == (owner, at)}
             keepers = [rank for rank in range(RANKS) if rank != owner and own <= memories[rank]]
             assert own and len(keepers) >= self.replicas, (
-                f"rank {who} says that iteration {iteration} is protected, but rank {owner}'s {own or 'nothing'} is at"
+                f"rank {who} says that iteration {iteration} is protected, but rank {owner}'s {own or at} is at"
                 f" ranks {keepers}\n{job.world.story()}"
             )
 
@@ -207,12 +209,15 @@ def bad_network(seed: int) -> Callable[[World, int], Network]:
     )
 
 
+SPARSE = replace(FULL, strategy="sparse", window="2")
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_nothing_is_called_protected_before_all_replicas_are_acknowledged(replicas: int) -> None:
     protected = unprotected = 0
     for seed in range(50):
-        claims = Claims(replicas)
-        config = replace(PEC if seed % 5 == 4 else FULL, replicas=replicas)
+        config = replace({4: PEC, 2: SPARSE}.get(seed % 5, FULL), replicas=replicas)
+        claims = Claims(replicas, window=2 if config.strategy == "sparse" else 1)
         refusing = seed % 7 == 3
         simulation = Simulation(
             config, iterations=6, network=bad_network(seed), counts=even_counts, wipe=bool(seed % 2), max_starts=4,
@@ -341,7 +346,7 @@ def unlucky(seed: int, lives: int) -> Callable[[int, Event], bool]:
     return strike
 
 
-@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in range(1, 5))])
 def test_damaged_copies_never_give_a_wrong_byte(part: int) -> None:
     cases = recovered = fresh = 0
     seed = 1000 * part

@@ -279,6 +279,14 @@ def test_slower_copies_take_a_larger_window_from_the_next_one_on() -> None:
     assert len(rank.spans[3]) > 2
 
 
+@given(st.integers(1, 4), st.integers(1, 2000))
+@settings(max_examples=40, deadline=None)
+def test_a_window_that_is_taken_for_the_one_that_is_needed_is_it(window: int, budget_bytes: int) -> None:
+    job = job_of()
+    if timetable(job, {}, window=window).is_needed(budget_bytes):
+        assert timetable(job, {}, budget_bytes=budget_bytes).size == window
+
+
 def test_slow_replication_takes_a_larger_window_too() -> None:
     strategy = Sparse(job_of(auto()))
     pace(strategy, 1e6)

@@ -190,8 +190,11 @@ class Coordinator:
             return None, ""
         plan = self._strategy.plan(iteration)
         rooms = self._strategy.rooms()
-        if plan is None or rooms is self._rooms or rooms == self._rooms:
+        if rooms is self._rooms or rooms == self._rooms:
+            self._rooms = rooms  # the same object from here on, so that nobody has to compare operators again
             return plan, ""
+        if plan is None:
+            return None, ""
         try:
             return plan, self._make_room(rooms)
         except PeerLost as error:

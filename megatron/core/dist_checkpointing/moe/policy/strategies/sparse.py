@@ -204,7 +204,7 @@ class Sparse:
             budget_bytes = self._budget.calls_for_another(table.peak_bytes if table else 0)
             if budget_bytes is not None:
                 self._budget = self._budget.decided(budget_bytes)
-                needed = self._timetable(None)
+                needed = table if table and table.is_needed(budget_bytes) else self._timetable(None)
                 if needed.size != window:
                     self._table = needed
                     return

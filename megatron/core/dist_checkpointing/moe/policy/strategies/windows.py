@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -10,7 +10,6 @@ from ...errors import UsageError
 from ...types import OperatorId, OperatorSize, SnapshotPlan, Window
 from ..lanes import joint_schedules, merge
 from ..ordering import ORDERINGS, Counts
-from ..window import Schedule
 from .strategy import Job, Room
 
 Sizes = Mapping[int, Mapping[OperatorId, OperatorSize]]
@@ -23,7 +22,8 @@ DENSE_ORDERING, MOE_ORDERING = "layer-order", "popularity"
 
 @dataclass(frozen=True)
 class Timetable:
-    """The groups of a window (`types.Window`) and the bytes of each snapshot on the rank with the largest.
+    """The groups of a window (`types.Window`), the bytes of the largest snapshot of any rank, and the most that any
+    rank has to copy in all.
 
     Which operators are anchored when follows from their order and from what each rank owns of them (MoEvement 3.5):
     the same on all ranks.
@@ -31,6 +31,12 @@ class Timetable:
 
     groups: tuple[tuple[OperatorId, ...], ...] = field(repr=False)
     peak_bytes: int
+    full_bytes: int
+
+    def is_needed(self, budget_bytes: int) -> bool:
+        """Whether a window of this size fits the budget, and a smaller one certainly does not."""
+        could_be_smaller = self.size > 1 and budget_bytes * (self.size - 1) >= self.full_bytes
+        return self.peak_bytes <= budget_bytes and not could_be_smaller
 
     @property
     def size(self) -> int:
@@ -80,7 +86,11 @@ def timetable(job: Job, counts: Counts, *, window: int | None = None, budget_byt
             f"--moe-ckpt-window {window} is more than the {most} operators that any rank owns a part of: lower it"
         )
     schedules = joint_schedules(owned, lane_sizes, budget_bytes or _everything(sizes), window=window)
-    return Timetable(_in_order(order, merge(schedules)), _peak_bytes(schedules.values()))
+    return Timetable(
+        _in_order(order, merge(schedules)),
+        max(schedule.peak_bytes for schedule in schedules.values()),
+        max(sum(size.full_bytes for size in own.values()) for own in sizes.values()),
+    )
 
 
 def bytes_per_step(table: Timetable, own: Mapping[OperatorId, OperatorSize]) -> tuple[int, ...]:
@@ -100,7 +110,3 @@ def _in_order(order: Sequence[OperatorId], window: Window) -> tuple[tuple[Operat
 
 def _everything(sizes: Sizes) -> int:
     return 1 + max(sum(size.full_bytes for size in own.values()) for own in sizes.values())
-
-
-def _peak_bytes(schedules: Iterable[Schedule]) -> int:
-    return max(schedule.peak_bytes for schedule in schedules)
