@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
+
+from demo_jobs import Run, Size, train
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -31,60 +28,10 @@ SNAPSHOTS = ("--moe-ckpt-strategy", "pec", "--moe-ckpt-pec-k-snapshot", "1", "--
 FLAGS = {FAULT_FREE: (), DYNAMIC: (*SNAPSHOTS, "--moe-ckpt-plt-threshold", str(THRESHOLD)), FIXED: SNAPSHOTS}
 
 
-@dataclass(frozen=True)
-class Size:
-    """How long is trained, when is evaluated on how many batches, and where ranks are killed (RANK@ITER:PHASE)."""
-
-    iterations: int
-    eval_interval: int
-    eval_iters: int
-    faults: tuple[str, ...]
-
-
 WHOLE = Size(
     200, 50, 20, ("2@31:forward-backward", "0@62:step", "3@91:start", "1@124:end", "2@153:step", "3@183:start")
 )
 QUICK = Size(24, 12, 2, ("2@11:forward-backward", "0@20:step"))
-
-
-@dataclass(frozen=True)
-class Recovery:
-    """One line of the story: the iteration training came back to, lost tokens per MoE layer, PLT of all faults."""
-
-    restored: int
-    lost_tokens: tuple[int, ...]
-    plt: float
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training: `losses` in the order of training as (iteration, loss), repeated iterations included.
-
-    validation: loss by iteration. snapshots: (iteration, share of a full snapshot that one rank copied).
-    """
-
-    seed: int
-    name: str
-    recoveries: tuple[Recovery, ...]
-    validation: tuple[tuple[int, float], ...]
-    losses: tuple[tuple[int, float], ...] = field(repr=False)
-    snapshots: tuple[tuple[int, float], ...] = field(repr=False)
-    duration_s: float = 0.0
-
-    @property
-    def final(self) -> float:
-        """Validation loss at the end of training, nats per byte."""
-        return self.validation[-1][1]
-
-    @property
-    def plt(self) -> float:
-        """Proportion of lost tokens, all faults."""
-        return self.recoveries[-1].plt if self.recoveries else 0.0
-
-    @property
-    def mean_snapshot(self) -> float:
-        """Mean share of a full snapshot that snapshots had; 0 without any."""
-        return statistics.mean(share for _, share in self.snapshots) if self.snapshots else 0.0
 
 
 def main() -> int:
@@ -99,63 +46,13 @@ def main() -> int:
         results = Path(folder) if arguments.quick else RESULTS
         for seed in seeds:
             for name in FLAGS:
-                runs.append(train(seed, name, size, Path(folder)))
+                runs.append(train(seed, name, size, Path(folder), FLAGS[name]))
                 print(f"seed {seed}, {name}: {runs[-1]}", flush=True)
             write(runs, size, results)
         print((results / "pec-accuracy.md").read_text())
     failures = list(broken(runs))
     print("\n".join(failures) or "Within the limits.")
     return 1 if failures else 0
-
-
-def train(seed: int, name: str, size: Size, folder: Path) -> Run:
-    """Run the launcher of the demo to the end of training, restarts included."""
-    metrics = folder / f"{seed}-{name.replace(' ', '')}.jsonl"
-    sizes = {"--train-iters": size.iterations, "--eval-interval": size.eval_interval, "--eval-iters": size.eval_iters}
-    flags = [str(part) for pair in sizes.items() for part in pair]
-    flags += ["--seed", str(seed), "--metrics-jsonl", str(metrics), "--log-interval", "50", *FLAGS[name]]
-    faults = size.faults if FLAGS[name] else ()
-    flags += [part for point in faults for part in ("--moe-ckpt-inject-fault", point)]
-    environment = os.environ | {"PYTHON": sys.executable, "MAX_RESTARTS": str(len(faults))}
-    memory = Path(tempfile.mkdtemp(prefix="pec-accuracy-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
-    if FLAGS[name]:
-        flags += ["--moe-ckpt-memory-dir", str(memory)]
-    begun_s = time.monotonic()
-    try:
-        command = [str(ROOT / "scripts" / "train_cpu.sh"), *flags]
-        ended = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    finally:
-        shutil.rmtree(memory)
-    recoveries = tuple(recovered(ended.stdout))
-    if ended.returncode or len(recoveries) != len(faults):
-        raise SystemExit(f"{ended.stdout}\n{name}: {len(recoveries)} recoveries of {len(faults)} faults")
-    reports = [json.loads(line) for line in metrics.read_text().splitlines()]
-    full_bytes = max(report["snapshot_bytes"] for report in reports)
-    return Run(
-        seed,
-        name,
-        recoveries,
-        tuple((int(at), float(loss)) for at, loss in _VALIDATION.findall(ended.stdout)),
-        tuple((report["iteration"], round(report["lm_loss"], 5)) for report in reports),
-        tuple((one["iteration"], one["snapshot_bytes"] / full_bytes) for one in reports if one["snapshot_bytes"]),
-        time.monotonic() - begun_s,
-    )
-
-
-_VALIDATION = re.compile(r"valid split at iteration (\d+) \| lm loss: (\S+)")
-_RECOVERY = re.compile(r"recovered iteration (\d+)|lost in layer \d+: the updates of (\d+)|all faults so far: (\S+) %")
-
-
-def recovered(log: str) -> Iterator[Recovery]:
-    """What the recovery tables in a log say; the first snapshot has all experts, so the bytes of no other are more."""
-    restored, lost = 0, []
-    for target, tokens, percent in _RECOVERY.findall(log):
-        if target:
-            restored, lost = int(target), []
-        elif tokens:
-            lost.append(int(tokens))
-        else:
-            yield Recovery(restored, tuple(lost), float(percent) / 100)
 
 
 def change(run: Run, runs: Sequence[Run]) -> float:
@@ -176,10 +73,14 @@ def broken(runs: Sequence[Run]) -> Iterator[str]:
 def write(runs: Sequence[Run], size: Size, folder: Path) -> None:
     """Figures as JSON, as a picture and as a page."""
     folder.mkdir(parents=True, exist_ok=True)
-    data = {"size": asdict(size), "interval": INTERVAL, "threshold": THRESHOLD, "runs": [asdict(run) for run in runs]}
+    data = {"size": asdict(size), "interval": INTERVAL, "threshold": THRESHOLD, "runs": [_data(run) for run in runs]}
     (folder / "pec_accuracy.json").write_text(json.dumps(data) + "\n")
     (folder / "pec-accuracy.md").write_text(page(runs, size))
     plot([run for run in runs if run.seed == runs[0].seed], folder / "pec_accuracy.png")
+
+
+def _data(run: Run) -> dict[str, object]:
+    return asdict(run) | {"losses": [(iteration, round(loss, 5)) for iteration, loss in run.losses]}
 
 
 def page(runs: Sequence[Run], size: Size) -> str:

@@ -143,7 +143,7 @@ def _inventories(topology: Topology, failed: frozenset[int]) -> tuple[Inventory,
         copies[rank] = tuple(Copy(rank, plan, tier, holder) for plan in taken[lane] for tier, holder in holders)
         parked[rank] = copies[rank] + ((Copy(rank, dense[lane], Tier.PARKED, node),) if rank not in failed else ())
         logs[rank] = tuple(BoundaryLog(rank, direction, range(101, 111), node) for direction in Direction)
-    journal = range(111)
+    journal = frozenset(range(111))
     return Inventory(needs, parked, logs, journal), Inventory(needs, copies, logs, journal)
 
 

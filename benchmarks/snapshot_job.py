@@ -94,6 +94,9 @@ class Ours:
         assert session is not None
         self._session = session
         self._newest_bytes = 0
+        self._windows: dict[range, list[int]] = {}
+        self._span = range(0)
+        self._note_spans(session._strategy)
 
     def before_optimizer(self) -> float:
         """As the session."""
@@ -107,7 +110,18 @@ class Ours:
         """As the session."""
         report = self._session.report()
         self._newest_bytes = report.snapshot_bytes or self._newest_bytes
+        if report.snapshot_bytes:
+            self._windows.setdefault(self._span, []).append(report.snapshot_bytes)
         return report
+
+    def windows(self) -> list[list[int]]:
+        """Bytes that this rank copied in each iteration of each window that became whole."""
+        return [copied for span, copied in self._windows.items() if len(copied) == len(span)]
+
+    def begin_turn(self) -> None:
+        """What others did since the last turn is no time of an iteration of this training."""
+        coordinator = self._session._coordinator
+        coordinator._step_ended_s = self._session._clock.now_s()
 
     def settle(self) -> None:
         """What was copied goes to the lanes beside training; the turn waits until those rest."""
@@ -123,3 +137,13 @@ class Ours:
     def close(self) -> None:
         """End the session and give its memory back."""
         self._session.shutdown(keep_memory=False)
+
+    def _note_spans(self, strategy: Any) -> None:
+        pieces_of = strategy.pieces
+
+        def noting(plan: Any) -> Any:
+            pieces = pieces_of(plan)
+            self._span = pieces[0].span
+            return pieces
+
+        strategy.pieces = noting

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from peers import OURS, import_nvrx
 from snapshot_job import Job, Ours, build_job, live_tensors, sum_and_max
-from snapshot_turns import PEERS, checkpoints_in_turns
+from snapshot_turns import PEERS, checkpoints_in_turns, every_iteration
 
 SETTINGS = "SNAPSHOT_BENCHMARK"
 
@@ -37,6 +37,8 @@ def main(argv: Sequence[str]) -> None:
     job = build_job(config, launch, Path(settings["folder"]))
     if settings["part"] == "memory":
         result: dict[str, Any] = {"memory": _memory(job, settings["warm"], settings["iterations"])}
+    elif settings["part"] == "every iteration":
+        result = {"state": _state_facts(job)} | every_iteration(job, settings)
     else:
         names = [*OURS, *(name for name in PEERS if has_nvrx or not name.startswith("NVRx"))]
         result = {"state": _state_facts(job), "bandwidth": _bandwidth(job, settings["copies"])}

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from peers import OURS, Contestant, NvrxLocal, TorchDist
+from peers import Contestant, NvrxLocal, TorchDist
 from snapshot_job import Job, Ours, sum_and_max
 
 PEERS: dict[str, Callable[..., Contestant]] = {
@@ -48,15 +48,41 @@ class Timed:
 
 def checkpoints_in_turns(job: Job, names: Sequence[str], settings: dict[str, Any]) -> dict[str, Any]:
     """Turns of all contestants and of training without checkpoints, in another order in each round."""
-    interval, per_turn = settings["interval"], settings["checkpoints_per_turn"]
-    jobs = {name: job.counting_anew() for name in ("none", *names)}
-    contestants: dict[str, Contestant | None] = {"none": None}
+    return _in_turns(job, _contestants(job, names, settings["interval"]), settings)
+
+
+def every_iteration(job: Job, settings: dict[str, Any]) -> dict[str, Any]:
+    """The same with a checkpoint after each iteration; and the bytes of each window of `sparse`, by rank."""
+    import torch
+
+    entered = _contestants(job, ("sparse", "full", "torch_dist async"), interval=1)
+    sparse = entered["sparse"][1]
+    assert isinstance(sparse, Ours)
+    found = _in_turns(job, entered, settings)
+    windows: list[Any] = [None] * job.launch.world_size
+    torch.distributed.all_gather_object(windows, sparse.windows())
+    return {"checkpoints": found, "windows": windows}
+
+
+def _contestants(job: Job, names: Sequence[str], interval: int) -> dict[str, tuple[Job, Contestant | None]]:
+    """Each contestant with the training as it counts it; `none` checkpoints nothing."""
+    entered: dict[str, tuple[Job, Contestant | None]] = {"none": (job.counting_anew(), None)}
     for name in names:
-        contestants[name] = (
-            Ours(jobs[name], name, interval)
-            if name in OURS
-            else PEERS[name](jobs[name].state, job.folder / name.replace(" ", "-"), interval)
+        own = job.counting_anew()
+        entered[name] = (
+            own,
+            (
+                PEERS[name](own.state, job.folder / name.replace(" ", "-"), interval)
+                if name in PEERS
+                else Ours(own, name, interval)
+            ),
         )
+    return entered
+
+
+def _in_turns(job: Job, entered: dict[str, tuple[Job, Contestant | None]], settings: dict[str, Any]) -> dict[str, Any]:
+    interval, per_turn = settings["interval"], settings["checkpoints_per_turn"]
+    jobs, contestants = ({name: both[at] for name, both in entered.items()} for at in (0, 1))
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in contestants}
     order, shuffled = list(contestants), random.Random(0)
     clocks = {name: Timed(one) if one is not None else None for name, one in contestants.items()}
@@ -87,6 +113,8 @@ def _turn(
     import torch
 
     one, clock = contestant
+    if isinstance(one, Ours):
+        one.begin_turn()
     for _ in range(interval):
         iterate()
     stall_s = clock.stall_s if clock else 0.0

@@ -1,0 +1,121 @@
+"""The demo model trained with a strategy and with real kills, and what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Size:
+    """How long is trained, when is evaluated on how many batches, and where ranks are killed (RANK@ITER:PHASE)."""
+
+    iterations: int
+    eval_interval: int
+    eval_iters: int
+    faults: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """One line of the story: the iteration training came back to, lost tokens per MoE layer, PLT of all faults."""
+
+    restored: int
+    lost_tokens: tuple[int, ...]
+    plt: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: `losses` in the order of training as (iteration, loss), repeated iterations included.
+
+    validation: loss by iteration. snapshots: (iteration, share of the largest snapshot that one rank copied).
+    replayed: how many of the repeated iterations were replayed with frozen operators.
+    """
+
+    seed: int
+    name: str
+    recoveries: tuple[Recovery, ...]
+    validation: tuple[tuple[int, float], ...]
+    losses: tuple[tuple[int, float], ...] = field(repr=False)
+    snapshots: tuple[tuple[int, float], ...] = field(repr=False)
+    duration_s: float = 0.0
+    replayed: int = 0
+    largest_bytes: int = 0
+
+    @property
+    def final(self) -> float:
+        """Validation loss at the end of training, nats per byte."""
+        return self.validation[-1][1]
+
+    @property
+    def plt(self) -> float:
+        """Proportion of lost tokens, all faults."""
+        return self.recoveries[-1].plt if self.recoveries else 0.0
+
+    @property
+    def mean_snapshot(self) -> float:
+        """Mean share of the largest snapshot that snapshots had; 0 without any."""
+        return statistics.mean(share for _, share in self.snapshots) if self.snapshots else 0.0
+
+
+def train(seed: int, name: str, size: Size, folder: Path, strategy: Sequence[str]) -> Run:
+    """Run the launcher of the demo to the end of training, restarts included; without a strategy nobody is killed."""
+    metrics = folder / f"{seed}-{name.replace(' ', '')}.jsonl"
+    sizes = {"--train-iters": size.iterations, "--eval-interval": size.eval_interval, "--eval-iters": size.eval_iters}
+    flags = [str(part) for pair in sizes.items() for part in pair]
+    flags += ["--seed", str(seed), "--metrics-jsonl", str(metrics), "--log-interval", "50", *strategy]
+    faults = size.faults if strategy else ()
+    flags += [part for point in faults for part in ("--moe-ckpt-inject-fault", point)]
+    environment = os.environ | {"PYTHON": sys.executable, "MAX_RESTARTS": str(len(faults))}
+    memory = Path(tempfile.mkdtemp(prefix="demo-jobs-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    if strategy:
+        flags += ["--moe-ckpt-memory-dir", str(memory)]
+    begun_s = time.monotonic()
+    try:
+        command = [str(ROOT / "scripts" / "train_cpu.sh"), *flags]
+        ended = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    finally:
+        shutil.rmtree(memory)
+    recoveries = tuple(recovered(ended.stdout))
+    if ended.returncode or len(recoveries) != len(faults):
+        raise SystemExit(f"{ended.stdout}\n{name}: {len(recoveries)} recoveries of {len(faults)} faults")
+    reports = [json.loads(line) for line in metrics.read_text().splitlines()]
+    largest_bytes = max(report["snapshot_bytes"] for report in reports)
+    return Run(
+        seed,
+        name,
+        recoveries,
+        tuple((int(at), float(loss)) for at, loss in _VALIDATION.findall(ended.stdout)),
+        tuple((report["iteration"], report["lm_loss"]) for report in reports),
+        tuple((one["iteration"], one["snapshot_bytes"] / largest_bytes) for one in reports if one["snapshot_bytes"]),
+        time.monotonic() - begun_s,
+        sum(bool(report.get("replayed")) for report in reports),
+        largest_bytes,
+    )
+
+
+_VALIDATION = re.compile(r"valid split at iteration (\d+) \| lm loss: (\S+)")
+
+
+def recovered(log: str) -> Iterator[Recovery]:
+    """What the recovery tables in a log say; a table without a PLT is one of an exact recovery, which adds nothing."""
+    plt = 0.0
+    for table in re.split(r"(?=recovered iteration \d+)", log)[1:]:
+        (restored,) = re.findall(r"\Arecovered iteration (\d+)", table)
+        lost = re.findall(r"lost in layer \d+: the updates of (\d+)", table)
+        told = re.findall(r"all faults so far: (\S+) %", table)
+        plt = float(told[-1]) / 100 if told else plt
+        yield Recovery(int(restored), tuple(map(int, lost)), plt)
