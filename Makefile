@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 RUN = $(VENV)/bin/python
 export PYTHONWARNINGS ?= ignore::FutureWarning
 
-.PHONY: setup demo test check format bench gpu-check clean
+.PHONY: setup demo test test-full check format bench gpu-check clean
 
 setup: $(VENV)/.ready
 
@@ -22,6 +22,9 @@ demo: setup
 test: setup
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests
 
+test-full: setup
+	OMP_NUM_THREADS=1 $(RUN) -m pytest tests -m "full or not full"
+
 check: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -36,6 +39,8 @@ bench: setup
 	$(RUN) benchmarks/driver_overhead.py
 	$(RUN) -W ignore benchmarks/planning.py --write
 	$(RUN) -W ignore benchmarks/snapshot.py --write
+	$(RUN) -W ignore benchmarks/every_iteration.py --write
+	$(RUN) -W ignore benchmarks/replay.py --write
 	$(RUN) benchmarks/pec_accuracy.py
 
 gpu-check: setup

@@ -79,7 +79,7 @@ def stall_share(result: dict[str, Any], name: str) -> float:
 
 def unevenness(result: dict[str, Any]) -> float:
     """The largest distance of an iteration's bytes from the mean of its window, relative to that, over all ranks."""
-    return max((_off(window) for rank in result["windows"] for window in rank), default=0.0)
+    return max((_off(window) for ranks in result["windows"].values() for rank in ranks for window in rank), default=0.0)
 
 
 def _off(window: list[int]) -> float:
@@ -91,7 +91,7 @@ def report(result: dict[str, Any]) -> list[str]:
     """The page: medians and, in brackets, quartiles."""
     about, state, found = result["machine"], result["state"], result["checkpoints"]
     base = iteration_s(result)
-    sizes = sorted({len(window) for rank in result["windows"] for window in rank})
+    sizes = sorted({len(window) for rank in result["windows"]["sparse"] for window in rank})
     lines = [
         "# A checkpoint of every iteration",
         "",
@@ -102,7 +102,8 @@ def report(result: dict[str, Any]) -> list[str]:
         f" {about['megatron_core']}; one-minute load {about['load_before']:.1f} before. Training state"
         f" {state['total_bytes'] / 1e9:.2f} GB over all ranks, an iteration without checkpoints {spread(base)} s."
         f" {len(base)} rounds, in each a turn of {found['checkpoints_per_turn']} iterations for each. `sparse` chose"
-        f" windows of {', '.join(map(str, sizes)) or 'no'} iterations by itself.",
+        f" windows of {', '.join(map(str, sizes)) or 'no'} iterations by itself, `sparse/4` was given 4. A process has"
+        " one thread per core, so that what is copied beside training takes its time from training.",
         "",
         "| | GB per iteration | stall, % of an iteration | overhead, % of an iteration |",
         "|---|---|---|---|",

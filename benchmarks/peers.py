@@ -25,7 +25,7 @@ class Contestant(Protocol):
     """What the training loop calls, and what a benchmark needs around its turns."""
 
     def before_optimizer(self) -> float: ...
-    def step_end(self, iteration: int) -> None: ...
+    def step_end(self, iteration: int, journal: Any) -> None: ...
     def report(self) -> Any: ...
     def settle(self) -> None:
         """Bring what is under way to its end; a collective."""
@@ -71,7 +71,7 @@ class _Peer:
         """Nothing waits here: what is written was copied, or belongs to a forked process."""
         return 0.0
 
-    def step_end(self, iteration: int) -> None:
+    def step_end(self, iteration: int, journal: Any) -> None:
         """Poll, and save if that is due."""
         due = iteration % self._interval == 0
         self._queue.maybe_finalize_async_calls(blocking=due)

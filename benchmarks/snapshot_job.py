@@ -71,24 +71,35 @@ def live_tensors(job: Job) -> tuple[Any, ...]:
 
 
 class Ours:
-    """A real session of `--moe-ckpt-strategy` around the loop; several may live in one process here."""
+    """A real session of `--moe-ckpt-strategy` around the loop; several may live in one process here.
 
-    def __init__(self, job: Job, strategy: str, interval: int) -> None:
+    name: the strategy; `sparse/4` is `sparse` with windows of 4 iterations.
+    """
+
+    is_replaying = False
+
+    def __init__(self, job: Job, name: str, interval: int) -> None:
         from torch.distributed import PrefixStore
         from torch.distributed.distributed_c10d import _get_default_store
 
         from megatron.core.dist_checkpointing.moe.runtime import session as sessions
         from megatron.pretrain.checkpoint.protect import resume
 
-        folder = job.folder / strategy
+        strategy, _, window = name.partition("/")
+        own_name = name.replace("/", "-")
+        folder = job.folder / own_name
         folder.mkdir(exist_ok=True)
         flags = dataclasses.replace(
-            job.config.moe_checkpoint, strategy=strategy, interval=interval, memory_dir=str(folder)
+            job.config.moe_checkpoint,
+            strategy=strategy,
+            interval=interval,
+            window=window or "auto",
+            memory_dir=str(folder),
         )
         config = dataclasses.replace(job.config, moe_checkpoint=flags)
-        launch = dataclasses.replace(job.launch, job_id=f"{job.launch.job_id}-{strategy}")
+        launch = dataclasses.replace(job.launch, job_id=f"{job.launch.job_id}-{own_name}")
         # Sessions name their connections alike, as a job has only one: here each gets a part of the store for itself.
-        own = PrefixStore(f"benchmark-{strategy}-{interval}", _get_default_store())
+        own = PrefixStore(f"benchmark-{own_name}-{interval}", _get_default_store())
         with mock.patch.object(sessions, "_get_default_store", return_value=own):
             session = resume(dataclasses.replace(job.state, config=config), launch)
         assert session is not None
@@ -102,9 +113,9 @@ class Ours:
         """As the session."""
         return self._session.before_optimizer()
 
-    def step_end(self, iteration: int) -> None:
+    def step_end(self, iteration: int, journal: Any) -> None:
         """As the session."""
-        self._session.step_end(iteration)
+        self._session.step_end(iteration, journal)
 
     def report(self) -> Any:
         """As the session."""

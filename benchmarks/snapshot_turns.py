@@ -24,6 +24,8 @@ MIN_ROUNDS = 2
 class Timed:
     """A contestant between two clocks: what the thread that trains spends in it is the stall."""
 
+    is_replaying = False
+
     def __init__(self, inner: Contestant) -> None:
         self._inner, self.stall_s = inner, 0.0
 
@@ -35,10 +37,10 @@ class Timed:
         self.stall_s += waited_s
         return waited_s
 
-    def step_end(self, iteration: int) -> None:
+    def step_end(self, iteration: int, journal: Any) -> None:
         """As the contestant."""
         started_s = time.perf_counter()
-        self._inner.step_end(iteration)
+        self._inner.step_end(iteration, journal)
         self.stall_s += time.perf_counter() - started_s
 
     def report(self) -> Any:
@@ -52,15 +54,16 @@ def checkpoints_in_turns(job: Job, names: Sequence[str], settings: dict[str, Any
 
 
 def every_iteration(job: Job, settings: dict[str, Any]) -> dict[str, Any]:
-    """The same with a checkpoint after each iteration; and the bytes of each window of `sparse`, by rank."""
+    """The same with a checkpoint after each iteration; and the bytes of each window of `sparse`, by name and rank."""
     import torch
 
-    entered = _contestants(job, ("sparse", "full", "torch_dist async"), interval=1)
-    sparse = entered["sparse"][1]
-    assert isinstance(sparse, Ours)
+    entered = _contestants(job, ("sparse", "sparse/4", "full", "torch_dist async"), interval=1)
     found = _in_turns(job, entered, settings)
-    windows: list[Any] = [None] * job.launch.world_size
-    torch.distributed.all_gather_object(windows, sparse.windows())
+    windows: dict[str, list[Any]] = {}
+    for name, (_, one) in entered.items():
+        if isinstance(one, Ours) and name.startswith("sparse"):
+            windows[name] = [None] * job.launch.world_size
+            torch.distributed.all_gather_object(windows[name], one.windows())
     return {"checkpoints": found, "windows": windows}
 
 

@@ -152,3 +152,36 @@ def test_what_cannot_be_page_locked_is_copied_all_the_same_and_said_once(
             found = torch.frombuffer(bytearray(reader.read(tensors[1].key)), dtype=torch.float32)
         assert torch.equal(found, tensors[1].tensor.cpu())
     assert len([record for record in caplog.records if "page-lock" in record.message]) == 1
+
+
+def test_the_bandwidth_is_that_of_the_device_and_a_trial_comes_before_the_first_copy(
+    store: MemoryStore, tensors: list[StateTensor]
+) -> None:
+    capturer = LiveCapturer(tensors, NoTrainer(), StreamEngine())
+    tried = capturer.bandwidth_bytes_per_s
+    layout = capturer.layout(SnapshotPlan(1, {ROUTER: Part.FULL}))
+    with store.reserve(SnapshotId(1, 0), layout) as writer:
+        capturer.begin([(layout, writer)])
+        capturer.end(WAIT_S)
+    for found in (tried, capturer.bandwidth_bytes_per_s):
+        assert 1e8 < found < 1e12
+
+
+def test_segments_that_were_let_go_are_page_locked_again_when_they_are_used_again(
+    store: MemoryStore, tensors: list[StateTensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = StreamEngine()
+    capturer = LiveCapturer(tensors, NoTrainer(), engine)
+    layout = capturer.layout(SnapshotPlan(1, {ROUTER: Part.FULL}))
+    for iteration in range(1, 5):
+        with store.reserve(SnapshotId(iteration, 0), layout) as writer:
+            capturer.begin([(layout, writer)])
+            capturer.end(WAIT_S)
+            writer.seal(Facts("job"))
+        store.free(SnapshotId(iteration, 0))
+        engine.release()
+    store.resize([80_000_000] * 2)
+    with store.reserve(SnapshotId(9, 0), layout) as writer:
+        capturer.begin([(layout, writer)])
+        capturer.end(WAIT_S)
+    assert not [record for record in caplog.records if "page-lock" in record.message]

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from attempts import Cluster
 from runs import Layout, Start, Train, flags
+from sparse_runs import Case, FaultFree, Run
+from sparse_runs import fault_free as run_fault_free
 from world import Hook, Outcome, Running, World
 
 from megatron.pretrain.preprocess import PreprocessRequest, preprocess
@@ -79,3 +81,16 @@ def cluster(world: World, corpus: str) -> Iterator[Cluster]:
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="moe-ckpt-test-", dir=shared if shared.is_dir() else None) as folder:
         yield Cluster(world, corpus, Path(folder))
+
+
+@pytest.fixture(scope="session")
+def fault_free(world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> FaultFree:
+    """The run of a case without faults and protection; cases that train the same share it."""
+    done: dict[object, Run] = {}
+
+    def run(case: Case) -> Run:
+        if case.training not in done:
+            done[case.training] = run_fault_free(world, corpus, case, tmp_path_factory.mktemp("fault-free"))
+        return done[case.training]
+
+    return run

@@ -19,13 +19,14 @@ Train = Callable[..., Outcome]
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is laid out over ranks."""
+    """How a model is laid out over ranks; without `experts` it is a dense one."""
 
     tp: int = 1
     pp: int = 2
     ep: int = 2
     ranks: int = 4
     vpp: int | None = None
+    experts: int | None = 4
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -37,6 +38,8 @@ class Layout:
             flags += ["--num-virtual-stages-per-pipeline-rank", str(self.vpp)]
         layers = max(2, self.pp * (self.vpp or 1))
         batch = self.microbatches * self.ranks // (self.tp * self.pp)
+        if self.experts is not None:
+            flags += [*_EXPERTS.split(), "--num-experts", str(self.experts)]
         return (*flags, "--num-layers", str(layers), "--global-batch-size", str(batch))
 
     @property
@@ -52,9 +55,9 @@ class Layout:
 # Every schedule moves at each iteration, clipping bites and dropout draws numbers: nothing can be lost unnoticed.
 _MODEL = (
     "--hidden-size 32 --num-attention-heads 4 --normalization RMSNorm --swiglu --disable-bias-linear "
-    "--position-embedding-type rope --attention-dropout 0.1 --hidden-dropout 0.0 --num-experts 4 "
-    "--moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall"
+    "--position-embedding-type rope --attention-dropout 0.1 --hidden-dropout 0.0"
 )
+_EXPERTS = "--moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall"
 _TRAINING = (
     "--seq-length 32 --micro-batch-size 1 --train-iters 6 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine "
     "--lr-warmup-fraction 0.67 --lr-decay-iters 6 --clip-grad 0.5 --start-weight-decay 0.01 --end-weight-decay 0.2 "

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.cli.convert import _DROPPED, recorded
+from megatron.core.dist_checkpointing.moe.cli.conversion import _DROPPED, recorded
 from megatron.core.dist_checkpointing.moe.config import add_flags
 from megatron.pretrain.config import _GROUPS, parse_config
 
