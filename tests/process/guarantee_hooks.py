@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -116,12 +116,14 @@ def reusing_buffers_early() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def little_space(free_bytes: int) -> Iterator[None]:
-    """Every file system says that it has only this much left."""
+def little_space(free_bytes: int, ranks: Collection[int] = range(64)) -> Iterator[None]:
+    """Every file system tells these ranks that it has only this much left."""
     original = os.statvfs
 
     def statvfs(path: Any) -> Any:
         found = original(path)
+        if int(os.environ["RANK"]) not in ranks:
+            return found
         return mock.Mock(f_bavail=free_bytes, f_frsize=1, f_blocks=found.f_blocks)
 
     with mock.patch.object(os, "statvfs", statvfs):

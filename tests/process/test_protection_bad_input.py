@@ -68,6 +68,12 @@ def test_a_memory_dir_that_is_too_small_is_refused_with_the_number(run: Run) -> 
     assert re.search(r"has 0\.000 GB free, but the \d+ new segments need \d\.\d+ GB: enlarge", line)
 
 
+def test_a_start_that_one_rank_refuses_leaves_no_memory_behind_on_the_others(run: Run, cluster: Cluster) -> None:
+    line = refused(run(hooks=(partial(little_space, 123_000, (1,)),)))
+    assert line.startswith("rank 1: memory dir")
+    assert not list(cluster.memory.rglob("segment-*"))
+
+
 def test_a_memory_dir_of_a_live_job_is_refused_and_the_job_named(run: Run, other_job: Claim) -> None:
     line = refused(run())
     assert f"is in use by job other, slot 0, process {os.getpid()}" in line

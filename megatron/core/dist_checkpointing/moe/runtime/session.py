@@ -27,6 +27,7 @@ from ..replay.densify import Replay
 from ..replay.execution import LiveExecution
 from ..replicate.process_group import ProcessGroupTransport
 from ..replicate.replicator import Replicator
+from ..store.memory import MemoryStore
 from ..types import RecoveryPlan, StepJournal, Topology
 from .clock import SystemClock
 from .completeness import check_complete
@@ -104,14 +105,14 @@ class Session:
         self._peers, self._owners = placement.peers[rank], placement.kept_by[rank]
         self._rooms = self._strategy.rooms()
         self._segments = self._segment_sizes()
-        self._memory = self._together(lambda: open_memory(config, place, self._segments))
         self._persistent = self._together(lambda: open_persistent(config, rank))
+        # What cannot be replayed is refused before it is needed.
+        self._execution = self._together(self._made_execution) if self._strategy.replays else None
+        self._memory = self._opened_memory()
         told = _told(self._topology, config.shard)
         self._identity = Identity(place.job_id, told, self._capturer.operators, config.strategy)
         # Sorts by time, and differs even between attempts that start in the same instant.
         self._attempt = str(self._control.gather(f"{time.time_ns():020d}-{secrets.token_hex(4)}")[0])
-        # What cannot be replayed is refused before it is needed.
-        self._execution = self._together(self._made_execution) if self._strategy.replays else None
         self._recovery: Recovery | None = None
         self._outcome: Outcome | None = None
         self._replay: Replay | None = None
@@ -304,6 +305,17 @@ class Session:
             )
             report_memory(self._rooms, self._job, self._rank, len(self._owners))
         return sizes
+
+    def _opened_memory(self) -> MemoryStore:
+        """The memory of this rank; where another rank has none, what is not needed to come back is given up again."""
+        opened: list[MemoryStore] = []
+        try:
+            self._together(lambda: opened.append(open_memory(self._config, self._place, self._segments)))
+        except UsageError:
+            for memory in opened:
+                memory.close() if memory.snapshots().sealed else memory.remove()
+            raise
+        return opened[0]
 
     def _release_segments(self) -> None:
         if self._engine is not None:
