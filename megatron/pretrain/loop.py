@@ -199,6 +199,7 @@ class Trainer:
             "protection": done.protection.state.name.lower(),
             "protection_since": done.protection.since_iteration,
             "persistence": done.persistent.state.name.lower() if done.persistent else None,
+            "checkpoint_memory": dataclasses.asdict(done.memory) if done.memory else None,
             "expert_tokens": dict(done.tokens) if self._state.config.moe_checkpoint.log_expert_tokens else None,
         }
 

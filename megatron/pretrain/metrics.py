@@ -36,6 +36,8 @@ class IterationReport:
     """The same of persistent storage."""
     expert_tokens: dict[int, Any] | None = None
     """By iteration, tokens routed to each expert of each MoE layer: what became known since the report before."""
+    checkpoint_memory: dict[str, int] | None = None
+    """Bytes that checkpoints take in the memory of this rank, as MoEvement Table 6 counts them, and their window."""
     replayed: bool = False
     """Whether a recovery ran the iteration again to make a sparse checkpoint dense."""
 

@@ -71,6 +71,7 @@ def assert_exact(case: Case, cluster: Cluster, fault_free: FaultFree, folder: Pa
     assert len(run.outcomes) > 1
     assert_replayed(run, int(case.window))
     assert losses_after_recovery(run) >= 10
+    assert {one["checkpoint_memory"]["window"] for one in run.reports if not one["replayed"]} == {int(case.window)}
     assert_identical(run, fault_free(case))
     return run
 

@@ -8,12 +8,14 @@ beside training      keeper: seal, replicate, free        persister: write to st
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import MoECheckpointError
 from ..policy.lifecycle import Protection
 from ..policy.strategies import Costs, Job, Pace, Room, Strategy
+from ..policy.strategies.account import MemoryAccount
 from ..ports import (
     Capturer,
     Clock,
@@ -34,7 +36,9 @@ from .keeper import Keeper, Work
 from .messages import Message, Messages
 from .persister import Persister
 from .recovery import Outcome
-from .rooms import fit_memory, report_memory, segment_sizes
+from .rooms import account_of, fit_memory, segment_sizes
+
+log = logging.getLogger(__name__)
 
 CLOSING_PAUSE_S = 0.5
 """How long the ranks wait at the end of training before they ask each other again what is still under way."""
@@ -67,6 +71,7 @@ class Report:
     """What checkpointing did since the last report; for metrics.
 
     tokens: by iteration, the tokens that all ranks routed, per MoE layer and expert, as far as they became known.
+    memory: what checkpoints take on this rank.
     """
 
     stall_s: float
@@ -75,6 +80,7 @@ class Report:
     protection: Protection
     persistent: Protection | None
     tokens: tuple[tuple[int, CountRows], ...] = ()
+    memory: MemoryAccount | None = None
 
 
 @dataclass
@@ -101,7 +107,7 @@ class Coordinator:
         self._messages = Messages(ports.control, self._control_lane, ports.clock)
         self._custody = Custody(job, strategy, keeper, persister, ports.lane)
         self._rooms = strategy.rooms() if ports.rooms is None else ports.rooms
-        self._segment_bytes: list[int] = []
+        self._account = account_of(self._rooms, job, ports.control.rank, len(ports.owners))
         self._copying: tuple[Work, dict[str, Json]] | None = None
         self._in_contact, self._copies_late = True, False
         self._tally, self._step_ended_s = _Tally(), ports.clock.now_s()
@@ -176,9 +182,8 @@ class Coordinator:
         tally, custody = self._tally, self._custody
         self._tally = replace(tally, stall_s=0.0, snapshot_bytes=0, tokens=())
         replicated_bytes, custody.replicated_bytes = custody.replicated_bytes, 0
-        return Report(
-            tally.stall_s, tally.snapshot_bytes, replicated_bytes, custody.protection, custody.durable, tally.tokens
-        )
+        safety = custody.protection, custody.durable
+        return Report(tally.stall_s, tally.snapshot_bytes, replicated_bytes, *safety, tally.tokens, self._account)
 
     def _planned(self, iteration: int) -> tuple[SnapshotPlan | None, str]:
         """What to snapshot, if anything, and why memory has no room for it, if so."""
@@ -211,10 +216,12 @@ class Coordinator:
         sizes = segment_sizes(rooms, ports.capturer, ports.control, ports.owners)
         ports.before_resize()
         done, why = fit_memory(ports.memory, sizes, ports.control)
-        if done and sizes != self._segment_bytes:
-            report_memory(rooms, self._job, ports.control.rank, len(ports.owners))
         if done:
-            self._rooms, self._segment_bytes = rooms, sizes
+            self._rooms = rooms
+            account = account_of(rooms, self._job, ports.control.rank, len(ports.owners))
+            if account != self._account and ports.control.rank == 0:
+                log.info("%s", account)
+            self._account = account
         return why
 
     def _begin(self, plan: SnapshotPlan, no_room: str) -> Work:

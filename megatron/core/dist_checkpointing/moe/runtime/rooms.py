@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import cast
 
 from ..policy.strategies import Job, Room
-from ..policy.strategies.account import memory_account
+from ..policy.strategies.account import MemoryAccount, memory_account
 from ..ports import Capturer, Json, MappedStore, StoreFailure, Transport
 from ..types import OperatorId, OperatorKind, OperatorSize, Part, full_plan
-
-log = logging.getLogger(__name__)
 
 _STEPS = 32
 """Segments of windows have sizes of so many steps between a power of two and the next: not every change is a new one"""
@@ -66,13 +63,9 @@ def operator_sizes(capturer: Capturer) -> dict[OperatorId, OperatorSize]:
     return {operator: OperatorSize(full[operator], weights[operator]) for operator in sorted(capturer.operators)}
 
 
-def report_memory(rooms: tuple[Room, ...], job: Job, rank: int, owners: int) -> None:
-    """Log what the rooms hold on this rank, as MoEvement Table 6 counts it; nothing before they hold anything."""
-    if rank != 0 or rank not in job.sizes:
-        return
-    account = memory_account(rooms, job.sizes[rank], owners)
-    if account.checkpoint_bytes:
-        log.info("%s", account)
+def account_of(rooms: tuple[Room, ...], job: Job, rank: int, owners: int) -> MemoryAccount | None:
+    """What the rooms hold on this rank, as MoEvement Table 6 counts it; None where nobody has told the sizes."""
+    return memory_account(rooms, job.sizes[rank], owners) if rank in job.sizes else None
 
 
 def _bytes_by_operator(capturer: Capturer, part: Part) -> dict[OperatorId, int]:

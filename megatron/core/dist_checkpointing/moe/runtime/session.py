@@ -40,7 +40,7 @@ from .optimizer_state import allocate_optimizer_state
 from .persister import Persister
 from .places import Place, memory_folder, open_memory, open_persistent, replicas_placed
 from .recovery import Outcome, Recovery, RecoveryPorts
-from .rooms import fit_memory, gathered_sizes, report_memory, segment_sizes
+from .rooms import account_of, fit_memory, gathered_sizes, segment_sizes
 from .sharing import assign, joining_restorer, share_out
 
 log = logging.getLogger(__name__)
@@ -303,7 +303,7 @@ class Session:
                 memory_folder(self._config),
                 len(sizes),
             )
-            report_memory(self._rooms, self._job, self._rank, len(self._owners))
+            log.info("%s", account_of(self._rooms, self._job, self._rank, len(self._owners)))
         return sizes
 
     def _opened_memory(self) -> MemoryStore:
