@@ -12,7 +12,7 @@ from megatron.pretrain.logs import configure_logging
 
 
 def densify(config: PretrainConfig, launch: Launch) -> None:
-    """Write the newest state in `--moe-ckpt-persist-dir` into `--save`; needs `--exit-interval 1`."""
+    """Write the newest state in `--moe-ckpt-persist-dir` into `--save`."""
     initialize(config, launch)
 
     # Core looks at the device while it is imported, so the device comes first.
@@ -32,7 +32,7 @@ def densify(config: PretrainConfig, launch: Launch) -> None:
     with driver_errors():
         if session.is_replaying:
             datasets = build_splits(config, tokenizer)
-            Trainer(state, transformer, datasets, build_metrics(config), build_faults(config, launch), session).run()
+            Trainer(state, transformer, datasets, build_metrics(config), build_faults(config, launch), session).replay()
             return
         Saver(state).save()
         session.shutdown(keep_memory=False)

@@ -79,9 +79,10 @@ class Trainer:
             chunk.train()
         reason = None
         while self._is_replaying or (progress.iteration < (state.config.training.train_iters or 0) and reason is None):
+            replayed = self._is_replaying
             self.iterate(batches)
-            # In the middle of a replay there is no state to leave behind.
-            reason = None if self._is_replaying else self._stop.reason(progress.iteration)
+            # In the middle of a replay there is no state to leave behind, and its end is where training was before.
+            reason = None if replayed else self._stop.reason(progress.iteration)
         if reason is not None:
             log.info("leaving training at iteration %d: %s", progress.iteration, reason)
         self._finish_saving()
@@ -91,6 +92,17 @@ class Trainer:
             self._session.shutdown(keep_memory=reason is not None and not saved)
         if reason is None:
             self._evaluate("test", self._datasets.test, 0)
+
+    def replay(self) -> None:
+        """Run the iterations that make the recovered state dense, save it, and end."""
+        batches = training_iterators(self._state.config, self._datasets, self._state.progress)
+        for chunk in self._state.chunks:
+            chunk.train()
+        while self._is_replaying:
+            self.iterate(batches)
+        self._finish_saving()
+        if self._session is not None:
+            self._session.shutdown(keep_memory=False)
 
     def iterate(self, batches: Any) -> None:
         """One iteration with all that belongs to it: faults, checkpoint, report, evaluation."""

@@ -454,6 +454,20 @@ def test_where_the_segments_suffice_a_resize_changes_nothing(store: Any) -> None
     assert store.total_bytes == before
 
 
+def test_a_resize_takes_over_segments_that_an_earlier_process_has_sealed(place: Path) -> None:
+    store = MemoryStore(place, "job", 0, [LAYOUT.nbytes] * 2)
+    write(store, FIRST)
+    store.close()
+    later = MemoryStore(place, "job", 0, [3 * PAGE])
+    later.resize([LAYOUT.nbytes] * 2)
+    assert len(list(later.directory.glob("segment-*.bin"))) == 2
+    assert read(later, FIRST) == content(FIRST)
+    write(later, SECOND)
+    later.free(FIRST)
+    write(later, THIRD)
+    later.close()
+
+
 def test_a_resize_keeps_segments_of_the_same_size(store: Any) -> None:
     manifest = write(store, FIRST)
     store.resize((PAGE, 2 * PAGE))

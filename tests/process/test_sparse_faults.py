@@ -86,6 +86,19 @@ def test_a_lost_node_is_replaced_from_replicas_though_ranks_move(
     assert_identical(run, fault_free(case))
 
 
+def test_a_node_is_lost_before_the_next_attempt_has_chosen_its_window(
+    cluster: Cluster, fault_free: FaultFree, tmp_path: Path
+) -> None:
+    """What is fetched from peers is larger than any segment that there is as long as the window is not known."""
+    case = Case(PAIR, MODEL, window="auto", faults=("0@14:step",))
+    places = (("node-0", "node-1"), ("node-2", "node-1"))
+    run = killed(
+        cluster, case, tmp_path / "killed", nodes=Nodes(places, lost={0: "node-0"}), hooks=(partial(paced, 2),)
+    )
+    assert any("peer memory" in line for line in recovered(run.outcomes[1])), run.outcomes[1].said
+    assert_identical(run, fault_free(case))
+
+
 def test_when_all_memory_is_lost_the_newest_window_in_storage_is_replayed(
     cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:

@@ -32,13 +32,14 @@ class LiveTrainerState:
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
+        self._command: dict[str, Json] = {"flags": list(state.config.argv), "folder": os.getcwd()}
 
     def scalars(self) -> dict[str, Json]:
         """As `ports.TrainerState.scalars`."""
         state = self._state
         counts: dict[str, Json] = {name: getattr(state.progress, name) for name in _COUNTS}
         return counts | {
-            _COMMAND: {"flags": list(state.config.argv), "folder": os.getcwd()},
+            _COMMAND: self._command,
             "scheduler": _plain(state.scheduler.state_dict()),
             "grad_scalers": [_plain(scaler.state_dict()) for scaler in _scalers(state.optimizer)],
             "param_groups": [

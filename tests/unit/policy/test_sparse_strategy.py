@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.moe.policy.copies import Level
 from megatron.core.dist_checkpointing.moe.policy.rounds import Status
 from megatron.core.dist_checkpointing.moe.policy.strategies import Costs, Job, Pace, Sparse
 from megatron.core.dist_checkpointing.moe.policy.strategies.account import memory_account
+from megatron.core.dist_checkpointing.moe.policy.strategies.budget import MEASURED, Budget
 from megatron.core.dist_checkpointing.moe.policy.strategies.windows import bytes_per_step, timetable
 from megatron.core.dist_checkpointing.moe.types import (
     Copy,
@@ -101,6 +102,44 @@ def test_training_is_protected_again_as_soon_as_all_goes_well_again(window: str,
         rank.step(protected)
     assert rank.custody.protection.state.name == "PROTECTED"
     assert max(rank.restorable()) >= rank.iteration - 2 * int(window)
+
+
+def test_replicas_of_the_only_window_stay_though_one_of_them_is_missing() -> None:
+    rank = Rank(job_of())
+    for status in (Status.PROTECTED, Status.PROTECTED, Status.EXPOSED):
+        rank.step(lambda _, status=status: status)  # type: ignore[misc]
+    rank.step(lambda _: Status.PENDING)
+    assert {1, 2} <= rank.tiers.replicas
+
+
+def test_where_memory_cannot_grow_windows_go_on_as_they_were() -> None:
+    strategy = Sparse(job_of(replace(CONFIG, ordering="popularity")))
+    strategy.plan(1)
+    before = strategy.rooms()
+    strategy.counted(1, SKEWED)
+    strategy.settled(strategy.plan(2), Level.SNAPSHOT, False)  # type: ignore[arg-type]
+    assert strategy.plan(3) is not None
+    assert strategy.rooms() != before
+    strategy.no_room()
+    assert strategy.rooms() == before
+    strategy.settled(SnapshotPlan(3, {}), Level.SNAPSHOT, False)
+    assert strategy.plan(4) is not None
+    assert strategy.rooms() == before
+
+
+def test_slower_replicas_call_for_a_window_once_and_not_for_ever_longer_ones() -> None:
+    budget = Budget(is_started=True)
+    for _ in range(MEASURED):
+        budget = budget.paced(Pace(1.0, 1000.0))
+    slow, found = Costs(1.0, 0.0, 2.0), []
+    for _ in range(20):
+        peak_bytes = budget.decided_bytes or 1000
+        budget = budget.measured(replace(slow, round_s=peak_bytes / 400), peak_bytes)
+        wanted = budget.calls_for_another()
+        if wanted is not None:
+            budget = budget.decided(wanted)
+            found.append(wanted)
+    assert found == [320]
 
 
 def test_a_failed_snapshot_ends_its_window_and_the_next_one_begins_at_once() -> None:

@@ -195,11 +195,12 @@ class MappedStore(Store, Protocol):
     def open(self, snapshot: SnapshotId) -> MappedReader:
         """As `Store.open`."""
 
-    def resize(self, segment_bytes: Sequence[int]) -> None:
+    def resize(self, segment_bytes: Sequence[int], before: Callable[[], None] = lambda: None) -> None:
         """Use segments of these sizes from here on: those that are there already stay, the rest is allocated.
 
-        What is sealed or still read in other segments stays until it is freed. Where the segments suffice already,
-        nothing happens. Raises NoRoom when the memory is too small: then all stays as it was; StoreFailure.
+        before: called first where segments may go. What is sealed or still read in other segments stays until it is
+        freed. Where the segments suffice already, nothing happens. Raises NoRoom when the memory is too small: then all
+        stays as it was; StoreFailure.
         """
 
 

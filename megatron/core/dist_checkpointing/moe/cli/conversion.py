@@ -15,6 +15,7 @@ from typing import Any, cast
 import fsspec  # type: ignore[import-untyped]
 
 from ..errors import UnreadableCheckpoint, UsageError
+from ..policy.timelines import Timeline, belongs, newest_first
 from ..ports import Facts, Listing, SnapshotId, Store
 from ..store.filesystem import FilesystemStore
 from ..store.objects import ObjectStore
@@ -68,14 +69,17 @@ def newest(store: Store, place: str) -> Source:
     Raises UnreadableCheckpoint when there is none, UsageError when the one there does not say how its job was started.
     """
     listed = store.snapshots()
-    facts = {snapshot: _facts(store, snapshot) for snapshot in listed.sealed}
+    everything = {snapshot: _facts(store, snapshot) for snapshot in listed.sealed}
     problem = ""
-    leading = [snapshot for snapshot in listed.sealed if "trainer" in facts[snapshot].scalars]
-    for snapshot in sorted(leading, key=lambda one: (-one.iteration, one.rank)):
-        lacking = _lacking(snapshot, facts)
-        if not lacking:
-            return _source(snapshot, facts, place)
-        problem = problem or lacking
+    # What a job left behind when it went back to an older state is no part of what it came to.
+    for timeline in newest_first(map(_timeline, everything.values())):
+        facts = {one: said for one, said in everything.items() if belongs(_timeline(said), one.iteration, timeline)}
+        leading = [snapshot for snapshot in facts if "trainer" in facts[snapshot].scalars]
+        for snapshot in sorted(leading, key=lambda one: (-one.iteration, one.rank)):
+            lacking = _lacking(snapshot, facts)
+            if not lacking:
+                return _source(snapshot, facts, place)
+            problem = problem or lacking
     raise UnreadableCheckpoint(f"{place} has {problem or _nothing(listed)}; is it a --moe-ckpt-persist-dir?")
 
 
@@ -90,7 +94,7 @@ def densified(source: Source, storage: str, out: Path, flags: Sequence[str]) -> 
         tempfile.TemporaryDirectory(prefix="moe-ckpt-convert-", dir=shared if shared.is_dir() else None) as memory,
         tempfile.TemporaryDirectory(prefix="moe-ckpt-convert-") as view,
     ):
-        own = ["--device", "cpu", "--save", str(out.absolute()), "--exit-interval", "1", "--moe-ckpt-replicas", "0"]
+        own = ["--device", "cpu", "--save", str(out.absolute()), "--moe-ckpt-replicas", "0"]
         own += ["--moe-ckpt-memory-dir", memory, "--moe-ckpt-persist-dir", _shown(source, storage, Path(view))]
         command = [sys.executable, "-m", LAUNCHER, "--nproc-per-node", str(source.world_size), "--max-restarts", "0"]
         command += [script.origin, *recorded(source.flags), *own, *flags]
@@ -134,6 +138,11 @@ def opened(place: str) -> Store:
 def _facts(store: Store, snapshot: SnapshotId) -> Facts:
     with store.open(snapshot) as reader:
         return reader.manifest.facts
+
+
+def _timeline(facts: Facts) -> Timeline:
+    rows = cast("Sequence[tuple[str, int]]", facts.scalars.get("timeline", ()))
+    return tuple((name, after) for name, after in rows)
 
 
 def _span(snapshot: SnapshotId, facts: Facts) -> tuple[int, int]:

@@ -214,9 +214,10 @@ class Coordinator:
         """
         ports = self._ports
         sizes = segment_sizes(rooms, ports.capturer, ports.control, ports.owners)
-        ports.before_resize()
-        done, why = fit_memory(ports.memory, sizes, ports.control)
-        if done:
+        done, why = fit_memory(ports.memory, sizes, ports.control, ports.before_resize)
+        if not done:
+            self._strategy.no_room()
+        else:
             self._rooms = rooms
             account = account_of(rooms, self._job, ports.control.rank, len(ports.owners))
             if account != self._account and ports.control.rank == 0:

@@ -183,9 +183,7 @@ class Custody:
         """All peers have the pieces of this round; the state is protected once they have all of its window."""
         names = {Kept(piece).name for piece in work.pieces}
         self._kept = tuple(kept.acknowledged(names) for kept in self._kept)
-        window = [kept for kept in self._kept if kept.piece.span == one.span]
-        iterations = {kept.piece.plan.iteration for kept in window if kept.protected}
-        if iterations.issuperset(one.span) and all(kept.protected for kept in window):
+        if self._is_protected(one.span):
             self.protection = self.protection.after(ProtectionEvent.COMMITTED, one.plan.iteration)
             self._retain(one)
             if not restored:
@@ -193,12 +191,21 @@ class Custody:
                 self._spare = frozenset()
 
     def _clear_for_next(self, one: Round) -> None:
-        """A whole window that lacks replicas gives up those it has: the next one brings its own as it goes."""
-        window = [kept for kept in self._kept if kept.piece.span == one.span]
-        is_last, is_safe = one.plan.iteration == one.span[-1], all(kept.protected for kept in window)
-        if len(one.span) > 1 and is_last and not is_safe and any(kept.protected for kept in self._kept):
-            names = {kept.name for kept in window}
+        """A whole window that lacks replicas gives up those it has: the next one brings its own as it goes.
+
+        Not where it is all there is: some of its ranks may have all of their replicas.
+        """
+        others = {kept.piece.span for kept in self._kept} - {one.span}
+        is_last = len(one.span) > 1 and one.plan.iteration == one.span[-1]
+        if is_last and not self._is_protected(one.span) and any(map(self._is_protected, others)):
+            names = {kept.name for kept in self._kept if kept.piece.span == one.span}
             self._submit("keeper", lambda: self._keeper.free(names, own=False))
+
+    def _is_protected(self, span: range) -> bool:
+        """Whether all of a window is kept, with all replicas."""
+        window = [kept for kept in self._kept if kept.piece.span == span]
+        iterations = {kept.piece.plan.iteration for kept in window}
+        return iterations.issuperset(span) and all(kept.protected for kept in window)
 
     def _give_up(self, one: Round, work: Work) -> None:
         """Nothing can be made of this window any more: what there is of it is freed, and what comes of it later."""

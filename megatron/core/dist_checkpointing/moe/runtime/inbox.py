@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import UnreadableCheckpoint
+from ..errors import UnreadableCheckpoint, UsageError
 from ..ports import Clock, Manifest, MappedStore, MappedWriter, NoRoom, Reader
 from ..store.heap import HeapReader
 from ..store.manifest import decode
@@ -94,14 +94,15 @@ class StoreInbox:
                 self._clock.sleep(PAUSE_S)
 
     def land(self, source: int, manifest: bytes) -> StoreArrival | HeapArrival:
-        """A place for a snapshot that a recovery fetches from `source`, in the store if there is room.
+        """A place for a snapshot that a recovery fetches from `source`, in the store if there is room, or the heap.
 
-        A copy of it that is here already has proved damaged and is given up.
+        Segments are too small as long as the strategy does not know how large its snapshots are. A copy of it that is
+        here already has proved damaged and is given up.
         Raises UnreadableCheckpoint, StoreFailure.
         """
         wanted = decode(manifest, f"manifest from rank {source}")
         self._store.free(wanted.snapshot)
         try:
             return StoreArrival(self._store, self._store.reserve(wanted.snapshot, wanted.layout), wanted)
-        except NoRoom:
+        except (NoRoom, UsageError):
             return HeapArrival(source, wanted)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
+from ..errors import MoECheckpointError
 from ..policy.strategies import Job, Room
 from ..policy.strategies.account import MemoryAccount, memory_account
-from ..ports import Capturer, Json, MappedStore, StoreFailure, Transport
+from ..ports import Capturer, Json, MappedStore, Transport
 from ..types import OperatorId, OperatorKind, OperatorSize, Part, full_plan
 
 _STEPS = 32
@@ -30,15 +31,17 @@ def segment_sizes(rooms: Sequence[Room], capturer: Capturer, transport: Transpor
     return sizes
 
 
-def fit_memory(memory: MappedStore, sizes: Sequence[int], transport: Transport) -> tuple[bool, str]:
+def fit_memory(
+    memory: MappedStore, sizes: Sequence[int], transport: Transport, before: Callable[[], None] = lambda: None
+) -> tuple[bool, str]:
     """Give memory these segments; whether all ranks have them, and why this one has not, if so.
 
-    A collective over all ranks. Raises PeerLost.
+    before: called first where segments may go. A collective over all ranks. Raises PeerLost.
     """
     why = ""
     try:
-        memory.resize(sizes)
-    except StoreFailure as error:
+        memory.resize(sizes, before)
+    except MoECheckpointError as error:
         why = str(error)
     (done,) = transport.least([int(not why)])
     return bool(done), why

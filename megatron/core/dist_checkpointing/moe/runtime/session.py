@@ -326,8 +326,7 @@ class Session:
         rooms = self._strategy.rooms()
         if rooms != self._rooms:
             sizes = segment_sizes(rooms, self._capturer, self._control, self._owners)
-            self._release_segments()
-            done, why = fit_memory(self._memory, sizes, self._control)
+            done, why = fit_memory(self._memory, sizes, self._control, self._release_segments)
             self._rooms = rooms if done else self._rooms
             if why:
                 log.error("rank %d: %s", self._rank, why)

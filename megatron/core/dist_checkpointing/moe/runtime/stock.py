@@ -6,6 +6,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
+from ..errors import UsageError
 from ..policy.strategies import Piece
 from ..policy.timelines import Timeline
 from ..ports import Json, MappedStore, NoRoom, Store, StoreFailure, Transport
@@ -96,7 +97,7 @@ class Stock:
                     for field in manifest.layout.fields:
                         writer.put(field.key, one.read(field.key))
                     writer.seal(manifest.facts, manifest.checksums)
-        except NoRoom as error:
+        except (NoRoom, UsageError) as error:
             log.error("rank %d: a fetched snapshot finds no room in memory: %s", self._transport.rank, error)
         except StoreFailure as error:
             log.error("rank %d: a fetched snapshot cannot be kept in memory: %s", self._transport.rank, error)

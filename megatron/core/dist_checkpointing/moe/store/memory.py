@@ -8,7 +8,7 @@ import os
 import shutil
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -80,11 +80,12 @@ class MemoryStore:
         """Bytes of all segments that are used in turn."""
         return sum(segment.nbytes for segment in self._segments.values())
 
-    def resize(self, segment_bytes: Sequence[int]) -> None:
+    def resize(self, segment_bytes: Sequence[int], before: Callable[[], None] = lambda: None) -> None:
         """As `ports.MappedStore.resize`; a segment that is still read or written counts as long as that lasts."""
         sizes = sorted(aligned(size, mmap.PAGESIZE) for size in segment_bytes)
         with self._mutex:
             if not suffice([segment.nbytes for segment in self._segments.values()], sizes):
+                before()
                 self._exchange(sizes)
 
     def reserve(self, snapshot: SnapshotId, layout: Layout) -> MemoryWriter:
@@ -203,7 +204,8 @@ class MemoryStore:
         """Use segments of these sizes: those of the same size that are there, and new ones in place of the others."""
         entries = self._shelf.entries()
         sealed = {entry.segment for entry in entries if entry.state == SEALED}
-        left = dict(sorted(self._segments.items(), key=lambda one: (one[0] not in sealed, one[0])))
+        here = self._segments | self._left_behind(sealed, frozenset(sizes))
+        left = dict(sorted(here.items(), key=lambda one: (one[0] not in sealed, one[0])))
         chosen: dict[str, _Segment] = {}
         missing: list[int] = []
         for size in sizes:
@@ -229,6 +231,16 @@ class MemoryStore:
         except StoreFailure:
             self._segments |= self._new(given_up)
             raise
+
+    def _left_behind(self, sealed: Collection[str], sizes: Collection[int]) -> dict[str, _Segment]:
+        """Segments of these sizes with snapshots of an earlier process, which had others than this one has yet."""
+        paths = {name: self.directory / f"{name}.bin" for name in sealed if name not in self._segments}
+        found = {path: path.stat().st_size for path in paths.values() if path.exists()}
+        return {
+            name: _Segment(path, map_file(self.system, path, found[path]))
+            for name, path in paths.items()
+            if found.get(path) in sizes
+        }
 
     def _new(self, sizes: Sequence[int]) -> dict[str, _Segment]:
         """New segments: all or none of them."""

@@ -21,15 +21,14 @@ _TOLERANCE = 0.2  # a budget that changes by less changes no window
 class Budget:
     """A value; each method returns the next one.
 
-    passes_s, bandwidths: of the newest iterations (see `Pace`). rounds_s: what replicating the newest snapshots took;
-    iterations_s: of their iterations. decided_bytes: for which the window was chosen; 0 if it never was.
-    is_started: whether the first iteration of this start is over.
+    passes_s, bandwidths: of the newest iterations (see `Pace`). replicable: bytes that could have been replicated in an
+    iteration each, at the pace of the newest snapshots. decided_bytes: for which the window was chosen; 0 if it never
+    was. is_started: whether the first iteration of this start is over.
     """
 
     passes_s: tuple[float, ...] = ()
     bandwidths: tuple[float, ...] = ()
-    rounds_s: tuple[float, ...] = ()
-    iterations_s: tuple[float, ...] = ()
+    replicable: tuple[float, ...] = ()
     decided_bytes: int = 0
     is_started: bool = False
 
@@ -40,26 +39,27 @@ class Budget:
         passes, bandwidths = _with(self.passes_s, pace.iteration_s), _with(self.bandwidths, pace.bandwidth_bytes_per_s)
         return replace(self, passes_s=passes, bandwidths=bandwidths)
 
-    def measured(self, costs: Costs) -> Budget:
-        """With one more snapshot that was replicated."""
-        rounds, iterations = _with(self.rounds_s, costs.round_s), _with(self.iterations_s, costs.iteration_s)
-        return replace(self, rounds_s=rounds, iterations_s=iterations)
+    def measured(self, costs: Costs, peak_bytes: int) -> Budget:
+        """With one more snapshot that was replicated, of `peak_bytes` at most."""
+        if costs.round_s <= 0 or not peak_bytes:
+            return self
+        return replace(self, replicable=_with(self.replicable, peak_bytes * costs.iteration_s / costs.round_s))
 
-    def bytes_now(self, peak_bytes: int) -> int | None:
-        """What an iteration has time to copy, and to replicate at the pace of snapshots of `peak_bytes`.
+    def bytes_now(self) -> int | None:
+        """What an iteration has time to copy, and to replicate.
 
         None until enough iterations were measured.
         """
         if len(self.passes_s) < MEASURED:
             return None
         found = median(self.passes_s) * median(self.bandwidths)
-        if self.rounds_s and peak_bytes and (round_s := median(self.rounds_s)) > 0:
-            found = min(found, median(self.iterations_s) * peak_bytes / round_s)
+        if self.replicable:
+            found = min(found, median(self.replicable))
         return max(1, int(_HEADROOM * found))
 
-    def calls_for_another(self, peak_bytes: int) -> int | None:
+    def calls_for_another(self) -> int | None:
         """The bytes for which a window has to be chosen now; None as long as the one that was chosen will do."""
-        found = self.bytes_now(peak_bytes)
+        found = self.bytes_now()
         if found is None or (self.decided_bytes and abs(found / self.decided_bytes - 1) <= _TOLERANCE):
             return None
         return found
@@ -73,8 +73,7 @@ class Budget:
         return {
             "passes_s": list(self.passes_s),
             "bandwidths": list(self.bandwidths),
-            "rounds_s": list(self.rounds_s),
-            "iterations_s": list(self.iterations_s),
+            "replicable": list(self.replicable),
             "decided_bytes": self.decided_bytes,
         }
 
@@ -84,8 +83,7 @@ class Budget:
             self,
             passes_s=tuple(data["passes_s"]),
             bandwidths=tuple(data["bandwidths"]),
-            rounds_s=tuple(data["rounds_s"]),
-            iterations_s=tuple(data["iterations_s"]),
+            replicable=tuple(data["replicable"]),
             decided_bytes=data["decided_bytes"],
         )
 

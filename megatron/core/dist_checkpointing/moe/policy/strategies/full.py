@@ -48,6 +48,9 @@ class Full:
         """As `Strategy.rooms`: the triple buffers of MoC 5.2, and a protected and an arriving replica."""
         return self._rooms
 
+    def no_room(self) -> None:
+        """As `Strategy.no_room`: its rooms never change."""
+
     def counted(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
         """As `Strategy.counted`."""
 

@@ -119,6 +119,9 @@ class Pec:
             *(Room(members, own=3, replica=2, trainer=False) for members in groups),
         )
 
+    def no_room(self) -> None:
+        """As `Strategy.no_room`: its rooms never change."""
+
     def counted(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
         """As `Strategy.counted`."""
         self._state = self._state.counted(iteration, counts)

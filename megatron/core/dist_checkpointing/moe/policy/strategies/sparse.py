@@ -100,6 +100,7 @@ class Sparse:
         self._budget = Budget()
         self._windows = _Windows()
         self._table: Timetable | None = None
+        self._former: Timetable | None = None
         if self._fixed is not None:
             self._table = timetable(job, {}, window=self._fixed)
 
@@ -153,7 +154,7 @@ class Sparse:
     def measured(self, costs: Costs) -> None:
         """As `Strategy.measured`."""
         if self.needs_pace:
-            self._budget = self._budget.measured(costs)
+            self._budget = self._budget.measured(costs, self._table.peak_bytes if self._table else 0)
 
     def paced(self, pace: Pace) -> None:
         """As `Strategy.paced`."""
@@ -188,12 +189,18 @@ class Sparse:
             self._table = self._timetable(window)
         return plan
 
+    def no_room(self) -> None:
+        """As `Strategy.no_room`."""
+        if self._former is not None:
+            self._table = self._former
+
     def _schedule(self) -> None:
         """Between two windows: a new order if experts are used otherwise now, another size if the budget calls for it.
 
         The one is looked at before the other, so that both take effect together.
         """
         config, table = self._job.config, self._table
+        self._former = table
         reorders = self.counts_tokens and self._popularity.has_changed(
             config.reorder_threshold, config.reorder_fraction
         )
@@ -201,7 +208,7 @@ class Sparse:
             self._popularity = self._popularity.reordered()
         window = table.size if table else None
         if self._fixed is None:
-            budget_bytes = self._budget.calls_for_another(table.peak_bytes if table else 0)
+            budget_bytes = self._budget.calls_for_another()
             if budget_bytes is not None:
                 self._budget = self._budget.decided(budget_bytes)
                 needed = table if table and table.is_needed(budget_bytes) else self._timetable(None)

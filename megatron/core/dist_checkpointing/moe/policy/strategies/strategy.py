@@ -141,6 +141,9 @@ class Strategy(Protocol):
         It changes only in `plan` and `resumed`, and applies to the snapshots that are planned from then on.
         """
 
+    def no_room(self) -> None:
+        """Memory cannot hold what `rooms` asks for now: from the next `plan` on, what it held before has to do."""
+
     def counted(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
         """Tokens routed in `iteration`, per MoE layer and expert."""
 
