@@ -74,10 +74,7 @@ class Trainer:
     def run(self) -> None:
         """Train from the current progress to the end, or to an exit condition."""
         state, progress = self._state, self._state.progress
-        batches = training_iterators(state.config, self._datasets, progress)
-        for chunk in state.chunks:
-            chunk.train()
-        reason = None
+        batches, reason = self._begin(), None
         while self._is_replaying or (progress.iteration < (state.config.training.train_iters or 0) and reason is None):
             replayed = self._is_replaying
             self.iterate(batches)
@@ -95,14 +92,18 @@ class Trainer:
 
     def replay(self) -> None:
         """Run the iterations that make the recovered state dense, save it, and end."""
-        batches = training_iterators(self._state.config, self._datasets, self._state.progress)
-        for chunk in self._state.chunks:
-            chunk.train()
+        batches = self._begin()
         while self._is_replaying:
             self.iterate(batches)
         self._finish_saving()
         if self._session is not None:
             self._session.shutdown(keep_memory=False)
+
+    def _begin(self) -> Any:
+        """The batches from the current progress on, with the model in training mode."""
+        for chunk in self._state.chunks:
+            chunk.train()
+        return training_iterators(self._state.config, self._datasets, self._state.progress)
 
     def iterate(self, batches: Any) -> None:
         """One iteration with all that belongs to it: faults, checkpoint, report, evaluation."""

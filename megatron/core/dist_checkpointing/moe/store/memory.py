@@ -261,23 +261,26 @@ class MemoryStore:
         return list(islice((name for at in itertools.count() if (name := f"segment-{at:03d}") not in taken), count))
 
     def _require_room(self, nbytes: int) -> None:
-        found = os.statvfs(self.directory)
-        free_bytes = found.f_bavail * found.f_frsize
-        if found.f_blocks and nbytes > free_bytes:
+        if said := self._too_small(nbytes):
             raise NoRoom(
-                f"memory dir {self.directory.parent.parent} has {free_bytes / 1e9:.3f} GB free, but snapshots now need"
-                f" {nbytes / 1e9:.3f} GB more: enlarge the tmpfs (mount -o remount,size=...), or keep fewer replicas"
+                f"{said}, but snapshots now need {nbytes / 1e9:.3f} GB more: enlarge the tmpfs (mount -o"
+                " remount,size=...), or keep fewer replicas"
             )
 
     def _require_space(self, nbytes: int, count: int) -> None:
+        if said := self._too_small(nbytes):
+            raise UsageError(
+                f"{said}, but the {count} new segments need {nbytes / 1e9:.3f} GB: enlarge the tmpfs (mount -o"
+                " remount,size=...), keep fewer replicas, or use another memory dir"
+            )
+
+    def _too_small(self, nbytes: int) -> str:
+        """How much the memory dir has free, if that is less; else nothing."""
         found = os.statvfs(self.directory)
         free_bytes = found.f_bavail * found.f_frsize
-        if found.f_blocks and nbytes > free_bytes:
-            raise UsageError(
-                f"memory dir {self.directory.parent.parent} has {free_bytes / 1e9:.3f} GB free, but the {count} new"
-                f" segments need {nbytes / 1e9:.3f} GB: enlarge the tmpfs (mount -o remount,size=...), keep fewer"
-                " replicas, or use another memory dir"
-            )
+        if not found.f_blocks or nbytes <= free_bytes:
+            return ""
+        return f"memory dir {self.directory.parent.parent} has {free_bytes / 1e9:.3f} GB free"
 
     def _allocated(self, path: Path, nbytes: int) -> _Segment:
         with failing_as(f"allocate {nbytes} bytes for {path}"):
