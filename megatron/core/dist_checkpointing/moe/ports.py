@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from .errors import MoECheckpointError
 from .store.layout import (
@@ -22,7 +22,7 @@ from .store.layout import (
     SnapshotId,
     Torn,
 )
-from .types import OperatorId, Part, SnapshotPlan, StepJournal
+from .types import Direction, OperatorId, Part, SnapshotPlan, StepJournal
 
 if TYPE_CHECKING:
     from typing import Self
@@ -34,6 +34,8 @@ Value = TypeVar("Value", covariant=True)
 __all__ = [
     "DTYPE_BYTES",
     "RANDOM",
+    "BoundarySink",
+    "BoundarySource",
     "Capturer",
     "Clock",
     "Execution",
@@ -368,12 +370,38 @@ class Restorer(Protocol):
 class Execution(Protocol):
     """Runs iterations in which some operators are frozen (MoEvement 3.3): forward and input gradients only."""
 
-    def freeze(self, frozen: Collection[OperatorId], step: StepJournal) -> None:
+    def freeze(self, frozen: Collection[OperatorId], step: StepJournal, *, alone: bool = False) -> None:
         """The next iteration updates all but these operators, of all ranks and stages, and takes the gradient norm and
         the verdict on its gradients from the journal instead of computing them from a part of the gradients.
 
+        alone: only some stages of the pipeline run it. Then all that stages compute together comes from the journal,
+        also with no frozen operators, and nothing waits for the other stages.
         Called again for each iteration, also with no operators. Raises UsageError where this cannot be done.
         """
 
     def thaw(self) -> None:
         """Run as before the first `freeze`, bit for bit."""
+
+
+class BoundarySink(Protocol):
+    """Takes what this rank sends over a stage boundary; tensors of the framework in use."""
+
+    def sent(self, direction: Direction, tensor: Any) -> None:
+        """This tensor is about to be sent to the next (FORWARD) or previous (BACKWARD) stage; it is not changed any more.
+
+        Returns at once: the copy runs beside training. Never raises.
+        """
+
+
+class BoundarySource(Protocol):
+    """Gives what a stage outside of a replay sent when the iteration ran first."""
+
+    def received(self, direction: Direction) -> Any | None:
+        """The next tensor that came from the previous (FORWARD) or the next (BACKWARD) stage, in the order of receiving.
+
+        None where the stage on that side takes part: then it is received as ever, and what is sent to it is sent.
+        Raises UnreadableCheckpoint when there is no further one.
+        """
+
+    def serves(self, direction: Direction) -> bool:
+        """Whether `received` gives tensors of this direction; what would be sent to that side is dropped."""

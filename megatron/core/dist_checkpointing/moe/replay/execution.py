@@ -46,7 +46,7 @@ class LiveExecution:
         self._until_thaw, self._until_next = contextlib.ExitStack(), contextlib.ExitStack()
         self._is_overlap_off = False
 
-    def freeze(self, frozen: Collection[OperatorId], step: StepJournal) -> None:
+    def freeze(self, frozen: Collection[OperatorId], step: StepJournal, *, alone: bool = False) -> None:
         """As `ports.Execution.freeze`. All ranks must call it alike, after their compute weights became whole.
 
         With no operators the step is that of training: its norm and verdict are computed, and can be compared.

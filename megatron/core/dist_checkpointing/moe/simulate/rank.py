@@ -190,7 +190,7 @@ class FakeExecution:
         self._model, self._world = model, world
         self.steps: list[tuple[frozenset[OperatorId], StepJournal]] = []
 
-    def freeze(self, frozen: Collection[OperatorId], step: StepJournal) -> None:
+    def freeze(self, frozen: Collection[OperatorId], step: StepJournal, *, alone: bool = False) -> None:
         """As `ports.Execution.freeze`."""
         self._world.event(f"freeze {len(frozen)} operators")
         self.steps.append((frozenset(frozen), step))

@@ -29,12 +29,16 @@ from .recovery import (
     Tier,
 )
 from .snapshots import SnapshotPlan, Window, full_plan
+from .standby import GRADIENTS, LOG, PARKED, boundary_key
 from .topology import Coordinates, Topology
 
 __all__ = [
     "FP16_FP32",
     "FP32",
+    "GRADIENTS",
+    "LOG",
     "LOW_PRECISIONS",
+    "PARKED",
     "PRECISIONS",
     "BoundaryLog",
     "Coordinates",
@@ -59,6 +63,7 @@ __all__ = [
     "Tier",
     "Topology",
     "Window",
+    "boundary_key",
     "expert",
     "full_plan",
 ]

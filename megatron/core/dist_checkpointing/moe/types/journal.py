@@ -13,11 +13,13 @@ class StepJournal:
 
     grad_norm: the norm of all gradients before clipping, None where it was not computed. skipped: the optimizer did not
     step, because a gradient was not finite. lm_loss: the mean loss, known on the last pipeline stage, else None.
+    num_tokens: of the global batch, by which gradients were divided; None where they are not.
     """
 
     grad_norm: float | None = None
     skipped: bool = False
     lm_loss: float | None = None
+    num_tokens: int | None = None
 
     def to_data(self) -> dict[str, Any]:
         """As JSON values; floats exactly."""
@@ -26,4 +28,4 @@ class StepJournal:
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> StepJournal:
         """What `to_data` described. Raises KeyError, TypeError for something else."""
-        return cls(data["grad_norm"], bool(data["skipped"]), data["lm_loss"])
+        return cls(data["grad_norm"], bool(data["skipped"]), data["lm_loss"], data.get("num_tokens"))
