@@ -387,7 +387,7 @@ class BoundarySink(Protocol):
     """Takes what this rank sends over a stage boundary; tensors of the framework in use."""
 
     def sent(self, direction: Direction, tensor: Any) -> None:
-        """This tensor is about to be sent to the next (FORWARD) or previous (BACKWARD) stage; it is not changed any more.
+        """This tensor is about to be sent to the next (FORWARD) or previous (BACKWARD) stage, and does not change now.
 
         Returns at once: the copy runs beside training. Never raises.
         """
@@ -397,7 +397,7 @@ class BoundarySource(Protocol):
     """Gives what a stage outside of a replay sent when the iteration ran first."""
 
     def received(self, direction: Direction) -> Any | None:
-        """The next tensor that came from the previous (FORWARD) or the next (BACKWARD) stage, in the order of receiving.
+        """The next tensor that came from the previous (FORWARD) or the next (BACKWARD) stage, in the order of arrival.
 
         None where the stage on that side takes part: then it is received as ever, and what is sent to it is sent.
         Raises UnreadableCheckpoint when there is no further one.
