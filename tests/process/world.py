@@ -206,6 +206,7 @@ def _job(argv: Sequence[str], rank: int, ranks: int, port: int, folder: Path, ho
 
 def _serve(connection: multiprocessing.connection.Connection) -> None:
     """What a worker does: one job."""
+    faulthandler.enable()  # a broken heap ends a process without a word of where
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     try:
         job = connection.recv()

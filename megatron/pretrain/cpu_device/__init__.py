@@ -18,6 +18,11 @@ moves the device's sequence too, and has to be given a generator of its own to l
 Host copies. On a GPU `tensor.cpu()` and `tensor.to("cpu")` are copies, on the CPU they are the tensor itself: whoever
 reads such a "copy" while training goes on has to make one. Pinning does make one, as Megatron-Core depends on it.
 
+Threads. torch 2.13 runs the collectives of a gloo group on two threads, and both write down which collective ended
+last, as text and without a lock. A name of 16 characters or more, and gloo has one, ALLGATHER_COALESCED, is then freed
+twice once in a long while, and the process dies of a broken heap somewhere else. One thread per group cannot; it runs
+collectives in the order in which all ranks issue them.
+
 Optimizer. Megatron-Core takes Adam from Transformer Engine or Apex wherever one can be imported, and theirs needs a
 GPU: neither may be importable in a process that calls `install()`.
 

@@ -1,11 +1,14 @@
-"""What Megatron-Core has to do differently where gloo moves the tokens. Each function here makes one replacement."""
+"""What has to be different where gloo moves the tokens. Each function here makes one replacement."""
 
 from __future__ import annotations
 
 import functools
+import os
+from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroupGloo
 
 
 def splits_as_integers(original: Any) -> Any:
@@ -33,3 +36,32 @@ def gather_uneven(original: Any) -> Any:
         return output
 
     return gather
+
+
+def one_thread(original: Any) -> Any:
+    """For `ProcessGroupGloo.__init__`: run a group's collectives on one thread; who passes options decides alone."""
+
+    @functools.wraps(original)
+    def initialize(
+        self: Any, store: Any, rank: int, size: int, options: Any = None, *, timeout: timedelta | None = None
+    ) -> None:
+        if options is None or isinstance(options, timedelta):
+            options = _one_thread_options(options or timeout)
+        original(self, store, rank, size, options)
+
+    return initialize
+
+
+def _one_thread_options(timeout: timedelta | None) -> Any:
+    """What torch would choose, from the same environment variable, but for the number of threads."""
+    options = ProcessGroupGloo._Options()
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+    options._devices = (
+        [ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",")]
+        if interfaces
+        else [ProcessGroupGloo.create_default_device()]
+    )
+    options._threads = 1
+    if timeout is not None:
+        options._timeout = timeout
+    return options

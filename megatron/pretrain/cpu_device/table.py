@@ -76,5 +76,15 @@ _MEGATRON = (
     ),
 )
 
-PATCHES: tuple[Patch, ...] = (*_DEVICE, *_STREAMS, *_RANDOM, *_TENSORS, *_MEGATRON)
+_GLOO = (
+    Patch(
+        "torch.distributed:ProcessGroupGloo",
+        "__init__",
+        collectives.one_thread,
+        "the two threads of a group write the name of the last collective without a lock, and free the same memory "
+        "twice where it is a long one, as that of the distributed optimizer's gather of parameters is",
+    ),
+)
+
+PATCHES: tuple[Patch, ...] = (*_DEVICE, *_STREAMS, *_RANDOM, *_TENSORS, *_MEGATRON, *_GLOO)
 """Everything that `install()` replaces, in order."""

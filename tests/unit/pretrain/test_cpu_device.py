@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -313,6 +314,29 @@ def world(store: Path, rank: int, ranks: int) -> Iterator[None]:
             yield
         finally:
             dist.destroy_process_group()
+
+
+def test_every_group_runs_its_collectives_on_one_thread(tmp_path: Path) -> None:
+    with world(tmp_path / "store", rank=0, ranks=1):
+        groups = [dist.group.WORLD, dist.new_group([0], timeout=timedelta(seconds=77))]
+        options = [group._get_backend(torch.device("cpu")).options for group in groups]
+        assert [option._threads for option in options] == [1, 1]
+        assert options[1]._timeout == timedelta(seconds=77)
+
+
+def queue_gathers(_: int, store: Path) -> None:
+    with world(store, rank=0, ranks=1):
+        group = dist.group.WORLD._get_backend(torch.device("cpu"))
+        shard, whole = [torch.ones(1)], [[torch.empty(1)]]
+        for _ in range(200):
+            # Enough in the queue that two threads would take from it side by side.
+            for gather in [group.allgather_coalesced(whole, shard) for _ in range(2000)]:
+                gather.wait()
+
+
+@pytest.mark.full
+def test_many_coalesced_gathers_in_flight_leave_the_heap_whole(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(queue_gathers, (tmp_path / "store",), nprocs=1)
 
 
 def gather_rows(rank: int, store: Path, results: Path) -> None:
