@@ -41,6 +41,7 @@ bench: setup
 	$(RUN) -W ignore benchmarks/snapshot.py --write
 	$(RUN) -W ignore benchmarks/every_iteration.py --write
 	$(RUN) -W ignore benchmarks/replay.py --write
+	$(RUN) -W ignore benchmarks/boundary_logs.py --write
 	$(RUN) benchmarks/pec_accuracy.py
 
 gpu-check: setup

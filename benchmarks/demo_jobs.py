@@ -92,7 +92,8 @@ def train(seed: int, name: str, size: Size, folder: Path, strategy: Sequence[str
     recoveries = tuple(recovered(ended.stdout))
     if ended.returncode or len(recoveries) != len(faults):
         raise SystemExit(f"{ended.stdout}\n{name}: {len(recoveries)} recoveries of {len(faults)} faults")
-    reports = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    reports = [line for line in lines if "recovery" not in line]
     largest_bytes = max(report["snapshot_bytes"] for report in reports)
     return Run(
         seed,

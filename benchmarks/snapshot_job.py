@@ -103,23 +103,28 @@ class Ours:
         with mock.patch.object(sessions, "_get_default_store", return_value=own):
             session = resume(dataclasses.replace(job.state, config=config), launch)
         assert session is not None
-        self._session = session
+        session.begin(job.state.progress.iteration)
+        self.session = session
         self._newest_bytes = 0
         self._windows: dict[range, list[int]] = {}
         self._span = range(0)
         self._note_spans(session._strategy)
 
+    def __getattr__(self, name: str) -> Any:
+        """What else the loop tells a session goes to it."""
+        return getattr(self.session, name)
+
     def before_optimizer(self) -> float:
         """As the session."""
-        return self._session.before_optimizer()
+        return self.session.before_optimizer()
 
     def step_end(self, iteration: int, journal: Any) -> None:
         """As the session."""
-        self._session.step_end(iteration, journal)
+        self.session.step_end(iteration, journal)
 
     def report(self) -> Any:
         """As the session."""
-        report = self._session.report()
+        report = self.session.report()
         self._newest_bytes = report.snapshot_bytes or self._newest_bytes
         if report.snapshot_bytes:
             self._windows.setdefault(self._span, []).append(report.snapshot_bytes)
@@ -131,12 +136,12 @@ class Ours:
 
     def begin_turn(self) -> None:
         """What others did since the last turn is no time of an iteration of this training."""
-        coordinator = self._session._coordinator
-        coordinator._step_ended_s = self._session._clock.now_s()
+        coordinator = self.session._coordinator
+        coordinator._step_ended_s = self.session._clock.now_s()
 
     def settle(self) -> None:
         """What was copied goes to the lanes beside training; the turn waits until those rest."""
-        self._session.before_optimizer()
+        self.session.before_optimizer()
 
     def written_bytes(self) -> int:
         """Bytes of this rank's newest snapshot."""
@@ -147,7 +152,7 @@ class Ours:
 
     def close(self) -> None:
         """End the session and give its memory back."""
-        self._session.shutdown(keep_memory=False)
+        self.session.shutdown(keep_memory=False)
 
     def _note_spans(self, strategy: Any) -> None:
         pieces_of = strategy.pieces

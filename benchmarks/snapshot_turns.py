@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import resource
 import time
@@ -22,12 +23,47 @@ MIN_ROUNDS = 2
 
 
 class Timed:
-    """A contestant between two clocks: what the thread that trains spends in it is the stall."""
+    """A contestant between two clocks: what the thread that trains spends in it is the stall.
 
-    is_replaying = False
+    The loop tells a session more than peers want to know; `Ours` has one, to which that goes on.
+    """
+
+    is_replaying = replays_alone = False
 
     def __init__(self, inner: Contestant) -> None:
         self._inner, self.stall_s = inner, 0.0
+        self._session: Any = getattr(inner, "session", None)
+
+    @property
+    def communicator(self) -> Any:
+        """The session's, if there is one."""
+        return self._session.communicator if self._session is not None else None
+
+    def stepping(self, *told: Any) -> Any:
+        """The session's, if there is one."""
+        return self._session.stepping(*told) if self._session is not None else contextlib.nullcontext()
+
+    def passes(self, *told: Any) -> None:
+        """As the session."""
+        self._tell("passes", *told)
+
+    def reduced(self, *told: Any) -> None:
+        """As the session."""
+        self._tell("reduced", *told)
+
+    def whole(self, *told: Any) -> None:
+        """As the session."""
+        self._tell("whole", *told)
+
+    def reported(self, *told: Any) -> None:
+        """As the session."""
+        self._tell("reported", *told)
+
+    def _tell(self, name: str, *told: Any) -> None:
+        if self._session is not None:
+            started_s = time.perf_counter()
+            getattr(self._session, name)(*told)
+            self.stall_s += time.perf_counter() - started_s
 
     def before_optimizer(self) -> float:
         """As the contestant."""

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/lifecycle.md from the tables in policy/lifecycle.py."""
+"""Write docs/lifecycle.md from the tables in policy/lifecycle.py and policy/parking.py."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.moe.policy import parking
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import MACHINES, Machine
+from megatron.core.dist_checkpointing.moe.policy.parking import PARKING, Cause, Keep, StepPhase
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "lifecycle.md"
 HEADING = """# Lifecycles
 
-Made by `python tools/lifecycle_diagrams.py` from the tables in
-`megatron/core/dist_checkpointing/moe/policy/lifecycle.py`; change them there. An event that no arrow from a state names
-is an error in that state.
+Made by `python tools/lifecycle_diagrams.py` from the tables in `lifecycle.py` and `parking.py` of
+`megatron/core/dist_checkpointing/moe/policy/`; change them there. An event that no arrow from a state names is an error
+in that state.
 """
 
 
 def render() -> str:
     """The whole page."""
-    return "\n".join([HEADING, *map(section, MACHINES)])
+    return "\n".join([HEADING, *map(section, MACHINES), *parking_section()])
 
 
 def section(machine: Machine[Any, Any]) -> str:
@@ -69,6 +71,23 @@ def meanings(title: str, members: Iterable[enum.Enum]) -> Iterator[str]:
     yield "|---|---|"
     for member in members:
         yield f"| `{member.name}` | {member.value} |"
+
+
+def parking_section() -> Iterator[str]:
+    """What is kept in which phase of a step, and why, by cause."""
+    yield from ("## Parking", "", inspect.cleandoc(parking.__doc__ or ""), "")
+    yield from meanings("Phase", StepPhase)
+    for title, members in (("Cause", Cause), ("Kept", Keep)):
+        yield ""
+        yield from meanings(title, members)
+    yield from ("", f"| Phase | {' | '.join(f'`{cause.name}`' for cause in Cause)} |", "|---" * (1 + len(Cause)) + "|")
+    for phase in StepPhase:
+        yield f"| `{phase.name}` | {' | '.join(f'`{PARKING[phase, cause].keep.name}`' for cause in Cause)} |"
+    yield ""
+    for why in dict.fromkeys(rule.why for rule in PARKING.values()):
+        cells = [f"`{phase.name}`/`{cause.name}`" for (phase, cause), rule in PARKING.items() if rule.why == why]
+        yield f"- {', '.join(cells)}: {why}"
+    yield ""
 
 
 def main(arguments: list[str]) -> int:

@@ -34,6 +34,7 @@ def densify(config: PretrainConfig, launch: Launch) -> None:
             datasets = build_splits(config, tokenizer)
             Trainer(state, transformer, datasets, build_metrics(config), build_faults(config, launch), session).replay()
             return
+        session.begin(state.progress.iteration)
         Saver(state).save()
         session.shutdown(keep_memory=False)
 

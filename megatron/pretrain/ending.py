@@ -6,12 +6,16 @@ import logging
 import os
 from pathlib import Path
 
+from megatron.core.dist_checkpointing.moe.ports import PeerLost
 from megatron.pretrain.errors import PretrainError, TrainingFailure
 from megatron.pretrain.initialize import VERDICT_FILE, Launch
 
 log = logging.getLogger(__name__)
 
-_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Timed out")
+_LOST_PEER = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Timed out"),
+    *("Application timeout caused pair closure", "Socket Timeout", "ncclRemoteError", "NCCL communicator was aborted"),
+)
 
 
 def exit_code_of(error: Exception, launch: Launch) -> int:
@@ -25,10 +29,20 @@ def exit_code_of(error: Exception, launch: Launch) -> int:
     if isinstance(error, PretrainError):
         log.error("%s", error)
         return _final(error.exit_code, launch)
-    if isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_PEER):
+    if is_lost_peer(error):
         log.critical("rank %d: lost a peer in a collective; leaving, so that the job can be restarted", launch.rank)
         return TrainingFailure.exit_code
     raise error
+
+
+def is_lost_peer(error: BaseException | None) -> bool:
+    """Whether an error, or what it was raised from, says that another rank is gone: nothing is wrong with this one."""
+    while error is not None:
+        told = isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_PEER)
+        if told or isinstance(error, PeerLost):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _final(exit_code: int, launch: Launch) -> int:

@@ -20,3 +20,7 @@ class UsageError(PretrainError):
 
 class TrainingFailure(PretrainError):
     """Training cannot go on; raised where it is noticed, which may be one rank only."""
+
+
+class ToldToEnd(TrainingFailure):
+    """The launcher asked this rank to end (SIGTERM), as it does with all when one has failed."""

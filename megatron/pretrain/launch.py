@@ -13,17 +13,21 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megatron.pretrain.config import parse_config
 from megatron.pretrain.config.validate import resolve
 from megatron.pretrain.errors import PretrainError
-from megatron.pretrain.initialize import VERDICT_FILE, probe_environment
+from megatron.pretrain.initialize import NODE_NAME, VERDICT_FILE, probe_environment
+from megatron.pretrain.meeting import BACKEND, register_backend
 from megatron.pretrain.nodes import run_nodes
 
 MONITOR_INTERVAL_S = 0.1
 SHUTDOWN_TIMEOUT_S = 60
 """How long workers that were told to end may take: an iteration and a save."""
+JOIN_TIMEOUT_S = 300
+"""How long a node waits for the others, which may have to end their workers first."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,21 +69,29 @@ def _run_nodes(options: argparse.Namespace) -> int:
     for name in ("nproc_per_node", "nnodes", "max_restarts", "rdzv_endpoint", "rdzv_id"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     command += [options.script, *options.flags]
-    return run_nodes(command, options.rdzv_endpoint, options.nnodes, options.max_restarts)
+    return run_nodes(
+        command,
+        options.rdzv_endpoint,
+        options.nnodes,
+        options.max_restarts,
+        run_id=options.rdzv_id,
+        patience_s=SHUTDOWN_TIMEOUT_S + 10,
+    )
 
 
 def _run_agent(options: argparse.Namespace) -> int:
     # A fresh store per round of the rendezvous: one shared over restarts still holds the addresses of dead workers.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    register_backend()
     config = LaunchConfig(
         min_nodes=options.nnodes,
         max_nodes=options.nnodes,
         nproc_per_node=options.nproc_per_node,
         run_id=options.rdzv_id,
-        rdzv_backend="c10d",
+        rdzv_backend=BACKEND,
         rdzv_endpoint=options.rdzv_endpoint,
-        # Several agents meet at the launcher that started them, see nodes.py; a lost one is missed after 3 s.
-        rdzv_configs={"is_host": False, "keep_alive_interval": 1} if options.nnodes > 1 else {},
+        # Several agents meet at the launcher that started them, see nodes.py.
+        rdzv_configs={"join_timeout": JOIN_TIMEOUT_S} | ({"is_host": False} if options.nnodes > 1 else {}),
         max_restarts=options.max_restarts,
         monitor_interval=MONITOR_INTERVAL_S,
         shutdown_timeout=SHUTDOWN_TIMEOUT_S,
@@ -96,6 +108,13 @@ def _run_agent(options: argparse.Namespace) -> int:
         sys.stderr.write(
             f"training failed after {options.max_restarts} restarts: rank {rank} ended with exit code "
             f"{failure.exitcode}; its last lines above say why\n"
+        )
+        return 1
+    except RendezvousError as error:
+        # Closed by an agent that has ended, or nobody came.
+        sys.stderr.write(
+            f"{os.environ.get(NODE_NAME, 'this node')} waited up to {JOIN_TIMEOUT_S} s for {options.nnodes} nodes to"
+            f" meet, in vain: {type(error).__name__}: {error or 'another node has ended the job'}\n"
         )
         return 1
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import logging
@@ -13,9 +14,11 @@ from typing import Any
 import torch
 
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.moe.runtime.communicator import process_groups
 from megatron.core.dist_checkpointing.moe.runtime.faults import FaultInjector, Phase
 from megatron.core.dist_checkpointing.moe.runtime.session import Session
 from megatron.core.dist_checkpointing.moe.types import StepJournal
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
@@ -27,7 +30,7 @@ from megatron.pretrain.checkpoint.state import TrainingState, gather_parameters
 from megatron.pretrain.errors import TrainingFailure
 from megatron.pretrain.initialize import Launch
 from megatron.pretrain.metrics import IterationReport, Metrics
-from megatron.pretrain.stopping import StopConditions
+from megatron.pretrain.stopping import StopConditions, Termination
 
 log = logging.getLogger(__name__)
 
@@ -40,15 +43,19 @@ class _Step:
     grad_norm: float | None
     skipped: bool
     stall_s: float
+    num_tokens: int | None
 
     @property
     def journal(self) -> StepJournal:
         """What a replay of the iteration has to come out with."""
-        return StepJournal(self.grad_norm, self.skipped, self.lm_loss)
+        return StepJournal(self.grad_norm, self.skipped, self.lm_loss, self.num_tokens)
 
 
 class Trainer:
-    """Trains to `--train-iters`; all methods are collectives over all ranks."""
+    """Trains to `--train-iters`; all methods are collectives over all ranks.
+
+    ending: tells when this process was told to end, which it then does between two phases of a step.
+    """
 
     def __init__(
         self,
@@ -58,9 +65,10 @@ class Trainer:
         metrics: Metrics,
         faults: FaultInjector,
         session: Session | None = None,
+        ending: Termination | None = None,
     ) -> None:
         training = state.config.training
-        self._session = session
+        self._session, self._ending = session, ending or Termination()
         self._state, self._transformer, self._datasets = state, transformer, datasets
         self._metrics, self._faults = metrics, faults
         self._saver = Saver(state) if state.config.checkpoint.save else None
@@ -70,16 +78,18 @@ class Trainer:
         data_parallel = parallel_state.get_data_parallel_world_size()
         self._microbatches = training.global_batch_size // (training.micro_batch_size * data_parallel)
         transformer.grad_scale_func = state.optimizer.scale_loss
+        transformer.finalize_model_grads_func = self._finalize
+        self._boundary = session.communicator if session is not None else None
+        self._num_tokens: int | None = None
 
     def run(self) -> None:
         """Train from the current progress to the end, or to an exit condition."""
         state, progress = self._state, self._state.progress
         batches, reason = self._begin(), None
-        while self._is_replaying or (progress.iteration < (state.config.training.train_iters or 0) and reason is None):
-            replayed = self._is_replaying
+        self._recover(batches)
+        while progress.iteration < (state.config.training.train_iters or 0) and reason is None:
             self.iterate(batches)
-            # In the middle of a replay there is no state to leave behind, and its end is where training was before.
-            reason = None if replayed else self._stop.reason(progress.iteration)
+            reason = self._stop.reason(progress.iteration)
         if reason is not None:
             log.info("leaving training at iteration %d: %s", progress.iteration, reason)
         self._finish_saving()
@@ -92,12 +102,41 @@ class Trainer:
 
     def replay(self) -> None:
         """Run the iterations that make the recovered state dense, save it, and end."""
-        batches = self._begin()
-        while self._is_replaying:
-            self.iterate(batches)
+        self._recover(self._begin())
         self._finish_saving()
         if self._session is not None:
             self._session.shutdown(keep_memory=False)
+
+    def _recover(self, batches: Any) -> None:
+        """Run again what makes this rank's state dense, wait for the stages that still do, make up for the rest of the
+        iteration at which all stand then, and protect training from there on."""
+        if self._session is None:
+            return
+        self._session.begin(self._state.progress.iteration)
+        while self._is_replaying:
+            # In the middle of a replay there is no state to leave behind, so no stop is asked for.
+            self.iterate(batches)
+        if self._session.rejoin():
+            self._make_up()
+
+    def _make_up(self) -> None:
+        """What the fault kept from following the last iteration's step: its report, evaluation and checkpoint."""
+        progress, session = self._state.progress, self._session
+        assert session is not None
+        if session.episode is not None:
+            self._metrics.recovered(session.episode.to_data())
+        if session.unreported is not None:
+            self._metrics.record(self._report(session.unreported, replayed=True))
+        # Some ranks were parked before the evaluation, others after it.
+        agreed = torch.tensor(
+            [progress.evaluated_iteration, progress.consumed_valid_samples], device=torch.cuda.current_device()
+        )
+        torch.distributed.all_reduce(agreed, op=torch.distributed.ReduceOp.MIN)
+        progress.evaluated_iteration, progress.consumed_valid_samples = map(int, agreed.tolist())
+        if progress.evaluated_iteration < progress.iteration:
+            self._evaluate_if_due()
+        if self._saver is not None and self._is_save_due and not self._saver.is_published(progress.iteration):
+            self._save()
 
     def _begin(self) -> Any:
         """The batches from the current progress on, with the model in training mode."""
@@ -107,13 +146,11 @@ class Trainer:
 
     def iterate(self, batches: Any) -> None:
         """One iteration with all that belongs to it: faults, checkpoint, report, evaluation."""
-        state, progress = self._state, self._state.progress
-        training, started_at = state.config.training, time.monotonic()
+        progress, started_at = self._state.progress, time.monotonic()
         iteration, replayed = progress.iteration + 1, self._is_replaying
         self._faults.reached(iteration, Phase.START)
+        self._ending.check()
         step = self._train_step(iteration, batches)
-        progress.iteration = iteration
-        progress.consumed_train_samples += training.global_batch_size or 0
         trained_at = time.monotonic()
         if not replayed:
             # Before the checkpoint, as in stock Megatron: a resumed run must not read this evaluation's samples again.
@@ -123,50 +160,79 @@ class Trainer:
             self._checkpoint_if_due()
         protection = self._protect(iteration, step.journal)
         now = time.monotonic()
-        report = IterationReport(
-            iteration=iteration,
-            consumed_train_samples=progress.consumed_train_samples,
-            lm_loss=step.lm_loss,
-            grad_norm=step.grad_norm,
-            learning_rate=get_canonical_lr_for_logging(state.optimizer.param_groups),
-            loss_scale=float(state.optimizer.get_loss_scale().item()),
-            skipped=step.skipped,
+        report = dataclasses.replace(
+            self._report(step.journal, replayed=replayed),
             iteration_time_s=now - evaluated_at + trained_at - started_at,
             stall_s=now - evaluated_at + step.stall_s,
-            replayed=replayed,
             **protection,
         )
         self._metrics.record(report)
+        if self._session is not None:
+            self._session.reported(iteration)
         self._log(report)
         self._faults.reached(iteration, Phase.END)
+
+    def _report(self, journal: StepJournal, *, replayed: bool) -> IterationReport:
+        """What is to be said of the iteration at which training stands, but for times and checkpoints."""
+        state, progress = self._state, self._state.progress
+        return IterationReport(
+            iteration=progress.iteration,
+            consumed_train_samples=progress.consumed_train_samples,
+            lm_loss=journal.lm_loss,
+            grad_norm=journal.grad_norm,
+            learning_rate=get_canonical_lr_for_logging(state.optimizer.param_groups),
+            loss_scale=float(state.optimizer.get_loss_scale().item()),
+            skipped=journal.skipped,
+            iteration_time_s=0.0,
+            stall_s=0.0,
+            replayed=replayed,
+        )
 
     def _evaluate_if_due(self) -> None:
         training, progress = self._state.config.training, self._state.progress
         if training.eval_iters and progress.iteration % training.eval_interval == 0:
             self._evaluate("valid", self._datasets.valid, progress.consumed_valid_samples)
             progress.consumed_valid_samples += training.eval_iters * (training.global_batch_size or 0)
+        progress.evaluated_iteration = progress.iteration
 
     def _train_step(self, iteration: int, batches: Any) -> _Step:
-        state = self._state
+        state, progress, session = self._state, self._state.progress, self._session
+        if session is not None:
+            session.passes(iteration)
         for chunk in state.chunks:
             chunk.zero_grad_buffer()
         state.optimizer.zero_grad()
         losses = self._forward_backward(batches, forward_only=False)
-        self._faults.reached(iteration, Phase.FORWARD_BACKWARD)
-        stall_s = self._session.before_optimizer() if self._session else 0.0
-        updated, grad_norm, _ = state.optimizer.step()
-        updated = _true_on_all_model_ranks(updated)
-        if updated:
-            state.scheduler.step(increment=state.config.training.global_batch_size)
-        self._faults.reached(iteration, Phase.STEP)
+        if session is not None:
+            session.reduced()
+        # Known before the step: whoever is parked after it can still tell the loss.
         loss = _mean_loss(losses)
+        self._faults.reached(iteration, Phase.FORWARD_BACKWARD)
+        self._ending.check()
+        stall_s = session.before_optimizer() if session is not None else 0.0
+        with session.stepping(iteration, loss, self._num_tokens) if session is not None else contextlib.nullcontext():
+            updated, grad_norm, _ = state.optimizer.step()
+            if updated:
+                state.scheduler.step(increment=state.config.training.global_batch_size)
+            progress.iteration = iteration
+            progress.consumed_train_samples += state.config.training.global_batch_size or 0
+        step = _Step(loss, None if grad_norm is None else float(grad_norm), not updated, stall_s, self._num_tokens)
+        if session is not None:
+            session.whole(iteration, step.journal)
+        self._faults.reached(iteration, Phase.STEP)
+        self._ending.check()
         checked = state.config.training.check_for_nan_in_loss_and_grad and not self._is_replaying
         if loss is not None and math.isnan(loss) and checked:
             raise TrainingFailure(
                 f"the loss of iteration {iteration} is NaN; lower --lr or resume from an earlier checkpoint with "
                 "--ckpt-step, or pass --no-check-for-nan-in-loss-and-grad to train on"
             )
-        return _Step(loss, None if grad_norm is None else float(grad_norm), not updated, stall_s)
+        return step
+
+    def _finalize(self, chunks: Any, num_tokens: torch.Tensor | None = None, **options: Any) -> None:
+        """Core's, which sums up the tokens of the global batch in place where gradients are divided by them."""
+        finalize_model_grads(chunks, num_tokens, **options)
+        self._num_tokens = None if num_tokens is None else int(num_tokens.item())
 
     def _forward_backward(self, batches: Any, *, forward_only: bool) -> list[dict[str, torch.Tensor]]:
         training = self._state.config.training
@@ -178,6 +244,8 @@ class Trainer:
             seq_length=training.seq_length,
             micro_batch_size=training.micro_batch_size,
             forward_only=forward_only,
+            p2p_communicator=self._boundary,
+            pg_collection=None if self._boundary is None else process_groups(),
         )
         return losses
 
@@ -186,13 +254,22 @@ class Trainer:
             return
         self._saver.poll()
         self._note_saved()
-        interval = self._state.config.checkpoint.save_interval
-        if interval and self._state.progress.iteration % interval == 0:
+        if self._is_save_due:
             self._save()
+
+    @property
+    def _is_save_due(self) -> bool:
+        interval = self._state.config.checkpoint.save_interval
+        return bool(interval) and self._state.progress.iteration % (interval or 1) == 0
 
     @property
     def _is_replaying(self) -> bool:
         return self._session is not None and self._session.is_replaying
+
+    @property
+    def _replays_alone(self) -> bool:
+        """Whether other stages wait meanwhile, so that nothing may be computed together with them."""
+        return self._session is not None and self._session.replays_alone
 
     def _protect(self, iteration: int, journal: StepJournal) -> dict[str, Any]:
         """Snapshot the iteration if that is due; what checkpointing did, for the report.
@@ -243,7 +320,7 @@ class Trainer:
         config, losses = self._state.config, {}
         due = report.iteration % config.training.log_interval == 0
         if config.moe.num_experts is not None:
-            if due:
+            if due and not self._replays_alone:
                 board = self._metrics.board
                 losses = auxiliary_losses(config.moe, self._transformer, self._microbatches, report.iteration, board)
             else:
@@ -292,11 +369,3 @@ def _mean_loss(losses: list[dict[str, torch.Tensor]]) -> float | None:
     total = torch.stack([part["lm loss"] for part in losses]).sum(dim=0)
     torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
     return float(total[0] / total[1])
-
-
-def _true_on_all_model_ranks(value: bool) -> bool:
-    agreed = torch.tensor([int(value)], device=torch.cuda.current_device())
-    torch.distributed.all_reduce(
-        agreed, op=torch.distributed.ReduceOp.MIN, group=parallel_state.get_model_parallel_group()
-    )
-    return bool(agreed.item())

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,17 +67,21 @@ class Metrics:
 
     def record(self, report: IterationReport) -> None:
         """Write the report of an iteration to the JSON lines file and to TensorBoard."""
-        if self._jsonl is not None:
-            # One write per line: a killed process leaves whole lines.
-            self._append((json.dumps(dataclasses.asdict(report)) + "\n").encode())
+        self._append(dataclasses.asdict(report))
         if self._board is not None:
             for name, value in _scalars(report).items():
                 self._board.add_scalar(name, value, report.iteration)
 
-    def _append(self, line: bytes) -> None:
-        assert self._jsonl is not None
+    def recovered(self, timeline: Mapping[str, Any]) -> None:
+        """Write the timeline of a recovery as a line of its own: `{"recovery": {...}}`, without an iteration."""
+        self._append({"recovery": dict(timeline)})
+
+    def _append(self, data: dict[str, Any]) -> None:
+        if self._jsonl is None:
+            return
         try:
-            os.write(self._jsonl, line)
+            # One write per line: a killed process leaves whole lines.
+            os.write(self._jsonl, (json.dumps(data) + "\n").encode())
         except OSError as error:
             if not self._warned:
                 log.critical("--metrics-jsonl cannot be written: %s; training goes on without its lines", error)

@@ -1,10 +1,16 @@
-"""Helper processes of a trainer: data loaders and writers of checkpoints."""
+"""Processes of a job: helpers of a trainer, such as data loaders and writers of checkpoints, and how any are found."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import signal
 import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
 
 _PR_SET_PDEATHSIG = 1
 
@@ -19,3 +25,37 @@ def live_and_die_with_parent(_worker_id: int = 0) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def processes_with(environment: Mapping[str, str]) -> Iterator[tuple[int, dict[str, str]]]:
+    """Processes of this user that were started with these variables, and all variables of each."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        found = environment_of(int(folder.name))
+        if all(found.get(name) == value for name, value in environment.items()):
+            yield int(folder.name), found
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """With which variables a process was started; none for processes that are gone or belong to others."""
+    try:
+        text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return {}
+    return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
+
+
+def kill_processes_with(environment: Mapping[str, str]) -> list[int]:
+    """SIGKILL for all processes that `processes_with` finds, but this one; which these were."""
+    killed = [pid for pid, _ in processes_with(environment) if pid != os.getpid()]
+    for pid in killed:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return killed
+
+
+def started_s(pid: int) -> float:
+    """When a process was started, in seconds since 1970; infinite for one that is gone."""
+    try:
+        return float(psutil.Process(pid).create_time())
+    except psutil.Error:
+        return float("inf")

@@ -82,8 +82,13 @@ def flags(corpus: str, layout: Layout, *extra: str, distributed: bool = True) ->
 
 def metrics(path: Path) -> list[dict[str, Any]]:
     """The reports of a run, one per iteration, without the measured times."""
-    reports = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{key: value for key, value in report.items() if not key.endswith("_s")} for report in reports]
+    return [{key: value for key, value in report.items() if not key.endswith("_s")} for report in reports_in(path)]
+
+
+def reports_in(path: Path) -> list[dict[str, Any]]:
+    """The reports of iterations in a file of --metrics-jsonl, in their order; timelines of recoveries are left out."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [line for line in lines if "recovery" not in line]
 
 
 def exact(path: Path, after: int = 0) -> dict[int, str]:

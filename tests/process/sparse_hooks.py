@@ -34,11 +34,11 @@ def watched(folder: str) -> Iterator[None]:
             _note(folder, event)
         return made
 
-    def watched_freeze(self: Any, frozen: Any, step: Any) -> None:
+    def watched_freeze(self: Any, frozen: Any, step: Any, *, alone: bool = False) -> None:
         operators = len(set(self._operator_of.values()))
         own = len(set(self._operator_of.values()) & set(frozen))
         _note(folder, {"event": "frozen", "frozen": own, "operators": operators, "skipped": step.skipped})
-        freeze(self, frozen, step)
+        freeze(self, frozen, step, alone=alone)
 
     with (
         mock.patch.object(kind, "plan", watched_plan),
@@ -98,7 +98,7 @@ def untouched(folder: str) -> Iterator[None]:
         sessions.append(self)
         begin(self, iteration)
 
-    def marking_freeze(self: Any, frozen: Any, step: Any) -> None:
+    def marking_freeze(self: Any, frozen: Any, step: Any, *, alone: bool = False) -> None:
         training, held_back = sessions[-1]._training, set(frozen)
         tensors = state_tensors(training.chunks, training.optimizer, sessions[-1]._topology)
         trained = [one for one in tensors if one.field not in ("compute", "buffer")]
@@ -106,7 +106,7 @@ def untouched(folder: str) -> Iterator[None]:
         with torch.no_grad():
             for one in marked:
                 one.tensor.fill_(MARK)
-        freeze(self, frozen, step)
+        freeze(self, frozen, step, alone=alone)
 
     def watched_take(self: Any, *arguments: Any) -> None:
         changed = [one.key for one in marked if not bool((one.tensor == MARK).all())]

@@ -12,7 +12,7 @@ from typing import Any
 
 import sparse_hooks
 from attempts import Between, Cluster, Nodes
-from runs import Layout, differences, digest, flags, published
+from runs import Layout, differences, digest, flags, published, reports_in
 from world import Hook, Outcome, World
 
 ITERATIONS, SAVE_INTERVAL = 18, 6
@@ -47,6 +47,7 @@ class Case:
     model: tuple[str, ...] = ()
     distributed: bool = True
     window: str = "3"
+    recovery: str = "global"
     faults: tuple[str, ...] = ("1@8:forward-backward", "0@14:step")
     sparse: tuple[str, ...] = ()
 
@@ -60,6 +61,7 @@ class Case:
         """What the driver is given beside the layout."""
         faults = (part for fault in self.faults for part in ("--moe-ckpt-inject-fault", fault))
         window = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", self.window)
+        window += ("--moe-ckpt-recovery", self.recovery)
         return (*LENGTH, *self.model, *window, *self.sparse, *faults)
 
 
@@ -74,7 +76,7 @@ class Run:
     @property
     def reports(self) -> list[dict[str, Any]]:
         """The reports of all iterations in the order of training, repeated and replayed ones included."""
-        return [json.loads(line) for line in (self.folder / "reports").read_text().splitlines()]
+        return reports_in(self.folder / "reports")
 
     @property
     def replays(self) -> list[list[dict[str, Any]]]:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from attempts import Cluster, Nodes
 from pec_hooks import watched
-from runs import Layout, Train, differences, digest
+from runs import Layout, Train, differences, digest, reports_in
 from world import Outcome, World
 
 from megatron.core.dist_checkpointing.moe.policy.partial import PEC_SCOPES
@@ -194,7 +194,7 @@ def killed(world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory) 
                 )  # fmt: skip
             finally:
                 shutil.rmtree(memory)
-            done[case] = Kills(outcomes, lines(folder / "reports"), written(folder, case.layout))
+            done[case] = Kills(outcomes, reports_in(folder / "reports"), written(folder, case.layout))
         return done[case]
 
     return run

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from attempts import Cluster, Nodes, recovered
-from runs import Layout, Train, differences, digest
+from runs import Layout, Train, differences, digest, reports_in
 
 FULL = ("--moe-ckpt-strategy", "full", "--moe-ckpt-interval", "2")
 
@@ -28,8 +27,7 @@ def undisturbed(train: Train, folder: Path, layout: Layout, *extra: object, dist
 def losses(reports: Path) -> dict[int, str]:
     """Loss and gradient norm of each iteration to the last bit; every report of an iteration must say the same."""
     found: dict[int, str] = {}
-    for line in reports.read_text().splitlines():
-        report = json.loads(line)
+    for report in reports_in(reports):
         said = repr((report["lm_loss"], report["grad_norm"], report["learning_rate"], report["loss_scale"]))
         assert found.setdefault(report["iteration"], said) == said, f"iteration {report['iteration']} came out twice"
     return found

@@ -3,39 +3,55 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.moe.config import flag_name
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError
+from megatron.core.dist_checkpointing.moe.policy.parking import Cause
 from megatron.core.dist_checkpointing.moe.ports import PeerLost, StoreFailure
+from megatron.core.dist_checkpointing.moe.recover.marks import Marks
 from megatron.core.dist_checkpointing.moe.runtime.custody import CheckpointFailure
 from megatron.core.dist_checkpointing.moe.runtime.places import Place
 from megatron.core.dist_checkpointing.moe.runtime.session import Session, Training
+from megatron.core.dist_checkpointing.moe.runtime.standby import Passes
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_model_config
 from megatron.pretrain.agreement import on_rank_zero
 from megatron.pretrain.checkpoint.directory import CheckpointDirectory
 from megatron.pretrain.checkpoint.load import load_checkpoint
 from megatron.pretrain.checkpoint.state import TrainingState
 from megatron.pretrain.checkpoint.trainer_state import LiveTrainerState
-from megatron.pretrain.errors import PretrainError, TrainingFailure, UsageError
+from megatron.pretrain.config import PretrainConfig, parse_config
+from megatron.pretrain.config.model import ModelConfig, MoEConfig
+from megatron.pretrain.config.training import OptimizerFlags
+from megatron.pretrain.ending import is_lost_peer
+from megatron.pretrain.errors import PretrainError, ToldToEnd, TrainingFailure, UsageError
+from megatron.pretrain.hang_up import hang_up
 from megatron.pretrain.initialize import Launch
 
 log = logging.getLogger(__name__)
 
 
-def resume(state: TrainingState, launch: Launch) -> Session | None:
-    """Bring the state to where training goes on, and begin to protect it; None with `--moe-ckpt-strategy none`.
+def resume(state: TrainingState, launch: Launch, marks: Marks | None = None) -> Session | None:
+    """Bring the state to where training goes on; None with `--moe-ckpt-strategy none`.
 
     A collective. Of what an earlier attempt left in memory and storage, and the checkpoints of `--load`, the newest
-    usable one is taken.
+    usable one is taken. The session has to begin yet: it may have to run iterations again, or to wait for stages that
+    do.
     """
     if state.config.moe_checkpoint.strategy == "none":
         if state.config.checkpoint.load is not None:
             load_checkpoint(state)
         return None
+    trainer = LiveTrainerState(state)
     with driver_errors():
-        session = _open(state, launch)
+        session = _open(state, launch, trainer, marks)
         _restore(state, session)
-        session.begin(state.progress.iteration)
+        if session.is_replaying and trainer.recorded_flags is not None:
+            refuse_other_flags(trainer.recorded_flags, state.config.argv)
     return session
 
 
@@ -52,18 +68,61 @@ def driver_errors() -> Iterator[None]:
         raise UsageError(str(error)) from error
 
 
-def _open(state: TrainingState, launch: Launch) -> Session:
-    config = state.config
+def leave(session: Session, error: BaseException) -> None:
+    """Training ends here with an error: let the other ranks know at once, and put aside what is whole."""
+    if isinstance(error, ToldToEnd):
+        cause = Cause.TOLD_TO_END
+    else:
+        cause = Cause.PEER_LOST if is_lost_peer(error) else Cause.OWN_ERROR
+    hang_up()
+    session.failure(cause)
+
+
+def refuse_other_flags(recorded: Sequence[str], given: Sequence[str]) -> None:
+    """Iterations that are run again must be run as they were. Raises UsageError for flags that shape them otherwise."""
+    was, now = parse_config(recorded), parse_config(given)
+    changed = [
+        f"{flag_name(field)} was {getattr(one, field.name)} and is {getattr(two, field.name)}"
+        for one, two in zip(was.groups(), now.groups(), strict=True)
+        for field in dataclasses.fields(one)
+        if (type(one) in _SHAPING or field.name in _SHAPING_FIELDS)
+        and getattr(one, field.name) != getattr(two, field.name)
+    ]
+    if changed:
+        raise UsageError(
+            f"iterations have to be run again as they were, but {'; '.join(changed)}: start with the flags of before"
+            " until a checkpoint is saved (or use moe-ckpt convert), and change them then"
+        )
+
+
+# Where data lie may change; a loss that differs from the recorded one shows data that are others.
+_SHAPING = (ModelConfig, MoEConfig, OptimizerFlags)
+_SHAPING_FIELDS = (
+    "seq_length", "micro_batch_size", "global_batch_size", "calculate_per_token_loss", "split", "seed",
+    "reset_position_ids", "reset_attention_mask", "eod_mask_loss",
+)  # fmt: skip
+
+
+def _open(state: TrainingState, launch: Launch, trainer: LiveTrainerState, marks: Marks | None) -> Session:
+    config, transformer = state.config, get_model_config(state.chunks[0])
     training = Training(
         state.chunks,
         state.optimizer,
-        LiveTrainerState(state),
+        trainer,
         tokens_per_iteration=(config.training.global_batch_size or 0) * (config.training.seq_length or 0),
         iterations=config.training.train_iters or 0,
         topk=config.moe.moe_router_topk,
+        passes=_passes(config, transformer),
     )
     place = Place(launch.local_rank, launch.node, launch.job_id)
-    return Session(config.moe_checkpoint, training, place)
+    return Session(config.moe_checkpoint, training, place, marks)
+
+
+def _passes(config: PretrainConfig, transformer: TransformerConfig) -> Passes:
+    training = config.training
+    samples, microbatch = training.global_batch_size or 0, training.micro_batch_size or 1
+    data_parallel = parallel_state.get_data_parallel_world_size()
+    return Passes(transformer, training.seq_length or 0, microbatch, samples // (microbatch * data_parallel))
 
 
 def _restore(state: TrainingState, session: Session) -> None:

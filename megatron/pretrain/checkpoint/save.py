@@ -106,6 +106,13 @@ class Saver:
         log.info("saved checkpoint of iteration %d to %s in %.2f s", pending.iteration, self._directory.root, elapsed_s)
         self._retain()
 
+    def is_published(self, iteration: int) -> bool:
+        """Whether the checkpoint of an iteration is there, and announced."""
+        try:
+            return on_rank_zero(lambda: iteration in self._directory.candidates(), errors=(OSError, ValueError))
+        except (OSError, ValueError):
+            return False
+
     def _written(self, pending: _Pending) -> bool:
         unfinished = torch.tensor([int(not pending.shards.is_done())], device=torch.cuda.current_device())
         torch.distributed.all_reduce(unfinished, op=torch.distributed.ReduceOp.MAX)

@@ -26,11 +26,15 @@ CHECKPOINT_VERSION = 3.0
 
 @dataclasses.dataclass
 class Progress:
-    """How far training has come; all counts are of the whole job."""
+    """How far training has come; all counts are of the whole job.
+
+    evaluated_iteration: the last one of which the evaluation, if one was due, is over.
+    """
 
     iteration: int = 0
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
+    evaluated_iteration: int = 0
 
 
 @dataclasses.dataclass

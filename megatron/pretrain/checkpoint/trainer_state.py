@@ -17,7 +17,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.pretrain.checkpoint.state import TrainingState
 from megatron.pretrain.errors import UsageError
 
-_COUNTS = ("iteration", "consumed_train_samples", "consumed_valid_samples")
+_COUNTS = ("iteration", "consumed_train_samples", "consumed_valid_samples", "evaluated_iteration")
 _GROUP_FIELDS = ("lr", "weight_decay", "step")
 _TRACKED = "tracker/"
 _COMMAND = "command"
@@ -27,12 +27,14 @@ _COMMAND = "command"
 class LiveTrainerState:
     """The `ports.TrainerState` of live training; call it between iterations.
 
-    `step` is among the fields of parameter groups only where a fused Adam counts there.
+    `step` is among the fields of parameter groups only where a fused Adam counts there. recorded_flags: those of the
+    start that made what was restored last; None before, or where nobody wrote them down.
     """
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
         self._command: dict[str, Json] = {"flags": list(state.config.argv), "folder": os.getcwd()}
+        self.recorded_flags: tuple[str, ...] | None = None
 
     def scalars(self) -> dict[str, Json]:
         """As `ports.TrainerState.scalars`."""
@@ -62,14 +64,25 @@ class LiveTrainerState:
         Raises UsageError when the schedules of this job are others than those of the snapshot.
         """
         self._check(scalars, tensors)
-        state, saved = self._state, dict[str, Any](scalars)
-        _load_groups(state.optimizer, saved["param_groups"])
+        saved = dict[str, Any](scalars)
+        _load_groups(self._state.optimizer, saved["param_groups"])
+        self._restore_common(saved)
+        _restore_random(tensors)
+        if saved.get(_COMMAND):
+            self.recorded_flags = tuple(saved[_COMMAND]["flags"])
+
+    def restore_common(self, scalars: Mapping[str, Json]) -> None:
+        """As `ports.TrainerState.restore_common`."""
+        self._restore_common(dict[str, Any](scalars))
+
+    def _restore_common(self, saved: dict[str, Any]) -> None:
+        state = self._state
         _load_schedules(state, saved["scheduler"])
-        for scaler, values in zip(_scalers(state.optimizer), saved["grad_scalers"], strict=True):
+        # A stage may lack the part of the optimizer that has the experts, and its scaler.
+        for scaler, values in zip(_scalers(state.optimizer), saved["grad_scalers"], strict=False):
             scaler.load_state_dict(_scaler_state(values))
         for name in _COUNTS:
             setattr(state.progress, name, saved[name])
-        _restore_random(tensors)
 
     def _check(self, scalars: Mapping[str, Json], tensors: Mapping[str, memoryview]) -> None:
         own, live = self.scalars(), self.tensors()

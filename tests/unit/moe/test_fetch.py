@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId
-from megatron.core.dist_checkpointing.moe.recover.fetch import needs
+from megatron.core.dist_checkpointing.moe.recover.fetch import beside, needs, witnessed
 from megatron.core.dist_checkpointing.moe.recover.inventory import Catalogue, Found
 from megatron.core.dist_checkpointing.moe.types import (
+    GRADIENTS,
+    LOG,
+    Direction,
     OperatorId,
     OperatorKind,
     Part,
@@ -17,6 +20,7 @@ from megatron.core.dist_checkpointing.moe.types import (
     SnapshotPlan,
     Source,
     Tier,
+    Topology,
 )
 
 HEAD = OperatorId(2, OperatorKind.HEAD)
@@ -34,3 +38,59 @@ def test_beside_a_damaged_copy_an_intact_one_on_the_same_node_is_taken(damaged: 
     (need,) = needs(plan, known.inventory(gone), known.without(gone))
     assert need.found.finder == 2 - damaged
     assert need.parts == ((Part.FULL, frozenset([HEAD])),)
+
+
+PIPELINE = Topology(4, pp=4)
+REQUIRED = {rank: frozenset[OperatorId]() for rank in range(4)}
+NOTHING = frozenset[OperatorId]()
+
+
+def logged(iteration: int, sender: int, finder: int, *, journal: bool = True) -> Found:
+    snapshot, plan = SnapshotId(iteration, sender, LOG), SnapshotPlan(iteration, {})
+    return Found(finder, snapshot, Tier.OWN_MEMORY, plan, journal=journal)
+
+
+def local(*stages: int, rolling: tuple[int, ...] = ()) -> RecoveryPlan:
+    segment = Segment(stages, 4, 6, (NOTHING, NOTHING))
+    return RecoveryPlan(6, Scope.LOCAL, (segment,), (), roll_forward=rolling)
+
+
+def test_a_segment_is_fed_by_the_ranks_on_both_sides_of_it_in_each_replayed_iteration() -> None:
+    known = Catalogue(tuple(logged(at, rank, rank) for at in (5, 6) for rank in range(4)), REQUIRED, (0, 0, 1, 1))
+    found = beside(local(1, 2), known, PIPELINE)
+    assert [(one.rank, one.found.snapshot.rank, one.found.snapshot.iteration, one.feeds) for one in found] == [
+        (1, 0, 5, (Direction.FORWARD,)),
+        (1, 0, 6, (Direction.FORWARD,)),
+        (2, 3, 5, (Direction.BACKWARD,)),
+        (2, 3, 6, (Direction.BACKWARD,)),
+    ]
+    assert all(one.travels for one in found)
+
+
+def test_with_two_stages_in_a_ring_one_log_feeds_both_sides() -> None:
+    known = Catalogue(tuple(logged(at, 1, 1) for at in (5, 6)), REQUIRED, (0, 0))
+    found = beside(local(0), known, Topology(2, pp=2, vpp=2))
+    assert [one.feeds for one in found] == [(Direction.FORWARD, Direction.BACKWARD)] * 2
+
+
+def test_a_log_that_the_reader_itself_holds_does_not_travel() -> None:
+    known = Catalogue(tuple(logged(at, 0, finder) for at in (5, 6) for finder in (0, 1)), REQUIRED, (0, 0))
+    assert [one.travels for one in beside(local(1), known, Topology(2, pp=2))] == [False, False]
+
+
+def test_ranks_that_roll_forward_get_their_gradients_from_wherever_they_lie() -> None:
+    kept = Found(2, SnapshotId(6, 0, GRADIENTS), Tier.OWN_MEMORY, SnapshotPlan(6, {}))
+    plan = RecoveryPlan(6, Scope.NONE, (), (), roll_forward=(0,))
+    (need,) = beside(plan, Catalogue((kept,), REQUIRED, (0, 0, 1, 1)), PIPELINE)
+    assert (need.rank, need.found.finder, need.travels) == (0, 2, True)
+
+
+def test_no_snapshot_travels_for_random_states_alone_where_a_log_tells_the_rest() -> None:
+    own = Found(3, SnapshotId(5, 1), Tier.OWN_MEMORY, SnapshotPlan(5, {}), journal=True)
+    nodes = (0, 0, 1, 1)
+    only = Catalogue((own,), REQUIRED, nodes)
+    assert [one.rank for one in witnessed((), local(1), only, PIPELINE)] == [1]
+    told = Catalogue((own, logged(5, 0, 0)), REQUIRED, nodes)
+    assert not witnessed((), local(1), told, PIPELINE)
+    unsaid = Catalogue((own, logged(5, 0, 0, journal=False)), REQUIRED, nodes)
+    assert witnessed((), local(1), unsaid, PIPELINE)

@@ -10,7 +10,17 @@ from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layou
 from megatron.core.dist_checkpointing.moe.recover.inventory import Catalogue, catalogue, listing, operators_told
 from megatron.core.dist_checkpointing.moe.simulate.memory import Memory
 from megatron.core.dist_checkpointing.moe.simulate.storage import FakeStore
-from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Part, Tier, expert
+from megatron.core.dist_checkpointing.moe.types import (
+    GRADIENTS,
+    LOG,
+    PARKED,
+    Direction,
+    OperatorId,
+    OperatorKind,
+    Part,
+    Tier,
+    expert,
+)
 
 TOPOLOGY: dict[str, Json] = {"world_size": 2, "ep": 2}
 ROUTER, EXPERTS = OperatorId(0, OperatorKind.ROUTER), (expert(0, 0), expert(0, 1))
@@ -25,7 +35,7 @@ class Node:
     def __init__(self) -> None:
         self.memories = [Memory(), Memory()]
         self.disk = Memory()
-        self.stores = [FakeStore(memory, rank, (4096,) * 6) for rank, memory in enumerate(self.memories)]
+        self.stores = [FakeStore(memory, rank, (4096,) * 8) for rank, memory in enumerate(self.memories)]
         self.disks = [FakeStore(self.disk, rank) for rank in range(2)]
 
     def seal(
@@ -234,3 +244,122 @@ def test_the_nearest_witness_comes_first(node: Node) -> None:
         (1, Tier.OWN_MEMORY),
         (0, Tier.PERSISTENT),
     ]
+
+
+THIRD = (("one", 0), ("two", 2), ("three", 4))
+
+
+def test_logs_are_seen_as_runs_without_gaps_of_both_directions_where_they_lie(node: Node) -> None:
+    for iteration in (3, 4, 6):
+        node.seal(node.stores[1], iteration, 0, kind=LOG, operators=())
+    logs = node.told().inventory().logs
+    assert [(one.iterations, one.holder) for one in logs[0] if one.direction is Direction.FORWARD] == [
+        (range(3, 5), 1),
+        (range(6, 7), 1),
+    ]
+    assert len(logs[0]) == 4
+
+
+def test_a_log_tells_everybody_how_its_iteration_came_out_but_is_no_state_of_its_sender(node: Node) -> None:
+    node.seal(node.stores[0], 4, 0, kind=LOG, operators=(), more=JOURNALED)
+    found = node.told()
+    assert found.inventory().journal == {4}
+    assert not found.witnesses(0, 4)
+    assert not found.inventory().copies
+
+
+def test_a_log_without_a_journal_is_a_log_all_the_same(node: Node) -> None:
+    node.seal(node.stores[0], 4, 0, kind=LOG, operators=())
+    seen = node.told().inventory()
+    assert (seen.journal, len(seen.logs[0])) == (frozenset(), 2)
+
+
+def test_a_log_that_proved_damaged_is_gone_from_the_next_plan(node: Node) -> None:
+    for iteration in (3, 4, 5):
+        node.seal(node.stores[0], iteration, 0, kind=LOG, operators=())
+    found = node.told()
+    damaged = {one.place for one in found.found if one.snapshot.iteration == 4}
+    assert {one.iterations for one in found.inventory(damaged).logs[0]} == {range(3, 4), range(5, 6)}
+
+
+def test_parked_state_is_a_tier_of_its_own_wherever_it_lies(node: Node) -> None:
+    node.seal(node.stores[1], 4, 0, kind=PARKED)
+    (copy,) = node.told().inventory().copies[0]
+    assert (copy.tier, copy.holder, copy.sealed) == (Tier.PARKED, 1, True)
+    assert [one.snapshot.kind for one in node.told().givers(copy, OWN[0])] == [PARKED]
+
+
+def test_parked_state_that_was_interrupted_is_torn(node: Node) -> None:
+    snapshot = node.seal(node.stores[0], 4, 0, kind=PARKED)
+    segment = node.memories[0].sealed(snapshot)
+    assert segment is not None
+    segment.manifest = b""
+    (copy,) = node.told().inventory().copies[0]
+    assert (copy.tier, copy.sealed) == (Tier.PARKED, False)
+
+
+def test_gradients_of_the_iteration_after_the_newest_parked_one_let_a_rank_roll_forward(node: Node) -> None:
+    node.seal(node.stores[0], 4, 0, kind=PARKED)
+    assert not node.told().inventory().can_roll_forward
+    node.seal(node.stores[0], 5, 0, kind=GRADIENTS, operators=())
+    assert node.told().inventory().can_roll_forward == {0}
+
+
+def test_gradients_do_not_belong_to_an_older_parked_state(node: Node) -> None:
+    node.seal(node.stores[0], 4, 0, kind=PARKED)
+    node.seal(node.stores[0], 5, 0, kind=GRADIENTS, operators=())
+    node.seal(node.stores[0], 6, 0, kind=PARKED)
+    assert not node.told().inventory().can_roll_forward
+    node.seal(node.stores[0], 7, 0, kind=GRADIENTS, operators=())
+    seen = node.told().inventory()
+    assert seen.can_roll_forward == {0}
+    assert [copy.plan.iteration for copy in seen.copies[0]] == [6]
+
+
+@pytest.mark.parametrize("kind", [LOG, PARKED, GRADIENTS])
+def test_what_was_kept_in_a_future_that_was_given_up_is_never_used(kind: str, node: Node) -> None:
+    node.seal(node.stores[0], 4, 0, kind=kind, timeline=FIRST, more=JOURNALED)
+    node.seal(node.stores[1], 3, 1, timeline=SECOND)
+    left = node.told().of(SECOND)
+    assert [one.snapshot.iteration for one in left.found] == [3]
+    assert not left.inventory().journal
+
+
+def test_state_parked_before_its_attempt_trained_anything_is_that_of_the_attempt_before(node: Node) -> None:
+    node.seal(node.stores[0], 4, 0, kind=PARKED, timeline=THIRD)
+    assert [one.snapshot.kind for one in node.told().of(SECOND).found] == [PARKED]
+    assert [one.snapshot.kind for one in node.told().of(THIRD).found] == [PARKED]
+    assert not node.told().of(FIRST).found
+
+
+def test_without_what_stands_by_only_snapshots_are_left(node: Node) -> None:
+    for kind in (LOG, PARKED, GRADIENTS, "window"):
+        node.seal(node.stores[0], 4, 0, kind=kind)
+    assert [one.snapshot.kind for one in node.told().without_standby().found] == ["window"]
+
+
+def test_of_several_copies_of_a_log_the_readers_own_comes_first(node: Node) -> None:
+    node.seal(node.stores[0], 4, 0, kind=LOG, operators=())
+    node.seal(node.stores[1], 4, 0, kind=LOG, operators=())
+    assert [one.finder for one in node.told().of_kind(LOG, 0, 4, reader=1)] == [1, 0]
+
+
+def test_who_knows_most_tells_how_an_iteration_came_out(node: Node) -> None:
+    node.seal(node.stores[0], 4, 0, kind=LOG, operators=(), more=JOURNALED)
+    node.seal(node.stores[1], 4, 1, kind=LOG, operators=(), more=JOURNALED)
+    assert [one.finder for one in node.told().tellers(4)] == [0, 1]
+    assert [one.finder for one in node.told().tellers(4, first=[1])] == [1, 0]
+
+
+def test_the_lowest_rank_that_remembers_speaks_for_the_strategy(node: Node) -> None:
+    node.seal(node.stores[1], 4, 1, kind=PARKED, more={"strategy": {"a": 1}})
+    node.seal(node.stores[1], 4, 0, more={"strategy": {"a": 1}})
+    node.seal(node.stores[0], 4, 0, kind=PARKED)
+    assert [(one.snapshot.rank, one.snapshot.kind) for one in node.told().memories(4)] == [(0, "snapshot"), (1, PARKED)]
+
+
+def test_a_rank_has_logged_what_lies_in_its_own_store(node: Node) -> None:
+    node.seal(node.stores[0], 4, 0, kind=LOG, operators=())
+    node.seal(node.stores[1], 5, 0, kind=LOG, operators=())
+    assert node.told().logged(0) == {4}
+    assert not node.told().logged(1)

@@ -392,3 +392,31 @@ def test_a_counts_file_that_does_not_fit_the_model_is_refused(run: Run, tmp_path
     assert code == 2
     assert str(counts) in err
     assert err.count("\n") == 1
+
+
+def test_a_timeline_is_predicted_beside_a_rollback_of_all_stages(facts) -> None:
+    data = facts(*RECOVERY, "--iteration-time", "2", "--microbatches", "4")
+    parts = {row["part"]: row for row in data["timeline"]}
+    assert list(parts) == ["detect", "park", "restart", "fetch", "replay", "all"]
+    local, whole = (
+        {part: row[key] for part, row in parts.items()} for key in ("predicted_s", "rollback_of_all_stages_s")
+    )
+    assert local["all"] == pytest.approx(sum(seconds for part, seconds in local.items() if part != "all"))
+    # One of four stages needs 4 turns for 4 microbatches, all of them 7; shares of what is frozen differ a little.
+    assert local["replay"] / whole["replay"] == pytest.approx(4 / 7, rel=0.1)
+    assert local["park"] > whole["park"] == 0
+
+
+def test_frozen_operators_make_the_predicted_replay_cheaper(facts) -> None:
+    common = ("recovery", "--model", "DeepSeek-MoE", "--ep", "8", "--lost-ranks", "0", "--iteration-time", "1")
+    replay = {}
+    for window in ("2", "6"):
+        data = facts(*common, "--window", window)
+        replay[window] = data["timeline"][4]["predicted_s"] / data["iterations_replayed"]
+    assert replay["6"] < replay["2"] < 1
+
+
+def test_figures_that_no_machine_has_are_refused(run: Run) -> None:
+    code, _, err = run(*RECOVERY, "--peer-gbps", "0")
+    assert code == 2
+    assert "--peer-gbps" in err

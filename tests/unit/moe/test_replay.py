@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.ports import Facts, Json, Reader, SnapshotId, StoreFailure
 from megatron.core.dist_checkpointing.moe.replay.densify import (
     Load,
@@ -30,7 +31,15 @@ from megatron.core.dist_checkpointing.moe.simulate.rank import (
 )
 from megatron.core.dist_checkpointing.moe.simulate.storage import FakeStore
 from megatron.core.dist_checkpointing.moe.simulate.world import World
-from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Part, StepJournal, Window, expert
+from megatron.core.dist_checkpointing.moe.types import (
+    Direction,
+    OperatorId,
+    OperatorKind,
+    Part,
+    StepJournal,
+    Window,
+    expert,
+)
 
 ROUTER, DENSE = OperatorId(0, OperatorKind.ROUTER), OperatorId(0, OperatorKind.NON_EXPERT)
 OPERATORS = (DENSE, ROUTER, expert(0, 0), expert(0, 1))
@@ -96,7 +105,12 @@ def parts_of(iteration: int) -> dict[Part, frozenset[OperatorId]]:
 
 
 def resumed(
-    transport: Any = None, tolerance: float = 0.0, change: Callable[[ReplayStep], ReplayStep] = lambda s: s
+    transport: Any = None,
+    tolerance: float = 0.0,
+    change: Callable[[ReplayStep], ReplayStep] = lambda s: s,
+    boundary: Any = None,
+    ended: Callable[[], None] = lambda: None,
+    **more: Any,
 ) -> Rank:
     world = World(3)
     store = snapshots(world)
@@ -122,8 +136,8 @@ def resumed(
         )
         for iteration in (5, 6)
     ]
-    ports = ReplayPorts(restorer, trainer, execution, transport or Ranks(), FakeClock(world))
-    return Rank(model, execution, restorer, Replay(ports, steps, len(OPERATORS), tolerance), readers)
+    ports = ReplayPorts(restorer, trainer, execution, transport or Ranks(), FakeClock(world), boundary, ended)
+    return Rank(model, execution, restorer, Replay(ports, steps, len(OPERATORS), tolerance, **more), readers)
 
 
 def test_a_replayed_window_is_the_state_that_training_had() -> None:
@@ -248,3 +262,71 @@ def test_only_the_first_rank_speaks(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         resumed(Ranks(rank=1)).run()
     assert not caplog.messages
+
+
+class Feed:
+    """What feeds an iteration, and whether all of it was taken."""
+
+    def __init__(self, logs: Any, *, is_taken: bool = True) -> None:
+        self.logs, self.is_taken = logs, is_taken
+
+    def check_all_taken(self) -> None:
+        if not self.is_taken:
+            raise UnreadableCheckpoint("a tensor was left")
+
+
+def fed(step: ReplayStep) -> ReplayStep:
+    return replace(step, logs={Direction.FORWARD: step.loads[0].reader})
+
+
+def test_each_iteration_is_fed_from_its_own_logs_and_nothing_after_the_last() -> None:
+    rank = resumed(change=fed, boundary=Feed, members=(0,))
+    rank.replay.begin()
+    for iteration in (5, 6):
+        assert rank.replay.iteration == iteration
+        assert rank.replay.boundary is not None
+        assert rank.replay.boundary.logs[Direction.FORWARD] is rank.readers[iteration]
+        rank.iterate()
+    assert rank.replay.is_done
+    assert rank.replay.boundary is None
+
+
+def test_a_tensor_that_nobody_received_means_that_the_replay_was_another() -> None:
+    rank = resumed(change=fed, boundary=lambda logs: Feed(logs, is_taken=False), members=(0,))
+    rank.replay.begin()
+    with pytest.raises(StoreFailure, match="rank 0: the replay has to begin anew: a tensor was left"):
+        rank.iterate()
+
+
+def test_a_part_of_the_pipeline_agrees_only_among_itself_and_freezes_alone() -> None:
+    class Nobody(Ranks):
+        def gather(self, value: Json) -> list[Json]:
+            raise AssertionError("the other stages wait and answer nothing")
+
+    rank = resumed(Nobody(), members=(0,), unlogged={6})
+    assert rank.replay.alone
+    assert rank.replay.unlogged == {6}
+    rank.run()
+    assert not rank.model.wrong()
+
+
+def test_operators_outside_count_as_frozen_but_not_as_missing() -> None:
+    outside = frozenset({expert(7, 0)})
+    rank = resumed(change=lambda step: replace(step, outside=outside), members=(0,))
+    rank.run()
+    assert [frozen & outside for frozen, _ in rank.execution.steps] == [outside, outside]
+    assert not rank.model.wrong()
+
+
+def test_without_a_snapshot_of_its_own_a_rank_takes_what_all_share_and_keeps_its_random_states() -> None:
+    rank = resumed(
+        change=lambda step: replace(step, trainer={"iteration": step.iteration, "consumed_samples": 8 * step.iteration})
+    )
+    rank.run()
+    assert not rank.model.wrong()
+
+
+def test_the_end_of_a_replay_is_told_once() -> None:
+    ends: list[int] = []
+    resumed(ended=lambda: ends.append(1)).run()
+    assert ends == [1]

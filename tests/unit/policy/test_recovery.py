@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import RecoveryImpossible, UsageError
 from megatron.core.dist_checkpointing.moe.policy.recovery import plan_recovery
+from megatron.core.dist_checkpointing.moe.policy.widening import widened
 from megatron.core.dist_checkpointing.moe.types import (
     BoundaryLog,
     Copy,
@@ -229,7 +230,7 @@ def test_without_any_journal_a_window_is_worthless_and_a_dense_checkpoint_serves
     cluster = failed_stage(1).dense(3, Tier.PERSISTENT)
     cluster.journal = range(0)
     plan = cluster.recover(ranks=[1])
-    assert [(segment.base, segment.target) for segment in plan.segments] == [(3, 14)]
+    assert [(segment.base, segment.target) for segment in plan.segments] == [(3, 3)]
 
 
 def test_one_stage_has_no_neighbours_and_rolls_back_whole() -> None:
@@ -319,6 +320,41 @@ def test_what_cannot_be_recovered_is_named() -> None:
     ) as error:
         cluster.recover(ranks=[1])
     assert (error.value.iteration, error.value.missing, error.value.asked) == (14, (rest,), (1,))
+
+
+def why_wider(cluster: Cluster, **options: object) -> str:
+    plan = cluster.recover(**options)
+    return widened(plan, cluster.inventory, cluster.topology, tied=bool(options.get("tied_embeddings")))
+
+
+def test_where_all_stages_roll_back_together_nothing_runs_again_beyond_their_windows() -> None:
+    cluster = failed_stage(1)
+    cluster.logs.clear()
+    plan = cluster.recover(ranks=[1])
+    assert (plan.scope, plan.target) == (Scope.GLOBAL, 12)
+    assert cluster.recover(ranks=[1], target=14).target == 14, "unless it is asked for"
+
+
+def test_an_older_iteration_that_leaves_stages_alone_is_better_than_to_roll_all_back() -> None:
+    cluster = Cluster(pipeline(3)).window(10, Tier.OWN_MEMORY).logged(range(10, 15)).park(15, 0).park(14, 2)
+    plan = cluster.recover(ranks=[1])
+    assert (plan.target, plan.scope) == (14, Scope.LOCAL)
+    assert [segment.stages for segment in plan.segments] == [(0, 1)]
+
+
+def test_a_local_recovery_was_not_widened() -> None:
+    assert why_wider(failed_stage(1)) == ""
+
+
+def test_the_reason_for_a_wider_scope_is_told() -> None:
+    without_logs, without_journal = failed_stage(1, stages=4), failed_stage(1)
+    without_logs.logs[2] = [BoundaryLog(2, direction, range(12, 15), 2) for direction in Direction]
+    without_journal.journal = range(13)
+    assert "logs of stage 2 begin with iteration 12" in why_wider(without_logs)
+    assert "nobody knows how iteration 13 came out" in why_wider(without_journal)
+    assert "share embeddings" in why_wider(failed_stage(0, stages=4), tied_embeddings=True)
+    assert "no rank has parked" in why_wider(Cluster(pipeline(2)).window(10, Tier.OWN_MEMORY))
+    assert "logs of stage 0 do not reach" in why_wider(failed_stage(1).park(15, 0, 2))
 
 
 def test_an_inventory_that_leaves_out_a_rank_is_refused() -> None:
@@ -554,6 +590,27 @@ def test_without_a_target_some_reachable_iteration_is_found_whenever_there_is_on
     target = cluster.recover(nodes=lost.nodes, tied_embeddings=tied).target
     assert target in reachable
     assert target in parked
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(clusters())
+def test_no_parked_iteration_is_given_up_to_which_some_stage_need_not_roll_back(
+    case: tuple[Cluster, Lost, bool],
+) -> None:
+    cluster, lost, tied = case
+    try:
+        plan = cluster.recover(nodes=lost.nodes, tied_embeddings=tied)
+    except RecoveryImpossible:
+        assume(False)
+    ranks = range(cluster.topology.world_size)
+    parked = {c.plan.iteration for rank in ranks for c in intact(cluster, lost, rank) if c.tier is Tier.PARKED}
+    for iteration in parked:
+        replaying = fewest_replaying_stages(cluster, lost, tied, iteration)
+        if replaying is not None and replaying < cluster.topology.pp:
+            assert plan.target >= iteration
+    for segment in plan.segments:
+        if len(segment.stages) == cluster.topology.pp:
+            assert all(segment.frozen), "where all roll back, nothing runs again beyond the window"
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])

@@ -206,6 +206,12 @@ class MoECheckpointConfig:
         "the hardware repeats itself to the bit",
         minimum=0,
     )
+    recovery: str = flag(
+        "auto",
+        "sparse with pipeline stages: after a fault, let only the stages roll back that lost their state (local), or "
+        "all of them (global); auto is local where that is possible. local warns where it is not",
+        choices=("auto", "local", "global"),
+    )
     log_expert_tokens: bool = flag(
         False, "pec: write the tokens routed to each expert to --metrics-jsonl, one iteration late"
     )

@@ -300,6 +300,10 @@ class TrainerState(Protocol):
     def restore(self, scalars: Mapping[str, Json], tensors: Mapping[str, memoryview]) -> None:
         """Put back what `scalars` and `tensors` gave. Raises UnreadableCheckpoint when something is missing."""
 
+    def restore_common(self, scalars: Mapping[str, Json]) -> None:
+        """Put back what is the same on all ranks, from the `scalars` of any rank as they were after the iteration that
+        this one has just run again: counts, schedules, loss scales. Random states stay as the iteration left them."""
+
 
 class Capturer(Protocol):
     """Copies live state of this rank into snapshots: `begin` after the optimizer's step, `end` before the next one."""

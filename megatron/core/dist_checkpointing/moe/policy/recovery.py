@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ..errors import RecoveryImpossible
@@ -32,6 +32,8 @@ from .availability import (
 from .rollback import Pipeline, Rollback, cheapest_rollbacks
 
 Record = tuple[int, Part, Operators]
+Way = tuple[Pipeline, frozenset[int], tuple[Rollback, ...] | None]
+"""The pipeline as seen from a target, the ranks that can roll forward to it, and the rollbacks if any lead there."""
 ADVICE = "load an older checkpoint with --load and --ckpt-step"
 
 
@@ -58,14 +60,16 @@ def plan_recovery(
     """
     states = rank_states(inventory, lost, topology, (Part.FULL, Part.WEIGHTS))
     stages = stage_states(states, topology)
+
+    def rolled_back(to: int) -> Way:
+        pipeline, rolling = pipeline_at(inventory, lost, topology, states, stages, to, tied_embeddings)
+        return pipeline, rolling, cheapest_rollbacks(pipeline)
+
     targets = _targets(states, inventory.journal, stages) if target is None else [target]
-    for wanted in targets:
-        pipeline, rolling = _pipeline(inventory, lost, topology, states, stages, wanted, tied_embeddings)
-        rollbacks = cheapest_rollbacks(pipeline)
-        if rollbacks is not None:
-            break
-    else:
+    pipeline, rolling, rollbacks = _newest(targets, rolled_back) if target is None else rolled_back(target)
+    if rollbacks is None:
         raise _impossible(stages, targets[0] if targets else None)
+    wanted = pipeline.target
     segments = tuple(_segment(rollback, pipeline, stages) for rollback in rollbacks)
     restored = [source for segment in segments for source in _restored(segment, states, stages, topology)]
     replaying = {stage for segment in segments for stage in segment.stages}
@@ -81,6 +85,33 @@ def plan_recovery(
     )
 
 
+def _newest(targets: Sequence[int], rolled_back: Callable[[int], Way]) -> Way:
+    """The way to the newest iteration at which all stages can stand, with as much of it kept as possible.
+
+    Where all stages roll back together, nothing is gained by running further than until they are dense: from there on
+    it is ordinary training. So an older iteration that leaves some stages alone may still be the better one.
+    """
+    dense = -1
+    for wanted in targets:
+        if wanted <= dense:
+            break
+        tried = pipeline, _, rollbacks = rolled_back(wanted)
+        if rollbacks is None:
+            continue
+        reached = _dense_together(pipeline, rollbacks)
+        if reached == wanted:
+            return tried
+        dense = max(dense, reached)
+    return rolled_back(dense) if dense >= 0 else (Pipeline(-1, (), (), {}), frozenset(), None)
+
+
+def _dense_together(pipeline: Pipeline, rollbacks: Sequence[Rollback]) -> int:
+    """Up to where there is something to replay: the target, unless all stages roll back as one."""
+    if len(rollbacks) != 1 or len(rollbacks[0].stages) < len(pipeline.bases):
+        return pipeline.target
+    return max(bases[rollbacks[0].base] for bases in pipeline.bases)
+
+
 def _targets(states: Mapping[int, RankState], journal: frozenset[int], stages: Sequence[StageState]) -> list[int]:
     """Iterations to try, the best first: where ranks parked or all stages are dense, then where any stage is."""
     likely = {iteration for state in states.values() for iteration in state.parked}
@@ -93,7 +124,7 @@ def _targets(states: Mapping[int, RankState], journal: frozenset[int], stages: S
     return sorted(likely, reverse=True) + sorted(others, reverse=True)
 
 
-def _pipeline(
+def pipeline_at(
     inventory: Inventory,
     lost: Lost,
     topology: Topology,

@@ -8,8 +8,20 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..errors import MoECheckpointError, UnreadableCheckpoint
+from ..policy.segments import feeds, ranks_of
 from ..ports import MappedReader, PeerLost, Reader, SnapshotId, StoreFailure, Transport
-from ..types import Copy, Inventory, OperatorId, Part, RecoveryPlan, Tier
+from ..types import (
+    GRADIENTS,
+    LOG,
+    Copy,
+    Direction,
+    Inventory,
+    OperatorId,
+    Part,
+    RecoveryPlan,
+    Tier,
+    Topology,
+)
 from .inventory import Catalogue, Found, Place
 
 _SIZES = struct.Struct("<qq")
@@ -17,11 +29,15 @@ _SIZES = struct.Struct("<qq")
 
 @dataclass(frozen=True)
 class Need:
-    """One stored snapshot of which `rank` wants parts of operators, and where it was found."""
+    """One stored snapshot of which `rank` wants parts of operators, and where it was found.
+
+    feeds: for a boundary log, the directions that it serves to the rank.
+    """
 
     rank: int
     found: Found
-    parts: tuple[tuple[Part, frozenset[OperatorId]], ...]
+    parts: tuple[tuple[Part, frozenset[OperatorId]], ...] = ()
+    feeds: tuple[Direction, ...] = ()
 
     @property
     def travels(self) -> bool:
@@ -44,23 +60,46 @@ def needs(plan: RecoveryPlan, inventory: Inventory, catalogue: Catalogue) -> tup
                     parts.setdefault(source.part, set()).update(held)
     return tuple(
         Need(rank, at[place], tuple((part, frozenset(held)) for part, held in parts.items()))
-        for (rank, place), parts in sorted(wanted.items(), key=lambda item: item[0])
+        for (rank, place), parts in sorted(wanted.items(), key=_first)
     )
 
 
-def witnessed(needed: Sequence[Need], plan: RecoveryPlan, catalogue: Catalogue) -> tuple[Need, ...]:
+def witnessed(needed: Sequence[Need], plan: RecoveryPlan, catalogue: Catalogue, topology: Topology) -> tuple[Need, ...]:
     """What is needed, and for each replayed iteration a snapshot with a journal of each rank that replays it.
 
     A rank whose operators were all anchored before has no records in later snapshots of a window, but random states.
+    Where they would have to travel for that alone, and somebody else tells the journal, the replay's own will do.
     """
     known = {(need.rank, need.found.snapshot.iteration) for need in needed if need.found.journal}
     more = [
-        Need(rank, found[0], ())
-        for iteration in sorted({iteration for segment in plan.segments for iteration in segment.replayed})
-        for rank in sorted(catalogue.required)
+        Need(rank, found[0])
+        for segment in plan.segments
+        for iteration in segment.replayed
+        for rank in ranks_of(segment, topology)
         if (rank, iteration) not in known and (found := catalogue.witnesses(rank, iteration))
     ]
-    return (*needed, *more)
+    logged = (one for one in catalogue.found if one.snapshot.kind == LOG and one.journal and not one.why)
+    told = {one.snapshot.iteration for one in logged}
+    return (*needed, *(need for need in more if not (need.travels and need.found.snapshot.iteration in told)))
+
+
+def beside(plan: RecoveryPlan, catalogue: Catalogue, topology: Topology) -> tuple[Need, ...]:
+    """What is needed besides state: the logs that feed each segment, and gradients that were kept."""
+    wanted: dict[tuple[int, Place], list[Direction]] = {}
+    at: dict[Place, Found] = {}
+    for segment in plan.segments:
+        for iteration in segment.replayed:
+            for rank, sender, way in feeds(segment, topology):
+                found = catalogue.of_kind(LOG, sender, iteration, rank)[0]
+                at[found.place] = found
+                wanted.setdefault((rank, found.place), []).append(way)
+    logs = [Need(rank, at[place], feeds=tuple(ways)) for (rank, place), ways in sorted(wanted.items(), key=_first)]
+    kept = [Need(rank, catalogue.of_kind(GRADIENTS, rank, plan.target, rank)[0]) for rank in plan.roll_forward]
+    return (*logs, *kept)
+
+
+def _first(item: tuple[tuple[int, Place], object]) -> tuple[int, Place]:
+    return item[0]
 
 
 def _copies(inventory: Inventory, rank: int, iteration: int, tier: Tier, holder: int | None) -> Iterator[Copy]:

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from ..errors import UnreadableCheckpoint
-from ..policy.timelines import Timeline, belongs, newest_first
+from ..policy.timelines import Timeline, belongs, newest_first, past
 from ..ports import Facts, Json, SnapshotId, Store, Torn
-from ..types import Copy, Inventory, OperatorId, OperatorKind, Part, SnapshotPlan, Tier
+from ..types import (
+    GRADIENTS,
+    LOG,
+    PARKED,
+    BoundaryLog,
+    Copy,
+    Direction,
+    Inventory,
+    OperatorId,
+    OperatorKind,
+    Part,
+    SnapshotPlan,
+    Tier,
+)
 
 Place = tuple[int, SnapshotId, Tier]
 """Who found a snapshot (a rank), which one, and in which tier: OWN_MEMORY of the finder, or PERSISTENT."""
+
+STANDBY = frozenset({LOG, PARKED, GRADIENTS})
+"""Kinds of snapshots that lie in the standby store."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +38,7 @@ class Found:
     digest: of the plan that all ranks followed. timeline: the attempts that led to it. why: the reason why it cannot be
     used, empty if it can. job: that made it. torn: it was never sealed. span: the iterations whose snapshots restore a
     state together with this one. journal: it has what a replay of its iteration needs of this rank besides operators:
-    the global outcome of the step, and the trainer state.
+    the global outcome of the step, and the trainer state. remembers: it has what the strategy remembered.
     """
 
     finder: int
@@ -36,11 +52,17 @@ class Found:
     torn: bool = False
     span: range = range(0)
     journal: bool = False
+    remembers: bool = False
 
     @property
     def place(self) -> Place:
         """What tells it apart from all others."""
         return self.finder, self.snapshot, self.tier
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it has state of its owner after its iteration, and not what passed by in it."""
+        return self.snapshot.kind not in (LOG, GRADIENTS)
 
 
 @dataclass(frozen=True)
@@ -65,27 +87,60 @@ class Catalogue:
         """Only what lies in the past of `timeline`; what is torn or cannot be used stays, with its reason."""
 
         def stays(one: Found) -> bool:
-            return bool(one.why) or belongs(one.timeline, one.snapshot.iteration, timeline)
+            return bool(one.why) or is_past(one.timeline, one.snapshot.iteration, timeline)
 
         return replace(self, found=tuple(filter(stays, self.found)))
 
     def inventory(self, damaged: Collection[Place] = ()) -> Inventory:
         """What the planner sees; `damaged` are copies that proved unreadable."""
+        seen = [one for one in self.found if one.snapshot.rank in self.required]
+        usable = [one for one in seen if not one.why and one.place not in damaged]
+        rolling = _rolling(usable)
         copies: dict[int, list[Copy]] = {}
-        for one in self.found:
-            if one.snapshot.rank in self.required:
+        for one in seen:
+            rank, iteration = one.snapshot.rank, one.snapshot.iteration
+            # Gradients belong to the newest parked state: from an older one nothing rolls forward.
+            stale = one.snapshot.kind == PARKED and iteration < rolling.get(rank, 0)
+            if one.is_state and not stale:
                 corrupt = frozenset(one.plan.parts) if one.place in damaged else frozenset()
-                copies.setdefault(one.snapshot.rank, []).append(
-                    Copy(one.snapshot.rank, one.plan, self._tier(one), self._holder(one), not one.why, corrupt)
+                copies.setdefault(rank, []).append(
+                    Copy(rank, one.plan, self._tier(one), self._holder(one), not one.why, corrupt)
                 )
-        held = {rank: tuple(held) for rank, held in copies.items()}
-        return Inventory(self.required, held, journal=self._journal(damaged))
+        return Inventory(
+            self.required,
+            {rank: tuple(held) for rank, held in copies.items()},
+            self._logs(usable),
+            self._journal(usable),
+            frozenset(rolling),
+        )
 
     def witnesses(self, rank: int, iteration: int) -> list[Found]:
         """Snapshots that have what a replay of `iteration` needs of `rank` besides operators, the nearest first."""
         of = (one for one in self.found if (one.snapshot.rank, one.snapshot.iteration) == (rank, iteration))
-        usable = (one for one in of if one.journal and not one.why)
+        usable = (one for one in of if one.journal and one.is_state and not one.why)
         return sorted(usable, key=lambda one: (self._tier(one), one.finder != rank, one.place))
+
+    def of_kind(self, kind: str, owner: int, iteration: int, reader: int) -> list[Found]:
+        """The intact finds of one snapshot, those first that `reader` reaches best."""
+        snapshot = SnapshotId(iteration, owner, kind)
+        found = (one for one in self.found if one.snapshot == snapshot and not one.why)
+        node = self.nodes[reader]
+        return sorted(found, key=lambda one: (one.finder != reader, self.nodes[one.finder] != node, one.place))
+
+    def logged(self, rank: int) -> frozenset[int]:
+        """The iterations whose log a rank holds itself."""
+        own = (one for one in self.found if one.snapshot.kind == LOG and one.snapshot.rank == one.finder == rank)
+        return frozenset(one.snapshot.iteration for one in own if not one.why)
+
+    def tellers(self, iteration: int, first: Collection[int] = ()) -> list[Found]:
+        """Who can tell everybody how an iteration came out; the ranks in `first` know more of it than others."""
+        usable = (one for one in self.found if one.snapshot.iteration == iteration and one.journal and not one.why)
+        return sorted(usable, key=lambda one: (one.snapshot.rank not in first, one.snapshot.rank, one.place))
+
+    def memories(self, iteration: int) -> list[Found]:
+        """Who has what the strategy remembered after an iteration, the lowest rank first."""
+        usable = (one for one in self.found if one.snapshot.iteration == iteration and one.remembers and not one.why)
+        return sorted(usable, key=lambda one: (one.snapshot.rank, one.place))
 
     def givers(self, copy: Copy, operators: Collection[OperatorId]) -> list[Found]:
         """The intact finds behind a planned copy that have any of these operators, one for each kind."""
@@ -104,22 +159,51 @@ class Catalogue:
         """The same without what proved unreadable."""
         return replace(self, found=tuple(one for one in self.found if one.place not in damaged))
 
-    def _journal(self, damaged: Collection[Place]) -> frozenset[int]:
-        """Iterations of which every rank has a snapshot with a journal."""
+    def without_standby(self) -> Catalogue:
+        """Only what is there under any strategy: with it all stages roll back together."""
+        return replace(self, found=tuple(one for one in self.found if one.snapshot.kind not in STANDBY))
+
+    def _journal(self, usable: Iterable[Found]) -> frozenset[int]:
+        """Iterations of which every rank has a snapshot with a journal, or of which anybody kept one for all.
+
+        A log tells how the step came out, and trainer state that is the same on all ranks; random states come out of
+        the replay itself.
+        """
         ranks: dict[int, set[int]] = {}
-        for one in self.found:
-            if one.journal and not one.why and one.place not in damaged:
-                ranks.setdefault(one.snapshot.iteration, set()).add(one.snapshot.rank)
+        for one in usable:
+            if one.journal:
+                told = self.required if one.snapshot.kind in (LOG, PARKED) else (one.snapshot.rank,)
+                ranks.setdefault(one.snapshot.iteration, set()).update(told)
         return frozenset(iteration for iteration, known in ranks.items() if known >= self.required.keys())
+
+    def _logs(self, usable: Iterable[Found]) -> dict[int, tuple[BoundaryLog, ...]]:
+        """By sender what was logged without a gap, each run once for each direction."""
+        at: dict[tuple[int, int], set[int]] = {}
+        for one in usable:
+            if one.snapshot.kind == LOG:
+                at.setdefault((one.snapshot.rank, self.nodes[one.finder]), set()).add(one.snapshot.iteration)
+        logs: dict[int, list[BoundaryLog]] = {}
+        for (sender, holder), iterations in sorted(at.items()):
+            for run in _runs(iterations):
+                logs.setdefault(sender, []).extend(BoundaryLog(sender, way, run, holder) for way in Direction)
+        return {sender: tuple(found) for sender, found in logs.items()}
 
     def _tier(self, one: Found) -> Tier:
         if one.tier is Tier.PERSISTENT:
             return one.tier
+        if one.snapshot.kind == PARKED:
+            return Tier.PARKED
         same_node = self.nodes[one.finder] == self.nodes[one.snapshot.rank]
         return Tier.OWN_MEMORY if same_node else Tier.PEER_MEMORY
 
     def _holder(self, one: Found) -> int | None:
         return None if one.tier is Tier.PERSISTENT else self.nodes[one.finder]
+
+
+def is_past(snapshot: Timeline, iteration: int, timeline: Timeline) -> bool:
+    """Whether a snapshot of `iteration` lies in the past of `timeline`, also one that was made by an attempt that only
+    went on from that iteration: it was trained by the one before."""
+    return belongs(past(snapshot, iteration), iteration, timeline)
 
 
 def listing(
@@ -178,7 +262,7 @@ def _interrupted(torn: Torn) -> bool:
 def _row(snapshot: SnapshotId, tier: Tier, facts: Facts | None = None, why: str = "", torn: bool = False) -> list[Json]:
     said: list[Json] = ["", [], [], ""]
     window: list[Json] = [snapshot.iteration, snapshot.iteration]
-    journal = False
+    journal = remembers = False
     if facts is not None:
         try:
             said = [facts.plan_digest, facts.scalars["operators"], facts.scalars["timeline"], facts.job]
@@ -186,17 +270,43 @@ def _row(snapshot: SnapshotId, tier: Tier, facts: Facts | None = None, why: str 
             why = why or f"its manifest does not say {error}: something else made it"
         window = cast("list[Json]", facts.scalars.get("window", window))
         journal = facts.scalars.get("journal") is not None and "trainer" in facts.scalars
-    return [snapshot.iteration, snapshot.rank, snapshot.kind, tier.value, *said, torn, window, journal, why]
+        remembers = facts.scalars.get("strategy") is not None
+    return [snapshot.iteration, snapshot.rank, snapshot.kind, tier.value, *said, torn, window, journal, remembers, why]
+
+
+def _rolling(usable: Iterable[Found]) -> dict[int, int]:
+    """By rank the newest iteration at which it parked, where it has the reduced gradients of the next one."""
+    parked: dict[int, int] = {}
+    reduced: dict[int, set[int]] = {}
+    for one in usable:
+        rank, iteration = one.snapshot.rank, one.snapshot.iteration
+        if one.snapshot.kind == PARKED:
+            parked[rank] = max(iteration, parked.get(rank, iteration))
+        elif one.snapshot.kind == GRADIENTS:
+            reduced.setdefault(rank, set()).add(iteration)
+    return {rank: iteration for rank, iteration in parked.items() if iteration + 1 in reduced.get(rank, ())}
+
+
+def _runs(iterations: Iterable[int]) -> Iterator[range]:
+    """Iterations that follow each other, together."""
+    run = range(0)
+    for iteration in sorted(iterations):
+        if run and iteration != run.stop:
+            yield run
+            run = range(0)
+        run = range(run.start if run else iteration, iteration + 1)
+    if run:
+        yield run
 
 
 def _found(finder: int, row: Sequence[Any], plans: dict[Any, SnapshotPlan]) -> Found:
-    iteration, rank, kind, tier, digest, operators, timeline, job, torn, (first, last), journal, why = row
+    iteration, rank, kind, tier, digest, operators, timeline, job, torn, (first, last), journal, remembers, why = row
     key = iteration, tuple(map(tuple, operators))
     if key not in plans:
         plans[key] = SnapshotPlan(iteration, {_operator(one): Part(one[3]) for one in key[1]})
     led = tuple((name, after) for name, after in timeline)
     snapshot, span = SnapshotId(iteration, rank, kind), range(first, last + 1)
-    return Found(finder, snapshot, Tier(tier), plans[key], digest, led, why, job, torn, span, journal)
+    return Found(finder, snapshot, Tier(tier), plans[key], digest, led, why, job, torn, span, journal, remembers)
 
 
 def _operator(told: Sequence[int]) -> OperatorId:

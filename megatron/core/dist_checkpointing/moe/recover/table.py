@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 
-from ..types import OperatorId, Part, RecoveryPlan
+from ..types import OperatorId, Part, Reason, RecoveryPlan, Refusal, Segment, Tier
 
 _PARTS = {Part.FULL: "full state", Part.MASTER: "master weights", Part.MOMENTS: "moments", Part.WEIGHTS: "weights"}
 
@@ -14,8 +14,9 @@ _PARTS = {Part.FULL: "full state", Part.MASTER: "master weights", Part.MOMENTS: 
 class RecoveryTable:
     """A recovery plan that was carried out; `nodes[rank]` is the node of each rank, `damaged` tells refused copies.
 
-    plt: the share of tokens that all faults so far have cost; None where nothing can be lost. window: the iterations
-    whose snapshots restore the target together.
+    plt: the share of tokens that all faults so far have cost; None where nothing can be lost. windows: by iteration,
+    the iterations whose snapshots restore a state together with its own. wider: why more stages rolled back than had
+    lost their state; empty if they did not. stages: of the pipeline.
     """
 
     plan: RecoveryPlan
@@ -23,19 +24,21 @@ class RecoveryTable:
     damaged: tuple[str, ...] = ()
     duration_s: float = 0.0
     plt: float | None = None
-    window: range = range(0)
+    windows: Mapping[int, range] = field(default_factory=dict)
+    wider: str = ""
+    stages: int = 1
 
     def lines(self) -> Iterator[str]:
         """The table, one line each."""
         plan = self.plan
         exact = "exactly" if not plan.lost_tokens else "with lost tokens"
         yield f"recovered iteration {plan.target} {exact} in {self.duration_s:.2f} s ({plan.scope.value} rollback):"
+        if self.wider:
+            yield f"  not local: {self.wider}"
         for segment in plan.segments:
             if segment.replayed:
-                yield (
-                    f"  window {_span(self.window)}: restored iteration {segment.base}, then replayed"
-                    f" {_span(segment.replayed)} with up to {max(map(len, segment.frozen))} operators frozen"
-                )
+                yield self._replay(segment)
+        yield from self._waiting()
         groups: dict[tuple[str, int, str], tuple[set[int], set[OperatorId]]] = {}
         for source in plan.sources:
             holder = "" if source.holder is None else f" of node {source.holder}"
@@ -46,10 +49,34 @@ class RecoveryTable:
         yield f"  {'from':<26} {'iteration':>9}  {'what':<15} {'operators':>9}  ranks"
         for (place, iteration, part), (ranks, operators) in sorted(groups.items(), key=lambda group: group[0]):
             yield f"  {place:<26} {iteration:>9}  {part:<15} {len(operators):>9}  {_spans(ranks)}"
-        yield from sorted({f"  not used: {refusal}" for refusal in plan.refusals})
+        yield from _refusals(plan.refusals)
         for text in self.damaged:
             yield f"  refused: {text}"
         yield from self._losses()
+
+    def _replay(self, segment: Segment) -> str:
+        window = self.windows.get(segment.base, range(segment.base, segment.base + 1))
+        who = "" if len(segment.stages) == self.stages else f"{self._named(segment.stages)}, "
+        fed = f", fed from the logs of {_stages(segment.logs_from)}" if segment.logs_from else ""
+        return (
+            f"  {who}window {_span(window)}: restored iteration {segment.base}, then replayed"
+            f" {_span(segment.replayed)} with up to {max(map(len, segment.frozen))} operators frozen{fed}"
+        )
+
+    def _waiting(self) -> Iterator[str]:
+        """The stages that kept their state, where others did not."""
+        moved = {stage for segment in self.plan.segments for stage in segment.stages}
+        kept = [stage for stage in range(self.stages) if stage not in moved]
+        if kept and self.stages > 1:
+            yield f"  {self._named(kept)}: resumed from parked state, ran nothing again"
+        if self.plan.roll_forward:
+            ranks = _spans(set(self.plan.roll_forward))
+            yield f"  ranks {ranks}: made the step of iteration {self.plan.target} with the gradients they had kept"
+
+    def _named(self, stages: Collection[int]) -> str:
+        each = len(self.nodes) // self.stages
+        ranks = {rank for stage in stages for rank in range(stage * each, (stage + 1) * each)}
+        return f"{_stages(stages)} (ranks {_spans(ranks)})"
 
     def _losses(self) -> Iterator[str]:
         by_layer: dict[int, list[int]] = {}
@@ -61,14 +88,32 @@ class RecoveryTable:
             yield f"  proportion of lost tokens, all faults so far: {100 * self.plt:.4f} %"
 
 
+def _refusals(refusals: Collection[Refusal]) -> Iterator[str]:
+    """One line for each reason and tier."""
+    groups: dict[tuple[Tier, Reason], set[Refusal]] = {}
+    for one in refusals:
+        groups.setdefault((one.tier, one.reason), set()).add(one)
+    for (tier, reason), found in sorted(groups.items(), key=lambda group: (group[0][0], group[0][1].value)):
+        iterations, ranks = {one.iteration for one in found}, {one.rank for one in found}
+        copies = f"{len(found)} copies" if len(found) > 1 else "1 copy"
+        yield (
+            f"  not used: {copies} in {tier.name.lower().replace('_', ' ')} of ranks {_spans(ranks)}, iterations"
+            f" {_spans(iterations)}: {reason.value}"
+        )
+
+
+def _stages(stages: Collection[int]) -> str:
+    return f"stage{'s' if len(stages) > 1 else ''} {_spans(set(stages))}"
+
+
 def _span(iterations: range) -> str:
     return f"{iterations[0]} to {iterations[-1]}" if len(iterations) > 1 else "".join(map(str, iterations))
 
 
-def _spans(ranks: set[int]) -> str:
-    """Ranks as ranges: 0-3,6."""
+def _spans(numbers: set[int]) -> str:
+    """Numbers as ranges: 0-3,6."""
     spans: list[list[int]] = []
-    for rank in sorted(ranks):
+    for rank in sorted(numbers):
         if spans and rank == spans[-1][1] + 1:
             spans[-1][1] = rank
         else:

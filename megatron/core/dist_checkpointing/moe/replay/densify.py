@@ -6,15 +6,38 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Protocol, cast
 
-from ..errors import MoECheckpointError, UnreadableCheckpoint
-from ..ports import RANDOM, Clock, Execution, Json, Reader, Restorer, StoreFailure, TrainerState, Transport
-from ..types import OperatorId, Part, StepJournal
+from ..errors import MoECheckpointError, UnreadableCheckpoint, UsageError
+from ..ports import (
+    RANDOM,
+    BoundarySource,
+    Clock,
+    Execution,
+    Json,
+    Reader,
+    Restorer,
+    StoreFailure,
+    TrainerState,
+    Transport,
+)
+from ..types import Direction, OperatorId, Part, StepJournal
+from .among import Among
 
 log = logging.getLogger(__name__)
 
 Parts = Mapping[Part, Collection[OperatorId]]
+
+
+class StageFeed(BoundarySource, Protocol):
+    """What the stages outside sent in one iteration."""
+
+    def check_all_taken(self) -> None:
+        """After the iteration. Raises UnreadableCheckpoint when something was not received."""
+
+
+Logs = Mapping[Direction, Reader]
+"""The open log of the neighbour on each side that takes no part."""
 
 
 class ReplayDiverged(MoECheckpointError):
@@ -33,41 +56,75 @@ class Load:
 class ReplayStep:
     """One iteration that is run again, and what this rank loads after it.
 
-    frozen: operators of all ranks that take no update in it. journal: how it came out. loads: what its snapshot gives
-    this rank. trainer: a snapshot of it with this rank's trainer state.
+    frozen: operators of all ranks that replay that take no update in it. journal: how it came out. loads: what its
+    snapshot gives this rank. trainer: a snapshot of it with this rank's trainer state, or the trainer scalars of any
+    rank. logs: what reaches this rank from stages outside of the replay. outside: operators of these that count as
+    frozen, so that no gradients are computed for them.
     """
 
     iteration: int
     frozen: frozenset[OperatorId] = field(repr=False)
     journal: StepJournal
     loads: tuple[Load, ...] = field(repr=False)
-    trainer: Reader = field(repr=False)
+    trainer: Reader | Mapping[str, Json] = field(repr=False)
+    logs: Logs = field(default_factory=dict, repr=False)
+    outside: frozenset[OperatorId] = field(default=frozenset(), repr=False)
 
 
 @dataclass(frozen=True)
 class ReplayPorts:
-    """What a replay works with; `transport` is used by nobody else meanwhile."""
+    """What a replay works with; `transport` is used by nobody else meanwhile.
+
+    boundary: makes what feeds an iteration from its logs. ended: called once the state is dense.
+    """
 
     restorer: Restorer
     trainer: TrainerState
     execution: Execution
     transport: Transport
     clock: Clock
+    boundary: Callable[[Logs], StageFeed] | None = None
+    ended: Callable[[], None] = lambda: None
 
 
 class Replay:
     """Makes the state that was restored as of the iteration before `steps[0]` dense, as of that of `steps[-1]`.
 
-    Sequence, each a collective over all ranks: `begin`; then training runs the iterations as any others, and calls
-    `stepped` after the optimizer's step of each. operators: of the whole model. tolerance: by which share a loss may
-    differ from the recorded one.
+    Sequence, each a collective over the ranks that replay together: `begin`; then training runs the iterations as any
+    others, and calls `stepped` after the optimizer's step of each. operators: of the stages that replay. tolerance: by
+    which share a loss may differ from the recorded one. members: the ranks of these stages; all ranks where empty.
+    unlogged: iterations of which this rank's own boundary log is gone.
     """
 
-    def __init__(self, ports: ReplayPorts, steps: Sequence[ReplayStep], operators: int, tolerance: float = 0.0) -> None:
+    def __init__(
+        self,
+        ports: ReplayPorts,
+        steps: Sequence[ReplayStep],
+        operators: int,
+        tolerance: float = 0.0,
+        *,
+        members: Sequence[int] = (),
+        unlogged: Collection[int] = (),
+    ) -> None:
         self._ports, self._steps = ports, tuple(steps)
         self._operators, self._tolerance = operators, tolerance
+        self.members, self.unlogged = tuple(members), frozenset(unlogged)
         self._done = 0
         self._begun_s = 0.0
+        self._boundary: StageFeed | None = None
+        self._gather = ports.transport.gather
+        if members:
+            self._gather = Among(ports.transport, members, "say how a replayed iteration came out").gather
+
+    @property
+    def alone(self) -> bool:
+        """Whether other stages of the pipeline take no part."""
+        return bool(self.members)
+
+    @property
+    def boundary(self) -> StageFeed | None:
+        """What feeds the next iteration from outside; None where everything is received really."""
+        return self._boundary
 
     @property
     def is_done(self) -> bool:
@@ -78,6 +135,16 @@ class Replay:
     def iterations(self) -> range:
         """The iterations that are run again."""
         return range(self._steps[0].iteration, self._steps[-1].iteration + 1)
+
+    @property
+    def iteration(self) -> int:
+        """The iteration that is run next."""
+        return self._steps[self._done].iteration
+
+    @property
+    def journal(self) -> StepJournal:
+        """How that one came out when it ran first."""
+        return self._steps[self._done].journal
 
     def begin(self) -> None:
         """The base was restored: make its compute weights whole, and arm the first iteration."""
@@ -98,19 +165,29 @@ class Replay:
         self._done += 1
         self._tell(step, len(following))
         if self.is_done:
+            self._boundary = None
             self._ports.execution.thaw()
+            self._ports.ended()
         else:
             self._arm()
 
     def _arm(self) -> None:
-        step = self._steps[self._done]
-        self._ports.execution.freeze(step.frozen, step.journal)
+        step, boundary = self._steps[self._done], self._ports.boundary
+        if step.logs and boundary is None:
+            raise UsageError("a replay is to be fed from logs, but nothing was given that can read them")
+        self._boundary = boundary(step.logs) if step.logs and boundary else None
+        self._ports.execution.freeze(step.frozen | step.outside, step.journal, alone=self.alone)
 
     def _take(self, step: ReplayStep, outcome: StepJournal, following: Collection[OperatorId]) -> None:
         self._compare(step, outcome)
+        if self._boundary is not None:
+            self._boundary.check_all_taken()
         for load in step.loads:
             self._ports.restorer.restore(load.reader.read, load.parts)
-        restore_trainer(self._ports.trainer, step.trainer)
+        if isinstance(step.trainer, Mapping):
+            self._ports.trainer.restore_common(step.trainer)
+        else:
+            restore_trainer(self._ports.trainer, step.trainer)
         if lacking := self._ports.restorer.missing(following):
             raise UnreadableCheckpoint(lacking)
 
@@ -140,8 +217,8 @@ class Replay:
             told = ["diverged", str(error)]
         except MoECheckpointError as error:
             told = ["unreadable", str(error)]
-        answers = [cast("list[str]", one) for one in self._ports.transport.gather(told)]
-        for rank, (kind, why) in enumerate(answers):
+        answers = [cast("list[str]", one) for one in self._gather(told)]
+        for rank, (kind, why) in zip(self.members or range(len(answers)), answers, strict=True):
             if kind == "diverged":
                 raise ReplayDiverged(why)
             if kind:
@@ -149,7 +226,7 @@ class Replay:
 
     def _tell(self, step: ReplayStep, frozen: int) -> None:
         """One line of progress on the first rank."""
-        if self._ports.transport.rank:
+        if self._ports.transport.rank != min(self.members, default=0):
             return
         left = len(self._steps) - self._done
         spent_s = self._ports.clock.now_s() - self._begun_s

@@ -15,7 +15,7 @@ from megatron.core.utils import unwrap_model
 from ..errors import UsageError
 from ..types import OperatorId, StepJournal
 from .gradient_flow import gradients_down_to, lowest_active_layer
-from .patches import ALIGNED_GROUPS, counts_in_groups, journaled_step, overlap_off, weights_frozen
+from .patches import ALIGNED_GROUPS, counts_in_groups, journaled_step, journaled_tokens, overlap_off, weights_frozen
 
 
 class LiveExecution:
@@ -49,12 +49,15 @@ class LiveExecution:
     def freeze(self, frozen: Collection[OperatorId], step: StepJournal, *, alone: bool = False) -> None:
         """As `ports.Execution.freeze`. All ranks must call it alike, after their compute weights became whole.
 
-        With no operators the step is that of training: its norm and verdict are computed, and can be compared.
+        With no operators the step is that of training: its norm and verdict are computed, and can be compared; unless
+        it runs alone, where nothing but what this stage sees of an overflow can be compared with the journal.
         A journal that says the step was skipped lets the loss scales of all parts of the optimizer count that; in
         training each part knows of its own overflows only. So restore them after a skipped iteration, with the rest of
         the trainer state.
         """
         _check_journal(self._optimizer, step)
+        if alone:
+            _check_tokens(self._chunks, step)
         if not self._is_overlap_off:
             self._until_thaw.enter_context(overlap_off(self._chunks))
             self._is_overlap_off = True
@@ -62,8 +65,11 @@ class LiveExecution:
         operators = frozenset(frozen)
         parameters = {parameter for parameter, operator in self._operator_of.items() if operator in operators}
         self._until_next.enter_context(weights_frozen(self._chunks, parameters))
-        if operators:
-            self._until_next.enter_context(journaled_step(self._optimizer, self._chunks, parameters, step))
+        if operators or alone:
+            journaled = journaled_step(self._optimizer, self._chunks, parameters, step, alone=alone)
+            self._until_next.enter_context(journaled)
+        if alone:
+            self._until_next.enter_context(journaled_tokens(self._chunks, step))
         lowest = lowest_active_layer(unwrap_model(self._chunks[0]).config, operators)
         for chunk in self._chunks:
             self._until_next.enter_context(gradients_down_to(chunk, lowest))
@@ -87,6 +93,14 @@ def _check_journal(optimizer: ChainedOptimizer, step: StepJournal) -> None:
         raise UsageError(
             "the journal has no gradient norm, but gradients are clipped: give the --clip-grad that the journal was"
             " written with"
+        )
+
+
+def _check_tokens(chunks: Sequence[torch.nn.Module], step: StepJournal) -> None:
+    if unwrap_model(chunks[0]).config.calculate_per_token_loss and step.num_tokens is None:
+        raise UsageError(
+            "the journal does not say by how many tokens gradients were divided: give --calculate-per-token-loss only"
+            " if the journal was written with it"
         )
 
 

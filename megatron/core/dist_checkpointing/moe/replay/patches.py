@@ -175,11 +175,15 @@ def journaled_step(
     chunks: Sequence[torch.nn.Module],
     frozen: Parameters,
     step: StepJournal,
+    *,
+    alone: bool = False,
 ) -> Iterator[None]:
     """Let `optimizer.step` pass by frozen parameters, with the norm and the verdict of a journal.
 
     Only within the step are frozen parameters out of the optimizers' lists: whoever enumerates the state sees all.
+    alone: what the ranks still tell each other about their gradients, they tell those of their pipeline stage.
     """
+    stage = unwrap_model(chunks[0]).pg_collection.tp_dp_cp
 
     def stepped() -> tuple[bool, float | None, int | None]:
         with contextlib.ExitStack() as stack:
@@ -187,6 +191,8 @@ def journaled_step(
             for member in optimizer.chained_optimizers:
                 groups = stack.enter_context(_only_active(member, frozen))
                 emptied += groups if counts_in_groups(member.optimizer) else []
+                if alone:
+                    stack.enter_context(replaced(member, get_grad_stats_parallel_group=lambda: stage))
                 if getattr(member, "grad_scaler", None):
                     verdict = _with_journaled_verdict(member, step.skipped)
                     stack.enter_context(replaced(member, _unscale_main_grads_and_check_for_nan=verdict))
@@ -199,6 +205,30 @@ def journaled_step(
         return outcome
 
     with replaced(optimizer, step=stepped):
+        yield
+
+
+@contextlib.contextmanager
+def journaled_tokens(chunks: Sequence[torch.nn.Module], step: StepJournal) -> Iterator[None]:
+    """Divide gradients by the number of tokens in a journal: in training only the last stage knows it, and tells all.
+
+    Does nothing where gradients are not divided by it.
+    """
+    config = unwrap_model(chunks[0]).config
+    if not config.calculate_per_token_loss:
+        yield
+        return
+    finalize = config.finalize_model_grads_func
+
+    def finalized(model: Sequence[torch.nn.Module], num_tokens: torch.Tensor, **options: Any) -> None:
+        finalize(model, None, **options)
+        if step.num_tokens:
+            # A tensor, as core has it: its quotient is rounded to single precision.
+            scaling = 1.0 / torch.full_like(num_tokens, step.num_tokens)
+            for chunk in model:
+                chunk.scale_gradients(scaling)
+
+    with replaced(config, finalize_model_grads_func=finalized):
         yield
 
 

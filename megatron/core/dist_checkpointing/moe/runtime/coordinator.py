@@ -52,7 +52,7 @@ class Ports:
     """What the coordinator works with; `memory` keeps snapshots, `control` carries the messages.
 
     owners: ranks whose replicas this one keeps. rooms: for which `memory` was opened; None: what the strategy asks for.
-    before_resize: called before segments of `memory` may go.
+    before_resize: called before segments of `memory` may go. log_bytes: what boundary logs take beside it.
     """
 
     memory: MappedStore
@@ -64,6 +64,7 @@ class Ports:
     owners: Sequence[int] = ()
     rooms: tuple[Room, ...] | None = None
     before_resize: Callable[[], None] = lambda: None
+    log_bytes: Callable[[], int] = lambda: 0
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Coordinator:
         self._messages = Messages(ports.control, self._control_lane, ports.clock)
         self._custody = Custody(job, strategy, keeper, persister, ports.lane)
         self._rooms = strategy.rooms() if ports.rooms is None else ports.rooms
-        self._account = account_of(self._rooms, job, ports.control.rank, len(ports.owners))
+        self._account = account_of(self._rooms, job, ports.control.rank, len(ports.owners), ports.log_bytes())
         self._copying: tuple[Work, dict[str, Json]] | None = None
         self._in_contact, self._copies_late = True, False
         self._tally, self._step_ended_s = _Tally(), ports.clock.now_s()
@@ -157,6 +158,11 @@ class Coordinator:
         self._tally.last_stall_s += stall_s
         self._tally.stall_s += stall_s
         return stall_s
+
+    @property
+    def oldest_base(self) -> int | None:
+        """The iteration from whose state the earliest replay may start; None while no window is kept."""
+        return self._custody.oldest_base
 
     def failure(self) -> None:
         """Training has failed on this rank or heard that a peer did: nothing new is begun, what is sealed stays."""
@@ -219,7 +225,7 @@ class Coordinator:
             self._strategy.no_room()
         else:
             self._rooms = rooms
-            account = account_of(rooms, self._job, ports.control.rank, len(ports.owners))
+            account = account_of(rooms, self._job, ports.control.rank, len(ports.owners), ports.log_bytes())
             if account != self._account and ports.control.rank == 0:
                 log.info("%s", account)
             self._account = account

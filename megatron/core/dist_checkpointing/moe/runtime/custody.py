@@ -71,6 +71,11 @@ class Custody:
         mine = [SnapshotId(piece.plan.iteration, rank, piece.kind) for piece in kept]
         self._begin(Level.SNAPSHOT, iteration, "keeper", lambda: self._keeper.protect_again(work, mine))
 
+    @property
+    def oldest_base(self) -> int | None:
+        """The first iteration of the oldest window that is kept; None while none is."""
+        return min((kept.piece.span[0] for kept in self._kept), default=None)
+
     def may_begin(self, iteration: int) -> bool:
         """Whether memory has room for a snapshot of this iteration; the same answer on all ranks."""
         held = [one.held for one in self._kept]

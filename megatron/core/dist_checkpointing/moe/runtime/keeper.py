@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ..errors import MoECheckpointError, UnreadableCheckpoint
 from ..policy.rounds import Status
 from ..policy.strategies import Piece
-from ..policy.timelines import Timeline
+from ..policy.timelines import Timeline, past
 from ..ports import Clock, Facts, Json, MappedStore, MappedWriter, PeerLost, SnapshotId, Transport
 from ..replicate.replicator import Offer, Replicator
 from ..store.manifest import encode
@@ -58,7 +58,8 @@ class Identity:
         held: list[Json] = [
             [one.layer, one.kind.value, one.expert, parts[one].value] for one in sorted(self.operators) if one in parts
         ]
-        timeline: list[Json] = [[attempt, after] for attempt, after in self.timeline]
+        # What is parked may be of the very iteration that this attempt went on from.
+        timeline: list[Json] = [[attempt, after] for attempt, after in past(self.timeline, piece.plan.iteration)]
         window: list[Json] = [piece.span[0], piece.span[-1]]
         own: dict[str, Json] = {
             "operators": held,

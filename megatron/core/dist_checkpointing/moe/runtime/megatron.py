@@ -130,6 +130,18 @@ def operators_of_parameters(
     return {parameter: of.operator for parameter, of in _Model(chunks, topology).names.items()}
 
 
+def stepped_parameters(
+    chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, topology: Topology
+) -> tuple[tuple[Shard, torch.Tensor], ...]:
+    """What this rank's inner optimizers step, each with what it is the master weights of; in the optimizers' order."""
+    model = _Model(chunks, topology)
+    return tuple(
+        (model.shard(owned.parameter, owned.start, owned.end), owned.main)
+        for member in _members(optimizer)
+        for owned in _owned(member)
+    )
+
+
 def live_restorer(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, topology: Topology) -> LiveRestorer:
     """Restores this rank's state; also what it holds of other ranks' compute weights is poisoned, and gathered."""
 

@@ -36,15 +36,20 @@ def memory_folder(config: MoECheckpointConfig) -> Path:
     )
 
 
-def open_memory(config: MoECheckpointConfig, place: Place, segment_bytes: Sequence[int]) -> MemoryStore:
-    """This process's slot of its node's memory. Raises UsageError for a folder that cannot be used, StoreFailure."""
+def open_memory(
+    config: MoECheckpointConfig, place: Place, segment_bytes: Sequence[int], area: str = "slot"
+) -> MemoryStore:
+    """This process's slot of its node's memory, or one beside it for another purpose.
+
+    Raises UsageError for a folder that cannot be used, StoreFailure.
+    """
     base = memory_folder(config)
     if config.memory_dir is None:
         _made(base, base, mode=0o700)
     node = base / place.node
     if base.is_dir():
         _made(node, base)
-    return MemoryStore(node if base.is_dir() else base, place.job_id, place.local_rank, segment_bytes)
+    return MemoryStore(node if base.is_dir() else base, place.job_id, place.local_rank, segment_bytes, area=area)
 
 
 def open_persistent(config: MoECheckpointConfig, rank: int) -> Store | None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from ..errors import MoECheckpointError, UnreadableCheckpoint
+from ..policy.segments import base_for, ranks_of, segment_of
+from ..policy.strategies import Job
 from ..ports import (
     Clock,
     Execution,
+    Json,
     MappedReader,
     MappedStore,
     Reader,
@@ -21,12 +24,14 @@ from ..ports import (
     Transport,
 )
 from ..recover.fetch import Carrier, Need
-from ..recover.inventory import Place
-from ..replay.densify import Load, Replay, ReplayPorts, ReplayStep, restore_trainer
+from ..recover.inventory import STANDBY, Found, Place
+from ..recover.marks import Mark, Marks
+from ..replay.densify import Load, Logs, Replay, ReplayPorts, ReplayStep, StageFeed, restore_trainer
 from ..store.heap import HeapReader
-from ..store.manifest import encode
-from ..types import RecoveryPlan, Segment, StepJournal, Tier
-from .inbox import StoreInbox
+from ..store.manifest import decode, encode
+from ..types import GRADIENTS, LOG, OperatorId, RecoveryPlan, Segment, StepJournal, Tier, Topology
+from .hearsay import Heard, Outcomes
+from .inbox import HeapArrival, StoreArrival, StoreInbox
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,8 @@ class RecoveryPorts:
 
     execution: what runs iterations with frozen operators; None for strategies that replay none. make_room: fits the
     memory to what the strategy needs once it knows what it knew before the fault; called by all ranks together.
+    standby: parked state, boundary logs and kept gradients, without which all stages roll back together. boundary:
+    makes what feeds a replayed iteration from the logs of the stages beside it. marks: when what was done.
     """
 
     memory: MappedStore
@@ -45,6 +52,22 @@ class RecoveryPorts:
     clock: Clock
     execution: Execution | None = None
     make_room: Callable[[], None] = lambda: None
+    standby: MappedStore | None = None
+    boundary: Callable[[Logs], StageFeed] | None = None
+    marks: Marks = field(default_factory=Marks)
+
+    def open(self, found: Found) -> MappedReader | Reader:
+        """A reader of what this rank found, or reads from storage. Raises UnreadableCheckpoint, StoreFailure."""
+        if found.tier is Tier.PERSISTENT:
+            assert self.persistent is not None
+            return self.persistent.open(found.snapshot)
+        return self.open_in_memory(found.snapshot)
+
+    def open_in_memory(self, snapshot: SnapshotId) -> MappedReader:
+        """As `open`, of what lies in this rank's memory."""
+        store = self.standby if snapshot.kind in STANDBY else self.memory
+        assert store is not None
+        return store.open(snapshot)
 
 
 class Refused(MoECheckpointError):
@@ -61,27 +84,37 @@ class Attempt:
     refused: those that cannot be had, with the reason. late: those for which the memory had no room.
     """
 
-    def __init__(self, ports: RecoveryPorts, plan: RecoveryPlan, needed: Sequence[Need]) -> None:
-        self._ports, self._base, self._target = ports, base_of(plan), plan.target
+    def __init__(self, ports: RecoveryPorts, plan: RecoveryPlan, needed: Sequence[Need], topology: Topology) -> None:
+        self._ports, self._plan, self._topology = ports, plan, topology
         self._rank = ports.transport.rank
+        self._base = base_for(plan, self._rank, topology)
         self._open = ExitStack()
         self._held: list[tuple[Need, Reader]] = []
-        inbox = StoreInbox(ports.memory, ports.clock)
-        carrier = Carrier(ports.transport, ports.memory.open, _encoded, inbox.land)
+        carrier = Carrier(ports.transport, ports.open_in_memory, _encoded, self._land)
         self._arrived, self.refused = carrier.carry(needed)
-        self.late = [reader for reader in self._arrived.values() if isinstance(reader, HeapReader)]
         for reader in self._arrived.values():
-            if not isinstance(reader, HeapReader):
+            if reader not in self.late:
                 self._open.enter_context(reader)
         for need in needed:
             if need.rank == self._rank and need.found.place not in self.refused:
                 self._hold(need)
 
+    @property
+    def late(self) -> list[HeapReader]:
+        """What arrived in ordinary memory and is state, which has to outlive this recovery."""
+        arrived = (one for one in self._arrived.values() if isinstance(one, HeapReader))
+        return [one for one in arrived if one.manifest.snapshot.kind not in (LOG, GRADIENTS)]
+
+    @property
+    def gradients(self) -> Reader | None:
+        """The reduced gradients with which this rank rolls forward."""
+        return next((reader for need, reader in self._held if need.found.snapshot.kind == GRADIENTS), None)
+
     def restore(self) -> None:
         """Fill the live state with NaN, then with that of the base, and with what a merge takes from before it."""
         self._ports.restorer.poison()
         for need, reader in self._held:
-            if need.found.snapshot.iteration <= self._base:
+            if need.parts and need.found.snapshot.iteration <= self._base:
                 try:
                     self._ports.restorer.restore(reader.read, dict(need.parts))
                 except MoECheckpointError as error:
@@ -94,69 +127,118 @@ class Attempt:
                 self.refused[place] = str(error)
 
     def having(self, name: str, iteration: int) -> tuple[Place, Reader] | None:
-        """A snapshot of an iteration whose manifest has a scalar of this name."""
+        """A snapshot of this rank's state at an iteration whose manifest has a scalar of this name."""
         for need, reader in self._of(iteration):
             if reader.manifest.facts.scalars.get(name) is not None:
                 return need.found.place, reader
         return None
 
-    def replay(self, plan: RecoveryPlan, operators: int, tolerance: float) -> Replay | None:
-        """What makes the restored state dense; None if it is. Raises Refused when something is missing for it."""
-        segment = next((one for one in plan.segments if one.replayed), None)
-        if segment is None:
-            return None
-        steps = [self._step(segment, iteration) for iteration in segment.replayed]
+    def missing(self) -> str:
+        """What of the base this rank lacks, for people; empty if nothing."""
+        segment = segment_of(self._plan, self._rank, self._topology)
+        lacking = self._ports.restorer.missing(segment.frozen[0] if segment and segment.frozen else ())
+        if self.having("trainer", self._base) is None:
+            lacking = lacking or f"no snapshot of iteration {self._base} has this rank's random states"
+        return lacking
+
+    def replay(
+        self,
+        segment: Segment,
+        job: Job,
+        required: Mapping[int, Collection[OperatorId]],
+        unlogged: Mapping[int, frozenset[int]],
+        heard: Heard,
+    ) -> Replay:
+        """What makes the restored state dense. Raises Refused when something is missing for it.
+
+        required: the operators of each rank. unlogged: by member, the iterations whose log it lacks and can make again.
+        """
+        alone, members = len(segment.stages) < self._topology.pp, ranks_of(segment, self._topology)
+        own = frozenset[OperatorId]().union(*(required[rank] for rank in members))
+        outside = frozenset(job.operators) - own
+        # To log again what is sent to the stages outside, gradients have to flow on to them, on all ranks alike.
+        flowing = frozenset[int]().union(*unlogged.values())
+        steps = [
+            self._step(segment, iteration, heard, frozenset() if iteration in flowing else outside)
+            for iteration in segment.replayed
+        ]
         ports = self._ports
         assert ports.execution is not None
-        replay = ReplayPorts(ports.restorer, ports.trainer, ports.execution, ports.transport, ports.clock)
-        return Replay(replay, steps, operators, tolerance)
+        replay = ReplayPorts(
+            ports.restorer,
+            ports.trainer,
+            ports.execution,
+            ports.transport,
+            ports.clock,
+            ports.boundary,
+            lambda: ports.marks.mark(Mark.REPLAYED),
+        )
+        tolerance = job.config.replay_tolerance
+        if not alone:
+            return Replay(replay, steps, len(own), tolerance)
+        return Replay(replay, steps, len(own), tolerance, members=members, unlogged=unlogged[self._rank])
 
     def close(self) -> None:
         """Let go of all of them but the late ones."""
         self._open.close()
         self._held, self._arrived = [], {}
 
+    def _land(self, source: int, manifest: bytes) -> StoreArrival | HeapArrival:
+        """Where a snapshot arrives: state in the store where it belongs, what only this recovery needs outside."""
+        wanted = decode(manifest, f"manifest from rank {source}")
+        ports, kind = self._ports, wanted.snapshot.kind
+        if kind in (LOG, GRADIENTS):
+            return HeapArrival(source, wanted)
+        store = ports.standby if kind in STANDBY else ports.memory
+        assert store is not None
+        return StoreInbox(store, ports.clock).land(source, manifest)
+
     def _hold(self, need: Need) -> None:
         """Open it, and verify what is read only after a replayed iteration: now another copy can still replace it."""
         place = need.found.place
         try:
-            reader = self._arrived.get(place) or self._open.enter_context(self._opened(need))
-            if need.found.snapshot.iteration > self._base and (torn := reader.verify()):
+            reader = self._arrived.get(place) or self._open.enter_context(self._ports.open(need.found))
+            is_checked = place in self._arrived or need.found.snapshot.iteration <= self._base
+            if not is_checked and (torn := reader.verify()):
                 raise UnreadableCheckpoint(f"record {torn[0].key} does not match its checksum")
             self._held.append((need, reader))
         except MoECheckpointError as error:
             self.refused[place] = str(error)
 
-    def _opened(self, need: Need) -> Reader:
-        store = self._ports.persistent if need.found.tier is Tier.PERSISTENT else self._ports.memory
-        assert store is not None
-        return store.open(need.found.snapshot)
-
     def _of(self, iteration: int) -> list[tuple[Need, Reader]]:
-        return [(need, reader) for need, reader in self._held if need.found.snapshot.iteration == iteration]
+        at = (one for one in self._held if one[0].found.snapshot.iteration == iteration)
+        return [one for one in at if one[0].found.is_state]
 
-    def _step(self, segment: Segment, iteration: int) -> ReplayStep:
+    def _step(self, segment: Segment, iteration: int, heard: Heard, outside: frozenset[OperatorId]) -> ReplayStep:
+        journal, trainer = self._outcome(iteration, heard.outcomes.get(iteration))
+        loads = tuple(Load(reader, dict(need.parts)) for need, reader in self._of(iteration) if need.parts)
+        logs = {
+            way: reader
+            for need, reader in self._held
+            for way in need.feeds
+            if need.found.snapshot.iteration == iteration
+        }
+        frozen = segment.frozen[iteration - segment.base - 1]
+        return ReplayStep(iteration, frozen, journal, loads, trainer, logs, outside)
+
+    def _outcome(self, iteration: int, heard: Outcomes | None) -> tuple[StepJournal, Reader | Mapping[str, Json]]:
+        """How an iteration came out: as this rank's own snapshot has it, or as others tell."""
         told = self.having("journal", iteration)
+        if told is None and heard is not None:
+            return heard.journal, heard.trainer
         if told is None:
             why = f"no snapshot of iteration {iteration} says how this rank's step came out"
             raise Refused(absent(iteration, self._rank), why)
         place, reader = told
         try:
-            journal = StepJournal.from_data(cast("Mapping[str, Any]", reader.manifest.facts.scalars["journal"]))
+            return StepJournal.from_data(cast("Mapping[str, Any]", reader.manifest.facts.scalars["journal"])), reader
         except (KeyError, TypeError) as error:
             raise Refused(place, f"its journal cannot be read: {type(error).__name__}: {error}") from error
-        loads = tuple(Load(reader, dict(need.parts)) for need, reader in self._of(iteration) if need.parts)
-        return ReplayStep(iteration, segment.frozen[iteration - segment.base - 1], journal, loads, reader)
 
 
 def absent(iteration: int, rank: int) -> Place:
     """What stands for a snapshot that is nowhere, where the reason of a refusal is told."""
     return rank, SnapshotId(iteration, rank), Tier.PARKED
-
-
-def base_of(plan: RecoveryPlan) -> int:
-    """The iteration whose state is restored; later ones up to the target are replayed."""
-    return min((segment.base for segment in plan.segments), default=plan.target)
 
 
 def _encoded(reader: MappedReader) -> tuple[bytes, memoryview]:

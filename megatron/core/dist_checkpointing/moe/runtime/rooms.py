@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 from ..errors import MoECheckpointError
@@ -66,9 +67,12 @@ def operator_sizes(capturer: Capturer) -> dict[OperatorId, OperatorSize]:
     return {operator: OperatorSize(full[operator], weights[operator]) for operator in sorted(capturer.operators)}
 
 
-def account_of(rooms: tuple[Room, ...], job: Job, rank: int, owners: int) -> MemoryAccount | None:
-    """What the rooms hold on this rank, as MoEvement Table 6 counts it; None where nobody has told the sizes."""
-    return memory_account(rooms, job.sizes[rank], owners) if rank in job.sizes else None
+def account_of(rooms: tuple[Room, ...], job: Job, rank: int, owners: int, log_bytes: int = 0) -> MemoryAccount | None:
+    """What the rooms hold on this rank, and its boundary logs beside them, as MoEvement Table 6 counts it; None where
+    nobody has told the sizes."""
+    if rank not in job.sizes:
+        return None
+    return replace(memory_account(rooms, job.sizes[rank], owners), log_bytes=log_bytes)
 
 
 def _bytes_by_operator(capturer: Capturer, part: Part) -> dict[OperatorId, int]:

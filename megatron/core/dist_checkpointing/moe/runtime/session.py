@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -19,29 +19,34 @@ from ..capture.engines import CopyEngine, StreamEngine, ThreadEngine
 from ..capture.popularity import TokenCounter
 from ..capture.snapshot import LiveCapturer
 from ..config import MoECheckpointConfig
-from ..errors import MoECheckpointError, UsageError
+from ..policy.parking import Cause, StepPhase
 from ..policy.strategies import GATE_UNIT, STRATEGIES, Job
 from ..policy.timelines import continued
 from ..ports import Execution, TrainerState
+from ..recover.episode import Episode, gather_episode
+from ..recover.marks import Mark, Marks, forget, left_in
 from ..replay.densify import Replay
 from ..replay.execution import LiveExecution
+from ..replay.stage import StageSource
 from ..replicate.process_group import ProcessGroupTransport
 from ..replicate.replicator import Replicator
-from ..store.memory import MemoryStore
-from ..types import RecoveryPlan, StepJournal, Topology
+from ..types import RecoveryPlan, StepJournal
 from .clock import SystemClock
+from .communicator import BoundaryCommunicator
 from .completeness import check_complete
 from .coordinator import Coordinator, Ports, Report
 from .keeper import Identity, Keeper
 from .lanes import ThreadLane
-from .megatron import live_restorer, operators_of_parameters, read_topology, state_tensors
+from .megatron import live_restorer, operators_of_parameters, state_tensors, stepped_parameters
 from .model_operators import model_operators
+from .opening import layout_told, opened_memory, placed_topology, together
 from .optimizer_state import allocate_optimizer_state
 from .persister import Persister
-from .places import Place, memory_folder, open_memory, open_persistent, replicas_placed
-from .recovery import Outcome, Recovery, RecoveryPorts
+from .places import Place, open_persistent, replicas_placed
+from .recovery import Outcome, Recovery, RecoveryPorts, Waiting
 from .rooms import account_of, fit_memory, gathered_sizes, segment_sizes
 from .sharing import assign, joining_restorer, share_out
+from .standby import Live, Passes, Standby, park_sizes
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +61,7 @@ class Training:
     """What is trained: live objects of Megatron-Core, and what belongs to no operator.
 
     tokens_per_iteration: input tokens of the whole job. iterations: of the whole training. topk: experts per token.
+    passes: the shape of an iteration's passes; without it nothing is logged at the boundaries of pipeline stages.
     """
 
     chunks: Sequence[torch.nn.Module]
@@ -64,18 +70,24 @@ class Training:
     tokens_per_iteration: int
     iterations: int
     topk: int = 1
+    passes: Passes | None = None
 
 
 class Session:
     """In this order, each a collective over all ranks: the constructor, `look`, then `carry_out` or `discard`, `begin`;
-    in every iteration `before_optimizer` and `step_end`, or `stepped` while `is_replaying`; at last `shutdown`, or
-    `failure` on each rank that fails.
+    on the ranks where `is_replaying`, iterations that end with `stepped`; `rejoin`; then iterations that end with
+    `step_end`; at last `shutdown`, or `failure` on each rank that fails.
 
+    In every iteration: `passes`, `reduced`, `before_optimizer`, a block of `stepping`, `whole`, one of the two ends,
+    `reported`. marks: when this process passed the points of its start.
     Raises UsageError, on all ranks alike, for flags, models and folders that cannot work.
     """
 
-    def __init__(self, config: MoECheckpointConfig, training: Training, place: Place) -> None:
+    def __init__(
+        self, config: MoECheckpointConfig, training: Training, place: Place, marks: Marks | None = None
+    ) -> None:
         self._config, self._training, self._place = config, training, place
+        self._marks = marks or Marks()
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         store = _get_default_store()  # of this attempt: addresses of earlier ones would mislead
         self._control, self._data = (
@@ -88,7 +100,8 @@ class Session:
         )
         self._rank, self._clock = rank, SystemClock()
         self._engine: CopyEngine | None = None
-        self._topology = self._together(self._read_topology)
+        self._standby: Standby | None = None
+        self._topology = self._together(lambda: placed_topology(self._control, place))
         self._together(self.refresh)
         self._job = Job(
             config,
@@ -104,28 +117,35 @@ class Session:
         placement = self._together(lambda: replicas_placed(config, self._topology))
         self._peers, self._owners = placement.peers[rank], placement.kept_by[rank]
         self._rooms = self._strategy.rooms()
-        self._segments = self._segment_sizes()
         self._persistent = self._together(lambda: open_persistent(config, rank))
         # What cannot be replayed is refused before it is needed.
         self._execution = self._together(self._made_execution) if self._strategy.replays else None
-        self._memory = self._opened_memory()
-        told = _told(self._topology, config.shard)
+        sizes = segment_sizes(self._rooms, self._capturer, self._control, self._owners)
+        self._memory = opened_memory(config, place, sizes, self._control)
+        self._standby = self._opened_standby()
+        if rank == 0:
+            log.info("%s", account_of(self._rooms, self._job, rank, len(self._owners), self._log_bytes()))
+        told = layout_told(self._topology, config.shard)
         self._identity = Identity(place.job_id, told, self._capturer.operators, config.strategy)
         # Sorts by time, and differs even between attempts that start in the same instant.
         self._attempt = str(self._control.gather(f"{time.time_ns():020d}-{secrets.token_hex(4)}")[0])
         self._recovery: Recovery | None = None
         self._outcome: Outcome | None = None
         self._replay: Replay | None = None
+        self._waiting: Waiting | None = None
         self._coordinator: Coordinator | None = None
         self._counter = None
         if self._strategy.counts_tokens:
             self._counter = TokenCounter(training.chunks, gate_unit=GATE_UNIT if self._strategy.counts_gates else None)
+        self._episode: Episode | None = None
+        self._left = left_in(self._memory.directory)
+        self._marks.mark(Mark.BUILT)
 
     def refresh(self) -> None:
         """Enumerate the training state anew, as is needed after a checkpoint was loaded in another way."""
         chunks, optimizer = self._training.chunks, self._training.optimizer
         allocate_optimizer_state(optimizer)
-        tensors = state_tensors(chunks, optimizer, self._topology)
+        tensors = every = state_tensors(chunks, optimizer, self._topology)
         check_complete(chunks, optimizer, tensors)
         if self._engine is None:
             self._engine = StreamEngine() if any(one.tensor.is_cuda for one in tensors) else ThreadEngine()
@@ -135,7 +155,12 @@ class Session:
             portions = share_out(tensors, assignment, self._topology, self._rank)
             self._restorer = joining_restorer(chunks, optimizer, portions)
             tensors = tuple(part for portion in portions for part in portion.stored)
-        self._capturer = LiveCapturer(tensors, self._training.trainer, self._engine)
+        trainer = self._training.trainer
+        self._capturer = LiveCapturer(tensors, trainer, self._engine)
+        stepped = stepped_parameters(chunks, optimizer, self._topology)
+        self._live = Live(self._capturer, trainer, optimizer, every, stepped)
+        if self._standby is not None:
+            self._standby.live = self._live
 
     def look(self) -> RecoveryPlan | None:
         """What an earlier attempt left and what can be made of it; None when that is nothing."""
@@ -148,6 +173,9 @@ class Session:
             self._clock,
             execution=self._execution,
             make_room=self._make_room,
+            standby=self._standby.store if self._standby is not None else None,
+            boundary=lambda logs: StageSource(logs, torch.cuda.current_device()),
+            marks=self._marks,
         )
         self._recovery = Recovery(self._job, self._strategy, ports, self._identity, self._owners)
         return self._recovery.look()
@@ -155,36 +183,77 @@ class Session:
     def carry_out(self) -> Outcome | Replay | None:
         """Restore what `look` planned; None when all copies proved damaged: then the live state is unusable.
 
-        A Replay where iterations have to be run again before the state is dense: `begin` prepares the first of them.
+        A Replay where iterations have to be run again before the state is dense, on the ranks of the stages that do;
+        Waiting on the others, if there are any.
         """
         assert self._recovery is not None
         done = self._recovery.carry_out()
         if isinstance(done, Replay):
             self._replay = done
-        elif done is not None:
+        elif isinstance(done, Outcome):
             self._recovered(done)
+        self._waiting = done if isinstance(done, Waiting) else None
         return done
 
     @property
     def is_replaying(self) -> bool:
         """Whether training runs iterations again to make its state dense: nothing may be saved meanwhile."""
-        return self._replay is not None
+        return self._replay is not None and not self._replay.is_done
+
+    @property
+    def replays_alone(self) -> bool:
+        """Whether it does so while other stages of the pipeline wait."""
+        return self._replay is not None and self._replay.alone
+
+    @property
+    def communicator(self) -> BoundaryCommunicator | None:
+        """Through which the stages of the pipeline have to send; None: as ever."""
+        return self._standby.communicator if self._standby is not None else None
+
+    def begin(self, iteration: int) -> None:
+        """Protect training from here on; it stands after `iteration`. Where iterations have to be run again first, or
+        others do that, make ready for it; `rejoin` does the rest."""
+        if self._replay is not None:
+            self._stand(iteration, StepPhase.REPLAYING)
+            self._replay.begin()
+            self._feed()
+        elif self._waiting is not None:
+            self._roll_forward()
+            self._stand(iteration, StepPhase.REJOINING)
+        else:
+            self._protect(iteration)
 
     def stepped(self, step: StepJournal) -> None:
-        """In place of `step_end` after an iteration that was replayed: on to the next one, or to protect what follows.
+        """In place of `step_end` after an iteration that was replayed.
 
         Training's progress, schedules and random states are those of the recorded iteration afterwards. Raises
         MoECheckpointError when the iteration came out otherwise than recorded.
         """
-        assert self._replay is not None and self._recovery is not None
+        assert self._replay is not None
+        iteration, recorded = self._replay.iteration, self._replay.journal
         self._replay.stepped(step)
-        if self._replay.is_done:
-            self._replay = None
+        if self._standby is not None:
+            journal = replace(recorded, lm_loss=step.lm_loss)
+            self._standby.replayed(iteration, journal, logged=iteration in self._replay.unlogged)
+        self._feed()
+
+    def rejoin(self) -> bool:
+        """Wait until all stages stand where the others do, and protect training from there on; whether there was
+        anything to recover from."""
+        if self._coordinator is None:
+            assert self._recovery is not None
+            moved = self._replay is not None or (self._waiting is not None and self._waiting.roll is not None)
+            if moved and self._standby is not None:
+                # Here too the next replay should not have to begin before this state.
+                self._stand(self._recovery.plan.target, StepPhase.REJOINING)
+                self._standby.park(Cause.PEER_LOST, self._strategy.to_data(), {})
+            outcome = self._recovery.finish()
             if self._counter is not None:
                 self._counter.take()  # these tokens were counted when the iterations ran first
-            outcome = self._recovery.finish()
+            self._replay = self._waiting = None
             self._recovered(outcome)
             self._protect(outcome.plan.target)
+        return self._outcome is not None
 
     @property
     def is_own(self) -> bool:
@@ -207,13 +276,6 @@ class Session:
         assert self._recovery is not None
         self._recovery.discard()
         self._strategy = STRATEGIES[self._config.strategy](self._job)  # a vain recovery may have taught it something
-
-    def begin(self, iteration: int) -> None:
-        """Protect training from here on; it stands after `iteration`. After a replay instead, if one has to be."""
-        if self._replay is not None:
-            self._replay.begin()
-        else:
-            self._protect(iteration)
 
     def _recovered(self, outcome: Outcome) -> None:
         self._outcome = outcome
@@ -238,6 +300,7 @@ class Session:
             self._owners,
             self._rooms,
             self._release_segments,
+            self._log_bytes,
         )
         replicator = Replicator(self._data, self._peers, self._owners) if self._peers or self._owners else None
         keeper = Keeper(self._memory, replicator, self._data, self._clock, identity, owners=self._owners)
@@ -254,30 +317,112 @@ class Session:
         self._coordinator = Coordinator(self._job, self._strategy, ports, keeper, persister)
         if self._outcome is not None:
             self._coordinator.resume(self._outcome)
+        if self._standby is not None:
+            self._standby.fit(self._strategy.lookback)
+            self._standby.attend(identity, iteration)
+        self._marks.mark(Mark.REJOINED)
+        if self._outcome is not None:
+            earlier, plan = self._left, self._outcome.plan
+            self._episode = gather_episode(self._control, self._marks, earlier, plan, self._topology)
+            for line in self._episode.lines() if self._rank == 0 else ():
+                log.info("%s", line)
+        forget(self._memory.directory)
+
+    def _stand(self, iteration: int, phase: StepPhase) -> None:
+        """Before `_protect`: what is parked or logged now belongs to the past that is being recovered."""
+        if self._standby is not None:
+            assert self._recovery is not None
+            identity = replace(self._identity, timeline=self._recovery.timeline)
+            self._standby.attend(identity, iteration, phase)
+
+    def _feed(self) -> None:
+        """What stages outside of the replay sent comes from their logs."""
+        if self._standby is not None and self._replay is not None:
+            self._standby.communicator.source = self._replay.boundary
+
+    def _roll_forward(self) -> None:
+        """Apply the gradients that this rank kept, if the plan says so: it was one step behind the others."""
+        assert self._waiting is not None and self._standby is not None
+        roll = self._waiting.roll
+        if roll is not None:
+            self._stand(roll.iteration - 1, StepPhase.ROLLING_FORWARD)
+            self._standby.roll_forward(roll)
+
+    def passes(self, iteration: int) -> None:
+        """The passes of an iteration begin."""
+        if self._standby is not None:
+            self._standby.passes(iteration, logged=self._replay is None or iteration in self._replay.unlogged)
+
+    def reduced(self) -> None:
+        """They are over, and gradients reduced."""
+        if self._standby is not None:
+            self._standby.reduced()
+
+    def before_optimizer(self) -> float:
+        """See `Coordinator.before_optimizer`; nothing is under way in a replay."""
+        return self._coordinator.before_optimizer() if self._coordinator is not None else 0.0
+
+    def stepping(self, iteration: int, loss: float | None, num_tokens: int | None) -> AbstractContextManager[None]:
+        """A block for the optimizer's step and what belongs to it.
+
+        loss: of the iteration, where it is known. num_tokens: as in `StepJournal`.
+        """
+        return self._standby.stepping(iteration, loss, num_tokens) if self._standby is not None else nullcontext()
+
+    def whole(self, iteration: int, journal: StepJournal) -> None:
+        """The state after `iteration` is complete."""
+        if self._standby is not None and not self.is_replaying:
+            self._standby.whole(iteration, journal)
 
     def step_end(self, iteration: int, journal: StepJournal) -> None:
         """See `Coordinator.step_end`."""
         assert self._coordinator is not None
         self._coordinator.step_end(iteration, self._counter.take() if self._counter else None, journal)
+        if self._standby is not None:
+            self._standby.committed(iteration, journal, self._coordinator.oldest_base)
+            self._standby.fit(self._strategy.lookback)
 
-    def before_optimizer(self) -> float:
-        """See `Coordinator.before_optimizer`; nothing is under way in a replay."""
-        return self._coordinator.before_optimizer() if self._coordinator is not None else 0.0
+    def reported(self, iteration: int) -> None:
+        """The numbers of an iteration were written down."""
+        if self._standby is not None:
+            self._standby.reported(iteration)
+
+    @property
+    def unreported(self) -> StepJournal | None:
+        """How the iteration of the recovered state came out, where its numbers were not written down on this rank."""
+        if self._standby is None or self._outcome is None:
+            return None
+        return self._standby.unreported(self._rank, self._outcome.plan.target)
+
+    @property
+    def episode(self) -> Episode | None:
+        """The timeline of the recovery that training goes on from."""
+        return self._episode
 
     def report(self) -> Report:
         """See `Coordinator.report`."""
         assert self._coordinator is not None
         return self._coordinator.report()
 
-    def failure(self) -> None:
-        """See `Coordinator.failure`."""
+    def failure(self, cause: Cause) -> None:
+        """Training has failed on this rank or heard that a peer did: nothing new is begun, what is sealed stays, and
+        what is whole is parked. Called when the connections to other ranks are closed."""
+        self._marks.mark(Mark.DETECTED)
         if self._coordinator is not None:
             self._coordinator.failure()
+        if self._standby is not None:
+            told = self._standby.park(cause, self._strategy.to_data(), dict(self._marks.times()))
+            if told:
+                log.info("rank %d: %s", self._rank, told)
+        self._marks.mark(Mark.PARKED)
+        self._marks.leave(self._memory.directory, self._attempt)
 
     def shutdown(self, *, keep_memory: bool) -> None:
         """See `Coordinator.shutdown`; gives the memory back to the node unless it is to be kept for another start."""
         assert self._coordinator is not None
         self._coordinator.shutdown()
+        if self._standby is not None:
+            self._standby.end(keep_memory=keep_memory)
         if keep_memory:
             self._memory.close()
         else:
@@ -287,35 +432,20 @@ class Session:
         for transport in (self._control, self._data):
             transport.close()
 
-    def _read_topology(self) -> Topology:
-        nodes = [str(node) for node in self._control.gather(self._place.node)]
-        names = list(dict.fromkeys(nodes))
-        return replace(read_topology(max(map(nodes.count, names))), nodes=tuple(map(names.index, nodes)))
+    def _opened_standby(self) -> Standby | None:
+        """What makes local recovery possible; None where it cannot be: without pipeline stages, or without replays."""
+        config, passes = self._config, self._training.passes
+        if not self._strategy.replays or self._topology.pp == 1 or config.recovery == "global" or passes is None:
+            return None
+        plan = passes.log_plan(self._topology, self._rank, self._strategy.lookback)
+        mine = [*park_sizes(self._live, self._clock), *plan.sizes(passes.microbatches)]
+        sizes = [-least for least in self._control.least([-nbytes for nbytes in mine])]
+        beside = (self._memory,)
+        store = opened_memory(config, self._place, sizes, self._control, area="standby", beside=beside)
+        return Standby(store, self._live, plan, passes, self._clock, config.timeout_s)
 
-    def _segment_sizes(self) -> list[int]:
-        """Segments of equal size on all ranks, so that any rank's snapshots fit where a restart may place it."""
-        sizes = segment_sizes(self._rooms, self._capturer, self._control, self._owners)
-        (most,) = self._control.least([-sum(sizes)])
-        if self._rank == 0:
-            log.info(
-                "snapshots in memory: at most %.3f GB per rank in %s (%d segments)",
-                -most / 1e9,
-                memory_folder(self._config),
-                len(sizes),
-            )
-            log.info("%s", account_of(self._rooms, self._job, self._rank, len(self._owners)))
-        return sizes
-
-    def _opened_memory(self) -> MemoryStore:
-        """The memory of this rank; where another rank has none, what is not needed to come back is given up again."""
-        opened: list[MemoryStore] = []
-        try:
-            self._together(lambda: opened.append(open_memory(self._config, self._place, self._segments)))
-        except UsageError:
-            for memory in opened:
-                memory.close() if memory.snapshots().sealed else memory.remove()
-            raise
-        return opened[0]
+    def _log_bytes(self) -> int:
+        return self._standby.log_bytes if self._standby is not None else 0
 
     def _release_segments(self) -> None:
         if self._engine is not None:
@@ -332,26 +462,10 @@ class Session:
                 log.error("rank %d: %s", self._rank, why)
 
     def _together(self, action: Callable[[], Value]) -> Value:
-        """What `action` gives on this rank; an error for people on any rank becomes one on all. A collective."""
-        problem, value = "", None
-        try:
-            value = action()
-        except MoECheckpointError as error:
-            problem = str(error)
-        for rank, told in enumerate(self._control.gather(problem)):
-            if told:
-                raise UsageError(f"rank {rank}: {told}")
-        return value  # type: ignore[return-value]
+        return together(self._control, action)
 
 
 def _unwrapped(chunk: Any) -> Any:
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
-
-
-def _told(topology: Topology, shard: str) -> dict[str, Any]:
-    """The parallel layout that a snapshot is made in, and who stores what in it; nodes do not matter."""
-    names = ("world_size", "tp", "pp", "vpp", "cp", "ep")
-    layout = {name: getattr(topology, name) for name in names} | {"etp": topology.expert_tp}
-    return layout if shard == "none" else layout | {"shard": shard}

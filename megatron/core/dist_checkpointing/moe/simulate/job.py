@@ -20,7 +20,8 @@ from .world import NOBODY, World
 
 @dataclass(frozen=True)
 class RankPorts:
-    """What one process of a rank works with. `memory` is its own tier, `persistent` shared by all ranks.
+    """What one process of a rank works with. `memory` is its own tier, `standby` lies beside it, `persistent` is shared
+    by all ranks.
 
     start: how often the job was started before, from 0.
     """
@@ -31,6 +32,7 @@ class RankPorts:
     world: World
     model: FakeModel
     memory: FakeStore
+    standby: FakeStore
     persistent: FakeStore
     capturer: FakeCapturer
     restorer: FakeRestorer
@@ -90,6 +92,7 @@ class SimulatedJob:
     store_fails: Callable[[int, bool, int, str], bool] | None = None
     disk: Memory = field(default_factory=Memory)
     memories: dict[tuple[int, int], Memory] = field(default_factory=dict)
+    standbys: dict[tuple[int, int], Memory] = field(default_factory=dict)
     models: dict[int, FakeModel] = field(default_factory=dict)
     starts: list[Start] = field(default_factory=list)
 
@@ -105,6 +108,10 @@ class SimulatedJob:
     def memory_of(self, rank: int) -> Memory:
         """What a rank's slot on its node keeps over restarts."""
         return self.memories.setdefault((self.node_of(rank), self.slot_of(rank)), Memory())
+
+    def standby_of(self, rank: int) -> Memory:
+        """What the rank's slot has beside that."""
+        return self.standbys.setdefault((self.node_of(rank), self.slot_of(rank)), Memory())
 
     def run(self, make_rank: Callable[[int, RankPorts], Callable[[], object]]) -> list[Start]:
         """Start the job until all ranks come to their end; `make_rank(rank, ports)` gives the main of a rank, and is
@@ -158,6 +165,7 @@ class SimulatedJob:
         for rank in lost:
             self.world.kill(rank)
             self.memory_of(rank).wipe()
+            self.standby_of(rank).wipe()
         self.world.sleep(self.world.random.random() * self.notice_s)
         for rank in ranks:
             self.world.kill(rank)
@@ -181,6 +189,7 @@ class SimulatedJob:
                 rank=rank,
                 fails=self._fails(rank, persistent=False),
             ),
+            standby=FakeStore(self.standby_of(rank), self.slot_of(rank), (1,), world=world, rank=rank),
             persistent=FakeStore(self.disk, rank, world=world, fails=self._fails(rank, persistent=True)),
             capturer=FakeCapturer(model, world),
             restorer=FakeRestorer(model, world),

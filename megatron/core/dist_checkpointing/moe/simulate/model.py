@@ -91,6 +91,15 @@ class FakeModel:
             self._world.event(f"forward pass changes {key}")
             self._become(key, self.iteration + 1)
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether all that the passes read was right, so that they send on what is right."""
+        return self._is_exact
+
+    def spoil(self) -> None:
+        """What came from another stage was not right: the next step makes garbage."""
+        self._is_exact = False
+
     def step(self) -> None:
         """The optimizer's step of the next iteration: all else changes, tensor by tensor."""
         changed = set(self._changing())

@@ -43,6 +43,12 @@ class FakeTrainerState:
             self._model.set(key, data)
         self._model.iteration = iteration
 
+    def restore_common(self, scalars: Mapping[str, Json]) -> None:
+        """As `ports.TrainerState.restore_common`."""
+        self._world.event("restore trainer scalars")
+        if scalars != self._model.scalars():
+            raise UnreadableCheckpoint(f"trainer scalars {dict(scalars)} are not those of {self._model.scalars()}")
+
 
 class FakeCapturer:
     """A `ports.Capturer` that copies one tensor per event on a thread of its own.

@@ -20,7 +20,7 @@ from ..errors import UsageError
 from ..ports import NoRoom, StoreFailure
 from .checksums import checksum
 from .layout import Field, Layout, Listing, SnapshotId, aligned, suffice
-from .ownership import Claim, warn_unless_in_memory
+from .ownership import SLOT, Claim, warn_unless_in_memory
 from .shelf import SEALED, WRITING, Entry, MemoryReader, MemoryShelf
 from .system import FileLock, System, failing_as, map_file, opened, sync_directory, write_synced
 from .writing import SnapshotWriter
@@ -46,7 +46,7 @@ class _Segment:
 class MemoryStore:
     """The memory tier of one process: `len(segment_bytes)` segments, reused in turn (MoC 5.2's triple buffers).
 
-    All memory is taken at construction, in `<memory_dir>/<job>/slot-<slot>/`: later no page is allocated and none
+    All memory is taken at construction, in `<memory_dir>/<job>/<area>-<slot>/`: later no page is allocated and none
     faults for the first time, apart from the small manifests. A snapshot takes the smallest free segment that is large
     enough. A segment is free when no sealed manifest names it, and nobody holds a reader of it, a view from a reader,
     or a buffer from a writer. What a crashed process of the same job and slot left is adopted: sealed snapshots are
@@ -58,14 +58,21 @@ class MemoryStore:
     """
 
     def __init__(
-        self, memory_dir: Path, job: str, slot: int, segment_bytes: Sequence[int], *, system: System | None = None
+        self,
+        memory_dir: Path,
+        job: str,
+        slot: int,
+        segment_bytes: Sequence[int],
+        *,
+        area: str = SLOT,
+        system: System | None = None,
     ) -> None:
         if not segment_bytes or min(segment_bytes) < 1:
             raise UsageError(f"segments of {list(segment_bytes)} bytes: at least one is needed, none may be empty")
         self.system = system or System()
         self._mutex = threading.Lock()
         self._writing: dict[str, SnapshotId] = {}
-        self._claim = Claim(memory_dir, job, slot)
+        self._claim = Claim(memory_dir, job, slot, area)
         self.directory = self._claim.directory
         self._shelf = MemoryShelf(self.directory, self.system, self._writing.__contains__)
         try:

@@ -1,7 +1,8 @@
 """Who may write in a folder of the memory tier: one job per folder, one process per slot.
 
 A slot is a process's place on its node, its local rank: a restart may give the processes of a node other ranks, and
-then they find what is in their slot.
+then they find what is in their slot. It has a folder in each area that it uses: "slot" for snapshots, and others for
+what it keeps beside them.
 """
 
 from __future__ import annotations
@@ -24,23 +25,27 @@ logger = logging.getLogger(__name__)
 OWNER_FILE = "owner.json"
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 
+SLOT = "slot"
+"""The area of snapshots."""
+
 _JOB = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+_AREA = re.compile(r"[a-z]{1,16}")
 _MINE: weakref.WeakValueDictionary[Path, Claim] = weakref.WeakValueDictionary()
 
 os.register_at_fork(after_in_child=_MINE.clear)
 
 
 class Claim:
-    """One process's folder `<memory_dir>/<job>/slot-003`, held until `release`, or until the process ends.
+    """One process's folder `<memory_dir>/<job>/<area>-003`, held until `release`, or until the process ends.
 
     The lock is one that forked children do not inherit, so a data loader that outlives its crashed parent does not
     keep the next process out. Raises UsageError, saying what to do, when the memory directory is missing, is not
     writable, or belongs to another job, or when another live process owns the folder.
     """
 
-    def __init__(self, memory_dir: Path, job: str, slot: int) -> None:
+    def __init__(self, memory_dir: Path, job: str, slot: int, area: str = SLOT) -> None:
         self._descriptor, self._process = -1, os.getpid()
-        self.directory = slot_directory(memory_dir, job, slot)
+        self.directory = slot_directory(memory_dir, job, slot, area)
         if not memory_dir.is_dir():
             raise UsageError(f"memory dir {memory_dir} does not exist: create it on a tmpfs, for example in /dev/shm")
         with _readable(f"memory dir {memory_dir} cannot be used"):
@@ -85,17 +90,20 @@ class Claim:
             self.release()
 
 
-def slot_directory(memory_dir: Path, job: str, slot: int) -> Path:
-    """Where a process's segments lie. Raises UsageError for a job id that cannot be a folder's name."""
+def slot_directory(memory_dir: Path, job: str, slot: int, area: str = SLOT) -> Path:
+    """Where a process's segments lie. Raises UsageError for a job id or an area that cannot be a folder's name."""
     if not _JOB.fullmatch(job):
         raise UsageError(f"job id {job!r} must be 1 to 128 letters, digits, '.', '_' or '-', and not begin with '.'")
-    return memory_dir / job / f"slot-{slot:03d}"
+    if not _AREA.fullmatch(area):
+        raise UsageError(f"area {area!r} of the memory tier must be 1 to 16 letters a-z")
+    return memory_dir / job / f"{area}-{slot:03d}"
 
 
-def slot_directories(memory_dir: Path, job: str) -> dict[int, Path]:
-    """The folders of all processes of a job that were on this node, by slot."""
-    found = (memory_dir / job).glob("slot-*")
-    return {int(path.name[5:]): path for path in sorted(found) if path.name[5:].isdecimal() and path.is_dir()}
+def slot_directories(memory_dir: Path, job: str, area: str = SLOT) -> dict[int, Path]:
+    """The folders in an area of all processes of a job that were on this node, by slot."""
+    found = sorted((memory_dir / job).glob(f"{area}-*"))
+    slots = ((path.name[len(area) + 1 :], path) for path in found if path.is_dir())
+    return {int(slot): path for slot, path in slots if slot.isdecimal()}
 
 
 def warn_unless_in_memory(memory_dir: Path) -> None:
@@ -121,7 +129,7 @@ def _file_system(path: Path) -> str:
 
 
 def _refuse_other_jobs(memory_dir: Path, job: str) -> None:
-    for path in sorted(memory_dir.glob(f"*/slot-*/{OWNER_FILE}")):
+    for path in sorted(memory_dir.glob(f"*/*/{OWNER_FILE}")):
         other = path.parent.parent
         if other.name == job:
             continue

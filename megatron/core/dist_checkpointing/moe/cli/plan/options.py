@@ -85,9 +85,11 @@ class _Whole(click.ParamType):  # type: ignore[type-arg]
         return number
 
 
-def positive(name: str, metavar: str, what: str) -> Callable[..., Any]:
-    """A flag for a number greater than 0, which has to be given. Bandwidths are in GB/s (1e9 bytes)."""
-    return click.option(name, type=_Positive(), required=True, metavar=metavar, help=what)
+def positive(name: str, metavar: str, what: str, default: float | None = None) -> Callable[..., Any]:
+    """A flag for a number greater than 0, which has to be given where there is no default. Bandwidths are in GB/s (1e9
+    bytes)."""
+    value: dict[str, Any] = {"required": True} if default is None else {"default": default, "show_default": True}
+    return click.option(name, type=_Positive(), metavar=metavar, help=what, **value)
 
 
 def number(

@@ -34,8 +34,9 @@ from ...types import (
 )
 from ..report import Columns, Fact, Report, Table
 from . import counts_file
-from .options import Job, number, plan_command
+from .options import Job, number, plan_command, positive
 from .pec import check_experts, selected_experts
+from .timeline import predicted, taken, timelines_table, without_survivors
 
 LONGEST = 10_000  # iterations; each is a row
 Ordered = dict[Lane, tuple[OperatorId, ...]]
@@ -51,6 +52,9 @@ replay and from whose logs, and which tier gives every rank its state.
 The job stood after --iteration when it failed; windows begin at multiples of their size; the newest complete one is
 replicated. Lost ranks lose their process, lost nodes their memory as well; all others parked. Under pec, --counts are
 the tokens of each iteration.
+
+The timeline predicts how long each part takes, beside a rollback of all stages of the same strategy without boundary
+logs and parked state. A job logs the same parts after each recovery: give what they were there.
 """
 
 
@@ -65,10 +69,16 @@ the tokens of each iteration.
 @click.option("--lost-ranks", default="", metavar="R,R-R", help="Ranks whose process was killed.")
 @click.option("--lost-nodes", default="", metavar="N,N-N", help="Nodes that are gone with their memory.")
 @click.option("--upstream-logging/--no-upstream-logging", "logging", default=True, show_default=True)
+@positive("--iteration-time", "S", "Seconds of one iteration.", default=1.0)
+@number("--microbatches", default=None, help="Of one iteration on a data-parallel rank [default: 4 per stage].")
+@positive("--memory-gbps", "GB/S", "How fast a rank reads and parks state in its node's memory.", default=5.0)
+@positive("--peer-gbps", "GB/S", "How fast a rank reads from another node's memory.", default=2.0)
+@positive("--restart-s", "S", "From parked state to a model that is built anew, on the slowest rank.", default=10.0)
 def recovery(
     job: Job, lost_ranks: str, lost_nodes: str, replicas: int, logging: bool, counts: Path | None, **given: Any
 ) -> Report:
     topology = job.topology
+    figures = taken(job, given)
     nodes = frozenset(_numbers("--lost-nodes", lost_nodes, len(topology.ranks_by_node)))
     ranks = frozenset(_numbers("--lost-ranks", lost_ranks, topology.world_size)) | set(topology.ranks_on(nodes))
     if not ranks:
@@ -83,9 +93,17 @@ def recovery(
         plan = plan_lossy_recovery(
             inventory, Lost(ranks, nodes), topology, lambda operator, after, upto: tokens[operator] * (upto - after)
         )
+        timelines = [predicted(plan, job, figures, sizes, parks=False)]
     else:
         tied = not job.shape.untie_embeddings_and_output_weights and topology.pp > 1
         plan = plan_recovery(inventory, Lost(ranks, nodes), topology, tied_embeddings=tied, target=target)
+        whole = plan_recovery(
+            without_survivors(inventory), Lost(ranks, nodes), topology, tied_embeddings=tied, target=target
+        )
+        timelines = [
+            predicted(plan, job, figures, sizes, parks=logging),
+            predicted(whole, job, figures, sizes, parks=False),
+        ]
     going_back = sum(len(segment.stages) for segment in plan.segments) * topology.ranks_per_stage
     return Report(
         f"Recovery of {job.shape.name} after the loss of {len(ranks)} of {topology.world_size} ranks",
@@ -98,7 +116,7 @@ def recovery(
             Fact("Iterations trained again", target - plan.target, "count"),
             Fact("Lost tokens", sum(plan.lost_tokens.values()), "count"),
         ),
-        (_segments(plan), _frozen(plan, job), _tiers(plan, sizes), _losses(plan)),
+        (_segments(plan), _frozen(plan, job), _tiers(plan, sizes), timelines_table(timelines), _losses(plan)),
         tuple(f"{count} copies refused: {reason}" for reason, count in sorted(_refused(plan).items())),
     )
 

@@ -19,6 +19,7 @@ class Full:
     counts_gates = False
     needs_pace = False
     replays = False
+    lookback = 0
     plt = None
 
     def __init__(self, job: Job) -> None:

@@ -60,6 +60,7 @@ class Pec:
     counts_gates = False
     needs_pace = False
     replays = False
+    lookback = 0
 
     def __init__(self, job: Job) -> None:
         _check(job)

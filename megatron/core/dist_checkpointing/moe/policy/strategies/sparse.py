@@ -11,6 +11,7 @@ from ...types import Inventory, Lost, RecoveryPlan, SnapshotPlan, Topology, Wind
 from ..copies import Level
 from ..ordering import should_reorder
 from ..recovery import plan_recovery
+from ..rounds import PLACES
 from .budget import Budget
 from .popularity import Popularity
 from .rhythm import Rhythm
@@ -103,6 +104,11 @@ class Sparse:
         self._former: Timetable | None = None
         if self._fixed is not None:
             self._table = timetable(job, {}, window=self._fixed)
+
+    @property
+    def lookback(self) -> int:
+        """As `Strategy.lookback`: a window that is kept, one that is replicated, and one that is begun."""
+        return PLACES * self._table.size if self._table is not None else 0
 
     def due(self, iteration: int) -> bool:
         """As `Strategy.due`: in every iteration, once the window is known."""

@@ -120,6 +120,10 @@ class Strategy(Protocol):
     replays: bool
     """Whether a recovery may have to run iterations again with some operators frozen."""
 
+    @property
+    def lookback(self) -> int:
+        """How many iterations before the newest one a replay may begin, at most; 0 where none is ever needed."""
+
     def due(self, iteration: int) -> bool:
         """Whether `plan` would give a snapshot; asked where none may begin."""
 

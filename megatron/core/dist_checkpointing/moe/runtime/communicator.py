@@ -1,0 +1,113 @@
+"""What pipeline stages send each other, as core's schedules do it, but observable, and replaceable by what was sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from ..errors import UnreadableCheckpoint, UsageError
+from ..ports import BoundarySink, BoundarySource
+from ..types import Direction
+
+Received = tuple[torch.Tensor | None, torch.Tensor | None, Any]
+
+
+class BoundaryCommunicator(P2PCommunicator):
+    """Core's communicator between neighbouring pipeline stages; both schedules take it beside `process_groups`.
+
+    sink: is told of each tensor before it is sent, also of those that are then dropped; None: nobody is.
+    source: as long as it is set, gives what would come from the sides that it serves, and what would go to these sides
+        is dropped; the other sides are real. None: all are.
+
+    pp_group: the ranks of one pipeline. config: of the model; its `pipeline_dtype` is that of all tensors.
+    Raises UsageError for ring exchange, of which a stage cannot be left out.
+    """
+
+    def __init__(self, pp_group: torch.distributed.ProcessGroup, config: Any) -> None:
+        if config.use_ring_exchange_p2p:
+            raise UsageError("stages cannot be logged or replay alone with use_ring_exchange_p2p: switch it off")
+        super().__init__(pp_group, config)
+        self.sink: BoundarySink | None = None
+        self.source: BoundarySource | None = None
+
+    def connect(self) -> None:
+        """Connect the whole pipeline: NCCL wants all of its ranks in the first batch of sends; a collective over them.
+
+        Needed once before only some stages run.
+        """
+        torch.distributed.barrier(group=self.pp_group)
+
+    def _communicate(
+        self,
+        *,
+        tensor_send_next: torch.Tensor | None,
+        tensor_send_prev: torch.Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Any,
+        wait_on_reqs: bool = True,
+    ) -> Received:
+        """As core's, through which all communication passes; tensors that are served are there at once."""
+        self._tell(tensor_send_next, tensor_send_prev)
+        prev_is_served, next_is_served = self._serves(Direction.FORWARD), self._serves(Direction.BACKWARD)
+        from_prev, from_next, requests = super()._communicate(
+            tensor_send_next=None if next_is_served else tensor_send_next,
+            tensor_send_prev=None if prev_is_served else tensor_send_prev,
+            recv_prev=recv_prev and not prev_is_served,
+            recv_next=recv_next and not next_is_served,
+            tensor_shape=tensor_shape,
+            wait_on_reqs=wait_on_reqs,
+        )
+        arrived = {}
+        if recv_prev and prev_is_served:
+            from_prev, arrived["recv_prev"] = self._served(Direction.FORWARD, tensor_shape), _Arrived()
+        if recv_next and next_is_served:
+            from_next, arrived["recv_next"] = self._served(Direction.BACKWARD, tensor_shape), _Arrived()
+        # Without waiting, schedules expect a handle for each tensor that they asked for, by these names.
+        return from_prev, from_next, requests if wait_on_reqs else requests | arrived
+
+    def _tell(self, tensor_send_next: torch.Tensor | None, tensor_send_prev: torch.Tensor | None) -> None:
+        if self.sink is not None:
+            if tensor_send_next is not None:
+                self.sink.sent(Direction.FORWARD, tensor_send_next)
+            if tensor_send_prev is not None:
+                self.sink.sent(Direction.BACKWARD, tensor_send_prev)
+
+    def _serves(self, direction: Direction) -> bool:
+        return self.source is not None and self.source.serves(direction)
+
+    def _served(self, direction: Direction, shape: Any) -> torch.Tensor:
+        assert self.source is not None
+        tensor: torch.Tensor = self.source.received(direction)
+        expected = tensor.shape if self.config.variable_seq_lengths else torch.Size(shape)
+        if tensor.shape != expected or tensor.dtype != self.config.pipeline_dtype:
+            raise UnreadableCheckpoint(
+                f"a boundary log has a tensor of {tensor.dtype} {list(tensor.shape)} where this model takes"
+                f" {self.config.pipeline_dtype} {list(expected)}: it was written with other flags"
+            )
+        # As what core receives: the schedules read the gradient of it.
+        return tensor.requires_grad_()
+
+
+class _Arrived:
+    """In place of the request of a tensor that is there already."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+def process_groups() -> ProcessGroupCollection:
+    """The groups that a schedule takes beside a communicator: those that it would look up without one."""
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    return groups

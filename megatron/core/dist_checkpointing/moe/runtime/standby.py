@@ -1,0 +1,292 @@
+"""What a rank keeps beside its snapshots so that a fault costs only the stages that it struck (MoEvement 3.4)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+
+from megatron.core import parallel_state
+from megatron.core.optimizer import MegatronOptimizer
+
+from ..capture.boundary import BoundaryRecorder, StreamCopies, ThreadCopies
+from ..capture.operators import Shard, StateTensor
+from ..errors import MoECheckpointError
+from ..policy.boundary import tensor_shape
+from ..policy.parking import Cause, StepPhase
+from ..ports import RANDOM, Capturer, Clock, Json, SnapshotId, TrainerState
+from ..recover.park import Parker, ParkPorts
+from ..store.memory import MemoryStore
+from ..types import PARKED, StepJournal, Topology
+from .communicator import BoundaryCommunicator
+from .gradients import LiveBuffers, LiveGradients, roll_forward
+from .keeper import Identity
+from .lanes import ThreadLane
+from .logs import BoundaryLogs, LogPlan, LogPorts
+from .recovery import RollForward
+from .step_guard import StepGuard
+
+log = logging.getLogger(__name__)
+
+PARK_TIMEOUT_S = 25.0
+"""How long parking may take: torchrun kills workers 30 s after it told them to end, unless it is told otherwise."""
+DRAIN_TIMEOUT_S = 5.0
+"""How much of it may be spent on boundary logs that are being sealed."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The shape of the passes of an iteration: tokens of a sample, samples of a microbatch, microbatches of a rank.
+
+    config: Megatron-Core's, of the model.
+    """
+
+    config: Any
+    seq_length: int
+    micro_batch_size: int
+    microbatches: int
+
+    def log_plan(self, topology: Topology, rank: int, lookback: int) -> LogPlan:
+        """What the boundary logs of this rank hold."""
+        config = self.config
+        shape = tensor_shape(
+            topology,
+            self.seq_length,
+            self.micro_batch_size,
+            config.hidden_size,
+            sequence_parallel=bool(config.sequence_parallel),
+        )
+        dtype = str(config.pipeline_dtype).removeprefix("torch.")
+        group = config.microbatch_group_size_per_vp_stage if topology.vpp > 1 else None
+        return LogPlan(topology, rank, shape, dtype, lookback, group)
+
+
+@dataclass(frozen=True)
+class Live:
+    """The live state of a rank: what copies it, its tensors, and the master weights that its optimizers step."""
+
+    capturer: Capturer
+    trainer: TrainerState
+    optimizer: MegatronOptimizer
+    tensors: Sequence[StateTensor]
+    stepped: Sequence[tuple[Shard, torch.Tensor]]
+
+
+@dataclass
+class _Told:
+    """The newest whole iteration, how it came out, the newest reported one, and the loss and tokens of the next one."""
+
+    iteration: int = -1
+    journal: StepJournal = field(default_factory=StepJournal)
+    reported: int = -1
+    loss: float | None = None
+    num_tokens: int | None = None
+
+
+class Standby:
+    """Follows training, to be ready for the loss of a peer.
+
+    `attend` when an attempt begins, or replays; then in each iteration `passes`, `reduced`, a block of `stepping`,
+    `whole`, `committed` and `reported`; `park` when a peer is lost.
+
+    store: keeps boundary logs and parked state, and nothing else. plan: of the logs. passes: what they are made of.
+    live: may be replaced by that of another state between two attempts.
+    """
+
+    def __init__(
+        self, store: MemoryStore, live: Live, plan: LogPlan, passes: Passes, clock: Clock, timeout_s: float
+    ) -> None:
+        self.store, self.live, self._clock = store, live, clock
+        self._passes, self._plan, self._timeout_s = passes, plan, timeout_s
+        group = parallel_state.get_pipeline_model_parallel_group()
+        self.communicator = BoundaryCommunicator(group, passes.config)
+        self.communicator.connect()  # while all ranks are here: a replay may be the first to send, without some of them
+        self._recorder = BoundaryRecorder(StreamCopies() if torch.cuda.is_available() else ThreadCopies())
+        self.communicator.sink = self._recorder
+        self._guard, self._lane = StepGuard(live.optimizer), ThreadLane("logs")
+        self._identity: Identity | None = None
+        self._logs: BoundaryLogs | None = None
+        self._parker: Parker | None = None
+        self._told, self._began = _Told(), 0
+        self._rolled: tuple[int, StepJournal] | None = None
+
+    def attend(self, identity: Identity, iteration: int, phase: StepPhase = StepPhase.IDLE) -> None:
+        """From here on what is kept belongs to this attempt; the rank stands after `iteration`, or replays."""
+        self._identity = identity
+        self._logs = self._logs_of(identity)
+        self._parker = Parker(self._park_ports(identity))
+        if phase in (StepPhase.REPLAYING, StepPhase.ROLLING_FORWARD):
+            self._guard.enter(phase)
+            return
+        self._guard.stands(iteration, phase)
+        self._began = iteration
+        self._told.iteration = max(self._told.iteration, iteration)
+        self._parker.note(iteration)
+
+    def _logs_of(self, identity: Identity) -> BoundaryLogs:
+        self.settle()
+        ports = LogPorts(self.store, self._lane, self._recorder, self._clock)
+        return BoundaryLogs(self._plan, identity, ports, timeout_s=self._timeout_s)
+
+    def passes(self, iteration: int, *, logged: bool = True) -> None:
+        """Before the passes of an iteration; whether what is sent in it is logged."""
+        assert self._logs is not None
+        if logged:
+            self._logs.begins(iteration, self._passes.microbatches)
+        self._guard.passes(iteration)
+
+    def reduced(self) -> None:
+        """The passes have ended; see `StepGuard.reduced`."""
+        assert self._logs is not None
+        self._logs.passed()
+        self._guard.reduced()
+
+    def stepping(self, iteration: int, loss: float | None, num_tokens: int | None) -> AbstractContextManager[None]:
+        """See `StepGuard.stepping`; `loss` and `num_tokens` are those of the iteration."""
+        self._told.loss, self._told.num_tokens = loss, num_tokens
+        return self._guard.stepping(iteration)
+
+    def whole(self, iteration: int, journal: StepJournal) -> None:
+        """The state after `iteration` is complete; it came out like this."""
+        assert self._parker is not None
+        self._told.iteration, self._told.journal = iteration, journal
+        self._parker.note(iteration)
+        self._guard.stands(iteration)
+
+    def committed(self, iteration: int, journal: StepJournal, oldest_base: int | None) -> None:
+        """All that follows the step of an iteration is done. oldest_base: where the earliest replay may start."""
+        assert self._parker is not None and self._logs is not None
+        self._logs.committed(iteration, journal, self.live.trainer.scalars(), oldest_base)
+        self._parker.note(iteration)
+        # Until a window that began later is kept, the state that training went on from spares the next replay the rest.
+        superseded = oldest_base is not None and oldest_base > self._began
+        self._parker.keep_only(None if superseded else self._began)
+
+    def replayed(self, iteration: int, journal: StepJournal, *, logged: bool) -> None:
+        """An iteration was run again, and logged again in place of a log that was lost."""
+        assert self._logs is not None
+        self._told.iteration, self._told.journal = iteration, journal
+        if logged:
+            self._logs.committed(iteration, journal, self.live.trainer.scalars(), None)
+
+    def reported(self, iteration: int) -> None:
+        """The numbers of an iteration were written down."""
+        self._told.reported = iteration
+
+    def fit(self, lookback: int) -> None:
+        """Keep the logs of so many iterations from here on, if they are more than before; between two iterations."""
+        if lookback <= self._plan.lookback or self._identity is None:
+            return
+        plan = replace(self._plan, lookback=lookback)
+        try:
+            self.settle()
+            sizes = [*park_sizes(self.live, self._clock), *plan.sizes(self._passes.microbatches)]
+            self.store.resize(sizes, self._recorder.release)
+        except MoECheckpointError as error:
+            log.warning(
+                "boundary logs of %d iterations find no room, so faults roll back all stages: %s", lookback, error
+            )
+            return
+        self._plan = plan
+        self._logs = self._logs_of(self._identity)
+
+    def park(self, cause: Cause, strategy: Json, times: Json) -> str:
+        """Put aside what is whole, as far as it is worth it; what was done, in words. Never raises."""
+        if self._parker is None or self._logs is None:
+            return "nothing was parked: training had not begun"
+        decision, told = self._guard.decide(cause), self._told
+        until_s = self._clock.now_s() + min(self._timeout_s, PARK_TIMEOUT_S)
+        missing = self._logs.drain(DRAIN_TIMEOUT_S) if cause is not Cause.OWN_ERROR else ""
+        journal = told.journal
+        if decision.iteration is not None and decision.iteration != told.iteration:
+            # The step was taken, but what follows it was not reached.
+            stepped = self._guard.stepped
+            assert stepped is not None
+            journal = StepJournal(stepped.grad_norm, not stepped.updated, told.loss, told.num_tokens)
+        scalars: dict[str, Json] = {
+            "journal": journal.to_data(),
+            "strategy": strategy,
+            "times": times,
+            "reported": told.reported,
+            "next_loss": told.loss,
+        }
+        done = self._parker.park(decision, scalars, max(1.0, until_s - self._clock.now_s()))
+        return "; ".join(filter(None, (done.why, missing)))
+
+    def roll_forward(self, roll: RollForward) -> None:
+        """Make the step of which this rank kept the gradients: afterwards it stands where its peers do.
+
+        A part of the state, compute weights, is derived when all rejoin. Raises UnreadableCheckpoint.
+        """
+        live, read = self.live, roll.gradients.read
+        roll_forward(live.optimizer, live.stepped, read, roll.journal)
+        LiveBuffers(live.tensors).restore(read)
+        names = (one.key for one in roll.gradients.manifest.layout.fields if one.key.startswith(RANDOM))
+        live.trainer.restore(live.trainer.scalars(), {key.removeprefix(RANDOM): read(key) for key in names})
+        live.trainer.restore_common(roll.trainer)
+        before = self._parked(self._plan.rank, roll.iteration - 1)
+        self._rolled = roll.iteration, replace(roll.journal, lm_loss=before.get("next_loss"))
+
+    def unreported(self, rank: int, iteration: int) -> StepJournal | None:
+        """How an iteration came out that this rank parked before its numbers were written down."""
+        if self._rolled is not None and self._rolled[0] == iteration:
+            return self._rolled[1]
+        scalars = self._parked(rank, iteration)
+        if scalars.get("reported", iteration) >= iteration:
+            return None
+        return StepJournal.from_data(scalars["journal"])
+
+    def _parked(self, rank: int, iteration: int) -> dict[str, Any]:
+        """What the manifest of a parked state says; nothing where there is none."""
+        try:
+            with self.store.open(SnapshotId(iteration, rank, PARKED)) as reader:
+                return cast("dict[str, Any]", reader.manifest.facts.scalars)
+        except MoECheckpointError:
+            return {}
+
+    @property
+    def log_bytes(self) -> int:
+        """Of the boundary logs that are kept at most, the Y of MoEvement Table 6."""
+        return sum(self._plan.sizes(self._passes.microbatches))
+
+    def settle(self) -> None:
+        """Bring what is under way to its end."""
+        if self._logs is not None:
+            self._logs.abandon()
+            self._logs.drain(self._timeout_s)
+
+    def _park_ports(self, identity: Identity) -> ParkPorts:
+        live, guard = self.live, self._guard
+        gradients = LiveGradients.of(live.optimizer, live.stepped, lambda: guard.prepared)
+        return ParkPorts(
+            self.store,
+            live.capturer,
+            live.trainer,
+            self._clock,
+            self._plan.rank,
+            identity.facts,
+            LiveBuffers(live.tensors),
+            gradients,
+        )
+
+    def end(self, *, keep_memory: bool) -> None:
+        """Training has ended: what is stored stays for another start, or is given back to the node."""
+        self.settle()
+        self._recorder.close()
+        self._lane.shutdown(wait=False, cancel_futures=True)
+        if keep_memory:
+            self.store.close()
+        else:
+            self.store.remove()
+
+
+def park_sizes(live: Live, clock: Clock) -> list[int]:
+    """Bytes of the segments that hold the parked state of a rank, and the gradients beside it."""
+    none = cast("Any", None)  # where the state goes, and what is told of it, does not matter to its size
+    gradients = LiveGradients.of(live.optimizer, live.stepped, none)
+    moving = LiveBuffers(live.tensors)
+    return Parker(ParkPorts(none, live.capturer, live.trainer, clock, 0, none, moving, gradients)).sizes()

@@ -1,0 +1,132 @@
+"""Knows in which phase of a step training is, and lets an optimizer's step end whole when a peer is lost in it.
+
+Checked against Megatron-Core 0.16.1's `ChainedOptimizer.step`: every member prepares its gradients (with a loss scale,
+a collective each), the norm is computed (collectives), gradients are clipped, zeros may be counted (collectives), then
+every member updates its own part, each followed by a gather of compute weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.optimizer import MegatronOptimizer
+
+from ..policy.parking import Cause, Decision, StepPhase, decide
+from ..replay.patches import replaced
+from .gradients import Prepared
+
+_OUTSIDE = (StepPhase.REPLAYING, StepPhase.ROLLING_FORWARD)
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What the optimizer's step came to: whether it updated, and the norm of all gradients before clipping."""
+
+    updated: bool
+    grad_norm: float | None
+
+
+class StepGuard:
+    """Follows one training process through its iterations.
+
+    In each: `passes`, `reduced`, then `optimizer.step()` in a block of `stepping`, at last `stands`. What belongs to
+    the iteration besides the optimizer (schedules, progress) is best moved on inside the block: what the block raises
+    for a peer that was lost after the update began, it raises at its end.
+
+    optimizer: what core's `get_megatron_optimizer` gave, chained or alone.
+    """
+
+    def __init__(self, optimizer: MegatronOptimizer) -> None:
+        self._optimizer = optimizer
+        self.phase, self.iteration = StepPhase.IDLE, 0
+        self.stepped: Stepped | None = None
+        self.prepared = Prepared()
+        self._kept: BaseException | None = None
+
+    def stands(self, iteration: int, phase: StepPhase = StepPhase.IDLE) -> None:
+        """The state after `iteration` is whole: training stands there, or waits there for others (REJOINING)."""
+        self.phase, self.iteration, self.stepped = phase, iteration, None
+
+    def enter(self, phase: StepPhase) -> None:
+        """What follows is no training: REPLAYING or ROLLING_FORWARD, until `stands` is called."""
+        self.phase = phase
+
+    def passes(self, iteration: int) -> None:
+        """Forward and backward passes of `iteration` begin, after the one that stands."""
+        if self.phase not in _OUTSIDE:
+            self.phase, self.iteration, self.stepped = StepPhase.PASSES, iteration - 1, None
+
+    def reduced(self) -> None:
+        """The passes are over: this rank's part of the gradients will not change any more."""
+        self.prepared = Prepared()
+        if self.phase not in _OUTSIDE:
+            self.phase = StepPhase.REDUCED
+
+    @contextlib.contextmanager
+    def stepping(self, iteration: int) -> Iterator[None]:
+        """The block with `optimizer.step()`, which may be replaced; what a replay does in it is not followed.
+
+        Raises where the block ends the first error of a collective that came after the update had begun.
+        """
+        if self.phase in _OUTSIDE:
+            yield
+            return
+        if self.phase is not StepPhase.REDUCED:
+            self.reduced()
+        self.iteration, self._kept = iteration - 1, None
+        with contextlib.ExitStack() as stack:
+            self._follow(stack)
+            yield
+        if self._kept is not None:
+            raise self._kept
+
+    def decide(self, cause: Cause) -> Decision:
+        """What to park when training is interrupted here."""
+        return decide(self.phase, cause, self.iteration)
+
+    def _follow(self, stack: contextlib.ExitStack) -> None:
+        optimizer = self._optimizer
+        stack.enter_context(replaced(optimizer, step=self._stepped(optimizer.step)))
+        update = self._updating(optimizer.step_with_ready_grads)
+        stack.enter_context(replaced(optimizer, step_with_ready_grads=update))
+        if hasattr(optimizer, "count_zeros"):
+            stack.enter_context(replaced(optimizer, count_zeros=self._keeping(optimizer.count_zeros)))
+        for member in getattr(optimizer, "chained_optimizers", [optimizer]):
+            stack.enter_context(self.prepared.following(member))
+            for chunk in getattr(member, "model_chunks", []):
+                gather = self._keeping(chunk.start_param_sync)
+                stack.enter_context(replaced(chunk, start_param_sync=gather))
+
+    def _stepped(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        def stepped() -> Any:
+            outcome = step()
+            updated, norm, _ = outcome
+            self.phase = StepPhase.UPDATED
+            self.stepped = Stepped(bool(updated), None if norm is None else float(norm))
+            return outcome
+
+        return stepped
+
+    def _updating(self, update: Callable[[], bool]) -> Callable[[], bool]:
+        def updating() -> bool:
+            self.phase = StepPhase.UPDATING
+            return update()
+
+        return updating
+
+    def _keeping(self, collective: Callable[..., Any]) -> Callable[..., Any]:
+        """A collective whose loss does not matter to the update: after the first error none of them is begun."""
+
+        def kept(*arguments: Any, **options: Any) -> Any:
+            if self._kept is not None:
+                return None
+            try:
+                return collective(*arguments, **options)
+            except Exception as error:  # raised where the block ends
+                self._kept = error
+                return None
+
+        return kept

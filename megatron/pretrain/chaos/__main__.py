@@ -1,0 +1,180 @@
+"""Kills random ranks and nodes of a running job, and checks that it comes out as if nothing had happened.
+
+The job trains for --minutes while faults strike at exponentially distributed times, then ends with a checkpoint. A run
+without faults to the same iteration gives what every loss and the digest of the checkpoint must be, to the last bit.
+Beside the share of time that was useful (ETTR) stands that of the same job under stock torch_dist checkpoints, written
+asynchronously at the interval that Daly's estimate calls the best, struck at the same times by the same faults.
+
+Flags after `--` go to the training script, those that begin with --moe-ckpt- only to the job that is examined;
+TP, PP, EP and the like are those of scripts/train_cpu.sh.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from megatron.pretrain.chaos.contest import MOST_TOLD, Drill, Settings, judged, wrong_components
+from megatron.pretrain.chaos.faults import Odds, schedule
+from megatron.pretrain.chaos.job import ChaosFailure, Outcome
+
+TMPFS = Path("/dev/shm")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code: 0 if all came out as without faults, 1 if not, or if a job hung or failed."""
+    own, flags = _split(argv)
+    arguments = _parser().parse_args(own)
+    signal.signal(signal.SIGTERM, _interrupt)  # so that what was started is ended too
+    with tempfile.TemporaryDirectory(prefix="moe-ckpt-chaos-", dir=TMPFS if TMPFS.is_dir() else None) as memory:
+        folder = arguments.folder or Path(tempfile.mkdtemp(prefix="moe-ckpt-chaos-"))
+        for name in ("subject", "baseline", "calibration-plain", "calibration-saving"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        settings = settings_of(arguments, folder, Path(memory), flags)
+        _say(f"{len(settings.faults)} faults in {settings.run_s:.0f} s; jobs are kept in {folder}")
+        try:
+            result = run(settings, arguments)
+        except (ChaosFailure, KeyboardInterrupt) as error:
+            sys.stderr.write(f"{error or 'interrupted'}\n")
+            return 1
+    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    _say("\n".join(page(result)))
+    return int(not is_right(result))
+
+
+def run(settings: Settings, arguments: argparse.Namespace) -> dict[str, Any]:
+    """All jobs, and what came of them. Raises ChaosFailure when the subject or the reference hangs or fails."""
+    drill = Drill(settings, _say)
+    subject = drill.subject()
+    baseline: Outcome | None = None
+    stock: dict[str, Any] = {}
+    if arguments.baseline:
+        try:
+            stock |= drill.best_interval()
+            baseline = drill.baseline(int(stock["interval"]))
+        except ChaosFailure as error:
+            stock["failed"] = str(error)
+    place = arguments.reference or settings.folder / "reference"
+    last = max(subject.last, baseline.last if baseline else 0)
+    reference = drill.reference(place, last, subject.last)
+    result = {
+        "seed": arguments.seed,
+        "mtbf_s": settings.mtbf_s,
+        "minutes": arguments.minutes,
+        "nodes": settings.nodes,
+        "nproc": settings.nproc,
+        "flags": list(settings.flags),
+        "subject": judged(subject, reference),
+    }
+    result["subject"]["wrong_components"] = list(wrong_components(subject.folder, place, subject.last))
+    if arguments.baseline:
+        result["baseline"] = stock | (judged(baseline, reference) if baseline else {})
+    return result
+
+
+def settings_of(arguments: argparse.Namespace, folder: Path, memory: Path, flags: Sequence[str]) -> Settings:
+    """What the flags ask for."""
+    run_s = 60 * arguments.minutes
+    odds = Odds(arguments.mtbf, arguments.node_share, arguments.nodes, arguments.nodes * arguments.nproc)
+    return Settings(
+        folder.resolve(),
+        memory,
+        arguments.nodes,
+        arguments.nproc,
+        run_s,
+        arguments.mtbf,
+        arguments.patience,
+        schedule(arguments.seed, odds, run_s),
+        tuple(flags),
+    )
+
+
+def is_right(result: Mapping[str, Any]) -> bool:
+    """Whether the job that was examined came out as without faults."""
+    return not result["subject"]["wrong"] and not result["subject"]["wrong_components"]
+
+
+def page(result: Mapping[str, Any]) -> Iterator[str]:
+    """The result for people."""
+    subject = result["subject"]
+    yield (
+        f"seed {result['seed']}, {result['nodes']} nodes x {result['nproc']} ranks, a fault every"
+        f" {result['mtbf_s']:g} s on average:"
+    )
+    yield from _told("this subsystem", subject)
+    if "baseline" in result:
+        stock = result["baseline"]
+        if "interval" in stock:
+            yield (
+                f"stock torch_dist, asynchronous: a checkpoint costs {stock['cost_s']:.3f} s, so one every"
+                f" {stock['interval']} iterations is best (Daly)"
+            )
+        yield from [f"stock torch_dist failed: {stock['failed']}"] if "failed" in stock else []
+        yield from _told("stock torch_dist", stock) if "ettr" in stock else []
+    for text in [*subject["wrong"][:MOST_TOLD], *(f"digest of {name} differs" for name in subject["wrong_components"])]:
+        yield f"WRONG: {text}"
+    yield "as without faults, to the last bit" if is_right(result) else "NOT as without faults"
+
+
+def _told(name: str, one: Mapping[str, Any]) -> Iterator[str]:
+    recoveries = ", ".join(f"{count} {scope}" for scope, count in one["recoveries"].items()) or "none"
+    kinds = [fault["kind"] for fault in one["faults"]]
+    yield (
+        f"{name}: ETTR {one['ettr']:.3f} (iteration {one['iterations']} in {one['wall_s']:.1f} s;"
+        f" {kinds.count('rank')} ranks and {kinds.count('node')} nodes killed; recoveries: {recoveries};"
+        f" {one['trained_again']} iterations trained again, {one['replayed']} replayed)"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="scripts/chaos_cpu.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    number = parser.add_argument
+    number("--minutes", type=_positive, default=10.0, help="how long faults strike (default: 10)")
+    number("--mtbf", type=_positive, default=30.0, help="seconds between faults on average (default: 30)")
+    number("--seed", type=int, default=0, help="of the times and victims (default: 0)")
+    number("--nodes", type=int, default=2, choices=(1, 2, 3, 4), help="nodes, each an agent (default: 2)")
+    number("--nproc", type=int, default=4, help="ranks per node (default: 4)")
+    number("--node-share", type=float, default=0.2, help="share of faults that take a whole node (default: 0.2)")
+    number("--patience", type=_positive, default=180.0, help="seconds without an iteration that are a hang (180)")
+    number("--folder", type=Path, help="where jobs leave logs and checkpoints (default: a new temporary one)")
+    number(
+        "--reference", type=Path, help="a run without faults, kept from one drill to the next (default: in --folder)"
+    )
+    number("--no-baseline", dest="baseline", action="store_false", help="leave stock torch_dist out")
+    return parser
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our flags, and those of the training script."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    return list(argv[:at]), list(argv[at + 1 :])
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,112 @@
+"""Finds and kills the processes of a job on this machine: a rank, or a node with all that is on it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from megatron.pretrain.initialize import NODE_NAME
+from megatron.pretrain.processes import environment_of, kill_processes_with, processes_with
+
+TOKEN = "MOE_CKPT_CHAOS"
+"""Environment variable by which the processes of one job are known."""
+GONE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A rank's process. agent: its parent's, which is its node's."""
+
+    pid: int
+    rank: int
+    agent: int
+
+
+@dataclass(frozen=True)
+class Running:
+    """The processes of the job with this token, as they are when asked. memory: the folder of all nodes' folders."""
+
+    token: str
+    memory: Path
+
+    def workers(self) -> dict[int, Worker]:
+        """By rank. Helpers of a rank have its variables too, but its agent is the parent of the rank alone."""
+        found = {pid: variables for pid, variables in processes_with({TOKEN: self.token}) if "RANK" in variables}
+        parents = {pid: _parent(pid) for pid in found}
+        return {
+            int(found[pid]["RANK"]): Worker(pid, int(found[pid]["RANK"]), parent)
+            for pid, parent in parents.items()
+            if parent and parent not in found
+        }
+
+    def agents(self) -> list[tuple[int, str]]:
+        """Process and node of each agent, in the order of the nodes' numbers; only where there are several."""
+        found = [
+            (pid, variables[NODE_NAME])
+            for pid, variables in processes_with({TOKEN: self.token})
+            if NODE_NAME in variables and "RANK" not in variables
+        ]
+        return sorted(found, key=lambda one: int(one[1].rpartition("-")[2]))
+
+    def lose_rank(self, rank: int) -> bool:
+        """Kill a rank; False if it is not there now."""
+        worker = self.workers().get(rank)
+        return worker is not None and _kill(worker.pid) and _gone(worker.pid)
+
+    def lose_node(self, number: int) -> str:
+        """Kill the agent of a node and all processes on it, and delete its memory, as a power cut does; its name, or
+        nothing where there are not that many nodes now."""
+        agents = self.agents()
+        if number >= len(agents):
+            return ""
+        agent, name = agents[number]
+        if _kill(agent):
+            _gone(agent)  # first, so that it restarts nobody
+        for pid, _ in processes_with({TOKEN: self.token, NODE_NAME: name}):
+            _kill(pid)
+        shutil.rmtree(self.memory / name, ignore_errors=True)
+        return name
+
+    def signal(self, rank: int, number: signal.Signals) -> bool:
+        """Send a signal to a rank; False if it is not there now."""
+        worker = self.workers().get(rank)
+        return worker is not None and _kill(worker.pid, number)
+
+    def kill_all(self) -> None:
+        """The end of the job, whatever its state; also of what a launcher started while it was being killed."""
+        deadline_s = time.monotonic() + GONE_S
+        while kill_processes_with({TOKEN: self.token}) and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+
+
+def _parent(pid: int) -> int:
+    """0 for a process that is gone, or over and only not waited for."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        if process.status() != psutil.STATUS_ZOMBIE and environment_of(pid):
+            return int(process.ppid())
+    return 0
+
+
+def _gone(pid: int) -> bool:
+    """Wait until a process that was killed is not there any more: the kernel takes its time."""
+    deadline_s = time.monotonic() + GONE_S
+    while _parent(pid):
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"process {pid} is still there {GONE_S:.0f} s after SIGKILL")
+        time.sleep(0.005)
+    return True
+
+
+def _kill(pid: int, number: signal.Signals = signal.SIGKILL) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+        return True
+    return False

@@ -1,0 +1,63 @@
+"""Lets the other ranks know at once that this one is leaving, while it still has state to put aside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from pathlib import Path
+
+import torch.distributed as dist
+
+_DESCRIPTORS = Path("/proc/self/fd")
+_ABORT_TIMEOUT_S = 5.0
+
+
+def hang_up() -> int:
+    """Close this process's connections to other processes; returns how many there were.
+
+    A rank that waits for this one in a collective fails at once, instead of after this process has ended: otherwise a
+    chain of ranks would wait for each other's parking. Gloo has no call for that which peers notice, so all connected
+    TCP sockets are shut down, those to the rendezvous too; communicators of NCCL are aborted, which also lets kernels
+    on the device go that wait for a lost peer. No collective is possible afterwards. What was sent before arrives.
+    """
+    _abort_communicators()
+    return sum(_shut(int(entry.name)) for entry in sorted(_DESCRIPTORS.iterdir()) if entry.name.isdecimal())
+
+
+def _shut(descriptor: int) -> bool:
+    """Whether this was a connected TCP socket."""
+    try:
+        copy = os.dup(descriptor)
+    except OSError:  # closed by another thread meanwhile
+        return False
+    try:
+        connection = socket.socket(fileno=copy)
+    except OSError:  # no socket
+        os.close(copy)
+        return False
+    with connection:
+        if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+            return False
+        try:
+            connection.getpeername()
+            connection.shutdown(socket.SHUT_RDWR)
+        except OSError:  # listens, or is gone already
+            return False
+    return True
+
+
+def _abort_communicators() -> None:
+    """Abort all groups of NCCL; waits a while for it, since a driver that hangs must not keep state from parking."""
+    if not dist.is_initialized() or "nccl" not in dist.get_backend():
+        return
+
+    def abort() -> None:
+        # What a group that is broken already says of its end helps nobody.
+        with contextlib.suppress(RuntimeError):
+            dist.distributed_c10d._abort_process_group()
+
+    thread = threading.Thread(target=abort, name="abort-communicators", daemon=True)
+    thread.start()
+    thread.join(_ABORT_TIMEOUT_S)

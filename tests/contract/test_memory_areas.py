@@ -1,0 +1,99 @@
+"""A process has one folder per area of the memory tier, each with segments and an owner of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from workload import FACTS, JOB, LAYOUT, RANK, SEGMENTS, read, write
+
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.ports import NoRoom, SnapshotId
+from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.store.ownership import slot_directories
+from megatron.core.dist_checkpointing.moe.types import LOG
+
+ONE = SnapshotId(10, RANK, LOG)
+
+
+@pytest.fixture
+def kind() -> str:
+    return "memory"
+
+
+def test_two_areas_of_a_slot_share_neither_segments_nor_snapshots(place: Path) -> None:
+    snapshots, standby = (
+        MemoryStore(place, JOB, RANK, SEGMENTS[:1]),
+        MemoryStore(place, JOB, RANK, SEGMENTS[:2], area="standby"),
+    )
+    write(snapshots, ONE)
+    with pytest.raises(NoRoom):
+        snapshots.reserve(SnapshotId(11, RANK), LAYOUT)
+    write(standby, ONE, 1)
+    assert read(snapshots, ONE) != read(standby, ONE)
+    standby.free(ONE)
+    assert snapshots.snapshots().sealed == (ONE,)
+    assert standby.snapshots().sealed == ()
+
+
+def test_an_areas_folder_is_named_after_it(place: Path) -> None:
+    store = MemoryStore(place, JOB, RANK, SEGMENTS, area="standby")
+    assert store.directory == place / JOB / f"standby-{RANK:03d}"
+    assert slot_directories(place, JOB, "standby") == {RANK: store.directory}
+    assert slot_directories(place, JOB) == {}
+
+
+def test_an_area_of_one_job_keeps_other_jobs_out_of_the_memory_dir(place: Path) -> None:
+    store = MemoryStore(place, JOB, RANK, SEGMENTS, area="standby")
+    with pytest.raises(UsageError, match="is in use by this process"):
+        MemoryStore(place, "another", RANK, SEGMENTS)
+    store.close()
+    with pytest.raises(UsageError, match="was left behind by job"):
+        MemoryStore(place, "another", RANK, SEGMENTS, area="standby")
+    store = MemoryStore(place, JOB, RANK, SEGMENTS, area="standby")
+    store.remove()
+    MemoryStore(place, "another", RANK, SEGMENTS).remove()
+
+
+def test_an_area_has_one_owner_at_a_time(place: Path) -> None:
+    store = MemoryStore(place, JOB, RANK, SEGMENTS, area="standby")
+    with pytest.raises(UsageError, match="in use by this process already"):
+        MemoryStore(place, JOB, RANK, SEGMENTS, area="standby")
+    store.close()
+    MemoryStore(place, JOB, RANK, SEGMENTS, area="standby").close()
+
+
+def test_removing_an_area_leaves_the_others(place: Path) -> None:
+    snapshots, standby = (MemoryStore(place, JOB, RANK, SEGMENTS, area=area) for area in ("slot", "standby"))
+    write(snapshots, ONE)
+    standby.remove()
+    assert snapshots.snapshots().sealed == (ONE,)
+    snapshots.remove()
+    assert not (place / JOB).exists()
+
+
+def test_what_was_being_written_in_an_area_when_its_process_died_is_torn_there(place: Path) -> None:
+    child = os.fork()
+    if not child:
+        store = MemoryStore(place, JOB, RANK, SEGMENTS, area="standby")
+        writer = store.reserve(ONE, LAYOUT)
+        writer.whole()[:8] = b"too late"
+        other = store.reserve(SnapshotId(9, RANK, LOG), LAYOUT)
+        other.whole()[:8] = b"in time!"
+        other.seal(FACTS)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    store = MemoryStore(place, JOB, RANK, SEGMENTS, area="standby")
+    assert store.snapshots().sealed == (SnapshotId(9, RANK, LOG),)
+    assert [one.snapshot for one in store.snapshots().torn] == [ONE]
+    write(store, ONE)
+    assert store.snapshots().torn == ()
+    store.close()
+
+
+@pytest.mark.parametrize("area", ["", "Standby", "../slot", "slot-1"])
+def test_an_area_that_cannot_be_a_folder_is_refused(place: Path, area: str) -> None:
+    with pytest.raises(UsageError, match="must be 1 to 16 letters a-z"):
+        MemoryStore(place, JOB, RANK, SEGMENTS, area=area)

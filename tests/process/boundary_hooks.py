@@ -1,0 +1,248 @@
+"""What tests of boundary logs do inside workers: train with logs, and hold against them what the neighbours received.
+
+Each rank leaves a JSON file; the tests judge what is in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+ITERATIONS = 4
+BASE = 1
+"""Where the earliest replay would start: the logs of the first iteration go."""
+KILLED_IN = 3
+JOB = "job"
+
+
+@contextlib.contextmanager
+def logged(folder: str, killed: int | None = None) -> Iterator[None]:
+    """Instead of training to the end: a few iterations whose boundary tensors are logged, then the comparison.
+
+    killed: a rank that dies, as by a signal, in the middle of the passes of iteration KILLED_IN.
+    """
+    from megatron.pretrain.loop import Trainer
+
+    def run(self: Trainer) -> None:
+        rank = Logged(self, Path(folder), killed)
+        rank.train()
+        (Path(folder) / f"rank-{torch.distributed.get_rank()}.json").write_text(json.dumps(rank.facts()))
+        rank.close()
+
+    with mock.patch.object(Trainer, "run", run):
+        yield
+
+
+class Received:
+    """What arrived in each iteration, by direction, in the order of arrival."""
+
+    def __init__(self) -> None:
+        self.tensors: list[dict[str, list[torch.Tensor]]] = []
+
+    def begin(self) -> None:
+        """The next iteration begins."""
+        self.tensors.append({"forward": [], "backward": []})
+
+    def add(self, from_prev: torch.Tensor | None, from_next: torch.Tensor | None) -> None:
+        """What one call is about to receive, or has received; looked at when the iteration has ended."""
+        for way, tensor in (("forward", from_prev), ("backward", from_next)):
+            if tensor is not None and self.tensors:
+                self.tensors[-1][way].append(tensor)
+
+    def end(self) -> None:
+        """The iteration has ended: keep copies."""
+        for tensors in self.tensors[-1].values():
+            tensors[:] = [tensor.detach().clone() for tensor in tensors]
+
+
+class Problems(logging.Handler):
+    """What the logs complain about."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+class Logged:
+    """Drives one trainer through some iterations with logs around them, and evaluations between them."""
+
+    def __init__(self, trainer: Any, folder: Path, killed: int | None) -> None:
+        from megatron.core.dist_checkpointing.moe.runtime.megatron import read_topology
+
+        self.trainer, self.folder, self.killed = trainer, folder, killed
+        self.rank, self.topology = torch.distributed.get_rank(), read_topology(8)
+        self.stage = self.topology.stage(self.rank)
+        self.received, self.problems = Received(), Problems()
+        logging.getLogger("megatron.core.dist_checkpointing.moe.runtime.logs").addHandler(self.problems)
+        self.coverage: list[tuple[int | None, str]] = []
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Real logs on a store of its own, fed by what the trainer's communicator is asked to send."""
+        from megatron.core import parallel_state
+        from megatron.core.dist_checkpointing.moe.capture.boundary import BoundaryRecorder, ThreadCopies
+        from megatron.core.dist_checkpointing.moe.policy.boundary import tensor_shape
+        from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
+        from megatron.core.dist_checkpointing.moe.runtime.communicator import BoundaryCommunicator
+        from megatron.core.dist_checkpointing.moe.runtime.keeper import Identity
+        from megatron.core.dist_checkpointing.moe.runtime.lanes import ThreadLane
+        from megatron.core.dist_checkpointing.moe.runtime.logs import BoundaryLogs, LogPlan, LogPorts
+        from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
+
+        config, training = self.trainer._transformer, self.trainer._state.config.training
+        shape = tensor_shape(
+            self.topology,
+            training.seq_length,
+            training.micro_batch_size,
+            config.hidden_size,
+            sequence_parallel=config.sequence_parallel,
+        )
+        self.microbatches = self.trainer._microbatches
+        dtype = str(config.pipeline_dtype).removeprefix("torch.")
+        self.plan = LogPlan(self.topology, self.rank, shape, dtype, 3, config.microbatch_group_size_per_vp_stage)
+        sizes = self.plan.sizes(self.microbatches)
+        self.store = MemoryStore(self.folder, JOB, self.rank, sizes, area="standby")
+        self.recorder = BoundaryRecorder(ThreadCopies())
+        ports = LogPorts(self.store, ThreadLane("logs"), self.recorder, SystemClock())
+        self.logs = BoundaryLogs(self.plan, Identity(JOB, {}, frozenset()), ports, timeout_s=60.0)
+        received = self.received
+
+        class Listening(BoundaryCommunicator):
+            """Notes what it receives."""
+
+            def _communicate(self, **asked: Any) -> Any:
+                found = super()._communicate(**asked)
+                received.add(*found[:2])
+                return found
+
+        group = parallel_state.get_pipeline_model_parallel_group()
+        self.trainer._boundary = Listening(group, config)
+        self.trainer._boundary.sink = self.recorder
+
+    def train(self) -> None:
+        """Iterations as a session frames them."""
+        trainer, batches = self.trainer, self.trainer._begin()
+        evaluate = trainer._evaluate_if_due
+        trainer._evaluate_if_due = lambda: (self.passed(), evaluate(), self.evaluated())
+        for iteration in range(1, ITERATIONS + 1):
+            self.logs.begins(iteration, self.microbatches)
+            self.received.begin()
+            if self.rank == self.killed and iteration == KILLED_IN:
+                self.die_while_sending()
+            trainer.iterate(batches)
+            self.commit(iteration)
+        assert self.logs.drain(60.0) == ""
+
+    def passed(self) -> None:
+        """The step is done; what an evaluation sends is none of the iteration."""
+        self.logs.passed()
+        self.received.end()
+        self.training, self.received.tensors = self.received.tensors, []
+
+    def evaluated(self) -> None:
+        """Back to what training received."""
+        self.received.tensors = self.training
+
+    def commit(self, iteration: int) -> None:
+        """As a session does at the end of an iteration."""
+        from megatron.core.dist_checkpointing.moe.types import StepJournal
+
+        found = self.logs.committed(iteration, StepJournal(float(iteration)), {"iteration": iteration}, BASE)
+        self.coverage.append((found.since, found.why))
+
+    def die_while_sending(self) -> None:
+        """Be killed when the second tensor of the iteration is about to be sent."""
+        import os
+
+        sent, count = self.recorder.sent, iter(range(1000))
+
+        def dying(direction: Any, tensor: torch.Tensor) -> None:
+            sent(direction, tensor)
+            if next(count):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        self.trainer._boundary.sink = mock.Mock(sent=dying)
+
+    def facts(self) -> dict[str, Any]:
+        """What this rank received against what its neighbours' logs hold, and how large its own logs are."""
+        from megatron.core.dist_checkpointing.moe.policy.boundary import sent_bytes
+        from megatron.core.dist_checkpointing.moe.types import LOG
+
+        torch.distributed.barrier()
+        item = torch.empty((), dtype=self.trainer._transformer.pipeline_dtype).element_size()
+        predicted = sent_bytes(self.topology, self.stage, self.microbatches, self.plan.shape, item)
+        own = [one for one in self.store.snapshots().sealed if one.kind == LOG]
+        held = {}
+        for snapshot in own:
+            with self.store.open(snapshot) as reader:
+                held[snapshot.iteration] = sum(record.nbytes for record in reader.manifest.records)
+        facts = {
+            "differences": [text for iteration in range(1, ITERATIONS + 1) for text in self.compared(iteration)],
+            "compared": [{way: len(all_) for way, all_ in one.items()} for one in self.received.tensors],
+            "checksums": self.checksums(own),
+            "predicted_bytes": predicted,
+            "log_bytes": held,
+            "coverage": self.coverage,
+            "problems": self.problems.said,
+        }
+        torch.distributed.barrier()
+        return facts
+
+    def checksums(self, own: list[Any]) -> list[str]:
+        """Of everything in this rank's logs."""
+        found = []
+        for snapshot in own:
+            with self.store.open(snapshot) as reader:
+                found += [record.xxh3 for record in reader.manifest.records]
+        return found
+
+    def compared(self, iteration: int) -> list[str]:
+        """Where the k-th tensor that came from a side is not the k-th one in the log of the rank there."""
+        from megatron.core.dist_checkpointing.moe.ports import SnapshotId
+        from megatron.core.dist_checkpointing.moe.store.ownership import slot_directories
+        from megatron.core.dist_checkpointing.moe.store.shelf import MemoryShelf
+        from megatron.core.dist_checkpointing.moe.types import LOG
+
+        step, world, found = self.topology.ranks_per_stage, self.topology.world_size, []
+        folders = slot_directories(self.folder, JOB, "standby")
+        for way, distance in (("forward", -step), ("backward", step)):
+            arrived = self.received.tensors[iteration - 1][way]
+            sender = (self.rank + distance) % world
+            shelf, snapshot = MemoryShelf(folders[sender]), SnapshotId(iteration, sender, LOG)
+            if snapshot not in shelf.snapshots().sealed:
+                found += [f"no log of iteration {iteration} of rank {sender}"] if iteration > BASE else []
+                continue
+            with shelf.open(snapshot) as reader:
+                keys = [one.key for one in reader.manifest.layout.fields if one.key.startswith(f"{way}/")]
+                logs = [bytes(reader.read(key)) for key in keys]
+            raw = [tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in arrived]
+            if len(logs) != len(raw):
+                found.append(f"{len(raw)} tensors came {way} from rank {sender}, its log has {len(logs)}")
+            found += [f"{iteration}: {key}" for key, one, other in zip(keys, logs, raw, strict=False) if one != other]
+        return found
+
+    def close(self) -> None:
+        """End the use of the store."""
+        self.recorder.close()
+        self.store.close()
+
+
+@contextlib.contextmanager
+def executed(**changes: Any) -> Iterator[None]:
+    """Run the schedules with other settings of Megatron-Core than the driver takes on this device."""
+    from megatron.pretrain import model
+
+    execution = model._execution
+    with mock.patch.object(model, "_execution", lambda config: execution(config) | changes):
+        yield

@@ -1,0 +1,101 @@
+"""What tests of local recovery do inside workers: count what is run before all stages stand together, kill there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from megatron.core.dist_checkpointing.moe.runtime.faults import kill_self
+
+
+@contextlib.contextmanager
+def counted(folder: str) -> Iterator[None]:
+    """Write down how many microbatches each rank ran before it rejoined the others, and where it stood then."""
+    import megatron.pretrain.loop as loop
+    from megatron.core.dist_checkpointing.moe.runtime.session import Session
+
+    forward, rejoin = loop.forward_step, Session.rejoin
+    passes = 0
+
+    def counting_forward(*arguments: Any, **options: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        return forward(*arguments, **options)
+
+    def noting_rejoin(self: Any) -> bool:
+        before = passes
+        recovered = rejoin(self)
+        plan = self._outcome.plan if self._outcome is not None else None
+        told = {"event": "rejoined", "recovered": recovered, "forwards": before}
+        if plan is not None:
+            told |= {"scope": plan.scope.value, "target": plan.target, "rolled": list(plan.roll_forward)}
+            told["stages"] = [list(one.stages) for one in plan.segments if one.replayed]
+        _note(folder, told)
+        return recovered
+
+    with mock.patch.object(loop, "forward_step", counting_forward), mock.patch.object(Session, "rejoin", noting_rejoin):
+        yield
+
+
+@contextlib.contextmanager
+def killed_at(folder: str, rank: int, place: str) -> Iterator[None]:
+    """SIGKILL for `rank`, once in the job, where it parks, begins anew, sends what others need, or waits for them."""
+    owner, name = _PLACES[place]()
+    original, marker = getattr(owner, name), Path(folder) / f"struck-{rank}-{place.replace(' ', '-')}"
+
+    def struck(*arguments: Any, **options: Any) -> Any:
+        if torch.distributed.get_rank() == rank and not marker.exists() and _is_there(place, *arguments):
+            marker.touch()
+            kill_self()
+        return original(*arguments, **options)
+
+    with mock.patch.object(owner, name, struck):
+        yield
+
+
+def _is_there(place: str, *arguments: Any) -> bool:
+    if place == "waiting":
+        return arguments[0]._waiting is not None
+    if place == "restarting":
+        return bool(arguments[0]._memory.snapshots().sealed)  # an earlier attempt was here
+    return True
+
+
+def _parking() -> tuple[Any, str]:
+    from megatron.core.dist_checkpointing.moe.recover.park import Parker
+
+    return Parker, "_park_state"
+
+
+def _session(name: str) -> Callable[[], tuple[Any, str]]:
+    def found() -> tuple[Any, str]:
+        from megatron.core.dist_checkpointing.moe.runtime.session import Session
+
+        return Session, name
+
+    return found
+
+
+def _sending() -> tuple[Any, str]:
+    from megatron.core.dist_checkpointing.moe.recover.fetch import Carrier
+
+    return Carrier, "_send"
+
+
+_PLACES: dict[str, Callable[[], tuple[Any, str]]] = {
+    "parking": _parking,
+    "restarting": _session("look"),
+    "sending": _sending,
+    "waiting": _session("rejoin"),
+}
+
+
+def _note(folder: str, event: dict[str, Any]) -> None:
+    with (Path(folder) / f"rank-{torch.distributed.get_rank()}.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\n")

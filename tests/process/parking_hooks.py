@@ -1,0 +1,358 @@
+"""What tests of parking do inside workers: lose peers at each collective of a step, park, come back, compare.
+
+In one job all faults follow each other: a lost peer is an error that is raised, not a process that ends. Up to the
+chosen collective all ranks take part; there some of them find garbage and an error, the others its result, and from
+there on nobody reaches anybody. Each rank leaves a JSON file; the tests judge what is in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from frozen_hooks import Frozen, Moment
+
+BEFORE, ITERATIONS = 1, 3
+KINDS = ("gradients", "finish", "loss", "step", "gather")
+"""The collectives of a step in their order: gradients are reduced over data-parallel ranks; tied embeddings are and
+expert biases updated; the mean loss; what the optimizer compares before it updates (overflows and norms); compute
+weights are gathered."""
+LOSERS = {"all": lambda rank: True, "odd": lambda rank: rank % 2 == 1, "the first": lambda rank: rank == 0}
+WAIT_S = 60.0
+
+
+@contextlib.contextmanager
+def interrupted(folder: str) -> Iterator[None]:
+    """Instead of training to the end: a few iterations as ever, then each of them again with each fault."""
+    from megatron.pretrain.loop import Trainer
+
+    def run(self: Trainer) -> None:
+        rank = torch.distributed.get_rank()
+        facts = Parking(self, Path(folder) / f"memory-{rank}").facts()
+        (Path(folder) / f"rank-{rank}.json").write_text(json.dumps(facts))
+
+    with mock.patch.object(Trainer, "run", run):
+        yield
+
+
+class Guarded:
+    """Stands where training has a session: all that it does is to follow the step."""
+
+    def __init__(self, guard: Any) -> None:
+        self.guard, self.inside, self.is_replaying = guard, False, False
+        self.passes, self.reduced = guard.passes, guard.reduced
+
+    def before_optimizer(self) -> float:
+        return 0.0
+
+    @contextlib.contextmanager
+    def stepping(self, iteration: int, *_unused: Any) -> Iterator[None]:
+        self.inside = True
+        try:
+            with self.guard.stepping(iteration):
+                yield
+        finally:
+            self.inside = False
+
+    def whole(self, iteration: int, _journal: Any) -> None:
+        self.guard.stands(iteration)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The peers are lost in collective `at` of this kind; `is_loser`: whether this rank is among those that fail."""
+
+    kind: str
+    at: int
+    is_loser: bool
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return KINDS.index(self.kind), self.at
+
+
+class Lost(RuntimeError):
+    """As gloo would say it."""
+
+    def __init__(self) -> None:
+        super().__init__("Connection closed by peer [127.0.0.1]:12345")
+
+
+class Network:
+    """Counts the collectives of a step, and breaks at a fault."""
+
+    def __init__(self, guarded: Guarded, fault: Fault | None = None) -> None:
+        self.guarded, self.fault = guarded, fault
+        self.counts = dict.fromkeys(KINDS, 0)
+        self.within = False
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """For the time of one step."""
+        from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+        reduce, gather = _ParamAndGradBucketGroup.start_grad_sync, _ParamAndGradBucketGroup.start_param_sync
+        all_reduce = torch.distributed.all_reduce
+
+        def reduced(group: Any, *arguments: Any, **options: Any) -> None:
+            buffers = [bucket.grad_data for bucket in group.buckets]
+            self.reach("gradients", lambda: reduce(group, *arguments, **options), buffers)
+
+        def gathered(group: Any, *arguments: Any, **options: Any) -> None:
+            self.reach("gather", lambda: gather(group, *arguments, **options), list(_foreign(group)))
+
+        def summed(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            kind = self.kind_of_sum()
+            if self.within or not kind:
+                return all_reduce(tensor, *arguments, **options)
+            return self.reach(kind, lambda: all_reduce(tensor, *arguments, **options), [tensor])
+
+        with (
+            mock.patch.object(_ParamAndGradBucketGroup, "start_grad_sync", reduced),
+            mock.patch.object(_ParamAndGradBucketGroup, "start_param_sync", gathered),
+            mock.patch.object(torch.distributed, "all_reduce", summed),
+        ):
+            yield
+
+    def kind_of_sum(self) -> str:
+        """What is being summed up here; empty within forward and backward passes."""
+        if self.guarded.inside:
+            return "step"
+        if self.guarded.guard.phase.name == "REDUCED":
+            return "loss"
+        return "finish" if self.counts["gradients"] else ""
+
+    def reach(self, kind: str, collective: Any, results: list[torch.Tensor]) -> Any:
+        """A collective of the step: it happens unless the peers are lost by now."""
+        place = (KINDS.index(kind), self.counts[kind])
+        self.counts[kind] += 1
+        if self.fault is not None and place > self.fault.place:
+            raise Lost
+        self.within = True
+        outcome = collective()
+        self.within = False
+        if self.fault is not None and place == self.fault.place and self.fault.is_loser:
+            with torch.no_grad():
+                for tensor in results:
+                    tensor.fill_(float("nan"))
+            raise Lost
+        return outcome
+
+
+def _foreign(group: Any) -> Iterator[torch.Tensor]:
+    """The weights of the buckets of a group that other ranks own."""
+    from megatron.core.distributed.param_and_grad_buffer import shard_buffer
+
+    for bucket in group.buckets:
+        shards = shard_buffer(bucket.param_data, group.intra_distributed_optimizer_instance_size)
+        own = group.intra_distributed_optimizer_instance_rank
+        yield from (shard for at, shard in enumerate(shards) if at != own)
+
+
+class Parking(Frozen):
+    """Drives one trainer through faults."""
+
+    def __init__(self, trainer: Any, folder: Path) -> None:
+        from megatron.core.dist_checkpointing.moe.runtime.megatron import (
+            live_restorer,
+            read_topology,
+            stepped_parameters,
+        )
+        from megatron.core.dist_checkpointing.moe.runtime.step_guard import StepGuard
+
+        super().__init__(trainer)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        self.folder, self.rank = folder, torch.distributed.get_rank()
+        live = (self.state.chunks, self.state.optimizer, read_topology(8))
+        self.guard = StepGuard(self.state.optimizer)
+        self.guarded = Guarded(self.guard)
+        self.restorer, self.stepped = live_restorer(*live), stepped_parameters(*live)
+        self.parker = self._parker()
+
+    def _parker(self) -> Any:
+        from megatron.core.dist_checkpointing.moe.capture.engines import ThreadEngine
+        from megatron.core.dist_checkpointing.moe.capture.snapshot import LiveCapturer
+        from megatron.core.dist_checkpointing.moe.recover.park import Parker, ParkPorts
+        from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
+        from megatron.core.dist_checkpointing.moe.runtime.gradients import LiveBuffers, LiveGradients
+        from megatron.core.dist_checkpointing.moe.runtime.keeper import Identity
+        from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
+
+        capturer = LiveCapturer(self.tensors, self.trainer_state, ThreadEngine())
+        self.buffers = LiveBuffers(self.tensors)
+        gradients = LiveGradients(self.state.optimizer, self.stepped, lambda: self.guard.prepared)
+        identity = Identity("job", {}, capturer.operators, timeline=(("first", 0),))
+        store = MemoryStore(self.folder, "job", self.rank, [1], area="standby")
+        ports = ParkPorts(
+            store,
+            capturer,
+            self.trainer_state,
+            SystemClock(),
+            self.rank,
+            identity.facts,
+            self.buffers,
+            gradients,
+        )
+        parker = Parker(ports)
+        store.resize(parker.sizes())
+        self.store = store
+        return parker
+
+    def train(self, session: Any = None) -> Any:
+        """The passes and the step of one iteration, with or without the guard; returns its journal."""
+        iteration = self.state.progress.iteration + 1
+        with mock.patch.object(self.trainer, "_session", session):
+            return self.trainer._train_step(iteration, self.batches).journal
+
+    def facts(self) -> dict[str, Any]:
+        """Of each fault what was parked, and what of it differs from a run without; all lists are empty if all is
+        well."""
+        for _ in range(BEFORE):
+            self.train()
+        moments = [self.moment()]
+        for _ in range(ITERATIONS):
+            moments.append(self.moment(self.train()))
+        pairs = list(itertools.pairwise(moments))
+        guarded = [self.fault_free(before, after) for before, after in pairs]
+        return {
+            "skipped": [moment.journal.skipped for moment in moments[1:]],
+            "guarded": [difference for found, _ in guarded for difference in found],
+            "faults": [
+                fault
+                for (before, after), (_, counts) in zip(pairs, guarded, strict=True)
+                for fault in self.faults(before, after, counts)
+            ],
+        }
+
+    def fault_free(self, before: Moment, after: Moment) -> tuple[list[str], dict[str, int]]:
+        """What differs when the step is followed and nothing happens, and how many collectives of each kind it had."""
+        network = Network(self.guarded)
+        self.prepare(before)
+        with network.watched():
+            journal = self.train(self.guarded)
+        return self.differences(self.moment(journal), after, after, set()), network.counts
+
+    def faults(self, before: Moment, after: Moment, counts: dict[str, int]) -> Iterator[dict[str, Any]]:
+        """Lose peers at each place of the step: the first, second and last collective of each kind."""
+        most: list[dict[str, int]] = [{}] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(most, counts)
+        for kind in KINDS:
+            last = max(count[kind] for count in most) - 1
+            for at in sorted({place for place in (0, 1, last) if 0 <= place <= last}):
+                for name, is_loser in LOSERS.items():
+                    fault = Fault(kind, at, is_loser(self.rank))
+                    yield {"kind": kind, "at": at, "losers": name} | self.fault(fault, before, after)
+
+    def prepare(self, before: Moment) -> None:
+        """Stand where an iteration begins."""
+        self.restore(before)
+        iteration = self.state.progress.iteration
+        self.guard.stands(iteration)
+        self.parker.note(iteration)
+
+    def fault(self, fault: Fault, before: Moment, after: Moment) -> dict[str, Any]:
+        """One step that is interrupted; parked, and what of it differs."""
+        from megatron.core.dist_checkpointing.moe.policy.parking import Cause
+
+        self.prepare(before)
+        failed = ""
+        with Network(self.guarded, fault).watched():
+            try:
+                self.train(self.guarded)
+            except Lost as error:
+                failed = str(error)
+        phase = self.guard.phase.name
+        decision = self.guard.decide(Cause.PEER_LOST)
+        parked = self.parker.park(decision, {}, WAIT_S)
+        steps = None if parked.iteration is None else parked.iteration - before.scalars["iteration"]
+        wrong = [parked.why] if parked.why else []
+        if steps is not None:
+            wrong += self.stored(parked.iteration, (before, after)[steps])
+        reaches = torch.tensor([int(steps == 1 or parked.gradients)])
+        torch.distributed.all_reduce(reaches, op=torch.distributed.ReduceOp.MIN)
+        if steps is not None and reaches.item():
+            wrong += self.back(parked, after)
+        elif parked.gradients:
+            self.come_back(parked, after)
+            wrong += self.compared(after, set())
+        self.parker.keep_only(None)
+        return {
+            "failed": failed,
+            "phase": phase,
+            "steps": steps,
+            "gradients": parked.gradients,
+            "reaches": bool(reaches.item()),
+            "wrong": wrong,
+        }
+
+    def stored(self, iteration: int, moment: Moment) -> list[str]:
+        """What of the parked state is not as it was after its iteration without a fault."""
+        from megatron.core.dist_checkpointing.moe.ports import RANDOM, SnapshotId
+        from megatron.core.dist_checkpointing.moe.types import PARKED, Part
+
+        with self.store.open(SnapshotId(iteration, self.rank, PARKED)) as reader:
+            found = []
+            for one, should in zip(self.tensors, moment.tensors, strict=True):
+                if one.serves(Part.FULL):
+                    value = torch.frombuffer(bytearray(reader.read(one.key)), dtype=should.dtype)
+                    found += [] if torch.equal(value, should) else [f"parked {one.key}"]
+            for name, data in moment.random.items():
+                found += [] if bytes(reader.read(f"{RANDOM}{name}")) == data else [f"parked random {name}"]
+            scalars = reader.manifest.facts.scalars["trainer"]
+            found += [f"parked {key}" for key in moment.scalars if repr(scalars[key]) != repr(moment.scalars[key])]
+        return found
+
+    def come_back(self, parked: Any, after: Moment) -> None:
+        """As after a restart: nothing is known but what is parked, and the journal and the scalars of the target."""
+        from megatron.core.dist_checkpointing.moe.ports import RANDOM, SnapshotId
+        from megatron.core.dist_checkpointing.moe.runtime.gradients import roll_forward
+        from megatron.core.dist_checkpointing.moe.types import GRADIENTS, PARKED, Part
+
+        self.scatter_numbers()
+        self.restorer.poison()
+        names = list(self.trainer_state.tensors())
+        with self.store.open(SnapshotId(parked.iteration, self.rank, PARKED)) as reader:
+            self.restorer.restore(reader.read, {Part.FULL: self.operators})
+            scalars = reader.manifest.facts.scalars["trainer"]
+            self.trainer_state.restore(scalars, {name: reader.read(f"{RANDOM}{name}") for name in names})
+        if parked.gradients:
+            with self.store.open(SnapshotId(parked.iteration + 1, self.rank, GRADIENTS)) as reader:
+                roll_forward(self.state.optimizer, self.stepped, reader.read, replace(after.journal))
+                self.buffers.restore(reader.read)
+                # Scalars of anybody; here, of the run without faults.
+                tensors = {name: reader.read(f"{RANDOM}{name}") for name in names}
+                self.trainer_state.restore(after.scalars, tensors)
+
+    def back(self, parked: Any, after: Moment) -> list[str]:
+        """All ranks come back to the target, and share their weights again; what differs."""
+        self.come_back(parked, after)
+        self.restorer.complete()
+        return [f"back {what}" for what in self.differences(self.moment(after.journal), after, after, set())]
+
+    def compared(self, after: Moment, _: set[Any]) -> list[str]:
+        """What of this rank's own state differs, where not all ranks reach the target."""
+        from megatron.core.dist_checkpointing.moe.types import Part
+
+        pairs = zip(self.tensors, after.tensors, strict=True)
+        return [
+            f"rolled {one.key}"
+            for one, should in pairs
+            if one.serves(Part.FULL) and not torch.equal(one.tensor, should)
+        ]
+
+    def scatter_numbers(self) -> None:
+        """Let random states, schedules and gradients be something else, as in a new process."""
+        torch.manual_seed(1234)
+        torch.rand(7)
+        for chunk in self.state.chunks:
+            chunk.zero_grad_buffer()
+        self.state.optimizer.zero_grad()

@@ -1,0 +1,67 @@
+"""How agents of nodes meet when one of them is lost at the worst moment."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
+from world import HANG_TIMEOUT_S, free_port
+
+from megatron.pretrain.meeting import BACKEND, NodesHandler, register_backend
+
+
+class Lost(Exception):
+    """What ends the thread that plays a node that is lost."""
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    monkeypatch.setenv("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
+    register_backend()
+    number = free_port()
+    store = TCPStore("localhost", number, is_master=True, wait_for_workers=False)
+    yield number
+    del store
+
+
+def handler(port: int) -> NodesHandler:
+    limits = {"is_host": False, "join_timeout": 100, "read_timeout": 3}
+    parameters = RendezvousParameters(BACKEND, f"localhost:{port}", "meeting-test", 2, 2, **limits)
+    found = rendezvous_handler_registry.create_handler(parameters)
+    assert isinstance(found, NodesHandler)
+    return found
+
+
+def test_when_the_first_node_is_lost_before_it_tells_where_to_listen_the_others_meet_again(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, spare = handler(port), handler(port), handler(port)
+    lost = threading.Event()
+    build = RendezvousStoreInfo.build
+
+    def told(rank: int, *rest: Any, **named: Any) -> RendezvousStoreInfo:
+        if rank == 0 and not lost.is_set():
+            lost.set()
+            raise Lost
+        return build(rank, *rest, **named)
+
+    monkeypatch.setattr(RendezvousStoreInfo, "build", told)
+    with ThreadPoolExecutor(3) as threads:
+        doomed = threads.submit(first.next_rendezvous)
+        survivor = threads.submit(second.next_rendezvous)
+        with pytest.raises(Lost):
+            doomed.result(HANG_TIMEOUT_S)
+        first._stop_heartbeats()  # all that is left of a lost node
+        replacement = threads.submit(spare.next_rendezvous)
+        met = [found.result(HANG_TIMEOUT_S) for found in (survivor, replacement)]
+    assert sorted(one.rank for one in met) == [0, 1]
+    assert {one.world_size for one in met} == {2}
+    for one in (second, spare):
+        one._stop_heartbeats()

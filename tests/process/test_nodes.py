@@ -1,0 +1,135 @@
+"""Several nodes played on one machine: who replaces whom, and how all end. The agents here only pretend to train."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from world import HANG_TIMEOUT_S, ROOT, free_port
+
+from megatron.pretrain.processes import kill_processes_with, processes_with
+
+PATIENCE_S = 3.0
+RUN_NODES = """
+import logging, sys
+from megatron.pretrain.nodes import run_nodes
+logging.basicConfig(format="%(message)s")
+endpoint, nodes, spares, patience_s, run_id, *command = sys.argv[1:]
+sys.exit(run_nodes(command, endpoint, int(nodes), int(spares), run_id=run_id, patience_s=float(patience_s)))
+"""
+WORKER = "import os, time; time.sleep(600)"
+AGENT = f"""
+import os, pathlib, signal, subprocess, sys, time
+folder, name = pathlib.Path(sys.argv[1]), os.environ["MOE_CKPT_NODE"]
+environment = os.environ | {{"TORCHELASTIC_RUN_ID": sys.argv[2]}}
+quiet = {{"start_new_session": True, "stderr": subprocess.DEVNULL}}
+worker = subprocess.Popen([sys.executable, "-c", {WORKER!r}], env=environment, **quiet)
+(folder / f"{{name}}.pid").write_text(str(os.getpid()))
+while not (folder / f"{{name}}.code").exists() and not (folder / "all.code").exists():
+    time.sleep(0.02)
+worker.kill()
+own = folder / f"{{name}}.code"
+sys.exit(int((own if own.exists() else folder / "all.code").read_text()))
+"""
+
+
+class Nodes:
+    """A launcher of pretended agents."""
+
+    def __init__(self, folder: Path, spares: int) -> None:
+        self.folder, self.run_id = folder, f"nodes-test-{os.getpid()}-{folder.name}"
+        command = [sys.executable, "-c", AGENT, str(folder), self.run_id]
+        arguments = [f"localhost:{free_port()}", "2", str(spares), str(PATIENCE_S), self.run_id]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RUN_NODES, *arguments, *command], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        )
+
+    def pid(self, name: str) -> int:
+        """The agent of a node, once it runs."""
+        path, deadline = self.folder / f"{name}.pid", time.monotonic() + HANG_TIMEOUT_S
+        while not path.exists() or not path.read_text():
+            assert time.monotonic() < deadline, f"{name} was not started; there are {os.listdir(self.folder)}"
+            time.sleep(0.02)
+        return int(path.read_text())
+
+    def lose(self, name: str) -> None:
+        """Kill an agent."""
+        os.kill(self.pid(name), signal.SIGKILL)
+
+    def ends(self, name: str, code: int) -> None:
+        """Let an agent, or `all`, end."""
+        (self.folder / f"{name}.tmp").write_text(str(code))
+        (self.folder / f"{name}.tmp").rename(self.folder / f"{name}.code")
+
+    def wait(self) -> tuple[int, str]:
+        """Exit code and what was said."""
+        said = self.process.communicate(timeout=HANG_TIMEOUT_S)[1]
+        return self.process.returncode, said
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    for run_id in {found["TORCHELASTIC_RUN_ID"] for _, found in _ours(tmp_path)}:
+        kill_processes_with({"TORCHELASTIC_RUN_ID": run_id})
+
+
+def _ours(folder: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    for pid, found in processes_with({}):
+        if found.get("TORCHELASTIC_RUN_ID", "").endswith(folder.name):
+            yield pid, found
+
+
+def test_a_node_that_is_lost_while_another_is_being_replaced_is_replaced_too(folder: Path) -> None:
+    nodes = Nodes(folder, spares=3)
+    nodes.pid("node-1")
+    for lost in ("node-0", "node-1", "node-2"):
+        nodes.lose(lost)
+    nodes.pid("node-3"), nodes.pid("node-4")
+    nodes.ends("all", 0)
+    code, said = nodes.wait()
+    assert code == 0, said
+    assert "node-2 is lost; node-4 takes its place" in said
+
+
+def test_workers_of_a_lost_node_do_not_outlive_it(folder: Path) -> None:
+    nodes = Nodes(folder, spares=1)
+    nodes.pid("node-1")
+    nodes.lose("node-0")
+    nodes.pid("node-2")
+    assert {found["MOE_CKPT_NODE"] for _, found in _ours(folder)} == {"node-1", "node-2"}
+    nodes.ends("all", 0)
+    assert nodes.wait()[0] == 0
+
+
+def test_when_the_spares_are_used_up_the_others_are_ended_and_it_is_told(folder: Path) -> None:
+    nodes = Nodes(folder, spares=0)
+    nodes.lose("node-1")
+    code, said = nodes.wait()
+    assert code == 1
+    assert "node-1 is lost, and all 2 nodes have been used up" in said
+    assert "node-0 did not end within 3 s after the job had failed; told to end" in said
+
+
+def test_the_exit_code_is_that_of_the_agent_that_failed(folder: Path) -> None:
+    nodes = Nodes(folder, spares=1)
+    nodes.pid("node-0")
+    nodes.ends("node-1", 7)
+    nodes.ends("node-0", 0)
+    assert nodes.wait()[0] == 7
+
+
+def test_a_signal_ends_all_nodes_and_none_is_replaced(folder: Path) -> None:
+    nodes = Nodes(folder, spares=5)
+    agents = nodes.pid("node-0"), nodes.pid("node-1")
+    nodes.process.send_signal(signal.SIGTERM)
+    code, said = nodes.wait()
+    assert code == 128 + signal.SIGTERM, said
+    assert "takes its place" not in said
+    assert not any(Path(f"/proc/{pid}").exists() for pid in agents)

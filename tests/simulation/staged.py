@@ -1,0 +1,305 @@
+"""Simulated jobs with pipeline stages: boundary logs, parked survivors, and recoveries of the failed stages alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from simulated import SMALL, journal_of
+
+from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
+from megatron.core.dist_checkpointing.moe.policy.parking import Cause, StepPhase, decide
+from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
+from megatron.core.dist_checkpointing.moe.policy.strategies import STRATEGIES, Job, Room
+from megatron.core.dist_checkpointing.moe.policy.timelines import Timeline, continued
+from megatron.core.dist_checkpointing.moe.ports import RANDOM, PeerLost
+from megatron.core.dist_checkpointing.moe.recover.park import Parker, ParkPorts
+from megatron.core.dist_checkpointing.moe.replay.densify import Replay
+from megatron.core.dist_checkpointing.moe.replicate.replicator import Replicator
+from megatron.core.dist_checkpointing.moe.runtime.coordinator import Coordinator, Ports
+from megatron.core.dist_checkpointing.moe.runtime.keeper import Identity, Keeper
+from megatron.core.dist_checkpointing.moe.runtime.logs import BoundaryLogs, LogPlan, LogPorts
+from megatron.core.dist_checkpointing.moe.runtime.recovery import Outcome, Recovery, RecoveryPorts, Waiting
+from megatron.core.dist_checkpointing.moe.runtime.rooms import fit_memory, gathered_sizes, segment_sizes
+from megatron.core.dist_checkpointing.moe.simulate.job import RankPorts, SimulatedJob, Start
+from megatron.core.dist_checkpointing.moe.simulate.pipeline import (
+    TENSOR_BYTES,
+    FakeBuffers,
+    FakeFeed,
+    FakeGradients,
+    FakeRecorder,
+    FakeStage,
+)
+from megatron.core.dist_checkpointing.moe.simulate.rank import FakeExecution
+from megatron.core.dist_checkpointing.moe.simulate.world import World
+from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Scope, StepJournal, Topology, expert
+
+MICROBATCHES, PER_STAGE = 2, 2
+
+
+def operators_of(stage: int) -> list[OperatorId]:
+    """A layer with two experts."""
+    kinds = (OperatorKind.NON_EXPERT, OperatorKind.ROUTER)
+    return [*(OperatorId(stage, kind) for kind in kinds), expert(stage, 0), expert(stage, 1)]
+
+
+def shards(rank: int) -> dict[OperatorId, int]:
+    """Every rank of a stage has one of its experts, and a part of all else."""
+    stage, within = divmod(rank, PER_STAGE)
+    owned = [one for one in operators_of(stage) if not one.is_expert or one.expert == within]
+    return {operator: 8 + at for at, operator in enumerate(owned)}
+
+
+@dataclass
+class Seen:
+    """What happened in the recoveries of a job: by start, what each rank did."""
+
+    outcomes: list[tuple[int, int, Outcome]] = field(default_factory=list)
+    replayed: list[tuple[int, int, range]] = field(default_factory=list)
+    waited: list[tuple[int, int]] = field(default_factory=list)
+    rolled: list[tuple[int, int]] = field(default_factory=list)
+    anew: list[int] = field(default_factory=list)
+    parked: list[tuple[int, int, int | None, str]] = field(default_factory=list)
+
+    def scopes(self) -> list[Scope]:
+        """Of each recovery, in order."""
+        return [outcome.plan.scope for _, rank, outcome in self.outcomes if rank == 0]
+
+
+@dataclass
+class Staged:
+    """A job with `stages` pipeline stages of two ranks each under sparse windows; `between` as in Simulation."""
+
+    stages: int = 2
+    window: int = 3
+    iterations: int = 12
+    recovery: str = "auto"
+    clips: bool = True
+    nodes: Callable[[int], tuple[int, ...]] = lambda start: ()
+    wipe: bool = False
+    replicas: int = 1
+    between: Callable[[SimulatedJob], None] | None = None
+    notice_s: float = 0.05
+    seen: Seen = field(default_factory=Seen)
+    job: SimulatedJob | None = None
+
+    @property
+    def ranks(self) -> int:
+        return self.stages * PER_STAGE
+
+    @property
+    def config(self) -> MoECheckpointConfig:
+        return MoECheckpointConfig(
+            strategy="sparse", window=str(self.window), replicas=self.replicas, timeout_s=60.0, recovery=self.recovery
+        )
+
+    def topology(self, start: int) -> Topology:
+        nodes = self.nodes(start) or tuple(rank % 2 for rank in range(self.ranks))
+        return Topology(self.ranks, pp=self.stages, ep=PER_STAGE, nodes=nodes)
+
+    def run(self, seed: int, **crash: object) -> tuple[World, list[Start]]:
+        """Train to the end; all state is compared with what it must be after each recovery, and at the end."""
+        world = World(seed, **crash)  # type: ignore[arg-type]
+        job = self.job = SimulatedJob(
+            world, self.ranks, shards, SMALL,
+            nodes=lambda start: self.topology(start).nodes or (), wipe=self.wipe, notice_s=self.notice_s, max_starts=14,
+        )  # fmt: skip
+        starts = job.run(self._make)
+        for rank, model in job.models.items():
+            assert model.iteration == self.iterations, f"rank {rank} ended at {model.iteration}\n{world.story()}"
+            assert not model.wrong(), f"rank {rank}: {model.wrong()}\n{world.story()}"
+        return world, starts
+
+    def _make(self, rank: int, ports: RankPorts) -> Callable[[], None]:
+        if self.between is not None and rank == 0 and ports.start and self.job is not None:
+            self.between(self.job)
+        return StagedRank(self, rank, ports).main
+
+
+class StagedRank:
+    """One rank in one start, as Session and the training loop go about it."""
+
+    def __init__(self, job: Staged, rank: int, ports: RankPorts) -> None:
+        self._of, self._rank, self._ports, self._seen = job, rank, ports, job.seen
+        self._control, self._data = ports.transport("control", 20.0), ports.transport("data", 5.0)
+        self._train = ports.transport("train", 30.0)
+        topology = self._topology = job.topology(ports.start)
+        operators = tuple(sorted(one for stage in range(job.stages) for one in operators_of(stage)))
+        sizes = gathered_sizes(ports.capturer, self._control)
+        self._job = Job(job.config, operators, topology, 64, job.iterations, topk=2, sizes=sizes)
+        self._strategy = STRATEGIES["sparse"](self._job)
+        placement = place_replicas(topology, job.replicas)
+        self._peers, self._owners = placement.peers[rank], placement.kept_by[rank]
+        self._identity = Identity("job", {"world_size": job.ranks}, ports.capturer.operators, "sparse")
+        self._rooms: tuple[Room, ...] | None = None
+        self._make_room()
+        self._recorder = FakeRecorder(ports.world)
+        self._stage = FakeStage(ports.model, topology, self._train, self._recorder)
+        self._lookback = max(self._strategy.lookback, 1)
+        plan = LogPlan(topology, rank, (TENSOR_BYTES,), "uint8", self._lookback)
+        self._log_plan, self._logs_lane = plan, ports.lane("logs")
+        self._gradients, self._buffers = FakeGradients(ports.model), FakeBuffers(ports.model)
+        self._phase, self._coordinator = StepPhase.IDLE, None
+        self._whole, self._journal = 0, StepJournal()
+        self._attend(())
+        ports.standby.resize([*self._parker.sizes(), *plan.sizes(MICROBATCHES)])
+
+    def main(self) -> None:
+        """Recover or begin anew, then train to the end; park when a peer is lost."""
+        try:
+            self._train_on(self._recovered())
+        except PeerLost:
+            self._park()
+            raise
+
+    def _attend(self, timeline: Timeline) -> None:
+        ports, identity = self._ports, replace(self._identity, timeline=timeline)
+        self._logs = BoundaryLogs(
+            self._log_plan, identity, LogPorts(ports.standby, self._logs_lane, self._recorder, ports.clock),
+            timeout_s=10.0,
+        )  # fmt: skip
+        self._parker = Parker(
+            ParkPorts(
+                ports.standby, ports.capturer, ports.trainer, ports.clock, self._rank, identity.facts, self._buffers,
+                self._gradients,
+            )
+        )  # fmt: skip
+
+    def _train_on(self, outcome: Outcome | None) -> None:
+        ports, model, train = self._ports, self._ports.model, self._train
+        timeline = continued(outcome.timeline if outcome else (), f"{ports.start:06d}", model.iteration)
+        coordinator = self._coordinator = self._protected(timeline)
+        if outcome is not None:
+            coordinator.resume(outcome)
+        self._attend(timeline)
+        self._stands(model.iteration, self._journal)
+        for iteration in range(model.iteration + 1, self._of.iterations + 1):
+            self._logs.begins(iteration, MICROBATCHES)
+            self._phase = StepPhase.PASSES
+            self._stage.run(MICROBATCHES)
+            self._with_stage(b"gradients")
+            self._phase = StepPhase.REDUCED
+            coordinator.before_optimizer()
+            if self._of.clips:
+                train.total([1])  # the norm of all gradients
+            self._phase = StepPhase.UPDATING
+            model.step()
+            self._phase, self._journal = StepPhase.UPDATED, journal_of(self._rank, iteration)
+            self._with_stage(b"weights")
+            self._stands(iteration, self._journal)
+            coordinator.step_end(iteration, None, self._journal)
+            self._logs.committed(iteration, self._journal, ports.trainer.scalars(), coordinator.oldest_base)
+            self._parker.keep_only(None)
+        coordinator.shutdown()
+
+    def _with_stage(self, data: bytes) -> None:
+        """What data-parallel ranks exchange: gradients before a step, weights after it."""
+        for other in self._topology.stage_ranks(self._topology.stage(self._rank)):
+            if other != self._rank:
+                mine = self._train.send(other, data)
+                self._train.receive(other, memoryview(bytearray(len(data)))).wait()
+                mine.wait()
+
+    def _stands(self, iteration: int, journal: StepJournal) -> None:
+        self._whole, self._journal, self._phase = iteration, journal, StepPhase.IDLE
+        self._parker.note(iteration)
+
+    def _park(self) -> None:
+        if self._coordinator is not None:
+            self._coordinator.failure()
+        self._train.drop("this rank hangs up")
+        decision = decide(self._phase, Cause.PEER_LOST, self._whole)
+        self._logs.drain(5.0)
+        scalars = {"journal": self._journal.to_data(), "strategy": self._strategy.to_data()}
+        done = self._parker.park(decision, scalars, 5.0)
+        self._seen.parked.append((self._ports.start, self._rank, done.iteration, done.why))
+
+    def _recovered(self) -> Outcome | None:
+        ports, model = self._ports, self._ports.model
+        self._execution = FakeExecution(model, ports.world)
+        recovery = Recovery(
+            self._job,
+            self._strategy,
+            RecoveryPorts(
+                ports.memory, None, self._data, ports.restorer, ports.trainer, ports.clock,
+                execution=self._execution, make_room=self._make_room, standby=ports.standby, boundary=FakeFeed,
+            ),
+            self._identity,
+            self._owners,
+        )  # fmt: skip
+        outcome = self._carried_out(recovery) if recovery.look() is not None else None
+        if outcome is None:
+            assert model.iteration == 0 and not model.wrong(), "all copies proved damaged"
+            recovery.discard()
+            self._strategy = STRATEGIES["sparse"](self._job)
+            self._seen.anew.append(ports.start)
+            return None
+        model.iteration = outcome.plan.target
+        assert not model.wrong(), (self._rank, outcome.plan, model.wrong(), ports.world.story())
+        self._seen.outcomes.append((ports.start, self._rank, outcome))
+        self._journal = journal_of(self._rank, outcome.plan.target)
+        return outcome
+
+    def _carried_out(self, recovery: Recovery) -> Outcome | None:
+        done, model, target = recovery.carry_out(), self._ports.model, recovery.plan.target if recovery.plan else 0
+        if done is None or isinstance(done, Outcome):
+            return done
+        self._attend(recovery.timeline)
+        if isinstance(done, Waiting):
+            assert self._rank not in done.replaying
+            self._seen.waited.append((self._ports.start, self._rank))
+            if done.roll is not None:
+                self._roll(done)
+        else:
+            self._replay(done)
+        assert model.iteration == target
+        self._stands(target, journal_of(self._rank, target))
+        self._phase = StepPhase.REJOINING
+        return recovery.finish()
+
+    def _roll(self, waiting: Waiting) -> None:
+        roll = waiting.roll
+        assert roll is not None and roll.journal.grad_norm == journal_of(self._rank, roll.iteration).grad_norm
+        self._phase = StepPhase.ROLLING_FORWARD
+        keys = [one.key for one in roll.gradients.manifest.layout.fields if one.key != FakeGradients.KEY]
+        assert any(key.startswith(RANDOM) for key in keys)
+        self._gradients.roll_forward(roll.gradients.read, keys)
+        self._ports.trainer.restore_common(roll.trainer)
+        self._seen.rolled.append((self._ports.start, self._rank))
+
+    def _replay(self, replay: Replay) -> None:
+        self._phase, model = StepPhase.REPLAYING, self._ports.model
+        replay.begin()
+        for iteration in replay.iterations:
+            assert (replay.iteration, replay.journal.grad_norm) == (iteration, iteration / 8)
+            logs_again = iteration in replay.unlogged
+            if logs_again:
+                self._logs.begins(iteration, MICROBATCHES)
+            feed = replay.boundary
+            assert feed is None or isinstance(feed, FakeFeed)
+            self._stage.run(MICROBATCHES, feed)
+            model.step()
+            recorded = replay.journal
+            replay.stepped(journal_of(self._rank, iteration))
+            if logs_again:
+                self._logs.committed(iteration, recorded, self._ports.trainer.scalars(), None)
+        self._logs.drain(5.0)
+        self._seen.replayed.append((self._ports.start, self._rank, replay.iterations))
+
+    def _protected(self, timeline: Timeline) -> Coordinator:
+        ports, identity = self._ports, replace(self._identity, timeline=timeline)
+        replicator = Replicator(self._data, self._peers, self._owners) if self._of.replicas else None
+        keeper = Keeper(ports.memory, replicator, self._data, ports.clock, identity, owners=self._owners)
+        used = Ports(
+            ports.memory, ports.capturer, ports.trainer, self._control, ports.lane, ports.clock, self._owners,
+            self._rooms,
+        )  # fmt: skip
+        return Coordinator(self._job, self._strategy, used, keeper, None)
+
+    def _make_room(self) -> None:
+        rooms = self._strategy.rooms()
+        if rooms != self._rooms:
+            sizes = segment_sizes(rooms, self._ports.capturer, self._control, self._owners)
+            done, _ = fit_memory(self._ports.memory, sizes, self._control)
+            assert done
+            self._rooms = rooms

@@ -1,0 +1,227 @@
+"""The timeline of a recovery: what ranks leave, tell and what is made of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.core.dist_checkpointing.moe.recover.episode import Episode, gather_episode, merged, told
+from megatron.core.dist_checkpointing.moe.recover.marks import FILE, Mark, Marks, forget, left_in
+from megatron.core.dist_checkpointing.moe.types import RecoveryPlan, Topology
+from megatron.core.dist_checkpointing.moe.types.recovery import Scope, Segment
+
+TOPOLOGY = Topology(world_size=4, pp=2, ep=2, ranks_per_node=2)
+PLAN = RecoveryPlan(7, Scope.LOCAL, (Segment((1,), 4, 7),), ())
+AFTER = dict.fromkeys(("restarted", "rendezvous", "built", "inventory", "planned", "fetched", "rejoined"), 0.0)
+
+
+def fault(detected_s: float, parked_s: float, attempt: str = "1") -> dict[str, Any]:
+    return {"attempt": attempt, "times": {"detected": detected_s, "parked": parked_s}}
+
+
+def row(*earlier: dict[str, Any], clock_s: float = 120.0, **times: float) -> dict[str, Any]:
+    at = dict(zip(AFTER, range(110, 117), strict=True))
+    return {"clock_s": clock_s, "times": at | times, "earlier": list(earlier)}
+
+
+def episode(*rows: dict[str, Any], plan: RecoveryPlan = PLAN) -> Episode:
+    return merged(rows, plan, TOPOLOGY)
+
+
+class Wall:
+    """A clock that is set by hand."""
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_parts_last_from_one_slowest_rank_to_the_next_and_sum_up_to_the_whole() -> None:
+    found = episode(row(fault(100, 101)), row(fault(100.5, 104)), row(), row(replayed=115.5, rejoined=118))
+    assert found.parts == {
+        "detect": 0.5,
+        "park": 3.5,
+        "restart": 6,
+        "rendezvous": 1,
+        "build": 1,
+        "inventory": 1,
+        "plan": 1,
+        "fetch": 1,
+        "replay": 0.5,
+        "rejoin": 2.5,
+    }
+    assert found.total_s == 18
+    assert found.begun_s == 100
+    assert found.is_whole
+
+
+def test_the_slowest_rank_of_each_part_is_named() -> None:
+    found = episode(row(fault(100, 101)), row(fault(100.5, 100.6)), row(planned=115), row(replayed=116, rejoined=118))
+    assert found.slowest["detect"] == 1
+    assert found.slowest["park"] == 0
+    assert found.slowest["plan"] == 2
+    assert found.slowest["replay"] == 3
+
+
+def test_ranks_that_died_left_nothing_and_the_others_tell_when_it_was() -> None:
+    found = episode(row(), row(fault(100, 101)), row(), row())
+    assert found.total_s == 16
+    assert found.told_by == 1
+
+
+def test_when_nobody_left_word_the_timeline_begins_with_the_restart_and_says_so() -> None:
+    found = episode(row(restarted=109), row(), row(), row())
+    assert not found.is_whole
+    assert found.begun_s == 109
+    assert found.parts["restart"] == 1
+    assert next(iter(found.lines())).startswith("timeline: 7.00 s from the restart to rejoin")
+    assert "missing" in list(found.lines())[1]
+
+
+def test_a_recovery_that_was_interrupted_counts_from_the_first_fault_on() -> None:
+    found = episode(
+        row(fault(100, 101)), row(fault(100.2, 101), fault(105, 106, "2")), row(fault(105.1, 105.2, "2")), row()
+    )
+    assert found.attempts == 2
+    assert found.parts["vain"] == 5
+    assert found.parts["park"] == pytest.approx(0.9)
+    assert found.total_s == 16
+    assert "2 attempts" in list(found.lines())[1]
+
+
+def test_a_part_that_nobody_passed_is_left_out_and_its_time_belongs_to_the_next_one() -> None:
+    rows = [row(fault(100, 101)) for _ in range(4)]
+    for one in rows:
+        del one["times"]["built"]
+    found = episode(*rows)
+    assert "replay" not in found.parts
+    assert "build" not in found.parts
+    assert found.parts["inventory"] == 2
+
+
+def test_a_clock_that_jumped_back_makes_no_part_negative() -> None:
+    found = episode(row(fault(100, 101), rendezvous=90), row(rendezvous=90), row(rendezvous=90), row(rendezvous=90))
+    assert found.parts["rendezvous"] == 0
+    assert found.total_s == 16
+
+
+def test_a_node_whose_clock_is_off_is_corrected_by_what_it_is_off_and_that_is_told() -> None:
+    def late(one: dict[str, Any], by_s: float) -> dict[str, Any]:
+        times = {name: at_s + by_s for name, at_s in one["times"].items()}
+        earlier = [fault(one["times"]["detected"] + by_s, one["times"]["parked"] + by_s) for one in one["earlier"]]
+        return {"clock_s": one["clock_s"] + by_s, "times": times, "earlier": earlier}
+
+    right = [row(fault(100, 101)), row(), row(fault(100.5, 104)), row(replayed=115.5)]
+    off = [*right[:2], *(late(one, 3600) for one in right[2:])]
+    assert episode(*off).parts == pytest.approx(episode(*right).parts)
+    assert episode(*off).clocks_s == 3600
+    assert "clocks of nodes differ by 3600.00 s" in list(episode(*off).lines())[-1]
+
+
+def test_a_rank_that_reads_its_clock_late_does_not_make_the_clock_of_its_node_wrong() -> None:
+    found = episode(row(fault(100, 101)), row(), row(clock_s=120.1), row(clock_s=123))
+    assert found.clocks_s == 0
+    assert found.total_s == 16
+
+
+def test_the_line_says_who_replayed_and_how_much() -> None:
+    line = next(iter(episode(row(fault(100, 101)), row(), row(), row(replayed=116)).lines()))
+    assert "(local; 2 of 4 ranks replayed up to 3 iterations): detect 0.00, park 1.00, restart 9.00" in line
+    dense = RecoveryPlan(7, Scope.GLOBAL, (Segment((0, 1), 7, 7),), ())
+    assert "(global; no replay)" in next(iter(episode(row(), row(), row(), row(), plan=dense).lines()))
+
+
+def test_json_gives_the_same_episode_back() -> None:
+    found = episode(row(fault(100, 101)), row(), row(), row(replayed=116))
+    data = json.loads(json.dumps(found.to_data()))
+    assert Episode.from_data(data) == found
+    assert data["total_s"] == found.total_s
+
+
+def test_a_fault_is_detected_once_and_other_points_count_when_they_are_passed_last() -> None:
+    wall = Wall(1.0)
+    marks = Marks(wall)
+    for mark in (Mark.DETECTED, Mark.PLANNED):
+        marks.mark(mark)
+    wall.now_s = 2.0
+    for mark in (Mark.DETECTED, Mark.PLANNED):
+        marks.mark(mark)
+    assert marks.times() == {"detected": 1.0, "planned": 2.0}
+
+
+def test_a_point_can_be_noted_after_the_fact() -> None:
+    marks = Marks(Wall(9.0))
+    marks.mark(Mark.DETECTED, 4.5)
+    assert marks.times() == {"detected": 4.5}
+
+
+def test_what_a_process_leaves_the_next_one_finds_and_tells(tmp_path: Path) -> None:
+    marks = Marks(Wall(100.0))
+    marks.mark(Mark.DETECTED)
+    marks.mark(Mark.PARKED, 101.0)
+    marks.leave(tmp_path, "1")
+    earlier = left_in(tmp_path)
+    assert told(Marks(Wall(5.0)), earlier) == {"clock_s": 5.0, "times": {}, "earlier": [fault(100.0, 101.0)]}
+
+
+def test_faults_before_the_recovery_is_over_are_kept_side_by_side_and_forgotten_together(tmp_path: Path) -> None:
+    for attempt in ("1", "2", "2"):
+        Marks(Wall(float(attempt))).leave(tmp_path, attempt)
+    assert [one["attempt"] for one in left_in(tmp_path)] == ["1", "2"]
+    forget(tmp_path)
+    assert left_in(tmp_path) == []
+    forget(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[1]", '[{"attempt": "1"}]', '[{"attempt": "1", "times": {"parked": "x"}}]']
+)
+def test_a_damaged_file_of_marks_counts_as_none_and_is_told(
+    content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / FILE).write_text(content)
+    assert left_in(tmp_path) == []
+    assert "not readable" in caplog.text
+
+
+def test_marks_that_cannot_be_kept_do_not_disturb_a_failing_rank(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Marks().leave(tmp_path / "gone", "1")
+    assert "cannot be kept" in caplog.text
+
+
+def test_marks_of_later_versions_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(json.dumps([{"attempt": "1", "times": {"detected": 3, "teleported": 4}}]))
+    assert left_in(tmp_path)[0]["times"] == {"detected": 3.0}
+
+
+class Alone:
+    """A transport of ranks that all say the same."""
+
+    rank, world_size = 0, 4
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def least(self, values: list[int]) -> tuple[int, ...]:
+        self.calls.append("least")
+        return tuple(values)
+
+    def gather(self, value: Any) -> list[Any]:
+        self.calls.append("gather")
+        return [json.loads(json.dumps(value))] * 4
+
+
+def test_clocks_are_read_right_after_all_ranks_have_met() -> None:
+    transport, marks = Alone(), Marks(Wall(118.0))
+    marks.mark(Mark.RESTARTED, 110.0)
+    marks.mark(Mark.REJOINED)
+    found = gather_episode(transport, marks, [fault(100.0, 101.0)], PLAN, TOPOLOGY)  # type: ignore[arg-type]
+    assert transport.calls == ["least", "gather"]
+    assert found.parts == {"detect": 0.0, "park": 1.0, "restart": 9.0, "rejoin": 8.0}
