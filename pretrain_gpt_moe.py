@@ -8,6 +8,7 @@ from megatron.core.dist_checkpointing.moe.recover.marks import Mark, Marks
 from megatron.pretrain.config import PretrainConfig, parse_config
 from megatron.pretrain.config.validate import resolve
 from megatron.pretrain.ending import exit_code_of
+from megatron.pretrain.errors import PretrainError, TrainingFailure
 from megatron.pretrain.initialize import Launch, initialize, probe_environment, shut_down
 from megatron.pretrain.logs import configure_logging
 from megatron.pretrain.processes import started_s
@@ -44,6 +45,9 @@ def pretrain(config: PretrainConfig, launch: Launch, marks: Marks) -> None:
     except BaseException as error:
         if session is not None:
             leave(session, error)
+            if session.replays_alone and isinstance(error, PretrainError):
+                # Rank 0, which speaks for all, may be one of those that wait and know nothing of it.
+                raise TrainingFailure(str(error)) from error
         raise
     finally:
         ending.uninstall()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 _DESCRIPTORS = Path("/proc/self/fd")
 _ABORT_TIMEOUT_S = 5.0
+_STDERR = 2  # words may still have to be said, over whatever the standard streams are
 
 
 def hang_up() -> int:
@@ -23,7 +24,8 @@ def hang_up() -> int:
     on the device go that wait for a lost peer. No collective is possible afterwards. What was sent before arrives.
     """
     _abort_communicators()
-    return sum(_shut(int(entry.name)) for entry in sorted(_DESCRIPTORS.iterdir()) if entry.name.isdecimal())
+    descriptors = [int(entry.name) for entry in _DESCRIPTORS.iterdir() if entry.name.isdecimal()]
+    return sum(_shut(one) for one in sorted(descriptors) if one > _STDERR)
 
 
 def _shut(descriptor: int) -> bool:

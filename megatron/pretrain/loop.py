@@ -85,8 +85,7 @@ class Trainer:
     def run(self) -> None:
         """Train from the current progress to the end, or to an exit condition."""
         state, progress = self._state, self._state.progress
-        batches, reason = self._begin(), None
-        self._recover(batches)
+        batches, reason = self._recover(), None
         while progress.iteration < (state.config.training.train_iters or 0) and reason is None:
             self.iterate(batches)
             reason = self._stop.reason(progress.iteration)
@@ -102,22 +101,25 @@ class Trainer:
 
     def replay(self) -> None:
         """Run the iterations that make the recovered state dense, save it, and end."""
-        self._recover(self._begin())
+        self._recover()
         self._finish_saving()
         if self._session is not None:
             self._session.shutdown(keep_memory=False)
 
-    def _recover(self, batches: Any) -> None:
+    def _recover(self) -> Any:
         """Run again what makes this rank's state dense, wait for the stages that still do, make up for the rest of the
-        iteration at which all stand then, and protect training from there on."""
-        if self._session is None:
-            return
-        self._session.begin(self._state.progress.iteration)
-        while self._is_replaying:
-            # In the middle of a replay there is no state to leave behind, so no stop is asked for.
-            self.iterate(batches)
-        if self._session.rejoin():
-            self._make_up()
+        iteration at which all stand then, and protect training from there on; the batches that follow."""
+        session = self._session
+        if session is not None:
+            session.begin(self._state.progress.iteration)  # may make a step: batches are counted from behind it
+        batches = self._begin()
+        if session is not None:
+            while self._is_replaying:
+                # In the middle of a replay there is no state to leave behind, so no stop is asked for.
+                self.iterate(batches)
+            if session.rejoin():
+                self._make_up()
+        return batches
 
     def _make_up(self) -> None:
         """What the fault kept from following the last iteration's step: its report, evaluation and checkpoint."""

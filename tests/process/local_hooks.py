@@ -59,6 +59,25 @@ def killed_at(folder: str, rank: int, place: str) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def held_back(folder: str, rank: int, iteration: int) -> Iterator[None]:
+    """In the first attempt `rank` loses its peers in the norm of an iteration, which the others come to know."""
+    from megatron.core.optimizer import ChainedOptimizer
+
+    original, marker, norms = ChainedOptimizer.get_grad_norm, Path(folder) / f"held-back-{rank}", 0
+
+    def struck(self: Any) -> Any:
+        nonlocal norms
+        norm, norms = original(self), norms + 1
+        if torch.distributed.get_rank() == rank and norms == iteration and not marker.exists():
+            marker.touch()
+            raise RuntimeError("Connection closed by peer, as far as this rank knows")
+        return norm
+
+    with mock.patch.object(ChainedOptimizer, "get_grad_norm", struck):
+        yield
+
+
 def _is_there(place: str, *arguments: Any) -> bool:
     if place == "waiting":
         return arguments[0]._waiting is not None

@@ -27,8 +27,8 @@ def frozen_otherwise(change: Callable[[Any, frozenset[Any], Any], tuple[Any, Any
     from megatron.core.dist_checkpointing.moe.replay.execution import LiveExecution
 
     def make(freeze: Any) -> Any:
-        def changed(self: Any, frozen: Any, step: Any) -> None:
-            freeze(self, *change(self, frozenset(frozen), step))
+        def changed(self: Any, frozen: Any, step: Any, *, alone: bool = False) -> None:
+            freeze(self, *change(self, frozenset(frozen), step), alone=alone)
 
         return changed
 

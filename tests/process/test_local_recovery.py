@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from attempts import Cluster, Nodes
-from local_hooks import counted, killed_at
+from local_hooks import counted, held_back, killed_at
 from runs import Layout
 from sparse_hooks import killed_in_replay
 from sparse_runs import (
@@ -133,6 +133,19 @@ def test_logs_are_told_apart_by_microbatch(
     one = case(TWO, f"{rank}@10:step", model=(*MODEL, *samples))
     run = recover(cluster, one, tmp_path)
     assert_only_replayed(run, TWO, [[rank // 2]])
+    assert_identical(run, fault_free(one))
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_did_not_hear_the_norm_makes_the_step_from_its_kept_gradients(
+    rank: int, distributed: bool, cluster: Cluster, fault_free: FaultFree, tmp_path: Path
+) -> None:
+    """Its stage runs nothing again, and it reads the same batches as its peers afterwards."""
+    one = case(TWO, "3@10:end", distributed=distributed)
+    run = recover(cluster, one, tmp_path, hooks=(partial(held_back, str(tmp_path), rank, 10),))
+    assert_only_replayed(run, TWO, [[1]])
+    assert rejoined(run, rank)[0]["rolled"] == [rank], run.outcomes[1].said
     assert_identical(run, fault_free(one))
 
 

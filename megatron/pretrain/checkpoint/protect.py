@@ -50,7 +50,7 @@ def resume(state: TrainingState, launch: Launch, marks: Marks | None = None) -> 
     with driver_errors():
         session = _open(state, launch, trainer, marks)
         _restore(state, session)
-        if session.is_replaying and trainer.recorded_flags is not None:
+        if session.repeats_steps and trainer.recorded_flags is not None:
             refuse_other_flags(trainer.recorded_flags, state.config.argv)
     return session
 

@@ -123,6 +123,7 @@ def apply_state_dict(state: TrainingState, loaded: dict[str, Any], parts: Parts)
     if parts.iteration:
         recorded = loaded["args"]
         state.progress.iteration = loaded["iteration"]
+        state.progress.evaluated_iteration = loaded["iteration"]  # checkpoints are taken after evaluations
         state.progress.consumed_train_samples = getattr(recorded, "consumed_train_samples", 0)
         state.progress.consumed_valid_samples = getattr(recorded, "consumed_valid_samples", 0)
 

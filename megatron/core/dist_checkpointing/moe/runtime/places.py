@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import getpass
+import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from ..ports import Store
 from ..store.filesystem import FilesystemStore
 from ..store.memory import MemoryStore
 from ..store.objects import ObjectStore
+from ..store.ownership import slot_directory
 from ..types import Topology
 
 
@@ -50,6 +53,16 @@ def open_memory(
     if base.is_dir():
         _made(node, base)
     return MemoryStore(node if base.is_dir() else base, place.job_id, place.local_rank, segment_bytes, area=area)
+
+
+def drop_memory(config: MoECheckpointConfig, place: Place, area: str) -> None:
+    """Give back what an earlier attempt of this process's slot kept in an area that this one does not use."""
+    node = memory_folder(config) / place.node
+    folder = slot_directory(node, place.job_id, place.local_rank, area)
+    if folder.is_dir():
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            folder.parent.rmdir()
 
 
 def open_persistent(config: MoECheckpointConfig, rank: int) -> Store | None:

@@ -116,6 +116,10 @@ class Recovery:
             self._plan = self._planned()
         return None
 
+    def let_go(self) -> None:
+        """Nothing more is read from what this rank held open for the plan: its state is that of the target."""
+        self._close()
+
     def finish(self) -> Outcome:
         """All ranks stand at the target: keep in memory what all ranks have of it, and free the rest.
 

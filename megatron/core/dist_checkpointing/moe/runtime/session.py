@@ -42,11 +42,11 @@ from .model_operators import model_operators
 from .opening import layout_told, opened_memory, placed_topology, together
 from .optimizer_state import allocate_optimizer_state
 from .persister import Persister
-from .places import Place, open_persistent, replicas_placed
+from .places import Place, drop_memory, open_persistent, replicas_placed
 from .recovery import Outcome, Recovery, RecoveryPorts, Waiting
 from .rooms import account_of, fit_memory, gathered_sizes, segment_sizes
 from .sharing import assign, joining_restorer, share_out
-from .standby import Live, Passes, Standby, park_sizes
+from .standby import Live, Passes, Standby, StandbyRoom, park_sizes
 
 log = logging.getLogger(__name__)
 
@@ -201,6 +201,12 @@ class Session:
         return self._replay is not None and not self._replay.is_done
 
     @property
+    def repeats_steps(self) -> bool:
+        """Whether the recovery runs iterations, or steps, again on any rank; the same on all."""
+        plan = self._recovery.plan if self._recovery is not None else None
+        return plan is not None and (any(one.replayed for one in plan.segments) or bool(plan.roll_forward))
+
+    @property
     def replays_alone(self) -> bool:
         """Whether it does so while other stages of the pipeline wait."""
         return self._replay is not None and self._replay.alone
@@ -219,7 +225,8 @@ class Session:
             self._feed()
         elif self._waiting is not None:
             self._roll_forward()
-            self._stand(iteration, StepPhase.REJOINING)
+            assert self._recovery is not None
+            self._stand(self._recovery.plan.target, StepPhase.REJOINING)
         else:
             self._protect(iteration)
 
@@ -245,8 +252,10 @@ class Session:
             moved = self._replay is not None or (self._waiting is not None and self._waiting.roll is not None)
             if moved and self._standby is not None:
                 # Here too the next replay should not have to begin before this state.
+                self._recovery.let_go()  # all is read, and what is parked now needs the room of what was parked before
                 self._stand(self._recovery.plan.target, StepPhase.REJOINING)
-                self._standby.park(Cause.PEER_LOST, self._strategy.to_data(), {})
+                if told := self._standby.park_anew(self._strategy.to_data()):
+                    log.warning("rank %d: %s", self._rank, told)
             outcome = self._recovery.finish()
             if self._counter is not None:
                 self._counter.take()  # these tokens were counted when the iterations ran first
@@ -318,8 +327,8 @@ class Session:
         if self._outcome is not None:
             self._coordinator.resume(self._outcome)
         if self._standby is not None:
-            self._standby.fit(self._strategy.lookback)
             self._standby.attend(identity, iteration)
+            self._standby.fit(self._strategy.lookback)
         self._marks.mark(Mark.REJOINED)
         if self._outcome is not None:
             earlier, plan = self._left, self._outcome.plan
@@ -334,6 +343,7 @@ class Session:
             assert self._recovery is not None
             identity = replace(self._identity, timeline=self._recovery.timeline)
             self._standby.attend(identity, iteration, phase)
+            self._standby.fit(self._strategy.lookback)
 
     def _feed(self) -> None:
         """What stages outside of the replay sent comes from their logs."""
@@ -436,13 +446,15 @@ class Session:
         """What makes local recovery possible; None where it cannot be: without pipeline stages, or without replays."""
         config, passes = self._config, self._training.passes
         if not self._strategy.replays or self._topology.pp == 1 or config.recovery == "global" or passes is None:
+            self._together(lambda: drop_memory(config, self._place, "standby"))
             return None
         plan = passes.log_plan(self._topology, self._rank, self._strategy.lookback)
-        mine = [*park_sizes(self._live, self._clock), *plan.sizes(passes.microbatches)]
-        sizes = [-least for least in self._control.least([-nbytes for nbytes in mine])]
+        mine = [*park_sizes(self._live, self._clock), plan.layout(passes.microbatches).nbytes]
+        *parked, logged = (-least for least in self._control.least([-nbytes for nbytes in mine]))
+        room = StandbyRoom(tuple(parked), logged)
         beside = (self._memory,)
-        store = opened_memory(config, self._place, sizes, self._control, area="standby", beside=beside)
-        return Standby(store, self._live, plan, passes, self._clock, config.timeout_s)
+        store = opened_memory(config, self._place, room.sizes(plan), self._control, area="standby", beside=beside)
+        return Standby(store, room, self._live, plan, passes, self._clock, config.timeout_s)
 
     def _log_bytes(self) -> int:
         return self._standby.log_bytes if self._standby is not None else 0

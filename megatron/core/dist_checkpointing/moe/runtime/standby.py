@@ -18,7 +18,7 @@ from ..capture.operators import Shard, StateTensor
 from ..errors import MoECheckpointError
 from ..policy.boundary import tensor_shape
 from ..policy.parking import Cause, StepPhase
-from ..ports import RANDOM, Capturer, Clock, Json, SnapshotId, TrainerState
+from ..ports import RANDOM, Capturer, Clock, Json, SnapshotId, StoreFailure, TrainerState
 from ..recover.park import Parker, ParkPorts
 from ..store.memory import MemoryStore
 from ..types import PARKED, StepJournal, Topology
@@ -76,6 +76,18 @@ class Live:
     stepped: Sequence[tuple[Shard, torch.Tensor]]
 
 
+@dataclass(frozen=True)
+class StandbyRoom:
+    """Bytes of segments, alike on all ranks: of those that hold parked state, and of one for an iteration's logs."""
+
+    parked: tuple[int, ...]
+    logged: int
+
+    def sizes(self, plan: LogPlan) -> list[int]:
+        """Of all segments that the store needs."""
+        return [*self.parked, *[self.logged] * plan.segments]
+
+
 @dataclass
 class _Told:
     """The newest whole iteration, how it came out, the newest reported one, and the loss and tokens of the next one."""
@@ -93,25 +105,34 @@ class Standby:
     `attend` when an attempt begins, or replays; then in each iteration `passes`, `reduced`, a block of `stepping`,
     `whole`, `committed` and `reported`; `park` when a peer is lost.
 
-    store: keeps boundary logs and parked state, and nothing else. plan: of the logs. passes: what they are made of.
+    store: keeps boundary logs and parked state, and nothing else, in segments of this `room`. plan: of the logs.
+    passes: what they are made of.
     live: may be replaced by that of another state between two attempts.
     """
 
     def __init__(
-        self, store: MemoryStore, live: Live, plan: LogPlan, passes: Passes, clock: Clock, timeout_s: float
+        self,
+        store: MemoryStore,
+        room: StandbyRoom,
+        live: Live,
+        plan: LogPlan,
+        passes: Passes,
+        clock: Clock,
+        timeout_s: float,
     ) -> None:
-        self.store, self.live, self._clock = store, live, clock
+        self.store, self._room, self.live, self._clock = store, room, live, clock
         self._passes, self._plan, self._timeout_s = passes, plan, timeout_s
         group = parallel_state.get_pipeline_model_parallel_group()
         self.communicator = BoundaryCommunicator(group, passes.config)
         self.communicator.connect()  # while all ranks are here: a replay may be the first to send, without some of them
-        self._recorder = BoundaryRecorder(StreamCopies() if torch.cuda.is_available() else ThreadCopies())
+        on_device = any(one.tensor.is_cuda for one in live.tensors)
+        self._recorder = BoundaryRecorder(StreamCopies() if on_device else ThreadCopies())
         self.communicator.sink = self._recorder
         self._guard, self._lane = StepGuard(live.optimizer), ThreadLane("logs")
         self._identity: Identity | None = None
         self._logs: BoundaryLogs | None = None
         self._parker: Parker | None = None
-        self._told, self._began = _Told(), 0
+        self._told, self._began, self._refused = _Told(), 0, 0
         self._rolled: tuple[int, StepJournal] | None = None
 
     def attend(self, identity: Identity, iteration: int, phase: StepPhase = StepPhase.IDLE) -> None:
@@ -144,6 +165,7 @@ class Standby:
         assert self._logs is not None
         self._logs.passed()
         self._guard.reduced()
+        self._told.loss = self._told.num_tokens = None
 
     def stepping(self, iteration: int, loss: float | None, num_tokens: int | None) -> AbstractContextManager[None]:
         """See `StepGuard.stepping`; `loss` and `num_tokens` are those of the iteration."""
@@ -164,7 +186,10 @@ class Standby:
         self._parker.note(iteration)
         # Until a window that began later is kept, the state that training went on from spares the next replay the rest.
         superseded = oldest_base is not None and oldest_base > self._began
-        self._parker.keep_only(None if superseded else self._began)
+        try:
+            self._parker.keep_only(None if superseded else self._began)
+        except StoreFailure as error:
+            log.warning("parked state takes room until it can be freed: %s", error)
 
     def replayed(self, iteration: int, journal: StepJournal, *, logged: bool) -> None:
         """An iteration was run again, and logged again in place of a log that was lost."""
@@ -179,13 +204,12 @@ class Standby:
 
     def fit(self, lookback: int) -> None:
         """Keep the logs of so many iterations from here on, if they are more than before; between two iterations."""
-        if lookback <= self._plan.lookback or self._identity is None:
+        if lookback <= max(self._plan.lookback, self._refused) or self._identity is None:
             return
         plan = replace(self._plan, lookback=lookback)
         try:
             self.settle()
-            sizes = [*park_sizes(self.live, self._clock), *plan.sizes(self._passes.microbatches)]
-            self.store.resize(sizes, self._recorder.release)
+            self.store.resize(self._room.sizes(plan), self._recorder.release)
         except MoECheckpointError as error:
             log.warning(
                 "boundary logs of %d iterations find no room, so faults roll back all stages: %s", lookback, error
@@ -229,7 +253,18 @@ class Standby:
         live.trainer.restore(live.trainer.scalars(), {key.removeprefix(RANDOM): read(key) for key in names})
         live.trainer.restore_common(roll.trainer)
         before = self._parked(self._plan.rank, roll.iteration - 1)
-        self._rolled = roll.iteration, replace(roll.journal, lm_loss=before.get("next_loss"))
+        self._told.journal = replace(roll.journal, lm_loss=before.get("next_loss"))
+        self._rolled = roll.iteration, self._told.journal
+
+    def park_anew(self, strategy: Json) -> str:
+        """Put the state aside to which this rank has come by itself, in place of one that an earlier attempt came to:
+        the next replay begins from it. What went wrong, in words."""
+        assert self._parker is not None
+        try:
+            self._parker.keep_only(None)
+        except StoreFailure as error:
+            return str(error)
+        return self.park(Cause.PEER_LOST, strategy, {})
 
     def unreported(self, rank: int, iteration: int) -> StepJournal | None:
         """How an iteration came out that this rank parked before its numbers were written down."""
