@@ -1,23 +1,19 @@
 """Train a GPT with Mixture-of-Experts layers on Megatron-Core, one process per rank; start it with torchrun."""
 
-import os
 import sys
 from collections.abc import Sequence
 
-from megatron.core.dist_checkpointing.moe.recover.marks import Mark, Marks
 from megatron.pretrain.config import PretrainConfig, parse_config
 from megatron.pretrain.config.validate import resolve
 from megatron.pretrain.ending import exit_code_of
 from megatron.pretrain.errors import PretrainError, TrainingFailure
-from megatron.pretrain.initialize import Launch, initialize, probe_environment, shut_down
+from megatron.pretrain.initialize import Launch, Marks, initialize, marks_of_this_process, probe_environment, shut_down
 from megatron.pretrain.logs import configure_logging
-from megatron.pretrain.processes import started_s
 
 
 def pretrain(config: PretrainConfig, launch: Launch, marks: Marks) -> None:
     """Build everything, resume if there is something to resume from, and train to the end."""
-    initialize(config, launch)
-    marks.mark(Mark.RENDEZVOUS)
+    initialize(config, launch, marks)
 
     # Core looks at the device while it is imported, so the device comes first.
     from megatron.pretrain.assemble import build_faults, build_metrics, build_state
@@ -57,9 +53,7 @@ def pretrain(config: PretrainConfig, launch: Launch, marks: Marks) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0 trained or left as asked, 1 training failed, 2 flags or inputs that cannot work."""
-    marks = Marks()
-    marks.mark(Mark.RESTARTED, started_s(os.getpid()))
-    launch = Launch.from_environment()
+    marks, launch = marks_of_this_process(), Launch.from_environment()
     configure_logging(launch)
     try:
         config = resolve(parse_config(argv), probe_environment(launch.world_size))

@@ -15,8 +15,10 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from megatron.core.dist_checkpointing.moe.recover.marks import Mark, Marks
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.config.derived import Environment, virtual_pipeline_size
+from megatron.pretrain.processes import started_s
 
 VERDICT_FILE = "MOE_CKPT_LAUNCH_VERDICT"
 """Environment variable with the file in which a worker leaves an exit code that restarts cannot change."""
@@ -68,10 +70,18 @@ def probe_environment(world_size: int) -> Environment:
     )
 
 
-def initialize(config: PretrainConfig, launch: Launch) -> None:
+def marks_of_this_process() -> Marks:
+    """For the timeline of a recovery: this process has begun."""
+    marks = Marks()
+    marks.mark(Mark.RESTARTED, started_s(os.getpid()))
+    return marks
+
+
+def initialize(config: PretrainConfig, launch: Launch, marks: Marks | None = None) -> None:
     """Select the device, start torch.distributed and Megatron's process groups, and seed everything.
 
-    On `--device cpu` this installs `cpu_device`; on `cuda` that module is not even imported.
+    On `--device cpu` this installs `cpu_device`; on `cuda` that module is not even imported. marks: noted is when all
+    ranks were connected.
     """
     layout = config.parallel
     if layout.device == "cpu":
@@ -98,6 +108,8 @@ def initialize(config: PretrainConfig, launch: Launch) -> None:
         create_gloo_process_groups=layout.distributed_backend == "nccl",
     )
     _seed(config.training.seed, config.training.data_parallel_random_init)
+    if marks is not None:
+        marks.mark(Mark.RENDEZVOUS)
 
 
 def shut_down() -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from workload import FACTS, JOB, LAYOUT, RANK, SEGMENTS, read, write
 
+from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.ports import NoRoom, SnapshotId
+from megatron.core.dist_checkpointing.moe.runtime.places import Place, drop_memory, open_memory
 from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.store.ownership import slot_directories
 from megatron.core.dist_checkpointing.moe.types import LOG
@@ -97,3 +99,13 @@ def test_what_was_being_written_in_an_area_when_its_process_died_is_torn_there(p
 def test_an_area_that_cannot_be_a_folder_is_refused(place: Path, area: str) -> None:
     with pytest.raises(UsageError, match="must be 1 to 16 letters a-z"):
         MemoryStore(place, JOB, RANK, SEGMENTS, area=area)
+
+
+def test_what_an_area_kept_is_given_back_where_the_next_attempt_does_not_use_it(place: Path) -> None:
+    config, process = MoECheckpointConfig(memory_dir=str(place)), Place(RANK, "node-0", JOB)
+    with open_memory(config, process, SEGMENTS[:1], "standby").reserve(ONE, LAYOUT):
+        pass
+    kept = slot_directories(place / "node-0", JOB, "standby")[RANK]
+    drop_memory(config, process, "standby")
+    assert not kept.exists()
+    drop_memory(config, process, "standby")  # there is nothing left to give back

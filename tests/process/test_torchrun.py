@@ -112,8 +112,9 @@ def test_what_cannot_work_is_said_once_and_not_restarted(
 ) -> None:
     ended = launch(["scripts/train_cpu.sh", *flags(corpus, Layout(pp=2, ep=1, ranks=2), *wrong)], NPROC="2", EP="1")
     assert ended.returncode == 2, ended.stdout + ended.stderr
-    (line,) = (ended.stdout + ended.stderr).splitlines()
-    assert part in line
+    said = (ended.stdout + ended.stderr).splitlines()
+    assert len(said) == 1, said
+    assert part in said[0]
 
 
 def test_a_worker_that_dies_again_and_again_ends_the_job_with_a_reason(launch: Launch, corpus: str) -> None:
