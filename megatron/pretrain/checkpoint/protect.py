@@ -15,8 +15,9 @@ from megatron.core.dist_checkpointing.moe.ports import PeerLost, StoreFailure
 from megatron.core.dist_checkpointing.moe.recover.marks import Marks
 from megatron.core.dist_checkpointing.moe.runtime.custody import CheckpointFailure
 from megatron.core.dist_checkpointing.moe.runtime.places import Place
-from megatron.core.dist_checkpointing.moe.runtime.session import Session, Training
+from megatron.core.dist_checkpointing.moe.runtime.session import Session
 from megatron.core.dist_checkpointing.moe.runtime.standby import Passes
+from megatron.core.dist_checkpointing.moe.runtime.training import Training
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from megatron.pretrain.agreement import on_rank_zero

@@ -5,48 +5,40 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megatron.core.optimizer import MegatronOptimizer
-
-from ..capture.engines import CopyEngine, StreamEngine, ThreadEngine
 from ..capture.popularity import TokenCounter
-from ..capture.snapshot import LiveCapturer
 from ..config import MoECheckpointConfig
-from ..policy.parking import Cause, StepPhase
+from ..policy.parking import Cause
 from ..policy.strategies import GATE_UNIT, STRATEGIES, Job
 from ..policy.timelines import continued
-from ..ports import Execution, TrainerState
 from ..recover.episode import Episode, gather_episode
 from ..recover.marks import Mark, Marks, forget, left_in
 from ..replay.densify import Replay
-from ..replay.execution import LiveExecution
 from ..replay.stage import StageSource
 from ..replicate.process_group import ProcessGroupTransport
 from ..replicate.replicator import Replicator
 from ..types import RecoveryPlan, StepJournal
 from .clock import SystemClock
+from .comeback import Comeback
 from .communicator import BoundaryCommunicator
-from .completeness import check_complete
 from .coordinator import Coordinator, Ports, Report
 from .keeper import Identity, Keeper
 from .lanes import ThreadLane
-from .megatron import live_restorer, operators_of_parameters, state_tensors, stepped_parameters
 from .model_operators import model_operators
 from .opening import layout_told, opened_memory, placed_topology, together
-from .optimizer_state import allocate_optimizer_state
 from .persister import Persister
 from .places import Place, drop_memory, open_persistent, replicas_placed
 from .recovery import Outcome, Recovery, RecoveryPorts, Waiting
 from .rooms import account_of, fit_memory, gathered_sizes, segment_sizes
-from .sharing import assign, joining_restorer, share_out
-from .standby import Live, Passes, Standby, StandbyRoom, park_sizes
+from .standby import Standby, StandbyRoom, park_sizes
+from .training import LiveState, Training
 
 log = logging.getLogger(__name__)
 
@@ -54,23 +46,6 @@ Value = TypeVar("Value")
 
 RECOVERY_PATIENCE = 12
 """How many times `--moe-ckpt-timeout-s` a rank may take to read its state during a recovery."""
-
-
-@dataclass(frozen=True)
-class Training:
-    """What is trained: live objects of Megatron-Core, and what belongs to no operator.
-
-    tokens_per_iteration: input tokens of the whole job. iterations: of the whole training. topk: experts per token.
-    passes: the shape of an iteration's passes; without it nothing is logged at the boundaries of pipeline stages.
-    """
-
-    chunks: Sequence[torch.nn.Module]
-    optimizer: MegatronOptimizer
-    trainer: TrainerState
-    tokens_per_iteration: int
-    iterations: int
-    topk: int = 1
-    passes: Passes | None = None
 
 
 class Session:
@@ -99,10 +74,9 @@ class Session:
             store, rank, world_size, "moe-ckpt-recovery", RECOVERY_PATIENCE * config.timeout_s
         )
         self._rank, self._clock = rank, SystemClock()
-        self._engine: CopyEngine | None = None
         self._standby: Standby | None = None
         self._topology = self._together(lambda: placed_topology(self._control, place))
-        self._together(self.refresh)
+        self._state = self._together(lambda: LiveState(training, self._topology, config.shard, rank))
         self._job = Job(
             config,
             model_operators(training.chunks),
@@ -110,8 +84,8 @@ class Session:
             training.tokens_per_iteration,
             training.iterations,
             training.topk,
-            tied_embeddings=bool(getattr(_unwrapped(training.chunks[0]), "share_embeddings_and_output_weights", False)),
-            sizes=gathered_sizes(self._capturer, self._control),
+            tied_embeddings=self._state.ties_embeddings,
+            sizes=gathered_sizes(self._state.capturer, self._control),
         )
         self._strategy = self._together(lambda: STRATEGIES[config.strategy](self._job))
         placement = self._together(lambda: replicas_placed(config, self._topology))
@@ -119,20 +93,17 @@ class Session:
         self._rooms = self._strategy.rooms()
         self._persistent = self._together(lambda: open_persistent(config, rank))
         # What cannot be replayed is refused before it is needed.
-        self._execution = self._together(self._made_execution) if self._strategy.replays else None
-        sizes = segment_sizes(self._rooms, self._capturer, self._control, self._owners)
+        self._execution = self._together(self._state.execution) if self._strategy.replays else None
+        sizes = segment_sizes(self._rooms, self._state.capturer, self._control, self._owners)
         self._memory = opened_memory(config, place, sizes, self._control)
         self._standby = self._opened_standby()
         if rank == 0:
             log.info("%s", account_of(self._rooms, self._job, rank, len(self._owners), self._log_bytes()))
         told = layout_told(self._topology, config.shard)
-        self._identity = Identity(place.job_id, told, self._capturer.operators, config.strategy)
+        self._identity = Identity(place.job_id, told, self._state.capturer.operators, config.strategy)
         # Sorts by time, and differs even between attempts that start in the same instant.
         self._attempt = str(self._control.gather(f"{time.time_ns():020d}-{secrets.token_hex(4)}")[0])
-        self._recovery: Recovery | None = None
-        self._outcome: Outcome | None = None
-        self._replay: Replay | None = None
-        self._waiting: Waiting | None = None
+        self._comeback: Comeback | None = None
         self._coordinator: Coordinator | None = None
         self._counter = None
         if self._strategy.counts_tokens:
@@ -143,24 +114,9 @@ class Session:
 
     def refresh(self) -> None:
         """Enumerate the training state anew, as is needed after a checkpoint was loaded in another way."""
-        chunks, optimizer = self._training.chunks, self._training.optimizer
-        allocate_optimizer_state(optimizer)
-        tensors = every = state_tensors(chunks, optimizer, self._topology)
-        check_complete(chunks, optimizer, tensors)
-        if self._engine is None:
-            self._engine = StreamEngine() if any(one.tensor.is_cuda for one in tensors) else ThreadEngine()
-        self._restorer = live_restorer(chunks, optimizer, self._topology)
-        if self._config.shard != "none":
-            assignment = assign(self._config.shard, chunks, tensors, self._topology)
-            portions = share_out(tensors, assignment, self._topology, self._rank)
-            self._restorer = joining_restorer(chunks, optimizer, portions)
-            tensors = tuple(part for portion in portions for part in portion.stored)
-        trainer = self._training.trainer
-        self._capturer = LiveCapturer(tensors, trainer, self._engine)
-        stepped = stepped_parameters(chunks, optimizer, self._topology)
-        self._live = Live(self._capturer, trainer, optimizer, every, stepped)
+        self._state.refresh()
         if self._standby is not None:
-            self._standby.live = self._live
+            self._standby.live = self._state.live
 
     def look(self) -> RecoveryPlan | None:
         """What an earlier attempt left and what can be made of it; None when that is nothing."""
@@ -168,7 +124,7 @@ class Session:
             self._memory,
             self._persistent,
             self._patient,
-            self._restorer,
+            self._state.restorer,
             self._training.trainer,
             self._clock,
             execution=self._execution,
@@ -177,57 +133,33 @@ class Session:
             boundary=lambda logs: StageSource(logs, torch.cuda.current_device()),
             marks=self._marks,
         )
-        self._recovery = Recovery(self._job, self._strategy, ports, self._identity, self._owners)
-        return self._recovery.look()
+        recovery = Recovery(self._job, self._strategy, ports, self._identity, self._owners)
+        self._comeback = Comeback(recovery, self._identity, self._strategy, self._standby, self._rank)
+        return self._comeback.look()
 
-    def carry_out(self) -> Outcome | Replay | None:
+    def carry_out(self) -> Outcome | Replay | Waiting | None:
         """Restore what `look` planned; None when all copies proved damaged: then the live state is unusable.
 
         A Replay where iterations have to be run again before the state is dense, on the ranks of the stages that do;
         Waiting on the others, if there are any.
         """
-        assert self._recovery is not None
-        done = self._recovery.carry_out()
-        if isinstance(done, Replay):
-            self._replay = done
-        elif isinstance(done, Outcome):
-            self._recovered(done)
-        self._waiting = done if isinstance(done, Waiting) else None
-        return done
+        assert self._comeback is not None
+        return self._comeback.carry_out()
 
-    @property
-    def is_replaying(self) -> bool:
-        """Whether training runs iterations again to make its state dense: nothing may be saved meanwhile."""
-        return self._replay is not None and not self._replay.is_done
+    def discard(self) -> None:
+        """Training goes on from another state than any in memory: all that is there is freed."""
+        assert self._comeback is not None
+        self._comeback.discard()
+        self._strategy = STRATEGIES[self._config.strategy](self._job)  # a vain recovery may have taught it something
 
-    @property
-    def repeats_steps(self) -> bool:
-        """Whether the recovery runs iterations, or steps, again on any rank; the same on all."""
-        plan = self._recovery.plan if self._recovery is not None else None
-        return plan is not None and (any(one.replayed for one in plan.segments) or bool(plan.roll_forward))
-
-    @property
-    def replays_alone(self) -> bool:
-        """Whether it does so while other stages of the pipeline wait."""
-        return self._replay is not None and self._replay.alone
-
-    @property
-    def communicator(self) -> BoundaryCommunicator | None:
-        """Through which the stages of the pipeline have to send; None: as ever."""
-        return self._standby.communicator if self._standby is not None else None
+    def clear_counters(self) -> None:
+        """After a `carry_out` that came to nothing: what routers count has no place in a checkpoint that is loaded."""
+        self._state.clear_counters()
 
     def begin(self, iteration: int) -> None:
         """Protect training from here on; it stands after `iteration`. Where iterations have to be run again first, or
         others do that, make ready for it; `rejoin` does the rest."""
-        if self._replay is not None:
-            self._stand(iteration, StepPhase.REPLAYING)
-            self._replay.begin()
-            self._feed()
-        elif self._waiting is not None:
-            self._roll_forward()
-            assert self._recovery is not None
-            self._stand(self._recovery.plan.target, StepPhase.REJOINING)
-        else:
+        if self._comeback is None or not self._comeback.begin(iteration):
             self._protect(iteration)
 
     def stepped(self, step: StepJournal) -> None:
@@ -236,94 +168,59 @@ class Session:
         Training's progress, schedules and random states are those of the recorded iteration afterwards. Raises
         MoECheckpointError when the iteration came out otherwise than recorded.
         """
-        assert self._replay is not None
-        iteration, recorded = self._replay.iteration, self._replay.journal
-        self._replay.stepped(step)
-        if self._standby is not None:
-            journal = replace(recorded, lm_loss=step.lm_loss)
-            self._standby.replayed(iteration, journal, logged=iteration in self._replay.unlogged)
-        self._feed()
+        assert self._comeback is not None
+        self._comeback.stepped(step)
 
     def rejoin(self) -> bool:
         """Wait until all stages stand where the others do, and protect training from there on; whether there was
         anything to recover from."""
         if self._coordinator is None:
-            assert self._recovery is not None
-            moved = self._replay is not None or (self._waiting is not None and self._waiting.roll is not None)
-            if moved and self._standby is not None:
-                # Here too the next replay should not have to begin before this state.
-                self._recovery.let_go()  # all is read, and what is parked now needs the room of what was parked before
-                self._stand(self._recovery.plan.target, StepPhase.REJOINING)
-                if told := self._standby.park_anew(self._strategy.to_data()):
-                    log.warning("rank %d: %s", self._rank, told)
-            outcome = self._recovery.finish()
+            assert self._comeback is not None
+            outcome = self._comeback.rejoin()
             if self._counter is not None:
                 self._counter.take()  # these tokens were counted when the iterations ran first
-            self._replay = self._waiting = None
-            self._recovered(outcome)
             self._protect(outcome.plan.target)
         return self._outcome is not None
 
     @property
+    def is_replaying(self) -> bool:
+        """Whether training runs iterations again to make its state dense: nothing may be saved meanwhile."""
+        return self._comeback is not None and self._comeback.is_replaying
+
+    @property
+    def replays_alone(self) -> bool:
+        """Whether it does so while other stages of the pipeline wait."""
+        return self._comeback is not None and self._comeback.replays_alone
+
+    @property
+    def repeats_steps(self) -> bool:
+        """Whether the recovery runs iterations, or steps, again on any rank; the same on all."""
+        return self._comeback is not None and self._comeback.repeats_steps
+
+    @property
+    def communicator(self) -> BoundaryCommunicator | None:
+        """Through which the stages of the pipeline have to send; None: as ever."""
+        return self._standby.communicator if self._standby is not None else None
+
+    @property
     def is_own(self) -> bool:
         """Whether what `look` planned is a state that this very job left."""
-        return self._recovery is not None and self._recovery.is_own
+        return self._comeback is not None and self._comeback.is_own
 
     @property
     def unusable(self) -> str:
         """Why snapshots in storage cannot be used by this job; empty if there are none of that kind."""
-        return self._recovery.unusable if self._recovery else ""
+        return self._comeback.unusable if self._comeback else ""
 
-    def clear_counters(self) -> None:
-        """After a `carry_out` that came to nothing: what routers count has no place in a checkpoint that is loaded."""
-        for one in state_tensors(self._training.chunks, self._training.optimizer, self._topology):
-            if one.field == "buffer":
-                one.tensor.zero_()
-
-    def discard(self) -> None:
-        """Training goes on from another state than any in memory: all that is there is freed."""
-        assert self._recovery is not None
-        self._recovery.discard()
-        self._strategy = STRATEGIES[self._config.strategy](self._job)  # a vain recovery may have taught it something
-
-    def _recovered(self, outcome: Outcome) -> None:
-        self._outcome = outcome
-        for line in outcome.table.lines() if self._rank == 0 else ():
-            log.info("%s", line)
-
-    def _made_execution(self) -> Execution:
-        chunks, optimizer = self._training.chunks, self._training.optimizer
-        return LiveExecution(chunks, optimizer, operators_of_parameters(chunks, self._topology))
+    @property
+    def _outcome(self) -> Outcome | None:
+        return self._comeback.outcome if self._comeback is not None else None
 
     def _protect(self, iteration: int) -> None:
         self._patient.close()
         before = self._outcome.timeline if self._outcome is not None else ()
         identity = replace(self._identity, timeline=continued(before, self._attempt, iteration))
-        ports = Ports(
-            self._memory,
-            self._capturer,
-            self._training.trainer,
-            self._control,
-            ThreadLane,
-            self._clock,
-            self._owners,
-            self._rooms,
-            self._release_segments,
-            self._log_bytes,
-        )
-        replicator = Replicator(self._data, self._peers, self._owners) if self._peers or self._owners else None
-        keeper = Keeper(self._memory, replicator, self._data, self._clock, identity, owners=self._owners)
-        persister = None
-        if self._persistent is not None:
-            persister = Persister(
-                self._memory,
-                self._persistent,
-                self._rank,
-                identity,
-                lambda piece, index: self._capturer.layout(piece.plan, trainer=index == 0),
-                clock=self._clock,
-            )
-        self._coordinator = Coordinator(self._job, self._strategy, ports, keeper, persister)
+        self._coordinator = self._protection(identity)
         if self._outcome is not None:
             self._coordinator.resume(self._outcome)
         if self._standby is not None:
@@ -337,31 +234,39 @@ class Session:
                 log.info("%s", line)
         forget(self._memory.directory)
 
-    def _stand(self, iteration: int, phase: StepPhase) -> None:
-        """Before `_protect`: what is parked or logged now belongs to the past that is being recovered."""
-        if self._standby is not None:
-            assert self._recovery is not None
-            identity = replace(self._identity, timeline=self._recovery.timeline)
-            self._standby.attend(identity, iteration, phase)
-            self._standby.fit(self._strategy.lookback)
-
-    def _feed(self) -> None:
-        """What stages outside of the replay sent comes from their logs."""
-        if self._standby is not None and self._replay is not None:
-            self._standby.communicator.source = self._replay.boundary
-
-    def _roll_forward(self) -> None:
-        """Apply the gradients that this rank kept, if the plan says so: it was one step behind the others."""
-        assert self._waiting is not None and self._standby is not None
-        roll = self._waiting.roll
-        if roll is not None:
-            self._stand(roll.iteration - 1, StepPhase.ROLLING_FORWARD)
-            self._standby.roll_forward(roll)
+    def _protection(self, identity: Identity) -> Coordinator:
+        """What copies, replicates, keeps and persists snapshots under this name."""
+        memory, clock, owners, capturer = self._memory, self._clock, self._owners, self._state.capturer
+        ports = Ports(
+            memory,
+            capturer,
+            self._training.trainer,
+            self._control,
+            ThreadLane,
+            clock,
+            owners,
+            self._rooms,
+            self._state.release_segments,
+            self._log_bytes,
+        )
+        replicator = Replicator(self._data, self._peers, owners) if self._peers or owners else None
+        keeper = Keeper(memory, replicator, self._data, clock, identity, owners=owners)
+        persister = None
+        if self._persistent is not None:
+            persister = Persister(
+                memory,
+                self._persistent,
+                self._rank,
+                identity,
+                lambda piece, index: capturer.layout(piece.plan, trainer=index == 0),
+                clock=clock,
+            )
+        return Coordinator(self._job, self._strategy, ports, keeper, persister)
 
     def passes(self, iteration: int) -> None:
         """The passes of an iteration begin."""
         if self._standby is not None:
-            self._standby.passes(iteration, logged=self._replay is None or iteration in self._replay.unlogged)
+            self._standby.passes(iteration, logged=self._comeback is None or self._comeback.logs(iteration))
 
     def reduced(self) -> None:
         """They are over, and gradients reduced."""
@@ -449,35 +354,25 @@ class Session:
             self._together(lambda: drop_memory(config, self._place, "standby"))
             return None
         plan = passes.log_plan(self._topology, self._rank, self._strategy.lookback)
-        mine = [*park_sizes(self._live, self._clock), plan.layout(passes.microbatches).nbytes]
+        mine = [*park_sizes(self._state.live, self._clock), plan.layout(passes.microbatches).nbytes]
         *parked, logged = (-least for least in self._control.least([-nbytes for nbytes in mine]))
         room = StandbyRoom(tuple(parked), logged)
         beside = (self._memory,)
         store = opened_memory(config, self._place, room.sizes(plan), self._control, area="standby", beside=beside)
-        return Standby(store, room, self._live, plan, passes, self._clock, config.timeout_s)
+        return Standby(store, room, self._state.live, plan, passes, self._clock, config.timeout_s)
 
     def _log_bytes(self) -> int:
         return self._standby.log_bytes if self._standby is not None else 0
-
-    def _release_segments(self) -> None:
-        if self._engine is not None:
-            self._engine.release()
 
     def _make_room(self) -> None:
         """Fit the memory to what the strategy needs once it knows what it knew before a fault; a collective."""
         rooms = self._strategy.rooms()
         if rooms != self._rooms:
-            sizes = segment_sizes(rooms, self._capturer, self._control, self._owners)
-            done, why = fit_memory(self._memory, sizes, self._control, self._release_segments)
+            sizes = segment_sizes(rooms, self._state.capturer, self._control, self._owners)
+            done, why = fit_memory(self._memory, sizes, self._control, self._state.release_segments)
             self._rooms = rooms if done else self._rooms
             if why:
                 log.error("rank %d: %s", self._rank, why)
 
     def _together(self, action: Callable[[], Value]) -> Value:
         return together(self._control, action)
-
-
-def _unwrapped(chunk: Any) -> Any:
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
