@@ -46,6 +46,7 @@ setup(
             "mypy>=1.10",
             "pytest>=8.0",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.5",
             "ruff>=0.6",
         ],
         "gpu": ["transformer-engine[pytorch]>=2.9", "nvidia-resiliency-ext>=0.4.1"],

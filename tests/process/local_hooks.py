@@ -78,6 +78,23 @@ def held_back(folder: str, rank: int, iteration: int) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def replicas_refused(owner: int, iterations: range) -> Iterator[None]:
+    """Whoever should keep replicas for `owner` has no room for those of these iterations."""
+    from megatron.core.dist_checkpointing.moe.runtime.inbox import StoreInbox
+    from megatron.core.dist_checkpointing.moe.store.manifest import decode
+
+    begin = StoreInbox.begin
+
+    def crowded(self: Any, source: int, manifest: bytes) -> Any:
+        if source == owner and decode(manifest, "a replica").snapshot.iteration in iterations:
+            return None
+        return begin(self, source, manifest)
+
+    with mock.patch.object(StoreInbox, "begin", crowded):
+        yield
+
+
 def _is_there(place: str, *arguments: Any) -> bool:
     if place == "waiting":
         return arguments[0]._waiting is not None

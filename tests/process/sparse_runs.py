@@ -121,7 +121,7 @@ def killed(
     saving = ("--save", folder, "--save-interval", SAVE_INTERVAL, "--metrics-jsonl", folder / "reports")
     outcomes = cluster.run(
         case.layout, *case.flags, *saving, nodes=nodes, hooks=[partial(sparse_hooks.watched, str(folder)), *hooks],
-        distributed=case.distributed, between=between, job=folder.name,
+        distributed=case.distributed, between=between, job=f"{folder.parent.name}-{folder.name}",
     )  # fmt: skip
     events = tuple(tuple(_lines(folder / f"rank-{rank}.jsonl")) for rank in range(case.layout.ranks))
     return Run(folder, tuple(outcomes), events)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 from attempts import Cluster, Nodes
-from local_hooks import counted, held_back, killed_at
+from local_hooks import counted, held_back, killed_at, replicas_refused
 from runs import Layout
 from sparse_hooks import killed_in_replay
 from sparse_runs import (
@@ -47,6 +48,13 @@ def recover(cluster: Cluster, of: Case, folder: Path, *, hooks: tuple[Hook, ...]
 def rejoined(run: Run, rank: int) -> list[dict[str, Any]]:
     """What a rank noted each time that it rejoined the others after a fault."""
     return [event for event in run.events[rank] if event["event"] == "rejoined" and event["recovered"]]
+
+
+def restored(run: Run) -> int:
+    """The iteration from which the stage that was lost first began to replay."""
+    found = re.search(r"restored iteration (\d+), then replayed", run.outcomes[1].said)
+    assert found, run.outcomes[1].said
+    return int(found[1])
 
 
 def assert_only_replayed(run: Run, layout: Layout, *stages: list[list[int]]) -> None:
@@ -165,6 +173,19 @@ def test_a_lost_node_is_replaced_by_a_spare_and_its_stage_replays_from_replicas(
     assert_only_replayed(run, TWO, [[0]])
     assert "peer memory of node" in run.outcomes[1].said
     assert_identical(run, fault_free(one))
+
+
+def test_a_stage_replays_from_the_newest_window_of_which_all_its_ranks_have_replicas(
+    cluster: Cluster, fault_free: FaultFree, tmp_path: Path
+) -> None:
+    """The replicas of one rank are a window behind those of the other when their node is lost."""
+    before, after = ("node-0", "node-0", "node-1", "node-1"), ("node-2", "node-2", "node-1", "node-1")
+    one, nodes = case(TWO, "0@12", "1@12"), Nodes((before, after), lost={0: "node-0"})
+    up_to_date = recover(cluster, one, tmp_path / "up-to-date", nodes=nodes)
+    behind = recover(cluster, one, tmp_path, nodes=nodes, hooks=(partial(replicas_refused, 0, range(7, 13)),))
+    assert restored(behind) == restored(up_to_date) - WINDOW, behind.outcomes[1].said
+    assert_only_replayed(behind, TWO, [[0]])
+    assert_identical(behind, fault_free(one))
 
 
 def test_ranks_that_come_back_elsewhere_find_their_parked_state(

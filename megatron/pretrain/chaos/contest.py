@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.moe.policy.interval import daly, in_iterations
 from megatron.pretrain.chaos.faults import Fault
 from megatron.pretrain.chaos.job import ROOT, STOP_SIGNAL, ChaosFailure, Job, Outcome, Plan
+from megatron.pretrain.chaos.oracle import Costs, best_interval
 from megatron.pretrain.chaos.reports import (
     Journal,
     checkpoint_cost_s,
     ettr,
-    iteration_s,
     read_journal,
     recoveries_in,
     unlike,
@@ -85,17 +85,18 @@ class Drill:
         return self._run("subject", [*memory, *persist, *self._settings.subject, *_kept(folder)], struck=True)
 
     def best_interval(self) -> dict[str, float]:
-        """What a stock checkpoint costs, and the interval in iterations that Daly's estimate gives for it.
+        """What a stock checkpoint and a restart cost, and the interval in iterations that is best under these faults.
 
-        See `checkpoint_cost_s`.
+        See `checkpoint_cost_s`. A restart takes as long as the start of a job.
         """
         plain = self._run("calibration-plain", ["--exit-interval", str(CALIBRATED)])
         folder = self._settings.folder / "calibration-saving"
         often = ["--save-interval", str(CALIBRATION_INTERVAL), "--async-save"]
         saving = self._run(folder.name, ["--exit-interval", str(CALIBRATED), *often, *_kept(folder)])
         cost_s, training_s = checkpoint_cost_s(plain.journal, saving.journal, CALIBRATION_INTERVAL)
-        interval = in_iterations(daly(cost_s, self._settings.mtbf_s), training_s)
-        return {"cost_s": cost_s, "iteration_s": training_s, "interval": interval}
+        costs = Costs(training_s, cost_s, plain.start_s)
+        interval = best_interval([fault.at_s for fault in self._settings.faults], self._settings.run_s, costs)
+        return dataclasses.asdict(costs) | {"interval": interval}
 
     def baseline(self, interval: int) -> Outcome:
         """The same job with stock asynchronous checkpoints under the same faults."""
@@ -149,9 +150,8 @@ class Drill:
         path.write_text(told)
 
 
-def judged(outcome: Outcome, reference: Journal) -> dict[str, Any]:
-    """What came of a job that was struck, as JSON values."""
-    useful_s = iteration_s(reference)
+def judged(outcome: Outcome, reference: Journal, useful_s: float) -> dict[str, Any]:
+    """What came of a job that was struck, as JSON values. useful_s: an iteration without faults and checkpoints."""
     return {
         "iterations": outcome.last,
         "wall_s": outcome.wall_s,

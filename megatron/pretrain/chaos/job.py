@@ -43,11 +43,13 @@ class Strike:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a job did. wall_s: from its first report to its last one. first, last: iterations of these."""
+    """What a job did. start_s: from its launch to its first report. wall_s: from there to its last one. first, last:
+    iterations of these."""
 
     folder: Path
     journal: Journal
     log: str
+    start_s: float
     wall_s: float
     first: int
     last: int
@@ -82,6 +84,7 @@ class Job:
         self.memory.mkdir(parents=True, exist_ok=True)
         self._log, self._reports = self.folder / "log", self.folder / "reports"
         own = {TOKEN: self.token, "PYTHON": sys.executable, "PYTHONFAULTHANDLER": "1"}
+        self._launched_s = time.monotonic()
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [*self.plan.command, "--metrics-jsonl", str(self._reports)],
@@ -114,8 +117,8 @@ class Job:
         self._listen()
         journal = read_journal(self._reports)
         wall_s = self._heard_s - begun_s
-        return Outcome(self.folder, journal, self._log.read_text(errors="replace"), wall_s, first, journal.newest,
-                       tuple(strikes))  # fmt: skip
+        return Outcome(self.folder, journal, self._log.read_text(errors="replace"), begun_s - self._launched_s,
+                       wall_s, first, journal.newest, tuple(strikes))  # fmt: skip
 
     def _strike(self, fault: Fault, begun_s: float) -> Strike:
         node: list[str] = []

@@ -18,6 +18,7 @@ from megatron.pretrain.chaos.__main__ import is_right, page
 from megatron.pretrain.chaos.contest import UNTIED, Settings
 from megatron.pretrain.chaos.faults import Kind, Odds, schedule
 from megatron.pretrain.chaos.job import ChaosFailure, Job, Plan
+from megatron.pretrain.chaos.oracle import Costs, best_interval, reached
 from megatron.pretrain.chaos.processes import TOKEN, Running
 from megatron.pretrain.chaos.reports import (
     Journal,
@@ -164,7 +165,7 @@ def result(**changes: Any) -> dict[str, Any]:
 
 
 def test_the_result_says_how_much_time_was_useful_beside_stock_checkpoints() -> None:
-    stock = judged(ettr=0.25) | {"cost_s": 0.5, "interval": 11}
+    stock = judged(ettr=0.25) | {"checkpoint_s": 0.5, "restart_s": 20.0, "interval": 11}
     lines = list(page(result() | {"baseline": stock}))
     assert lines[1].startswith("this subsystem: ETTR 0.500 (iteration 40 in 60.0 s; 1 ranks and 1 nodes killed;")
     assert "one every 11 iterations is best" in lines[2]
@@ -257,3 +258,28 @@ def test_the_time_of_a_job_is_that_between_its_first_and_its_last_report(tmp_pat
         whole_s = time.monotonic() - begun_s
     assert (outcome.first, outcome.last) == (1, 3)
     assert 1.3 < outcome.wall_s < whole_s - 1.9
+
+
+COSTS = Costs(iteration_s=1.0, checkpoint_s=0.5, restart_s=20.0)
+
+
+def test_a_job_without_faults_reaches_what_its_time_allows() -> None:
+    assert reached([], 100.0, COSTS, 10) == 95
+    assert best_interval([], 100.0, COSTS) == 101
+
+
+def test_a_fault_takes_a_job_back_to_its_newest_checkpoint_and_costs_a_restart() -> None:
+    assert reached([25.0], 46.0, COSTS, 10) == 20 + 1
+    assert reached([25.0], 46.0, COSTS, 30) == 0 + 1
+
+
+def test_a_fault_during_a_restart_begins_it_anew() -> None:
+    assert reached([25.0, 40.0], 59.0, COSTS, 10) == 20
+    assert reached([25.0, 40.0], 63.0, COSTS, 10) == 20 + 3
+
+
+def test_where_restarts_take_most_of_the_time_the_best_interval_fits_into_what_is_left() -> None:
+    """Thirty seconds between faults leave ten: with longer intervals nothing would ever be saved."""
+    faults = [30.0 * number for number in range(1, 10)]
+    assert 2 <= best_interval(faults, 300.0, COSTS) <= 10
+    assert reached(faults, 300.0, COSTS, 12) < reached(faults, 300.0, COSTS, best_interval(faults, 300.0, COSTS))
