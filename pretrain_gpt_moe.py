@@ -19,7 +19,8 @@ def pretrain(config: PretrainConfig, launch: Launch, marks: Marks) -> None:
     from megatron.pretrain.assemble import build_faults, build_metrics, build_state
     from megatron.pretrain.batches import build_splits
     from megatron.pretrain.checkpoint.protect import driver_errors, leave, resume
-    from megatron.pretrain.loop import Trainer, log_progress
+    from megatron.pretrain.loop import Trainer
+    from megatron.pretrain.progress import log_progress
     from megatron.pretrain.stopping import Termination
     from megatron.pretrain.tokenizer import build_tokenizer
 

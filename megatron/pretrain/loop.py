@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import logging
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,10 +23,9 @@ from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.pretrain.auxiliary import auxiliary_losses
 from megatron.pretrain.batches import Datasets, evaluation_iterators, forward_step, training_iterators
-from megatron.pretrain.checkpoint.save import Saver
+from megatron.pretrain.checkpoint.due import Checkpoints
 from megatron.pretrain.checkpoint.state import TrainingState, gather_parameters
 from megatron.pretrain.errors import TrainingFailure
-from megatron.pretrain.initialize import Launch
 from megatron.pretrain.metrics import IterationReport, Metrics
 from megatron.pretrain.stopping import StopConditions, Termination
 
@@ -71,8 +68,7 @@ class Trainer:
         self._session, self._ending = session, ending or Termination()
         self._state, self._transformer, self._datasets = state, transformer, datasets
         self._metrics, self._faults = metrics, faults
-        self._saver = Saver(state) if state.config.checkpoint.save else None
-        self._noted_iteration: int | None = None
+        self._checkpoints = Checkpoints(state, faults)
         self._stop = StopConditions(training)
         assert training.global_batch_size and training.micro_batch_size
         data_parallel = parallel_state.get_data_parallel_world_size()
@@ -91,18 +87,17 @@ class Trainer:
             reason = self._stop.reason(progress.iteration)
         if reason is not None:
             log.info("leaving training at iteration %d: %s", progress.iteration, reason)
-        self._finish_saving()
+        self._checkpoints.finish()
         if self._session is not None:
             # Left early without a checkpoint of this iteration, only the memory has it.
-            saved = self._saver is not None and self._saver.saved_iteration == progress.iteration
-            self._session.shutdown(keep_memory=reason is not None and not saved)
+            self._session.shutdown(keep_memory=reason is not None and not self._checkpoints.has_newest)
         if reason is None:
             self._evaluate("test", self._datasets.test, 0)
 
     def replay(self) -> None:
         """Run the iterations that make the recovered state dense, save it, and end."""
         self._recover()
-        self._finish_saving()
+        self._checkpoints.finish()
         if self._session is not None:
             self._session.shutdown(keep_memory=False)
 
@@ -137,8 +132,7 @@ class Trainer:
         progress.evaluated_iteration, progress.consumed_valid_samples = map(int, agreed.tolist())
         if progress.evaluated_iteration < progress.iteration:
             self._evaluate_if_due()
-        if self._saver is not None and self._is_save_due and not self._saver.is_published(progress.iteration):
-            self._save()
+        self._checkpoints.save_if_missed()
 
     def _begin(self) -> Any:
         """The batches from the current progress on, with the model in training mode."""
@@ -159,7 +153,7 @@ class Trainer:
             self._evaluate_if_due()
         evaluated_at = time.monotonic()
         if not replayed:
-            self._checkpoint_if_due()
+            self._checkpoints.save_if_due()
         protection = self._protect(iteration, step.journal)
         now = time.monotonic()
         report = dataclasses.replace(
@@ -251,19 +245,6 @@ class Trainer:
         )
         return losses
 
-    def _checkpoint_if_due(self) -> None:
-        if self._saver is None:
-            return
-        self._saver.poll()
-        self._note_saved()
-        if self._is_save_due:
-            self._save()
-
-    @property
-    def _is_save_due(self) -> bool:
-        interval = self._state.config.checkpoint.save_interval
-        return bool(interval) and self._state.progress.iteration % (interval or 1) == 0
-
     @property
     def _is_replaying(self) -> bool:
         return self._session is not None and self._session.is_replaying
@@ -295,29 +276,6 @@ class Trainer:
             "expert_tokens": dict(done.tokens) if self._state.config.moe_checkpoint.log_expert_tokens else None,
         }
 
-    def _finish_saving(self) -> None:
-        """Wait for what is being written, and save the last iteration if that was not saved yet."""
-        if self._saver is None:
-            return
-        self._saver.wait()
-        if self._state.progress.iteration and self._saver.saved_iteration != self._state.progress.iteration:
-            self._save()
-            self._saver.wait()
-        self._note_saved()
-
-    def _note_saved(self) -> None:
-        """Write down in the progress file what was published since the last call."""
-        assert self._saver is not None
-        if self._saver.saved_iteration != self._noted_iteration:
-            self._noted_iteration = self._saver.saved_iteration
-            log_progress(self._state, f"Saved checkpoint\tIteration: {self._noted_iteration}")
-
-    def _save(self) -> None:
-        assert self._saver is not None
-        self._saver.save()
-        self._note_saved()
-        self._faults.reached(self._state.progress.iteration, Phase.SAVE)
-
     def _log(self, report: IterationReport) -> None:
         config, losses = self._state.config, {}
         due = report.iteration % config.training.log_interval == 0
@@ -347,21 +305,6 @@ class Trainer:
         for chunk in state.chunks:
             chunk.train()
         self._metrics.show_evaluation(split, state.progress.iteration, _mean_loss(losses))
-
-
-def log_progress(state: TrainingState, message: str, launch: Launch | None = None) -> None:
-    """Append a line to `progress.txt` in the save directory, if `--log-progress` asks for it."""
-    if not state.config.training.log_progress or torch.distributed.get_rank() != 0:
-        return
-    path = Path(str(state.config.checkpoint.save)) / "progress.txt"
-    now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S")
-    job = f"Job ID: {launch.job_id}\tAttempt: {launch.attempt}\t" if launch else ""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.write(f"{now}\t{job}Ranks: {torch.distributed.get_world_size()}\t{message}\n")
-    except OSError as error:
-        log.warning("cannot append to %s: %s", path, error)
 
 
 def _mean_loss(losses: list[dict[str, torch.Tensor]]) -> float | None:

@@ -113,6 +113,16 @@ def test_it_is_exact_in_other_precisions_and_with_other_optimizers(
     assert_identical(run, fault_free(one))
 
 
+def test_it_is_exact_where_gradients_and_weights_travel_while_others_are_computed(
+    cluster: Cluster, fault_free: FaultFree, tmp_path: Path
+) -> None:
+    overlapped = ("--overlap-grad-reduce", "--overlap-param-gather")
+    one = case(TWO, "1@9:step", "2@14:forward-backward", "3@16:end", model=(*MODEL, *overlapped))
+    run = recover(cluster, one, tmp_path)
+    assert_only_replayed(run, TWO, [[0]], [[1]], [[1]])
+    assert_identical(run, fault_free(one))
+
+
 @pytest.mark.parametrize(
     ("faults", "segments"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -15,8 +16,8 @@ _undo: contextlib.ExitStack | None = None
 def install() -> None:
     """Map CUDA to the CPU for this process; a second call does nothing.
 
-    Compiled functions (`torch.compile`, which Megatron-Core decorates its fusions with) run eagerly from here on: on a
-    CPU they would need a C++ compiler and minutes.
+    Compiled functions (`torch.compile`, which Megatron-Core decorates its fusions with) run eagerly from here on; what
+    is decorated while this is in effect stays as it is.
 
     Raises:
         AttributeError: torch or Megatron-Core no longer have an attribute of the table. Nothing is changed then.
@@ -27,7 +28,8 @@ def install() -> None:
     with contextlib.ExitStack() as stack:
         for patch in PATCHES:
             patch.apply(stack)
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if "torch._dynamo" in sys.modules:  # else nothing was compiled before, and it takes seconds to load
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         _undo = stack.pop_all()
 
 

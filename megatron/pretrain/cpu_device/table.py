@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from megatron.pretrain.cpu_device import collectives, tensors
-from megatron.pretrain.cpu_device.patch import Patch, always, just
+from megatron.pretrain.cpu_device.patch import Patch, always, eager, just
 from megatron.pretrain.cpu_device.random_numbers import DeviceGenerators, TorchWithoutHostRng, call_at_once
 from megatron.pretrain.cpu_device.streams import CpuEvent, CpuStream, no_stream_context
 
 _FACTORIES = (
     *("tensor", "as_tensor", "empty", "empty_strided", "zeros", "ones", "full", "eye", "arange", "linspace"),
     *("rand", "randn", "randint", "empty_like", "zeros_like", "ones_like", "full_like"),
+)
+
+_COMPILER = (
+    Patch("torch", "compile", eager, "fusions would need a C++ compiler and minutes, and the compiler seconds to load"),
 )
 
 _DEVICE = (
@@ -86,5 +90,5 @@ _GLOO = (
     ),
 )
 
-PATCHES: tuple[Patch, ...] = (*_DEVICE, *_STREAMS, *_RANDOM, *_TENSORS, *_MEGATRON, *_GLOO)
-"""Everything that `install()` replaces, in order."""
+PATCHES: tuple[Patch, ...] = (*_COMPILER, *_DEVICE, *_STREAMS, *_RANDOM, *_TENSORS, *_MEGATRON, *_GLOO)
+"""Everything that `install()` replaces, in order: the compiler before Megatron-Core is imported for the first time."""

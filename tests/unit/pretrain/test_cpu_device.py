@@ -109,7 +109,7 @@ def test_a_half_finished_install_is_rolled_back(monkeypatch: pytest.MonkeyPatch)
     before = attributes()
     gone = replace(PATCHES[0], name="renamed_upstream")
     monkeypatch.setattr(switch, "PATCHES", (*PATCHES, gone))
-    with pytest.raises(AttributeError, match=r"torch\.cuda has no renamed_upstream"):
+    with pytest.raises(AttributeError, match="torch has no renamed_upstream"):
         cpu_device.install()
     assert not cpu_device.is_installed()
     assert all(now is old for now, old in zip(attributes(), before, strict=True))

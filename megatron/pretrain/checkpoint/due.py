@@ -1,0 +1,62 @@
+"""When dense checkpoints are saved."""
+
+from __future__ import annotations
+
+from megatron.core.dist_checkpointing.moe.runtime.faults import FaultInjector, Phase
+from megatron.pretrain.checkpoint.save import Saver
+from megatron.pretrain.checkpoint.state import TrainingState
+from megatron.pretrain.progress import log_progress
+
+
+class Checkpoints:
+    """Saves where `--save-interval` asks for it, and at the end; without `--save` never. Methods are collectives."""
+
+    def __init__(self, state: TrainingState, faults: FaultInjector) -> None:
+        self._state, self._faults = state, faults
+        self._saver = Saver(state) if state.config.checkpoint.save else None
+        self._noted_iteration: int | None = None
+
+    @property
+    def has_newest(self) -> bool:
+        """Whether the iteration at which training stands is saved."""
+        return self._saver is not None and self._saver.saved_iteration == self._state.progress.iteration
+
+    def save_if_due(self) -> None:
+        """After an iteration."""
+        if self._saver is not None:
+            self._saver.poll()
+            self._note_saved()
+            if self._is_due:
+                self._save(self._saver)
+
+    def save_if_missed(self) -> None:
+        """After a recovery: a fault may have struck before what was due was written."""
+        if self._saver is not None and self._is_due and not self._saver.is_published(self._state.progress.iteration):
+            self._save(self._saver)
+
+    def finish(self) -> None:
+        """Wait for what is being written, and save the last iteration if that was not saved yet."""
+        if self._saver is None:
+            return
+        self._saver.wait()
+        if self._state.progress.iteration and not self.has_newest:
+            self._save(self._saver)
+            self._saver.wait()
+        self._note_saved()
+
+    @property
+    def _is_due(self) -> bool:
+        interval = self._state.config.checkpoint.save_interval
+        return bool(interval) and self._state.progress.iteration % (interval or 1) == 0
+
+    def _note_saved(self) -> None:
+        """Write down in the progress file what was published since the last call."""
+        assert self._saver is not None
+        if self._saver.saved_iteration != self._noted_iteration:
+            self._noted_iteration = self._saver.saved_iteration
+            log_progress(self._state, f"Saved checkpoint\tIteration: {self._noted_iteration}")
+
+    def _save(self, saver: Saver) -> None:
+        saver.save()
+        self._note_saved()
+        self._faults.reached(self._state.progress.iteration, Phase.SAVE)
