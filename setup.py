@@ -24,6 +24,7 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.11,<3.12",
     packages=packages,
+    package_data={"": ["*.json", "*.csv", "presets/*.json", "traces/*.csv"]},
     py_modules=["moe_ckpt"],
     entry_points={"console_scripts": ["moe-ckpt=moe_ckpt:main"]},
     install_requires=[
@@ -46,7 +47,6 @@ setup(
             "mypy>=1.10",
             "pytest>=8.0",
             "pytest-timeout>=2.3",
-            "pytest-xdist>=3.5",
             "ruff>=0.6",
         ],
         "gpu": ["transformer-engine[pytorch]>=2.9", "nvidia-resiliency-ext>=0.4.1"],

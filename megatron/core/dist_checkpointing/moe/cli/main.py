@@ -7,9 +7,12 @@ import sys
 import click
 
 from ..errors import MoECheckpointError, UsageError
+from .advise import advise
 from .convert import convert
 from .digest import digest
 from .plan import plan
+from .profile import profile
+from .simulate import simulate
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -18,6 +21,7 @@ def commands() -> None:
     """Plan and look at MoE training checkpoints without a GPU and without torchrun; nothing stored in them is run.
 
     \b
+    $ moe-ckpt advise --help                # which strategy should I use, and what will I get?
     $ moe-ckpt plan window --help           # what would a strategy do with my model?
     $ moe-ckpt digest checkpoints/          # which state did this run reach?
     $ moe-ckpt convert --to dense windows/ dense/   # a checkpoint that any Megatron loads
@@ -25,9 +29,8 @@ def commands() -> None:
     """
 
 
-commands.add_command(convert)
-commands.add_command(digest)
-commands.add_command(plan)
+for command in (advise, convert, digest, plan, profile, simulate):
+    commands.add_command(command)
 
 
 def main() -> None:

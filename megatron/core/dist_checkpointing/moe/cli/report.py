@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,6 +12,8 @@ import click
 
 Unit = Literal["text", "count", "bytes", "seconds", "share"]
 Columns = tuple[tuple[str, Unit], ...]
+WIDE = 500
+"""Columns of a line where output goes to no terminal."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,8 @@ def show(report: Report, as_json: bool, rows: int | None = None) -> None:
         return
     from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=False)
+    # A file or a pipe has no edge at which lines would have to be broken.
+    console = Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else WIDE)
     console.print(report.title, style="bold", markup=False)
     width = max((len(fact.name) for fact in report.facts), default=0)
     for fact in report.facts:
@@ -91,7 +95,7 @@ def shown(value: Any, unit: Unit) -> str:
     if unit == "share":
         return f"{100 * value:.1f} %"
     if unit == "seconds":
-        return f"{value:.3g} s"
+        return f"{value:,.0f} s" if abs(value) >= 1000 else f"{value:.3g} s"
     if unit == "count":
         return f"{value:,}"
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -29,12 +29,17 @@ def shard_sizes(shape: ModelShape, topology: Topology, precision: Precision) -> 
     Experts are split over their expert-tensor and expert-data-parallel ranks, all else over tensor, context and
     data-parallel ranks, as the distributed optimizer does; what tensor parallelism replicates (norms) counts as split.
     """
-    dense_ranks = topology.tp * topology.cp * topology.dp
-    expert_ranks = topology.expert_tp * topology.edp
     return {
         operator: OperatorSize(
-            -(-size.full_bytes // (expert_ranks if operator.is_expert else dense_ranks)),
-            -(-size.weights_bytes // (expert_ranks if operator.is_expert else dense_ranks)),
+            -(-size.full_bytes // sharing_ranks(operator, topology)),
+            -(-size.weights_bytes // sharing_ranks(operator, topology)),
         )
         for operator, size in shape.sizes(precision).items()
     }
+
+
+def sharing_ranks(operator: OperatorId, topology: Topology) -> int:
+    """How many ranks share the state of one operator with the distributed optimizer."""
+    if operator.is_expert:
+        return topology.expert_tp * topology.edp
+    return topology.tp * topology.cp * topology.dp

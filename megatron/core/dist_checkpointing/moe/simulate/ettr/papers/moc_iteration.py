@@ -1,0 +1,186 @@
+"""An iteration of MoC-System's simulations (6.2.4): passes, snapshots and what goes on to storage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+from ....policy.interval import moc_save_overhead_s
+from ....policy.partial import ALL, checkpoint_bytes, pec_plan
+from ....policy.sharding import shard_checkpoint
+from ....types import FP16_FP32, ModelShape, Part, Topology
+from ..clusters import cluster
+from ..cost import operator_flops
+from .moc_fig10 import published, selected_experts
+
+SEQ_LENGTH = 2048
+"""Tokens that a data-parallel rank trains per iteration, one sample: not published, assumed."""
+
+TOPK = 2
+VOCABULARY = 32_000
+"""Not published: those of Mixtral, a LLaMA-like MoE model of the time."""
+
+NIC_SHARE = 0.8
+"""Of a node's NICs, reached by collectives: assumed."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A GPU as 6.2.4 configures it, and the links between GPUs and between nodes, which it does not give.
+
+    flops: that GEMMs reach. snapshot_bytes_per_s: of one GPU. nvlink_bytes_per_s: of one GPU, one way.
+    node_bytes_per_s: of all NICs of a node of 8, one way.
+    """
+
+    flops: float
+    snapshot_bytes_per_s: float
+    nvlink_bytes_per_s: float
+    node_bytes_per_s: float
+
+
+@cache
+def machines() -> dict[str, Machine]:
+    """A800 nodes are taken to have NICs of 400 Gb/s together, H100 nodes those of a DGX, 8 times 400 Gb/s."""
+    given = published()["fig13"]
+    return {
+        name: Machine(
+            given[name]["peak_flops"] * given[name]["utilisation"],
+            given[name]["snapshot_bytes_per_s"],
+            cluster(preset).intra_node_bytes_per_s,
+            node_bytes_per_s,
+        )
+        for name, preset, node_bytes_per_s in (("a800", "a800", 50e9), ("h100", "h100-dgx", 400e9))
+    }
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One group of bars: as many experts per layer as GPUs, and one data-parallel rank per `tp` GPUs."""
+
+    machine: str
+    gpus: int
+    tp: int = 1
+    hidden_size: int = 2048
+    seq_length: int = SEQ_LENGTH
+
+    @property
+    def shape(self) -> ModelShape:
+        """The LLaMA-like model of 6.2.4."""
+        return _shape(self.gpus, self.hidden_size)
+
+    @cached_property
+    def topology(self) -> Topology:
+        """Expert parallelism over all data-parallel ranks."""
+        return Topology(self.gpus, tp=self.tp, ep=self.gpus // self.tp)
+
+    @property
+    def experts_saved(self) -> int:
+        """K of MoC-Async: an eighth of the experts."""
+        return max(1, int(self.gpus * published()["fig13"]["moc_expert_share"]))
+
+
+@cache
+def _shape(experts: int, hidden_size: int) -> ModelShape:
+    given = published()["fig13"]
+    return ModelShape(
+        name=f"LLaMA-like-{experts}E",
+        num_layers=given["num_layers"],
+        hidden_size=hidden_size,
+        num_attention_heads=hidden_size // given["kv_channels"],
+        vocab_size=VOCABULARY,
+        ffn_hidden_size=given["ffn_per_hidden"] * hidden_size,
+        num_experts=experts,
+        moe_router_topk=TOPK,
+        gated_linear_unit=True,
+        untie_embeddings_and_output_weights=True,
+    )
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Seconds of one iteration with a checkpoint, and the bytes that go on to storage.
+
+    exchange_s is the part of forward_backward_s in which experts exchange tokens between nodes.
+    """
+
+    forward_backward_s: float
+    exchange_s: float
+    base_snapshot_s: float
+    moc_snapshot_s: float
+    base_persist_bytes: int
+    moc_persist_bytes: int
+
+    @property
+    def baseline_s(self) -> float:
+        """Training waits for the whole snapshot. It waits for storage too, whose rate is not published."""
+        return self.forward_backward_s + self.base_snapshot_s
+
+    @property
+    def base_async_s(self) -> float:
+        """The snapshot runs beside the passes; what outlasts them is waited for (eq. 10)."""
+        return self.forward_backward_s + moc_save_overhead_s(self.base_snapshot_s, self.forward_backward_s)
+
+    @property
+    def moc_async_s(self) -> float:
+        """The same with an eighth of the experts and full sharding."""
+        return self.forward_backward_s + moc_save_overhead_s(self.moc_snapshot_s, self.forward_backward_s)
+
+
+def compute_s(setting: Setting) -> float:
+    """Forward and backward passes of one sample over the tensor-parallel ranks, at the published share of the peak."""
+    flops = sum(operator_flops(setting.shape, setting.seq_length).values()) * setting.seq_length
+    return flops / setting.tp / machines()[setting.machine].flops
+
+
+def exchanges_s(setting: Setting) -> tuple[float, float]:
+    """All-to-all of the experts of all layers, out and back, forward and backward: (within nodes, between nodes).
+
+    As ASTRA-SIM's ring has it: each of n members passes (n - 1) n / 2 messages of 1 / n of the data, (n - 1) / 2 times
+    the data, first along NVLink, then along the nodes. A rank of tensor parallelism sends all tokens over its own NIC.
+    """
+    machine, topology = machines()[setting.machine], setting.topology
+    data_bytes = setting.seq_length * TOPK * setting.hidden_size * FP16_FP32.compute_bytes
+    times = 4 * len(setting.shape.moe_layers)
+    nodes = setting.gpus // topology.ranks_per_node
+    members = topology.ranks_per_node // setting.tp
+    rate = machine.node_bytes_per_s * NIC_SHARE / topology.ranks_per_node
+    within = times * data_bytes * (members - 1) / 2 / machine.nvlink_bytes_per_s
+    return within, times * data_bytes * (nodes - 1) / 2 / rate
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Bytes of one checkpoint: of the rank that saves most, and of all ranks."""
+
+    rank_bytes: int
+    total_bytes: int
+
+
+@cache
+def saved(gpus: int, tp: int, hidden_size: int) -> tuple[Saved, Saved]:
+    """What Base-Async and MoC-Async save, by the real selection and sharding; machine and sequence play no part."""
+    setting = Setting("", gpus, tp, hidden_size)
+    shape, topology, k = setting.shape, setting.topology, setting.experts_saved
+    parts = pec_plan(0, shape.operators, selected_experts(shape, topology, k, 0), ALL, Part.EVERYTHING).parts
+    base = shard_checkpoint("none", shape, topology, FP16_FP32)
+    moc = shard_checkpoint("adaptive", shape, topology, FP16_FP32, parts)
+    return (
+        Saved(base.bottleneck_bytes, checkpoint_bytes(shape, FP16_FP32, shape.num_experts).total_bytes),
+        Saved(moc.bottleneck_bytes, checkpoint_bytes(shape, FP16_FP32, k).total_bytes),
+    )
+
+
+@cache
+def bar(setting: Setting) -> Bar:
+    """All of one setting."""
+    base, moc = saved(setting.gpus, setting.tp, setting.hidden_size)
+    within_s, between_s = exchanges_s(setting)
+    rate = machines()[setting.machine].snapshot_bytes_per_s
+    return Bar(
+        compute_s(setting) + within_s + between_s,
+        between_s,
+        base.rank_bytes / rate,
+        moc.rank_bytes / rate,
+        base.total_bytes,
+        moc.total_bytes,
+    )

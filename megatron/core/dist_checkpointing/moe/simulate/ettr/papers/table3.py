@@ -1,0 +1,268 @@
+"""MoEvement Table 3: intervals, overhead, recovery and ETTR of four systems, four models and five failure rates."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
+
+from ....cli.report import Columns, Fact, Report, Table
+from ..events import Estimate
+from .agreement import Agreement, agreement
+from .evaluation import AZURE, DURATION_S, SYSTEMS, Outcome, behaviour_of, by_chance, evaluate
+from .jobs import MODELS, MTBF_S, azure_job
+from .plots import COLOURS, NAMES, plot
+from .published import published
+from .result import PaperResult
+
+TOLERANCE = {"checkfreq": 0.03, "gemini": 0.03, "moc": 0.05, "moevement": 0.010}
+"""By how much an ETTR may differ from the published one before it is marked."""
+
+INTERVAL_TOLERANCE = 0.10
+
+
+@dataclass(frozen=True)
+class Published:
+    """A cell as the paper has it; None where it is withheld. Seconds of recovery are those of the whole run."""
+
+    interval: int | None
+    overhead_s: float | None
+    overhead_share: float | None
+    recovery_s: float | None
+    ettr: float | None
+
+    @property
+    def recomputed_ettr(self) -> float | None:
+        """ETTR by App. C from the paper's own overhead and recovery: E[R] / MTBF is recovery over the run's time."""
+        if self.overhead_share is None or self.recovery_s is None:
+            return None
+        return 1 / (1 + self.overhead_share) / (1 + self.recovery_s / DURATION_S)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One system, model and failure rate: what the paper has, and what comes out here."""
+
+    model: str
+    mtbf_s: int
+    system: str
+    published: Published
+    ours: Outcome
+
+    @property
+    def difference(self) -> float | None:
+        """ETTR, ours less the published."""
+        return None if self.published.ettr is None else self.ours.ettr - self.published.ettr
+
+    @property
+    def mark(self) -> str:
+        """Whether it is within tolerance; empty where nothing is published."""
+        if self.difference is None:
+            return ""
+        return "yes" if abs(self.difference) <= TOLERANCE[self.system] else "NO"
+
+    @property
+    def interval_holds(self) -> bool | None:
+        """Whether the interval (for MoEvement: the window, exactly) is as published; None where that is withheld."""
+        interval = self.published.interval
+        if interval is None:
+            return None
+        slack = 0.0 if self.system == "moevement" else INTERVAL_TOLERANCE * interval
+        return abs(self.shown_interval - interval) <= slack
+
+    @property
+    def shown_interval(self) -> int:
+        """What the table calls the interval: iterations between checkpoints, for MoEvement its window."""
+        return self.ours.window if self.system == "moevement" else self.ours.interval
+
+
+@cache
+def cells() -> tuple[Cell, ...]:
+    """All cells, in the paper's order."""
+    return tuple(
+        Cell(model, mtbf_s, system, published_cell(model, mtbf_s, system), outcome)
+        for model in MODELS
+        for mtbf_s in MTBF_S
+        for system, outcome in evaluate(azure_job(model), AZURE, mtbf_s).items()
+    )
+
+
+def chance(cell: Cell) -> Estimate:
+    """The cell's ETTR with faults of a Poisson process."""
+    job = azure_job(cell.model)
+    return by_chance(behaviour_of(cell.system, job, AZURE, cell.mtbf_s), job, cell.mtbf_s)
+
+
+def published_cell(model: str, mtbf_s: int, system: str) -> Published:
+    """A cell of the table, those that stand for all failure rates in each of the published rows."""
+    entry = published()["table3"][model]
+    row = next(row for row in entry["rows"] if row["mtbf_s"] == mtbf_s)
+    interval = {
+        "checkfreq": entry["checkfreq_interval"],
+        "gemini": row["gemini_interval"],
+        "moc": entry["moc_interval"],
+        "moevement": entry["window"],
+    }[system]
+    of_overhead = entry if system in ("checkfreq", "moevement") else row
+    return Published(
+        interval,
+        of_overhead[f"{system}_overhead_s"],
+        of_overhead[f"{system}_overhead_share"],
+        row["recovery_s"][system],
+        row["ettr"][system],
+    )
+
+
+def agreements() -> dict[str, Agreement]:
+    """How near the ETTRs of each system come."""
+    return {
+        system: agreement([cell.difference for cell in cells() if cell.system == system], TOLERANCE[system])
+        for system in SYSTEMS
+    }
+
+
+def result() -> PaperResult:
+    """The table, with the published one and its recomputation beside it."""
+    report = Report(
+        "MoEvement Table 3: checkpoint systems under failures, 12 hours on 96 A100 GPUs",
+        tuple(Fact(f"{NAMES[system]} ETTR", found.sentence) for system, found in agreements().items()),
+        (_agreement(), *(_table(model) for model in MODELS)),
+        _notes(),
+    )
+    data = {"cells": [_as_data(cell) for cell in cells()], "agreement": {k: asdict(v) for k, v in agreements().items()}}
+    return PaperResult(report, data, plot(_draw, rows=1, columns=len(MODELS), size=(14, 4)))
+
+
+_COLUMNS: Columns = (
+    ("MTBF", "text"),
+    ("system", "text"),
+    ("interval paper", "count"),
+    ("interval", "count"),
+    ("overhead paper", "share"),
+    ("overhead", "share"),
+    ("recovery paper", "seconds"),
+    ("recovery", "seconds"),
+    ("ETTR paper", "text"),
+    ("recomputed", "text"),
+    ("ETTR", "text"),
+    ("difference", "text"),
+    ("within", "text"),
+    ("by chance", "text"),
+)
+
+
+def _table(model: str) -> Table:
+    return Table(model, _COLUMNS, tuple(_row(cell) for cell in cells() if cell.model == model))
+
+
+def _row(cell: Cell) -> tuple[Any, ...]:
+    paper, ours, random = cell.published, cell.ours, chance(cell)
+    return (
+        f"{cell.mtbf_s // 60} min",
+        NAMES[cell.system],
+        paper.interval,
+        cell.shown_interval,
+        paper.overhead_share,
+        ours.overhead_share,
+        paper.recovery_s,
+        ours.recovery_s,
+        decimals(paper.ettr),
+        decimals(paper.recomputed_ettr),
+        decimals(ours.ettr),
+        "-" if cell.difference is None else f"{cell.difference:+.3f}",
+        cell.mark,
+        f"{random.mean:.3f} ± {random.half_width:.3f}",
+    )
+
+
+def decimals(value: float | None) -> str:
+    """An ETTR as the paper prints it."""
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _agreement() -> Table:
+    """What the tolerances are held against; the last column is the paper against itself."""
+    rows = []
+    for system, found in agreements().items():
+        own = [cell for cell in cells() if cell.system == system and cell.published.recomputed_ettr is not None]
+        itself = agreement(
+            [(cell.published.recomputed_ettr or 0) - (cell.published.ettr or 0) for cell in own], found.tolerance
+        )
+        intervals = [cell.interval_holds for cell in own]
+        rows.append(
+            (
+                NAMES[system],
+                found.tolerance,
+                f"{found.within} of {found.cells}",
+                decimals(found.mean_absolute),
+                decimals(found.largest),
+                f"{sum(map(bool, intervals))} of {len(intervals)}",
+                decimals(itself.mean_absolute),
+                decimals(itself.largest),
+            )
+        )
+    columns: Columns = (
+        ("system", "text"),
+        ("tolerance of ETTR", "text"),
+        ("cells within", "text"),
+        ("mean difference", "text"),
+        ("largest", "text"),
+        ("intervals that hold", "text"),
+        ("paper against itself, mean", "text"),
+        ("paper against itself, largest", "text"),
+    )
+    return Table("Agreement", columns, tuple(rows))
+
+
+def missing_intervals() -> tuple[str, ...]:
+    """The cells whose interval is off by more than the tolerance, in words."""
+    return tuple(
+        f"{cell.model} {NAMES[cell.system]} at {cell.mtbf_s // 60} min: {cell.shown_interval} instead of"
+        f" {cell.published.interval}"
+        for cell in cells()
+        if cell.interval_holds is False
+    )
+
+
+def _notes() -> tuple[str, ...]:
+    missing = missing_intervals()
+    return (
+        "recomputed: the paper's own overhead and recovery put into its App. C, 1 / (1 + overhead) / (1 + recovery / 12"
+        " h). Where that differs from the published ETTR, the columns of the paper do not agree with each other.",
+        "QWen-MoE and all rows at 20 minutes are withheld in the copy at hand: predicted, not compared.",
+        "Intervals that are off by more than 10 %: " + ("; ".join(missing) if missing else "none") + ".",
+        "interval: for MoEvement the window. ETTR: by the closed form of App. C, for MoC stretch by stretch as faults"
+        " raise K. overhead and recovery: of one run of 12 hours with controlled failures at equal distances.",
+        "by chance: the mean of 20 runs with faults of a Poisson process, and its 95 % confidence interval. Such faults"
+        " also strike during recoveries and begin them anew, which the closed form leaves out and controlled failures"
+        " do not do: the longer recoveries are by the mean time between failures, the lower it is.",
+        "The paper's recovery times do not follow from its intervals: per fault they are 1.6 x I x T for MoE-LLaVa"
+        " under CheckFreq at 10 minutes and 0.36 x I x T for DeepSeek-MoE, for MoC less than a restart can take. They"
+        " are shown, not fitted.",
+    )
+
+
+def _as_data(cell: Cell) -> dict[str, Any]:
+    return {
+        "model": cell.model,
+        "mtbf_s": cell.mtbf_s,
+        "system": cell.system,
+        "published": asdict(cell.published) | {"recomputed_ettr": cell.published.recomputed_ettr},
+        "ours": asdict(cell.ours) | {"ettr_by_chance": asdict(chance(cell))},
+        "ettr_difference": cell.difference,
+        "interval_holds": cell.interval_holds,
+    }
+
+
+def _draw(axes: list[Any]) -> None:
+    minutes = [mtbf_s / 60 for mtbf_s in MTBF_S]
+    for axis, model in zip(axes, MODELS, strict=True):
+        for system, colour in COLOURS.items():
+            row = [cell for cell in cells() if cell.model == model and cell.system == system]
+            axis.plot(minutes, [cell.ours.ettr for cell in row], color=colour, label=NAMES[system])
+            known = [(cell.mtbf_s / 60, cell.published.ettr) for cell in row if cell.published.ettr is not None]
+            axis.scatter(*zip(*known, strict=True), color=colour, marker="x") if known else None
+        axis.set(title=model, xlabel="MTBF (minutes)", xscale="log", ylim=(0, 1))
+        axis.set_xticks(minutes, [f"{one:g}" for one in minutes])
+    axes[0].set_ylabel("ETTR (crosses: published)")
+    axes[0].legend()

@@ -1,0 +1,102 @@
+"""MoEvement Table 6: host memory of Gemini's and MoEvement's checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import cache
+from typing import Any
+
+from ....cli.report import Columns, Fact, Report, Table
+from ..memory import MemoryUse, memory_of
+from .evaluation import AZURE, windows_of
+from .jobs import MODELS, azure_job
+from .plots import plot
+from .published import published
+from .result import PaperResult
+
+TOLERANCE = 0.05
+
+PARTS = ("gemini_bytes", "sparse_bytes", "log_bytes", "total_bytes")
+"""As published.json names the columns: Gemini, X, Y, X + Y."""
+
+
+@cache
+def memory() -> dict[str, MemoryUse]:
+    """What each model's checkpoints take in the memory of all hosts together."""
+    return {model: memory_of(azure_job(model), windows_of(azure_job(model), AZURE)) for model in MODELS}
+
+
+def differences(part: str) -> dict[str, float | None]:
+    """By model, ours less the published as a share of the published; None where that is withheld."""
+    paper = published()["table6"]
+    return {
+        model: None if paper[model][part] is None else getattr(use, part) / paper[model][part] - 1
+        for model, use in memory().items()
+    }
+
+
+def result() -> PaperResult:
+    """The table, with the published one beside it."""
+    totals = [abs(found) for found in differences("total_bytes").values() if found is not None]
+    report = Report(
+        "MoEvement Table 6: host memory of checkpoints on 96 GPUs",
+        (Fact("Totals within 5 %", f"{sum(one <= TOLERANCE for one in totals)} of {len(totals)} published"),),
+        (_table(),),
+        (
+            "Gemini: 26 bytes per parameter in all published rows: two checkpoints of 12, one complete and one under"
+            " way, and compute weights of 2. X adds the weights that a window's snapshots have of operators not"
+            " anchored yet.",
+            "Y: the logs that one rank keeps. The published figures are of that size, but do not follow from any one"
+            " count of ranks: the logs of all ranks would be hundreds of gigabytes. It is shown as it comes out.",
+            "QWen-MoE is withheld in the copy at hand: predicted, not compared.",
+        ),
+    )
+    data: dict[str, Any] = {
+        model: {"ours": asdict(use) | {"total_bytes": use.total_bytes}, "published": published()["table6"][model]}
+        for model, use in memory().items()
+    }
+    return PaperResult(report, data, plot(_draw))
+
+
+def _table() -> Table:
+    paper = published()["table6"]
+    rows = tuple(
+        (
+            model,
+            *(value for part in PARTS for value in (paper[model][part], getattr(use, part))),
+            differences("total_bytes")[model],
+            paper[model]["increase_share"],
+            use.total_bytes / use.gemini_bytes - 1,
+        )
+        for model, use in memory().items()
+    )
+    columns: Columns = (
+        ("model", "text"),
+        ("Gemini paper", "bytes"),
+        ("Gemini", "bytes"),
+        ("X paper", "bytes"),
+        ("X", "bytes"),
+        ("Y paper", "bytes"),
+        ("Y", "bytes"),
+        ("X + Y paper", "bytes"),
+        ("X + Y", "bytes"),
+        ("difference", "share"),
+        ("increase paper", "share"),
+        ("increase", "share"),
+    )
+    return Table("Memory", columns, rows)
+
+
+def _draw(axes: list[Any]) -> None:
+    paper = published()["table6"]
+    places = range(len(MODELS))
+    for shift, (label, part, colour) in enumerate(
+        (("Gemini", "gemini_bytes", "tab:orange"), ("MoEvement (X + Y)", "total_bytes", "tab:green"))
+    ):
+        at = [place + 0.4 * shift - 0.2 for place in places]
+        axes[0].bar(at, [getattr(memory()[one], part) / 1e9 for one in MODELS], 0.38, label=label, color=colour)
+        known = [(x, paper[one][part] / 1e9) for x, one in zip(at, MODELS, strict=True) if paper[one][part]]
+        axes[0].scatter(*zip(*known, strict=True), color="black", marker="x", zorder=3)
+    axes[0].set_xticks(list(places), MODELS)
+    axes[0].set_ylabel("GB of host memory (crosses: published)")
+    axes[0].legend()

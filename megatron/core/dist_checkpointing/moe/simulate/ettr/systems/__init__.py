@@ -1,0 +1,59 @@
+"""Checkpoint systems, by name: what each would do in a training job, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ..behaviour import Behaviour
+from ..constants import Constants
+from ..inputs import Cluster, IterationCost, TrainingJob
+from .full import CheckFreq, Gemini, TorchDist
+from .none import NoCheckpoints
+from .pec import Moc
+from .selective import Moetion
+from .sparse import MoEvement
+
+__all__ = ["SYSTEMS", "CheckFreq", "Gemini", "MoEvement", "Moc", "Moetion", "NoCheckpoints", "System", "TorchDist"]
+
+
+class System(Protocol):
+    """A checkpoint system with its settings; what is None is chosen as the system itself would."""
+
+    @property
+    def name(self) -> str:
+        """Its key in `SYSTEMS`."""
+        ...
+
+    def behaviour(
+        self,
+        job: TrainingJob,
+        cost: IterationCost,
+        cluster: Cluster,
+        constants: Constants,
+        mtbf_s: float,
+        *,
+        popularity: Sequence[float] | None = None,
+    ) -> Behaviour:
+        """What it does in this job with this mean time between failures.
+
+        popularity: share of the tokens by expert, the same in each layer, in any unit; None: all alike.
+        Raises UsageError for a job whose layers cannot fill its stages, and for lossy systems and no experts.
+        """
+        ...
+
+
+SYSTEMS: dict[str, System] = {
+    system.name: system
+    for system in (
+        NoCheckpoints(),
+        CheckFreq(),
+        Gemini(),
+        TorchDist(),
+        TorchDist(asynchronous=True),
+        Moc(),
+        Moetion(),
+        MoEvement(),
+    )
+}
+"""All systems with their own settings."""

@@ -1,0 +1,40 @@
+"""No checkpoints: the pace of training without them, and the price of a fault without them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..behaviour import Behaviour, Nodes, Recovery, Steady
+from ..constants import Constants
+from ..inputs import Cluster, IterationCost, TrainingJob
+from .links import Setting
+
+NEVER = 10**12
+"""An interval longer than any training."""
+
+
+@dataclass(frozen=True)
+class NoCheckpoints:
+    """A fault sends training back to its first iteration."""
+
+    name: str = "none"
+
+    def behaviour(
+        self,
+        job: TrainingJob,
+        cost: IterationCost,
+        cluster: Cluster,
+        constants: Constants,
+        mtbf_s: float,
+        *,
+        popularity: Sequence[float] | None = None,
+    ) -> Behaviour:
+        """See `System`. What a fault undoes is all since the start: on average, all since the fault before."""
+        setting = Setting(job, cost, cluster, constants)
+        expected_s = setting.restart(0.0, 0, mtbf_s).total_s
+
+        def recover(iteration: int, nodes: Nodes, down: Nodes) -> Recovery:
+            return setting.rewind(iteration, NEVER, 0, 0.0)
+
+        return Steady(self.name, setting.iteration_s, NEVER, 1, 0.0, expected_s, recover)

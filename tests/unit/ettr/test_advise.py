@@ -1,0 +1,242 @@
+"""Advice: every system is tried, what does not fit is refused, and exact systems win ties."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from megatron.core.dist_checkpointing.moe.cli.advise import advise as advise_command
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.models import preset
+from megatron.core.dist_checkpointing.moe.simulate.ettr.advise import Advice, advise, reasons, recommended
+from megatron.core.dist_checkpointing.moe.simulate.ettr.choices import (
+    PROTECTION,
+    Choice,
+    Question,
+    best_of,
+    noise,
+    variants,
+)
+from megatron.core.dist_checkpointing.moe.simulate.ettr.closed_form import ettr as closed_form_ettr
+from megatron.core.dist_checkpointing.moe.simulate.ettr.clusters import cluster
+from megatron.core.dist_checkpointing.moe.simulate.ettr.cost import MOEVEMENT_UTILISATION, iteration_cost
+from megatron.core.dist_checkpointing.moe.simulate.ettr.events import estimate
+from megatron.core.dist_checkpointing.moe.simulate.ettr.footprint import node_bytes
+from megatron.core.dist_checkpointing.moe.simulate.ettr.inputs import TrainingJob
+from megatron.core.dist_checkpointing.moe.simulate.ettr.profiles import Profile, as_data
+from megatron.core.dist_checkpointing.moe.simulate.ettr.systems import SYSTEMS, Gemini, MoEvement
+from megatron.core.dist_checkpointing.moe.types import FP16_FP32, ModelShape, Topology
+
+MINUTES = 60.0
+GPT = preset("GPT-MoE")
+LAYOUT = Topology(48, pp=3, ep=8)
+
+
+def question(
+    mtbf_s: float = 10 * MINUTES,
+    *,
+    shape: ModelShape = GPT,
+    topology: Topology = LAYOUT,
+    memory_bytes: int | None = None,
+) -> Question:
+    machines = cluster("azure-nc96ads-a100")
+    job = TrainingJob(shape, topology, FP16_FP32, 512, 8, 2048)
+    cost = iteration_cost(job, machines, MOEVEMENT_UTILISATION)
+    return Question(job, cost, machines, mtbf_s, memory_bytes=memory_bytes, seeds=4)
+
+
+@cache
+def usual() -> Advice:
+    """GPT-MoE on six nodes of A100 GPUs, a fault every ten minutes."""
+    return advise(question())
+
+
+def by_name(advice: Advice) -> dict[str, Choice]:
+    return {choice.system: choice for choice in advice.choices}
+
+
+def choice(system: str, *ettrs: float, exact: bool = True, **other: Any) -> Choice:
+    """A choice with these ETTRs of its runs."""
+    return replace(by_name(usual())["gemini"], system=system, exact=exact, ettrs=ettrs, ettr=estimate(ettrs), **other)
+
+
+def test_every_system_is_tried() -> None:
+    assert set(by_name(usual())) == set(SYSTEMS)
+    assert usual().impossible == {}
+
+
+def test_systems_come_in_the_order_of_their_ettr() -> None:
+    means = [one.ettr.mean for one in usual().choices]
+    assert means == sorted(means, reverse=True)
+
+
+def test_with_frequent_faults_sparse_checkpoints_with_local_recovery_are_recommended() -> None:
+    chosen = usual().recommended
+    assert chosen is not None
+    assert (chosen.system, chosen.exact, chosen.settings) == ("moevement", True, {"replicas": 2, "local": True})
+    assert chosen.ettr.mean > by_name(usual())["gemini"].ettr.mean + 0.05
+
+
+def test_the_figures_are_those_of_the_systems_own_behaviour() -> None:
+    asked, found = question(), by_name(usual())["gemini"]
+    replicas = found.settings["replicas"]
+    behaviour = asked.behaviour(Gemini(replicas=replicas))
+    assert found.interval == behaviour.interval
+    assert found.recovery_s == behaviour.expected_recovery_s
+    assert found.overhead_share == behaviour.overhead_s / behaviour.iteration_s
+    assert found.memory_bytes == node_bytes(asked.setting, Gemini(replicas=replicas), behaviour)
+
+
+def test_systems_that_save_some_experts_are_lossy_and_lose_tokens() -> None:
+    lossy = {name for name, one in by_name(usual()).items() if not one.exact}
+    assert lossy == {name for name, one in by_name(usual()).items() if one.lost_share > 0}
+    assert "moc" in lossy
+
+
+def test_rarer_faults_raise_every_ettr() -> None:
+    rare = by_name(advise(question(2 * 3600), ("gemini", "moevement", "checkfreq")))
+    for name, one in rare.items():
+        assert one.ettr.mean > by_name(usual())[name].ettr.mean
+
+
+def test_what_does_not_fit_the_host_memory_is_refused_with_both_numbers() -> None:
+    advice = advise(question(memory_bytes=40 * 10**9), ("gemini", "moevement", "checkfreq"))
+    found = by_name(advice)
+    for name in ("gemini", "moevement"):
+        assert f"{found[name].memory_bytes / 1e9:,.1f} GB" in found[name].refused
+        assert "40.0 GB are allowed" in found[name].refused
+    assert advice.recommended is found["checkfreq"]
+    assert found["checkfreq"].memory_bytes <= 40 * 10**9
+    assert sum("refused" in reason for reason in advice.reasons) == 2
+
+
+def test_nothing_is_recommended_where_nothing_fits() -> None:
+    advice = advise(question(memory_bytes=1), ("gemini",))
+    assert advice.recommended is None
+    assert "No system can be used" in advice.reasons[0]
+
+
+def test_where_two_replicas_do_not_fit_one_is_tried() -> None:
+    asked = question()
+    taken = {r: node_bytes(asked.setting, Gemini(replicas=r), asked.behaviour(Gemini(replicas=r))) for r in (1, 2)}
+    between = question(memory_bytes=(taken[1] + taken[2]) // 2)
+    assert best_of(between, "gemini").settings == {"replicas": 1}
+
+
+def test_a_second_replica_is_taken_where_it_costs_less_than_a_hundredth() -> None:
+    asked, found = question(), by_name(usual())["moevement"]
+    fewer = closed_form_ettr(asked.behaviour(MoEvement(replicas=1)), asked.mtbf_s, asked.run_s)
+    assert 0 < fewer - found.closed_form_ettr < PROTECTION
+    assert found.settings["replicas"] == 2
+
+
+def test_exact_systems_win_within_noise() -> None:
+    exact, lossy = choice("exact", 0.95, 0.97), choice("lossy", 0.952, 0.974, exact=False)
+    assert recommended([lossy, exact]) is exact
+
+
+def test_a_lossy_system_wins_by_more_than_noise() -> None:
+    exact, lossy = choice("exact", 0.90, 0.92), choice("lossy", 0.95, 0.97, exact=False)
+    assert recommended([lossy, exact]) is lossy
+
+
+def test_noise_is_that_of_runs_with_the_same_faults() -> None:
+    steady = choice("one", 0.90, 0.80, 0.70), choice("other", 0.92, 0.82, 0.72)
+    unsteady = choice("one", 0.90, 0.80, 0.70), choice("other", 0.72, 0.92, 0.82)
+    assert noise(*steady) == pytest.approx(0.005)
+    assert noise(*unsteady) > 0.1
+
+
+def test_a_job_on_one_node_has_no_peers_and_loses_what_is_in_memory() -> None:
+    asked = question(shape=preset("GPT-125M-8E"), topology=Topology(8, ep=8))
+    assert [one.replicas for one in variants(Gemini(), asked.nodes)] == [1]  # type: ignore[attr-defined]
+    assert best_of(asked, "gemini").worst_iterations > 1000
+
+
+def test_a_model_without_experts_cannot_use_systems_that_choose_among_them() -> None:
+    dense = replace(GPT, num_experts=0)
+    advice = advise(question(shape=dense, topology=Topology(48, pp=3)), ("moc", "moetion", "gemini"))
+    assert set(advice.impossible) == {"moc", "moetion"}
+    assert advice.recommended is not None
+
+
+def test_an_unknown_system_is_named_with_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="'gemmini' is not known; known systems: none, checkfreq"):
+        advise(question(), ("gemmini",))
+
+
+def test_two_dense_checkpoints_of_every_copy_fill_the_memory_evenly() -> None:
+    topology = Topology(16, ep=8)
+    asked = question(topology=topology)
+    system = Gemini(replicas=1)
+    taken = node_bytes(asked.setting, system, asked.behaviour(system))
+    assert taken == pytest.approx(26 * GPT.total_parameters * 2 / 2, rel=1e-6)
+
+
+def test_logs_take_memory_only_where_recovery_is_local() -> None:
+    asked = question()
+    local, everywhere = MoEvement(replicas=2, local=True), MoEvement(replicas=2, local=False)
+    with_logs = node_bytes(asked.setting, local, asked.behaviour(local))
+    assert with_logs > node_bytes(asked.setting, everywhere, asked.behaviour(everywhere))
+
+
+def test_the_reasons_name_the_choice_its_cost_and_what_the_others_lack() -> None:
+    said = usual().reasons
+    assert said[0].startswith("Use moevement (")
+    assert "10 min" in said[0]
+    assert "host memory" in said[1]
+    assert "no update is ever lost" in said[2]
+    others = [one.system for one in usual().choices if one.exact and one.system not in ("moevement", "none")]
+    assert any(reason.startswith(f"{others[0]} (every ") and "a fault costs it" in reason for reason in said)
+    assert all(reason.endswith(".") for reason in said)
+
+
+def test_a_lossy_system_that_is_no_better_is_named_with_what_it_loses() -> None:
+    exact = choice("exact", 0.95, 0.97)
+    lossy = choice("lossy", 0.951, 0.971, exact=False, lost_share=0.012)
+    said = list(reasons(question(), [lossy, exact], exact))
+    assert any("lossy is not better" in reason and "1.2 % of tokens" in reason for reason in said)
+
+
+ARGUMENTS = ("--model", "GPT-125M-8E", "--ep", "8", "--world-size", "16", "--mtbf", "30m", "--seeds", "2")
+
+
+def test_the_command_says_the_same_as_json() -> None:
+    found = CliRunner().invoke(advise_command, [*ARGUMENTS, "--system", "gemini", "--system", "torch_dist", "--json"])
+    assert found.exit_code == 0, found.output
+    data = json.loads(found.output)
+    assert data["recommended"] in ("gemini", "torch_dist")
+    assert {row["system"] for row in data["systems"]} == {"gemini", "torch_dist"}
+    assert [row["verdict"] for row in data["systems"]].count("recommended") == 1
+    assert data["notes"][0].startswith(f"Use {data['recommended']}")
+
+
+def test_the_command_refuses_by_the_given_host_memory() -> None:
+    found = CliRunner().invoke(advise_command, [*ARGUMENTS, "--system", "gemini", "--host-memory-gb", "1", "--json"])
+    data = json.loads(found.output)
+    assert data["recommended"] is None
+    assert "1.0 GB are allowed" in " ".join(data["notes"])
+
+
+def test_the_command_takes_a_measured_profile_instead_of_a_cluster(tmp_path: Path) -> None:
+    measured = Profile(cluster("this-cpu"), replace(MOEVEMENT_UTILISATION, gemm_share=0.5), 0.3, {})
+    (tmp_path / "here.json").write_text(json.dumps(as_data(measured)))
+    arguments = [*ARGUMENTS, "--system", "torch_dist", "--hours", "2h", "--precision", "fp32", "--json"]
+    found = CliRunner().invoke(advise_command, [*arguments, "--profile", str(tmp_path / "here.json")])
+    assert found.exit_code == 0, found.output
+    data = json.loads(found.output)
+    assert "this-cpu" in data["title"]
+    assert data["host_memory_of_a_node_for_checkpoints_bytes"] == 0.75 * measured.cluster.host_memory_bytes
+
+
+def test_the_command_is_called_advise_and_explains_itself() -> None:
+    found = CliRunner().invoke(advise_command, ["--help"])
+    assert advise_command.name == "advise"
+    assert "--mtbf TIME" in found.output
+    assert "--host-memory-gb" in found.output

@@ -1,0 +1,162 @@
+"""What an iteration costs: the published iteration times, and how costs follow from shapes, layouts and rates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.models import PRESETS, preset
+from megatron.core.dist_checkpointing.moe.simulate.ettr.clusters import cluster
+from megatron.core.dist_checkpointing.moe.simulate.ettr.collectives import Links, Spread
+from megatron.core.dist_checkpointing.moe.simulate.ettr.cost import (
+    MEGATRON_UTILISATION,
+    MOEVEMENT_UTILISATION,
+    iteration_cost,
+    network_busy_s,
+    operator_flops,
+)
+from megatron.core.dist_checkpointing.moe.simulate.ettr.inputs import Cluster, IterationCost, TrainingJob
+from megatron.core.dist_checkpointing.moe.simulate.ettr.papers.jobs import azure_job, h100_job, scale_out_job
+from megatron.core.dist_checkpointing.moe.types import FP16_FP32, PRECISIONS, OperatorKind, Topology, expert
+
+AZURE = cluster("azure-nc96ads-a100")
+LINKS = Links(intra_bytes_per_s=1e11, inter_bytes_per_s=1e9, latency_s=1e-5)
+
+
+def cost(job: TrainingJob, on: Cluster = AZURE) -> IterationCost:
+    return iteration_cost(job, on, MOEVEMENT_UTILISATION)
+
+
+def job(**degrees: int) -> TrainingJob:
+    topology = Topology(degrees.pop("world_size", 16), **degrees)
+    return TrainingJob(preset("Mixtral-8x7B"), topology, FP16_FP32, 64, 8, 2048)
+
+
+@pytest.mark.parametrize(("model", "published_s"), [("MoE-LLaVa", 1.70), ("GPT-MoE", 2.10), ("DeepSeek-MoE", 2.90)])
+def test_one_set_of_shares_gives_the_published_iteration_times(model: str, published_s: float) -> None:
+    assert cost(azure_job(model)).iteration_s == pytest.approx(published_s, rel=0.02)
+
+
+def test_the_iteration_time_that_is_not_published_is_predicted_near_the_largest() -> None:
+    assert 2.3 < cost(azure_job("QWen-MoE")).iteration_s < 3.0
+
+
+def test_the_flops_of_a_token_are_six_for_each_active_parameter_and_those_of_attention() -> None:
+    shape = preset("QWen-MoE")
+    without_attention = sum(operator_flops(shape, 0).values())
+    # The embedding is a look-up: 0.3 of the 2.7 G active parameters have no operations.
+    assert without_attention / 6 == pytest.approx(2.7e9 - shape.vocab_size * shape.hidden_size, rel=0.03)
+    scores = sum(operator_flops(shape, 2048).values()) - without_attention
+    assert scores == pytest.approx(12 * 2048 * shape.hidden_size * shape.num_layers)
+
+
+def test_an_output_layer_that_shares_its_weights_multiplies_all_the_same() -> None:
+    shape = preset("GPT-MoE")
+    tied, head = operator_flops(shape, 1), shape.operators[-1]
+    assert head.kind is OperatorKind.HEAD
+    assert tied[head] == 6 * shape.vocab_size * shape.hidden_size
+
+
+def test_popularity_moves_the_work_between_experts_and_adds_none() -> None:
+    shape = preset("Mixtral-8x7B")
+    counts = {expert(0, 0): 3.0, expert(0, 1): 1.0}
+    even, skewed = operator_flops(shape, 1), operator_flops(shape, 1, counts)
+    assert skewed[expert(0, 0)] == pytest.approx(3 * skewed[expert(0, 1)])
+    assert skewed[expert(0, 2)] == 0
+    assert skewed[expert(1, 0)] == even[expert(1, 0)]
+    assert sum(skewed.values()) == pytest.approx(sum(even.values()))
+    assert operator_flops(shape, 1, {}) == even
+
+
+@pytest.mark.parametrize("model", PRESETS)
+def test_every_preset_has_a_cost(model: str) -> None:
+    found = iteration_cost(TrainingJob(preset(model), Topology(8), FP16_FP32, 8, 1, 1024), AZURE, MEGATRON_UTILISATION)
+    assert found.iteration_s > 0
+    assert found.sync_s < found.iteration_s
+
+
+def test_stages_of_equal_layers_wait_for_the_one_with_the_output_layer() -> None:
+    uneven = iteration_cost(azure_job("DeepSeek-MoE"), AZURE, MEGATRON_UTILISATION).stage_s
+    even = iteration_cost(azure_job("DeepSeek-MoE"), AZURE, replace(MEGATRON_UTILISATION, imbalance=0)).stage_s
+    assert max(uneven) == uneven[-1] > 1.4 * max(even)
+    assert max(even) == pytest.approx(min(even))
+    assert sum(uneven) == pytest.approx(sum(even))
+
+
+def test_a_job_without_data_parallel_experts_has_little_to_synchronise() -> None:
+    assert cost(azure_job("DeepSeek-MoE")).sync_s < 0.01 < 100 * cost(azure_job("GPT-MoE")).sync_s
+
+
+def test_a_faster_network_between_nodes_shortens_the_synchronisation_alone() -> None:
+    faster = replace(AZURE, inter_node_bytes_per_s=2 * AZURE.inter_node_bytes_per_s)
+    now, then = cost(azure_job("GPT-MoE")), cost(azure_job("GPT-MoE"), faster)
+    assert then.sync_s == pytest.approx(now.sync_s / 2, rel=0.02)
+    assert then.stage_s == now.stage_s
+
+
+def test_experts_that_are_spread_over_nodes_exchange_tokens_over_the_slow_network() -> None:
+    inside = cost(job(world_size=16, ep=8))
+    across = cost(replace(job(world_size=16, ep=8), topology=Topology(16, ep=8, ranks_per_node=4)))
+    assert max(across.stage_s) > 2 * max(inside.stage_s)
+
+
+def test_tensor_parallel_ranks_pay_for_their_sums() -> None:
+    without, with_sums = cost(job(pp=2)), cost(job(pp=2, tp=4, etp=1))
+    assert max(with_sums.stage_s) > 1.05 * max(without.stage_s)
+
+
+def test_fp8_halves_computation_where_the_device_has_it() -> None:
+    h100 = cluster("h100-private")
+    fp16, fp8 = (max(cost(h100_job(PRECISIONS[name]), h100).stage_s) for name in ("fp16-fp16", "fp8-fp32"))
+    assert 0.5 < fp8 / fp16 < 0.65
+    a100 = [max(cost(h100_job(PRECISIONS[name])).stage_s) for name in ("fp16-fp16", "fp8-fp32")]
+    assert a100[0] == a100[1]
+
+
+def test_one_node_has_no_use_for_its_nics() -> None:
+    alone = replace(azure_job("GPT-MoE"), topology=Topology(8, pp=2, ep=4))
+    assert network_busy_s(alone, AZURE, MOEVEMENT_UTILISATION) == 0
+
+
+def test_training_keeps_the_nics_busy_for_less_than_an_iteration() -> None:
+    for model in ("MoE-LLaVa", "GPT-MoE", "QWen-MoE", "DeepSeek-MoE"):
+        busy_s = network_busy_s(azure_job(model), AZURE, MOEVEMENT_UTILISATION)
+        assert 0.5 < busy_s < cost(azure_job(model)).iteration_s
+        assert cost(azure_job(model)).network_busy_s == busy_s
+
+
+def test_more_microbatches_send_as_many_tokens_and_so_keep_the_nics_as_busy() -> None:
+    once = azure_job("DeepSeek-MoE")
+    twice = replace(once, microbatches=2 * once.microbatches)
+    assert network_busy_s(twice, AZURE, MOEVEMENT_UTILISATION) == pytest.approx(
+        network_busy_s(once, AZURE, MOEVEMENT_UTILISATION), rel=0.01
+    )
+    assert cost(twice).iteration_s < cost(once).iteration_s
+
+
+def test_sixteen_thousand_ranks_have_a_cost() -> None:
+    found = cost(scale_out_job("671B"))
+    assert len(found.stage_s) == 64
+    assert found.iteration_s > cost(scale_out_job("145B")).iteration_s
+
+
+def test_a_ring_sends_one_share_per_rank_of_a_node_to_other_nodes() -> None:
+    alone, eight = Spread.of(4, 8, 8), Spread.of(32, 1, 8)
+    assert (alone.nodes, eight.nodes) == (4, 4)
+    assert LINKS.ring_network_s(8e9, alone) == pytest.approx(6.0)
+    assert LINKS.ring_network_s(8e9, eight) == pytest.approx(6.0 / 8)
+
+
+def test_a_group_of_one_has_nothing_to_send() -> None:
+    assert LINKS.ring_s(1e9, Spread.of(1, 1, 8)) == 0
+    assert LINKS.all_to_all_s(1e9, Spread.of(1, 1, 8)) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("gemm_share", 1.1), ("nic_share", 0.0), ("imbalance", 2), ("latency_s", -1)]
+)
+def test_shares_that_no_machine_reaches_are_refused(name: str, value: float) -> None:
+    with pytest.raises(UsageError, match=name):
+        replace(MOEVEMENT_UTILISATION, **{name: value})  # type: ignore[arg-type]

@@ -1,0 +1,128 @@
+"""MoC-System's figures: what their text says comes out of the real selection and sharding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.core.dist_checkpointing.moe.policy.interval import moc_save_overhead_s
+from megatron.core.dist_checkpointing.moe.simulate.ettr.papers import moc_fig10, moc_fig13, result
+from megatron.core.dist_checkpointing.moe.simulate.ettr.papers.moc_iteration import (
+    Setting,
+    bar,
+    compute_s,
+    exchanges_s,
+    machines,
+)
+
+CASES = ("Case1", "Case2", "Case3")
+
+
+def test_one_expert_of_sixteen_makes_the_published_share_of_a_full_checkpoint() -> None:
+    ours = moc_fig10.total_shares()["both"][1]
+    assert ours == pytest.approx(moc_fig10.published()["fig10"]["total_share_of_full_k1"], abs=0.002)
+
+
+@pytest.mark.parametrize("scope", ["weights", "optimizer", "both"])
+def test_each_scope_makes_the_share_of_table_3(scope: str) -> None:
+    given = moc_fig10.published()["total_share_by_scope"][scope]
+    assert moc_fig10.total_shares()[scope][1] == pytest.approx(given, abs=0.005)
+
+
+def test_checkpoints_shrink_with_k_in_every_scope() -> None:
+    for by_k in moc_fig10.total_shares().values():
+        shares = [by_k[k] for k in moc_fig10.EXPERTS_SAVED]
+        assert shares == sorted(set(shares))
+        assert shares[-1] == 1
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("k", moc_fig10.EXPERTS_SAVED)
+def test_the_bottleneck_falls_from_baseline_over_equal_to_adaptive_sharding(case: str, k: int) -> None:
+    of = moc_fig10.bottlenecks()[case][k]
+    assert of["adaptive"] <= of["equal"] < of["none"]
+    assert of["equal"] <= min(of["EE"], of["EN"])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_adaptive_sharding_lowers_the_bottleneck_further_with_one_expert(case: str) -> None:
+    of = moc_fig10.bottlenecks()[case][1]
+    assert of["adaptive"] < of["equal"]
+
+
+def test_sharding_experts_alone_helps_only_with_several_groups_of_expert_parallelism() -> None:
+    helps = [
+        case for case, by_k in moc_fig10.bottlenecks().items() if any(of["EE"] < of["none"] for of in by_k.values())
+    ]
+    assert helps == moc_fig10.published()["fig10"]["expert_sharding_helps_in"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fewer_experts_never_make_the_bottleneck_larger(case: str) -> None:
+    for strategy in moc_fig10.SERIES:
+        sizes = [moc_fig10.bottlenecks()[case][k][strategy] for k in moc_fig10.EXPERTS_SAVED]
+        assert sizes == sorted(sizes)
+
+
+def test_all_techniques_take_at_least_the_published_half_off_the_bottleneck() -> None:
+    least = min(of[moc_fig10.ALL_TECHNIQUES] for of in moc_fig10.reductions().values())
+    assert least >= moc_fig10.published()["fig10"]["checkpointing_time_reduction_up_to"]
+
+
+def test_without_sharding_partial_checkpoints_save_a_rank_less_than_with_it() -> None:
+    saved = moc_fig10.pec_reductions()
+    assert 0 < saved["rank_reduction_without_sharding_k1"] < saved["total_reduction_k1"] < saved["rank_reduction_k1"]
+    assert not any(moc_fig10.published()["pec"][name] for name in saved)
+
+
+def test_the_composition_of_a_checkpoint_is_that_of_figure_2() -> None:
+    table = next(table for table in moc_fig10.result().report.tables if table.title.startswith("Composition"))
+    for _, ours, given in table.rows:
+        assert ours == pytest.approx(given, abs=0.005)
+
+
+def test_everything_that_the_text_says_of_figure_13_holds() -> None:
+    assert [text for text, holds in moc_fig13.statements().items() if not holds] == []
+
+
+def test_the_assumed_network_lies_within_the_range_in_which_the_text_holds() -> None:
+    lowest, highest = moc_fig13.rates_that_agree()
+    assert lowest < machines()["a800"].node_bytes_per_s < highest
+
+
+def test_computation_takes_the_published_share_of_the_peak() -> None:
+    ratio = compute_s(Setting("a800", 64)) / compute_s(Setting("h100", 64))
+    assert ratio == pytest.approx(989 / 312)
+
+
+def test_experts_on_one_node_exchange_nothing_between_nodes() -> None:
+    within_s, between_s = exchanges_s(Setting("a800", 8))
+    assert within_s > 0
+    assert between_s == 0
+
+
+def test_partial_snapshots_take_an_eighth_of_the_time_and_the_non_experts() -> None:
+    one = bar(Setting("a800", 256))
+    assert 1 / 8 < one.moc_snapshot_s / one.base_snapshot_s < 0.14
+    assert one.moc_async_s == one.forward_backward_s + moc_save_overhead_s(one.moc_snapshot_s, one.forward_backward_s)
+
+
+def test_a_shorter_interval_and_the_same_one_both_lose_less_than_full_checkpoints() -> None:
+    lost = {name: share for name, (_, _, share) in moc_fig13.overheads().items()}
+    assert lost["MoC, shorter interval"] < lost["MoC, same interval"] < lost["full"]
+
+
+def test_withheld_figures_stay_empty() -> None:
+    given = moc_fig10.published()["fig10"]
+    assert [given[key] for key in given if key.startswith(("equal", "adaptive"))] == [None, None, None]
+
+
+@pytest.mark.parametrize("name", ["moc-fig10", "moc-fig13"])
+def test_the_results_are_known_by_name_and_draw_themselves(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = result(name)
+    assert found.plot is not None
+    path = tmp_path / "figure.png"
+    found.plot(path)
+    assert path.stat().st_size > 10_000

@@ -1,0 +1,106 @@
+"""`moe-ckpt simulate`: tables, files, pictures, and runs of one's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from megatron.core.dist_checkpointing.moe.cli.simulate import simulate
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.simulate.ettr.papers import PAPERS
+
+RUN = ("run", "--model", "GPT-125M-8E", "--pp", "2", "--ep", "4", "--global-batch-size", "32", "--cluster", "a800")
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(simulate, words)
+
+
+def rows(result: Result) -> list[dict[str, Any]]:
+    assert result.exit_code == 0, result.output
+    found: list[dict[str, Any]] = json.loads(result.output)["systems"]
+    return found
+
+
+def test_the_help_lists_every_table_and_figure() -> None:
+    text = invoke("--help").output
+    assert all(name in text for name in (*PAPERS, "run"))
+
+
+def test_json_has_plain_numbers() -> None:
+    found = json.loads(invoke("table6", "--json").output)
+    assert found["DeepSeek-MoE"]["published"]["gemini_bytes"] == 426_400_000_000
+    assert isinstance(found["QWen-MoE"]["ours"]["total_bytes"], int)
+
+
+def test_a_result_is_written_as_its_suffixes_say(tmp_path: Path) -> None:
+    markdown, data, picture = (tmp_path / name for name in ("fig1.md", "fig1.json", "fig1.png"))
+    result = invoke("fig1", "--out", str(markdown), "--out", str(data), "--plot", str(picture))
+    assert result.exit_code == 0, result.output
+    assert "| best interval |" in markdown.read_text()
+    assert "(fig1.png)" in markdown.read_text()
+    assert json.loads(data.read_text())["costs"]["iteration_s"] > 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("words", [("--out", "fig1.txt"), ("--plot", "fig1.doc")])
+def test_a_suffix_that_stands_for_nothing_is_refused(words: tuple[str, str]) -> None:
+    error = invoke("fig1", *words).exception
+    assert isinstance(error, UsageError)
+    assert words[1] in str(error)
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    error = invoke("fig1", "--out", str(tmp_path / "none" / "fig1.md")).exception
+    assert isinstance(error, UsageError)
+    assert "cannot be written" in str(error)
+
+
+def test_a_run_of_ones_own_model_has_a_row_for_each_system_and_failure_rate() -> None:
+    words = (*RUN, "--mtbf", "1h", "--mtbf", "10m", "--systems", "gemini,moevement", "--seeds", "3", "--json")
+    found = rows(invoke(*words))
+    assert [(row["mtbf_s"], row["system"]) for row in found] == [
+        (3600.0, "gemini"),
+        (3600.0, "moevement"),
+        (600.0, "gemini"),
+        (600.0, "moevement"),
+    ]
+    assert all(0 < row["ettr"] < 1 for row in found)
+
+
+def test_the_same_seeds_give_the_same_result() -> None:
+    words = (*RUN, "--mtbf", "20m", "--systems", "moc", "--seeds", "2", "--json")
+    assert invoke(*words).output == invoke(*words).output
+
+
+def test_a_trace_is_one_run_with_its_own_failures(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("at_s,nodes\n600,0\n4000,0\n")
+    found = rows(invoke(*RUN, "--trace", str(trace), "--hours", "2", "--systems", "gemini", "--json"))
+    assert [row["mtbf_s"] for row in found] == [3600.0]
+    assert found[0]["±"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "--mtbf"),
+        (("--mtbf", "soon"), "soon"),
+        (("--mtbf", "1h", "--systems", "magic"), "magic"),
+        (("--mtbf", "1h", "--trace", "faults.csv"), "--trace"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_with_what_to_give(words: tuple[str, ...], said: str) -> None:
+    result = invoke(*RUN, *words)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_a_batch_that_the_layout_cannot_split_is_refused() -> None:
+    error = invoke("run", "--model", "GPT-125M-8E", "--ep", "8", "--global-batch-size", "12", "--mtbf", "1h").exception
+    assert isinstance(error, UsageError)
+    assert "--global-batch-size 12" in str(error)

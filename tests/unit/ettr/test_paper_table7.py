@@ -1,0 +1,48 @@
+"""MoEvement Table 7: what can be held against the text of section 5.7, and what holds in every row."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.core.dist_checkpointing.moe.simulate.ettr.papers import table7
+from megatron.core.dist_checkpointing.moe.simulate.ettr.papers.table7 import MTBF_S, SETTINGS, Claim
+
+
+def test_every_setting_and_failure_rate_is_predicted() -> None:
+    assert len(table7.outcomes()) == 5 * 3 * 4
+
+
+def test_at_least_half_of_the_ranges_hold_or_have_ours_within_them() -> None:
+    assert sum(claim.verdict != "NO" for claim in table7.claims()) >= len(table7.claims()) / 2
+
+
+def test_the_ranges_of_moevement_have_ours_within_them() -> None:
+    assert all(claim.inside for claim in table7.claims() if claim.what.startswith("MoEvement"))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("mtbf_s", MTBF_S)
+def test_moevement_is_best_and_moc_worst_in_every_row(setting: str, mtbf_s: int) -> None:
+    ettr = {system: table7.outcomes()[setting, mtbf_s, system].ettr for system in ("gemini", "checkfreq", "moc")}
+    assert table7.outcomes()[setting, mtbf_s, "moevement"].ettr > max(ettr.values())
+    assert min(ettr, key=lambda system: ettr[system]) == "moc"
+
+
+@pytest.mark.parametrize("system", ["checkfreq", "gemini"])
+def test_narrower_states_are_checkpointed_more_often(system: str) -> None:
+    by_width = ["fp8-fp8", "fp8-fp16-fp8", "fp8-fp16-fp32", "fp8-fp32"]
+    intervals = [table7.outcomes()[setting, 3600, system].interval for setting in by_width]
+    assert intervals == sorted(intervals)
+    assert intervals[0] < intervals[-1] / 1.8
+
+
+def test_fp8_makes_iterations_shorter_but_not_twice_as_fast() -> None:
+    fp16, fp8 = (table7.outcomes()[setting, 3600, "gemini"].iteration_s for setting in ("fp16-fp16", "fp8-fp32"))
+    assert 1.1 < fp16 / fp8 < 2
+
+
+def test_a_range_holds_by_its_ends_and_is_within_without_them() -> None:
+    def claim(low: float, high: float) -> Claim:
+        return Claim("", (10.0, 20.0), (low, high), (1.0, 2.0))
+
+    assert [claim(*ends).verdict for ends in ((9.5, 21.0), (12.0, 15.0), (12.0, 23.0))] == ["yes", "within", "NO"]
