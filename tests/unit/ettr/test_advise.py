@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.moe.simulate.ettr.choices import (
 )
 from megatron.core.dist_checkpointing.moe.simulate.ettr.closed_form import ettr as closed_form_ettr
 from megatron.core.dist_checkpointing.moe.simulate.ettr.clusters import cluster
+from megatron.core.dist_checkpointing.moe.simulate.ettr.constants import THIS_PROJECT
 from megatron.core.dist_checkpointing.moe.simulate.ettr.cost import MOEVEMENT_UTILISATION, iteration_cost
 from megatron.core.dist_checkpointing.moe.simulate.ettr.events import estimate
 from megatron.core.dist_checkpointing.moe.simulate.ettr.footprint import node_bytes
@@ -36,6 +37,8 @@ from megatron.core.dist_checkpointing.moe.types import FP16_FP32, ModelShape, To
 MINUTES = 60.0
 GPT = preset("GPT-MoE")
 LAYOUT = Topology(48, pp=3, ep=8)
+STAGES_ALONE = replace(THIS_PROJECT, restarts_all=False)
+"""As if a launcher replaced the processes of lost nodes only."""
 
 
 def question(
@@ -48,7 +51,7 @@ def question(
     machines = cluster("azure-nc96ads-a100")
     job = TrainingJob(shape, topology, FP16_FP32, 512, 8, 2048)
     cost = iteration_cost(job, machines, MOEVEMENT_UTILISATION)
-    return Question(job, cost, machines, mtbf_s, memory_bytes=memory_bytes, seeds=4)
+    return Question(job, cost, machines, mtbf_s, STAGES_ALONE, memory_bytes=memory_bytes, seeds=4)
 
 
 @cache
@@ -136,14 +139,24 @@ def test_a_second_replica_is_taken_where_it_costs_less_than_a_hundredth() -> Non
     assert found.settings["replicas"] == 2
 
 
-def test_exact_systems_win_within_noise() -> None:
-    exact, lossy = choice("exact", 0.95, 0.97), choice("lossy", 0.952, 0.974, exact=False)
-    assert recommended([lossy, exact]) is exact
-
-
-def test_a_lossy_system_wins_by_more_than_noise() -> None:
+def test_a_lossy_system_is_recommended_only_where_no_exact_one_can_be_used() -> None:
     exact, lossy = choice("exact", 0.90, 0.92), choice("lossy", 0.95, 0.97, exact=False)
-    assert recommended([lossy, exact]) is lossy
+    assert recommended([lossy, exact]) is exact
+    assert recommended([lossy]) is lossy
+
+
+def test_what_a_lossy_system_would_gain_is_said_with_what_it_loses() -> None:
+    exact = choice("exact", 0.90, 0.92)
+    lossy = choice("lossy", 0.95, 0.97, exact=False, lost_share=0.012)
+    said = list(reasons(question(), [lossy, exact], exact))
+    assert any("lossy would reach 96.0 %" in reason and "1.2 % of tokens" in reason for reason in said)
+
+
+def test_a_launcher_that_restarts_all_processes_makes_every_recovery_that_much_longer() -> None:
+    asked = question()
+    all_restart = replace(asked, constants=replace(THIS_PROJECT, global_restart_s=60.0))
+    alone, together = (one.behaviour(MoEvement()).expected_recovery_s for one in (asked, all_restart))
+    assert together - alone == pytest.approx(60.0 - THIS_PROJECT.local_restart_s)
 
 
 def test_noise_is_that_of_runs_with_the_same_faults() -> None:

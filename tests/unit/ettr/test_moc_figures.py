@@ -113,7 +113,7 @@ def test_a_shorter_interval_and_the_same_one_both_lose_less_than_full_checkpoint
     assert lost["MoC, shorter interval"] < lost["MoC, same interval"] < lost["full"]
 
 
-def test_withheld_figures_stay_empty() -> None:
+def test_figures_that_were_not_at_hand_stay_empty() -> None:
     given = moc_fig10.published()["fig10"]
     assert [given[key] for key in given if key.startswith(("equal", "adaptive"))] == [None, None, None]
 

@@ -67,7 +67,7 @@ def test_six_experts_of_64_make_the_published_bytes_of_figure_4() -> None:
     assert 0 < non_experts < 0.02
 
 
-def test_the_withheld_size_is_predicted_and_not_published() -> None:
+def test_the_size_that_is_not_published_is_predicted() -> None:
     assert moetion_fig9.published()["fig9"]["moetion_bytes"]["32"] is None
     assert moetion_fig9.point(32).moetion_bytes > 0
 

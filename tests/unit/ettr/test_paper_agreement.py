@@ -7,7 +7,7 @@ import pytest
 from megatron.core.dist_checkpointing.moe.simulate.ettr.papers.agreement import agreement
 
 
-def test_cells_that_are_withheld_do_not_count() -> None:
+def test_cells_without_a_published_figure_do_not_count() -> None:
     assert agreement([0.01, None, -0.02], 0.05).cells == 2
 
 

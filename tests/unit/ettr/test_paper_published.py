@@ -1,4 +1,4 @@
-"""What published.json holds: what the paper's text says, and null for what the copy at hand withholds."""
+"""What published.json holds: what the paper's text says, and null for what was not at hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def without_keys(row: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key not in keys}
 
 
-def test_no_withheld_row_of_table_3_has_a_figure() -> None:
+def test_rows_of_table_3_that_were_not_at_hand_have_no_figure() -> None:
     table = published()["table3"]
     for model, entry in table.items():
         for row in entry["rows"]:

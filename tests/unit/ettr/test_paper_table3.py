@@ -15,7 +15,7 @@ def ettr(model: str, mtbf_s: int, system: str) -> float:
     )
 
 
-def test_every_row_is_predicted_also_those_that_are_withheld() -> None:
+def test_every_row_is_predicted_also_those_without_a_published_figure() -> None:
     assert len(table3.cells()) == 4 * 5 * 4
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import click
@@ -11,19 +9,16 @@ import click
 from ..simulate.ettr.advise import Advice, described
 from ..simulate.ettr.advise import advise as advise_on
 from ..simulate.ettr.choices import Choice, Question
-from ..simulate.ettr.constants import THIS_PROJECT
-from ..simulate.ettr.cost import MEGATRON_UTILISATION, iteration_cost
-from ..simulate.ettr.profiles import load_profile
 from ..simulate.ettr.systems import SYSTEMS
 from .plan.options import Job, number, plan_command
 from .report import Columns, Fact, Report, Table
-from .training import Duration, cluster_of, training_job, with_training_flags
+from .training import Duration, machine_of, with_training_flags
 
 HELP = """Say which checkpoint system suits a job, and with which settings.
 
 Every system is tried with the settings that its own policy chooses for this model, layout, cluster and failure rate,
 and simulated with the same faults. What does not fit the host memory is refused. A system that may lose updates is only
-recommended where its ETTR is higher than that of every exact one by more than noise.
+recommended where no exact one can be used; what it would gain is said.
 
 \b
     $ moe-ckpt advise --model DeepSeek-MoE --pp 12 --ep 8 --world-size 96 --micro-batch-size 4 \\
@@ -48,29 +43,18 @@ def advise(
     systems: tuple[str, ...],
     **training: Any,
 ) -> Report:
+    machine = machine_of(job, **training)
     question = Question(
-        **_machine(job, **training),
+        machine.job,
+        machine.cost,
+        machine.cluster,
+        constants=machine.constants,
         mtbf_s=mtbf_s,
         memory_bytes=None if host_memory_gb is None else host_memory_gb * 10**9,
         duration_s=run_s,
         seeds=seeds,
     )
     return as_report(question, advise_on(question, systems or tuple(SYSTEMS)))
-
-
-def _machine(
-    job: Job, global_batch_size: int, micro_batch_size: int, seq_length: int, cluster_name: str, profile: Path | None
-) -> dict[str, Any]:
-    """What the flags say of the job, its cluster, and what an iteration costs there."""
-    training = training_job(job, global_batch_size, micro_batch_size, seq_length)
-    if profile is None:
-        cluster, utilisation, constants = cluster_of(cluster_name, None), MEGATRON_UTILISATION, THIS_PROJECT
-    else:
-        measured = load_profile(profile)
-        cluster, utilisation = measured.cluster, measured.utilisation
-        constants = replace(THIS_PROJECT, frozen_saves=measured.frozen_saves)
-    cost = iteration_cost(training, cluster, utilisation)
-    return {"job": training, "cluster": cluster, "cost": cost, "constants": constants}
 
 
 def as_report(question: Question, advice: Advice) -> Report:

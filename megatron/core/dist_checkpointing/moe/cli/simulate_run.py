@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ..simulate.ettr.behaviour import Behaviour
 from ..simulate.ettr.closed_form import ettr as closed_form
-from ..simulate.ettr.constants import THIS_PROJECT, Constants
-from ..simulate.ettr.cost import MEGATRON_UTILISATION, iteration_cost
 from ..simulate.ettr.events import estimate, simulate
 from ..simulate.ettr.faults import Fault, load_trace, poisson
-from ..simulate.ettr.inputs import Cluster, IterationCost, TrainingJob
-from ..simulate.ettr.profiles import load_profile
 from ..simulate.ettr.systems import SYSTEMS
 from .plan.options import Job, number, plan_command
 from .report import Columns, Fact, Report, Table
-from .training import Duration, cluster_of, training_job, with_training_flags
+from .training import Duration, Machine, machine_of, with_training_flags
 
 HELP = """Simulate a training run under failures with each checkpoint system, for any model, layout and cluster.
 
@@ -38,20 +32,6 @@ Scenarios = dict[float, tuple[tuple[Fault, ...], ...]]
 
 ENDLESS = 10**9
 """Iterations between checkpoints that no run reaches: there are none."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What systems are asked about."""
-
-    job: TrainingJob
-    cluster: Cluster
-    cost: IterationCost
-    constants: Constants
-
-    def behaviour(self, system: str, mtbf_s: float) -> Behaviour:
-        """What the system of that name does in the job."""
-        return SYSTEMS[system].behaviour(self.job, self.cost, self.cluster, self.constants, mtbf_s)
 
 
 @plan_command(HELP)
@@ -116,24 +96,6 @@ _COLUMNS: Columns = (
 )
 
 
-def machine_of(
-    job: Job,
-    global_batch_size: int,
-    micro_batch_size: int,
-    seq_length: int,
-    cluster_name: str,
-    profile: Path | None,
-) -> Machine:
-    """The job on its cluster. Raises UsageError for a batch that does not fit the layout, or no such cluster."""
-    training = training_job(job, global_batch_size, micro_batch_size, seq_length)
-    cluster, utilisation, constants = cluster_of(cluster_name, None), MEGATRON_UTILISATION, THIS_PROJECT
-    if profile is not None:
-        measured = load_profile(profile)
-        cluster, utilisation = measured.cluster, measured.utilisation
-        constants = replace(constants, frozen_saves=measured.frozen_saves)
-    return Machine(training, cluster, iteration_cost(training, cluster, utilisation), constants)
-
-
 def _names(systems: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in systems.split(",") if name.strip())
     unknown = [name for name in names if name not in SYSTEMS]
@@ -151,7 +113,7 @@ def _rows(
 ) -> Iterator[tuple[Any, ...]]:
     """One row per system: means over the runs, each with its own faults."""
     for name in names:
-        behaviour = machine.behaviour(name, mtbf_s)
+        behaviour = SYSTEMS[name].behaviour(machine.job, machine.cost, machine.cluster, machine.constants, mtbf_s)
         runs = [simulate(behaviour, of_run, duration_s) for of_run in faults]
         struck = sum(run.faults for run in runs)
         found = estimate([run.ettr for run in runs])

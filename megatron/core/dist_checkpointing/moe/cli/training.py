@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,22 @@ import click
 from ..errors import UsageError
 from ..simulate.ettr.clusters import cluster as preset_cluster
 from ..simulate.ettr.clusters import load_cluster, presets
-from ..simulate.ettr.inputs import Cluster, TrainingJob
+from ..simulate.ettr.constants import THIS_PROJECT, Constants
+from ..simulate.ettr.cost import MEGATRON_UTILISATION, iteration_cost
+from ..simulate.ettr.inputs import Cluster, IterationCost, TrainingJob
+from ..simulate.ettr.profiles import load_profile
 from .plan.options import Job, number
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What systems are asked about: a job, where it runs, and what things cost there."""
+
+    job: TrainingJob
+    cluster: Cluster
+    cost: IterationCost
+    constants: Constants
+
 
 _UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -35,7 +50,7 @@ class Duration(click.ParamType):  # type: ignore[type-arg]
 
 
 def with_training_flags(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `global_batch_size`, `micro_batch_size`, `seq_length`, `cluster_name` and `profile` to a command."""
+    """Add `global_batch_size`, `micro_batch_size`, `seq_length`, `cluster_name`, `profile` and `restart_s`."""
     names = ", ".join(presets())
     for option in reversed(
         (
@@ -56,6 +71,15 @@ def with_training_flags(function: Callable[..., Any]) -> Callable[..., Any]:
                 metavar="FILE",
                 help="What `moe-ckpt profile` measured, instead of a cluster.",
             ),
+            click.option(
+                "--restart",
+                "restart_s",
+                type=Duration(),
+                default=THIS_PROJECT.global_restart_s,
+                show_default=True,
+                metavar="TIME",
+                help="Until all processes run again: restart + rendezvous + build of a recovery's timeline.",
+            ),
         )
     ):
         function = option(function)
@@ -73,6 +97,27 @@ def training_job(job: Job, global_batch_size: int, micro_batch_size: int, seq_le
     return TrainingJob(
         job.shape, job.topology, job.precision, global_batch_size, global_batch_size // share, seq_length
     )
+
+
+def machine_of(
+    job: Job,
+    global_batch_size: int,
+    micro_batch_size: int,
+    seq_length: int,
+    cluster_name: str,
+    profile: Path | None,
+    restart_s: float,
+) -> Machine:
+    """The job on its cluster. Raises UsageError for a batch that does not fit the layout, or no such cluster."""
+    training = training_job(job, global_batch_size, micro_batch_size, seq_length)
+    constants = replace(THIS_PROJECT, global_restart_s=restart_s)
+    if profile is None:
+        cluster, utilisation = cluster_of(cluster_name, None), MEGATRON_UTILISATION
+    else:
+        measured = load_profile(profile)
+        cluster, utilisation = measured.cluster, measured.utilisation
+        constants = replace(constants, frozen_saves=measured.frozen_saves)
+    return Machine(training, cluster, iteration_cost(training, cluster, utilisation), constants)
 
 
 def cluster_of(name: str, profile: Path | None) -> Cluster:

@@ -43,12 +43,11 @@ def advise(question: Question, systems: Iterable[str] = SYSTEMS) -> Advice:
 
 
 def recommended(usable: Sequence[Choice]) -> Choice | None:
-    """Of the systems that nothing rules out: the best exact one, unless a lossy one is better by more than noise."""
-    if not usable:
-        return None
-    top = max(usable, key=lambda choice: choice.ettr.mean)
-    equal = [choice for choice in usable if top.ettr.mean - choice.ettr.mean <= noise(top, choice)]
-    return max(equal, key=lambda choice: (choice.exact, choice.ettr.mean))
+    """Of the systems that nothing rules out: the best exact one; a lossy one only where there is none.
+
+    What lost updates do to a model is not in an ETTR, so a higher one does not make up for them.
+    """
+    return max(usable, key=lambda choice: (choice.exact, choice.ettr.mean), default=None)
 
 
 def reasons(question: Question, choices: Sequence[Choice], chosen: Choice | None) -> Iterator[str]:
@@ -152,6 +151,9 @@ def _beside(chosen: Choice, other: Choice) -> str:
                 f"{other.system} is not better: {why}, and it loses updates ({100 * other.lost_share:.2g} % of tokens)."
             )
         return f"{other.system} would do as well: {why}; it takes {_gigabytes(other.memory_bytes)} per node."
+    if gap < 0 and chosen.exact and not other.exact:
+        lost = f"{100 * other.lost_share:.2g} % of tokens"
+        return f"{other.system} would reach {_ettr(other)}, but it loses updates ({lost}): take it if your model may."
     if gap < 0:
         return f"{other.system} would reach {_ettr(other)}."
     return f"{other.system} ({described(other)}) reaches {_ettr(other)}: {_lack(chosen, other)}."

@@ -26,8 +26,9 @@ class Constants:
 
     Recovery:
     detect_s. global_restart_s: tear down, replace the node, start and connect all ranks. local_restart_s: replace the
-    node and connect it, while all others wait. frozen_saves: share of an operator's work that is saved while it is
-    frozen.
+    node and connect it, while all others wait. restarts_all: every fault restarts all ranks, as torchrun does, also
+    those that go on from where they stood; so a fault in a recovery always begins it anew. frozen_saves: share of an
+    operator's work that is saved while it is frozen.
 
     MoC:
     pec_floor: share of the experts in a snapshot at first. pec_slowdown: as copy_slowdown, for a snapshot of this size
@@ -51,6 +52,7 @@ class Constants:
     detect_s: float = 3.0
     global_restart_s: float = 154.0
     local_restart_s: float = 4.0
+    restarts_all: bool = False
     frozen_saves: float = 1 / 3
     pec_floor: float = 1 / 8
     pec_slowdown: float = 0.08
@@ -70,6 +72,11 @@ class Constants:
         for name in (*_SHARES, "frozen_saves"):
             if getattr(self, name) > 1:
                 raise UsageError(f"{name} is {getattr(self, name)}, but is a share: from 0 to 1")
+
+    @property
+    def stage_restart_s(self) -> float:
+        """Until what replaces the ranks of some stages is connected with all others."""
+        return self.global_restart_s if self.restarts_all else self.local_restart_s
 
 
 _SHARES = ("network_share", "host_share", "max_overhead", "pec_floor")
@@ -104,8 +111,12 @@ MOEVEMENT_ELSEWHERE = replace(
 THIS_PROJECT = replace(
     MOEVEMENT_ELSEWHERE,
     name="this-project",
-    source="As MoEvement's, where nothing was measured, with this project's windows.",
+    source=(
+        "As MoEvement's, where nothing was measured, with this project's windows, and with torchrun, which restarts the"
+        " processes of all ranks after each fault."
+    ),
     window_by_count=False,
+    restarts_all=True,
 )
 """Predictions of runs with this project."""
 

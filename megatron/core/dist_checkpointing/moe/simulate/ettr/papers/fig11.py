@@ -48,7 +48,7 @@ def result() -> PaperResult:
         ),
         (_models(), _table()),
         (
-            "The figure's own numbers are withheld in the copy at hand. The cluster is taken to be more nodes of the"
+            "The figure's own numbers were not at hand. The cluster is taken to be more nodes of the"
             " one of Table 3, with the same constants.",
             *dict.fromkeys(f"{model.shape.name}: {model.shape.note}" for model in SCALE_OUT.values()),
         ),

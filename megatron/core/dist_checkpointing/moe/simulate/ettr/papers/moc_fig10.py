@@ -31,7 +31,7 @@ ALL_TECHNIQUES = "adaptive K = 1 against baseline of all"
 
 @cache
 def published() -> dict[str, Any]:
-    """What the two papers give of MoC-System's figures; None where it is withheld."""
+    """What the two papers give of MoC-System's figures; None where it was not at hand."""
     text = resources.files(__package__).joinpath("published_moc.json").read_text(encoding="utf-8")
     figures: dict[str, Any] = json.loads(text)
     return figures
@@ -191,13 +191,13 @@ def _bottlenecks() -> Table:
 def _reductions() -> Table:
     found = reductions()
     given = published()["fig10"]
-    withheld = {
+    given_shares = {
         "equal, all experts": given["equal_sharding_reduction_full"],
         "equal, K = 1": given["equal_sharding_reduction_pec"],
         "adaptive beyond equal, K = 1": given["adaptive_further_reduction_k1"],
     }
     rows = tuple(
-        (what, *(found[case][what] for case in found), withheld.get(what)) for what in next(iter(found.values()))
+        (what, *(found[case][what] for case in found), given_shares.get(what)) for what in next(iter(found.values()))
     )
     columns: Columns = (("reduction", "text"), *((case, "share") for case in found), ("published", "share"))
     return Table("Reductions", columns, rows)

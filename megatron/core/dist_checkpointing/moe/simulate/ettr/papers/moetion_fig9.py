@@ -22,7 +22,7 @@ from .result import PaperResult
 
 @cache
 def published() -> dict[str, Any]:
-    """What the paper's text gives; None where it is withheld."""
+    """What the paper's text gives; None where it was not at hand."""
     text = resources.files(__package__).joinpath("published_moetion.json").read_text(encoding="utf-8")
     figures: dict[str, Any] = json.loads(text)
     return figures

@@ -23,7 +23,7 @@ INTERVAL_TOLERANCE = 0.10
 
 @dataclass(frozen=True)
 class Published:
-    """A cell as the paper has it; None where it is withheld. Seconds of recovery are those of the whole run."""
+    """A cell as the paper has it; None where it was not at hand. Seconds of recovery are those of the whole run."""
 
     interval: int | None
     overhead_s: float | None
@@ -63,7 +63,7 @@ class Cell:
 
     @property
     def interval_holds(self) -> bool | None:
-        """Whether the interval (for MoEvement: the window, exactly) is as published; None where that is withheld."""
+        """Whether the interval (of MoEvement the window, exactly) is as published; None where that was not at hand."""
         interval = self.published.interval
         if interval is None:
             return None
@@ -229,7 +229,7 @@ def _notes() -> tuple[str, ...]:
     return (
         "recomputed: the paper's own overhead and recovery put into its App. C, 1 / (1 + overhead) / (1 + recovery / 12"
         " h). Where that differs from the published ETTR, the columns of the paper do not agree with each other.",
-        "QWen-MoE and all rows at 20 minutes are withheld in the copy at hand: predicted, not compared.",
+        "QWen-MoE and all rows at 20 minutes were not at hand: predicted, not compared.",
         "Intervals that are off by more than 10 %: " + ("; ".join(missing) if missing else "none") + ".",
         "interval: for MoEvement the window. ETTR: by the closed form of App. C, for MoC stretch by stretch as faults"
         " raise K. overhead and recovery: of one run of 12 hours with controlled failures at equal distances.",

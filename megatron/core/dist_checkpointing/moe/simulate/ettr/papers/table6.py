@@ -27,7 +27,7 @@ def memory() -> dict[str, MemoryUse]:
 
 
 def differences(part: str) -> dict[str, float | None]:
-    """By model, ours less the published as a share of the published; None where that is withheld."""
+    """By model, ours less the published as a share of the published; None where that was not at hand."""
     paper = published()["table6"]
     return {
         model: None if paper[model][part] is None else getattr(use, part) / paper[model][part] - 1
@@ -48,7 +48,7 @@ def result() -> PaperResult:
             " anchored yet.",
             "Y: the logs that one rank keeps. The published figures are of that size, but do not follow from any one"
             " count of ranks: the logs of all ranks would be hundreds of gigabytes. It is shown as it comes out.",
-            "QWen-MoE is withheld in the copy at hand: predicted, not compared.",
+            "QWen-MoE was not at hand: predicted, not compared.",
         ),
     )
     data: dict[str, Any] = {

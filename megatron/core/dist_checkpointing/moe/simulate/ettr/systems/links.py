@@ -98,7 +98,7 @@ class Setting:
             replay_s,
             iterations,
             from_storage=from_storage,
-            refill_s=constants.detect_s + constants.local_restart_s + load_s,
+            refill_s=constants.detect_s + constants.stage_restart_s + load_s,
         )
 
     def rewind(self, iteration: int, interval: int, latency: int, load_s: float) -> Recovery:

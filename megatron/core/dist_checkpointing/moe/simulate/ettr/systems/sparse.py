@@ -60,7 +60,7 @@ class MoEvement:
         replay = Replay(self, setting, schedules, shares)
         recover = _Recover(setting, replay, Replicas(setting, count), self.local)
         overhead_s = stall_s + constants.copy_slowdown * setting.iteration_s
-        joint = recover.meet if self.local else None
+        joint = recover.meet if self.local and not constants.restarts_all else None
         return Steady(self.name, setting.iteration_s, size, size, overhead_s, recover.expected_s, recover, joint)
 
 
@@ -183,8 +183,8 @@ class _Recover:
         window, again = self._rewind(iteration)
         replays = [self._replay.seconds(run) for run in self._runs(nodes)]
         seconds = max(whole_s * (window > 0) + again * one_s for whole_s, one_s in replays)
-        restart_s = constants.local_restart_s if self._local else constants.global_restart_s
-        refill_s = constants.detect_s + constants.local_restart_s + self._load_s
+        restart_s = constants.stage_restart_s if self._local else constants.global_restart_s
+        refill_s = constants.detect_s + constants.stage_restart_s + self._load_s
         return Recovery(constants.detect_s, restart_s, self._load_s, seconds, window + again, refill_s=refill_s)
 
     def meet(self, ongoing: Nodes, nodes: Nodes) -> bool:
