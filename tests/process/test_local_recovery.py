@@ -35,6 +35,7 @@ CHUNKS = Layout(1, 2, 2, ranks=4, vpp=2)
 TENSOR = Layout(2, 2, 1, ranks=4)
 MODEL = (*BF16, *UNTIED, *DROPOUT, *EXPERT_BIAS)
 WINDOW = 3
+full = pytest.mark.full
 
 
 def case(layout: Layout, *faults: str, model: tuple[str, ...] = MODEL, **other: Any) -> Case:
@@ -74,10 +75,10 @@ def assert_only_replayed(run: Run, layout: Layout, *stages: list[list[int]]) -> 
     [
         pytest.param(TWO, {"0@8:forward-backward": [[0]], "3@13:step": [[1]]}, id="first and last of two"),
         pytest.param(FOUR, {"2@9:start": [[1]]}, id="second of four"),
-        pytest.param(TWO_WIDE, {"6@10:end": [[1]]}, id="last of two, experts twice", marks=pytest.mark.full),
-        pytest.param(FOUR, {"5@9:step": [[2]]}, id="third of four", marks=pytest.mark.full),
-        pytest.param(FOUR, {"0@9:step": [[0]]}, id="first of four", marks=pytest.mark.full),
-        pytest.param(FOUR, {"7@9:forward-backward": [[3]]}, id="last of four", marks=pytest.mark.full),
+        pytest.param(TWO_WIDE, {"6@10:end": [[1]]}, id="last of two, experts twice", marks=full),
+        pytest.param(FOUR, {"5@9:step": [[2]]}, id="third of four", marks=full),
+        pytest.param(FOUR, {"0@9:step": [[0]]}, id="first of four", marks=full),
+        pytest.param(FOUR, {"7@9:forward-backward": [[3]]}, id="last of four", marks=full),
         pytest.param(TENSOR, {"1@9:step": [[0]], "2@14": [[1]]}, id="tensor parallel"),
         pytest.param(CHUNKS, {"1@9:step": [[0]], "2@14": [[1]]}, id="virtual stages"),
     ],
@@ -91,8 +92,13 @@ def test_only_the_stage_of_the_lost_rank_runs_iterations_again(
     assert_identical(run, fault_free(one))
 
 
-@pytest.mark.parametrize("phase", ["start", "forward-backward", "step", "end"])
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize(
+    ("rank", "phase"),
+    [
+        *((0, "forward-backward"), (0, "end"), (3, "start"), (3, "step")),
+        *(pytest.param(*one, marks=full) for one in ((0, "start"), (0, "step"), (3, "forward-backward"), (3, "end"))),
+    ],
+)
 def test_a_rank_may_be_lost_in_any_phase_of_a_step(
     rank: int, phase: str, cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:
@@ -102,8 +108,15 @@ def test_a_rank_may_be_lost_in_any_phase_of_a_step(
     assert_identical(run, fault_free(one))
 
 
-@pytest.mark.parametrize("model", [FP32, FP16], ids=["fp32", "fp16"])
-@pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])
+@pytest.mark.parametrize(
+    ("model", "distributed"),
+    [
+        pytest.param(FP32, False, id="fp32-plain"),
+        pytest.param(FP16, True, id="fp16-distributed"),
+        pytest.param(FP32, True, id="fp32-distributed", marks=full),
+        pytest.param(FP16, False, id="fp16-plain", marks=full),
+    ],
+)
 def test_it_is_exact_in_other_precisions_and_with_other_optimizers(
     model: tuple[str, ...], distributed: bool, cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:
@@ -128,8 +141,8 @@ def test_it_is_exact_where_gradients_and_weights_travel_while_others_are_compute
     [
         pytest.param(("2@9", "4@9"), [[1, 2]], id="adjacent"),
         pytest.param(("0@9", "6@9"), [[0], [3]], id="disjoint"),
-        pytest.param(("1@9", "4@9"), [[0], [2]], id="one apart", marks=pytest.mark.full),
-        pytest.param(("0@9", "2@9", "5@9"), [[0, 1, 2]], id="three", marks=pytest.mark.full),
+        pytest.param(("1@9", "4@9"), [[0], [2]], id="one apart", marks=full),
+        pytest.param(("0@9", "2@9", "5@9"), [[0, 1, 2]], id="three", marks=full),
     ],
 )
 def test_several_lost_stages_recover_together_where_they_touch_and_alone_where_they_do_not(
@@ -141,8 +154,9 @@ def test_several_lost_stages_recover_together_where_they_touch_and_alone_where_t
     assert_identical(run, fault_free(one))
 
 
-@pytest.mark.parametrize("batch", [4, 8])
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize(
+    ("rank", "batch"), [(0, 8), (3, 4), pytest.param(0, 4, marks=full), pytest.param(3, 8, marks=full)]
+)
 def test_logs_are_told_apart_by_microbatch(
     batch: int, rank: int, cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:
