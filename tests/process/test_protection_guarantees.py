@@ -38,5 +38,5 @@ def test_sealed_bytes_stay_as_they_are_for_two_hundred_iterations(cluster: Clust
 
 
 def test_a_store_that_reuses_memory_early_is_noticed(cluster: Cluster, tmp_path: Path) -> None:
-    facts = watched(cluster, tmp_path, 12, reusing_buffers_early)
+    facts = watched(cluster, tmp_path, 60, reusing_buffers_early)
     assert any(one["changed"] for one in facts), facts
