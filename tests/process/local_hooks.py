@@ -97,7 +97,7 @@ def replicas_refused(owner: int, iterations: range) -> Iterator[None]:
 
 def _is_there(place: str, *arguments: Any) -> bool:
     if place == "waiting":
-        return arguments[0]._waiting is not None
+        return arguments[0]._comeback._waiting is not None
     if place == "restarting":
         return bool(arguments[0]._memory.snapshots().sealed)  # an earlier attempt was here
     return True

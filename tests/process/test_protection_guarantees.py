@@ -13,7 +13,16 @@ from runs import Layout
 from world import Hook
 
 LAYOUT = Layout(pp=2, ep=1, ranks=2)
-EVERY = ("--moe-ckpt-strategy", "full", "--moe-ckpt-interval", "1", "--log-interval", "1000")
+EVERY = (
+    "--moe-ckpt-strategy",
+    "full",
+    "--moe-ckpt-interval",
+    "1",
+    "--log-interval",
+    "1000",
+    "--moe-ckpt-timeout-s",
+    "30",
+)
 TWO_NODES = Nodes((("node-0", "node-1"),))
 ORDINARY, LONG = 25, 230
 """Iterations with ordinary rounds, and all of them: in those after the ordinary ones an older snapshot has to stay."""
@@ -38,5 +47,5 @@ def test_sealed_bytes_stay_as_they_are_for_two_hundred_iterations(cluster: Clust
 
 
 def test_a_store_that_reuses_memory_early_is_noticed(cluster: Cluster, tmp_path: Path) -> None:
-    facts = watched(cluster, tmp_path, 60, reusing_buffers_early)
+    facts = watched(cluster, tmp_path, 24, reusing_buffers_early)
     assert any(one["changed"] for one in facts), facts
