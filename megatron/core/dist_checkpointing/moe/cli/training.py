@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,12 @@ import click
 from ..errors import UsageError
 from ..simulate.ettr.clusters import cluster as preset_cluster
 from ..simulate.ettr.clusters import load_cluster, presets
-from ..simulate.ettr.constants import THIS_PROJECT, Constants
+from ..simulate.ettr.constants import THIS_PROJECT
 from ..simulate.ettr.cost import MEGATRON_UTILISATION, iteration_cost
-from ..simulate.ettr.inputs import Cluster, IterationCost, TrainingJob
+from ..simulate.ettr.inputs import Cluster, TrainingJob
 from ..simulate.ettr.profiles import load_profile
+from ..simulate.ettr.systems.links import Setting
 from .plan.options import Job, number
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What systems are asked about: a job, where it runs, and what things cost there."""
-
-    job: TrainingJob
-    cluster: Cluster
-    cost: IterationCost
-    constants: Constants
-
 
 _UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -107,7 +97,7 @@ def machine_of(
     cluster_name: str,
     profile: Path | None,
     restart_s: float,
-) -> Machine:
+) -> Setting:
     """The job on its cluster. Raises UsageError for a batch that does not fit the layout, or no such cluster."""
     training = training_job(job, global_batch_size, micro_batch_size, seq_length)
     constants = replace(THIS_PROJECT, global_restart_s=restart_s)
@@ -117,7 +107,7 @@ def machine_of(
         measured = load_profile(profile)
         cluster, utilisation = measured.cluster, measured.utilisation
         constants = replace(constants, frozen_saves=measured.frozen_saves)
-    return Machine(training, cluster, iteration_cost(training, cluster, utilisation), constants)
+    return Setting(training, iteration_cost(training, cluster, utilisation), cluster, constants)
 
 
 def cluster_of(name: str, profile: Path | None) -> Cluster:
