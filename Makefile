@@ -42,6 +42,8 @@ bench: setup
 	$(RUN) -W ignore benchmarks/every_iteration.py --write
 	$(RUN) -W ignore benchmarks/replay.py --write
 	$(RUN) -W ignore benchmarks/boundary_logs.py --write
+	$(RUN) -W ignore benchmarks/localized_recovery.py --write
+	$(RUN) -W ignore benchmarks/simulated_ettr.py --write
 	$(RUN) benchmarks/pec_accuracy.py
 
 gpu-check: setup

@@ -30,6 +30,8 @@ def install() -> None:
             patch.apply(stack)
         if "torch._dynamo" in sys.modules:  # else nothing was compiled before, and it takes seconds to load
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+        torch.set_flush_denormal(True)
+        stack.callback(torch.set_flush_denormal, False)
         _undo = stack.pop_all()
 
 

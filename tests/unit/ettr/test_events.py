@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.moe.simulate.ettr.events import Spares, es
 from megatron.core.dist_checkpointing.moe.simulate.ettr.faults import Fault, load_trace, poisson
 from megatron.core.dist_checkpointing.moe.simulate.ettr.inputs import Cluster, IterationCost, TrainingJob
 from megatron.core.dist_checkpointing.moe.simulate.ettr.systems import SYSTEMS
+from megatron.core.dist_checkpointing.moe.simulate.ettr.systems.links import Setting
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, Topology
 
 AZURE = Cluster("azure", 8, {2: 312e12}, 25e9, 300e9, 1.25e9, 5e9, 880_000_000_000, "MoEvement 5.1")
@@ -30,7 +31,7 @@ NAMES = ("checkfreq", "gemini", "moc", "moetion", "moevement")
 
 @cache
 def system(name: str, mtbf_s: float = 1800) -> Behaviour:
-    return SYSTEMS[name].behaviour(SMALL, SMALL_COST, AZURE, THIS_PROJECT, mtbf_s)
+    return SYSTEMS[name].behaviour(Setting(SMALL, SMALL_COST, AZURE, THIS_PROJECT), mtbf_s)
 
 
 def at(at_s: float, *nodes: int) -> Fault:
@@ -150,7 +151,7 @@ def test_a_repaired_node_stands_by_again() -> None:
 
 def test_the_timeline_shows_k_and_lost_tokens_as_faults_change_them() -> None:
     six_hours = replace(THIS_PROJECT, planned_s=21_600.0)
-    moc = SYSTEMS["moc"].behaviour(SMALL, SMALL_COST, AZURE, six_hours, 900)
+    moc = SYSTEMS["moc"].behaviour(Setting(SMALL, SMALL_COST, AZURE, six_hours), 900)
     run = simulate(moc, load_trace(), 21_600)
     shares = [moment.k_share for moment in run.timeline]
     lost = [moment.lost_tokens for moment in run.timeline]
@@ -170,7 +171,7 @@ def test_a_simulation_leaves_the_behaviour_that_it_was_given_as_it_was() -> None
 @pytest.mark.parametrize("name", NAMES)
 def test_chance_agrees_with_the_formula_where_recoveries_seldom_meet_faults(name: str) -> None:
     mtbf_s, duration_s = 20_000.0, 600_000.0
-    found = SYSTEMS[name].behaviour(SMALL, SMALL_COST, AZURE, THIS_PROJECT, 1e9 if name == "moc" else mtbf_s)
+    found = SYSTEMS[name].behaviour(Setting(SMALL, SMALL_COST, AZURE, THIS_PROJECT), 1e9 if name == "moc" else mtbf_s)
     chance = repeat(found, lambda seed: poisson(mtbf_s, duration_s, 12, seed), duration_s, range(5))
     assert chance.mean == pytest.approx(ettr(found, mtbf_s, duration_s), abs=max(0.004, 2 * chance.half_width))
 
@@ -218,7 +219,7 @@ def test_sixteen_thousand_ranks_take_no_longer_per_fault_than_a_hundred() -> Non
     cost = IterationCost((0.1,) * 32, 64, 1, 0.5, 0.1, 1.0)
     seconds = []
     for job, its_cost in ((SMALL, SMALL_COST), (large, cost)):
-        found = SYSTEMS["moevement"].behaviour(job, its_cost, AZURE, THIS_PROJECT, 600)
+        found = SYSTEMS["moevement"].behaviour(Setting(job, its_cost, AZURE, THIS_PROJECT), 600)
         nodes = len(job.topology.ranks_by_node)
         faults = [poisson(600, 43_200, nodes, seed) for seed in range(6)]
         simulate(found, faults[0], 43_200)

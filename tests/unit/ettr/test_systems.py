@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.moe.simulate.ettr.systems import (
     MoEvement,
     TorchDist,
 )
-from megatron.core.dist_checkpointing.moe.simulate.ettr.systems.links import since
+from megatron.core.dist_checkpointing.moe.simulate.ettr.systems.links import Setting, since
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, Topology
 
 AZURE = Cluster("azure", 8, {2: 312e12}, 25e9, 300e9, 1.25e9, 5e9, 880_000_000_000, "MoEvement 5.1")
@@ -48,7 +48,8 @@ def cost_of(model: str, busy_s: float = 1.2) -> IterationCost:
 def behaviour(system: object, model: str = "DeepSeek-MoE", mtbf_s: float = 1800, **more: object) -> Behaviour:
     constants = more.pop("constants", MOEVEMENT)
     cost = more.pop("cost", cost_of(model))
-    return system.behaviour(job_of(model), cost, AZURE, constants, mtbf_s, **more)  # type: ignore[attr-defined]
+    setting = Setting(job_of(model), cost, AZURE, constants)  # type: ignore[arg-type]
+    return system.behaviour(setting, mtbf_s, **more)  # type: ignore[attr-defined]
 
 
 GPT_MOC = behaviour(SYSTEMS["moc"], "GPT-MoE", mtbf_s=900)
@@ -295,7 +296,7 @@ def test_lossy_systems_refuse_a_model_without_experts(name: str) -> None:
     dense = replace(preset("GPT-MoE"), num_experts=0)
     job = TrainingJob(dense, Topology(96, pp=3), FP16_FP32, 512, 4, 2048)
     with pytest.raises(UsageError, match="has none"):
-        SYSTEMS[name].behaviour(job, cost_of("GPT-MoE"), AZURE, MOEVEMENT, 1800)
+        SYSTEMS[name].behaviour(Setting(job, cost_of("GPT-MoE"), AZURE, MOEVEMENT), 1800)
 
 
 def test_synchronous_checkpoints_stall_for_the_whole_upload() -> None:

@@ -359,3 +359,13 @@ def test_as_many_tokens_as_each_rank_has_are_gathered_and_their_gradients_come_b
             result = torch.load(tmp_path / f"{case}_{rank}.pt", weights_only=True)
             assert torch.equal(result["gathered"], expected)
             assert torch.equal(result["gradient"], torch.full((sizes[rank], 2), 3.0))
+
+
+# Small numbers
+
+
+def test_denormal_numbers_count_as_zero_while_it_is_installed() -> None:
+    smallest = torch.tensor([torch.finfo(torch.float32).tiny])
+    with cpu_device.installed():
+        assert not (smallest / 2).item()
+    assert (smallest / 2).item()

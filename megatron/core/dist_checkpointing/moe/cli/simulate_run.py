@@ -114,7 +114,7 @@ def _rows(
 ) -> Iterator[tuple[Any, ...]]:
     """One row per system: means over the runs, each with its own faults."""
     for name in names:
-        behaviour = SYSTEMS[name].behaviour(machine.job, machine.cost, machine.cluster, machine.constants, mtbf_s)
+        behaviour = SYSTEMS[name].behaviour(machine, mtbf_s)
         runs = [simulate(behaviour, of_run, duration_s) for of_run in faults]
         struck = sum(run.faults for run in runs)
         found = estimate([run.ettr for run in runs])

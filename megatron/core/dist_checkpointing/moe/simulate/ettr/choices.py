@@ -96,9 +96,7 @@ class Question:
     def behaviour(self, system: System) -> Behaviour:
         """What a system does in this job. Raises UsageError as the system."""
         if system not in self.behaviours:
-            self.behaviours[system] = system.behaviour(
-                self.job, self.cost, self.cluster, self.setting.constants, self.mtbf_s, popularity=self.popularity
-            )
+            self.behaviours[system] = system.behaviour(self.setting, self.mtbf_s, popularity=self.popularity)
         return self.behaviours[system]
 
 

@@ -118,14 +118,12 @@ def behaviour_of(
 ) -> Behaviour:
     """What a system, by name or with its own settings, does in this job. popularity: of each layer's experts."""
     chosen = ALL_SYSTEMS[system] if isinstance(system, str) else system
-    return chosen.behaviour(
-        job,
-        cost_of(job, cluster_name),
-        cluster_of(cluster_name),
-        constants_of(job, cluster_name),
-        mtbf_s,
-        popularity=popularity,
-    )
+    return chosen.behaviour(setting_of(job, cluster_name), mtbf_s, popularity=popularity)
+
+
+def setting_of(job: TrainingJob, cluster_name: str) -> Setting:
+    """The job on its cluster."""
+    return Setting(job, cost_of(job, cluster_name), cluster_of(cluster_name), constants_of(job, cluster_name))
 
 
 def constants_of(job: TrainingJob, cluster_name: str) -> Constants:
@@ -171,9 +169,8 @@ def utilisation_of(job: TrainingJob, cluster_name: str) -> Utilisation:
 
 def windows_of(job: TrainingJob, cluster_name: str) -> dict[Lane, Window]:
     """MoEvement's window of each lane by its Alg. 1 alone: ranks with less to copy need fewer iterations for it."""
-    constants = constants_of(job, cluster_name)
-    setting = Setting(job, cost_of(job, cluster_name), cluster_of(cluster_name), constants)
-    budget = max(1, int(setting.peer_bytes_per_s(constants.replicas) * setting.free_s))
+    setting = setting_of(job, cluster_name)
+    budget = max(1, int(setting.peer_bytes_per_s(setting.constants.replicas) * setting.free_s))
     sizes, shares = shard_sizes(job.shape, job.topology, job.precision), expert_shares(job, None)
     return {
         lane: paper_schedule(hard_count(operators, shares), sizes, budget).window

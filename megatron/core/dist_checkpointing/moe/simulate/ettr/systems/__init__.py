@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ..behaviour import Behaviour
-from ..constants import Constants
-from ..inputs import Cluster, IterationCost, TrainingJob
 from .full import CheckFreq, Gemini, TorchDist
+from .links import Setting
 from .none import NoCheckpoints
 from .pec import Moc
 from .selective import Moetion
@@ -25,16 +24,7 @@ class System(Protocol):
         """Its key in `SYSTEMS`."""
         ...
 
-    def behaviour(
-        self,
-        job: TrainingJob,
-        cost: IterationCost,
-        cluster: Cluster,
-        constants: Constants,
-        mtbf_s: float,
-        *,
-        popularity: Sequence[float] | None = None,
-    ) -> Behaviour:
+    def behaviour(self, setting: Setting, mtbf_s: float, *, popularity: Sequence[float] | None = None) -> Behaviour:
         """What it does in this job with this mean time between failures.
 
         popularity: share of the tokens by expert, the same in each layer, in any unit; None: all alike.

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 
 from ....policy.interval import checkfreq_interval, daly, gemini_oracle, in_iterations
 from ..behaviour import Behaviour, Nodes, Recovery, Steady
-from ..constants import Constants
-from ..inputs import Cluster, IterationCost, TrainingJob
 from .links import Replicas, Setting
 
 
@@ -55,21 +53,11 @@ class CheckFreq:
     interval: int | None = None
     name: str = "checkfreq"
 
-    def behaviour(
-        self,
-        job: TrainingJob,
-        cost: IterationCost,
-        cluster: Cluster,
-        constants: Constants,
-        mtbf_s: float,
-        *,
-        popularity: Sequence[float] | None = None,
-    ) -> Behaviour:
+    def behaviour(self, setting: Setting, mtbf_s: float, *, popularity: Sequence[float] | None = None) -> Behaviour:
         """See `System`."""
-        setting = Setting(job, cost, cluster, constants)
         dense = replace(_uploaded(setting), load_s=0.0, load_per_node_s=setting.upload_s / setting.nodes)
         interval = self.interval or checkfreq_interval(
-            setting.iteration_s, dense.stall_s, setting.upload_s, constants.max_overhead
+            setting.iteration_s, dense.stall_s, setting.upload_s, setting.constants.max_overhead
         )
         return dense.behaviour(self.name, setting, interval)
 
@@ -86,21 +74,11 @@ class Gemini:
     replicas: int | None = None
     name: str = "gemini"
 
-    def behaviour(
-        self,
-        job: TrainingJob,
-        cost: IterationCost,
-        cluster: Cluster,
-        constants: Constants,
-        mtbf_s: float,
-        *,
-        popularity: Sequence[float] | None = None,
-    ) -> Behaviour:
+    def behaviour(self, setting: Setting, mtbf_s: float, *, popularity: Sequence[float] | None = None) -> Behaviour:
         """See `System`."""
-        setting = Setting(job, cost, cluster, constants)
-        count = constants.replicas if self.replicas is None else self.replicas
+        count = setting.constants.replicas if self.replicas is None else self.replicas
         copy_s = setting.whole_bytes / setting.peer_bytes_per_s(count)
-        stall_s = max(0.0, copy_s - setting.free_s) + constants.copy_slowdown * setting.iteration_s
+        stall_s = max(0.0, copy_s - setting.free_s) + setting.constants.copy_slowdown * setting.iteration_s
         dense = _Dense(stall_s, 1, setting.load_s)
         interval = self.interval or _oracle(dense, setting, mtbf_s)
         return dense.behaviour(self.name, setting, interval, Replicas(setting, count))
@@ -121,24 +99,14 @@ class TorchDist:
         """Name of the system."""
         return "torch_dist_async" if self.asynchronous else "torch_dist"
 
-    def behaviour(
-        self,
-        job: TrainingJob,
-        cost: IterationCost,
-        cluster: Cluster,
-        constants: Constants,
-        mtbf_s: float,
-        *,
-        popularity: Sequence[float] | None = None,
-    ) -> Behaviour:
+    def behaviour(self, setting: Setting, mtbf_s: float, *, popularity: Sequence[float] | None = None) -> Behaviour:
         """See `System`."""
-        setting = Setting(job, cost, cluster, constants)
         snapshot_s = setting.whole_bytes / setting.host_bytes_per_s
         if self.asynchronous:
             uploaded = _uploaded(setting)
             dense = _Dense(uploaded.stall_s + snapshot_s, uploaded.latency, uploaded.load_s)
         else:
-            dense = _Dense(constants.persist_stall_s + snapshot_s + setting.upload_s, 0, setting.upload_s)
+            dense = _Dense(setting.constants.persist_stall_s + snapshot_s + setting.upload_s, 0, setting.upload_s)
         best = in_iterations(daly(dense.stall_s, mtbf_s), setting.iteration_s)
         return dense.behaviour(self.name, setting, self.interval or max(best, dense.latency))
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..behaviour import Behaviour, Nodes, Recovery, Steady
-from ..constants import Constants
-from ..inputs import Cluster, IterationCost, TrainingJob
 from .links import Setting
 
 NEVER = 10**12
@@ -20,18 +18,8 @@ class NoCheckpoints:
 
     name: str = "none"
 
-    def behaviour(
-        self,
-        job: TrainingJob,
-        cost: IterationCost,
-        cluster: Cluster,
-        constants: Constants,
-        mtbf_s: float,
-        *,
-        popularity: Sequence[float] | None = None,
-    ) -> Behaviour:
+    def behaviour(self, setting: Setting, mtbf_s: float, *, popularity: Sequence[float] | None = None) -> Behaviour:
         """See `System`. What a fault undoes is all since the start: on average, all since the fault before."""
-        setting = Setting(job, cost, cluster, constants)
         expected_s = setting.restart(0.0, 0, mtbf_s).total_s
 
         def recover(iteration: int, nodes: Nodes, down: Nodes) -> Recovery:

@@ -11,8 +11,6 @@ from ....policy.dynamic_k import Cadence, paper_next_k, worst_case_lost_tokens
 from ....policy.shards import owned_operators, sharing_ranks
 from ....types import Part
 from ..behaviour import Behaviour, Nodes, Recovery
-from ..constants import Constants
-from ..inputs import Cluster, IterationCost, TrainingJob
 from .links import Replicas, Setting, needs_experts
 
 
@@ -28,19 +26,10 @@ class Moc:
     lost_per_hour: float | None = None
     name: str = "moc"
 
-    def behaviour(
-        self,
-        job: TrainingJob,
-        cost: IterationCost,
-        cluster: Cluster,
-        constants: Constants,
-        mtbf_s: float,
-        *,
-        popularity: Sequence[float] | None = None,
-    ) -> Behaviour:
+    def behaviour(self, setting: Setting, mtbf_s: float, *, popularity: Sequence[float] | None = None) -> Behaviour:
         """See `System`. Raises UsageError for a model without experts."""
+        job, constants = setting.job, setting.constants
         needs_experts(self.name, job)
-        setting = Setting(job, cost, cluster, constants)
         experts = len(job.shape.moe_layers) * job.shape.num_experts
         share = constants.pec_floor if self.k_share is None else self.k_share
         per_hour = constants.pec_lost_per_hour if self.lost_per_hour is None else self.lost_per_hour

@@ -10,8 +10,6 @@ from ....policy.selective import Budgets, select, selective_plan
 from ....policy.shards import owned_operators, shard_sizes
 from ....types import expert
 from ..behaviour import Behaviour, Nodes, Recovery
-from ..constants import Constants
-from ..inputs import Cluster, IterationCost, TrainingJob
 from .links import Replicas, Setting, needs_experts
 
 _UNIT = 1_000_000
@@ -28,20 +26,10 @@ class Moetion:
     replicas: int | None = None
     name: str = "moetion"
 
-    def behaviour(
-        self,
-        job: TrainingJob,
-        cost: IterationCost,
-        cluster: Cluster,
-        constants: Constants,
-        mtbf_s: float,
-        *,
-        popularity: Sequence[float] | None = None,
-    ) -> Behaviour:
+    def behaviour(self, setting: Setting, mtbf_s: float, *, popularity: Sequence[float] | None = None) -> Behaviour:
         """See `System`. Raises UsageError for a model without experts."""
-        needs_experts(self.name, job)
-        setting = Setting(job, cost, cluster, constants)
-        count = constants.replicas if self.replicas is None else self.replicas
+        needs_experts(self.name, setting.job)
+        count = setting.constants.replicas if self.replicas is None else self.replicas
         share, stall_s = _tightest(setting, count)
         plan = _Plan(setting, share, stall_s, tuple(popularity or ()), Replicas(setting, count))
         return SelectiveBehaviour(self.name, plan)

@@ -13,9 +13,8 @@ from ....policy.shards import owned_operators, shard_sizes
 from ....policy.window import Schedule, paper_schedule, paper_window
 from ....types import OperatorId, Segment
 from ..behaviour import Behaviour, Nodes, Recovery, Steady
-from ..constants import Constants
 from ..cost import operator_flops
-from ..inputs import Cluster, IterationCost, TrainingJob
+from ..inputs import TrainingJob
 from .links import Replicas, Setting
 
 Stages = tuple[int, ...]
@@ -39,20 +38,11 @@ class MoEvement:
     replicas: int | None = None
     name: str = "moevement"
 
-    def behaviour(
-        self,
-        job: TrainingJob,
-        cost: IterationCost,
-        cluster: Cluster,
-        constants: Constants,
-        mtbf_s: float,
-        *,
-        popularity: Sequence[float] | None = None,
-    ) -> Behaviour:
+    def behaviour(self, setting: Setting, mtbf_s: float, *, popularity: Sequence[float] | None = None) -> Behaviour:
         """See `System`."""
-        setting = Setting(job, cost, cluster, constants)
+        constants = setting.constants
         count = constants.replicas if self.replicas is None else self.replicas
-        shares = expert_shares(job, popularity)
+        shares = expert_shares(setting.job, popularity)
         rate = setting.peer_bytes_per_s(count)
         schedules = sparse_schedules(setting, shares if self.reorder else None, rate, self.window)
         size = next(iter(schedules.values())).window.size
