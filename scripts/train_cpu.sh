@@ -30,7 +30,7 @@ training=(--seq-length 128 --micro-batch-size 2 --global-batch-size 16 --train-i
           --lr-decay-style cosine --log-interval 1)
 # The two ways to give a warmup exclude each other, so the default must not stand beside the other one.
 [[ " $*" == *" --lr-warmup-iters"* ]] || training+=(--lr-warmup-fraction 0.1)
-data=(--data-path "$corpus" --split 90,5,5 --num-workers 0)
+data=(--data-path "$corpus" --split "90,5,5" --num-workers 0)
 
 # One thread per process: several processes share few cores, and sums keep their order.
 export OMP_NUM_THREADS=1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from datetime import timedelta
+from functools import partial
 
 from torch.distributed import DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
@@ -44,18 +45,18 @@ class NodesHandler(DynamicRendezvousHandler):
         return super().next_rendezvous()
 
 
-def register_backend() -> None:
+def register_backend(handler: type[NodesHandler] = NodesHandler) -> None:
     """Make `BACKEND` known to torchrun's launcher in this process. Parameters: join_timeout and is_host, as `c10d`."""
     # Ranks follow from the order of nodes: asking around for them would be one more wait for a node that may be lost.
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
-    rendezvous_handler_registry.register(BACKEND, _handler)
+    rendezvous_handler_registry.register(BACKEND, partial(_handler, handler))
 
 
-def _handler(params: RendezvousParameters) -> NodesHandler:
+def _handler(kind: type[NodesHandler], params: RendezvousParameters) -> NodesHandler:
     params.config.setdefault("read_timeout", ANSWER_S)
     backend, store = create_backend(params)
     timeout = RendezvousTimeout(join=timedelta(seconds=params.get_as_int("join_timeout", 600) or 600))
-    handler: NodesHandler = NodesHandler.from_backend(
+    handler: NodesHandler = kind.from_backend(
         params.run_id,
         store,
         backend,

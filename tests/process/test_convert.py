@@ -17,6 +17,10 @@ from runs import Layout, Train, differences, digest, exact, published
 from sparse_runs import BF16, DROPOUT, EXPERT_BIAS, LENGTH, SHARED
 from world import HANG_TIMEOUT_S, ROOT, World
 
+from megatron.core.dist_checkpointing.moe.examine.comparison import differing_values, structure
+from megatron.core.dist_checkpointing.moe.examine.recognition import recognized
+from megatron.core.dist_checkpointing.moe.examine.values import view
+
 STOPPED_AT, WINDOW = 10, 3
 LAYOUT, MODEL = Layout(1, 1, 2, ranks=2), (*BF16, *EXPERT_BIAS, *SHARED, *DROPOUT)
 
@@ -74,6 +78,28 @@ def test_a_converted_window_is_the_dense_checkpoint_of_its_last_iteration_and_tr
     assert len(exact(reports["saved"])) == int(LENGTH[1]) - last
 
 
+@pytest.mark.full
+def test_partial_snapshots_in_storage_become_a_checkpoint_that_differs_in_nothing_but_stale_experts(
+    world: World, corpus: str, tmp_path: Path
+) -> None:
+    storage, saved = tmp_path / "storage", tmp_path / "saved"
+    with tempfile.TemporaryDirectory(prefix="moe-ckpt-") as memory:
+        Cluster(world, corpus, Path(memory)).run(
+            LAYOUT, *LENGTH, *MODEL, "--moe-ckpt-strategy", "pec", "--moe-ckpt-interval", "1",
+            "--moe-ckpt-persist-dir", storage, "--moe-ckpt-persist-interval", "2",
+            "--save", saved, "--save-interval", "1", "--exit-interval", STOPPED_AT,
+        )  # fmt: skip
+    ended = convert(storage, tmp_path / "dense")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (last,) = published(tmp_path / "dense")
+    one, other = (view(recognized(str(root / f"iter_{last:07d}"))).values for root in (tmp_path / "dense", saved))
+    assert not structure(one, other)
+    stale = [found.name for found in differing_values(one, other, lambda nbytes: None)]
+    assert stale
+    # The second optimizer is that of experts.
+    assert all(".experts." in name or name.startswith("chained_1.") for name in stale)
+
+
 @pytest.fixture
 def storage(source: Source, tmp_path: Path) -> Path:
     """A copy of the storage to change."""
@@ -90,9 +116,9 @@ def refused(*arguments: object) -> str:
 
 
 def test_where_no_window_is_that_is_said(tmp_path: Path) -> None:
-    assert "is no folder" in refused(tmp_path / "nowhere", tmp_path / "dense")
+    assert "does not exist" in refused(tmp_path / "nowhere", tmp_path / "dense")
     (tmp_path / "empty").mkdir()
-    assert "has no snapshots; is it a --moe-ckpt-persist-dir?" in refused(tmp_path / "empty", tmp_path / "dense")
+    assert "is empty" in refused(tmp_path / "empty", tmp_path / "dense")
 
 
 def test_a_half_written_window_is_refused_and_what_it_lacks_is_named(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from runs import Layout, Start, Train, exact, flags
+from stock_hooks import saving_as_stock
 from world import World
+
+from megatron.core.dist_checkpointing.moe.store.integrity import NAME, check
 
 TRACKER = "latest_checkpointed_iteration.txt"
 LAYOUT = Layout(pp=2, ep=1, ranks=2)
@@ -23,6 +27,12 @@ def truncate(path: Path) -> None:
         file.truncate(path.stat().st_size // 2)
 
 
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "index missing": lambda folder: (folder / ".metadata").unlink(),
     "index truncated": lambda folder: truncate(folder / ".metadata"),
@@ -33,6 +43,10 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "shards missing": lambda folder: shards(folder)[0].unlink(),
     "shards zero-filled": lambda folder: [path.write_bytes(bytes(path.stat().st_size)) for path in shards(folder)],
     "one shard zero-filled": lambda folder: shards(folder)[0].write_bytes(bytes(shards(folder)[0].stat().st_size)),
+    "one byte of a shard": lambda folder: flip(shards(folder)[-1], shards(folder)[-1].stat().st_size // 2),
+    "one byte of the common part": lambda folder: flip(folder / "common.pt", 1000),
+    "one byte of the sums": lambda folder: flip(folder / NAME, 60),
+    "sums missing": lambda folder: (folder / NAME).unlink(),
     "folder missing": shutil.rmtree,
 }
 
@@ -64,6 +78,33 @@ def test_a_torn_newest_iteration_falls_back_to_the_one_before(
     assert "6" in warning
     assert "loaded checkpoint of iteration 4" in outcome.out[0]
     assert exact(tmp_path / "reports") == exact(original / "reports", after=4)
+
+
+def test_each_iteration_is_saved_with_sums_of_all_its_files(original: Path) -> None:
+    for iteration in original.glob("iter_*"):
+        assert check(iteration) == ()
+        named = set(json.loads((iteration / NAME).read_bytes())["integrity"]["files"])
+        assert named == {path.name for path in iteration.iterdir()} - {NAME}
+
+
+def test_a_changed_byte_is_told_with_its_file(saved: Path, train: Train) -> None:
+    damaged = shards(saved / "iter_0000006")[-1]
+    flip(damaged, damaged.stat().st_size // 2)
+    outcome = train(LAYOUT, "--load", saved, "--exit-interval", 4)
+    (warning,) = outcome.warnings
+    assert f"falling back to iteration 4 of {saved}; refused iteration 6: {damaged} is damaged" in warning
+
+
+def test_a_checkpoint_without_sums_is_loaded_as_before_and_that_is_said(
+    train: Train, save: Path, tmp_path: Path
+) -> None:
+    with_sums = tmp_path / "with sums"
+    train(LAYOUT, "--save", with_sums, "--exit-interval", 2)
+    train(LAYOUT, "--save", save, "--exit-interval", 2, hooks=[saving_as_stock])
+    outcome = train(LAYOUT, "--load", save, "--exit-interval", 3)
+    assert outcome.warnings == []
+    assert f"has no {NAME}: its bytes are loaded without being checked" in outcome.out[0]
+    assert "without being checked" not in train(LAYOUT, "--load", with_sums, "--exit-interval", 3).out[0]
 
 
 def test_two_torn_iterations_fall_back_to_the_third(saved: Path, train: Train) -> None:

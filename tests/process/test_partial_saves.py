@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import runpy
 import shutil
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,10 +14,12 @@ import pytest
 from runs import Layout, Start, Train, differences, digest, exact, flags, published
 from stock_hooks import loading_as_stock, saved_right_after_loading
 from worker_hooks import full_disk, poisoned_before_load
-from world import ROOT, Outcome, World
+from world import Outcome, World
 
+from megatron.core.dist_checkpointing.moe.cli.main import main as moe_ckpt
 from megatron.core.dist_checkpointing.moe.store.chain import MANIFEST, Chain, encode, read_chain
 from megatron.core.dist_checkpointing.moe.store.dense import open_dense
+from megatron.core.dist_checkpointing.moe.store.integrity import check, seal
 
 EXPERTS, RESUMED_AT, LAST = 4, 4, 6
 SPREAD = Layout(pp=2, ep=2, ranks=4)
@@ -29,7 +31,15 @@ IN_TURN = ["--save-experts", "1"]
 BESIDE = [*IN_TURN, "--async-save"]
 APART = ["--moe-layer-freq", "[0,1]"]
 """Experts in one of two layers: then core does not stack the tensors of layers."""
-merge_partial = runpy.run_path(str(ROOT / "tools" / "checkpoint" / "merge_partial.py"))["main"]
+
+
+def convert(source: Path, target: Path) -> int:
+    """The exit code of `moe-ckpt convert`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["moe-ckpt", "convert", "--to", "dense", str(source), str(target)])
+        with pytest.raises(SystemExit) as ended:
+            moe_ckpt()
+    return int(ended.value.code or 0)
 
 
 def chain(folder: Path, iteration: int) -> Chain:
@@ -103,6 +113,7 @@ def with_stale_experts(whole: Path, holders: Chain, folder: Path) -> None:
             with (newest / chunk.extent.file).open("rb+") as file:
                 file.seek(chunk.extent.offset_bytes)
                 file.write(content)
+    seal(newest)
 
 
 @pytest.mark.parametrize(
@@ -169,11 +180,24 @@ def test_a_merged_export_is_what_loading_makes_of_the_chain_and_stock_loads_it(
     saved: Saved, live: tuple[Path, Outcome], train: Train, tmp_path: Path
 ) -> None:
     exported, stock = tmp_path / "exported", tmp_path / "stock"
-    assert merge_partial([str(saved(SPREAD, *BESIDE)), str(exported)]) == 0
+    assert convert(saved(SPREAD, *BESIDE), exported) == 0
+    assert check(exported / f"iter_{LAST:07d}") == ()
     hooks = [partial(loading_as_stock, {}), poisoned_before_load, saved_right_after_loading]
     train(SPREAD, *BF16, "--load", exported, "--save", stock, hooks=hooks)
     assert differences(digest(live[0], LAST), digest(exported, LAST)) == []
     assert differences(digest(live[0], LAST), digest(stock, LAST)) == []
+
+
+def test_training_goes_on_from_a_converted_chain_as_from_the_chain_itself(
+    saved: Saved, train: Train, tmp_path: Path
+) -> None:
+    parts, converted = saved(PLAIN, *IN_TURN), tmp_path / "converted"
+    assert convert(parts / f"iter_{RESUMED_AT:07d}", converted) == 0
+    sources = {"chain": ("--load", parts, "--ckpt-step", RESUMED_AT), "merged": ("--load", converted)}
+    for name, loading in sources.items():
+        train(PLAIN, *BF16, *loading, "--metrics-jsonl", tmp_path / name, hooks=[poisoned_before_load])
+    assert list(exact(tmp_path / "chain")) == [5, 6]
+    assert exact(tmp_path / "merged") == exact(tmp_path / "chain")
 
 
 def test_what_cannot_be_merged_is_refused_in_one_line(
@@ -184,9 +208,9 @@ def test_what_cannot_be_merged_is_refused_in_one_line(
     for source, reason in (
         (parts, "exists already"),
         (saved(SPREAD), "saved whole"),
-        (tmp_path / "no", "not a directory"),
+        (tmp_path / "no", "does not exist"),
     ):
-        assert merge_partial([str(source), str(tmp_path)]) == 2
+        assert convert(source, tmp_path) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert reason in line
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000006"]
@@ -243,6 +267,15 @@ def unnamed(root: Path) -> None:
     found = chain(root, LAST)
     one_layer = dataclasses.replace(found, holders={0: found.holders[0]})
     (root / f"iter_{LAST:07d}" / MANIFEST).write_bytes(encode(one_layer))
+    seal(root / f"iter_{LAST:07d}")
+
+
+def changed(root: Path) -> None:
+    """A single byte in the middle of the last file of an iteration that holds experts for the newest."""
+    path = sorted((root / "iter_0000003").glob("*.distcp"))[-1]
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
 def manifest_missing(root: Path) -> None:
@@ -256,6 +289,7 @@ def manifest_missing(root: Path) -> None:
             (harm, "iter_0000003, which holds the newest copies of layer 0 experts")
             for harm in (removed, torn, replaced)
         ),
+        (changed, "iter_0000003/__3_0.distcp is damaged: its checksum is"),
         (unnamed, "does not name layer1.expert"),
         (manifest_missing, "is missing"),
     ],
@@ -264,7 +298,7 @@ def test_an_iteration_whose_chain_is_broken_is_refused_if_it_was_asked_for(
     damage: Callable[[Path], None], reason: str, copied: Path, start: Start
 ) -> None:
     damage(copied)
-    layout = SPREAD if damage is unnamed else ALONE  # what the first rank finds, it finds alone
+    layout = SPREAD if damage in (unnamed, changed) else ALONE  # what the first rank finds, it finds alone
     outcome = start(layout, *BF16, "--load", copied, "--ckpt-step", LAST).wait()
     assert set(outcome.codes) == {2}, outcome.said
     (line,) = outcome.lines

@@ -12,6 +12,8 @@ from runs import Layout, Start, Train, differences, digest, exact, metrics
 from stock_hooks import loading_as_stock, saved_right_after_loading, saving_as_stock
 from worker_hooks import poisoned_before_load
 
+from megatron.core.dist_checkpointing.moe.store.integrity import check
+
 SAVED, LAST = 3, 6
 EXPERTS = Layout(tp=1, pp=2, ep=2, ranks=4)
 NO_EXPERT_PARALLELISM = Layout(tp=1, pp=2, ep=1, ranks=4)
@@ -109,6 +111,7 @@ def test_stock_loads_what_the_driver_saved_without_a_missing_or_an_unexpected_ke
 ) -> None:
     saved, loaded = tmp_path / "saved", tmp_path / "loaded"
     train(layout, *flags, "--save", saved, "--exit-interval", SAVED)
+    assert check(saved / f"iter_{SAVED:07d}") == ()  # sums lie beside what stock reads
     hooks = [partial(loading_as_stock, READ_BY_STOCK), poisoned_before_load, saved_right_after_loading]
     train(layout, *flags, "--load", saved, "--save", loaded, hooks=hooks)
     assert differences(digest(saved, SAVED), digest(loaded, SAVED)) == []

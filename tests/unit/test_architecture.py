@@ -86,6 +86,13 @@ def test_side_rooms_do_not_import_each_other(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=named)
+def test_what_looks_at_stores_from_outside_is_used_by_commands_alone(path: Path) -> None:
+    module = module_of(path)
+    uses = [name for name in imports_of(path) if in_room(name, "examine")]
+    assert not uses or in_room(module, "examine") or in_room(module, "cli") or not module.startswith("megatron")
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
 def test_the_cpu_device_is_imported_only_where_a_cpu_run_starts(path: Path) -> None:
     inside = module_of(path).startswith("megatron.pretrain.cpu_device")
     uses = [name for name in imports_of(path) if name.startswith("megatron.pretrain.cpu_device")]

@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.store.chain import Chain
 from megatron.core.dist_checkpointing.moe.store.dense import COMMON, open_dense
+from megatron.core.dist_checkpointing.moe.store.integrity import FileSum
 from megatron.core.dist_checkpointing.moe.store.merged import open_merged
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
@@ -26,6 +27,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.safe_globals import register_safe_globals
 from megatron.pretrain.agreement import RankFailure, on_rank_zero, raise_together
 from megatron.pretrain.checkpoint.directory import RELEASE, CheckpointDirectory, Step
+from megatron.pretrain.checkpoint.integrity import require_intact, sums_of
 from megatron.pretrain.checkpoint.partial import MergingLoadStrategy, Sources, content_of, report_staleness
 from megatron.pretrain.checkpoint.state import (
     Parts,
@@ -56,6 +58,7 @@ _RANDOM_STATE = re.compile(r"rng_state/shard_[\d.]+_([\d.]+)")
 class _Found:
     """A checkpoint that looks complete, what its common part records and how its random states are sharded.
 
+    `sums`: what its files were when they were saved, as far as that is known.
     `sources`: where its experts are, if it was saved with `--save-experts`.
     """
 
@@ -64,6 +67,7 @@ class _Found:
     arguments: argparse.Namespace
     metadata: dict[str, Any]
     random_shape: tuple[int, ...] | None
+    sums: Mapping[Path, FileSum]
     sources: Sources | None
 
     @property
@@ -83,8 +87,9 @@ def load_checkpoint(state: TrainingState) -> bool:
         found = on_rank_zero(lambda: _find(state.config, refused), errors=(UsageError,))
         if found is None:
             return False
-        parts = _loadable_parts(found, state.config)
         try:
+            require_intact(found.sums)
+            parts = _loadable_parts(found, state.config)
             _load(found, state, parts)
         except RankFailure as failure:
             refused[found.step] = str(failure)
@@ -166,7 +171,9 @@ def _examine(directory: CheckpointDirectory, step: Step) -> _Found:
     shapes = (match[1] for match in map(_RANDOM_STATE.fullmatch, checkpoint.objects) if match)
     shape = next((tuple(map(int, text.split("."))) for text in shapes), None)
     arguments, metadata = common.get("args") or argparse.Namespace(), common.get("content_metadata") or {}
-    return _Found(step, folder, arguments, metadata, shape, None if merged is None else Sources.of(merged))
+    sums = sums_of([checkpoint] if merged is None else merged.parts.values())
+    sources = None if merged is None else Sources.of(merged)
+    return _Found(step, folder, arguments, metadata, shape, sums, sources)
 
 
 def _loadable_parts(found: _Found, config: PretrainConfig) -> Parts:

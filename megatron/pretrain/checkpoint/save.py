@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.store.atomic import write_atomically
 from megatron.core.dist_checkpointing.moe.store.chain import MANIFEST, PARTIAL_BACKEND_VERSION, Chain, encode
 from megatron.core.dist_checkpointing.moe.store.dense import open_dense
+from megatron.core.dist_checkpointing.moe.store.integrity import FORMAT_VERSION, MARK, Sums, seal
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.pretrain.agreement import RankFailure, on_rank_zero, raise_together
@@ -95,8 +96,8 @@ class Saver:
         while not self._written(pending):
             time.sleep(POLL_INTERVAL_S)
         try:
-            pending.shards.finish()
-            on_rank_zero(lambda: self._publish(pending), errors=(OSError, UnreadableCheckpoint))
+            sums = pending.shards.finish()
+            on_rank_zero(lambda: self._publish(pending, sums), errors=(OSError, UnreadableCheckpoint))
         except SAVE_ERRORS as error:
             self._report_failure(pending.iteration, error)
             return
@@ -127,7 +128,8 @@ class Saver:
         metadata = content_metadata(config)
         rng = random_shape() if config.checkpoint.save_rng else None
         parts = Parts(optimizer=config.checkpoint.save_optim, rng=rng)
-        state_dict = sharded_state_dict(self._state, metadata, parts) | {"content_metadata": metadata}
+        state_dict = sharded_state_dict(self._state, metadata, parts)
+        state_dict["content_metadata"] = metadata | {MARK: FORMAT_VERSION}
         sharded, common = save_preprocess(state_dict, validate_access_integrity=not self._structure_checked)
         self._structure_checked = True
         on_rank_zero(lambda: write_atomically(folder / COMMON_STATE_FNAME, _serialized(common)))
@@ -140,7 +142,7 @@ class Saver:
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         return plan_shards(sharded, folder, fully_parallel_group=group), chain
 
-    def _publish(self, pending: _Pending) -> None:
+    def _publish(self, pending: _Pending, sums: Sums) -> None:
         iteration, chain = pending.iteration, pending.chain
         staging = self._directory.staging(iteration)
         if chain is not None:
@@ -150,6 +152,7 @@ class Saver:
         write_atomically(staging / CONFIG_FNAME, marker.encode())
         # Shards that other nodes wrote to disks of their own are missing here: not a checkpoint anyone could load.
         open_dense(staging)
+        seal(staging, sums)
         self._directory.publish(iteration)
 
     def _retain(self) -> None:

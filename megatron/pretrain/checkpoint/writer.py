@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.core.dist_checkpointing.moe.store.integrity import FileSum, Sums, file_sum
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -72,18 +73,20 @@ class ShardWriter:
             self._outcome = f"writing the checkpoint took longer than {WRITE_TIMEOUT_S:.0f} s"
         return self._outcome is not None
 
-    def finish(self) -> None:
+    def finish(self) -> Sums:
         """Write the index of the checkpoint, once `is_done` on every rank; a collective over all ranks.
 
+        Returns the sums of the files that all ranks wrote, on rank 0; elsewhere none.
         Raises RankFailure on every rank if any rank failed to write, OSError if rank 0 could not write the index.
         """
         if self._process is not None:
             self._process.join()
         failed = isinstance(self._outcome, str)
         raise_together(self._outcome if failed else None)
-        results: list[Any] = [None] * dist.get_world_size()
-        dist.gather_object(self._outcome, results if dist.get_rank() == 0 else None, dst=0)
-        on_rank_zero(lambda: self._writer.finish(self._metadata, results))
+        written: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(self._outcome, written if dist.get_rank() == 0 else None, dst=0)
+        on_rank_zero(lambda: self._writer.finish(self._metadata, [results for results, _ in written]))
+        return {name: one for _, sums in filter(None, written) for name, one in sums.items()}
 
     def _staged(self) -> list[Any]:
         buckets: list[Any] = FileSystemWriterAsync.preload_tensors(self._writer.write_buckets or [])
@@ -144,8 +147,9 @@ def _no_manager_process() -> Iterator[None]:
 
 
 def _write_buckets(buckets: list[Any], transforms: list[Any]) -> Any:
-    """Write result of every item, or the reason of the first failure as text."""
+    """Write result of every item and the sum of every file, or the reason of the first failure as text."""
     results: list[Any] = []
+    sums: dict[str, FileSum] = {}
     for bucket in buckets:
         answers: queue.Queue[Any] = queue.Queue()
         counter: queue.Queue[int] = queue.Queue()
@@ -155,7 +159,12 @@ def _write_buckets(buckets: list[Any], transforms: list[Any]) -> Any:
         if isinstance(answer, Exception):
             return _reason(answer)
         results.extend(answer)
-    return results
+        path, name, _ = bucket
+        try:
+            sums[name] = file_sum(Path(path))
+        except OSError as error:
+            return _reason(error)
+    return results, sums
 
 
 def _reason(error: Exception) -> str:

@@ -15,10 +15,9 @@ from typing import Any, cast
 import fsspec  # type: ignore[import-untyped]
 
 from ..errors import UnreadableCheckpoint, UsageError
-from ..policy.timelines import Timeline, belongs, newest_first
-from ..ports import Facts, Listing, SnapshotId, Store
-from ..store.filesystem import FilesystemStore
-from ..store.objects import ObjectStore
+from ..examine.windows import State, Stored, newest_whole, on, states, stored, timelines
+from ..policy.timelines import Timeline
+from ..ports import Listing, SnapshotId, Store
 
 LAUNCHER, DRIVER = "megatron.pretrain.launch", "megatron.pretrain.densify"
 
@@ -68,19 +67,13 @@ def newest(store: Store, place: str) -> Source:
 
     Raises UnreadableCheckpoint when there is none, UsageError when the one there does not say how its job was started.
     """
-    listed = store.snapshots()
-    everything = {snapshot: _facts(store, snapshot) for snapshot in listed.sealed}
-    problem = ""
-    # What a job left behind when it went back to an older state is no part of what it came to.
-    for timeline in newest_first(map(_timeline, everything.values())):
-        facts = {one: said for one, said in everything.items() if belongs(_timeline(said), one.iteration, timeline)}
-        leading = [snapshot for snapshot in facts if "trainer" in facts[snapshot].scalars]
-        for snapshot in sorted(leading, key=lambda one: (-one.iteration, one.rank)):
-            lacking = _lacking(snapshot, facts)
-            if not lacking:
-                return _source(snapshot, facts, place)
-            problem = problem or lacking
-    raise UnreadableCheckpoint(f"{place} has {problem or _nothing(listed)}; is it a --moe-ckpt-persist-dir?")
+    snapshots = stored(store)
+    found = newest_whole(snapshots)
+    if found is None:
+        lacking = next((one for timeline in timelines(snapshots) for one in states(on(timeline, snapshots))), None)
+        problem = _lacking(lacking) if lacking else _nothing(store.snapshots())
+        raise UnreadableCheckpoint(f"{place} has {problem}; is it a --moe-ckpt-persist-dir?")
+    return _source(found[1][0], snapshots, found[0], place)
 
 
 def densified(source: Source, storage: str, out: Path, flags: Sequence[str]) -> int:
@@ -98,7 +91,9 @@ def densified(source: Source, storage: str, out: Path, flags: Sequence[str]) -> 
         own += ["--moe-ckpt-memory-dir", memory, "--moe-ckpt-persist-dir", _shown(source, storage, Path(view))]
         command = [sys.executable, "-m", LAUNCHER, "--nproc-per-node", str(source.world_size), "--max-restarts", "0"]
         command += [script.origin, *recorded(source.flags), *own, *flags]
-        return subprocess.run(command, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False).returncode
+        # Standard output is for what the command itself has to say.
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        return subprocess.run(command, cwd=folder, env=environment, stdout=2, check=False).returncode
 
 
 def _shown(source: Source, storage: str, view: Path) -> str:
@@ -127,58 +122,26 @@ def recorded(flags: Sequence[str]) -> list[str]:
     return kept
 
 
-def opened(place: str) -> Store:
-    if "://" in place:
-        return ObjectStore(place, 0)
-    if not Path(place).is_dir():
-        raise UsageError(f"{place} is no folder; give what the job had as --moe-ckpt-persist-dir")
-    return FilesystemStore(Path(place), 0)
+def _lacking(state: State) -> str:
+    iteration, rank = state.lacking[0]
+    return (
+        f"no complete state: of iterations {state.span[0]} to {state.span[-1]} the snapshot of rank {rank} after"
+        f" iteration {iteration} is missing or torn"
+    )
 
 
-def _facts(store: Store, snapshot: SnapshotId) -> Facts:
-    with store.open(snapshot) as reader:
-        return reader.manifest.facts
-
-
-def _timeline(facts: Facts) -> Timeline:
-    rows = cast("Sequence[tuple[str, int]]", facts.scalars.get("timeline", ()))
-    return tuple((name, after) for name, after in rows)
-
-
-def _span(snapshot: SnapshotId, facts: Facts) -> tuple[int, int]:
-    first, last = cast("Sequence[int]", facts.scalars.get("window", (snapshot.iteration, snapshot.iteration)))
-    return first, last
-
-
-def _window(snapshot: SnapshotId, facts: Mapping[SnapshotId, Facts]) -> list[SnapshotId]:
-    """All snapshots, of all ranks, of the window that `snapshot` belongs to."""
-    key = facts[snapshot].job, _span(snapshot, facts[snapshot])
-    return [one for one, said in facts.items() if (said.job, _span(one, said)) == key]
-
-
-def _lacking(snapshot: SnapshotId, facts: Mapping[SnapshotId, Facts]) -> str:
-    """Which snapshot misses in the window that `snapshot` belongs to; empty if it is whole."""
-    first, last = _span(snapshot, facts[snapshot])
-    there = {(one.iteration, one.rank) for one in _window(snapshot, facts)}
-    for iteration in range(first, last + 1):
-        for rank in range(cast("int", facts[snapshot].topology["world_size"])):
-            if (iteration, rank) not in there:
-                return (
-                    f"no complete state: of iterations {first} to {last} the snapshot of rank {rank} after iteration "
-                    f"{iteration} is missing or torn"
-                )
-    return ""
-
-
-def _source(snapshot: SnapshotId, facts: Mapping[SnapshotId, Facts], place: str) -> Source:
-    first, last = _span(snapshot, facts[snapshot])
-    trainer = cast("Mapping[str, Any]", facts[snapshot].scalars["trainer"])
+def _source(state: State, snapshots: Sequence[Stored], timeline: Timeline, place: str) -> Source:
+    leading = state.leading
+    trainer = cast("Mapping[str, Any]", leading.facts.scalars["trainer"])
     command = trainer.get("command")
     if command is None:
-        raise UsageError(f"{place}: the {snapshot} does not say with which flags its job was started")
-    world_size = cast("int", facts[snapshot].topology["world_size"])
-    snapshots = tuple(_window(snapshot, facts))
-    return Source(snapshots, first, last, world_size, tuple(command["flags"]), Path(command["folder"]))
+        raise UsageError(f"{place}: the {leading.snapshot} does not say with which flags its job was started")
+    # Only snapshots with some of the experts need older ones.
+    whole = leading.facts.scalars.get("made_by") != "pec"
+    first, last = state.span[0], state.span[-1]
+    needed = state.members if whole else [one for one in on(timeline, snapshots) if one.snapshot.iteration <= last]
+    members = tuple(one.snapshot for one in needed)
+    return Source(members, first, last, leading.world_size, tuple(command["flags"]), Path(command["folder"]))
 
 
 def _nothing(listed: Listing) -> str:

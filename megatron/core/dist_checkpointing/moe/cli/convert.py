@@ -1,50 +1,96 @@
-"""`moe-ckpt convert`: an ordinary dense checkpoint from what `--moe-ckpt-persist-dir` holds."""
+"""`moe-ckpt convert`: an ordinary dense checkpoint from a job's storage or from a chain of partial ones."""
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from pathlib import Path
 
 import click
 
 from ..errors import MoECheckpointError, UsageError
+from ..examine.recognition import Content, Recognized, recognized
+from .megatron_core import load_megatron_core
+from .progress import progress
 
-HELP = """Turn the newest snapshots in STORAGE into an ordinary torch_dist checkpoint in OUT.
+HELP = """Turn SOURCE into an ordinary torch_dist checkpoint in OUT, which any Megatron loads.
 
-STORAGE is what a job was given as --moe-ckpt-persist-dir. No single snapshot of a sparse window is a whole state, so
-the job is started once more, on the CPU and with as many processes as it had ranks. They recover the state, replay the
-iterations of the window with the recorded flags and the same data, save OUT/iter_NNNNNNN, and end:
+SOURCE is the storage of a job (its --moe-ckpt-persist-dir), of which the newest state is taken, or a checkpoint that
+was saved with --save-experts: an iteration, or the --save folder for its newest one.
+
+A checkpoint with some of the experts is put together with the older iterations beside it that hold the others. That
+takes memory for one piece of a tensor, and no job:
+
+\b
+    $ moe-ckpt convert --to dense run/checkpoints run/dense
+    $ scripts/train_cpu.sh --load run/dense ...          # goes on from there
+
+No single snapshot of a sparse window in storage is a whole state, so the job is started once more, on the CPU and with
+as many processes as it had ranks. They recover the state, replay the iterations of the window with the recorded flags
+and the same data, save OUT/iter_NNNNNNN, and end; what they say goes to standard error. Flags after -- win over the
+recorded ones, as when the data was moved:
 
 \b
     $ moe-ckpt convert --to dense run/windows run/dense
-    $ scripts/train_cpu.sh --load run/dense ...          # goes on from there
-
-Flags after -- win over the recorded ones, as when the data was moved:
-
-\b
     $ moe-ckpt convert --to dense run/windows run/dense -- --data-path /new/place/corpus
 
 The parallel layout stays that of the job; the checkpoint can then be loaded under another one as any other. Random
 states travel only within one kind of device, so a job on GPUs cannot be replayed on the CPU to the last bit: such
 snapshots are refused.
+
+Exit codes: 0 written; 1 SOURCE is damaged or not whole, or the job failed; 2 wrong usage, such as an OUT that has that
+iteration already.
 """
 
 
 @click.command(help=HELP)
 @click.option("--to", type=click.Choice(["dense"]), required=True, help="What to make of it.")
-@click.argument("storage")
+@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
+@click.argument("source")
 @click.argument("out", type=click.Path(path_type=Path, file_okay=False))
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
-def convert(context: click.Context, to: str, storage: str, out: Path, flags: tuple[str, ...]) -> None:
-    from .conversion import densified, newest, opened  # brings numpy, which other commands start without
+def convert(context: click.Context, to: str, as_json: bool, source: str, out: Path, flags: tuple[str, ...]) -> None:
+    found = recognized(source)
+    if found.content is Content.STORAGE:
+        target, iteration = _from_storage(context, source, out, flags)
+    else:
+        target, iteration = _from_chain(found, out, flags)
+    if as_json:
+        click.echo(json.dumps({"checkpoint": str(target), "iteration": iteration}))
+    else:
+        click.echo(f"{target} holds the whole state after iteration {iteration}")
 
-    source = newest(opened(storage), storage)
-    target = out / f"iter_{source.last:07d}"
+
+def _from_storage(context: click.Context, source: str, out: Path, flags: tuple[str, ...]) -> tuple[Path, int]:
+    from ..examine.storage import open_storage  # brings numpy, which other commands start without
+    from .conversion import densified, newest
+
+    window = newest(open_storage(source), source)
+    target = out / f"iter_{window.last:07d}"
     if target.exists():
         raise UsageError(f"{target} exists already; remove it or choose another folder")
-    code = densified(source, storage, out, flags)
+    code = densified(window, source, out, flags)
     if code:
         context.exit(code)
     if not target.exists():
         raise MoECheckpointError(f"{target} was not written; the lines above say why")
-    click.echo(f"{target} holds the whole state after iteration {source.last}")
+    return target, window.last
+
+
+def _from_chain(found: Recognized, out: Path, flags: tuple[str, ...]) -> tuple[Path, int]:
+    if found.content not in (Content.SAVES, Content.ITERATION):
+        raise UsageError(
+            f"{found.place} is {found.content.value}: give the --moe-ckpt-persist-dir of the job, or a checkpoint that"
+            " was saved with --save-experts"
+        )
+    if flags:
+        raise UsageError(f"{found.place} is converted without a job: leave out the flags after --, {' '.join(flags)}")
+    load_megatron_core()
+    from ..store.export import export_merged
+
+    try:
+        target = export_merged(found.path, out, partial(progress, "converting"))
+    except OSError as error:
+        raise MoECheckpointError(f"{error.filename or out} cannot be written: {error.strerror or error}") from error
+    return target, int(target.name.rpartition("_")[2])

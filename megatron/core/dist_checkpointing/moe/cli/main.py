@@ -8,11 +8,16 @@ import click
 
 from ..errors import MoECheckpointError, UsageError
 from .advise import advise
+from .completion import completion
 from .convert import convert
+from .diff import diff
 from .digest import digest
+from .gc import gc
+from .inspect import inspect
 from .plan import plan
 from .profile import profile
 from .simulate import simulate
+from .verify import verify
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -23,13 +28,17 @@ def commands() -> None:
     \b
     $ moe-ckpt advise --help                # which strategy should I use, and what will I get?
     $ moe-ckpt plan window --help           # what would a strategy do with my model?
+    $ moe-ckpt inspect checkpoints/         # what is in there, is it whole, who holds what?
+    $ moe-ckpt verify checkpoints/          # is every byte what was saved, and can it be restored?
     $ moe-ckpt digest checkpoints/          # which state did this run reach?
+    $ moe-ckpt diff one/ other/             # are two states equal, and where do they differ?
+    $ moe-ckpt gc checkpoints/              # what takes space and is not needed any more?
     $ moe-ckpt convert --to dense windows/ dense/   # a checkpoint that any Megatron loads
     $ moe-ckpt digest --help
     """
 
 
-for command in (advise, convert, digest, plan, profile, simulate):
+for command in (advise, completion, convert, diff, digest, gc, inspect, plan, profile, simulate, verify):
     commands.add_command(command)
 
 

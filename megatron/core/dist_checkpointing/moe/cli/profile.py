@@ -16,7 +16,7 @@ from .plan.options import number
 from .profiling.machine import Settings, measured_profile
 from .report import Fact, Report, show
 
-HELP = """Measure this machine and write a profile, which `moe-ckpt simulate --profile FILE` takes for a cluster.
+HELP = """Measure this machine and write a profile, which `moe-ckpt simulate run --profile FILE` takes for a cluster.
 
 \b
     $ moe-ckpt profile --out machine.json

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import click
 
-Unit = Literal["text", "count", "bytes", "seconds", "share"]
+Unit = Literal["text", "count", "bytes", "seconds", "share", "number"]
 Columns = tuple[tuple[str, Unit], ...]
 WIDE = 500
 """Columns of a line where output goes to no terminal."""
@@ -92,6 +92,8 @@ def shown(value: Any, unit: Unit) -> str:
         return "-"
     if unit == "bytes":
         return _scaled(value)
+    if unit == "number":
+        return f"{value:.6g}"
     if unit == "share":
         return f"{100 * value:.1f} %"
     if unit == "seconds":

@@ -13,6 +13,7 @@ from ..types import (
     GRADIENTS,
     LOG,
     PARKED,
+    STANDBY,
     BoundaryLog,
     Copy,
     Direction,
@@ -26,9 +27,6 @@ from ..types import (
 
 Place = tuple[int, SnapshotId, Tier]
 """Who found a snapshot (a rank), which one, and in which tier: OWN_MEMORY of the finder, or PERSISTENT."""
-
-STANDBY = frozenset({LOG, PARKED, GRADIENTS})
-"""Kinds of snapshots that lie in the standby store."""
 
 
 @dataclass(frozen=True)

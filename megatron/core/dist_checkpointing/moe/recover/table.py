@@ -48,7 +48,7 @@ class RecoveryTable:
             operators |= source.operators
         yield f"  {'from':<26} {'iteration':>9}  {'what':<15} {'operators':>9}  ranks"
         for (place, iteration, part), (ranks, operators) in sorted(groups.items(), key=lambda group: group[0]):
-            yield f"  {place:<26} {iteration:>9}  {part:<15} {len(operators):>9}  {_spans(ranks)}"
+            yield f"  {place:<26} {iteration:>9}  {part:<15} {len(operators):>9}  {spans(ranks)}"
         yield from _refusals(plan.refusals)
         for text in self.damaged:
             yield f"  refused: {text}"
@@ -70,13 +70,13 @@ class RecoveryTable:
         if kept and self.stages > 1:
             yield f"  {self._named(kept)}: resumed from parked state, ran nothing again"
         if self.plan.roll_forward:
-            ranks = _spans(set(self.plan.roll_forward))
+            ranks = spans(set(self.plan.roll_forward))
             yield f"  ranks {ranks}: made the step of iteration {self.plan.target} with the gradients they had kept"
 
     def _named(self, stages: Collection[int]) -> str:
         each = len(self.nodes) // self.stages
         ranks = {rank for stage in stages for rank in range(stage * each, (stage + 1) * each)}
-        return f"{_stages(stages)} (ranks {_spans(ranks)})"
+        return f"{_stages(stages)} (ranks {spans(ranks)})"
 
     def _losses(self) -> Iterator[str]:
         by_layer: dict[int, list[int]] = {}
@@ -97,20 +97,20 @@ def _refusals(refusals: Collection[Refusal]) -> Iterator[str]:
         iterations, ranks = {one.iteration for one in found}, {one.rank for one in found}
         copies = f"{len(found)} copies" if len(found) > 1 else "1 copy"
         yield (
-            f"  not used: {copies} in {tier.name.lower().replace('_', ' ')} of ranks {_spans(ranks)}, iterations"
-            f" {_spans(iterations)}: {reason.value}"
+            f"  not used: {copies} in {tier.name.lower().replace('_', ' ')} of ranks {spans(ranks)}, iterations"
+            f" {spans(iterations)}: {reason.value}"
         )
 
 
 def _stages(stages: Collection[int]) -> str:
-    return f"stage{'s' if len(stages) > 1 else ''} {_spans(set(stages))}"
+    return f"stage{'s' if len(stages) > 1 else ''} {spans(set(stages))}"
 
 
 def _span(iterations: range) -> str:
     return f"{iterations[0]} to {iterations[-1]}" if len(iterations) > 1 else "".join(map(str, iterations))
 
 
-def _spans(numbers: set[int]) -> str:
+def spans(numbers: set[int]) -> str:
     """Numbers as ranges: 0-3,6."""
     spans: list[list[int]] = []
     for rank in sorted(numbers):

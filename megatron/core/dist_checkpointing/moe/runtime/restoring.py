@@ -24,12 +24,12 @@ from ..ports import (
     Transport,
 )
 from ..recover.fetch import Carrier, Need
-from ..recover.inventory import STANDBY, Found, Place
+from ..recover.inventory import Found, Place
 from ..recover.marks import Mark, Marks
 from ..replay.densify import Load, Logs, Replay, ReplayPorts, ReplayStep, StageFeed, restore_trainer
 from ..store.heap import HeapReader
 from ..store.manifest import decode, encode
-from ..types import GRADIENTS, LOG, OperatorId, RecoveryPlan, Segment, StepJournal, Tier, Topology
+from ..types import GRADIENTS, LOG, STANDBY, OperatorId, RecoveryPlan, Segment, StepJournal, Tier, Topology
 from .hearsay import Heard, Outcomes
 from .inbox import HeapArrival, StoreArrival, StoreInbox
 

@@ -30,9 +30,9 @@ def feed(sink: Sink, value: Any) -> None:
     elif isinstance(value, np.ndarray | np.generic) and not isinstance(value, str | bytes | float):
         feed_array(sink, np.asarray(value))
     elif isinstance(value, dict):
-        _feed_sorted(sink, b"dict", [_encoded(key) + _encoded(item) for key, item in value.items()])
+        _feed_sorted(sink, b"dict", [encoded(key) + encoded(item) for key, item in value.items()])
     elif isinstance(value, set | frozenset):
-        _feed_sorted(sink, b"set", [_encoded(item) for item in value])
+        _feed_sorted(sink, b"set", [encoded(item) for item in value])
     elif isinstance(value, list | tuple):
         _frame(sink, b"list", str(len(value)).encode())
         for item in value:
@@ -70,7 +70,7 @@ def _scalar(value: Any) -> tuple[bytes, bytes]:
     if isinstance(value, torch.dtype | torch.device):
         return b"torch", str(value).encode()
     if isinstance(value, Namespace | SimpleNamespace):
-        return b"namespace", _encoded(vars(value))
+        return b"namespace", encoded(vars(value))
     raise TypeError(f"an object of {type(value).__module__}.{type(value).__qualname__} has no defined bytes")
 
 
@@ -82,7 +82,8 @@ class _Buffer:
         self.parts.append(bytes(data))
 
 
-def _encoded(value: Any) -> bytes:
+def encoded(value: Any) -> bytes:
+    """What `feed` gives for `value`. Raises TypeError as it does."""
     buffer = _Buffer()
     feed(buffer, value)
     return b"".join(buffer.parts)

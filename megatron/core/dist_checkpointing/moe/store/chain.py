@@ -85,6 +85,15 @@ class Chain:
         holder: int = row[operator.expert]
         return holder
 
+    @property
+    def leading_axes(self) -> tuple[int, ...]:
+        """Sizes of the axes that count layers and experts where Megatron-Core stacks them."""
+        return (self.num_experts,) if self.stacked_layers is None else (self.stacked_layers, self.num_experts)
+
+    def leading_index(self, operator: OperatorId) -> tuple[int, ...]:
+        """Where an expert is on these axes."""
+        return (operator.expert,) if self.stacked_layers is None else (operator.layer, operator.expert)
+
     def held_by(self, iteration: int) -> tuple[OperatorId, ...]:
         """Experts whose newest copy is in `iteration`."""
         return tuple(
@@ -247,3 +256,9 @@ def stacked_name(common: str, layer: int, stacked_layers: int | None) -> str:
         return common
     before, after = common.split(".mlp.experts.experts.")
     return f"{before}.{layer}.mlp.experts.experts.{after}"
+
+
+def stacked_object_name(chain: Chain, common: str, operator: OperatorId) -> str:
+    """The name that an object of one expert has where those of all experts are in one iteration."""
+    index, axes = (".".join(map(str, numbers)) for numbers in (chain.leading_index(operator), chain.leading_axes))
+    return f"{stacked_name(common, operator.layer, chain.stacked_layers)}/shard_{index}_{axes}"

@@ -13,12 +13,9 @@ import torch
 
 from ..errors import UnreadableCheckpoint
 from .dcp_metadata import CheckpointIndex, Chunk, Extent, TensorInfo, parse_index
+from .names import COMMON, FORMAT, INDEX, TRACKER
 from .safe_load import load_torch_bytes
 
-TRACKER = "latest_checkpointed_iteration.txt"
-INDEX = ".metadata"
-FORMAT = "metadata.json"
-COMMON = "common.pt"
 # Since Megatron-Core 0.17 what was common.pt is an object of the sharded files.
 COMMON_OBJECT = "common_state/shard_0_1"
 
@@ -49,7 +46,7 @@ class DenseCheckpoint:
         whole = torch.zeros(info.shape, dtype=info.dtype)
         for chunk in info.chunks:
             place = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            whole[place] = self._read_chunk(name, info, chunk)
+            whole[place] = self.read_piece(name, info, chunk)
         return whole
 
     def read_object(self, name: str) -> Any:
@@ -61,7 +58,11 @@ class DenseCheckpoint:
             return value[0]
         return value
 
-    def _read_chunk(self, name: str, info: TensorInfo, chunk: Chunk) -> torch.Tensor:
+    def read_piece(self, name: str, info: TensorInfo, chunk: Chunk) -> torch.Tensor:
+        """Returns one piece of the tensor `name`, of which `info` tells the dtype.
+
+        Raises UnreadableCheckpoint when it cannot be read, or is not what `info` and `chunk` say.
+        """
         what = f"{name} in {chunk.extent.file}"
         piece = load_torch_bytes(_read_extent(self.directory, chunk.extent, name), what)
         if not isinstance(piece, torch.Tensor) or piece.dtype != info.dtype or tuple(piece.shape) != chunk.sizes:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from .components import (
     is_bucket,
     padding_spans,
 )
+from .dcp_metadata import TensorInfo
 from .dense import DenseCheckpoint
 
 
@@ -36,8 +38,14 @@ class ComponentDigest:
     value_bytes: int
 
 
-# Feeds a value to a hasher and returns how many bytes the value took.
-_Feeder = Callable[[Sink], int]
+@dataclass(frozen=True)
+class Entry:
+    """One named value of a checkpoint, and the component that it belongs to. tensor: what it is, None for no tensor."""
+
+    component: str
+    name: str
+    tensor: TensorInfo | None
+    read: Callable[[], Any]
 
 
 class _CountingSink:
@@ -50,19 +58,32 @@ class _CountingSink:
         self.count_bytes += len(data)
 
 
+def state_entries(checkpoint: DenseCheckpoint) -> Iterator[Entry]:
+    """All that belongs to the training state of `checkpoint`: tensors, other objects, the parts common to all ranks.
+
+    Tensors are read whole, with the alignment padding between parameters cleared, which Megatron-Core never
+    initialises. Reading raises UnreadableCheckpoint.
+    """
+    return (entry for entry in _all_entries(checkpoint) if entry.component != LEFT_OUT)
+
+
+def _all_entries(checkpoint: DenseCheckpoint) -> Iterator[Entry]:
+    for name, info in checkpoint.tensors.items():
+        yield Entry(component_of(name, TENSOR_RULES), name, info, partial(_read_tensor, checkpoint, name))
+    for name in checkpoint.objects:
+        yield Entry(component_of(name, OBJECT_RULES), name, None, partial(checkpoint.read_object, name))
+    for name, value in leaves(dict(checkpoint.common)):
+        yield Entry(component_of(name, COMMON_RULES), name, None, partial(_same, value))
+
+
 def digest_components(checkpoint: DenseCheckpoint) -> tuple[ComponentDigest, ...]:
     """Returns the digests of the components of `checkpoint`, in a fixed order, holding one tensor at a time in memory.
 
     Raises UnreadableCheckpoint when something cannot be read, or is an object of a type whose content is not defined.
     """
-    entries: dict[str, list[tuple[str, _Feeder]]] = defaultdict(list)
-    for name in checkpoint.tensors:
-        entries[component_of(name, TENSOR_RULES)].append((name, _tensor_feeder(checkpoint, name)))
-    for name in checkpoint.objects:
-        entries[component_of(name, OBJECT_RULES)].append((name, _object_feeder(checkpoint, name)))
-    for name, value in leaves(dict(checkpoint.common)):
-        entries[component_of(name, COMMON_RULES)].append((name, _value_feeder(name, value)))
-    entries.pop(LEFT_OUT, None)
+    entries: dict[str, list[Entry]] = defaultdict(list)
+    for entry in state_entries(checkpoint):
+        entries[entry.component].append(entry)
     return tuple(_digest(component, entries[component]) for component in in_order(tuple(entries)))
 
 
@@ -75,24 +96,40 @@ def total_digest(components: tuple[ComponentDigest, ...]) -> ComponentDigest:
     return ComponentDigest("total", hasher.hexdigest(), entries, sum(part.value_bytes for part in components))
 
 
-def _digest(component: str, entries: list[tuple[str, _Feeder]]) -> ComponentDigest:
+def _digest(component: str, entries: list[Entry]) -> ComponentDigest:
     hasher = xxhash.xxh3_128()
     value_bytes = 0
-    for name, feed_value in sorted(entries, key=lambda entry: entry[0]):
-        feed(hasher, name)
-        value_bytes += feed_value(hasher)
+    for entry in sorted(entries, key=lambda entry: entry.name):
+        feed(hasher, entry.name)
+        value_bytes += _feed_entry(hasher, entry)
     return ComponentDigest(component, hasher.hexdigest(), len(entries), value_bytes)
 
 
-def _tensor_feeder(checkpoint: DenseCheckpoint, name: str) -> _Feeder:
-    def feed_value(sink: Sink) -> int:
-        tensor = checkpoint.read_tensor(name)
-        if is_bucket(name):
-            _clear_padding(tensor, checkpoint, name)
-        feed_tensor(sink, tensor)
-        return tensor.nbytes
+def _feed_entry(sink: Sink, entry: Entry) -> int:
+    """Feeds the value and returns how many bytes it took."""
+    value = entry.read()
+    if entry.tensor is not None:
+        feed_tensor(sink, value)
+        return int(value.nbytes)
+    counting = _CountingSink(sink)
+    try:
+        feed(counting, value)
+    except TypeError as error:
+        raise UnreadableCheckpoint(
+            f"{entry.name} cannot be hashed ({error}); save it as numbers, strings, tensors and containers of these"
+        ) from error
+    return counting.count_bytes
 
-    return feed_value
+
+def _read_tensor(checkpoint: DenseCheckpoint, name: str) -> torch.Tensor:
+    tensor = checkpoint.read_tensor(name)
+    if is_bucket(name):
+        _clear_padding(tensor, checkpoint, name)
+    return tensor
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _clear_padding(bucket: torch.Tensor, checkpoint: DenseCheckpoint, name: str) -> None:
@@ -107,21 +144,3 @@ def _clear_padding(bucket: torch.Tensor, checkpoint: DenseCheckpoint, name: str)
 def _writer(file: str) -> str:
     # __<rank>_<thread>.distcp: one rank writes several files.
     return file.rsplit("_", maxsplit=1)[0]
-
-
-def _object_feeder(checkpoint: DenseCheckpoint, name: str) -> _Feeder:
-    return lambda sink: _value_feeder(name, checkpoint.read_object(name))(sink)
-
-
-def _value_feeder(name: str, value: Any) -> _Feeder:
-    def feed_value(sink: Sink) -> int:
-        counting = _CountingSink(sink)
-        try:
-            feed(counting, value)
-        except TypeError as error:
-            raise UnreadableCheckpoint(
-                f"{name} cannot be hashed ({error}); save it as numbers, strings, tensors and containers of these"
-            ) from error
-        return counting.count_bytes
-
-    return feed_value

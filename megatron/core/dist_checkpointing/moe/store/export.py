@@ -7,6 +7,8 @@ import json
 import os
 import pickle
 import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,22 +26,31 @@ from torch.distributed.checkpoint.metadata import (
 from ..errors import UnreadableCheckpoint, UsageError
 from ..types import OperatorId
 from .atomic import sync_directory, write_atomically
-from .chain import stacked_name
+from .chain import stacked_name, stacked_object_name
 from .dcp_metadata import Chunk, Extent
 from .dense import COMMON, FORMAT, INDEX, TRACKER, DenseCheckpoint
+from .integrity import seal
 from .merged import ExpertTensor, MergedCheckpoint, open_merged
 from .safe_load import load_torch_bytes
 
 _DATA = "__0_0.distcp"
 
+Watch = Callable[[int], AbstractContextManager[Callable[[int], None]]]
+"""Given the bytes that there are to do, a context with a function that takes bytes as they are done."""
 
-def export_merged(source: Path | str, target: Path | str) -> Path:
+
+def _unwatched(nbytes: int) -> AbstractContextManager[Callable[[int], None]]:
+    return nullcontext(lambda done_bytes: None)
+
+
+def export_merged(source: Path | str, target: Path | str, watch: Watch = _unwatched) -> Path:
     """Writes the merged checkpoint that `source` stands for into the folder `target`, and its tracker beside it.
 
     source: an iteration, or a `--save` directory, whose tracker then names it. Returns `target/iter_XXXXXXX`, which is
     published by one rename, names tensors as an iteration that was saved whole does, and needs no other. Memory is
-    needed for one piece of a tensor at a time. Raises UsageError if there is nothing to merge or something is in the
-    way, UnreadableCheckpoint as `open_merged` does, OSError.
+    needed for one piece of a tensor at a time. `watch` is told how many bytes there are, and then each time that some
+    were written. Raises UsageError if there is nothing to merge or something is in the way, UnreadableCheckpoint as
+    `open_merged` does, OSError.
     """
     merged = open_merged(source)
     if merged is None or merged.chain.is_complete:
@@ -52,7 +63,8 @@ def export_merged(source: Path | str, target: Path | str) -> Path:
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
-        _write(merged, staging)
+        with watch(_entry_bytes(merged)) as advance:
+            _write(merged, staging, advance)
         os.rename(staging, final)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
@@ -62,8 +74,18 @@ def export_merged(source: Path | str, target: Path | str) -> Path:
     return final
 
 
-def _write(merged: MergedCheckpoint, folder: Path) -> None:
-    with _Writer(folder) as writer:
+def _entry_bytes(merged: MergedCheckpoint) -> int:
+    """Bytes of all tensors as they are stored, which is nearly everything."""
+    of_experts = merged.experts[merged.chain.iteration].names
+    chunks = [chunk for name, info in merged.newest.tensors.items() if name not in of_experts for chunk in info.chunks]
+    for iteration, held in merged.experts.items():
+        for operator in merged.chain.held_by(iteration):
+            chunks += [chunk for tensor in held.tensors[operator].values() for chunk in tensor.stored]
+    return sum(chunk.extent.length_bytes for chunk in chunks)
+
+
+def _write(merged: MergedCheckpoint, folder: Path, advance: Callable[[int], None]) -> None:
+    with _Writer(folder, advance) as writer:
         of_experts = merged.experts[merged.chain.iteration].names
         newest = merged.newest
         for name, info in newest.tensors.items():
@@ -84,16 +106,16 @@ def _write(merged: MergedCheckpoint, folder: Path) -> None:
     marker = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     marker |= {"common_backend": "torch", "common_backend_version": 1}
     write_atomically(folder / FORMAT, json.dumps(marker).encode())
+    seal(folder)
 
 
 def _write_expert(merged: MergedCheckpoint, operator: OperatorId, writer: _Writer) -> None:
     chain, iteration = merged.chain, merged.chain.holder(operator)
     part, held = merged.parts[iteration], merged.experts[iteration]
-    layers = () if chain.stacked_layers is None else (chain.stacked_layers,)
-    lead = (operator.expert,) if chain.stacked_layers is None else (operator.layer, operator.expert)
+    lead = chain.leading_index(operator)
     for common, tensor in held.tensors[operator].items():
         name = stacked_name(common, operator.layer, chain.stacked_layers)
-        writer.tensor(name, (*layers, chain.num_experts, *tensor.shape), tensor.dtype)
+        writer.tensor(name, (*chain.leading_axes, *tensor.shape), tensor.dtype)
         for own, stored in zip(tensor.chunks, tensor.stored, strict=True):
             sizes = (*(1 for _ in lead), *own.sizes)
             if stored.sizes == sizes:
@@ -101,9 +123,8 @@ def _write_expert(merged: MergedCheckpoint, operator: OperatorId, writer: _Write
             else:
                 place = writer.saved(_reshaped(part, stored, tensor, sizes))
             writer.piece(name, Chunk((*lead, *own.offsets), sizes, stored.extent), place)
-    place_among_all = f"{'.'.join(map(str, lead))}_{'.'.join(map(str, (*layers, chain.num_experts)))}"
     for common, stored_name in held.objects.get(operator, {}).items():
-        name = f"{stacked_name(common, operator.layer, chain.stacked_layers)}/shard_{place_among_all}"
+        name = stacked_object_name(chain, common, operator)
         writer.object(name, writer.copied(part, part.index.objects[stored_name]))
 
 
@@ -127,8 +148,8 @@ def _read(part: DenseCheckpoint, extent: Extent) -> bytes:
 class _Writer:
     """One file with the bytes of all entries, and the index of torch.distributed.checkpoint for it."""
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / _DATA
+    def __init__(self, folder: Path, advance: Callable[[int], None]) -> None:
+        self._path, self._advance = folder / _DATA, advance
         self._file: BinaryIO
         self._entries: dict[str, Any] = {}
         self._places: dict[MetadataIndex, _StorageInfo] = {}
@@ -180,4 +201,5 @@ class _Writer:
     def _put(self, content: bytes) -> _StorageInfo:
         place = _StorageInfo(_DATA, self._file.tell(), len(content))
         self._file.write(content)
+        self._advance(len(content))
         return place

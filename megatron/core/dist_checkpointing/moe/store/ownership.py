@@ -106,6 +106,16 @@ def slot_directories(memory_dir: Path, job: str, area: str = SLOT) -> dict[int, 
     return {int(slot): path for slot, path in slots if slot.isdecimal()}
 
 
+def owner_files(folder: Path) -> Iterator[Path]:
+    """Those of all slots in a memory dir with its nodes, or below the folder of a node, a job or a slot in it."""
+    return (path for depth in ("", "*/", "*/*/", "*/*/*/") for path in folder.glob(f"{depth}{OWNER_FILE}"))
+
+
+def is_claimed_here(owner_file: Path) -> bool:
+    """Whether this process itself holds the folder; it must not open the file then: closing it would end the lock."""
+    return owner_file.resolve() in _MINE
+
+
 def warn_unless_in_memory(memory_dir: Path) -> None:
     """Logs a warning when the folder is on a disk: it works, but at the disk's speed."""
     kind = _file_system(memory_dir)
@@ -144,7 +154,7 @@ def _refuse_other_jobs(memory_dir: Path, job: str) -> None:
 
 def _live_owner(path: Path) -> str | None:
     """Who holds the owner file of another job, None when nobody does."""
-    if path.resolve() in _MINE:
+    if is_claimed_here(path):
         return "this process"
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

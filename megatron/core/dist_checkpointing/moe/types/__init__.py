@@ -29,7 +29,7 @@ from .recovery import (
     Tier,
 )
 from .snapshots import SnapshotPlan, Window, full_plan
-from .standby import GRADIENTS, LOG, PARKED, boundary_key
+from .standby import GRADIENTS, LOG, PARKED, STANDBY, boundary_key
 from .topology import Coordinates, Topology
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "LOW_PRECISIONS",
     "PARKED",
     "PRECISIONS",
+    "STANDBY",
     "BoundaryLog",
     "Coordinates",
     "Copy",

@@ -13,6 +13,9 @@ PARKED = "parked"
 GRADIENTS = "gradients"
 """Kind of a snapshot of the reduced gradients of the iteration after the parked one."""
 
+STANDBY = frozenset({LOG, PARKED, GRADIENTS})
+"""Kinds of snapshots that lie in the standby store."""
+
 
 def boundary_key(direction: Direction, chunk: int, microbatch: int) -> str:
     """The key of a tensor in a log: which way it was sent, by which model chunk of the sender, of which microbatch."""

@@ -1,0 +1,33 @@
+# shellcheck shell=bash disable=SC2154  # `nodes` and `flags` are set by the script that sources this one
+# Starts a full-size job; sourced by the train.sh of each model. Arguments of that script are flags of
+# pretrain_gpt_moe.py too, and win. Submits the job to Slurm, or, with HEAD, starts the part of the node that it runs on.
+#
+# Environment:
+#   DATA               prefix of the tokenized corpus (.bin/.idx); its token ids are those of the model's vocabulary
+#   SAVE               folder for checkpoints and snapshots that all nodes see
+#   SPARES (1)         Slurm: nodes that wait until another one is lost; scripts/slurm/job.sh has more settings, and
+#                      sbatch takes its own from SBATCH_PARTITION and the like
+#   HEAD               without Slurm: name of the first node. Run the script on every node
+#   JOB                without Slurm: name of the job (default: the model's); the same whenever it is started again
+#   MAX_RESTARTS (20)  restarts after failures
+: "${DATA:?is needed: the prefix of a tokenized corpus (.bin/.idx)}"
+: "${SAVE:?is needed: a folder for checkpoints that all nodes see}"
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+name=$(basename "$(cd "$(dirname "${BASH_SOURCE[1]}")" && pwd)")
+
+# What all models share. Transformer Engine's grouped experts take biases, which Megatron-Core's sequential ones do not.
+flags=(--device cuda --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+       --moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 --moe-router-dtype fp32
+       --attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer
+       --lr-decay-style cosine --lr-warmup-fraction 0.01 --log-interval 10
+       --data-path "$DATA" --save "$SAVE" --load "$SAVE" --save-interval 1000 --async-save --keep-last 2
+       --moe-ckpt-persist-dir "$SAVE/snapshots" --metrics-jsonl "$SAVE/metrics.jsonl" "${flags[@]}" "$@")
+
+if [ -z "${HEAD:-}" ]; then
+    cd "$root" || exit
+    exec sbatch "--nodes=$((nodes + ${SPARES:-1}))" "--job-name=$name" scripts/slurm/train.sbatch "${flags[@]}"
+fi
+# A fresh store per round of the rendezvous: one shared over restarts still holds the addresses of dead workers.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+exec torchrun --nnodes "$nodes" --nproc-per-node 8 --max-restarts "${MAX_RESTARTS:-20}" \
+    --rdzv-backend c10d --rdzv-id "${JOB:-$name}" --rdzv-endpoint "$HEAD:29500" "$root/pretrain_gpt_moe.py" "${flags[@]}"

@@ -1,0 +1,173 @@
+"""Reports on dense checkpoints: ours or stock, one iteration or a whole --save folder."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import UnreadableCheckpoint
+from ...examine.saves import SavedIteration, saved_iteration, saved_iterations, tracked
+from ...store.chain import Chain, read_chain
+from ...store.components import OBJECT_RULES, TENSOR_RULES, component_of, in_order
+from ...store.integrity import NAME as INTEGRITY
+from ...store.names import COMMON, TRACKER
+from ..report import Columns, Fact, Report, Table
+
+if TYPE_CHECKING:
+    from ...store.dense import DenseCheckpoint
+
+_DEGREES = (
+    ("TP", "tensor_model_parallel_size"),
+    ("PP", "pipeline_model_parallel_size"),
+    ("VPP", "virtual_pipeline_model_parallel_size"),
+    ("CP", "context_parallel_size"),
+    ("EP", "expert_model_parallel_size"),
+    ("ETP", "expert_tensor_parallel_size"),
+    ("DP", "data_parallel_size"),
+)
+_ITERATIONS: Columns = (
+    *(("iteration", "text"), ("state", "text"), ("tracked", "text"), ("integrity", "text")),
+    *(("size", "bytes"), ("age", "seconds"), ("needs", "text")),
+)
+_OPERATORS: Columns = (
+    *(("operator", "text"), ("part", "text"), ("iteration", "count"), ("behind", "count"), ("held by", "text")),
+)
+
+
+def saves_report(root: Path, now_s: float) -> tuple[Report, str]:
+    """A --save folder, and why its newest iteration cannot be read, empty if it can.
+
+    Raises UnreadableCheckpoint for a folder without iterations.
+    """
+    found = saved_iterations(root)
+    if not found:
+        raise UnreadableCheckpoint(f"{root} has a {TRACKER}, but no iteration: there is nothing to restore from")
+    newest, why = _newest(root, found), ""
+    facts: tuple[Fact, ...] = ()
+    tables: tuple[Table, ...] = ()
+    if newest is None:
+        why = f"{root}: none of its {len(found)} iterations is whole: there is nothing to restore from"
+    else:
+        try:
+            facts, tables = _content(newest, now_s)
+        except UnreadableCheckpoint as error:
+            why = str(error)
+    own = (
+        Fact("Newest iteration", newest.iteration if newest and newest.iteration is not None else None, "count"),
+        Fact("Tracker names", tracked(root) or None),
+        Fact("Iteration folders", len(found), "count"),
+        Fact("Whole iterations", sum(one.is_complete for one in found), "count"),
+        Fact("Bytes of all", sum(one.nbytes for one in found), "bytes"),
+    )
+    return Report(f"Checkpoints in {root}", (*own, *facts), (_iterations(found, now_s), *tables), _notes(newest)), why
+
+
+def iteration_report(folder: Path, now_s: float) -> tuple[Report, str]:
+    """One iteration, and what it lacks, empty if it is whole. Raises UnreadableCheckpoint."""
+    saved = saved_iteration(folder)
+    facts, tables = _content(saved, now_s)
+    why = "" if saved.is_complete else f"{folder} is {saved.state}; take another iteration"
+    return Report(f"Checkpoint in {folder}", facts, tables, _notes(saved)), why
+
+
+def _newest(root: Path, found: tuple[SavedIteration, ...]) -> SavedIteration | None:
+    """The one that is loaded: that which the tracker names, else the newest whole one, not newer than the tracker's."""
+    name = tracked(root)
+    whole = [one for one in found if one.is_complete]
+    named = next((one for one in whole if one.tracked), None)
+    older = [one for one in whole if not name.startswith("iter_") or one.folder.name <= name]
+    return named or next(reversed(older), None)
+
+
+def _content(saved: SavedIteration, now_s: float) -> tuple[tuple[Fact, ...], tuple[Table, ...]]:
+    """What the index and the common part of an iteration say."""
+    from ..megatron_core import load_megatron_core
+
+    load_megatron_core()
+    from ...store.dense import open_dense
+
+    checkpoint, chain = open_dense(saved.folder), read_chain(saved.folder)
+    said = checkpoint.common.get("args")
+    arguments: Mapping[str, Any] = {} if said is None else vars(said)
+    metadata = checkpoint.common.get("content_metadata") or {}
+    where = f"in {COMMON}" if (saved.folder / COMMON).is_file() else "among the shards"
+    facts = (
+        Fact("Iteration", checkpoint.common.get("iteration"), "count"),
+        Fact("Age", max(0.0, now_s - saved.written_s), "seconds"),
+        Fact("Bytes", saved.nbytes, "bytes"),
+        Fact("World size", arguments.get("world_size"), "count"),
+        Fact("Layout", _layout(arguments)),
+        Fact("Format", f"torch_dist 1, common part {where}"),
+        Fact("Optimizer", metadata.get("distrib_optim_sharding_type")),
+        Fact("Integrity file", "yes" if saved.has_integrity else "no: bytes cannot be checked"),
+        Fact("Consumed samples", arguments.get("consumed_train_samples"), "count"),
+        Fact("Tensors", len(checkpoint.tensors), "count"),
+        Fact("Experts", _experts(chain)),
+    )
+    return facts, (_components(checkpoint), *_chain_table(chain), _arguments(arguments))
+
+
+def _components(checkpoint: DenseCheckpoint) -> Table:
+    entries, nbytes = Counter[str](), Counter[str]()
+    sizes = {name: prod(info.shape) * info.dtype.itemsize for name, info in checkpoint.tensors.items()}
+    extents = {name: checkpoint.index.objects[name].length_bytes for name in checkpoint.objects}
+    for rules, found in ((TENSOR_RULES, sizes), (OBJECT_RULES, extents)):
+        for name, size in found.items():
+            component = component_of(name, rules)
+            entries[component] += 1
+            nbytes[component] += size
+    rows = tuple((component, entries[component], nbytes[component]) for component in in_order(tuple(entries)))
+    return Table("Components", (("component", "text"), ("entries", "count"), ("size", "bytes")), rows)
+
+
+def _layout(arguments: Mapping[str, Any]) -> str | None:
+    degrees = [f"{short} {arguments[name]}" for short, name in _DEGREES if arguments.get(name)]
+    return ", ".join(degrees) or None
+
+
+def _experts(chain: Chain | None) -> str | None:
+    if chain is None:
+        return "all here"
+    older = sorted(chain.iterations - {chain.iteration})
+    return f"all here ({chain.num_experts} of a layer)" if not older else f"some, others in iterations {older}"
+
+
+def _iterations(found: tuple[SavedIteration, ...], now_s: float) -> Table:
+    rows = tuple(
+        (
+            one.folder.name,
+            one.state,
+            "yes" if one.tracked else "",
+            "yes" if one.has_integrity else "no",
+            one.nbytes,
+            max(0.0, now_s - one.written_s),
+            list(one.needs),
+        )
+        for one in reversed(found)
+    )
+    return Table("Iterations", _ITERATIONS, rows)
+
+
+def _chain_table(chain: Chain | None) -> Iterator[Table]:
+    """Which iteration has the newest copy of each expert, of a checkpoint that was saved with some of them."""
+    if chain is not None:
+        rows = tuple(
+            (str(operator), "FULL", holder, chain.iteration - holder, f"iter_{holder:07d}")
+            for holder in sorted(chain.iterations)
+            for operator in chain.held_by(holder)
+        )
+        yield Table("Operators", _OPERATORS, rows)
+
+
+def _arguments(arguments: Mapping[str, Any]) -> Table:
+    rows = tuple((name, str(value)) for name, value in sorted(arguments.items()) if value not in (None, False, [], ()))
+    return Table("Arguments", (("argument", "text"), ("value", "text")), rows)
+
+
+def _notes(saved: SavedIteration | None) -> tuple[str, ...]:
+    if saved is None or saved.has_integrity:
+        return ()
+    return (f"{saved.folder.name} has no {INTEGRITY}, as stock Megatron saves: its bytes cannot be checked.",)

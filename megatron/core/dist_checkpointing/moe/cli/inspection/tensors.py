@@ -1,0 +1,123 @@
+"""Reports on single tensors: name, dtype, shape, and what their numbers look like; one is in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import UnreadableCheckpoint, UsageError
+from ...examine.areas import slots
+from ...examine.statistics import statistics
+from ...ports import Reader, Record, SnapshotId, Store
+from ...store.dense import open_dense
+from ...store.digest import state_entries
+from ...types import STANDBY
+from ..progress import progress
+from ..report import Columns, Fact, Report, Table
+
+Open = Callable[[SnapshotId], Reader]
+"""Opens one snapshot, wherever it lies."""
+
+_COLUMNS: Columns = (
+    *(("tensor", "text"), ("dtype", "text"), ("shape", "text"), ("size", "bytes"), ("min", "number")),
+    *(("max", "number"), ("mean", "number"), ("std", "number"), ("non-finite", "count")),
+)
+_HELD_BYTES = 256_000_000
+"""Snapshots in memory are let go of after so many bytes, so that a running job gets its segments back soon."""
+
+
+def dense_tensors(folder: Path, pattern: str) -> Report:
+    """Tensors of one dense checkpoint whose names match. Raises UnreadableCheckpoint, UsageError if none does."""
+    checkpoint = open_dense(folder)
+    chosen = [one for one in state_entries(checkpoint) if one.tensor is not None and fnmatchcase(one.name, pattern)]
+    sizes = [prod(one.tensor.shape) * one.tensor.dtype.itemsize for one in chosen if one.tensor is not None]
+    with progress("reading tensors", sum(sizes)) as advance:
+        rows = []
+        for entry, nbytes in sorted(zip(chosen, sizes, strict=True), key=lambda one: one[0].name):
+            rows.append(_row(entry.name, entry.read()))
+            advance(nbytes)
+    return _report(f"Tensors of {checkpoint.directory}", rows, pattern)
+
+
+def snapshot_tensors(place: str, snapshots: Mapping[SnapshotId, Open], pattern: str) -> Report:
+    """Tensors of these snapshots whose keys match. Raises UnreadableCheckpoint for bytes that are not as sealed."""
+    chosen = {snapshot: _matching(open_, snapshot, pattern) for snapshot, open_ in snapshots.items()}
+    rows: list[tuple[Any, ...]] = []
+    with progress("reading tensors", sum(record.nbytes for found in chosen.values() for record in found)) as advance:
+        for snapshot, found in chosen.items():
+            prefix = f"rank {snapshot.rank}: " if len(snapshots) > 1 else ""
+            for batch in _batches(found):
+                with snapshots[snapshot](snapshot) as reader:
+                    for record in batch:
+                        rows.append(_row(prefix + record.key, _tensor(reader, record)))
+                        advance(record.nbytes)
+    iterations = sorted({snapshot.iteration for snapshot in snapshots})
+    return _report(f"Tensors of {place} after iteration {', '.join(map(str, iterations))}", rows, pattern)
+
+
+def newest_in_storage(store: Store) -> dict[SnapshotId, Open]:
+    """The snapshots of the newest iteration that is there. Raises UnreadableCheckpoint if nothing is."""
+    return _newest({snapshot: store.open for snapshot in store.snapshots().sealed})
+
+
+def newest_in_memory(folder: Path) -> dict[SnapshotId, Open]:
+    """As `newest_in_storage`, of all slots below a folder; one copy of each."""
+    shelves = [slot.shelf for slot in slots(folder)]
+    return _newest({snapshot: shelf.open for shelf in shelves for snapshot in shelf.snapshots().sealed})
+
+
+def _newest(found: Mapping[SnapshotId, Open]) -> dict[SnapshotId, Open]:
+    if not found:
+        raise UnreadableCheckpoint(
+            "no snapshot is sealed here: there are no tensors to look at; moe-ckpt inspect says why"
+        )
+    states = sorted(snapshot for snapshot in found if snapshot.kind not in STANDBY) or sorted(found)
+    return {snapshot: found[snapshot] for snapshot in states if snapshot.iteration == states[-1].iteration}
+
+
+def _matching(open_: Open, snapshot: SnapshotId, pattern: str) -> list[Record]:
+    with open_(snapshot) as reader:
+        return [record for record in reader.manifest.records if fnmatchcase(record.key, pattern)]
+
+
+def _batches(records: Sequence[Record]) -> Iterator[list[Record]]:
+    batch: list[Record] = []
+    held_bytes = 0
+    for record in records:
+        batch.append(record)
+        held_bytes += record.nbytes
+        if held_bytes >= _HELD_BYTES:
+            yield batch
+            batch, held_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def _tensor(reader: Reader, record: Record) -> torch.Tensor:
+    dtype = getattr(torch, record.field.dtype)
+    # A copy: torch would warn of read-only memory, and a view would keep the snapshot from being freed.
+    raw = bytearray(reader.read(record.key))
+    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    return flat.reshape(record.field.shape)
+
+
+def _row(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
+    found = statistics(tensor)
+    shape, dtype = "x".join(map(str, tensor.shape)) or "scalar", str(tensor.dtype).removeprefix("torch.")
+    return name, dtype, shape, tensor.nbytes, found.minimum, found.maximum, found.mean, found.std, found.non_finite
+
+
+def _report(title: str, rows: Sequence[tuple[Any, ...]], pattern: str) -> Report:
+    if not rows:
+        raise UsageError(f"{title.removeprefix('Tensors of ')} has no tensor that matches {pattern!r}; try '*'")
+    facts = (
+        Fact("Tensors", len(rows), "count"),
+        Fact("Bytes", sum(row[3] for row in rows), "bytes"),
+        Fact("Tensors with non-finite numbers", sum(bool(row[8]) for row in rows), "count"),
+    )
+    return Report(title, facts, (Table("Statistics", _COLUMNS, tuple(rows)),))

@@ -1,0 +1,73 @@
+"""`moe-ckpt verify`: whether a checkpoint is what was saved, byte by byte, and complete."""
+
+from __future__ import annotations
+
+import click
+
+from .megatron_core import load_megatron_core
+from .progress import progress
+from .report import Columns, Fact, Report, Table, show
+
+HELP = """Read all of PLACE and say whether it is what was saved.
+
+PLACE is an iteration (iter_0000012), a --save directory, a --moe-ckpt-persist-dir (a folder or a URL), one snapshot
+of it, or a --moe-ckpt-memory-dir, also while its job runs. Nothing is changed and nothing that is stored is run.
+
+\b
+    $ moe-ckpt verify checkpoints/                  # all iterations, their chains, the tracker
+    $ moe-ckpt verify checkpoints/iter_0000012      # this one, and those that hold experts for it
+    $ moe-ckpt verify s3://bucket/run/windows       # every record of every snapshot, and whether windows are whole
+    $ moe-ckpt verify /dev/shm/moe-ckpt-me --json
+
+Every checksum is compared: of each file of a dense checkpoint (moe_ckpt_integrity.json has them), of each record of a
+snapshot, of every manifest. Missing files and snapshots, names and numbers that do not fit together, and a place with
+nothing in it to restore from are findings too. Each is one line: the path, what was found, what was expected.
+
+A checkpoint of stock Megatron has no checksums. It is then checked for completeness and by reading every tensor, and
+the report says that single bytes could not be checked.
+
+\b
+Exit codes: 0 all is well; 1 something is damaged or missing, or PLACE is nothing that can be read; 2 wrong usage.
+"""
+
+
+@click.command(help=HELP)
+@click.argument("place")
+@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
+@click.option("--rows", type=click.IntRange(min=0), default=20, show_default=True, help="Rows of a table; 0 for all.")
+@click.pass_context
+def verify(context: click.Context, place: str, as_json: bool, rows: int) -> None:
+    # Only when there is something to read: --help stays quick.
+    from ..examine.recognition import Content, recognized
+
+    found = recognized(place)
+    if found.content in (Content.ITERATION, Content.SAVES):
+        load_megatron_core()
+    from ..examine.verification import size_bytes
+    from ..examine.verification import verify as verified
+    from ..examine.verification.findings import Finding
+
+    with progress("verifying", size_bytes(found)) as advance:
+        result = verified(found, advance)
+
+    def row(one: Finding) -> tuple[str, str, str, str]:
+        return one.path, one.item, one.found, one.expected
+
+    columns: Columns = (("path", "text"), ("item", "text"), ("found", "text"), ("expected", "text"))
+    findings = Table("findings", columns, tuple(map(row, result.findings)))
+    parts = tuple((one.part, one.how, one.items, one.nbytes) for one in result.checked)
+    checked = Table("checked", (("part", "text"), ("how", "text"), ("items", "count"), ("size", "bytes")), parts)
+    facts = [
+        Fact("holds", found.content.value),
+        Fact("verdict", "damaged" if result.findings else "intact"),
+        Fact("read", sum(one.nbytes for one in result.checked), "bytes"),
+    ]
+    if result.restores is not None:
+        facts.insert(2, Fact("newest state", result.restores or "none"))
+    report = Report(place, tuple(facts), (checked, findings) if as_json else (checked,), result.unchecked)
+    show(report, as_json, rows or None)
+    if not as_json:
+        for one in result.findings:
+            click.echo(f"finding: {one}")
+    if result.findings:
+        context.exit(1)

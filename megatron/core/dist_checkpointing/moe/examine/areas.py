@@ -1,0 +1,97 @@
+"""Walking a memory dir from outside: whose folders are there, and does their process still live?"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import struct
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import UnreadableCheckpoint, UsageError
+from ..store.ownership import is_claimed_here, owner_files
+from ..store.shelf import MemoryShelf
+
+_FLOCK = "hhqqi4x"  # struct flock of Linux: type, whence, start, length, process
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One process's folder in one area of the memory tier: <memory_dir>/<node>/<job>/<area>-<local_rank>.
+
+    owner: what its process said of itself when it took the folder: "process 4711 on host", empty if it cannot be read.
+    alive: a process holds the folder now. What a dead one left is adopted by a restart of the same job.
+    """
+
+    directory: Path
+    node: str
+    job: str
+    area: str
+    local_rank: int
+    owner: str
+    alive: bool
+
+    @property
+    def shelf(self) -> MemoryShelf:
+        """Its snapshots, for reading; a running owner is disturbed for no longer than a reader is open."""
+        return MemoryShelf(self.directory)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that its files take now; those that vanish meanwhile do not count."""
+        total = 0
+        for path in self.directory.iterdir():
+            with suppress(FileNotFoundError):
+                total += path.stat().st_blocks * 512
+        return total
+
+
+def slots(memory_dir: Path) -> tuple[Slot, ...]:
+    """All slots below a --moe-ckpt-memory-dir, or below the folder of a node, of a job, or of a slot in it; by place.
+
+    Raises UsageError for a folder that must not be read, UnreadableCheckpoint when there is no slot.
+    """
+    try:
+        found = tuple(filter(None, map(_slot, sorted(owner_files(memory_dir)))))
+    except PermissionError as error:
+        raise UsageError(f"{error.filename}: no permission to read it; run as its owner or ask for it") from error
+    if not found:
+        raise UnreadableCheckpoint(f"{memory_dir} holds no slot of a job; give a --moe-ckpt-memory-dir")
+    return found
+
+
+def _slot(file: Path) -> Slot | None:
+    directory = Path(os.path.abspath(file.parent))
+    area, dash, number = directory.name.rpartition("-")
+    if not dash or not number.isdecimal():
+        return None
+    if is_claimed_here(file):
+        alive, owner = True, f"process {os.getpid()} on {os.uname().nodename}"
+    else:
+        try:
+            alive, owner = _is_held(file), _said(file)
+        except FileNotFoundError:
+            return None  # its job ended just now and took it along
+    node, job = directory.parent.parent.name, directory.parent.name
+    return Slot(directory, node, job, area, int(number), owner, alive)
+
+
+def _is_held(file: Path) -> bool:
+    """Whether another process holds the lock of an owner file; it is asked and not tried, which might refuse a job."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        asked = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+        (kind, *_) = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+    finally:
+        os.close(descriptor)
+    return bool(kind != fcntl.F_UNLCK)
+
+
+def _said(file: Path) -> str:
+    try:
+        said = json.loads(file.read_bytes())
+        return f"process {said['process']} on {said['host']}"
+    except (ValueError, TypeError, KeyError):
+        return ""

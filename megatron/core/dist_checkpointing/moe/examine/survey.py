@@ -1,0 +1,194 @@
+"""What snapshots there are and who holds which operators, from manifests alone: no record is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from ..errors import UnreadableCheckpoint
+from ..ports import Store
+from ..store.filesystem import MANIFEST, FilesystemStore
+from ..store.layout import Manifest, SnapshotId, Torn
+from ..store.objects import ObjectStore
+from ..store.shelf import SEALED, WRITING, Entry
+from ..types import STANDBY, OperatorId, Part
+from .areas import Slot
+from .windows import State, Stored, newest_whole, on, states, timelines
+
+
+@dataclass(frozen=True)
+class Holding:
+    """One sealed snapshot in one place. written_s: when it was sealed, in seconds since 1970; None if not known."""
+
+    stored: Stored
+    parts: Mapping[OperatorId, Part] = field(repr=False)
+    operator_bytes: Mapping[OperatorId, int] = field(repr=False)
+    place: str
+    written_s: float | None
+
+    @property
+    def snapshot(self) -> SnapshotId:
+        """Which one it is."""
+        return self.stored.snapshot
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return self.stored.nbytes
+
+
+@dataclass(frozen=True)
+class Survey:
+    """All that was found. writing: what is being written now."""
+
+    holdings: tuple[Holding, ...]
+    torn: tuple[Torn, ...]
+    writing: tuple[SnapshotId, ...] = ()
+
+    @cached_property
+    def places(self) -> Mapping[SnapshotId, tuple[str, ...]]:
+        """Where each snapshot lies."""
+        found: dict[SnapshotId, list[str]] = {}
+        for holding in self.holdings:
+            found.setdefault(holding.snapshot, []).append(holding.place)
+        return {snapshot: tuple(sorted(places)) for snapshot, places in found.items()}
+
+    @cached_property
+    def states(self) -> tuple[tuple[State, bool], ...]:
+        """The states that windows make, the newest first, and whether the job went back behind them another way."""
+        rest, led, found = self._of_states, timelines(self._of_states), list[tuple[State, bool]]()
+        for timeline in led:
+            own = on(timeline, rest)
+            found += [(state, timeline is not led[0]) for state in states(own)]
+            rest = [one for one in rest if one not in own]
+        return tuple(found)
+
+    @cached_property
+    def newest_whole(self) -> State | None:
+        """The state that a recovery goes to if this is all that there is."""
+        found = newest_whole(self._of_states)
+        return found[1][0] if found else None
+
+    @property
+    def _of_states(self) -> list[Stored]:
+        """One copy of each snapshot, without logs and what was parked."""
+        return list({one.snapshot: one.stored for one in self.holdings if one.snapshot.kind not in STANDBY}.values())
+
+
+@dataclass(frozen=True)
+class OperatorCopy:
+    """The newest copy of one operator, as far as it is the newest of these ranks.
+
+    part: "FULL", or "WEIGHTS" where only compute weights are there. nbytes: of what all `ranks` own of it, once.
+    copies: in how many places it is at least, of each rank's share.
+    """
+
+    operator: OperatorId
+    part: str
+    nbytes: int
+    iteration: int
+    ranks: tuple[int, ...]
+    places: tuple[str, ...]
+    copies: int
+
+
+def survey_storage(store: Store, only: SnapshotId | None = None) -> Survey:
+    """All snapshots of a storage, or `only` one. Raises StoreFailure, UnreadableCheckpoint where `only` is torn."""
+    if only is not None:
+        return Survey((_stored(store, only),), ())
+    listed = store.snapshots()
+    holdings, torn = [], list(listed.torn)
+    for snapshot in listed.sealed:
+        try:
+            holdings.append(_stored(store, snapshot))
+        except UnreadableCheckpoint as error:  # freed since it was listed, or damaged
+            torn.append(Torn(snapshot, str(snapshot), str(error)))
+    return Survey(tuple(holdings), tuple(torn))
+
+
+def survey_slot(slot: Slot) -> Survey:
+    """All snapshots in one slot; what its owner frees meanwhile is left out. Raises StoreFailure."""
+    shelf, place = slot.shelf, f"{slot.node}/{slot.local_rank}"
+    listed = shelf.snapshots()
+    holdings = []
+    for snapshot in listed.sealed:
+        with suppress(UnreadableCheckpoint), shelf.open(snapshot) as reader:
+            entry = Entry(Path(reader.manifest.segment).stem, snapshot, SEALED)
+            holdings.append(_holding(reader.manifest, place, _written_s(slot.directory / entry.name)))
+    torn = {one.snapshot for one in listed.torn}
+    begun = (entry.snapshot for entry in shelf.entries() if entry.state == WRITING)
+    return Survey(tuple(holdings), listed.torn, tuple(one for one in begun if one not in torn))
+
+
+def operator_copies(holdings: Sequence[Holding]) -> tuple[OperatorCopy, ...]:
+    """Who has the newest copy of each operator, in the order of operators; logs and parked states do not count."""
+    newest: dict[tuple[OperatorId, str], dict[int, list[Holding]]] = {}
+    for holding in holdings:
+        if holding.snapshot.kind not in STANDBY:
+            for operator, part in holding.parts.items():
+                of_rank = newest.setdefault((operator, _label(part)), {}).setdefault(holding.snapshot.rank, [])
+                if of_rank and of_rank[0].snapshot.iteration < holding.snapshot.iteration:
+                    of_rank.clear()
+                if not of_rank or of_rank[0].snapshot.iteration == holding.snapshot.iteration:
+                    of_rank.append(holding)
+    return tuple(
+        _copy(operator, part, iteration, held)
+        for (operator, part), by_rank in sorted(newest.items())
+        for iteration, held in _by_iteration(by_rank.values())
+    )
+
+
+def _copy(operator: OperatorId, part: str, iteration: int, held: Mapping[int, Sequence[Holding]]) -> OperatorCopy:
+    places = {holding.place for holdings in held.values() for holding in holdings}
+    nbytes = sum(holdings[0].operator_bytes.get(operator, 0) for holdings in held.values())
+    copies = min(len({holding.place for holding in holdings}) for holdings in held.values())
+    return OperatorCopy(operator, part, nbytes, iteration, tuple(sorted(held)), tuple(sorted(places)), copies)
+
+
+def _by_iteration(newest: Collection[list[Holding]]) -> list[tuple[int, dict[int, list[Holding]]]]:
+    found: dict[int, dict[int, list[Holding]]] = {}
+    for holdings in newest:
+        snapshot = holdings[0].snapshot
+        found.setdefault(snapshot.iteration, {})[snapshot.rank] = holdings
+    return sorted(found.items(), reverse=True)
+
+
+def _label(part: Part) -> str:
+    return "FULL" if Part.FULL in part else "WEIGHTS" if part & (Part.COMPUTE | Part.MASTER) else "MOMENTS"
+
+
+def _stored(store: Store, snapshot: SnapshotId) -> Holding:
+    with store.open(snapshot) as reader:
+        manifest = reader.manifest
+    return _holding(manifest, "storage", _sealed_s(store, snapshot))
+
+
+def _holding(manifest: Manifest, place: str, written_s: float | None) -> Holding:
+    parts: dict[OperatorId, Part] = {}
+    operator_bytes: dict[OperatorId, int] = {}
+    for record in manifest.records:
+        if record.operator is not None:
+            parts[record.operator] = parts.get(record.operator, Part.NOTHING) | record.field.part
+            operator_bytes[record.operator] = operator_bytes.get(record.operator, 0) + record.nbytes
+    stored = Stored(manifest.snapshot, manifest.facts, manifest.layout.nbytes)
+    # What was planned says more than the records do: weights can be kept as the master weights that they are cast from.
+    return Holding(stored, parts | stored.parts, operator_bytes, place, written_s)
+
+
+def _sealed_s(store: Store, snapshot: SnapshotId) -> float | None:
+    if isinstance(store, FilesystemStore):
+        return _written_s(store.directory / snapshot.name / MANIFEST)
+    with suppress(OSError, NotImplementedError):
+        if isinstance(store, ObjectStore):
+            return float(store.files.modified(f"{store.root.rstrip('/')}/{snapshot.name}/{MANIFEST}").timestamp())
+    return None
+
+
+def _written_s(path: Path) -> float | None:
+    with suppress(OSError):
+        return os.stat(path).st_mtime
+    return None

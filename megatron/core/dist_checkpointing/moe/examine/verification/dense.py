@@ -1,0 +1,174 @@
+"""Verifies dense checkpoints: one iteration with those that it needs, or all of a --save folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...errors import UnreadableCheckpoint
+from ...store import integrity
+from ...store.chain import read_chain
+from ...store.dense import DenseCheckpoint, open_dense
+from ...store.integrity import Advance
+from ...store.merged import open_merged
+from ...store.names import ITERATION, STAGED, TRACKER
+from .findings import Checked, Finding, Verified
+
+RELEASE = "release"
+
+
+@dataclass(frozen=True)
+class _Folder:
+    """What came of the folder of one iteration by itself."""
+
+    path: Path
+    findings: tuple[Finding, ...]
+    checked: Checked
+    unchecked: tuple[str, ...] = ()
+
+
+def verify_iteration(folder: Path, advance: Advance) -> Verified:
+    """One iteration, and those that hold experts for it if it was saved with some of the experts."""
+    folder = folder.absolute()
+    checked = {path: _verified(path, advance) for path in _needed(folder)}
+    broken = _broken_chain(folder, checked)
+    findings = (*_findings(checked.values()), *broken)
+    return Verified(
+        findings,
+        tuple(one.checked for one in checked.values()),
+        tuple(said for one in checked.values() for said in one.unchecked),
+        "" if findings else _named(folder),
+    )
+
+
+def verify_saves(root: Path, advance: Advance) -> Verified:
+    """All iterations of a --save folder, what they need of each other, and the tracker."""
+    root = root.absolute()
+    names = sorted(path.name for path in root.iterdir())
+    results = {path: _verified(path, advance) for path in map(root.joinpath, names) if _is_published(path)}
+    folders = [path for path in results if path.is_dir()]  # a job that runs may have removed older ones meanwhile
+    checked = {path: results[path] for path in folders}
+    broken = {path: _broken_chain(path, checked) for path in folders}
+    tracked, problem = _tracked(root)
+    findings = [*_findings(checked.values()), *(one for path in folders for one in broken[path]), *problem]
+    # What is newer than the tracker says was never announced, or is of a run that was left: nothing loads it by itself.
+    newer = [path for path in folders if tracked is not None and _number(path.name) > _number(tracked)]
+    loadable = [path for path in folders if path not in newer and not broken[path]]
+    whole = [path for path in loadable if not _findings(checked[one] for one in _needed(path) if one in checked)]
+    if not whole:
+        findings.append(Finding(str(root), "there is nothing to restore from: no iteration is whole"))
+    left = [root / name for name in names if STAGED.fullmatch(name)]
+    unchecked = [said for one in checked.values() for said in one.unchecked]
+    unchecked += [f"{path} was left by a save that did not finish, or is being written" for path in left]
+    unchecked += [f"{path} is newer than {TRACKER} says: it is loaded only if it is asked for" for path in newer]
+    restores = _named(max(whole, key=lambda path: _number(path.name))) if whole else ""
+    return Verified(tuple(findings), tuple(one.checked for one in checked.values()), tuple(unchecked), restores)
+
+
+def _is_published(path: Path) -> bool:
+    return path.is_dir() and (path.name == RELEASE or ITERATION.fullmatch(path.name) is not None)
+
+
+def _findings(folders: Iterable[_Folder]) -> tuple[Finding, ...]:
+    return tuple(one for folder in folders for one in folder.findings)
+
+
+def _number(name: str) -> int:
+    """Of an iteration; a release is before all of them."""
+    match = ITERATION.fullmatch(name)
+    return int(match[1]) if match else -1
+
+
+def _named(folder: Path) -> str:
+    number = _number(folder.name)
+    return f"iteration {number}" if number >= 0 else folder.name
+
+
+def _needed(folder: Path) -> list[Path]:
+    """The folders that are there of those from which an iteration is loaded, itself included."""
+    try:
+        chain = read_chain(folder)
+    except UnreadableCheckpoint:
+        chain = None  # reported with the folder itself
+    others = [] if chain is None else [folder.parent / f"iter_{one:07d}" for one in sorted(chain.iterations)]
+    return sorted({folder, *(path for path in others if path.is_dir())})
+
+
+def _broken_chain(folder: Path, checked: dict[Path, _Folder]) -> tuple[Finding, ...]:
+    """What an iteration lacks of those that hold experts for it, unless damage that was found already explains it."""
+    if any(checked[path].findings for path in _needed(folder) if path in checked):
+        return ()
+    try:
+        open_merged(folder)
+    except UnreadableCheckpoint as error:
+        return (Finding(str(folder), str(error)),)
+    return ()
+
+
+def _verified(folder: Path, advance: Advance) -> _Folder:
+    try:
+        sizes = [path.stat().st_size for path in folder.iterdir() if path.is_file()]
+    except OSError as error:
+        finding = Finding(str(folder), f"it cannot be read ({error.strerror})")
+        return _Folder(folder, (finding,), Checked(folder.name, "nothing", 0, 0))
+    summed = Checked(folder.name, "every byte by its checksum", len(sizes), sum(sizes))
+    damage = integrity.check(folder, advance=advance)
+    if damage:
+        return _Folder(folder, tuple(map(Finding.of, damage)), summed)
+    try:
+        checkpoint = open_dense(folder)
+        integrity.expected(folder, checkpoint.common)
+    except UnreadableCheckpoint as error:
+        return _Folder(folder, (Finding(str(folder), str(error)),), Checked(folder.name, "completeness", len(sizes), 0))
+    misnamed = _misnamed(checkpoint)
+    return _read(checkpoint, misnamed, advance) if damage is None else _Folder(folder, misnamed, summed)
+
+
+def _misnamed(checkpoint: DenseCheckpoint) -> tuple[Finding, ...]:
+    folder, saved = checkpoint.directory, checkpoint.common.get("iteration")
+    if not ITERATION.fullmatch(folder.name) or not isinstance(saved, int) or saved == _number(folder.name):
+        return ()
+    return (Finding(str(folder), f"it holds iteration {saved}: it was renamed", expected=f"the name iter_{saved:07d}"),)
+
+
+def _read(checkpoint: DenseCheckpoint, misnamed: tuple[Finding, ...], advance: Advance) -> _Folder:
+    """Of a checkpoint without checksums: whether each tensor and object can be read as the index describes it."""
+    folder, findings, nbytes = checkpoint.directory, list(misnamed), 0
+    for name, info in checkpoint.tensors.items():
+        try:
+            checkpoint.read_tensor(name)
+        except UnreadableCheckpoint as error:
+            findings.append(Finding(str(folder), str(error), name))
+        length_bytes = sum(chunk.extent.length_bytes for chunk in info.chunks)
+        nbytes += length_bytes
+        advance(length_bytes)
+    for name in checkpoint.objects:
+        try:
+            checkpoint.read_object(name)
+        except UnreadableCheckpoint as error:
+            findings.append(Finding(str(folder), str(error), name))
+    items = len(checkpoint.tensors) + len(checkpoint.objects)
+    said = (
+        f"{folder} has no {integrity.NAME}, as stock Megatron saves: all of it is there and can be read, but whether"
+        " single bytes have changed cannot be said"
+    )
+    how = "completeness, and each tensor by reading it"
+    return _Folder(folder, tuple(findings), Checked(folder.name, how, items, nbytes), () if findings else (said,))
+
+
+def _tracked(root: Path) -> tuple[str | None, tuple[Finding, ...]]:
+    """The folder that the tracker names, None if it names none, and what is wrong with it."""
+    path = root / TRACKER
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return None, (Finding(str(path), "it is missing, so stock Megatron finds nothing to load"),)
+    except OSError as error:
+        return None, (Finding(str(path), f"it cannot be read ({error.strerror})"),)
+    if text != RELEASE and not (text.isascii() and text.isdigit()):
+        return None, (Finding(str(path), f"it says {text[:40]!r}", expected="the number of an iteration"),)
+    name = RELEASE if text == RELEASE else f"iter_{int(text):07d}"
+    if not (root / name).is_dir():
+        return name, (Finding(str(path), f"it names {name}, which is not there"),)
+    return name, ()

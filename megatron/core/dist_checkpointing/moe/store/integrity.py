@@ -1,0 +1,208 @@
+"""The integrity file of a dense checkpoint: length and checksum of every other file in its folder. No torch.
+
+One line, `{"xxh3":"<32 hexadecimal digits>","integrity":<body>}`, where the checksum is that of the body's bytes as
+they stand, so the file protects itself. It is written last, before the folder gets its final name; Megatron-Core does
+not look at it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from xxhash import xxh3_128
+
+from ..errors import NewerFormat, UnreadableCheckpoint
+from .atomic import write_atomically
+from .checksums import checksum
+
+NAME = "moe_ckpt_integrity.json"
+FORMAT_VERSION = 1
+
+MARK = "moe_ckpt_integrity"
+"""In the `content_metadata` of a checkpoint: it was saved with an integrity file, so that its absence is a loss."""
+
+_BLOCK_BYTES = 1 << 22
+_XXH3 = re.compile(r"[0-9a-f]{32}")
+
+Advance = Callable[[int], None]
+"""Is told how many bytes were read since it was called last."""
+
+Key = TypeVar("Key", str, Path)
+
+
+@dataclass(frozen=True, slots=True)
+class FileSum:
+    """A file's length, and the xxh3 of its bytes (128 bits, hexadecimal)."""
+
+    nbytes: int
+    xxh3: str
+
+
+Sums = Mapping[str, FileSum]
+"""By the names of the files in the folder of one iteration."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A file that is not what was saved. expected, found: what it was and what it is, as a person reads them."""
+
+    path: Path
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.path} is damaged: {self.found}; expected {self.expected}"
+
+
+def unwatched(nbytes: int) -> None:
+    """An Advance for work whose progress nobody watches."""
+
+
+def file_sum(path: Path, advance: Advance = unwatched) -> FileSum:
+    """Length and checksum of a file. Raises OSError."""
+    digest, nbytes = xxh3_128(), 0
+    block = memoryview(bytearray(_BLOCK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            digest.update(block[:count])
+            nbytes += count
+            advance(count)
+    return FileSum(nbytes, digest.hexdigest())
+
+
+def encode(sums: Sums) -> bytes:
+    """The integrity file's content; equal sums give equal bytes."""
+    files = {name: [one.nbytes, one.xxh3] for name, one in sorted(sums.items())}
+    body = json.dumps({"format": FORMAT_VERSION, "files": files}, separators=(",", ":")).encode("ascii")
+    return b'{"xxh3":"%s","integrity":%s}\n' % (checksum(body).encode("ascii"), body)
+
+
+def decode(content: bytes, name: str) -> dict[str, FileSum]:
+    """The sums in a file's content; `name` is what errors call the file.
+
+    Raises UnreadableCheckpoint for any deviation from what `encode` writes, NewerFormat for a later format.
+    """
+    try:
+        body = json.loads(content)["integrity"]
+        if type(body["format"]) is int and body["format"] > FORMAT_VERSION:
+            raise NewerFormat(
+                f"{name} is written in format {body['format']}, this version reads up to {FORMAT_VERSION}: use the"
+                " version that wrote it, or a newer one"
+            )
+        sums = {_file_name(file): _sum(*row) for file, row in body["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UnreadableCheckpoint(f"{name} is damaged ({error!r:.120}); take another iteration") from error
+    # What is believed is exactly what was written: any other spelling of it, and its checksum, is a changed file.
+    if encode(sums) != content:
+        raise UnreadableCheckpoint(f"{name} is damaged: it does not match its checksum; take another iteration")
+    return sums
+
+
+def _file_name(name: str) -> str:
+    if "/" in name or name in ("", ".", ".."):
+        raise ValueError(f"{name!r} is no name of a file in a folder")
+    return name
+
+
+def _sum(nbytes: Any, xxh3: Any) -> FileSum:
+    if type(nbytes) is not int or nbytes < 0 or type(xxh3) is not str or not _XXH3.fullmatch(xxh3):
+        raise ValueError(f"{[nbytes, xxh3]!r:.60} is no length and checksum")
+    return FileSum(nbytes, xxh3)
+
+
+def read(directory: Path) -> dict[Path, FileSum] | None:
+    """The sums of an iteration's files by their paths, or None if it has no integrity file.
+
+    Raises UnreadableCheckpoint if the integrity file is damaged itself, NewerFormat if a later version wrote it.
+    """
+    path = directory / NAME
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UnreadableCheckpoint(f"{path} cannot be read ({error.strerror}); take another iteration") from error
+    return {directory / name: one for name, one in decode(content, str(path)).items()}
+
+
+def expected(directory: Path, common: Mapping[str, Any]) -> dict[Path, FileSum] | None:
+    """As `read`; `common` is the part of the checkpoint that is the same on all ranks.
+
+    Raises UnreadableCheckpoint also if the integrity file is missing although the checkpoint was saved with one.
+    """
+    sums = read(directory)
+    if sums is None and (common.get("content_metadata") or {}).get(MARK):
+        raise UnreadableCheckpoint(
+            f"{directory / NAME}, with which it was saved, is missing, so its bytes cannot be checked; put it back or"
+            " take another iteration"
+        )
+    return sums
+
+
+def seal(directory: Path, known: Sums | None = None) -> None:
+    """Write the integrity file of a folder that is complete otherwise; files that are not in `known` are read.
+
+    Raises OSError, and UnreadableCheckpoint where a file in `known` is not there as it was written.
+    """
+    known = known or {}
+    names = sorted(path.name for path in directory.iterdir() if path.is_file() and path.name != NAME)
+    for name, one in known.items():
+        found_bytes = (directory / name).stat().st_size if name in names else None
+        if found_bytes != one.nbytes:
+            found = "is not there" if found_bytes is None else f"has {found_bytes} bytes"
+            raise UnreadableCheckpoint(f"{directory / name} {found}, but {one.nbytes} bytes were written")
+    sums = {name: known[name] if name in known else file_sum(directory / name) for name in names}
+    write_atomically(directory / NAME, encode(sums))
+
+
+def check(
+    directory: Path, files: Collection[str] | None = None, advance: Advance = unwatched
+) -> tuple[Damage, ...] | None:
+    """What of an iteration is not as it was saved: all of it, or only `files`. None without an integrity file.
+
+    A damaged integrity file is a finding as well. Raises NewerFormat.
+    """
+    try:
+        sums = read(directory)
+    except NewerFormat:
+        raise
+    except UnreadableCheckpoint as error:
+        return (Damage(directory / NAME, "a checksum of its own", str(error)),)
+    if sums is None:
+        return None
+    return damaged({path: one for path, one in sums.items() if files is None or path.name in files}, advance)
+
+
+def damaged(sums: Mapping[Path, FileSum], advance: Advance = unwatched) -> tuple[Damage, ...]:
+    """Those of these files that are missing, unreadable or changed. What has another length is not read."""
+    found = (_damage(path, one, advance) for path, one in sorted(sums.items()))
+    return tuple(one for one in found if one is not None)
+
+
+def _damage(path: Path, saved: FileSum, advance: Advance) -> Damage | None:
+    try:
+        nbytes = path.stat().st_size
+        if nbytes != saved.nbytes:
+            return Damage(path, f"{saved.nbytes} bytes", f"it has {nbytes} bytes")
+        found = file_sum(path, advance)
+    except FileNotFoundError:
+        return Damage(path, f"{saved.nbytes} bytes", "it is missing")
+    except OSError as error:
+        return Damage(path, f"{saved.nbytes} bytes", f"it cannot be read ({error.strerror})")
+    return None if found == saved else Damage(path, f"checksum {saved.xxh3}", f"its checksum is {found.xxh3}")
+
+
+def shares(sums: Mapping[Key, FileSum], count: int) -> tuple[tuple[Key, ...], ...]:
+    """The files, shared out among `count` readers so that each has about as many bytes to read."""
+    shared: list[list[Key]] = [[] for _ in range(count)]
+    loads_bytes = [0] * count
+    for key in sorted(sums, key=lambda key: (-sums[key].nbytes, key)):
+        least = loads_bytes.index(min(loads_bytes))
+        shared[least].append(key)
+        loads_bytes[least] += sums[key].nbytes
+    return tuple(map(tuple, shared))

@@ -1,0 +1,93 @@
+"""torchrun for one node of a job with spare nodes: `agent.py [options of torchrun] SCRIPT [flags]`.
+
+It adds three things: the rendezvous of `megatron.pretrain.meeting`, which survives a node that is lost while all meet;
+spares that wait until they are needed; and a word to `rendezvous.py` about how the job has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rendezvous import report
+from torch.distributed import DistStoreError
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousInfo,
+    RendezvousTimeoutError,
+)
+from torch.distributed.run import parse_args, run
+
+from megatron.pretrain.initialize import NODE_NAME, VERDICT_FILE
+from megatron.pretrain.meeting import BACKEND, NodesHandler, register_backend
+
+
+class NotNeeded(Exception):
+    """The job has ended while this node was a spare."""
+
+
+class SpareHandler(NodesHandler):
+    """Torchrun's handler (2.13) for jobs with more nodes than may train at a time.
+
+    When all meet again after a failure, the node that comes too late stays in the list of those that want in, and not
+    among the redundant ones: the others would restart for it again and again, and it would give up after a while.
+    """
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._state_holder.state.participants) >= self._settings.max_nodes
+
+    def num_nodes_waiting(self) -> int:
+        """As `DynamicRendezvousHandler.num_nodes_waiting`, but nobody waits for a place while there is none."""
+        waiting: int = super().num_nodes_waiting()
+        return 0 if self._is_full else waiting
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """As `NodesHandler.next_rendezvous`. Raises NotNeeded, for torchrun stumbles over torch's own error then."""
+        while True:
+            try:
+                return super().next_rendezvous()
+            except RendezvousGracefulExitError as error:
+                raise NotNeeded from error
+            except RendezvousTimeoutError:
+                if not self._is_full:
+                    raise
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code: 0 trained or not needed, 2 flags or inputs that cannot work, 128 + N told to end, 1 failed."""
+    register_backend(SpareHandler)
+    options = parse_args([f"--rdzv-backend={BACKEND}", *argv])
+    with tempfile.TemporaryDirectory(prefix="moe-ckpt-agent-") as folder:
+        verdict = Path(folder) / "verdict"
+        os.environ[VERDICT_FILE] = str(verdict)
+        try:
+            run(options)
+            code = int(verdict.read_text()) if verdict.exists() else 0
+        except NotNeeded:
+            return 0
+        except SignalException as stop:
+            code = 128 + stop.sigval
+        except (ChildFailedError, RendezvousError) as error:
+            # The other nodes may go on.
+            sys.stderr.write(f"{os.environ.get(NODE_NAME)} leaves the job: {type(error).__name__} {error}\n")
+            return 1
+    _report(options.rdzv_endpoint, code)
+    return code
+
+
+def _report(endpoint: str, code: int) -> None:
+    try:
+        report(endpoint, code)
+    except DistStoreError as error:
+        sys.stderr.write(f"{endpoint} does not answer, so how the job has ended is not known there: {error}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

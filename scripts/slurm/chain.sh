@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Submits a chain of jobs that run one after another, for clusters that do not requeue: each goes on where the one before
+# was stopped, and when training has ended those that are left are cancelled. Jobs of one name are one chain.
+#
+#   scripts/slurm/chain.sh 7 --job-name=run-12 --nodes=5 --time=24:00:00 scripts/slurm/train.sbatch --save ... --load ...
+set -euo pipefail
+if ! [[ ${1:-} =~ ^[1-9][0-9]*$ ]] || [ $# -lt 2 ]; then
+    echo "usage: chain.sh JOBS [options of sbatch] FILE.sbatch [flags of the training script]" >&2
+    exit 2
+fi
+jobs=$1
+shift
+export ON_STOP=end
+for ((i = 0; i < jobs; i++)); do
+    sbatch --dependency=singleton --no-requeue "$@"
+done

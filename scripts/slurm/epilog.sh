@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# For slurm.conf (Epilog=): frees memory that a job could not free itself, as when its processes were killed. What a job
+# was asked to keep over a requeue (KEEP_MEMORY) stays until that job has ended for good.
+set -uo pipefail
+rm -f "${TMPFS:-/dev/shm}/moe-ckpt-job-${SLURM_JOB_ID:-}.outcome"
+for folder in "${TMPFS:-/dev/shm}"/moe-ckpt-job-*; do
+    [ -d "$folder" ] || continue
+    job=${folder##*-}
+    if [ "$job" = "${SLURM_JOB_ID:-}" ] && [ ! -e "$folder/keep" ]; then
+        rm -rf "$folder"
+        continue
+    fi
+    # An answer that is not understood removes nothing: the job may be running.
+    case $(squeue --noheader --states=all --format=%T "--jobs=$job" 2>&1) in
+        *"Invalid job id"* | COMPLETED | CANCELLED | FAILED | TIMEOUT | OUT_OF_MEMORY | DEADLINE) rm -rf "$folder" ;;
+    esac
+done
+exit 0  # any other exit code drains the node

@@ -1,0 +1,128 @@
+# shellcheck shell=bash
+# The life of a job, sourced by sbatch files; `root` is the repository. Settings, all environment variables:
+#
+#   SPARES (1)            nodes that wait until another one is lost
+#   NPROC                 ranks per node (default: its GPUs, else 1)
+#   LEAD_S (180)          seconds between the signal of --signal and the end of the job's time
+#   MAX_RESTARTS (20)     restarts of the ranks within a run of the job
+#   MIN_RUN_S (600)       a run that fails sooner than this would fail again: the job is not requeued
+#   ON_STOP (requeue)     what happens when time is up: requeue, or end, for a chain of jobs
+#   KEEP_MEMORY (0)       1 keeps snapshots in memory until the requeued job starts, for nodes that nobody else gets
+#   TMPFS (/dev/shm)      where each node has the job's folder for snapshots in memory
+#   IMAGE, MOUNTS         container image, and what it needs mounted beside the repository (A:B,C:D; Pyxis)
+#   PYTHON, SCRIPT        interpreter (default: .venv of the repository), training script
+#   RDZV_HOST, RDZV_PORT  where the nodes meet (default: this host, a port that follows from the job's number)
+
+: "${SPARES:=1}" "${NPROC:=${SLURM_GPUS_ON_NODE:-1}}" "${LEAD_S:=180}" "${MAX_RESTARTS:=20}" "${MIN_RUN_S:=600}"
+: "${ON_STOP:=requeue}" "${KEEP_MEMORY:=0}" "${TMPFS:=/dev/shm}" "${IMAGE:=}" "${MOUNTS:=}"
+: "${PYTHON:=$root/.venv/bin/python}" "${SCRIPT:=$root/pretrain_gpt_moe.py}"
+: "${RDZV_HOST:=$(hostname)}" "${RDZV_PORT:=$((20000 + SLURM_JOB_ID % 10000))}"
+export KEEP_MEMORY PYTHON
+
+KILL_MARGIN_S=30  # ranks that have not ended by then are killed, so that the job still has time to be requeued
+MEET_S=300        # how long nodes wait for each other
+# All runs of a job use the same folder: what one leaves in memory the next one finds.
+export MEMORY="$TMPFS/moe-ckpt-job-$SLURM_JOB_ID"
+outcome=$MEMORY.outcome
+stopped='' rendezvous=''
+
+run_job() {
+    local nodes=$((SLURM_JOB_NUM_NODES - SPARES)) flags=(--exit-signal-handler)
+    [ "$nodes" -ge 1 ] || end 2 "of $SLURM_JOB_NUM_NODES nodes $SPARES are spares, so none can train: raise --nodes"
+    # A signal to this shell only: Slurm warns before the end of the job's time, and of preemption where so configured.
+    trap 'stopped=soon; say "time is up soon: telling all ranks"; scancel --signal=TERM "$SLURM_JOB_ID" || true' USR1
+    # Cancelled or preempted: Slurm has told all ranks as well, and decides itself what becomes of the job.
+    trap 'stopped=now; say "told to end"' TERM
+    trap leave EXIT
+    (umask 077 && mkdir -p "$MEMORY")
+    rm -f "$outcome"
+    step=(srun --overlap --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none)
+    if [ -n "$IMAGE" ]; then
+        step+=("--container-image=$IMAGE" "--container-workdir=$root"
+               "--container-mounts=$root:$root,$TMPFS:$TMPFS${MOUNTS:+,$MOUNTS}")
+    fi
+    if protects "$@"; then flags+=(--moe-ckpt-memory-dir "$MEMORY"); fi
+    keep_rendezvous
+    say "run $((${SLURM_RESTART_COUNT:-0} + 1)) on $nodes of $SLURM_JOB_NODELIST, $SPARES spare"
+    "${step[@]}" "--nodes=$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$root/scripts/slurm/node.sh" \
+        "--nnodes=$nodes" "--nproc-per-node=$NPROC" "--max-restarts=$MAX_RESTARTS" \
+        "--shutdown-timeout=$((LEAD_S > KILL_MARGIN_S ? LEAD_S - KILL_MARGIN_S : 1))" \
+        "--rdzv-id=$SLURM_JOB_ID" "--rdzv-endpoint=$RDZV_HOST:$RDZV_PORT" "--rdzv-conf=is_host=0,join_timeout=$MEET_S" \
+        "$SCRIPT" "${flags[@]}" "$@" &
+    wait_for $!
+    decide
+}
+
+# Whether these are flags of a job with snapshots in memory.
+protects() {
+    local all=" $* "
+    [[ $all =~ \ --moe-ckpt-strategy[\ =] && ! $all =~ \ --moe-ckpt-strategy[\ =]none\  ]]
+}
+
+# The meeting point of all nodes, on this node but in no agent, so that it outlives any of them.
+keep_rendezvous() {
+    "${step[@]}" --nodes=1 --ntasks=1 "--nodelist=$SLURMD_NODENAME" \
+        "$PYTHON" "$root/scripts/slurm/rendezvous.py" "$RDZV_PORT" "$outcome" &
+    rendezvous=$!
+    until (: <>"/dev/tcp/$RDZV_HOST/$RDZV_PORT") 2>/dev/null; do
+        [ -z "$stopped" ] || decide
+        kill -0 "$rendezvous" 2>/dev/null || end 1 "no rendezvous on $RDZV_HOST:$RDZV_PORT; the lines above say why"
+        sleep 0.2
+    done
+}
+
+# Waits for a process to its end, also when a signal comes in between.
+wait_for() {
+    while kill -0 "$1" 2>/dev/null; do wait "$1" || true; done
+}
+
+# Exit codes of srun tell of each node, lost ones too. What became of the training is what its ranks reported.
+decide() {
+    local code=none
+    [ ! -f "$outcome" ] || code=$(<"$outcome")
+    if [ "$stopped" = now ]; then
+        end 143 "ended as told"
+    elif [ "$code" = 0 ]; then
+        cancel_chain
+        end 0 "training has ended"
+    elif [ "$code" = 2 ]; then
+        cancel_chain
+        end 2 "flags or inputs cannot work, see above; not requeued"
+    elif [ "$stopped" = soon ] || [ "$code" = 143 ]; then
+        go_on 0 "time was up"
+    elif [ "$SECONDS" -lt "$MIN_RUN_S" ]; then
+        end 1 "failed after $SECONDS s; not requeued: what fails within $MIN_RUN_S s (MIN_RUN_S) would fail again"
+    else
+        go_on 1 "failed after $SECONDS s"
+    fi
+}
+
+# Leaves the rest to the next run of this job, or to the next job of the chain, and ends with this exit code there.
+go_on() {
+    [ "$ON_STOP" = requeue ] || end "$1" "$2; the next job of the chain goes on"
+    say "$2; requeued"
+    leave
+    trap '' TERM
+    scontrol requeue "$SLURM_JOB_ID"
+    exit 0
+}
+
+# The later jobs of a chain have nothing to do.
+cancel_chain() {
+    [ "$ON_STOP" = requeue ] || scancel --state=PENDING "--name=$SLURM_JOB_NAME" "--user=$SLURM_JOB_USER"
+}
+
+leave() {
+    trap - EXIT
+    # srun hands this signal on, where it would answer SIGTERM with SIGKILL to its step.
+    [ -z "$rendezvous" ] || { kill -USR1 "$rendezvous" 2>/dev/null && wait_for "$rendezvous"; } || true
+    rm -f "$outcome"
+    rmdir "$MEMORY" 2>/dev/null || true
+}
+
+say() { echo "job $SLURM_JOB_ID: $*" >&2; }
+
+end() {
+    say "$2"
+    exit "$1"
+}

@@ -1,0 +1,40 @@
+"""Keeps the store where the agents of a job meet, and writes down how it has ended: `rendezvous.py PORT FILE`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import TCPStore
+
+OUTCOME, NOTED = "moe-ckpt/outcome", "moe-ckpt/noted"
+ANSWER_S, POLL_S = 30.0, 0.5
+
+
+def main(port: int, file: Path) -> None:
+    """Serve until SIGUSR1 comes; the first outcome that an agent reports goes to `file`."""
+    # Slurm signals all steps of a job, and the agents need their store until they have ended.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, lambda _number, _frame: sys.exit())
+    store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+    while not store.check([OUTCOME]):
+        time.sleep(POLL_S)
+    file.write_bytes(store.get(OUTCOME))
+    store.set(NOTED, "")
+    while True:
+        signal.pause()
+
+
+def report(endpoint: str, code: int) -> None:
+    """Tell the keeper at HOST:PORT how the job has ended, and wait until it is noted. Raises DistStoreError."""
+    host, _, port = endpoint.rpartition(":")
+    store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=ANSWER_S))
+    store.set(OUTCOME, str(code))
+    store.wait([NOTED])
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,125 @@
+"""A cluster that is played on one machine, as files in a folder: its jobs, their nodes and processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CLUSTER, JOB, STEP, NODE = "STAND_IN_CLUSTER", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURMD_NODENAME"
+"""Environment variables of all processes: the cluster's folder, and as in Slurm those of the job and its steps."""
+
+VALUED = {
+    "sbatch": {"nodes", "ntasks-per-node", "gpus-per-node", "time", "signal", "output", "open-mode", "job-name",
+               "dependency", "export"},
+    "srun": {"nodes", "ntasks", "ntasks-per-node", "nodelist", "kill-on-bad-exit", "wait", "cpu-bind",
+             "container-image", "container-workdir", "container-mounts"},
+    "scancel": {"signal", "state", "name", "user"},
+    "squeue": {"jobs", "states", "format"},
+    "scontrol": set(),
+}  # fmt: skip
+PLAIN = {"sbatch": {"exclusive", "requeue", "no-requeue", "no-kill"}, "srun": {"overlap", "no-kill"},
+         "squeue": {"noheader"}}  # fmt: skip
+"""Options that are played; all others are refused, so that a misspelt one does not pass."""
+
+
+class Refused(Exception):
+    """What the command that is played would not do, and why."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job of the cluster. Its record: state, restarts, nodes, name, options, script, arguments, environment."""
+
+    folder: Path
+
+    @property
+    def number(self) -> int:
+        return int(self.folder.name)
+
+    def read(self) -> dict[str, Any]:
+        record: dict[str, Any] = json.loads((self.folder / "record.json").read_text())
+        return record
+
+    def update(self, **changes: Any) -> None:
+        record = self.read() if (self.folder / "record.json").exists() else {}
+        temporary = self.folder / f"record.{os.getpid()}"
+        temporary.write_text(json.dumps(record | changes))
+        temporary.replace(self.folder / "record.json")
+
+    @property
+    def requeued(self) -> Path:
+        """There once the job has asked to be run again."""
+        return self.folder / "requeued"
+
+
+def folder() -> Path:
+    return Path(os.environ[CLUSTER])
+
+
+def jobs() -> list[Job]:
+    """All jobs, oldest first."""
+    return sorted((Job(path) for path in (folder() / "jobs").glob("[0-9]*")), key=lambda job: job.number)
+
+
+def job(number: str) -> Job:
+    found = Job(folder() / "jobs" / number)
+    if not number.isdecimal() or not found.folder.is_dir():
+        raise Refused("Invalid job id specified")
+    return found
+
+
+def options(command: str, arguments: list[str]) -> tuple[dict[str, str], list[str]]:
+    """The options of a command that come first, and what follows them. Raises Refused for what is not known."""
+    found: dict[str, str] = {}
+    for position, argument in enumerate(arguments):
+        if not argument.startswith("-"):
+            return found, arguments[position:]
+        name, equals, value = argument.removeprefix("--").partition("=")
+        if name not in (VALUED if equals else PLAIN).get(command, set()):
+            raise Refused(f"unrecognized option '{argument}'")
+        found[name] = value
+    return found, []
+
+
+def directives(script: Path) -> dict[str, str]:
+    """The options in the `#SBATCH` lines before the first command."""
+    head = re.match(r"(?:#.*\n|\s*\n)*", script.read_text())
+    return options("sbatch", re.findall(r"^#SBATCH (\S+)$", head.group() if head else "", re.MULTILINE))[0]
+
+
+def processes(**environment: str) -> Iterator[tuple[int, Mapping[str, str]]]:
+    """Processes of the cluster's jobs that were started with these variables, and all variables of each."""
+    wanted = {CLUSTER: str(folder()), **environment}
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            text = path.read_bytes().decode(errors="replace")
+            found = dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
+            if all(found.get(name) == value for name, value in wanted.items()):
+                yield int(path.parent.name), found
+
+
+def send(number: int, **environment: str) -> None:
+    """A signal to all processes that `processes` finds, but this one."""
+    for pid, _ in list(processes(**environment)):
+        if pid != os.getpid():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def signal_to_steps(number: int, job_id: str) -> None:
+    """A signal to all processes of all steps of a job, as Slurm's controller sends it; not to the batch script."""
+    for pid, found in list(processes(**{JOB: job_id})):
+        if STEP in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def signal_number(name: str) -> int:
+    return int(signal.Signals[f"SIG{name.removeprefix('SIG')}"])

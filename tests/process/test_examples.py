@@ -1,0 +1,60 @@
+"""The small examples, run as a reader would: each ends as is written beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from world import HANG_TIMEOUT_S, ROOT
+
+EXAMPLES = ROOT / "examples"
+LONGEST_S = 5 * HANG_TIMEOUT_S
+"""An example trains up to five times."""
+
+
+@pytest.mark.timeout(LONGEST_S + 60)
+@pytest.mark.parametrize(
+    "example",
+    [
+        "gpt-125m-8e",
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in ("gpt-350m-16e", "moe-llava", "gpt-moe", "qwen-moe", "deepseek-moe", "finetune")
+        ),
+    ],
+)
+def test_an_example_of_a_fault_ends_as_is_written_beside_it(example: str, corpus: str, tmp_path: Path) -> None:
+    scratch = tmp_path / "with spaces"
+    scratch.mkdir()
+    memory = set(Path("/dev/shm").glob("moe-ckpt-example-*"))
+    said = run([str(EXAMPLES / example / "reduced.sh")], CORPUS=corpus, TMPDIR=str(scratch))
+    expected = (EXAMPLES / example / "expected.txt").read_text()
+    # On another machine another iteration may be the newest whole one, and a sum may round otherwise.
+    assert without_numbers(said) == without_numbers(expected), said
+    assert not list(scratch.iterdir())
+    assert set(Path("/dev/shm").glob("moe-ckpt-example-*")) <= memory
+
+
+def without_numbers(text: str) -> str:
+    return re.sub(r"[-+]?\d[\d.]*", "#", text)
+
+
+def run(command: list[str], **environment: str) -> str:
+    """What a command that ends well writes to standard output; all that it started ends with it."""
+    variables = os.environ | {"PYTHON": sys.executable} | environment
+    process = subprocess.Popen(
+        command, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        said, trouble = process.communicate(timeout=LONGEST_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, said + trouble
+    return said

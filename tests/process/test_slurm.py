@@ -1,0 +1,355 @@
+"""Job files for Slurm on a cluster that is played on this machine: who is requeued, what is left behind."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from runs import Layout, Train, differences, digest, flags, reports_in
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousInfo
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from world import HANG_TIMEOUT_S, ROOT, free_port
+
+SLURM = ROOT / "scripts" / "slurm"
+TRAIN = "scripts/slurm/train.sbatch"
+ITERATIONS = 45
+JOIN_S = 12
+WEIGHED = ("lm_loss", "grad_norm", "learning_rate", "consumed_train_samples")
+
+PRETENDER = f"""#!/usr/bin/env bash
+# Plays the interpreter that runs the agents: what happens in run N of job J is the line N of the file `job-J`.
+reports=${{@: -1}}
+case ${{1:-}} in
+    */rendezvous.py) exec {sys.executable} -S -c '
+import signal, socket, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit())
+listening = socket.create_server(("", int(sys.argv[1])))
+signal.pause()' "$2" ;;
+    */agent.py)
+        run=$((${{SLURM_RESTART_COUNT:-0}} + 1))
+        what=$(sed -n "${{run}}p" "$PLAY/job-$SLURM_JOB_ID")
+        find "$MEMORY" -name left >>"$PLAY/found-$run"
+        mkdir -p "$MEMORY/$MOE_CKPT_NODE"
+        printf '%s\\n' "$@" >"$PLAY/arguments"
+        trap 'echo 143 >"$MEMORY.outcome"; exit 143' TERM
+        case $what in
+            trained) echo 0 >"$MEMORY.outcome" ;;
+            misused) echo 2 >"$MEMORY.outcome"; exit 2 ;;
+            failed) exit 1 ;;
+            waiting) touch "$MEMORY/$MOE_CKPT_NODE/left"
+                echo '{{"iteration": 1}}' >>"$reports"; while :; do sleep 0.1; done ;;
+        esac ;;
+    *) exec {sys.executable} "$@" ;;
+esac
+"""
+
+
+class Play:
+    """A folder with a space in its name, and dry runs in which agents do what `runs` says, job by job."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.folder.mkdir()
+        self.python = folder / "python"
+        self.python.write_text(PRETENDER)
+        self.python.chmod(self.python.stat().st_mode | stat.S_IXUSR)
+
+    def run(self, *arguments: str, runs: tuple[tuple[str, ...], ...], **settings: str) -> tuple[int, str]:
+        """Exit code of the dry run with these arguments, and what was said."""
+        for number, of_job in enumerate(runs, start=1):
+            (self.folder / f"job-{number}").write_text("\n".join(of_job) + "\n")
+        own = {"PLAY": str(self.folder), "PYTHON": str(self.python), **settings}
+        return dry_run("--folder", str(self.folder / "dry run"), *arguments, **own)
+
+    @property
+    def arguments(self) -> list[str]:
+        """What the agents were given in the last run."""
+        return (self.folder / "arguments").read_text().splitlines()
+
+    @property
+    def found(self) -> set[str]:
+        """Nodes of which agents found something in the job's memory when the second run began."""
+        return {Path(line).parent.name for line in (self.folder / "found-2").read_text().splitlines()}
+
+    @property
+    def steps(self) -> list[str]:
+        """What each step of srun was asked for."""
+        return [path.read_text() for path in sorted((self.folder / "dry run").glob("cluster/jobs/*/step-*"))]
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Play:
+    return Play(tmp_path / "with space")
+
+
+def dry_run(*arguments: str, limit_s: float = HANG_TIMEOUT_S, **settings: str) -> tuple[int, str]:
+    process = subprocess.Popen(
+        [str(SLURM / "dry_run.sh"), *arguments], env=os.environ | settings, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+        said, _ = process.communicate()
+        pytest.fail(f"did not end; it said:\n{said}")
+    return process.returncode, said
+
+
+def submit(*options: str) -> tuple[str, ...]:
+    return ("--", "sbatch", "--nodes=3", *options, TRAIN)
+
+
+def test_a_job_that_has_trained_ends_well_and_gives_its_memory_back(play: Play) -> None:
+    code, said = play.run(*submit(), runs=(("trained",),))
+    assert code == 0, said
+    assert said.count("starts on") == 1
+    assert "training has ended" in said
+
+
+def test_a_job_whose_time_is_up_tells_its_ranks_and_is_requeued(play: Play) -> None:
+    code, said = play.run("--stop", "1", *submit(), runs=(("waiting", "trained"),))
+    assert code == 0, said
+    assert "time was up; requeued" in said
+    assert "run 2 on 2 of node-0,node-1,node-2, 1 spare" in said
+
+
+def test_a_job_that_is_cancelled_is_not_requeued(play: Play) -> None:
+    code, said = play.run("--cancel", "1", *submit(), runs=(("waiting", "trained"),))
+    assert code == 143, said
+    assert said.count("starts on") == 1
+
+
+def test_a_job_that_cannot_work_ends_with_code_2_and_is_not_requeued(play: Play) -> None:
+    code, said = play.run(*submit(), runs=(("misused", "trained"),), MIN_RUN_S="0")
+    assert code == 2, said
+    assert said.count("starts on") == 1
+
+
+def test_a_job_that_fails_soon_after_its_start_is_not_requeued(play: Play) -> None:
+    code, said = play.run(*submit(), runs=(("failed", "trained"),))
+    assert code == 1, said
+    assert said.count("starts on") == 1
+    assert "would fail again" in said
+
+
+def test_a_job_that_fails_after_a_while_is_requeued(play: Play) -> None:
+    code, said = play.run(*submit(), runs=(("failed", "trained"),), MIN_RUN_S="0")
+    assert code == 0, said
+    assert said.count("starts on") == 2
+
+
+def test_a_requeued_job_finds_no_memory_of_its_last_run(play: Play) -> None:
+    code, said = play.run("--stop", "1", *submit(), runs=(("waiting", "trained"),))
+    assert code == 0, said
+    assert not play.found
+
+
+def test_a_requeued_job_that_asked_for_it_finds_the_memory_of_its_last_run(play: Play) -> None:
+    code, said = play.run("--stop", "1", *submit(), runs=(("waiting", "trained"),), KEEP_MEMORY="1")
+    assert code == 0, said
+    assert play.found
+
+
+def test_a_chain_goes_on_after_each_job_and_ends_with_the_training(play: Play) -> None:
+    chain = ("--", "scripts/slurm/chain.sh", "3", "--nodes=3", TRAIN)
+    code, said = play.run("--stop", "1", *chain, runs=(("waiting",), ("trained",), ("trained",)))
+    assert code == 0, said
+    assert "job 1: time was up; the next job of the chain goes on" in said
+    assert "job 2 starts" in said
+    assert "job 3 starts" not in said
+    assert "requeued" not in said
+
+
+def test_arguments_with_spaces_reach_the_ranks_as_they_are(play: Play) -> None:
+    code, said = play.run(*submit(), "--save", "a folder", runs=(("trained",),))
+    assert code == 0, said
+    assert "a folder" in play.arguments
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(("--moe-ckpt-strategy", "sparse"), 1), (("--moe-ckpt-strategy=pec",), 1), (("--moe-ckpt-strategy", "none"), 0)],
+)
+def test_only_jobs_with_snapshots_are_told_where_memory_is(given: tuple[str, ...], expected: int, play: Play) -> None:
+    code, said = play.run(*submit(), *given, runs=(("trained",),))
+    assert code == 0, said
+    assert play.arguments.count("--moe-ckpt-memory-dir") == expected
+
+
+def test_in_a_container_all_steps_see_the_repository_and_the_memory_where_they_are(play: Play) -> None:
+    code, said = play.run(*submit(), runs=(("trained",),), IMAGE="/images/a b.sqsh", MOUNTS="/data:/data")
+    assert code == 0, said
+    assert len(play.steps) == 2
+    for step in play.steps:
+        assert "container-image=/images/a b.sqsh\n" in step
+        mounts = re.search(r"^container-mounts=(.*)$", step, re.MULTILINE)
+        assert mounts is not None
+        assert re.fullmatch(rf"{ROOT}:{ROOT},(/dev/shm/[^:]+):\1,/data:/data", mounts[1])
+
+
+def test_a_job_of_spares_only_is_refused_with_what_to_change(play: Play) -> None:
+    code, said = play.run("--", "sbatch", "--nodes=1", TRAIN, runs=(("trained",),))
+    assert code == 2, said
+    assert "of 1 nodes 1 are spares, so none can train: raise --nodes" in said
+
+
+def test_a_job_file_that_is_submitted_from_elsewhere_says_so(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        ["bash", str(ROOT / TRAIN)],
+        env=os.environ | {"SLURM_SUBMIT_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 2
+    assert len(ended.stderr.splitlines()) == 1
+    assert "submit from the root of the repository" in ended.stderr
+
+
+def test_the_signal_comes_as_early_as_the_job_takes_it_to_come() -> None:
+    signalled = re.search(r"^#SBATCH --signal=B:USR1@(\d+)$", (ROOT / TRAIN).read_text(), re.MULTILINE)
+    expected = re.search(r"LEAD_S:=(\d+)", (SLURM / "job.sh").read_text())
+    assert signalled is not None
+    assert expected is not None
+    assert signalled[1] == expected[1]
+
+
+@pytest.fixture
+def tmpfs(tmp_path: Path) -> Iterator[Path]:
+    """Memory of a node with folders of jobs 1 to 4, and a cluster in which 2 runs, 3 waits and 4 has ended."""
+    for number in range(1, 5):
+        (tmp_path / f"moe-ckpt-job-{number}" / "node-0").mkdir(parents=True)
+    for number, state in enumerate(["COMPLETING", "RUNNING", "PENDING", "COMPLETED"], start=1):
+        job = tmp_path / "cluster" / "jobs" / str(number)
+        job.mkdir(parents=True)
+        (job / "record.json").write_text(f'{{"state": "{state}"}}')
+    return tmp_path
+
+
+def epilog(tmpfs: Path, job: str) -> list[str]:
+    """Which jobs have memory left after the epilog of one of them."""
+    path = f"{SLURM / 'stand_ins'}:{os.environ['PATH']}"
+    own = {"TMPFS": str(tmpfs), "STAND_IN_CLUSTER": str(tmpfs / "cluster"), "SLURM_JOB_ID": job, "PATH": path}
+    subprocess.run(["bash", str(SLURM / "epilog.sh")], env=os.environ | own, check=True)
+    return sorted(path.name.removeprefix("moe-ckpt-job-") for path in tmpfs.glob("moe-ckpt-job-*"))
+
+
+def test_the_epilog_frees_what_its_own_and_ended_jobs_left_and_nothing_else(tmpfs: Path) -> None:
+    (tmpfs / "moe-ckpt-job-9").mkdir()  # nobody knows it any more
+    assert epilog(tmpfs, "1") == ["2", "3"]
+
+
+def test_the_epilog_leaves_what_a_requeued_job_wants_to_find(tmpfs: Path) -> None:
+    (tmpfs / "moe-ckpt-job-1" / "keep").touch()
+    assert epilog(tmpfs, "1") == ["1", "2", "3"]
+
+
+def test_the_stand_ins_refuse_options_that_they_do_not_play(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [str(SLURM / "stand_ins" / "srun"), "--no-kil", "true"], env=os.environ | {"STAND_IN_CLUSTER": str(tmp_path)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert "unrecognized option '--no-kil'" in ended.stderr
+
+
+def test_shell_scripts_have_no_findings_of_shellcheck() -> None:
+    scripts = [path for ending in ("sh", "sbatch") for path in ROOT.glob(f"[!.]*/**/*.{ending}")]
+    assert scripts
+    checker = Path(sys.executable).with_name("shellcheck")
+    ended = subprocess.run([str(checker), "-x", *map(str, scripts)], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout
+
+
+def test_spares_wait_as_long_as_it_takes_and_make_nobody_meet_again(handlers: list[DynamicRendezvousHandler]) -> None:
+    with ThreadPoolExecutor() as pool:
+        joining = {pool.submit(handler.next_rendezvous): handler for handler in handlers}
+        training = two_of(joining)
+        for _ in range(2):
+            left, other = training
+            joining[pool.submit(left.next_rendezvous)] = left
+            until(other.num_nodes_waiting)
+            joining[pool.submit(other.next_rendezvous)] = other
+            training = two_of(joining)
+            assert [handler.num_nodes_waiting() for handler in training] == [0, 0]
+        (spare,) = joining
+        assert not wait([spare], timeout=JOIN_S + 1).done
+        for handler in training:
+            handler.shutdown()
+        assert type(spare.exception(HANG_TIMEOUT_S)).__name__ == "NotNeeded"
+
+
+@pytest.fixture
+def handlers(monkeypatch: pytest.MonkeyPatch) -> list[DynamicRendezvousHandler]:
+    """Those of three nodes of a job in which two train."""
+    monkeypatch.syspath_prepend(str(SLURM))
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    kind: type[DynamicRendezvousHandler] = importlib.import_module("agent").SpareHandler
+    store = TCPStore("localhost", free_port(), is_master=True, wait_for_workers=False)
+    backend = C10dRendezvousBackend(store, "job")
+    timeout = RendezvousTimeout(join=timedelta(seconds=JOIN_S))
+    return [
+        kind.from_backend("job", store.clone(), backend, 2, 2, "localhost", timeout, keep_alive_interval=1)
+        for _ in range(3)
+    ]
+
+
+def two_of(joining: dict[Future[RendezvousInfo], DynamicRendezvousHandler]) -> list[DynamicRendezvousHandler]:
+    """The first two that join, which are taken out."""
+    joined: list[DynamicRendezvousHandler] = []
+    while len(joined) < 2:
+        for future in wait(joining, HANG_TIMEOUT_S, return_when=FIRST_COMPLETED).done:
+            future.result()
+            joined.append(joining.pop(future))
+    return joined
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + HANG_TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+@pytest.mark.timeout(600)
+def test_a_lost_node_and_a_requeue_leave_every_loss_and_the_last_checkpoint_as_they_were(
+    train: Train, corpus: str, tmp_path: Path
+) -> None:
+    layout = Layout(pp=2, ep=1, ranks=2)
+    length = ("--train-iters", str(ITERATIONS), "--untie-embeddings-and-output-weights")
+    train(layout, *length, "--save", tmp_path / "straight", "--metrics-jsonl", tmp_path / "straight.jsonl")
+    save = str(tmp_path / "struck")
+    protect = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "3", "--save", save, "--load", save)
+    argv = flags(corpus, layout, *length, *protect)
+    code, said = dry_run(
+        "--folder", str(tmp_path), "--lose", "5", "--stop", "12", *submit(), *argv,
+        limit_s=2 * HANG_TIMEOUT_S, PYTHON=sys.executable, OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    assert code == 0, said
+    assert "is lost; node-0 and the others go on" in said
+    assert said.count("recovered iteration") == 1, said
+    assert "job 1 is requeued" in said
+    assert said.count("loaded checkpoint of iteration") == 1, said
+    expected = {report["iteration"]: weighed(report) for report in reports_in(tmp_path / "straight.jsonl")}
+    struck = reports_in(tmp_path / "reports.jsonl")
+    assert {report["iteration"] for report in struck} == expected.keys()
+    assert all(weighed(report) == expected[report["iteration"]] for report in struck)
+    assert not differences(digest(tmp_path / "struck", ITERATIONS), digest(tmp_path / "straight", ITERATIONS))
+
+
+def weighed(report: dict[str, object]) -> str:
+    return repr([report[name] for name in WEIGHED])

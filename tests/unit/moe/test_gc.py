@@ -1,0 +1,445 @@
+"""`moe-ckpt gc`: what is freed, and above all what is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_cli import run
+from verify_places import chained, dense, tensor
+from verify_places import save as save_iteration
+
+from megatron.core.dist_checkpointing.moe.examine.recognition import recognized
+from megatron.core.dist_checkpointing.moe.examine.storage import open_storage
+from megatron.core.dist_checkpointing.moe.examine.surplus.items import Limits, Surplus
+from megatron.core.dist_checkpointing.moe.examine.surplus.memory import surplus_of_memory
+from megatron.core.dist_checkpointing.moe.examine.surplus.saves import surplus_of_saves
+from megatron.core.dist_checkpointing.moe.examine.surplus.storage import surplus_of_storage
+from megatron.core.dist_checkpointing.moe.examine.verification import verify
+from megatron.core.dist_checkpointing.moe.examine.windows import newest_whole, stored
+from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, SnapshotId, Store, StoreFailure
+from megatron.core.dist_checkpointing.moe.store import manifest
+from megatron.core.dist_checkpointing.moe.store.filesystem import FilesystemStore
+from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.store.names import TRACKER
+from megatron.core.dist_checkpointing.moe.store.objects import ObjectStore
+from megatron.core.dist_checkpointing.moe.types import OperatorId, Part, expert
+
+ROOT, RANKS = Path(__file__).parents[3], 2
+FIRST, SECOND = ("2026-01-01", 0), ("2026-01-02", 4)
+HOUR_S = 3600.0
+Way = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A job that writes into a storage: its timeline, its id, the iterations of its windows."""
+
+    way: Way = (FIRST,)
+    job: str = "job"
+    length: int = 1
+    flags: tuple[str, ...] = ()
+    made_by: str = "sparse"
+
+    def window(self, root: Path | Store, last: int, ranks: Sequence[int] = range(RANKS), **said: Any) -> None:
+        """A window that ends with `last`, of some ranks."""
+        for iteration in range(last - self.length + 1, last + 1):
+            for rank in ranks:
+                self.snapshot(root, SnapshotId(iteration, rank, said.get("kind", "window")), last, **said)
+
+    def snapshot(
+        self,
+        root: Path | Store,
+        snapshot: SnapshotId,
+        last: int,
+        kind: str = "window",
+        parts: Sequence[OperatorId] = (),
+    ) -> None:
+        scalars: dict[str, Json] = {
+            "operators": [[one.layer, one.kind.value, one.expert, Part.FULL.value] for one in parts],
+            "timeline": [list(attempt) for attempt in self.way],
+            "window": [last - self.length + 1, last],
+            "made_by": self.made_by,
+        }
+        if not kind.startswith("experts"):
+            scalars["trainer"] = {
+                "iteration": snapshot.iteration,
+                "command": {"flags": list(self.flags), "folder": "/"},
+            }
+        layout = Layout.of([Field("weight", "uint8", (100,))])
+        store = FilesystemStore(root, snapshot.rank) if isinstance(root, Path) else root
+        with store.reserve(snapshot, layout) as writer:
+            writer.put("weight", random.Random(str((snapshot, self.way))).randbytes(100))
+            writer.seal(Facts(self.job, "plan", {"world_size": RANKS}, scalars))
+
+
+def limits(keep_last: int | None = None, idle_s: float = 0.0, ended: Sequence[str] = ()) -> Limits:
+    return Limits(keep_last, idle_s, frozenset(ended), time.time())
+
+
+def of_storage(root: Path | str, **said: Any) -> Surplus:
+    return surplus_of_storage(open_storage(str(root)), str(root), limits(**said), lambda nbytes: None)
+
+
+def of_saves(root: Path, **said: Any) -> Surplus:
+    return surplus_of_saves(root, limits(**said), lambda nbytes: None)
+
+
+def freed(surplus: Surplus) -> list[str]:
+    return [item.what for item in surplus.freed]
+
+
+def reasons(surplus: Surplus, what: str) -> str:
+    (found,) = {item.reason for item in surplus.items if item.what.startswith(what)}
+    return found
+
+
+def apply(surplus: Surplus) -> None:
+    for item in surplus.freed:
+        assert item.remove is not None
+        item.remove()
+
+
+def iterations(root: Path) -> list[int]:
+    return sorted({int(path.name[5:12]) for path in root.glob("iter_*")})
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_windows_that_newer_ones_supersede_go_and_as_many_as_the_job_was_told_stay(tmp_path: Path) -> None:
+    job = Made(length=2, flags=("--moe-ckpt-persist-keep", "3", "--lr", "1"))
+    for last in (2, 4, 6, 8):
+        job.window(tmp_path, last)
+    surplus = of_storage(tmp_path)
+    assert freed(surplus) == ["iterations 1 to 2: 4 snapshots (window)"]
+    assert surplus.restores == "iterations 7 to 8"
+    assert freed(of_storage(tmp_path, keep_last=1)) == [
+        f"iterations {n - 1} to {n}: 4 snapshots (window)" for n in (2, 4, 6)
+    ]
+    assert iterations(tmp_path) == [*range(1, 9)]
+    apply(surplus)
+    assert iterations(tmp_path) == [*range(3, 9)]
+
+
+def test_what_training_left_when_it_went_back_goes(tmp_path: Path) -> None:
+    for last in (4, 6):
+        Made().window(tmp_path, last)
+    Made((FIRST, SECOND)).window(tmp_path, 5)
+    surplus = of_storage(tmp_path)
+    assert freed(surplus) == ["iteration 6: 2 snapshots (window)"]
+    assert reasons(surplus, "iteration 6") == "training went back to iteration 4 and came another way"
+
+
+def test_of_an_attempt_that_has_nothing_whole_yet_everything_stays(tmp_path: Path) -> None:
+    Made().window(tmp_path, 3)
+    Made(((SECOND[0], 0),)).window(tmp_path, 5, ranks=[1])
+    surplus = of_storage(tmp_path)
+    assert not freed(surplus)
+    assert "began later" in reasons(surplus, "iteration 5")
+
+
+def test_a_state_that_some_ranks_did_not_store_goes_when_a_newer_one_is_whole_and_stays_when_not(
+    tmp_path: Path,
+) -> None:
+    Made().window(tmp_path, 2, ranks=[0])
+    Made().window(tmp_path, 4)
+    Made().window(tmp_path, 6, ranks=[1])
+    assert freed(of_storage(tmp_path)) == ["iteration 2: 1 snapshot (window)"]
+
+
+def test_where_the_newest_state_is_damaged_an_older_one_that_is_intact_stays(tmp_path: Path) -> None:
+    for last in (2, 4, 6):
+        Made().window(tmp_path, last)
+    assert freed(of_storage(tmp_path, keep_last=1)) == [f"iteration {n}: 2 snapshots (window)" for n in (2, 4)]
+    flip(tmp_path / "iter_0000006-rank_00001-window" / "segment.bin")
+    surplus = of_storage(tmp_path, keep_last=1)
+    assert freed(surplus) == ["iteration 2: 2 snapshots (window)"]
+    assert surplus.restores == "iteration 4"
+
+
+def test_where_no_state_is_intact_no_snapshot_goes(tmp_path: Path) -> None:
+    for last in (2, 4):
+        Made().window(tmp_path, last)
+        flip(tmp_path / f"iter_{last:07d}-rank_00000-window" / "segment.bin")
+    surplus = of_storage(tmp_path, keep_last=1)
+    assert not freed(surplus)
+    assert "intact" in surplus.notes[0]
+
+
+def test_old_copies_of_experts_stay_for_newer_snapshots_that_lack_them(tmp_path: Path) -> None:
+    job = Made(made_by="pec")
+    groups = {"expertsa": [expert(0, 0)], "expertsb": [expert(0, 1)]}
+    for iteration, kinds in ((1, ("expertsa", "expertsb")), (2, ("expertsa",)), (3, ("expertsa",))):
+        for kind in kinds:
+            for rank in range(RANKS):
+                job.snapshot(tmp_path, SnapshotId(iteration, rank, kind), iteration, kind, groups[kind])
+        for rank in range(RANKS):
+            job.snapshot(tmp_path, SnapshotId(iteration, rank, "dense"), iteration, "dense", [expert(-1, 0)])
+    apply(of_storage(tmp_path, keep_last=1))
+    assert iterations(tmp_path) == [1, 3]
+    assert {path.name.rpartition("-")[2] for path in tmp_path.glob("iter_0000001-*")} >= {"expertsb"}
+
+
+def test_what_was_never_sealed_or_half_deleted_goes(tmp_path: Path) -> None:
+    Made().window(tmp_path, 2)
+    sealed = tmp_path / "iter_0000002-rank_00000-window"
+    for state, name in (("writing", "iter_0000003-rank_00001-window"), ("freed", "iter_0000001-rank_00001-window")):
+        shutil.copytree(sealed, tmp_path / f".{state}.{name}.00001.0123abcd")
+    surplus = of_storage(tmp_path)
+    assert len(freed(surplus)) == 2
+    assert all(item.nbytes > 0 for item in surplus.freed)
+    apply(surplus)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"iter_0000002-rank_0000{n}-window" for n in range(2)]
+
+
+def test_where_a_job_may_be_writing_nothing_goes(tmp_path: Path) -> None:
+    for last in (2, 4, 6):
+        Made().window(tmp_path, last)
+    surplus = of_storage(tmp_path, keep_last=1, idle_s=HOUR_S)
+    assert not freed(surplus)
+    assert "a job may be running" in reasons(surplus, "iteration 2")
+    for path in tmp_path.rglob("*"):
+        os.utime(path, (time.time() - 2 * HOUR_S,) * 2)
+    assert len(freed(of_storage(tmp_path, keep_last=1, idle_s=HOUR_S))) == 2
+
+
+def test_what_is_of_another_job_stays_until_it_is_said_to_have_ended(tmp_path: Path) -> None:
+    Made(job="elder").window(tmp_path, 8)
+    Made(((SECOND[0], 0),), job="younger").window(tmp_path, 2)
+    assert not freed(of_storage(tmp_path))
+    assert freed(of_storage(tmp_path, ended=["elder"])) == ["iteration 8: 2 snapshots (window)"]
+
+
+def test_a_damaged_snapshot_goes_only_when_a_newer_state_is_intact(tmp_path: Path) -> None:
+    for last in (2, 4, 6):
+        Made().window(tmp_path, last)
+    for last in (2, 6):
+        flip(tmp_path / f"iter_{last:07d}-rank_00001-window" / "manifest.json")
+    surplus = of_storage(tmp_path, keep_last=2)
+    assert sorted(freed(surplus)) == [
+        "iteration 2: 1 snapshot (window)",
+        "window of rank 1 after iteration 2, damaged",
+    ]
+
+
+def test_what_a_later_version_wrote_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as later:
+        later.setattr(manifest, "FORMAT_VERSION", manifest.FORMAT_VERSION + 1)
+        Made().window(tmp_path, 2)
+    Made().window(tmp_path, 4)
+    surplus = of_storage(tmp_path)
+    assert not freed(surplus)
+    assert reasons(surplus, "window of rank 0") == "a later version of moe-ckpt wrote it"
+
+
+def test_object_stores_are_tidied_as_folders_are(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}"
+    for last in (2, 4, 6):
+        for rank in range(RANKS):
+            Made().window(ObjectStore(url, rank), last, ranks=[rank])
+    (tmp_path / "iter_0000001-rank_00000-window").mkdir()
+    (tmp_path / "iter_0000001-rank_00000-window" / "segment-00000-01234567.bin").write_bytes(b"torn")
+    surplus = of_storage(url, keep_last=2)
+    assert len(freed(surplus)) == 2
+    apply(surplus)
+    assert iterations(tmp_path) == [4, 6]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_happened_to_a_storage_the_state_that_it_restores_is_the_same_afterwards(
+    seed: int, tmp_path: Path
+) -> None:
+    draw = random.Random(seed)
+    way: Way = ()
+    root, length, last = tmp_path / "storage", draw.choice((1, 2, 3)), 0
+    root.mkdir()
+    for attempt in range(draw.randint(1, 3)):
+        way = (*way, (f"2026-02-0{attempt + 1}", last))
+        for _ in range(draw.randint(0, 4)):
+            last += length
+            for iteration in range(last - length + 1, last + 1):
+                for rank in range(RANKS):
+                    FilesystemStore(root, rank).free(SnapshotId(iteration, rank, "window"))
+            there = range(RANKS) if draw.random() < 0.7 else [draw.randrange(RANKS)]
+            Made(way, length=length).window(root, last, ranks=there)
+        last = max(0, last - length * draw.randint(0, 2))
+    for path in root.rglob("segment.bin"):
+        if draw.random() < 0.05:
+            flip(path)
+    before = _restored(root)
+    apply(of_storage(root, keep_last=draw.choice((None, 1, 2))))
+    assert _restored(root) == before
+
+
+def _restored(root: Path) -> dict[str, bytes] | None:
+    """The newest whole state whose bytes are intact, on the newest timeline that has a whole one."""
+    store = open_storage(str(root))
+    found = newest_whole(stored(store))
+    for state in found[1] if found else ():
+        readers = [store.open(one.snapshot) for one in state.members]
+        if not any(reader.verify() for reader in readers):
+            return {reader.manifest.snapshot.name: bytes(reader.read("weight")) for reader in readers}
+    return None
+
+
+SAVES = pytest.mark.usefixtures("single_process_group")
+
+
+@SAVES
+def test_what_saves_left_unfinished_goes_and_iterations_stay_unless_asked(tmp_path: Path) -> None:
+    root = dense(tmp_path / "saved", 3)
+    for name in (".iter_0000036.saving", ".iter_0000006.removing", ".iter_0000024.merging"):
+        shutil.copytree(root / "iter_0000012", root / name)
+    surplus = of_saves(root)
+    assert sorted(freed(surplus)) == [".iter_0000006.removing", ".iter_0000024.merging", ".iter_0000036.saving"]
+    apply(surplus)
+    assert sorted(path.name for path in root.iterdir()) == ["iter_0000012", "iter_0000024", TRACKER]
+    assert not verify(recognized(str(root))).findings
+
+
+@SAVES
+def test_older_iterations_go_with_keep_last(tmp_path: Path) -> None:
+    root = dense(tmp_path / "saved", 3)
+    surplus = of_saves(root, keep_last=1)
+    assert (freed(surplus), surplus.restores) == (["iter_0000012"], "iter_0000024")
+    apply(surplus)
+    assert sorted(path.name for path in root.iterdir()) == ["iter_0000024", TRACKER]
+
+
+@SAVES
+def test_iterations_that_hold_experts_for_a_kept_one_stay(tmp_path: Path) -> None:
+    root = chained(tmp_path / "saved", 3)
+    surplus = of_saves(root, keep_last=1)
+    assert not freed(surplus)
+    assert reasons(surplus, "iter_0000012") == "it holds experts for one that is kept"
+
+
+@SAVES
+def test_where_the_newest_iteration_is_damaged_the_one_before_stays(tmp_path: Path) -> None:
+    root = dense(tmp_path / "saved", 3)
+    flip(next((root / "iter_0000024").glob("*.distcp")))
+    surplus = of_saves(root, keep_last=1)
+    assert (freed(surplus), surplus.restores) == ([], "iter_0000012")
+
+
+@SAVES
+def test_an_iteration_that_the_tracker_does_not_name_yet_neither_goes_nor_counts(tmp_path: Path) -> None:
+    root = dense(tmp_path / "saved", 3)
+    save_iteration(root, 36, {"w": tensor(random.Random(1), 4)})
+    surplus = of_saves(root, keep_last=1)
+    assert freed(surplus) == ["iter_0000012"]
+
+
+@pytest.fixture
+def memory_dir(tmp_path: Path) -> Path:
+    (tmp_path / "memory" / "node").mkdir(parents=True)
+    return tmp_path / "memory"
+
+
+def test_memory_of_a_running_job_stays_whatever_is_said(memory_dir: Path) -> None:
+    with closing(MemoryStore(memory_dir / "node", "job", 0, (4096,) * 2)):
+        surplus = surplus_of_memory(memory_dir, limits(ended=["job"]))
+        assert not freed(surplus)
+        assert "uses it" in surplus.items[0].reason
+
+
+def test_memory_that_a_restart_can_go_on_from_goes_only_when_there_will_be_none(memory_dir: Path) -> None:
+    with closing(MemoryStore(memory_dir / "node", "job", 0, (4096,) * 2)) as store:
+        Made().window(store, 7, ranks=[0])
+    surplus = surplus_of_memory(memory_dir, limits())
+    assert not freed(surplus)
+    assert surplus.items[0].what == "job job on node: snapshots up to iteration 7 are left"
+    assert "--ended job" in surplus.items[0].reason
+    apply(surplus_of_memory(memory_dir / "node" / "job" / "slot-000", limits(ended=["job"])))
+    assert not [*memory_dir.rglob("*.bin")]
+
+
+def test_memory_without_snapshots_of_a_job_that_is_gone_goes_after_a_while(memory_dir: Path) -> None:
+    MemoryStore(memory_dir / "node", "job", 0, (4096,) * 2).close()
+    assert not freed(surplus_of_memory(memory_dir, limits(idle_s=HOUR_S)))
+    surplus = surplus_of_memory(memory_dir, limits())
+    assert len(freed(surplus)) == 1
+    apply(surplus)
+    assert not [*memory_dir.iterdir()]
+
+
+TAKES = """
+import sys, moe_ckpt
+from pathlib import Path
+moe_ckpt.skip_megatron_core()
+from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
+store = MemoryStore(Path(sys.argv[1]), "job", 0, (4096,) * 2)
+print("taken", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_memory_that_a_process_takes_in_the_last_moment_is_not_removed(memory_dir: Path) -> None:
+    MemoryStore(memory_dir / "node", "job", 0, (4096,) * 2).close()
+    (item,) = surplus_of_memory(memory_dir, limits()).freed
+    command = [sys.executable, "-c", TAKES, str(memory_dir / "node")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as owner:
+        assert owner.stdout is not None and owner.stdin is not None
+        assert owner.stdout.readline() == b"taken\n"
+        assert item.remove is not None
+        with pytest.raises(StoreFailure, match="the job runs"):
+            item.remove()
+        assert len([*memory_dir.rglob("*.bin")]) == 2
+        owner.stdin.close()
+
+
+def test_the_command_changes_nothing_by_itself_and_says_what_it_would_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "with a space"
+    root.mkdir()
+    for last in (2, 4, 6):
+        Made().window(root, last)
+    assert run(monkeypatch, "gc", root, "--idle", "0.001", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [row["verdict"] for row in told["items"]] == ["can go", "stays", "stays"]
+    assert told["can_be_freed_bytes"] == sum(row["size_bytes"] for row in told["items"] if row["verdict"] == "can go")
+    assert iterations(root) == [2, 4, 6]
+    assert run(monkeypatch, "gc", root, "--idle", "0.001", "--apply") == 0
+    assert "freed" in capsys.readouterr().out
+    assert iterations(root) == [4, 6]
+    assert run(monkeypatch, "gc", root, "--idle", "0.001", "--apply", "--json") == 0
+    assert {row["verdict"] for row in json.loads(capsys.readouterr().out)["items"]} == {"stays"}
+
+
+def test_what_cannot_be_freed_is_told_and_costs_the_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for last in (2, 4, 6):
+        Made().window(tmp_path, last)
+
+    def refused(store: FilesystemStore, snapshot: SnapshotId) -> None:
+        raise StoreFailure(f"cannot free the {snapshot}: Read-only file system")
+
+    monkeypatch.setattr(FilesystemStore, "free", refused)
+    assert run(monkeypatch, "gc", tmp_path, "--idle", "0.001", "--apply") == 1
+    assert "Read-only" in capsys.readouterr().out
+
+
+def test_one_snapshot_or_iteration_is_no_place_to_tidy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Made().window(tmp_path, 2)
+    assert run(monkeypatch, "gc", tmp_path / "iter_0000002-rank_00000-window") == 2
+    assert "give the folder it lies in" in capsys.readouterr().err

@@ -1,0 +1,273 @@
+"""What is recognized in a folder, and what is refused, in one line that says what was found and what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+import pytest
+
+from megatron.core.dist_checkpointing.moe.cli.main import main
+from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint, UsageError
+from megatron.core.dist_checkpointing.moe.examine.areas import slots
+from megatron.core.dist_checkpointing.moe.examine.recognition import Content, recognized
+from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
+from megatron.core.dist_checkpointing.moe.store.filesystem import FilesystemStore
+from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.store.objects import ObjectStore
+
+if TYPE_CHECKING:
+    from conftest import Content as Saved
+    from conftest import Save
+
+SNAPSHOT = SnapshotId(12, 0)
+LAYOUT = Layout.of([Field("weight", "uint8", (4,))])
+TRACKER = "latest_checkpointed_iteration.txt"
+
+STRANGERS: dict[str, tuple[tuple[str, ...], str]] = {
+    "DeepSpeed": (("zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"), "DeepSpeed checkpoint"),
+    "DeepSpeed with bf16": (("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",), "DeepSpeed checkpoint"),
+    "DeepSpeed's folder of steps": (("latest", "global_step100/mp_rank_00_model_states.pt"), "DeepSpeed checkpoints"),
+    "DeepSpeed's tag": (("latest", "global_step100/"), "DeepSpeed checkpoints"),
+    "legacy Megatron": (("mp_rank_00/model_optim_rng.pt",), "legacy format 'torch'"),
+    "legacy Megatron with pipeline": (("mp_rank_00_001/model_optim_rng.pt",), "legacy format 'torch'"),
+    "one rank of legacy Megatron": (("model_optim_rng.pt",), "part of a checkpoint in Megatron's legacy format"),
+    "legacy Megatron's --save": ((TRACKER, "iter_0000010/mp_rank_00/model_optim_rng.pt"), "legacy format 'torch'"),
+    "Hugging Face": (("config.json", "model-00001-of-00002.safetensors"), "Hugging Face model: convert it"),
+    "Hugging Face, older": (("config.json", "pytorch_model-00001-of-00002.bin"), "Hugging Face model: convert it"),
+    "Hugging Face without weights": (("config.json",), "Hugging Face model without weights"),
+    "FSDP": ((".metadata", "__0_0.distcp", "__1_0.distcp"), "as FSDP and plain DCP write them"),
+    "zarr": (("decoder.weight/.zarray", "decoder.weight/0.0"), "zarr format"),
+    "NeMo": (("model.nemo",), "NeMo checkpoint"),
+    "NeMo 2": (("weights/", "context/"), "give its weights folder"),
+    "Lightning": (("epoch=1.ckpt",), "PyTorch Lightning"),
+    "nothing": ((), "is empty"),
+    "something else": (("notes.txt", "a/", "b/", "c/", "d/"), "found: a, b, c, d, and 1 more"),
+    "a save without an index": (
+        ("common.pt", "__0_0.distcp", "metadata.json"),
+        "half-written checkpoint: it has no .m",
+    ),
+    "a save without a commit": (("common.pt", "__0_0.distcp", ".metadata"), "it has no metadata.json"),
+    "a save that never finished": ((".iter_0000003.saving/__0_0.distcp",), "only a half-written checkpoint"),
+    "a renamed snapshot": (("manifest.json", "segment.bin"), "under another name"),
+}
+
+
+def write(root: Path, *names: str) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith("/"):
+            (root / name).mkdir()
+        else:
+            (root / name).write_bytes(b"")
+    return root
+
+
+def stored(store: Any, snapshot: SnapshotId = SNAPSHOT) -> None:
+    with store.reserve(snapshot, LAYOUT) as writer:
+        writer.put("weight", b"1234")
+        writer.seal(Facts("job"))
+
+
+def kind_of(place: object) -> Content:
+    return recognized(str(place)).content
+
+
+@contextmanager
+def without_privileges() -> Iterator[None]:
+    """As a user who owns nothing; tests may run as root, whom no permission stops."""
+    before = os.geteuid()
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
+
+
+@pytest.fixture
+def inspected(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[Path], Any]:
+    def call(place: Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["moe-ckpt", "inspect", str(place)])
+        with pytest.raises(SystemExit) as exit_info:
+            main()
+        return exit_info.value.code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.mark.parametrize("who", STRANGERS)
+def test_what_is_not_ours_is_refused_in_one_line_that_names_it(who: str, inspected: Any, tmp_path: Path) -> None:
+    names, words = STRANGERS[who]
+    place = write(tmp_path / "a folder", *names)
+    with pytest.raises(UnreadableCheckpoint) as refusal:
+        recognized(str(place))
+    assert words in str(refusal.value)
+    code, out, err = inspected(place)
+    assert (code, out, err) == (1, "", f"moe-ckpt: {refusal.value}\n")
+    assert "\n" not in str(refusal.value)
+    assert str(place) in err
+
+
+@pytest.mark.parametrize("name", [".iter_0000012.saving", ".iter_0000012.removing"])
+def test_a_staging_folder_is_a_half_written_checkpoint(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UnreadableCheckpoint, match="half-written checkpoint: iteration 12"):
+        recognized(str(write(tmp_path / name, "__0_0.distcp")))
+
+
+@pytest.mark.parametrize("name", [f".writing.{SNAPSHOT.name}.00000.5f0c8a1e", SNAPSHOT.name])
+def test_a_snapshot_that_was_never_sealed_is_half_written(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UnreadableCheckpoint, match="half-written snapshot"):
+        recognized(str(write(tmp_path / name, "segment.bin")))
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "words"),
+    [
+        ("metadata.json", {"sharded_backend": "torch_dist", "sharded_backend_version": 2}, "version 2 of torch_dist"),
+        ("moe_ckpt_chain.json", {"xxh3": "0", "chain": {"format": 7}}, "written in format 7"),
+    ],
+)
+def test_a_checkpoint_of_a_later_version_is_told_from_a_damaged_one(
+    name: str, said: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    write(tmp_path, ".metadata", "metadata.json", "common.pt", "__0_0.distcp")
+    (tmp_path / name).write_text(json.dumps(said))
+    with pytest.raises(NewerFormat, match=words):
+        recognized(str(tmp_path))
+
+
+def test_a_snapshot_of_a_later_version_is_told_from_a_damaged_one(tmp_path: Path) -> None:
+    write(tmp_path / SNAPSHOT.name, "segment.bin")
+    manifest = tmp_path / SNAPSHOT.name / "manifest.json"
+    manifest.write_text(json.dumps({"xxh3": "0", "manifest": {"format": 2}}))
+    with pytest.raises(NewerFormat, match="written in format 2"):
+        recognized(str(manifest.parent))
+
+
+def test_a_checkpoint_in_megatrons_zarr_format_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "common.pt")
+    (tmp_path / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1}))
+    with pytest.raises(UnreadableCheckpoint, match="in the format 'zarr'"):
+        recognized(str(tmp_path))
+
+
+def test_files_are_no_places(tmp_path: Path) -> None:
+    write(tmp_path, "model.nemo", "notes.txt")
+    with pytest.raises(UnreadableCheckpoint, match="NeMo"):
+        recognized(str(tmp_path / "model.nemo"))
+    with pytest.raises(UnreadableCheckpoint, match="is a file; give a folder"):
+        recognized(str(tmp_path / "notes.txt"))
+
+
+@pytest.mark.parametrize("place", ["nowhere", "no where/at all", "memory://nowhere/at-all", "magic://x"])
+def test_a_place_that_cannot_be_is_wrong_usage(place: str, inspected: Any, tmp_path: Path) -> None:
+    where = place if "://" in place else str(tmp_path / place)
+    with pytest.raises(UsageError):
+        recognized(where)
+    code, out, err = inspected(Path(where) if "://" not in place else where)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_a_place_that_must_not_be_read_is_named(tmp_path: Path) -> None:
+    place = write(tmp_path / "private", "metadata.json")
+    place.chmod(0o700)
+    with without_privileges(), pytest.raises(UsageError, match="no permission to read it"):
+        recognized(str(place))
+
+
+def test_dense_checkpoints_are_recognized_with_and_without_common_pt(
+    content: Saved, save: Save, tmp_path: Path
+) -> None:
+    with_common = save(content, tmp_path / "with")
+    content.objects["common_state"] = content.common
+    without = save(content, tmp_path / "with out")
+    (without / "common.pt").unlink()
+    assert kind_of(with_common) is Content.ITERATION
+    assert kind_of(without) is Content.ITERATION
+
+
+def test_a_damaged_commit_marker_is_left_to_those_who_read_it(content: Saved, save: Save, tmp_path: Path) -> None:
+    directory = save(content, tmp_path / "saved")
+    (directory / "metadata.json").write_text("{")
+    assert kind_of(directory) is Content.ITERATION
+
+
+def test_a_save_folder_is_known_by_its_tracker_or_its_iterations(tmp_path: Path) -> None:
+    assert kind_of(write(tmp_path / "a", TRACKER)) is Content.SAVES
+    assert kind_of(write(tmp_path / "b", "iter_0000012/.metadata")) is Content.SAVES
+    assert kind_of(write(tmp_path / "c", "iter_0000012/mp_rank_00/model_optim_rng.pt", "iter_0000024/common.pt")) is (
+        Content.SAVES
+    )
+
+
+def test_storage_is_recognized_in_folders_and_behind_urls(tmp_path: Path) -> None:
+    stored(FilesystemStore(tmp_path / "a store", 0))
+    stored(ObjectStore("memory://recognized/store", 0))
+    assert kind_of(tmp_path / "a store") is Content.STORAGE
+    assert kind_of(f"file://{tmp_path}/a store") is Content.STORAGE
+    assert kind_of("memory://recognized/store") is Content.STORAGE
+    assert kind_of(tmp_path / "a store" / SNAPSHOT.name) is Content.SNAPSHOT
+    assert kind_of(f"memory://recognized/store/{SNAPSHOT.name}/") is Content.SNAPSHOT
+
+
+def test_a_url_without_snapshots_is_refused_with_what_is_there() -> None:
+    fsspec.filesystem("memory").pipe_file("/elsewhere/iter_0000012/common.pt", b"")
+    with pytest.raises(UnreadableCheckpoint, match=r"no snapshots \(found: iter_0000012\).*copy it to one"):
+        recognized("memory://elsewhere")
+
+
+@pytest.mark.parametrize("below", ["", "node-0", "node-0/job", "node-0/job/slot-003"])
+def test_the_memory_tier_is_recognized_at_every_level(below: str, tmp_path: Path) -> None:
+    write(tmp_path / "node-0")
+    store = MemoryStore(tmp_path / "node-0", "job", 3, [4096])
+    stored(store)
+    assert kind_of(tmp_path / below) is Content.MEMORY
+    (slot,) = slots(tmp_path / below)
+    assert (slot.node, slot.job, slot.area, slot.local_rank) == ("node-0", "job", "slot", 3)
+    assert slot.shelf.snapshots().sealed == (SNAPSHOT,)
+    store.close()
+
+
+def test_a_slot_says_whether_its_process_lives(tmp_path: Path) -> None:
+    store = MemoryStore(tmp_path, "job", 0, [4096])
+    (owned,) = slots(tmp_path)
+    assert (owned.alive, owned.owner) == (True, f"process {os.getpid()} on {os.uname().nodename}")
+    store.close()
+    (left,) = slots(tmp_path)
+    assert not left.alive
+
+
+def test_looking_at_a_slot_leaves_its_owner_the_lock(tmp_path: Path) -> None:
+    store = MemoryStore(tmp_path, "job", 0, [4096])
+    slots(tmp_path)
+    child = os.fork()
+    if not child:
+        try:
+            MemoryStore(tmp_path, "job", 0, [4096])
+        except UsageError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    store.close()
+
+
+def test_another_process_sees_that_the_owner_lives(tmp_path: Path) -> None:
+    store = MemoryStore(tmp_path, "job", 0, [4096])
+    child = os.fork()
+    if not child:
+        os._exit(0 if slots(tmp_path)[0].alive else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    store.close()
+
+
+def test_a_folder_without_slots_is_no_memory_dir(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableCheckpoint, match="no slot of a job"):
+        slots(write(tmp_path, "node-0/job/"))

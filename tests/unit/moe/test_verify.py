@@ -1,0 +1,348 @@
+"""`moe-ckpt verify` and what is behind it: whatever is damaged is found, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import verify_places
+from verify_places import PLACES, copies, facts, harmed, write
+
+from megatron.core.dist_checkpointing.moe.cli.main import main
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.examine.recognition import recognized
+from megatron.core.dist_checkpointing.moe.examine.verification import size_bytes, verify
+from megatron.core.dist_checkpointing.moe.examine.verification.findings import Verified
+from megatron.core.dist_checkpointing.moe.ports import Field, Layout, SnapshotId
+from megatron.core.dist_checkpointing.moe.store import integrity
+from megatron.core.dist_checkpointing.moe.store.filesystem import FilesystemStore
+from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.store.names import TRACKER
+from megatron.core.dist_checkpointing.moe.store.objects import ObjectStore
+from megatron.core.dist_checkpointing.moe.types import OperatorKind, Part
+
+if TYPE_CHECKING:
+    from conftest import Content, Save
+
+CORRUPTIONS = 60
+INTACT = {"dense": 50, "chain": 50, "storage": 60, "memory": 60}
+
+pytestmark = pytest.mark.usefixtures("single_process_group")
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """An empty folder on tmpfs, where there is one: on a disk these tests would mostly wait for it."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    folder = Path(tempfile.mkdtemp(dir=memory, prefix="moe-ckpt-test-"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def found(place: Path | str) -> list[str]:
+    """Everything that is wrong with a place, one line each."""
+    try:
+        return [str(one) for one in verify(recognized(str(place))).findings]
+    except UnreadableCheckpoint as error:
+        return [str(error)]
+
+
+def looked_at(place: Path | str) -> Verified:
+    return verify(recognized(str(place)))
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_each_of_many_seeded_corruptions_is_found_and_told_in_one_line_each(kind: str, tmp_path: Path) -> None:
+    original = PLACES[kind](tmp_path / "original", 7)
+    missed = []
+    for seed, place in copies(original, tmp_path, CORRUPTIONS):
+        done = harmed(place, seed)
+        lines = found(place)
+        if not lines or any("\n" in line for line in lines):
+            missed.append((seed, done, lines))
+    assert missed == []
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_many_intact_places_with_varied_contents_pass(kind: str, tmp_path: Path) -> None:
+    accused = []
+    for seed in range(INTACT[kind]):
+        place = PLACES[kind](tmp_path / f"{kind} {seed}", seed)
+        if lines := found(place):
+            accused.append((seed, lines))
+        shutil.rmtree(place)
+    assert accused == []
+
+
+def test_a_finding_names_the_file_and_what_it_was(tmp_path: Path) -> None:
+    root = verify_places.dense(tmp_path, 1)
+    shard = sorted((root / "iter_0000012").glob("*.distcp"))[0]
+    shard.write_bytes(shard.read_bytes() + b"!")
+    (line,) = found(root)
+    assert line == f"{shard}: it has {shard.stat().st_size} bytes; expected {shard.stat().st_size - 1} bytes"
+
+
+def test_the_newest_iteration_that_can_be_restored_is_named(tmp_path: Path) -> None:
+    root = verify_places.dense(tmp_path, 2)
+    assert looked_at(root).restores == "iteration 24"
+    (root / "iter_0000024" / ".metadata").write_bytes(b"x")
+    assert looked_at(root).restores == "iteration 12"
+
+
+def test_an_iteration_that_was_saved_with_checksums_and_lost_them_is_a_finding(tmp_path: Path) -> None:
+    root = verify_places.dense(tmp_path, 3)
+    (root / "iter_0000024" / integrity.NAME).unlink()
+    (line,) = found(root)
+    assert f"{integrity.NAME}, with which it was saved, is missing" in line
+
+
+def test_a_stock_checkpoint_is_read_as_a_whole_and_its_bytes_are_said_to_be_unchecked(
+    content: Content, save: Save, tmp_path: Path
+) -> None:
+    folder = save(content, tmp_path / "iter_0000012")
+    result = looked_at(folder)
+    assert result.findings == ()
+    assert result.checked[0].items == len(content.tensors) + len(content.objects)
+    assert "as stock Megatron saves" in result.unchecked[0]
+
+
+def test_a_tensor_of_a_stock_checkpoint_that_cannot_be_read_is_named(
+    content: Content, save: Save, tmp_path: Path
+) -> None:
+    folder = save(content, tmp_path / "iter_0000012")
+    for shard in folder.glob("*.distcp"):
+        shard.write_bytes(bytes(shard.stat().st_size))
+    result = looked_at(folder)
+    assert {one.item for one in result.findings} >= set(content.tensors)
+    assert result.unchecked == ()
+
+
+def test_an_iteration_under_the_name_of_another_is_found(tmp_path: Path) -> None:
+    root = verify_places.dense(tmp_path, 4)
+    (root / "iter_0000012").rename(root / "iter_0000018")
+    (line,) = found(root)
+    assert "it holds iteration 12: it was renamed" in line
+
+
+def test_an_iteration_of_a_chain_is_verified_with_those_that_hold_its_experts(tmp_path: Path) -> None:
+    root = verify_places.chained(tmp_path, 5)
+    assert [one.part for one in looked_at(root / "iter_0000036").checked] == [
+        *("iter_0000012", "iter_0000024", "iter_0000036")
+    ]
+    (root / "iter_0000012" / "common.pt").write_bytes(b"x")
+    (line,) = found(root / "iter_0000036")
+    assert str(root / "iter_0000012" / "common.pt") in line
+
+
+def test_a_holder_that_was_saved_anew_breaks_the_iterations_that_need_it(tmp_path: Path) -> None:
+    root, other = verify_places.chained(tmp_path / "one", 6), verify_places.chained(tmp_path / "other", 7)
+    shutil.rmtree(root / "iter_0000024")
+    shutil.copytree(other / "iter_0000024", root / "iter_0000024")
+    lines = found(root)
+    assert any("saved anew" in line and "iter_0000036 needs" in line for line in lines)
+
+
+def test_where_no_iteration_is_whole_that_is_said(tmp_path: Path) -> None:
+    root = verify_places.dense(tmp_path, 8)
+    for folder in root.glob("iter_*"):
+        (folder / "common.pt").unlink()
+    assert looked_at(root).restores == ""
+    assert any("nothing to restore from" in line for line in found(root))
+
+
+def test_what_a_save_left_behind_is_told_and_is_no_damage(tmp_path: Path) -> None:
+    root = verify_places.dense(tmp_path, 9)
+    (root / ".iter_0000036.saving").mkdir()
+    result = looked_at(root)
+    assert result.findings == ()
+    assert ".iter_0000036.saving was left by a save that did not finish" in result.unchecked[0]
+
+
+def test_an_iteration_that_is_removed_while_it_is_read_is_no_damage(tmp_path: Path) -> None:
+    root = verify_places.dense(tmp_path, 9)
+    result = verify(recognized(str(root)), lambda _: shutil.rmtree(root / "iter_0000012", ignore_errors=True))
+    assert (result.findings, [one.part for one in result.checked]) == ((), ["iter_0000024"])
+
+
+def test_iterations_newer_than_the_tracker_says_do_not_count_as_restorable(tmp_path: Path) -> None:
+    root = verify_places.dense(tmp_path, 10)
+    (root / TRACKER).write_text("12")
+    result = looked_at(root)
+    assert (result.findings, result.restores) == ((), "iteration 12")
+    assert "iter_0000024 is newer than" in result.unchecked[0]
+
+
+def test_snapshots_without_a_whole_window_are_intact_and_yet_nothing_to_restore_from(tmp_path: Path) -> None:
+    with closing(FilesystemStore(tmp_path, 0)) as store:
+        write(store, random.Random(0), SnapshotId(1, 0), 2)
+    lines = found(tmp_path)
+    assert any("rank 1 after iteration 1" in line for line in lines)
+    assert any("nothing to restore from" in line for line in lines)
+
+
+def test_a_window_that_is_being_written_is_no_damage_while_an_older_one_is_whole(tmp_path: Path) -> None:
+    root = verify_places.storage(tmp_path, 11)
+    newest = max(int(path.name[5:12]) for path in root.glob("iter_*"))
+    with closing(FilesystemStore(root, 0)) as store:
+        write(store, random.Random(0), SnapshotId(newest + 1, 0), 1)
+        writer = store.reserve(SnapshotId(newest + 1, 1), Layout.of([Field("w", "uint8", (10,))]))
+        result = looked_at(root)
+        writer.abandon()
+    assert result.findings == ()
+    assert any("is being written" in note for note in result.unchecked)
+
+
+def seal_experts(store: FilesystemStore, snapshot: SnapshotId) -> None:
+    """A piece with the state of one expert, as `pec` stores it beside all that is no expert."""
+    said = facts(snapshot.iteration)
+    scalars = {key: value for key, value in said.scalars.items() if key != "trainer"}
+    scalars["operators"] = [[0, OperatorKind.EXPERT.value, 1, Part.FULL.value]]
+    with store.reserve(snapshot, Layout.of([Field("w", "uint8", (10,))])) as writer:
+        writer.put("w", bytes(10))
+        writer.seal(dataclasses.replace(said, scalars=scalars))
+
+
+def test_a_piece_of_the_experts_that_one_rank_lacks_is_found(tmp_path: Path) -> None:
+    root = verify_places.storage(tmp_path, 12)
+    with closing(FilesystemStore(root, 0)) as store:
+        seal_experts(store, SnapshotId(1, 0, "expertsa"))
+    (line,) = found(root)
+    assert "expertsa of rank 0 after iteration 1, but not that of rank 1" in line
+
+
+def test_without_an_intact_copy_of_an_expert_nothing_can_be_restored(tmp_path: Path) -> None:
+    root = verify_places.storage(tmp_path, 12)
+    for rank in range(verify_places.WORLD_SIZE):
+        with closing(FilesystemStore(root, rank)) as store:
+            seal_experts(store, SnapshotId(1, rank, "expertsa"))
+    assert found(root) == []
+    (root / SnapshotId(1, 1, "expertsa").name / "segment.bin").write_bytes(b"1" * 64)
+    assert looked_at(root).restores == ""
+    assert any("no intact copy of layer0.expert1 is left" in line for line in found(root))
+
+
+def test_what_attempts_left_that_were_given_up_is_told_and_is_no_damage(tmp_path: Path) -> None:
+    with closing(FilesystemStore(tmp_path, 0)) as store:
+        for rank in range(verify_places.WORLD_SIZE):
+            write(store, random.Random(rank), SnapshotId(1, rank), 1)
+            write(store, random.Random(rank), SnapshotId(2, rank), 1, timeline=(("first", 0), ("second", 1)))
+        write(store, random.Random(9), SnapshotId(3, 0), 1)
+    result = looked_at(tmp_path)
+    assert (result.findings, result.restores) == ((), "iteration 2")
+    assert "went back to an older state" in result.unchecked[0]
+
+
+def test_snapshots_behind_a_url_are_verified(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/run of today"
+    store = ObjectStore(url, 0)
+    for rank in range(verify_places.WORLD_SIZE):
+        write(store, random.Random(rank), SnapshotId(1, rank), 1)
+    assert found(url) == []
+    (segment,) = (tmp_path / "run of today").glob("*-rank_00001-*/*.bin")
+    content = bytearray(segment.read_bytes())
+    content[0] ^= 1
+    segment.write_bytes(content)
+    assert any("record weight 0" in line for line in found(url))
+
+
+def test_one_snapshot_by_itself_is_verified_and_the_rest_said_to_be_unasked(tmp_path: Path) -> None:
+    root = verify_places.storage(tmp_path, 13)
+    folder = sorted(root.iterdir())[0]
+    result = looked_at(folder)
+    assert (result.findings, result.restores) == ((), None)
+    assert "was not asked" in result.unchecked[0]
+    assert [one.part for one in result.checked] == [folder.name]
+
+
+def test_memory_of_a_job_that_runs_is_verified_without_an_accusation(tmp_path: Path) -> None:
+    (tmp_path / "node").mkdir()
+    with closing(MemoryStore(tmp_path / "node", "job", 0, (1 << 14,) * 3)) as store:
+        write(store, random.Random(0), SnapshotId(1, 0), 1)
+        writer = store.reserve(SnapshotId(2, 0), Layout.of([Field("w", "uint8", (10,))]))
+        result = looked_at(tmp_path)
+        writer.abandon()
+    assert (result.findings, result.restores) == ((), None)
+    assert "1 of 2 ranks have snapshots here" in result.unchecked[0]
+
+
+def test_memory_with_nothing_sealed_is_nothing_to_restore_from(tmp_path: Path) -> None:
+    (tmp_path / "node").mkdir()
+    MemoryStore(tmp_path / "node", "job", 0, (1 << 14,)).close()
+    (line,) = found(tmp_path)
+    assert "job job: there is nothing to restore from" in line
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_progress_ends_at_about_what_was_announced(kind: str, tmp_path: Path) -> None:
+    place = recognized(str(PLACES[kind](tmp_path, 14)))
+    steps: list[int] = []
+    verify(place, steps.append)
+    assert 0 < sum(steps) <= size_bytes(place)
+
+
+@pytest.fixture
+def output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["moe-ckpt", "verify", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return call
+
+
+def test_the_command_says_what_was_checked_and_exits_with_0(output: Any, tmp_path: Path) -> None:
+    root = verify_places.dense(tmp_path / "with a space", 15)
+    code, out, err = output(root)
+    assert (code, err) == (0, "")
+    assert "intact" in out
+    assert "iter_0000012   every byte by its checksum" in out
+
+
+def test_the_command_exits_with_1_and_one_line_for_each_finding(output: Any, tmp_path: Path) -> None:
+    root = verify_places.dense(tmp_path / "with a space", 16)
+    for folder in root.glob("iter_*"):
+        (folder / ".metadata").write_bytes(b"x")
+    code, out, _ = output(root)
+    lines = [line for line in out.splitlines() if line.startswith("finding: ")]
+    assert (code, len(lines)) == (1, 3)
+    assert str(root / "iter_0000024" / ".metadata") in out
+
+
+def test_json_has_the_findings_with_paths_and_what_was_expected(output: Any, tmp_path: Path) -> None:
+    root = verify_places.dense(tmp_path, 17)
+    (root / "iter_0000012" / ".metadata").write_bytes(b"x")
+    code, out, _ = output(root, "--json")
+    said = json.loads(out)
+    assert (code, said["verdict"], said["newest_state"]) == (1, "damaged", "iteration 24")
+    (finding,) = said["findings"]
+    assert finding["path"] == str(root / "iter_0000012" / ".metadata")
+    assert finding["found"] == "it has 1 bytes"
+    assert finding["expected"].endswith(" bytes")
+
+
+@pytest.mark.parametrize(("name", "code"), [("nowhere", 2), ("empty", 1)])
+def test_a_place_that_is_nothing_is_one_line(name: str, code: int, output: Any, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    got, out, err = output(tmp_path / name)
+    assert (got, out) == (code, "")
+    assert len(err.splitlines()) == 1
+
+
+def test_a_later_format_is_refused_by_name(output: Any, tmp_path: Path) -> None:
+    root = verify_places.dense(tmp_path, 18)
+    path = root / "iter_0000024" / integrity.NAME
+    path.write_bytes(path.read_bytes().replace(b'"format":1', b'"format":2'))
+    code, _, err = output(root)
+    assert code == 1
+    assert "written in format 2, this version reads up to 1" in err

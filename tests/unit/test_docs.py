@@ -1,0 +1,276 @@
+"""What the documents say can be done: links lead somewhere, commands and flags exist, named tests exist."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+import io
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import click
+import pytest
+
+from megatron.core.dist_checkpointing.moe.cli.main import commands
+from megatron.pretrain.config import parse_config
+from megatron.pretrain.errors import UsageError
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("benchmarks", "docs", "examples", "scripts", "tests", "tools")
+PAGES = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))])
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+INLINE = re.compile(r"`([^`\n]+)`")
+TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+OURS = re.compile(rf"(?:{'|'.join(FOLDERS)})/[^\s<>]*|pretrain_gpt_moe\.py")
+CHECKED = re.compile(
+    rf"(?:moe-ckpt|make|torchrun|sbatch|bash|python|\.venv/bin/\S+|(?:{'|'.join(FOLDERS)})/\S*)(?: |$)"
+)
+ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
+PLACEHOLDER = re.compile(r"[A-Z][A-Z_]*|\[.*\]|\.\.\.")
+FLAG = re.compile(r"--[a-z][\w-]*")
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=named)
+
+
+def parts(page: Path) -> tuple[list[str], list[str]]:
+    """Lines of prose, and lines of code blocks, fenced or indented, with continued ones joined."""
+    prose, code, fenced = [], [], False
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if line.startswith("```"):
+            fenced = not fenced
+        elif fenced or line.startswith("    "):
+            code.append(line.strip())
+        else:
+            prose.append(line)
+    return prose, re.sub(r"\\\n\s*", " ", "\n".join(code)).splitlines()
+
+
+def anchors(page: Path) -> set[str]:
+    """Those that GitHub makes of a page's headings."""
+    titles = [line.lstrip("#").strip().lower() for line in parts(page)[0] if line.startswith("#")]
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
+
+
+def broken_links(page: Path) -> Iterator[str]:
+    for target in LINK.findall("\n".join(INLINE.sub("", line) for line in parts(page)[0])):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        found = (page.parent / name).resolve() if name else page
+        if not found.exists() or (anchor and anchor not in anchors(found)):
+            yield target
+
+
+def spoken(line: str) -> Iterator[list[str]]:
+    """The commands in a line as it is typed in a shell, without assignments before and redirections behind them."""
+    line = line.removeprefix("$ ")
+    if not CHECKED.match(re.sub(r"^(?:[A-Z_]+=\S* )+", "", line)):
+        return
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    words: list[str] = []
+    for word in [*lexer, ";"]:
+        if not set(word) <= set(";|&()"):
+            words.append(word)
+            continue
+        words = words[: next((at for at, one in enumerate(words) if set(one) <= set("<>")), None)]
+        while words and ASSIGNMENT.fullmatch(words[0]):
+            words.pop(0)
+        if words:
+            yield words
+        words = []
+
+
+def misuse(words: list[str], *, typed: bool) -> str:
+    """What is wrong with a command line, nothing if all is well. typed: its values are real ones, and it is whole."""
+    typed = typed and "..." not in words
+    if words[0].removeprefix(".venv/bin/") == "moe-ckpt":
+        return misuse_of_moe_ckpt(words[1:], typed=typed)
+    if words[0] == "make":
+        unknown = [word for word in words[1:] if "=" not in word and word not in make_targets()]
+        return f"no such target: {unknown}" if unknown else ""
+    at = next((at for at, word in enumerate(words) if OURS.fullmatch(word)), None)
+    if at is None:
+        return ""
+    name, flags = words[at].partition("::")[0], words[at + 1 :]
+    if "NNN" not in name and not any(ROOT.glob(name.rstrip("/"))):
+        return f"no such file: {name}"
+    if name.startswith("tools/checkpoint/"):
+        return misuse_of_moe_ckpt([Path(name).stem, *flags], typed=typed)
+    if name in ("pretrain_gpt_moe.py", "scripts/train_cpu.sh") and typed:
+        return misuse_of_driver(flags)
+    known = flags_of(name)
+    unknown = [word for word in flags if word.startswith("--") and word != "--" and word.split("=")[0] not in known]
+    return f"no such flags: {unknown}" if unknown else ""
+
+
+def misuse_of_moe_ckpt(words: list[str], *, typed: bool) -> str:
+    command: click.Command = commands
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        name, *words = words
+        if PLACEHOLDER.fullmatch(name):
+            return ""
+        if name not in command.commands:
+            return f"no such command: {name}"
+        command = command.commands[name]
+    if "--help" in words:
+        return ""
+    context = click.Context(command)
+    try:
+        given, _, _ = command.make_parser(context).parse_args([word for word in words if word != "..."])
+        for parameter in command.params if typed else ():
+            value = given.get(str(parameter.name))
+            if not isinstance(value, str | bool | list | tuple) or value in ((), []):
+                if parameter.required:
+                    return f"{parameter.name} is missing"
+            elif not isinstance(parameter.type, click.Path | click.File):
+                parameter.type_cast_value(context, value)
+    except click.ClickException as error:
+        return error.format_message()
+    return ""
+
+
+def misuse_of_driver(flags: list[str]) -> str:
+    try:
+        parse_config(flags)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@cache
+def driver_flags() -> frozenset[str]:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+        parse_config(["--help"])
+    return frozenset(FLAG.findall(said.getvalue()))
+
+
+@cache
+def flags_of(name: str) -> frozenset[str]:
+    """Flags that a script may be given: its own, those of modules that it runs, the driver's if it hands them on."""
+    path = ROOT / name
+    if not path.is_file():
+        return frozenset()
+    text = path.read_text()
+    for module in re.findall(r"-m (megatron[\w.]+)", text):
+        source = ROOT / module.replace(".", "/")
+        text += "".join(one.read_text() for one in (source.with_suffix(".py"), source / "__main__.py") if one.is_file())
+    hands_on = path.suffix in (".sh", ".sbatch") or path.name == "pretrain_gpt_moe.py"
+    return frozenset(FLAG.findall(text)) | (driver_flags() if hands_on else frozenset())
+
+
+@cache
+def make_targets() -> frozenset[str]:
+    return frozenset(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@cache
+def functions_in(path: str) -> frozenset[str]:
+    tree = ast.parse((ROOT / path).read_text()) if (ROOT / path).is_file() else ast.Module([], [])
+    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+
+
+@every_page
+def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
+    assert not [*broken_links(page)]
+
+
+@every_page
+def test_command_lines_name_commands_scripts_targets_and_flags_that_exist(page: Path) -> None:
+    told = [(shlex.join(words), misuse(words, typed=True)) for line in parts(page)[1] for words in spoken(line)]
+    assert not [(command, wrong) for command, wrong in told if wrong]
+
+
+@every_page
+def test_commands_and_files_that_sentences_name_exist(page: Path) -> None:
+    said = [code for line in parts(page)[0] for code in INLINE.findall(line) if CHECKED.match(code) and "<" not in code]
+    told = [(code, misuse(words, typed=False)) for code in said for words in spoken(code)]
+    assert not [(code, wrong) for code, wrong in told if wrong]
+
+
+@every_page
+def test_flags_of_the_subsystem_that_are_named_exist(page: Path) -> None:
+    found = set(re.findall(r"--moe-ckpt-[a-z][a-z-]*[a-z](?![\w*-])", page.read_text(encoding="utf-8")))
+    assert found <= driver_flags()
+
+
+@every_page
+def test_tests_that_are_named_exist(page: Path) -> None:
+    named_tests = TEST.findall(page.read_text(encoding="utf-8"))
+    assert not [(path, name) for path, name in named_tests if name not in functions_in(path)]
+
+
+def test_each_guarantee_says_when_it_ends_and_which_test_shows_it() -> None:
+    sections = re.split(r"^## ", (ROOT / "docs" / "guarantees.md").read_text(), flags=re.MULTILINE)[1:]
+    promises = [section for section in sections if not section.startswith("What is not promised")]
+    assert len(promises) > 10
+    assert not [one.splitlines()[0] for one in promises if not TEST.search(one) or "**Ends when**" not in one]
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("moe-ckpt digets ckpt", "no such command"),
+        ("moe-ckpt digest --jsno ckpt > a; make setup", "No such option"),
+        ("moe-ckpt convert --to sparse a b", "not 'dense'"),
+        ("moe-ckpt digest", "directory is missing"),
+        ("NPROC=2 scripts/train_cpu.sh --train-iterations 3", "--train-iterations"),
+        ("scripts/train_cpu.sh --train-iters many", "invalid int value"),
+        ("torchrun --nproc-per-node 8 pretrain_gpt_moe.py --layers 3", "--layers"),
+        (".venv/bin/python tools/preprocess_data.py --inputs a", "--inputs"),
+        ("scripts/chaos_cpu.sh --hours 3", "--hours"),
+        ("scripts/train_gpu.sh", "no such file"),
+        ("make setup tests", "no such target"),
+    ],
+)
+def test_a_command_line_that_would_not_work_is_found(line: str, wrong: str) -> None:
+    (found,) = filter(None, (misuse(words, typed=True) for words in spoken(line)))
+    assert wrong in found
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("command_reference", ROOT / "tools" / "command_reference.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_of_commands_is_what_the_commands_say_of_themselves(reference: ModuleType) -> None:
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    assert page == reference.render(), "run python tools/command_reference.py"
+
+
+def test_every_command_says_what_it_is_for_and_shows_how(reference: ModuleType) -> None:
+    every = {name: command.help or "" for name, command in reference.every("moe-ckpt", commands)}
+    assert not [name for name, said in every.items() if not said]
+    taught = [name for name in every if not name.startswith("moe-ckpt simulate ") or name.endswith(" run")]
+    assert not [name for name in taught if "$ moe-ckpt" not in every[name]]
+
+
+def test_every_command_that_finds_something_out_can_say_it_as_json(reference: ModuleType) -> None:
+    commands_alone = {name: one for name, one in reference.every("moe-ckpt", commands) if not hasattr(one, "commands")}
+    without = [name for name, one in commands_alone.items() if not any("--json" in of.opts for of in one.params)]
+    assert without == ["moe-ckpt completion"]
+
+
+def test_links_that_lead_nowhere_are_found(tmp_path: Path) -> None:
+    (tmp_path / "other.md").write_text("# Two words: `code`\n")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Here\n[a](other.md#two-words-code) [b](#here) [c](gone.md)\n[d](other.md#here) ![e](https://e.e)\n"
+    )
+    assert [*broken_links(page)] == ["gone.md", "other.md#here"]

@@ -1,0 +1,111 @@
+#!/usr/bin/env python3
+"""Write docs/commands.md from what the commands of `moe-ckpt` say of themselves."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from megatron.core.dist_checkpointing.moe.cli.main import commands
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
+HEADING = """# Commands
+
+Made by `python tools/command_reference.py` from the help texts of the commands; change them there. Each command also
+takes `--help`. All exit with 0 if all is well, 1 if what they examined is not, and 2 if they were called wrongly; an
+error is one line that says what was found, where, and what to do.
+"""
+
+
+def render() -> str:
+    """The whole page: a table of all commands, then a section for each, and for each group of them."""
+    found = [*every("moe-ckpt", commands)]
+    rows = [
+        f"| [`{name}`](#{name.replace(' ', '-')}) | {_cell(_summary(command))} |"
+        for name, command in found
+        if not isinstance(command, click.Group)
+    ]
+    table = ["| command | what it is for |", "|---|---|", *rows, ""]
+    return "\n".join([HEADING, *table, *(line for name, command in found for line in section(name, command))])
+
+
+def every(name: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
+    """A command with its full name, and all commands in it, in the order of names."""
+    if not command.hidden:
+        yield name, command
+    if isinstance(command, click.Group):
+        for part, inner in sorted(command.commands.items()):
+            yield from every(f"{name} {part}", inner)
+
+
+def section(name: str, command: click.Command) -> Iterator[str]:
+    """Heading, usage, help text, and a row for each option."""
+    usage = [_argument(one) for one in command.params if isinstance(one, click.Argument)]
+    usage += ["COMMAND"] * isinstance(command, click.Group)
+    options = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
+    yield from (f"## {name}", "", f"`{' '.join((name, *['[OPTIONS]'] * bool(options), *usage))}`", "")
+    for paragraph in _help(command).split("\n\n"):
+        yield from (*_markdown(paragraph), "")
+    if options:
+        yield from ("| option | |", "|---|---|")
+        yield from (f"| {_cell(_names(one))} | {_cell(one.help or '')} |" for one in options)
+        yield ""
+
+
+def _markdown(paragraph: str) -> list[str]:
+    """Lines that click must not wrap, those after a line with a backspace, are examples and figures: code."""
+    first, _, rest = paragraph.partition("\n")
+    if first.strip() == "\b":
+        return textwrap.indent(textwrap.dedent(rest), "    ").splitlines()
+    return [line.replace("*", "\\*").replace("<", "\\<") for line in paragraph.splitlines()]
+
+
+def _help(command: click.Command) -> str:
+    return inspect.cleandoc(command.help or "").strip()
+
+
+def _summary(command: click.Command) -> str:
+    text = " ".join(_help(command).split("\n\n")[0].split())
+    return re.split(r"(?<=\.)(?<!Fig\.)(?<!App\.) ", text)[0]
+
+
+def _argument(argument: click.Argument) -> str:
+    name = argument.metavar or str(argument.name).upper()
+    many = f"{name}..." if argument.nargs != 1 and not name.endswith("...") else name
+    return many if argument.required or many.startswith("[") else f"[{many}]"
+
+
+def _names(option: click.Option) -> str:
+    value = option.metavar or ("|".join(map(str, option.type.choices)) if isinstance(option.type, click.Choice) else "")
+    value = value or option.type.name.upper()
+    flags = ", ".join((*option.opts, *option.secondary_opts))
+    return f"`{flags if option.is_flag else f'{flags} {value}'}`" + (", required" if option.required else "")
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def main(arguments: list[str]) -> int:
+    """Write the page; with --check only say by the exit code whether it is up to date."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is not up to date")
+    page = render()
+    if not parser.parse_args(arguments).check:
+        PAGE.write_text(page, encoding="utf-8")
+        return 0
+    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page:
+        return 0
+    print(f"{PAGE} is not what the commands say: run python tools/command_reference.py", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
