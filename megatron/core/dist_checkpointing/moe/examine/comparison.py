@@ -139,7 +139,8 @@ def _of_objects(name: str, ours: Any, others: Any) -> Iterator[Difference]:
         full = f"{name}.{path}" if path else name
         if other is missing or one is missing:
             where = "only in the first" if other is missing else "only in the second"
-            yield Difference(full, where, "" if one is missing else _shown(one), "" if other is missing else _shown(other))
+            shown = ["" if value is missing else _shown(value) for value in (one, other)]
+            yield Difference(full, where, shown[0], shown[1])
         elif isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.shape == other.shape:
             if one.dtype == other.dtype:
                 yield from _of_tensors(full, one, other)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from ...errors import UnreadableCheckpoint
 from ...store.integrity import Advance, unwatched
-from ...store.layout import SnapshotId
 from ..recognition import Content, Recognized
-from ..storage import open_storage
+from ..storage import open_storage, snapshot_at
 from .findings import Verified
 from .memory import verify_memory
 from .storage import verify_snapshot, verify_storage
@@ -26,10 +24,7 @@ def verify(place: Recognized, advance: Advance = unwatched) -> Verified:
     if place.content is Content.STORAGE:
         return verify_storage(open_storage(place.place), place.place, advance)
     if place.content is Content.SNAPSHOT:
-        storage, name = _parent(place.place)
-        snapshot = SnapshotId.parse(name)
-        if snapshot is None:
-            raise UnreadableCheckpoint(f"{place.place} is no snapshot: its name is not that of one")
+        storage, snapshot = snapshot_at(place.place)
         return verify_snapshot(open_storage(storage), snapshot, storage, advance)
     # Reading dense checkpoints takes torch.
     from .dense import verify_iteration, verify_saves
@@ -52,11 +47,3 @@ def _length_bytes(path: Path) -> int:
     with suppress(FileNotFoundError):  # of a job that goes on
         return path.stat().st_size if path.is_file() else 0
     return 0
-
-
-def _parent(place: str) -> tuple[str, str]:
-    if "://" in place:
-        storage, _, name = place.rstrip("/").rpartition("/")
-        return storage, name
-    folder = Path(place).absolute()
-    return str(folder.parent), folder.name
