@@ -23,7 +23,8 @@ def main() -> int:
         if cuda:
             sys.stderr.write(
                 f"{TORCH} would bring {len(cuda)} CUDA packages ({cuda[0]}, ...), several GB, and this machine has no "
-                "NVIDIA GPU; set TORCH_INDEX_URL to a package index with CPU builds of torch and try again\n"
+                "NVIDIA GPU; set TORCH_INDEX_URL to a package index with CPU builds of torch, or try again on a "
+                "machine with a GPU\n"
             )
             return 1
     return subprocess.run([*pip, *index, TORCH], check=False).returncode
