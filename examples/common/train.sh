@@ -6,7 +6,8 @@
 #   DATA               prefix of the tokenized corpus (.bin/.idx); its token ids are those of the model's vocabulary
 #   SAVE               folder for checkpoints and snapshots that all nodes see
 #   SPARES (1)         Slurm: nodes that wait until another one is lost; scripts/slurm/job.sh has more settings, and
-#                      sbatch takes its own from SBATCH_PARTITION and the like
+#                      sbatch takes its own from SBATCH_PARTITION and the like. SAVE and the folder of DATA are
+#                      mounted in a container
 #   HEAD               without Slurm: name of the first node. Run the script on every node
 #   JOB                without Slurm: name of the job (default: the model's); the same whenever it is started again
 #   MAX_RESTARTS (20)  restarts after failures
@@ -25,6 +26,10 @@ flags=(--device cuda --bf16 --use-distributed-optimizer --overlap-grad-reduce --
 
 if [ -z "${HEAD:-}" ]; then
     cd "$root" || exit
+    # In a container (IMAGE) a job sees only what is mounted, and keeps only what it writes there.
+    if [ -n "${IMAGE:-}" ]; then mkdir -p "$SAVE"; fi
+    data=$(realpath -ms "$(dirname "$DATA")") save=$(realpath -ms "$SAVE")
+    export MOUNTS="${MOUNTS:+$MOUNTS,}$save:$save,$data:$data"
     exec sbatch "--nodes=$((nodes + ${SPARES:-1}))" "--job-name=$name" scripts/slurm/train.sbatch "${flags[@]}"
 fi
 # A fresh store per round of the rendezvous: one shared over restarts still holds the addresses of dead workers.

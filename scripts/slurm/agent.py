@@ -1,17 +1,21 @@
 """torchrun for one node of a job with spare nodes: `agent.py [options of torchrun] SCRIPT [flags]`.
 
-It adds three things: the rendezvous of `megatron.pretrain.meeting`, which survives a node that is lost while all meet;
-spares that wait until they are needed; and a word to `rendezvous.py` about how the job has ended.
+It adds four things: the rendezvous of `megatron.pretrain.meeting`, which survives a node that is lost while all meet;
+spares that wait until they are needed; a word to `rendezvous.py` about how the job has ended; and memory of the node
+that is given back at the end. It is the task that Slurm starts and signals.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
+from memory import give_back, take
 from rendezvous import report
 from torch.distributed import DistStoreError
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -62,8 +66,30 @@ class SpareHandler(NodesHandler):
 
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0 trained or not needed, 2 flags or inputs that cannot work, 128 + N told to end, 1 failed."""
+    code = 1
+    signal.signal(signal.SIGTERM, _told_to_end)
+    try:
+        take()
+        code = _lead(argv)
+    except SignalException as stop:
+        code = 128 + stop.sigval
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        give_back(os.environ[NODE_NAME], code)
+    return code
+
+
+def _told_to_end(number: int, _frame: FrameType | None) -> None:
+    """Let torchrun tell its ranks and wait for them; while it waits a second signal would have it kill them."""
+    signal.signal(number, signal.SIG_IGN)
+    raise SignalException(f"told to end by signal {number}", signal.Signals(number))
+
+
+def _lead(argv: Sequence[str]) -> int:
+    """Train, and report how that has ended; the exit code. SIGTERM is ignored from the report on."""
     register_backend(SpareHandler)
-    options = parse_args([f"--rdzv-backend={BACKEND}", *argv])
+    # Torchrun would put a handler of its own in the place of ours once it starts ranks.
+    options = parse_args([f"--rdzv-backend={BACKEND}", "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", *argv])
     with tempfile.TemporaryDirectory(prefix="moe-ckpt-agent-") as folder:
         verdict = Path(folder) / "verdict"
         os.environ[VERDICT_FILE] = str(verdict)
@@ -78,6 +104,7 @@ def main(argv: Sequence[str]) -> int:
             # The other nodes may go on.
             sys.stderr.write(f"{os.environ.get(NODE_NAME)} leaves the job: {type(error).__name__} {error}\n")
             return 1
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _report(options.rdzv_endpoint, code)
     return code
 

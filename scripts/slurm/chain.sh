@@ -8,8 +8,18 @@ if ! [[ ${1:-} =~ ^[1-9][0-9]*$ ]] || [ $# -lt 2 ]; then
     echo "usage: chain.sh JOBS [options of sbatch] FILE.sbatch [flags of the training script]" >&2
     exit 2
 fi
-jobs=$1
+jobs=$1 named=''
 shift
+for option in "$@"; do
+    case $option in
+        --job-name | --job-name=?* | -J*) named=1 ;;
+    esac
+    [ ! -f "$option" ] || break
+done
+if [ -z "$named" ]; then
+    echo "a chain needs --job-name=NAME of its own: two chains of one name would wait for each other and cancel each other" >&2
+    exit 2
+fi
 export ON_STOP=end
 for ((i = 0; i < jobs; i++)); do
     sbatch --dependency=singleton --no-requeue "$@"

@@ -4,7 +4,7 @@
 #
 #   scripts/slurm/dry_run.sh          a small training that loses a node and is requeued
 #   scripts/slurm/dry_run.sh --lose 5 --stop 9 -- sbatch --nodes=3 scripts/slurm/train.sbatch [flags]
-#   scripts/slurm/dry_run.sh --stop 5 -- scripts/slurm/chain.sh 3 --nodes=3 scripts/slurm/train.sbatch [flags]
+#   scripts/slurm/dry_run.sh --stop 5 -- scripts/slurm/chain.sh 3 --job-name=run --nodes=3 scripts/slurm/train.sbatch [flags]
 #
 # Each event comes once training has reported that iteration: --lose takes a node that trains, with all that is in its
 # memory; --stop says that time is nearly up; --cancel cancels the job. --folder DIR (default: a new one) keeps reports and
@@ -38,7 +38,7 @@ PYTHON=${PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/pyth
 TMPFS=$(mktemp -d /dev/shm/moe-ckpt-dry-run-XXXXXX)
 trap 'rm -rf "$TMPFS"' EXIT
 RDZV_PORT=${RDZV_PORT:-$("$PYTHON" -c 'import socket; s = socket.create_server(("", 0)); print(s.getsockname()[1])')}
-export PYTHON TMPFS RDZV_PORT RDZV_HOST=localhost STAND_IN_CLUSTER=$folder/cluster
+export PYTHON TMPFS RDZV_PORT RDZV_HOST=${RDZV_HOST:-localhost} STAND_IN_CLUSTER=$folder/cluster
 export PATH=$root/scripts/slurm/stand_ins:$PATH
 cd "$root"
 "$@" --metrics-jsonl "$reports"

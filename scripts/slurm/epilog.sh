@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # For slurm.conf (Epilog=): frees memory that a job could not free itself, as when its processes were killed. What a job
-# was asked to keep over a requeue (KEEP_MEMORY) stays until that job has ended for good.
+# was asked to keep over a requeue (KEEP_MEMORY) stays until that job has ended for good. Settings, which slurmd hands on
+# from its own environment: TMPFS (/dev/shm), as jobs have it, and SLURM_BIN (/usr/bin), where squeue is.
 set -uo pipefail
+# slurmd sets none.
+export PATH="${SLURM_BIN:-/usr/bin}:/usr/local/bin:/usr/bin:/bin"
 rm -f "${TMPFS:-/dev/shm}/moe-ckpt-job-${SLURM_JOB_ID:-}.outcome"
 for folder in "${TMPFS:-/dev/shm}"/moe-ckpt-job-*; do
     [ -d "$folder" ] || continue
@@ -12,7 +15,8 @@ for folder in "${TMPFS:-/dev/shm}"/moe-ckpt-job-*; do
     fi
     # An answer that is not understood removes nothing: the job may be running.
     case $(squeue --noheader --states=all --format=%T "--jobs=$job" 2>&1) in
-        *"Invalid job id"* | COMPLETED | CANCELLED | FAILED | TIMEOUT | OUT_OF_MEMORY | DEADLINE) rm -rf "$folder" ;;
+        *"Invalid job id"* | COMPLETED | CANCELLED | FAILED | TIMEOUT | OUT_OF_MEMORY | DEADLINE | NODE_FAIL | BOOT_FAIL | \
+            PREEMPTED | REVOKED) rm -rf "$folder" ;;
     esac
 done
 exit 0  # any other exit code drains the node

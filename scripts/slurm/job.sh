@@ -12,11 +12,12 @@
 #   IMAGE, MOUNTS         container image, and what it needs mounted beside the repository (A:B,C:D; Pyxis)
 #   PYTHON, SCRIPT        interpreter (default: .venv of the repository), training script
 #   RDZV_HOST, RDZV_PORT  where the nodes meet (default: this host, a port that follows from the job's number)
+#   ANSWER_S (60)         how long RDZV_HOST may take to lead to this node once the meeting point is there
 
 : "${SPARES:=1}" "${NPROC:=${SLURM_GPUS_ON_NODE:-1}}" "${LEAD_S:=180}" "${MAX_RESTARTS:=20}" "${MIN_RUN_S:=600}"
 : "${ON_STOP:=requeue}" "${KEEP_MEMORY:=0}" "${TMPFS:=/dev/shm}" "${IMAGE:=}" "${MOUNTS:=}"
 : "${PYTHON:=$root/.venv/bin/python}" "${SCRIPT:=$root/pretrain_gpt_moe.py}"
-: "${RDZV_HOST:=$(hostname)}" "${RDZV_PORT:=$((20000 + SLURM_JOB_ID % 10000))}"
+: "${RDZV_HOST:=$(hostname)}" "${RDZV_PORT:=$((20000 + SLURM_JOB_ID % 10000))}" "${ANSWER_S:=60}"
 export KEEP_MEMORY PYTHON
 
 KILL_MARGIN_S=30  # ranks that have not ended by then are killed, so that the job still has time to be requeued
@@ -36,7 +37,8 @@ run_job() {
     trap leave EXIT
     (umask 077 && mkdir -p "$MEMORY")
     rm -f "$outcome"
-    step=(srun --overlap --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none)
+    # Agents need what is exported here, also where `sbatch --export` hands on less than all.
+    step=(srun --export=ALL --overlap --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none)
     if [ -n "$IMAGE" ]; then
         step+=("--container-image=$IMAGE" "--container-workdir=$root"
                "--container-mounts=$root:$root,$TMPFS:$TMPFS${MOUNTS:+,$MOUNTS}")
@@ -53,22 +55,40 @@ run_job() {
     decide
 }
 
-# Whether these are flags of a job with snapshots in memory.
+# Whether these are flags of a job with snapshots in memory; the last one of a name counts.
 protects() {
-    local all=" $* "
-    [[ $all =~ \ --moe-ckpt-strategy[\ =] && ! $all =~ \ --moe-ckpt-strategy[\ =]none\  ]]
+    local strategy=none
+    while [ $# -gt 0 ]; do
+        case $1 in
+            --moe-ckpt-strategy) strategy=${2:-none} ;;
+            --moe-ckpt-strategy=*) strategy=${1#*=} ;;
+        esac
+        shift
+    done
+    [ "$strategy" != none ]
 }
 
 # The meeting point of all nodes, on this node but in no agent, so that it outlives any of them.
 keep_rendezvous() {
+    local there=''
     "${step[@]}" --nodes=1 --ntasks=1 "--nodelist=$SLURMD_NODENAME" \
         "$PYTHON" "$root/scripts/slurm/rendezvous.py" "$RDZV_PORT" "$outcome" &
     rendezvous=$!
-    until (: <>"/dev/tcp/$RDZV_HOST/$RDZV_PORT") 2>/dev/null; do
+    until answers "$RDZV_HOST"; do
         [ -z "$stopped" ] || decide
         kill -0 "$rendezvous" 2>/dev/null || end 1 "no rendezvous on $RDZV_HOST:$RDZV_PORT; the lines above say why"
+        # A container may take its time to start; a name that leads elsewhere never leads here.
+        if [ -z "$there" ] && answers localhost; then there=$SECONDS; fi
+        [ -z "$there" ] || [ $((SECONDS - there)) -lt "$ANSWER_S" ] || end 1 "$RDZV_HOST:$RDZV_PORT does not answer on\
+ this node after $ANSWER_S s: set RDZV_HOST to a name that all nodes resolve"
         sleep 0.2
     done
+}
+
+# Whether something listens at the port of the meeting point on this host.
+answers() {
+    # shellcheck disable=SC2016  # expanded by the inner shell
+    timeout 5 bash -c ': <>"/dev/tcp/$0/$1"' "$1" "$RDZV_PORT" 2>/dev/null
 }
 
 # Waits for a process to its end, also when a signal comes in between.

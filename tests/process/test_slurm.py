@@ -26,35 +26,68 @@ from world import HANG_TIMEOUT_S, ROOT, free_port
 SLURM = ROOT / "scripts" / "slurm"
 TRAIN = "scripts/slurm/train.sbatch"
 ITERATIONS = 45
-JOIN_S = 12
+JOIN_S = 25
 WEIGHED = ("lm_loss", "grad_norm", "learning_rate", "consumed_train_samples")
 
-PRETENDER = f"""#!/usr/bin/env bash
+PRETENDER = f"""#!{sys.executable} -S
 # Plays the interpreter that runs the agents: what happens in run N of job J is the line N of the file `job-J`.
-reports=${{@: -1}}
-case ${{1:-}} in
-    */rendezvous.py) exec {sys.executable} -S -c '
-import signal, socket, sys
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-signal.signal(signal.SIGUSR1, lambda *_: sys.exit())
-listening = socket.create_server(("", int(sys.argv[1])))
-signal.pause()' "$2" ;;
-    */agent.py)
-        run=$((${{SLURM_RESTART_COUNT:-0}} + 1))
-        what=$(sed -n "${{run}}p" "$PLAY/job-$SLURM_JOB_ID")
-        find "$MEMORY" -name left >>"$PLAY/found-$run"
-        mkdir -p "$MEMORY/$MOE_CKPT_NODE"
-        printf '%s\\n' "$@" >"$PLAY/arguments"
-        trap 'echo 143 >"$MEMORY.outcome"; exit 143' TERM
-        case $what in
-            trained) echo 0 >"$MEMORY.outcome" ;;
-            misused) echo 2 >"$MEMORY.outcome"; exit 2 ;;
-            failed) exit 1 ;;
-            waiting) touch "$MEMORY/$MOE_CKPT_NODE/left"
-                echo '{{"iteration": 1}}' >>"$reports"; while :; do sleep 0.1; done ;;
-        esac ;;
-    *) exec {sys.executable} "$@" ;;
-esac
+import os, signal, socket, sys, time
+from pathlib import Path
+
+sys.path.insert(0, {str(SLURM)!r})
+import memory
+
+
+def rendezvous(port):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, lambda *_: sys.exit())
+    listening = socket.create_server(("", int(port)))
+    signal.pause()
+
+
+def told_to_end(*_):
+    outcome.write_text("143")
+    sys.exit(143)
+
+
+def agent():
+    play, run = Path(os.environ["PLAY"]), int(os.environ.get("SLURM_RESTART_COUNT", 0)) + 1
+    with (play / f"found-{{run}}").open("a") as found:
+        found.writelines(f"{{path}}\\n" for path in Path(os.environ["MEMORY"]).glob("*/left"))
+    memory.take()
+    mine.mkdir(exist_ok=True)
+    (play / "arguments").write_text("\\n".join(sys.argv[2:]))
+    signal.signal(signal.SIGTERM, told_to_end)
+    what = (play / f"job-{{os.environ['SLURM_JOB_ID']}}").read_text().splitlines()[run - 1]
+    if what == "trained":
+        outcome.write_text("0")
+    elif what == "misused":
+        outcome.write_text("2")
+        sys.exit(2)
+    elif what == "failed":
+        sys.exit(1)
+    elif what == "waiting":
+        (mine / "left").touch()
+        with open(sys.argv[-1], "a") as reports:
+            reports.write('{{"iteration": 1}}\\n')
+        while True:
+            time.sleep(0.1)
+
+
+if sys.argv[1].endswith("/rendezvous.py"):
+    rendezvous(sys.argv[2])
+elif sys.argv[1].endswith("/agent.py"):
+    mine = Path(os.environ["MEMORY"], os.environ["MOE_CKPT_NODE"])
+    outcome = Path(os.environ["MEMORY"] + ".outcome")
+    code = 0
+    try:
+        agent()
+    except SystemExit as end:
+        code = end.code
+    memory.give_back(mine.name, code)
+    sys.exit(code)
+else:
+    os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
 """
 
 
@@ -166,13 +199,37 @@ def test_a_requeued_job_that_asked_for_it_finds_the_memory_of_its_last_run(play:
 
 
 def test_a_chain_goes_on_after_each_job_and_ends_with_the_training(play: Play) -> None:
-    chain = ("--", "scripts/slurm/chain.sh", "3", "--nodes=3", TRAIN)
+    chain = ("--", "scripts/slurm/chain.sh", "3", "--job-name=run", "--nodes=3", TRAIN)
     code, said = play.run("--stop", "1", *chain, runs=(("waiting",), ("trained",), ("trained",)))
     assert code == 0, said
     assert "job 1: time was up; the next job of the chain goes on" in said
     assert "job 2 starts" in said
     assert "job 3 starts" not in said
     assert "requeued" not in said
+
+
+@pytest.mark.parametrize("behind", [(), ("--job-name=run",)])
+def test_a_chain_without_a_name_of_its_own_is_refused(behind: tuple[str, ...], tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [str(SLURM / "chain.sh"), "3", "--nodes=3", TRAIN, *behind], cwd=ROOT, capture_output=True, text=True,
+        env=os.environ | {"PATH": f"{SLURM / 'stand_ins'}:{os.environ['PATH']}", "STAND_IN_CLUSTER": str(tmp_path)},
+    )  # fmt: skip
+    assert ended.returncode == 2
+    assert len(ended.stderr.splitlines()) == 1
+    assert "--job-name" in ended.stderr
+    assert not [*tmp_path.iterdir()]
+
+
+def test_settings_reach_the_nodes_where_sbatch_hands_on_only_some_variables(play: Play) -> None:
+    given = "--export=PLAY,PYTHON,TMPFS,RDZV_HOST,RDZV_PORT"
+    code, said = play.run(*submit(given), "--moe-ckpt-strategy", "sparse", runs=(("trained",),))
+    assert code == 0, said
+
+
+def test_a_name_that_does_not_lead_to_the_first_node_ends_the_job_with_what_to_set(play: Play) -> None:
+    code, said = play.run(*submit(), runs=(("trained",),), RDZV_HOST="nowhere.invalid", ANSWER_S="1")
+    assert code == 1, said
+    assert re.search(r"nowhere.invalid:\d+ does not answer on this node after 1 s: set RDZV_HOST to a name", said)
 
 
 def test_arguments_with_spaces_reach_the_ranks_as_they_are(play: Play) -> None:
@@ -183,7 +240,13 @@ def test_arguments_with_spaces_reach_the_ranks_as_they_are(play: Play) -> None:
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [(("--moe-ckpt-strategy", "sparse"), 1), (("--moe-ckpt-strategy=pec",), 1), (("--moe-ckpt-strategy", "none"), 0)],
+    [
+        (("--moe-ckpt-strategy", "sparse"), 1),
+        (("--moe-ckpt-strategy=pec",), 1),
+        (("--moe-ckpt-strategy", "none"), 0),
+        (("--moe-ckpt-strategy=none", "--moe-ckpt-strategy", "full"), 1),
+        (("--moe-ckpt-strategy", "full", "--moe-ckpt-strategy=none"), 0),
+    ],
 )
 def test_only_jobs_with_snapshots_are_told_where_memory_is(given: tuple[str, ...], expected: int, play: Play) -> None:
     code, said = play.run(*submit(), *given, runs=(("trained",),))
@@ -200,6 +263,19 @@ def test_in_a_container_all_steps_see_the_repository_and_the_memory_where_they_a
         mounts = re.search(r"^container-mounts=(.*)$", step, re.MULTILINE)
         assert mounts is not None
         assert re.fullmatch(rf"{ROOT}:{ROOT},(/dev/shm/[^:]+):\1,/data:/data", mounts[1])
+
+
+def test_an_example_in_a_container_finds_its_data_and_keeps_what_it_saves(tmp_path: Path) -> None:
+    stand_in = tmp_path / "sbatch"
+    stand_in.write_text('#!/bin/sh\nprintf %s "$MOUNTS"\n')
+    stand_in.chmod(0o755)
+    given = {"DATA": str(tmp_path / "data" / "corpus"), "SAVE": str(tmp_path / "run"), "IMAGE": "a", "MOUNTS": "/a:/b"}
+    ended = subprocess.run(
+        [str(ROOT / "examples/gpt-125m-8e/train.sh")], capture_output=True, text=True, check=True,
+        env=os.environ | given | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    assert ended.stdout == f"/a:/b,{tmp_path}/run:{tmp_path}/run,{tmp_path}/data:{tmp_path}/data"
+    assert (tmp_path / "run").is_dir()
 
 
 def test_a_job_of_spares_only_is_refused_with_what_to_change(play: Play) -> None:
@@ -241,10 +317,11 @@ def tmpfs(tmp_path: Path) -> Iterator[Path]:
 
 
 def epilog(tmpfs: Path, job: str) -> list[str]:
-    """Which jobs have memory left after the epilog of one of them."""
-    path = f"{SLURM / 'stand_ins'}:{os.environ['PATH']}"
-    own = {"TMPFS": str(tmpfs), "STAND_IN_CLUSTER": str(tmpfs / "cluster"), "SLURM_JOB_ID": job, "PATH": path}
-    subprocess.run(["bash", str(SLURM / "epilog.sh")], env=os.environ | own, check=True)
+    """Which jobs have memory left after the epilog of one of them, which slurmd runs without a PATH."""
+    commands = f"{SLURM / 'stand_ins'}:{Path(sys.executable).parent}"
+    own = {"TMPFS": str(tmpfs), "STAND_IN_CLUSTER": str(tmpfs / "cluster"), "SLURM_JOB_ID": job, "SLURM_BIN": commands}
+    subprocess.run(["/usr/bin/env", "-i", *(f"{name}={value}" for name, value in own.items()), SLURM / "epilog.sh"],
+                   check=True)  # fmt: skip
     return sorted(path.name.removeprefix("moe-ckpt-job-") for path in tmpfs.glob("moe-ckpt-job-*"))
 
 
@@ -256,6 +333,12 @@ def test_the_epilog_frees_what_its_own_and_ended_jobs_left_and_nothing_else(tmpf
 def test_the_epilog_leaves_what_a_requeued_job_wants_to_find(tmpfs: Path) -> None:
     (tmpfs / "moe-ckpt-job-1" / "keep").touch()
     assert epilog(tmpfs, "1") == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("state", ["NODE_FAIL", "BOOT_FAIL", "PREEMPTED", "REVOKED"])
+def test_the_epilog_frees_what_jobs_left_that_slurm_has_ended(state: str, tmpfs: Path) -> None:
+    (tmpfs / "cluster" / "jobs" / "4" / "record.json").write_text(f'{{"state": "{state}"}}')
+    assert epilog(tmpfs, "1") == ["2", "3"]
 
 
 def test_the_stand_ins_refuse_options_that_they_do_not_play(tmp_path: Path) -> None:
@@ -273,6 +356,88 @@ def test_shell_scripts_have_no_findings_of_shellcheck() -> None:
     checker = Path(sys.executable).with_name("shellcheck")
     ended = subprocess.run([str(checker), "-x", *map(str, scripts)], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout
+
+
+SAVING = """
+import os, signal, sys, time
+from pathlib import Path
+folder, agent = Path(sys.argv[1]), os.getppid()
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+(folder / "training").touch()
+while not told and os.getppid() == agent:
+    time.sleep(0.05)
+(folder / "saving").touch()
+time.sleep(3)
+(folder / "saved").touch()
+"""
+
+
+class Node:
+    """The agent of a node, started and signalled as Slurm does it, and the job's meeting point."""
+
+    def __init__(self, folder: Path, *, nodes: int) -> None:
+        self.folder, self.memory, self.outcome = folder, folder / "memory", folder / "outcome"
+        (folder / "saving.py").write_text(SAVING)
+        port = str(free_port())
+        self.keeper = subprocess.Popen([sys.executable, str(SLURM / "rendezvous.py"), port, str(self.outcome)])
+        self.agent = subprocess.Popen(
+            [str(SLURM / "node.sh"), f"--nnodes={nodes}", "--nproc-per-node=1", "--shutdown-timeout=60",
+             "--rdzv-id=job", f"--rdzv-endpoint=localhost:{port}", "--rdzv-conf=is_host=0,join_timeout=300",
+             str(folder / "saving.py"), str(folder)],
+            env=os.environ | {"SLURMD_NODENAME": "node-0", "PYTHON": sys.executable, "MEMORY": str(self.memory)},
+        )  # fmt: skip
+        self.store = TCPStore("localhost", int(port), is_master=False, timeout=timedelta(seconds=HANG_TIMEOUT_S))
+
+    def reaches(self, milestone: str) -> None:
+        until((self.folder / milestone).exists)
+
+    def tell(self) -> None:
+        """SIGTERM to what Slurm has started."""
+        self.agent.send_signal(signal.SIGTERM)
+
+
+@pytest.fixture
+def start_node(tmp_path: Path) -> Iterator[Callable[[int], Node]]:
+    started: list[Node] = []
+
+    def start(nodes: int) -> Node:
+        started.append(Node(tmp_path, nodes=nodes))
+        return started[0]
+
+    yield start
+    for node in started:
+        node.agent.kill()
+        node.keeper.kill()
+        node.agent.wait()
+        node.keeper.wait()
+
+
+def test_ranks_that_save_when_a_node_is_told_to_end_are_let_finish_however_often_it_is_told(
+    start_node: Callable[[int], Node],
+) -> None:
+    node = start_node(1)
+    node.reaches("training")
+    node.tell()
+    node.reaches("saving")
+    for _ in range(4):
+        node.tell()
+        time.sleep(0.3)
+    assert node.agent.wait(HANG_TIMEOUT_S) == 128 + signal.SIGTERM
+    assert (node.folder / "saved").exists()
+    assert node.outcome.read_text() == "143"
+    assert not node.memory.exists()
+
+
+def test_a_node_that_is_told_to_end_while_it_waits_for_others_gives_its_memory_back(
+    start_node: Callable[[int], Node],
+) -> None:
+    node = start_node(2)
+    until(lambda: node.store.check(["torch.rendezvous.job"]))
+    assert node.memory.is_dir()
+    node.tell()
+    assert node.agent.wait(HANG_TIMEOUT_S) == 128 + signal.SIGTERM
+    assert not node.memory.exists()
 
 
 def test_spares_wait_as_long_as_it_takes_and_make_nobody_meet_again(handlers: list[DynamicRendezvousHandler]) -> None:

@@ -17,8 +17,8 @@ CLUSTER, JOB, STEP, NODE = "STAND_IN_CLUSTER", "SLURM_JOB_ID", "SLURM_STEP_ID", 
 
 VALUED = {
     "sbatch": {"nodes", "ntasks-per-node", "gpus-per-node", "time", "signal", "output", "open-mode", "job-name",
-               "dependency", "export"},
-    "srun": {"nodes", "ntasks", "ntasks-per-node", "nodelist", "kill-on-bad-exit", "wait", "cpu-bind",
+               "dependency", "export", "mem"},
+    "srun": {"nodes", "ntasks", "ntasks-per-node", "nodelist", "kill-on-bad-exit", "wait", "cpu-bind", "export",
              "container-image", "container-workdir", "container-mounts"},
     "scancel": {"signal", "state", "name", "user"},
     "squeue": {"jobs", "states", "format"},
@@ -114,11 +114,27 @@ def send(number: int, **environment: str) -> None:
 
 
 def signal_to_steps(number: int, job_id: str) -> None:
-    """A signal to all processes of all steps of a job, as Slurm's controller sends it; not to the batch script."""
-    for pid, found in list(processes(**{JOB: job_id})):
-        if STEP in found:
-            with contextlib.suppress(ProcessLookupError):
+    """A signal to the tasks of all steps of a job, which srun started, and not to what they have started themselves, as
+    Slurm sends it where it tracks processes by cgroup; not to the batch script."""
+    found = {pid: environment for pid, environment in processes(**{JOB: job_id})}
+    outside = {pid for pid, environment in found.items() if STEP not in environment}
+    for pid in found.keys() - outside:
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            if _parent(pid) in outside:
                 os.kill(pid, number)
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def exported(wish: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """What `--export=ALL`, `NONE` or `A,B` lets through of an environment; Slurm's own variables always."""
+    own = ("SLURM", "STAND_IN_")
+    names = {"PATH", "HOME", *wish.split(",")}
+    return {
+        name: value for name, value in environment.items() if "ALL" in names or name in names or name.startswith(own)
+    }
 
 
 def signal_number(name: str) -> int:

@@ -36,10 +36,17 @@ def sbatch(given: dict[str, str], rest: list[str]) -> int:
         options=options,
         arguments=rest[1:],
         submitted_from=str(Path.cwd()),
-        environment=dict(os.environ),
+        environment=_handed_on(options),
     )
     print(f"Submitted batch job {number}", flush=True)
     return 0
+
+
+def _handed_on(options: dict[str, str]) -> dict[str, str]:
+    """The environment of a batch script; where it is not all of it, srun is to keep to that as well."""
+    if "export" not in options:
+        return dict(os.environ)
+    return {**cluster.exported(options["export"], os.environ), "SLURM_EXPORT_ENV": options["export"]}
 
 
 def srun(given: dict[str, str], rest: list[str]) -> int:
@@ -50,10 +57,11 @@ def srun(given: dict[str, str], rest: list[str]) -> int:
         raise Refused(f"Requested node configuration is not available: {given['nodes']} nodes of {nodes}")
     step = job.folder / f"step-{time.monotonic_ns()}"
     step.write_text("\n".join([*(f"{name}={value}" for name, value in given.items()), *rest]))
+    environment = cluster.exported(given.get("export", os.environ.get("SLURM_EXPORT_ENV", "ALL")), os.environ)
     tasks = {
         node: subprocess.Popen(
             rest,
-            env={**os.environ, STEP: step.name, NODE: node, "SLURM_PROCID": str(number)},
+            env={**environment, STEP: step.name, NODE: node, "SLURM_PROCID": str(number)},
             cwd=given.get("container-workdir"),
             start_new_session=True,
         )

@@ -1,0 +1,34 @@
+"""A node's part of the job's folder in memory: made when its agent starts, given back when the agent ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+
+FOLDER, KEEP = "MEMORY", "KEEP_MEMORY"
+"""Environment variables of `job.sh`: the job's folder, and 1 if what is in it waits for the next run of the job."""
+
+
+def take() -> None:
+    """Make the folder, which only the job's user can read. Raises OSError."""
+    folder = Path(os.environ[FOLDER])
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if _kept():
+        (folder / "keep").touch()
+
+
+def give_back(node: str, code: int) -> None:
+    """Remove what is `node`'s, and the folder with it; kept memory only after a training that has ended (`code` 0)."""
+    if code and _kept():
+        return
+    folder = Path(os.environ[FOLDER])
+    shutil.rmtree(folder / node, ignore_errors=True)
+    (folder / "keep").unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def _kept() -> bool:
+    return os.environ.get(KEEP) == "1"
