@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from megatron.pretrain.errors import UsageError
@@ -41,6 +42,16 @@ def raise_together(problem: str | None) -> None:
     failed = [rank for rank, text in enumerate(problems) if text is not None]
     if failed:
         raise RankFailure(f"{problems[failed[0]]} (on {_named(failed)})")
+
+
+def all_done(is_done: bool) -> bool:
+    """Whether `is_done` is said on every rank; a short collective over all ranks.
+
+    Asked again and again while work goes on beside it, so that no collective waits as long as the slowest rank takes.
+    """
+    unfinished = torch.tensor([int(not is_done)], device=torch.cuda.current_device())
+    dist.all_reduce(unfinished, op=dist.ReduceOp.MAX)
+    return not unfinished.item()
 
 
 def usage_errors_together(action: Callable[[], Value]) -> Value:

@@ -200,6 +200,16 @@ def test_training_goes_on_from_a_converted_chain_as_from_the_chain_itself(
     assert exact(tmp_path / "merged") == exact(tmp_path / "chain")
 
 
+def test_a_chain_with_a_changed_byte_is_not_converted(
+    copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed(copied)
+    assert convert(copied, tmp_path / "converted") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "iter_0000003/__3_0.distcp is damaged: its checksum is" in line
+    assert not (tmp_path / "converted").exists()
+
+
 def test_what_cannot_be_merged_is_refused_in_one_line(
     saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Final, Literal
 
-from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.store.atomic import sync_directory, write_atomically
 from megatron.core.dist_checkpointing.moe.store.chain import read_chain
 
@@ -97,15 +97,19 @@ class CheckpointDirectory:
         shutil.rmtree(self.staging(iteration), ignore_errors=True)
 
     def retain(self, keep_last: int) -> list[int]:
-        """Remove all but the newest `keep_last` iterations and those that hold experts for them; returns the others.
+        """Remove all but the newest `keep_last` iterations and those that hold experts for what stays; returns them.
 
         The tracked iteration always stays. Raises OSError, and ValueError while it is not known what a kept one needs.
         """
         tracked = self.tracked()
         # Iterations past the tracked one are of a run that was left; they cannot be loaded and are not ours to remove.
         loadable = [iteration for iteration in self.iterations() if isinstance(tracked, int) and iteration <= tracked]
+        older = [iteration for iteration in loadable[keep_last:] if not self.folder(iteration).is_symlink()]
         needed = self._needed(loadable[:keep_last])
-        surplus = [iteration for iteration in loadable[keep_last:] if iteration not in needed]
+        for iteration in self.iterations() if older else ():
+            if iteration not in loadable:
+                needed |= self._needed_if_whole(iteration)
+        surplus = [iteration for iteration in older if iteration not in needed]
         for iteration in surplus:
             # Renamed first, so that a crash in between leaves no half-deleted checkpoint that looks like one.
             condemned = self._condemned(iteration)
@@ -121,6 +125,16 @@ class CheckpointDirectory:
         except UnreadableCheckpoint as error:
             raise ValueError(f"what else has to stay is not known: {error}") from error
         return {iteration for chain in chains if chain is not None for iteration in chain.iterations}
+
+    def _needed_if_whole(self, iteration: int) -> set[int]:
+        """As `_needed` for one that was not announced: nothing if its manifest is damaged, for then it is lost."""
+        try:
+            return self._needed([iteration])
+        except ValueError as error:
+            unreadable = error.__cause__
+            if isinstance(unreadable, NewerFormat) or isinstance(getattr(unreadable, "__cause__", None), OSError):
+                raise
+            return set()
 
     def _condemned(self, iteration: int) -> Path:
         return self.root / f".iter_{iteration:07d}.removing"

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.moe.store.dense import DenseCheckpoint
-from megatron.core.dist_checkpointing.moe.store.integrity import NAME, FileSum, damaged, expected, shares
-from megatron.pretrain.agreement import raise_together
+from megatron.core.dist_checkpointing.moe.store.integrity import FileSum, damaged, shares
+from megatron.pretrain.agreement import all_done, raise_together
 
-log = logging.getLogger(__name__)
-
-
-def sums_of(parts: Iterable[DenseCheckpoint]) -> dict[Path, FileSum]:
-    """What the files of a checkpoint were when they were saved; `parts` are the iterations that it is loaded from.
-
-    Raises UnreadableCheckpoint for an integrity file that is damaged, or missing although there was one.
-    """
-    sums: dict[Path, FileSum] = {}
-    for part in parts:
-        found = expected(part.directory, part.common)
-        if found is None:
-            log.info("%s has no %s: its bytes are loaded without being checked", part.directory, NAME)
-        sums |= found or {}
-    return sums
+POLL_INTERVAL_S = 0.05
 
 
 def require_intact(sums: Mapping[Path, FileSum]) -> None:
@@ -35,5 +20,12 @@ def require_intact(sums: Mapping[Path, FileSum]) -> None:
     Raises RankFailure on every rank, which names the file, if any has changed.
     """
     own = shares(sums, dist.get_world_size())[dist.get_rank()]
-    found = damaged({path: sums[path] for path in own})
+    with ThreadPoolExecutor(1, "integrity") as beside:
+        summing = beside.submit(damaged, {path: sums[path] for path in own})
+        # A single huge file may take one rank longer than a collective may last.
+        while True:
+            wait([summing], POLL_INTERVAL_S)
+            if all_done(summing.done()):
+                break
+        found = summing.result()
     raise_together(f"{found[0]}; restore the file or take another iteration" if found else None)

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.store.chain import Chain
 from megatron.core.dist_checkpointing.moe.store.dense import COMMON, open_dense
-from megatron.core.dist_checkpointing.moe.store.integrity import FileSum
+from megatron.core.dist_checkpointing.moe.store.integrity import NAME, FileSum, sums_of
 from megatron.core.dist_checkpointing.moe.store.merged import open_merged
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
@@ -27,7 +27,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.safe_globals import register_safe_globals
 from megatron.pretrain.agreement import RankFailure, on_rank_zero, raise_together
 from megatron.pretrain.checkpoint.directory import RELEASE, CheckpointDirectory, Step
-from megatron.pretrain.checkpoint.integrity import require_intact, sums_of
+from megatron.pretrain.checkpoint.integrity import require_intact
 from megatron.pretrain.checkpoint.partial import MergingLoadStrategy, Sources, content_of, report_staleness
 from megatron.pretrain.checkpoint.state import (
     Parts,
@@ -170,10 +170,13 @@ def _examine(directory: CheckpointDirectory, step: Step) -> _Found:
         raise UnreadableCheckpoint("it does not say at which iteration and data position it was saved")
     shapes = (match[1] for match in map(_RANDOM_STATE.fullmatch, checkpoint.objects) if match)
     shape = next((tuple(map(int, text.split("."))) for text in shapes), None)
-    arguments, metadata = common.get("args") or argparse.Namespace(), common.get("content_metadata") or {}
-    sums = sums_of([checkpoint] if merged is None else merged.parts.values())
+    arguments, metadata = common.get("args") or argparse.Namespace(), common.get("content_metadata")
+    parts = [checkpoint] if merged is None else list(merged.parts.values())
+    sums = sums_of(parts)
+    for folder_without in {part.directory for part in parts} - {path.parent for path in sums}:
+        log.info("%s has no %s: its bytes are loaded without being checked", folder_without, NAME)
     sources = None if merged is None else Sources.of(merged)
-    return _Found(step, folder, arguments, metadata, shape, sums, sources)
+    return _Found(step, folder, arguments, metadata if isinstance(metadata, dict) else {}, shape, sums, sources)
 
 
 def _loadable_parts(found: _Found, config: PretrainConfig) -> Parts:

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.moe.store.dense import open_dense
 from megatron.core.dist_checkpointing.moe.store.integrity import FORMAT_VERSION, MARK, Sums, seal
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from megatron.pretrain.agreement import RankFailure, on_rank_zero, raise_together
+from megatron.pretrain.agreement import RankFailure, all_done, on_rank_zero, raise_together
 from megatron.pretrain.checkpoint.directory import CheckpointDirectory
 from megatron.pretrain.checkpoint.partial import next_chain, selected_shards
 from megatron.pretrain.checkpoint.state import (
@@ -84,7 +84,7 @@ class Saver:
 
     def poll(self) -> None:
         """Finish a save that was started earlier, if every rank has written its part."""
-        if self._pending is not None and self._written(self._pending):
+        if self._pending is not None and all_done(self._pending.shards.is_done()):
             self.wait()
 
     def wait(self) -> None:
@@ -92,8 +92,7 @@ class Saver:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        # Asked for again and again, so that no collective waits as long as the slowest disk takes.
-        while not self._written(pending):
+        while not all_done(pending.shards.is_done()):
             time.sleep(POLL_INTERVAL_S)
         try:
             sums = pending.shards.finish()
@@ -113,11 +112,6 @@ class Saver:
             return on_rank_zero(lambda: iteration in self._directory.candidates(), errors=(OSError, ValueError))
         except (OSError, ValueError):
             return False
-
-    def _written(self, pending: _Pending) -> bool:
-        unfinished = torch.tensor([int(not pending.shards.is_done())], device=torch.cuda.current_device())
-        torch.distributed.all_reduce(unfinished, op=torch.distributed.ReduceOp.MAX)
-        return not unfinished.item()
 
     def _prepare(self, iteration: int) -> tuple[ShardWriter, Chain | None]:
         """Stage everything but the shards, and plan those; with `--save-experts` the chain says which experts."""

@@ -13,6 +13,7 @@ import torch
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.store.chain import says_partial
 from megatron.core.dist_checkpointing.moe.store.dense import open_dense
 from megatron.pretrain import cpu_device
 
@@ -90,6 +91,32 @@ def test_a_tracker_that_holds_no_number_is_refused(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("../../etc")
     with pytest.raises(UnreadableCheckpoint, match="not an iteration"):
         open_dense(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["1" * 5000, "\u0661\u0662", "12 13"])
+def test_a_tracker_with_a_number_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
+    with pytest.raises(UnreadableCheckpoint, match="not an iteration"):
+        open_dense(tmp_path)
+
+
+def test_a_tracker_that_cannot_be_read_is_a_checkpoint_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").mkdir()
+    with pytest.raises(UnreadableCheckpoint, match="cannot be read"):
+        open_dense(tmp_path)
+
+
+def test_a_place_that_cannot_even_be_looked_at_is_a_checkpoint_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableCheckpoint, match="cannot be read"):
+        open_dense(tmp_path / ("a" * 300))
+
+
+def test_a_commit_marker_that_is_nested_without_end_is_damaged(content: Content, save: Save, tmp_path: Path) -> None:
+    directory = save(content, tmp_path / "saved")
+    (directory / "metadata.json").write_bytes(b"[" * 100_000)
+    with pytest.raises(UnreadableCheckpoint, match=r"metadata.json is damaged"):
+        open_dense(directory)
+    assert not says_partial(directory)
 
 
 def test_a_directory_that_does_not_exist_is_refused(tmp_path: Path) -> None:

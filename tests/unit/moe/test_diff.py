@@ -15,12 +15,14 @@ from test_cli import run
 from test_digest import BUCKET, WEIGHT, bucket
 from verify_places import chained, facts, storage
 
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.examine.comparison import Difference, differing_values, natural, structure
 from megatron.core.dist_checkpointing.moe.examine.recognition import recognized
 from megatron.core.dist_checkpointing.moe.examine.values import Value, view
-from megatron.core.dist_checkpointing.moe.ports import Field, Layout, SnapshotId
+from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.store.export import export_merged
 from megatron.core.dist_checkpointing.moe.store.filesystem import FilesystemStore
+from megatron.core.dist_checkpointing.moe.types import Part, expert
 
 if TYPE_CHECKING:
     from conftest import Content, Save
@@ -184,6 +186,42 @@ def test_two_storages_are_compared_by_their_newest_states_whichever_job_made_the
     assert (found.name, found.index, found.differing) == (f"{newest}/weight 0", (0,), 1)
     (found,) = differences(first / newest, second / newest)
     assert found.name == "weight 0"
+
+
+def pec(root: Path, old: bytes = b"old") -> Path:
+    """A storage whose newest state needs experts of an older one."""
+    groups = {"dense": expert(-1, 0), "expertsa": expert(0, 0), "expertsb": expert(0, 1)}
+    store = FilesystemStore(root, 0)
+    for iteration, kinds in ((1, ("dense", "expertsa", "expertsb")), (2, ("dense", "expertsa"))):
+        for kind in kinds:
+            own = groups[kind]
+            scalars: dict[str, Json] = {
+                "operators": [[own.layer, own.kind.value, own.expert, Part.FULL.value]],
+                "timeline": [["first", 0]],
+                "window": [iteration, iteration],
+                "made_by": "pec",
+            }
+            if kind == "dense":
+                scalars["trainer"] = {"iteration": iteration}
+            with store.reserve(SnapshotId(iteration, 0, kind), Layout.of([Field("weight", "uint8", (3,))])) as writer:
+                writer.put("weight", old if (iteration, kind) == (1, "expertsb") else b"new")
+                writer.seal(Facts("job", "plan", {"world_size": 1}, scalars))
+    return root
+
+
+def test_storages_that_differ_in_what_the_newest_state_takes_from_an_older_one_are_not_equal(tmp_path: Path) -> None:
+    first, second = pec(tmp_path / "first"), pec(tmp_path / "second", b"odd")
+    assert not differences(first, first)
+    (found,) = differences(first, second)
+    assert found.name == "iter_0000001-rank_00000-expertsb/weight"
+
+
+def test_a_state_without_the_older_snapshots_that_it_needs_is_none(tmp_path: Path) -> None:
+    root = pec(tmp_path / "storage")
+    shutil.rmtree(root / "iter_0000001-rank_00000-dense")
+    shutil.rmtree(root / "iter_0000002-rank_00000-dense")
+    with pytest.raises(UnreadableCheckpoint, match="no state that can be restored"):
+        view(recognized(str(root)))
 
 
 def test_what_a_snapshot_says_of_its_job_does_not_count_and_the_state_of_the_trainer_does(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -9,36 +10,43 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from test_cli import run
 from verify_places import chained, dense, tensor
 from verify_places import save as save_iteration
 
+from megatron.core.dist_checkpointing.moe.cli.gc import _freed
 from megatron.core.dist_checkpointing.moe.examine.recognition import recognized
 from megatron.core.dist_checkpointing.moe.examine.storage import open_storage
-from megatron.core.dist_checkpointing.moe.examine.surplus.items import Limits, Surplus
+from megatron.core.dist_checkpointing.moe.examine.surplus.items import A_LINK, Item, Limits, Surplus
 from megatron.core.dist_checkpointing.moe.examine.surplus.memory import surplus_of_memory
 from megatron.core.dist_checkpointing.moe.examine.surplus.saves import surplus_of_saves
 from megatron.core.dist_checkpointing.moe.examine.surplus.storage import surplus_of_storage
+from megatron.core.dist_checkpointing.moe.examine.surplus.written import last_written_s
 from megatron.core.dist_checkpointing.moe.examine.verification import verify
 from megatron.core.dist_checkpointing.moe.examine.windows import newest_whole, stored
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, SnapshotId, Store, StoreFailure
-from megatron.core.dist_checkpointing.moe.store import manifest
+from megatron.core.dist_checkpointing.moe.store import chain, integrity, manifest
+from megatron.core.dist_checkpointing.moe.store.checksums import checksum
 from megatron.core.dist_checkpointing.moe.store.filesystem import FilesystemStore
 from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
-from megatron.core.dist_checkpointing.moe.store.names import TRACKER
+from megatron.core.dist_checkpointing.moe.store.names import FORMAT, TRACKER
 from megatron.core.dist_checkpointing.moe.store.objects import ObjectStore
+from megatron.core.dist_checkpointing.moe.store.system import System
 from megatron.core.dist_checkpointing.moe.types import OperatorId, Part, expert
 
 ROOT, RANKS = Path(__file__).parents[3], 2
 FIRST, SECOND = ("2026-01-01", 0), ("2026-01-02", 4)
 HOUR_S = 3600.0
+VERSION_2 = '{"sharded_backend": "torch_dist", "sharded_backend_version": 2}'
 Way = tuple[tuple[str, int], ...]
 
 
@@ -51,6 +59,7 @@ class Made:
     length: int = 1
     flags: tuple[str, ...] = ()
     made_by: str = "sparse"
+    layout: str = "dp"
 
     def window(self, root: Path | Store, last: int, ranks: Sequence[int] = range(RANKS), **said: Any) -> None:
         """A window that ends with `last`, of some ranks."""
@@ -81,7 +90,7 @@ class Made:
         store = FilesystemStore(root, snapshot.rank) if isinstance(root, Path) else root
         with store.reserve(snapshot, layout) as writer:
             writer.put("weight", random.Random(str((snapshot, self.way))).randbytes(100))
-            writer.seal(Facts(self.job, "plan", {"world_size": RANKS}, scalars))
+            writer.seal(Facts(self.job, "plan", {"world_size": RANKS, "layout": self.layout}, scalars))
 
 
 def limits(keep_last: int | None = None, idle_s: float = 0.0, ended: Sequence[str] = ()) -> Limits:
@@ -181,18 +190,187 @@ def test_where_no_state_is_intact_no_snapshot_goes(tmp_path: Path) -> None:
     assert "intact" in surplus.notes[0]
 
 
-def test_old_copies_of_experts_stay_for_newer_snapshots_that_lack_them(tmp_path: Path) -> None:
+GROUPS = {"expertsa": [expert(0, 0)], "expertsb": [expert(0, 1)]}
+
+
+def pec(root: Path) -> None:
+    """Three states, of which the newest needs experts of the oldest."""
     job = Made(made_by="pec")
-    groups = {"expertsa": [expert(0, 0)], "expertsb": [expert(0, 1)]}
     for iteration, kinds in ((1, ("expertsa", "expertsb")), (2, ("expertsa",)), (3, ("expertsa",))):
         for kind in kinds:
             for rank in range(RANKS):
-                job.snapshot(tmp_path, SnapshotId(iteration, rank, kind), iteration, kind, groups[kind])
+                job.snapshot(root, SnapshotId(iteration, rank, kind), iteration, kind, GROUPS[kind])
         for rank in range(RANKS):
-            job.snapshot(tmp_path, SnapshotId(iteration, rank, "dense"), iteration, "dense", [expert(-1, 0)])
+            job.snapshot(root, SnapshotId(iteration, rank, "dense"), iteration, "dense", [expert(-1, 0)])
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_old_copies_of_experts_stay_for_newer_snapshots_that_lack_them(tmp_path: Path) -> None:
+    pec(tmp_path)
     apply(of_storage(tmp_path, keep_last=1))
     assert iterations(tmp_path) == [1, 3]
     assert {path.name.rpartition("-")[2] for path in tmp_path.glob("iter_0000001-*")} >= {"expertsb"}
+
+
+class FailsOnce(System):
+    """A device that cannot read one file the first time."""
+
+    def __init__(self, part: str) -> None:
+        self.part = part
+
+    def open(self, path: Path, flags: int) -> int:
+        if self.part and self.part in str(path):
+            self.part = ""
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return super().open(path, flags)
+
+
+def test_where_a_manifest_cannot_be_read_for_a_moment_no_sealed_snapshot_goes(tmp_path: Path) -> None:
+    pec(tmp_path)
+    for asked in range(3):
+        system = FailsOnce("iter_0000001-rank_00000-expertsb/manifest.json")
+        store = FilesystemStore(tmp_path, 0, system=system)
+        surplus = surplus_of_storage(store, str(tmp_path), limits(keep_last=1), lambda nbytes: None)
+        assert not system.part, asked
+        assert not freed(surplus)
+        assert "expertsb" in surplus.notes[0] and "no sealed snapshot is freed" in surplus.notes[0]
+
+
+def test_where_a_manifest_cannot_be_read_no_sealed_snapshot_goes(tmp_path: Path) -> None:
+    pec(tmp_path)
+    unreadable = tmp_path / "iter_0000001-rank_00000-expertsa" / "manifest.json"
+    unreadable.unlink()
+    unreadable.mkdir()
+    surplus = of_storage(tmp_path, keep_last=1)
+    assert not freed(surplus)
+    assert "could not be read now" in reasons(surplus, "expertsa of rank 0")
+
+
+@pytest.mark.parametrize("harm", ["missing", "damaged", "without a manifest"])
+def test_where_the_only_copy_of_experts_is_gone_on_one_rank_those_of_the_others_stay(harm: str, tmp_path: Path) -> None:
+    pec(tmp_path)
+    folder = tmp_path / "iter_0000001-rank_00000-expertsb"
+    if harm == "missing":
+        shutil.rmtree(folder)
+    elif harm == "damaged":
+        flip(folder / "manifest.json")
+    else:
+        (folder / "manifest.json").unlink()
+    before = names(tmp_path)
+    surplus = of_storage(tmp_path, keep_last=1)
+    apply(surplus)
+    assert names(tmp_path) == before
+    assert "older snapshots that it needs" in surplus.notes[0]
+
+
+def test_the_newest_copy_that_one_rank_has_stays_though_another_lost_its_own(tmp_path: Path) -> None:
+    pec(tmp_path)
+    shutil.rmtree(tmp_path / "iter_0000003-rank_00000-expertsa")
+    apply(of_storage(tmp_path, keep_last=1))
+    assert {
+        "iter_0000003-rank_00001-expertsa",
+        "iter_0000002-rank_00000-expertsa",
+        "iter_0000002-rank_00001-expertsa",
+    } <= {*names(tmp_path)}
+
+
+def test_beside_a_snapshot_of_a_later_version_no_sealed_one_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pec(tmp_path)
+    with monkeypatch.context() as later:
+        later.setattr(manifest, "FORMAT_VERSION", manifest.FORMAT_VERSION + 1)
+        Made(made_by="pec").window(tmp_path, 1, ranks=[0])
+    surplus = of_storage(tmp_path, keep_last=1)
+    assert not freed(surplus)
+    assert "a later version" in surplus.notes[0]
+
+
+def test_a_fresh_start_under_the_same_job_id_gives_no_right_to_the_earlier_run(tmp_path: Path) -> None:
+    Made().window(tmp_path, 8)
+    Made(((SECOND[0], 0),)).window(tmp_path, 2)
+    surplus = of_storage(tmp_path, keep_last=1)
+    assert not freed(surplus)
+    assert reasons(surplus, "iteration 8").startswith("it is of an earlier run of job job")
+    assert freed(of_storage(tmp_path, keep_last=1, ended=["job"])) == ["iteration 8: 2 snapshots (window)"]
+
+
+@pytest.mark.parametrize("other", [{"layout": "tp"}, {"made_by": "full"}])
+def test_what_another_strategy_or_layout_left_is_no_way_that_training_came_back_from(
+    other: dict[str, str], tmp_path: Path
+) -> None:
+    Made().window(tmp_path, 4)
+    Made(**other).window(tmp_path, 6)  # type: ignore[arg-type]
+    Made((FIRST, SECOND)).window(tmp_path, 5)
+    assert not freed(of_storage(tmp_path))
+
+
+def test_what_is_damaged_beside_another_run_stays(tmp_path: Path) -> None:
+    Made().window(tmp_path, 1)
+    Made(((SECOND[0], 0),)).window(tmp_path, 4)
+    flip(tmp_path / "iter_0000001-rank_00001-window" / "manifest.json")
+    assert not freed(of_storage(tmp_path))
+
+
+def test_verify_asks_only_the_newest_way_for_lost_copies(tmp_path: Path) -> None:
+    for rank in range(RANKS):
+        Made().snapshot(tmp_path, SnapshotId(6, rank, "window"), 6, parts=[expert(0, 5)])
+    Made((FIRST, SECOND)).window(tmp_path, 5)
+    flip(tmp_path / "iter_0000006-rank_00000-window" / "segment.bin")
+    assert verify(recognized(str(tmp_path))).restores == "iteration 5"
+
+
+def test_links_stay(tmp_path: Path) -> None:
+    root, real = tmp_path / "storage", tmp_path / "real"
+    for last in (2, 4):
+        Made().window(root, last)
+    real.mkdir()
+    linked = [*root.glob("iter_0000002-*")]
+    for path in linked:
+        path.rename(real / path.name)
+        path.symlink_to(real / path.name)
+    for name in (
+        ".freed.iter_0000001-rank_00001-window.00001.0123abcd",
+        ".writing.iter_0000003-rank_00001-window.00001.0123abcd",
+    ):
+        (root / name).symlink_to(real / linked[0].name)
+    surplus = of_storage(root, keep_last=1)
+    assert not freed(surplus)
+    assert {item.reason for item in surplus.items if "iteration 4" not in item.what} == {A_LINK}
+
+
+def test_freeing_a_link_leaves_what_it_leads_to(tmp_path: Path) -> None:
+    Made().window(tmp_path / "real", 2)
+    store, snapshot = FilesystemStore(tmp_path / "view", 0), SnapshotId(2, 0, "window")
+    (tmp_path / "view" / snapshot.name).symlink_to(tmp_path / "real" / snapshot.name)
+    store.free(snapshot)
+    assert not names(tmp_path / "view")
+    assert names(tmp_path / "real" / snapshot.name) == ["manifest.json", "segment.bin"]
+
+
+def test_times_behind_urls_are_asked_again_and_without_a_zone_they_are_utc(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cached:
+        """Lists what it knew before until it is told that this is old."""
+
+        known: str = "2020-01-01T00:00:00"
+
+        def invalidate_cache(self) -> None:
+            self.known = "2021-01-01T00:00:00"
+
+        def find(self, root: str, detail: bool) -> dict[str, dict[str, datetime]]:
+            return {"a": {"LastModified": datetime.fromisoformat(self.known)}}
+
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    try:
+        monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url: (Cached(), url))
+        assert last_written_s("s3://bucket/run") == datetime(2021, 1, 1, tzinfo=UTC).timestamp()
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_what_was_never_sealed_or_half_deleted_goes(tmp_path: Path) -> None:
@@ -345,6 +523,75 @@ def test_an_iteration_that_the_tracker_does_not_name_yet_neither_goes_nor_counts
     assert freed(surplus) == ["iter_0000012"]
 
 
+def unread(path: Path) -> None:
+    """Reading it fails, and not because it is missing."""
+    path.unlink()
+    path.mkdir()
+
+
+def later(path: Path) -> None:
+    """As a later version would write it."""
+    (member,) = {"chain", "integrity"} & json.loads(path.read_bytes()).keys()
+    said = json.loads(path.read_bytes())[member]
+    body = json.dumps(said | {"format": said["format"] + 1}, separators=(",", ":"))
+    path.write_text(f'{{"xxh3":"{checksum(body.encode())}","{member}":{body}}}\n')
+
+
+def with_newer(root: Path) -> Path:
+    """Beside a chain, two newer iterations that hold everything."""
+    for iteration in (48, 60):
+        save_iteration(root, iteration, {"w": tensor(random.Random(iteration), 4)})
+    (root / TRACKER).write_text("60")
+    return root
+
+
+@SAVES
+@pytest.mark.parametrize(
+    ("name", "harm", "why"),
+    [
+        (chain.MANIFEST, unread, "it cannot be read now"),
+        (chain.MANIFEST, later, "a later version of moe-ckpt wrote it"),
+        (integrity.NAME, unread, "it cannot be read now"),
+        (integrity.NAME, later, "a later version of moe-ckpt wrote it"),
+        (FORMAT, unread, "it cannot be read now"),
+        (FORMAT, lambda path: path.write_text(VERSION_2), "a later version of moe-ckpt wrote it"),
+    ],
+)
+def test_iterations_that_cannot_be_judged_stay_with_all_that_they_may_need(
+    name: str, harm: Callable[[Path], None], why: str, tmp_path: Path
+) -> None:
+    root = with_newer(chained(tmp_path / "saved", 3))
+    assert freed(of_saves(root, keep_last=1)) == [f"iter_{n:07d}" for n in (12, 24, 36, 48)]
+    harm(root / "iter_0000036" / name)
+    surplus = of_saves(root, keep_last=1)
+    assert freed(surplus) == ["iter_0000048"]
+    assert reasons(surplus, "iter_0000036").startswith(why)
+    assert reasons(surplus, "iter_0000012").startswith("iteration 36 may need it")
+
+
+@SAVES
+def test_what_iterations_past_the_tracked_one_need_stays(tmp_path: Path) -> None:
+    root = chained(tmp_path / "saved", 3)
+    save_iteration(root, 30, {"w": tensor(random.Random(1), 4)})
+    (root / TRACKER).write_text("30")
+    surplus = of_saves(root, keep_last=1)
+    assert not freed(surplus)
+    assert reasons(surplus, "iter_0000012") == "it holds experts for one that is kept"
+
+
+@SAVES
+def test_iterations_that_are_links_or_of_other_frameworks_stay(tmp_path: Path) -> None:
+    root = dense(tmp_path / "saved", 3)
+    (root / "iter_0000012").rename(tmp_path / "elsewhere")
+    (root / "iter_0000012").symlink_to(tmp_path / "elsewhere")
+    (root / "iter_0000006" / "mp_rank_00").mkdir(parents=True)
+    (root / "iter_0000006" / "mp_rank_00" / "model_optim_rng.pt").write_bytes(b"legacy")
+    surplus = of_saves(root, keep_last=1)
+    assert not freed(surplus)
+    assert reasons(surplus, "iter_0000012") == A_LINK
+    assert "legacy" in reasons(surplus, "iter_0000006")
+
+
 @pytest.fixture
 def memory_dir(tmp_path: Path) -> Path:
     (tmp_path / "memory" / "node").mkdir(parents=True)
@@ -365,8 +612,38 @@ def test_memory_that_a_restart_can_go_on_from_goes_only_when_there_will_be_none(
     assert not freed(surplus)
     assert surplus.items[0].what == "job job on node: snapshots up to iteration 7 are left"
     assert "--ended job" in surplus.items[0].reason
-    apply(surplus_of_memory(memory_dir / "node" / "job" / "slot-000", limits(ended=["job"])))
+    apply(surplus_of_memory(memory_dir / "node" / "job", limits(ended=["job"])))
     assert not [*memory_dir.rglob("*.bin")]
+
+
+def test_snapshots_in_memory_that_cannot_be_read_stay_until_the_job_is_said_to_have_ended(memory_dir: Path) -> None:
+    with closing(MemoryStore(memory_dir / "node", "job", 0, (4096,) * 2)) as store:
+        Made().window(store, 7, ranks=[0])
+    (sealed,) = memory_dir.rglob("segment-*.json")
+    unread(sealed)
+    surplus = surplus_of_memory(memory_dir, limits())
+    assert not freed(surplus)
+    assert surplus.items[0].what == "job job on node: snapshots that this version cannot read are left"
+    assert len(freed(surplus_of_memory(memory_dir, limits(ended=["job"])))) == 1
+
+
+def test_memory_that_a_later_version_wrote_stays_whatever_is_said(
+    memory_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(MemoryStore(memory_dir / "node", "job", 0, (4096,) * 2)) as store, monkeypatch.context() as later:
+        later.setattr(manifest, "FORMAT_VERSION", manifest.FORMAT_VERSION + 1)
+        Made().window(store, 7, ranks=[0])
+    surplus = surplus_of_memory(memory_dir, limits(ended=["job"]))
+    assert not freed(surplus)
+    assert "a later version" in surplus.items[0].reason
+
+
+def test_the_memory_of_one_process_is_no_place_to_tidy(
+    memory_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    MemoryStore(memory_dir / "node", "job", 0, (4096,) * 2).close()
+    assert run(monkeypatch, "gc", memory_dir / "node" / "job" / "slot-000") == 2
+    assert "give the folder of its job" in capsys.readouterr().err
 
 
 def test_memory_without_snapshots_of_a_job_that_is_gone_goes_after_a_while(memory_dir: Path) -> None:
@@ -435,6 +712,13 @@ def test_what_cannot_be_freed_is_told_and_costs_the_exit_code(
     monkeypatch.setattr(FilesystemStore, "free", refused)
     assert run(monkeypatch, "gc", tmp_path, "--idle", "0.001", "--apply") == 1
     assert "Read-only" in capsys.readouterr().out
+
+
+def test_an_error_that_names_no_file_is_told_as_it_is() -> None:
+    def refused() -> None:
+        raise OSError("Cannot call rmtree on a symbolic link")
+
+    assert _freed(Item("a link", 0, "", refused)) == "Cannot call rmtree on a symbolic link"
 
 
 def test_one_snapshot_or_iteration_is_no_place_to_tidy(

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.store import integrity
+from megatron.core.dist_checkpointing.moe.store import chain, integrity
+from megatron.core.dist_checkpointing.moe.store.checksums import framed, unframed
 from megatron.core.dist_checkpointing.moe.store.integrity import FileSum, check, decode, encode, expected, seal, shares
+from megatron.pretrain import cpu_device
+from megatron.pretrain.agreement import RankFailure
+from megatron.pretrain.checkpoint import integrity as loading
 
 SUMS = {"__0_0.distcp": FileSum(7, "0" * 32), "common.pt": FileSum(0, "f" * 32)}
+
+
+CHAIN = chain.Chain(12, {0: (12, 12)}, {12: "0" * 16}, 0, None, "fp32")
 
 
 @pytest.fixture
@@ -53,7 +64,30 @@ def test_a_file_outside_of_the_folder_is_refused(name: str) -> None:
 
 def test_a_later_format_is_not_called_damaged() -> None:
     with pytest.raises(NewerFormat, match="written in format 2, this version reads up to 1"):
-        decode(encode(SUMS).replace(b'"format":1', b'"format":2'), "file")
+        decode(later("integrity", encode(SUMS)), "file")
+    with pytest.raises(NewerFormat, match="written in format 2, this version reads up to 1"):
+        chain.decode(later("chain", chain.encode(CHAIN)), "file")
+
+
+def test_a_damaged_version_is_damage_and_asks_for_no_newer_software() -> None:
+    for content, read in ((encode(SUMS), decode), (chain.encode(CHAIN), chain.decode)):
+        with pytest.raises(UnreadableCheckpoint, match="does not match its checksum") as refusal:
+            read(content.replace(b'"format":1', b'"format":2'), "file")  # type: ignore[operator]
+        assert not isinstance(refusal.value, NewerFormat)
+
+
+def test_a_file_under_another_spelling_is_refused_whatever_its_checksum() -> None:
+    body = unframed("integrity", encode(SUMS))
+    assert body is not None
+    with pytest.raises(UnreadableCheckpoint, match="no save writes it so"):
+        decode(framed("integrity", body.replace(b",", b", ")), "file")
+
+
+def later(key: str, content: bytes) -> bytes:
+    """As a later version would write it, with a checksum that is right."""
+    body = unframed(key, content)
+    assert body is not None
+    return framed(key, body.replace(b'"format":1', b'"format":2'))
 
 
 def test_a_sealed_folder_is_undamaged(folder: Path) -> None:
@@ -89,6 +123,34 @@ def test_a_checkpoint_that_says_that_it_has_the_file_must_have_it(folder: Path) 
     assert expected(folder, {}) is None
     with pytest.raises(UnreadableCheckpoint, match="is missing, so its bytes cannot be checked"):
         expected(folder, {"content_metadata": {integrity.MARK: 1}})
+
+
+def test_a_description_of_the_content_that_is_none_does_not_stop_the_reader(folder: Path) -> None:
+    assert expected(folder, {"content_metadata": "a sentence"}) is None
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_ranks_that_wait_for_a_slow_sum_ask_again_and_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single collective would last as long as the largest file takes, and may time out."""
+    asked, real, reduce = [], loading.damaged, dist.all_reduce
+
+    def slow(sums: Any) -> Any:
+        time.sleep(10 * loading.POLL_INTERVAL_S)
+        return real(sums)
+
+    def counted(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        asked.append(time.monotonic())
+        return reduce(tensor, *arguments, **named)
+
+    monkeypatch.setattr(loading, "damaged", slow)
+    monkeypatch.setattr(dist, "all_reduce", counted)
+    seal(folder)
+    with cpu_device.installed():
+        loading.require_intact(integrity.read(folder) or {})
+        assert len(asked) > 2
+        (folder / "a").write_bytes(b"some bytez")
+        with pytest.raises(RankFailure, match="a is damaged: its checksum is"):
+            loading.require_intact(integrity.read(folder) or {})
 
 
 def test_readers_share_the_files_by_their_bytes() -> None:

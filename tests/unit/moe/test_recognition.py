@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableC
 from megatron.core.dist_checkpointing.moe.examine.areas import slots
 from megatron.core.dist_checkpointing.moe.examine.recognition import Content, recognized
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
+from megatron.core.dist_checkpointing.moe.store.checksums import framed
 from megatron.core.dist_checkpointing.moe.store.filesystem import FilesystemStore
 from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.store.objects import ObjectStore
@@ -131,14 +132,14 @@ def test_a_snapshot_that_was_never_sealed_is_half_written(name: str, tmp_path: P
     ("name", "said", "words"),
     [
         ("metadata.json", {"sharded_backend": "torch_dist", "sharded_backend_version": 2}, "version 2 of torch_dist"),
-        ("moe_ckpt_chain.json", {"xxh3": "0", "chain": {"format": 7}}, "written in format 7"),
+        ("moe_ckpt_chain.json", framed("chain", b'{"format":7}'), "written in format 7"),
     ],
 )
 def test_a_checkpoint_of_a_later_version_is_told_from_a_damaged_one(
-    name: str, said: dict[str, Any], words: str, tmp_path: Path
+    name: str, said: Any, words: str, tmp_path: Path
 ) -> None:
     write(tmp_path, ".metadata", "metadata.json", "common.pt", "__0_0.distcp")
-    (tmp_path / name).write_text(json.dumps(said))
+    (tmp_path / name).write_bytes(said if isinstance(said, bytes) else json.dumps(said).encode())
     with pytest.raises(NewerFormat, match=words):
         recognized(str(tmp_path))
 
@@ -146,9 +147,30 @@ def test_a_checkpoint_of_a_later_version_is_told_from_a_damaged_one(
 def test_a_snapshot_of_a_later_version_is_told_from_a_damaged_one(tmp_path: Path) -> None:
     write(tmp_path / SNAPSHOT.name, "segment.bin")
     manifest = tmp_path / SNAPSHOT.name / "manifest.json"
-    manifest.write_text(json.dumps({"xxh3": "0", "manifest": {"format": 2}}))
+    manifest.write_bytes(framed("manifest", b'{"format":2}'))
     with pytest.raises(NewerFormat, match="written in format 2"):
         recognized(str(manifest.parent))
+
+
+def test_a_version_is_not_believed_before_its_checksum(tmp_path: Path) -> None:
+    write(tmp_path / SNAPSHOT.name, "segment.bin")
+    manifest = tmp_path / SNAPSHOT.name / "manifest.json"
+    manifest.write_bytes(framed("manifest", b'{"format":1}').replace(b"1}", b"2}"))
+    assert kind_of(manifest.parent) is Content.SNAPSHOT
+
+
+def test_a_commit_marker_that_is_nested_without_end_is_no_crash(tmp_path: Path) -> None:
+    write(tmp_path, ".metadata", "common.pt", "__0_0.distcp")
+    (tmp_path / "metadata.json").write_bytes(b"[" * 100_000)
+    assert kind_of(tmp_path) is Content.ITERATION
+
+
+@pytest.mark.parametrize("scheme", ["zip", "tar"])
+def test_what_a_backend_of_a_url_says_in_its_own_way_is_one_line(scheme: str, inspected: Any, tmp_path: Path) -> None:
+    (tmp_path / "archive").write_bytes(b"no archive at all")
+    code, out, err = inspected(f"{scheme}://::file://{tmp_path}/archive")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "cannot be read: " in err
 
 
 def test_a_checkpoint_in_megatrons_zarr_format_is_named(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from megatron.core.dist_checkpointing.moe.examine.verification import size_bytes
 from megatron.core.dist_checkpointing.moe.examine.verification.findings import Verified
 from megatron.core.dist_checkpointing.moe.ports import Field, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.store import integrity
+from megatron.core.dist_checkpointing.moe.store.checksums import framed, unframed
+from megatron.core.dist_checkpointing.moe.store.dense import DenseCheckpoint
 from megatron.core.dist_checkpointing.moe.store.filesystem import FilesystemStore
 from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.store.names import TRACKER
@@ -174,6 +177,40 @@ def test_an_iteration_that_is_removed_while_it_is_read_is_no_damage(tmp_path: Pa
     assert (result.findings, [one.part for one in result.checked]) == ((), ["iter_0000024"])
 
 
+def test_iterations_that_a_job_publishes_while_it_removes_what_is_read_are_verified_too(tmp_path: Path) -> None:
+    root, later = verify_places.dense(tmp_path / "run", 9), tmp_path / "later"
+    verify_places.save(later, 36, verify_places.drawn(random.Random(1)))
+
+    def go_on(nbytes: int) -> None:
+        if (later / "iter_0000036").exists():
+            (later / "iter_0000036").rename(root / "iter_0000036")
+            (root / TRACKER).write_text("36")
+            for number in (12, 24):
+                shutil.rmtree(root / f"iter_{number:07d}")
+
+    result = verify(recognized(str(root)), go_on)
+    assert (result.findings, result.restores) == ((), "iteration 36")
+
+
+def test_tensors_of_a_stock_checkpoint_are_read_a_piece_at_a_time(
+    content: Content, save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor with the experts of all layers is as large as the model."""
+    folder = save(content, tmp_path / "iter_0000012", pieces=4)
+    monkeypatch.setattr(DenseCheckpoint, "read_tensor", lambda self, name: pytest.fail(f"{name} was read whole"))
+    result = looked_at(folder)
+    assert result.findings == ()
+    assert result.checked[0].items == len(content.tensors) + len(content.objects)
+
+
+@pytest.mark.parametrize("text", ["1" * 5000, "soon"])
+def test_a_tracker_that_names_no_iteration_is_a_finding(text: str, tmp_path: Path) -> None:
+    root = verify_places.dense(tmp_path, 10)
+    (root / TRACKER).write_text(text)
+    (line,) = found(root)
+    assert "not an iteration" in line
+
+
 def test_iterations_newer_than_the_tracker_says_do_not_count_as_restorable(tmp_path: Path) -> None:
     root = verify_places.dense(tmp_path, 10)
     (root / TRACKER).write_text("12")
@@ -185,6 +222,7 @@ def test_iterations_newer_than_the_tracker_says_do_not_count_as_restorable(tmp_p
 def test_snapshots_without_a_whole_window_are_intact_and_yet_nothing_to_restore_from(tmp_path: Path) -> None:
     with closing(FilesystemStore(tmp_path, 0)) as store:
         write(store, random.Random(0), SnapshotId(1, 0), 2)
+    verify_places.settled(tmp_path)
     lines = found(tmp_path)
     assert any("rank 1 after iteration 1" in line for line in lines)
     assert any("nothing to restore from" in line for line in lines)
@@ -202,6 +240,69 @@ def test_a_window_that_is_being_written_is_no_damage_while_an_older_one_is_whole
     assert any("is being written" in note for note in result.unchecked)
 
 
+def test_a_state_that_other_ranks_may_be_about_to_complete_is_no_damage_until_time_has_passed(tmp_path: Path) -> None:
+    root = verify_places.storage(tmp_path, 11)
+    newest = max(int(path.name[5:12]) for path in root.glob("iter_*"))
+    with closing(FilesystemStore(root, 0)) as store:
+        write(store, random.Random(0), SnapshotId(newest + 1, 0), 1)
+    result = looked_at(root)
+    assert result.findings == ()
+    assert any("is being written" in note for note in result.unchecked)
+    verify_places.settled(root)
+    (line,) = found(root)
+    assert f"rank 1 after iteration {newest + 1}" in line
+
+
+def object_places(url: str, iterations: int) -> ObjectStore:
+    """Snapshots of both ranks; the store of the first one."""
+    stores = [ObjectStore(url, rank) for rank in range(verify_places.WORLD_SIZE)]
+    for rank, store in enumerate(stores):
+        for iteration in range(1, iterations + 1):
+            write(store, random.Random(rank), SnapshotId(iteration, rank), 1)
+    return stores[0]
+
+
+def test_an_upload_that_was_torn_is_no_damage_in_an_object_store_either(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/run"
+    object_places(url, 1)
+    (tmp_path / "run" / SnapshotId(2, 1).name).mkdir()
+    (tmp_path / "run" / SnapshotId(2, 1).name / "segment-00001-5f0c8a1e.bin").write_bytes(b"half")
+    result = looked_at(url)
+    assert (result.findings, result.restores) == ((), "iteration 1")
+    assert any("was never sealed, or is being written" in note for note in result.unchecked)
+
+
+def test_a_state_in_an_object_store_is_given_time_as_in_a_folder(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/run"
+    store = object_places(url, 1)
+    write(store, random.Random(0), SnapshotId(2, 0), 1)
+    assert looked_at(url).findings == ()
+    verify_places.settled(tmp_path)
+    (line,) = found(url)
+    assert "rank 1 after iteration 2" in line
+
+
+def test_a_manifest_that_was_damaged_in_an_object_store_is_found(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/run"
+    object_places(url, 2)
+    (tmp_path / "run" / SnapshotId(1, 1).name / "manifest.json").write_bytes(b"x")
+    assert any(SnapshotId(1, 1).name in line for line in found(url))
+
+
+def test_what_a_job_seals_while_it_frees_what_is_read_is_verified_too(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/run"
+    store = object_places(url, 1)
+
+    def go_on(nbytes: int) -> None:
+        if (1, 0) in {(one.iteration, one.rank) for one in store.snapshots().sealed}:
+            for rank in range(verify_places.WORLD_SIZE):
+                store.free(SnapshotId(1, rank))
+                write(ObjectStore(url, rank), random.Random(rank), SnapshotId(2, rank), 1)
+
+    result = verify(recognized(url), go_on)
+    assert (result.findings, result.restores) == ((), "iteration 2")
+
+
 def seal_experts(store: FilesystemStore, snapshot: SnapshotId) -> None:
     """A piece with the state of one expert, as `pec` stores it beside all that is no expert."""
     said = facts(snapshot.iteration)
@@ -216,8 +317,9 @@ def test_a_piece_of_the_experts_that_one_rank_lacks_is_found(tmp_path: Path) -> 
     root = verify_places.storage(tmp_path, 12)
     with closing(FilesystemStore(root, 0)) as store:
         seal_experts(store, SnapshotId(1, 0, "expertsa"))
-    (line,) = found(root)
-    assert "expertsa of rank 0 after iteration 1, but not that of rank 1" in line
+    lone, nothing = found(root)
+    assert "expertsa of rank 0 after iteration 1, but not that of rank 1" in lone
+    assert "there is nothing to restore from" in nothing  # of that expert there is no other copy
 
 
 def test_without_an_intact_copy_of_an_expert_nothing_can_be_restored(tmp_path: Path) -> None:
@@ -339,10 +441,35 @@ def test_a_place_that_is_nothing_is_one_line(name: str, code: int, output: Any, 
     assert len(err.splitlines()) == 1
 
 
-def test_a_later_format_is_refused_by_name(output: Any, tmp_path: Path) -> None:
+def test_a_later_format_is_a_finding_by_name_and_the_other_iterations_are_verified(output: Any, tmp_path: Path) -> None:
     root = verify_places.dense(tmp_path, 18)
-    path = root / "iter_0000024" / integrity.NAME
-    path.write_bytes(path.read_bytes().replace(b'"format":1', b'"format":2'))
-    code, _, err = output(root)
+    path = root / "iter_0000012" / integrity.NAME
+    body = unframed("integrity", path.read_bytes())
+    assert body is not None
+    path.write_bytes(framed("integrity", body.replace(b'"format":1', b'"format":2')))
+    code, out, _ = output(root)
+    (line,) = [line for line in out.splitlines() if line.startswith("finding: ")]
     assert code == 1
-    assert "written in format 2, this version reads up to 1" in err
+    assert "written in format 2, this version reads up to 1" in line
+    assert "iter_0000024   every byte by its checksum" in out
+
+
+def test_a_reader_that_has_left_ends_the_command_quietly(tmp_path: Path) -> None:
+    root = verify_places.storage(tmp_path, 19)
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", "from moe_ckpt import main; main()", "verify", str(root)]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (1, "")
+
+
+def test_what_the_system_refuses_is_one_line(output: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = verify_places.storage(tmp_path, 19)
+
+    def refused(*_: object) -> int:
+        raise PermissionError(13, "Permission denied", str(root / "private"))
+
+    monkeypatch.setattr("megatron.core.dist_checkpointing.moe.examine.verification.size_bytes", refused)
+    code, out, err = output(root)
+    assert (code, out, err) == (1, "", f"moe-ckpt: {root}/private cannot be read: Permission denied\n")

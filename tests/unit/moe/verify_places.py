@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -63,6 +64,7 @@ def storage(root: Path, seed: int) -> Path:
         with closing(FilesystemStore(root, rank)) as store:
             for iteration in range(1, 2 * length + 1):
                 write(store, draw, SnapshotId(iteration, rank), length)
+    settled(root)
     return root
 
 
@@ -75,6 +77,12 @@ def memory(root: Path, seed: int) -> Path:
             for iteration in (1, 2):
                 write(store, draw, SnapshotId(iteration, rank), 1)
     return root
+
+
+def settled(root: Path) -> None:
+    """As if all of it had been written an hour ago, so that no job can be about to complete it."""
+    for path in root.rglob("*"):
+        os.utime(path, (time.time() - 3600,) * 2)
 
 
 PLACES: dict[str, Callable[[Path, int], Path]] = {

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.dist_checkpointing.moe.store import chain
 from megatron.pretrain.checkpoint.directory import TRACKER, CheckpointDirectory
 
 
@@ -72,3 +73,33 @@ def test_retention_after_going_back_keeps_what_can_be_loaded(directory: Checkpoi
     assert directory.retain(2) == [3]
     assert directory.candidates() == [9, 6]
     assert directory.iterations() == [18, 12, 9, 6]
+
+
+def test_retention_keeps_what_iterations_past_the_tracked_one_need(directory: CheckpointDirectory) -> None:
+    publish(directory, 3, 6, 9, 12)
+    needing = chain.Chain(12, {0: (3, 12)}, {3: "0" * 16, 12: "1" * 16}, 0, None, "fp32")
+    (directory.folder(12) / chain.MANIFEST).write_bytes(chain.encode(needing))
+    (directory.root / TRACKER).write_text("9")
+    assert directory.retain(1) == [6]
+    assert directory.iterations() == [12, 9, 3]
+
+
+def test_retention_waits_while_what_an_iteration_past_the_tracked_one_needs_cannot_be_read(
+    directory: CheckpointDirectory,
+) -> None:
+    publish(directory, 3, 6, 9)
+    (directory.folder(9) / chain.MANIFEST).mkdir()
+    (directory.root / TRACKER).write_text("6")
+    with pytest.raises(ValueError, match="is not known"):
+        directory.retain(1)
+    (directory.folder(9) / chain.MANIFEST).rmdir()
+    (directory.folder(9) / chain.MANIFEST).write_bytes(b"damaged")
+    assert directory.retain(1) == [3]
+
+
+def test_retention_leaves_links(directory: CheckpointDirectory) -> None:
+    publish(directory, 3, 6)
+    directory.folder(3).rename(directory.root / "elsewhere")
+    directory.folder(3).symlink_to(directory.root / "elsewhere")
+    assert directory.retain(1) == []
+    assert directory.iterations() == [6, 3]

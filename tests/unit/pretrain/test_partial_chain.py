@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
+from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.store.chain import (
     MANIFEST,
     Chain,
@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.moe.store.chain import (
     read_chain,
     stacked_name,
 )
+from megatron.core.dist_checkpointing.moe.store.checksums import framed, unframed
 from megatron.core.dist_checkpointing.moe.store.merged import open_merged
 from megatron.core.dist_checkpointing.moe.types import expert
 from megatron.pretrain.checkpoint.directory import CheckpointDirectory
@@ -49,8 +50,10 @@ def test_a_manifest_cut_short_anywhere_is_refused() -> None:
 
 
 def test_a_manifest_of_a_newer_format_is_refused_as_such() -> None:
-    with pytest.raises(UnreadableCheckpoint, match="format 2"):
-        decode(encode(FIRST).replace(b'"format":1', b'"format":2'), "it")
+    body = unframed("chain", encode(FIRST))
+    assert body is not None
+    with pytest.raises(NewerFormat, match="format 2"):
+        decode(framed("chain", body.replace(b'"format":1', b'"format":2')), "it")
 
 
 def test_an_unreadable_manifest_is_no_missing_one(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +19,7 @@ from ..errors import UnreadableCheckpoint, UsageError
 from ..examine.windows import State, Stored, newest_whole, on, states, stored, timelines
 from ..policy.timelines import Timeline
 from ..ports import Listing, SnapshotId, Store
+from ..store.objects import remote
 
 LAUNCHER, DRIVER = "megatron.pretrain.launch", "megatron.pretrain.densify"
 
@@ -82,7 +84,7 @@ def densified(source: Source, storage: str, out: Path, flags: Sequence[str]) -> 
     if script is None or script.origin is None:
         raise UsageError(f"{DRIVER} is missing: install this package with its training driver")
     shared = Path("/dev/shm")
-    folder = source.folder if source.folder.is_dir() else Path.cwd()
+    folder = source.folder if _is_folder(source.folder) else Path.cwd()
     with (
         tempfile.TemporaryDirectory(prefix="moe-ckpt-convert-", dir=shared if shared.is_dir() else None) as memory,
         tempfile.TemporaryDirectory(prefix="moe-ckpt-convert-") as view,
@@ -96,12 +98,20 @@ def densified(source: Source, storage: str, out: Path, flags: Sequence[str]) -> 
         return subprocess.run(command, cwd=folder, env=environment, stdout=2, check=False).returncode
 
 
+def _is_folder(path: Path) -> bool:
+    """Whether a folder is there that may be entered."""
+    with suppress(OSError):
+        return path.is_dir() and os.access(path, os.X_OK)
+    return False
+
+
 def _shown(source: Source, storage: str, view: Path) -> str:
     """The snapshots of the source alone, so that nothing is tidied up in a storage that a job may still write to."""
     if "://" in storage:
-        files, root = fsspec.core.url_to_fs(storage)
-        for snapshot in source.snapshots:
-            files.get(f"{root}/{snapshot.name}", str(view / snapshot.name), recursive=True)
+        with remote(storage):
+            files, root = fsspec.core.url_to_fs(storage)
+            for snapshot in source.snapshots:
+                files.get(f"{root}/{snapshot.name}", str(view / snapshot.name), recursive=True)
         return f"file://{view}"
     for snapshot in source.snapshots:
         (view / snapshot.name).symlink_to(Path(storage).absolute() / snapshot.name)

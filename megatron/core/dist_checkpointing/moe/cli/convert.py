@@ -10,6 +10,7 @@ import click
 
 from ..errors import MoECheckpointError, UsageError
 from ..examine.recognition import Content, Recognized, recognized
+from ..store.names import free_place
 from .megatron_core import load_megatron_core
 from .progress import progress
 
@@ -39,7 +40,7 @@ states travel only within one kind of device, so a job on GPUs cannot be replaye
 snapshots are refused.
 
 Exit codes: 0 written; 1 SOURCE is damaged or not whole, or the job failed; 2 wrong usage, such as an OUT that has that
-iteration already.
+iteration, or another checkpoint, already; every byte of a chain is compared with its checksum before it is taken.
 """
 
 
@@ -67,9 +68,7 @@ def _from_storage(context: click.Context, source: str, out: Path, flags: tuple[s
     from .conversion import densified, newest
 
     window = newest(open_storage(source), source)
-    target = out / f"iter_{window.last:07d}"
-    if target.exists():
-        raise UsageError(f"{target} exists already; remove it or choose another folder")
+    target = free_place(out, window.last)
     code = densified(window, source, out, flags)
     if code:
         context.exit(code)

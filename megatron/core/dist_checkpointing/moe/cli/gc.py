@@ -38,7 +38,8 @@ Jobs tidy up after themselves. What they leave is what a killed one could not fr
 
 Never freed are: anything of a running job, which is known by its processes in memory, and elsewhere by something
 written less than --idle ago; the newest state that can be restored, of which every byte is read first, and what is
-newer; what is of another job, unless --ended names it; what a newer version wrote or cannot be read just now.
+newer; what is of another job, or of an earlier run of the same, unless --ended names it; what a newer version wrote or
+cannot be read just now, and what it may belong to; links.
 
 Exit codes: 0 done; 1 PLACE cannot be read, or something could not be freed; 2 wrong usage.
 """
@@ -112,7 +113,7 @@ def _freed(item: Item) -> str:
     except FileNotFoundError:
         return ""  # somebody else was faster
     except OSError as error:
-        return f"{error.filename}: {error.strerror}"
+        return f"{error.filename}: {error.strerror}" if error.filename else str(error)
     except MoECheckpointError as error:
         return str(error)
     return ""

@@ -50,10 +50,7 @@ version, and a line says so; 2 wrong usage, such as a place that does not exist.
 @click.option("--json", "as_json", is_flag=True, help="Print the same facts as JSON, all rows, with plain numbers.")
 def inspect(place: str, tensors: str | None, rows: int, as_json: bool) -> None:
     found = recognized(place)
-    try:
-        report, why = _tensors(found, tensors) if tensors is not None else _overview(found, time.time())
-    except OSError as error:
-        raise UnreadableCheckpoint(f"{error.filename or place} cannot be read: {error.strerror or error}") from error
+    report, why = _tensors(found, tensors) if tensors is not None else _overview(found, time.time())
     show(report, as_json, rows or None)
     if why:
         raise UnreadableCheckpoint(why)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import suppress
 
 import click
 
@@ -45,7 +47,9 @@ for command in (advise, completion, convert, diff, digest, gc, inspect, plan, pr
 def main() -> None:
     """Runs `moe-ckpt`; exit code 0, 1 for a checkpoint that cannot be read, 2 for wrong usage."""
     try:
-        sys.exit(commands.main(prog_name="moe-ckpt", standalone_mode=False) or 0)
+        code = commands.main(prog_name="moe-ckpt", standalone_mode=False) or 0
+        sys.stdout.flush()
+        sys.exit(code)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(2)
@@ -57,6 +61,15 @@ def main() -> None:
     except MoECheckpointError as error:
         click.echo(f"moe-ckpt: {error}", err=True)
         sys.exit(2 if isinstance(error, UsageError) else 1)
+    except BrokenPipeError:
+        # Who read the output has left; nothing that is still to be flushed at the end may fail for it.
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:
+        reason = error.strerror or str(error) or type(error).__name__
+        click.echo(f"moe-ckpt: {error.filename or 'a file'} cannot be read: {reason}", err=True)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

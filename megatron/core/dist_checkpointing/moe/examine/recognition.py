@@ -16,6 +16,7 @@ from ..errors import NewerFormat, UnreadableCheckpoint, UsageError
 from ..store.chain import FORMAT_VERSION as CHAIN_VERSION
 from ..store.chain import MANIFEST as CHAIN
 from ..store.chain import PARTIAL_BACKEND_VERSION
+from ..store.checksums import unframed
 from ..store.integrity import NAME as INTEGRITY
 from ..store.layout import SnapshotId
 from ..store.manifest import FORMAT_VERSION as SNAPSHOT_VERSION
@@ -120,7 +121,7 @@ def _is_snapshot(folder: Path, own: str, names: Sequence[str]) -> bool:
         raise UnreadableCheckpoint(
             f"{folder} is a half-written snapshot: it has no {MANIFEST}; take another one beside it"
         )
-    _refuse_newer(folder / MANIFEST, SNAPSHOT_VERSION)
+    _refuse_newer(folder / MANIFEST, "manifest", SNAPSHOT_VERSION)
     return True
 
 
@@ -140,7 +141,7 @@ def _is_iteration(folder: Path, own: str, names: Sequence[str]) -> bool:
         raise UnreadableCheckpoint(
             f"{folder} is a half-written checkpoint: it has no {missing[0]}; take another iteration"
         )
-    _refuse_newer(folder / CHAIN, CHAIN_VERSION)
+    _refuse_newer(folder / CHAIN, "chain", CHAIN_VERSION)
     return True
 
 
@@ -187,18 +188,27 @@ def _refuse_other_backend(path: Path) -> None:
         )
 
 
-def _refuse_newer(path: Path, reads: int) -> None:
-    """Of our own files, which are a checksum and a body that says its format."""
-    bodies = [one for one in _read(path).values() if isinstance(one, dict)]
-    version = bodies[0].get("format") if len(bodies) == 1 else None
+def _refuse_newer(path: Path, key: str, reads: int) -> None:
+    """Of our own files, which are a checksum and a body that says its format; damage is for those who need the file."""
+    try:
+        body = unframed(key, path.read_bytes())
+    except FileNotFoundError:
+        return
+    version = _parsed(body or b"").get("format")
     if isinstance(version, int) and version > reads:
         raise NewerFormat(f"{path} is written in format {version}, this moe-ckpt reads {reads}: use a newer moe-ckpt")
 
 
 def _read(path: Path) -> dict[str, Any]:
     """What a small file of JSON says; nothing where it is missing or damaged: that is for those who need it."""
-    with suppress(FileNotFoundError, ValueError, RecursionError):
-        said = json.loads(path.read_bytes())
+    with suppress(FileNotFoundError):
+        return _parsed(path.read_bytes())
+    return {}
+
+
+def _parsed(content: bytes) -> dict[str, Any]:
+    with suppress(ValueError, RecursionError):
+        said = json.loads(content)
         return said if isinstance(said, dict) else {}
     return {}
 
@@ -206,11 +216,14 @@ def _read(path: Path) -> dict[str, Any]:
 def _of_url(url: str) -> Content:
     import fsspec  # type: ignore[import-untyped]
 
-    try:
-        files, root = fsspec.core.url_to_fs(url)
-    except (ValueError, ImportError) as error:
-        raise UsageError(f"{url} cannot be opened: {error}; install the fsspec package for it") from error
-    names = sorted(str(path).rstrip("/").rpartition("/")[2] for path in files.ls(root, detail=False))
+    from ..store.objects import remote
+
+    with remote(url):
+        try:
+            files, root = fsspec.core.url_to_fs(url)
+        except (ValueError, ImportError) as error:
+            raise UsageError(f"{url} cannot be opened: {error}; install the fsspec package for it") from error
+        names = sorted(str(path).rstrip("/").rpartition("/")[2] for path in files.ls(root, detail=False))
     own = str(root).rstrip("/").rpartition("/")[2]
     if SnapshotId.parse(own) and MANIFEST in names:
         return Content.SNAPSHOT

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import UnreadableCheckpoint
+from ..errors import MoECheckpointError, NewerFormat, UnreadableCheckpoint
+from ..store import integrity
 from ..store.chain import read_chain, says_partial
 from ..store.integrity import NAME as INTEGRITY
 from ..store.names import FORMAT, INDEX, ITERATION, STAGED, TRACKER
+from .recognition import recognized
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,33 @@ def saved_iteration(folder: Path, is_tracked: bool = False) -> SavedIteration:
     return SavedIteration(folder, iteration, nbytes, written_s, state, needs, is_tracked, INTEGRITY in stats)
 
 
+def unjudged(folder: Path) -> str:
+    """Why an iteration may be sound although it looks otherwise: a later version wrote it, or its small files cannot be
+    read now. Empty for one that can be judged."""
+    try:
+        recognized(str(folder))
+    except MoECheckpointError as error:
+        if _says_nothing(error):
+            return _why(error)
+    for read in (read_chain, integrity.read):
+        try:
+            read(folder)
+        except UnreadableCheckpoint as error:
+            if _says_nothing(error):
+                return _why(error)
+    return ""
+
+
+def _says_nothing(error: MoECheckpointError) -> bool:
+    return isinstance(error, NewerFormat) or isinstance(error.__cause__, OSError)
+
+
+def _why(error: MoECheckpointError) -> str:
+    return (
+        "a later version of moe-ckpt wrote it" if isinstance(error, NewerFormat) else f"it cannot be read now: {error}"
+    )
+
+
 def tracked(root: Path) -> str:
     """The name of the folder that the tracker names, whether it is there or not; empty without a usable tracker."""
     try:
@@ -81,7 +110,11 @@ def _judged(folder: Path, names: Sequence[str]) -> tuple[str, tuple[int, ...]]:
         return f"not whole: no {' and no '.join(missing)}", ()
     try:
         chain = read_chain(folder)
-    except UnreadableCheckpoint:
+    except NewerFormat:
+        return "a later version of moe-ckpt wrote the manifest of its experts", ()
+    except UnreadableCheckpoint as error:
+        if isinstance(error.__cause__, OSError):
+            return f"not readable now: {error}", ()
         return "damaged: the manifest of its experts cannot be read", ()
     if chain is None:
         return ("not whole: the manifest of its experts is missing", ()) if says_partial(folder) else (COMPLETE, ())

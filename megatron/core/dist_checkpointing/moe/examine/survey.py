@@ -17,7 +17,7 @@ from ..store.objects import ObjectStore
 from ..store.shelf import SEALED, WRITING, Entry
 from ..types import STANDBY, OperatorId, Part
 from .areas import Slot
-from .windows import State, Stored, newest_whole, on, states, timelines
+from .windows import State, Stored, on, restorable, states, timelines
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class Survey:
     @cached_property
     def newest_whole(self) -> State | None:
         """The state that a recovery goes to if this is all that there is."""
-        found = newest_whole(self._of_states)
-        return found[1][0] if found else None
+        found = next(restorable(self._of_states), None)
+        return found.state if found else None
 
     @property
     def _of_states(self) -> list[Stored]:

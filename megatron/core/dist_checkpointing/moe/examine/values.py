@@ -21,7 +21,7 @@ from ..store.merged import ExpertTensor, MergedCheckpoint, open_merged
 from ..types import OperatorId, expert
 from .recognition import Content, Recognized
 from .storage import open_storage, snapshot_at
-from .windows import Stored, newest_whole, read_stored, stored
+from .windows import Stored, read_stored, restorable, stored
 
 # What a snapshot says of the job that made it, and not of the state that it is a part of.
 _SAID_OF_THE_JOB = frozenset({"made_by", "operators", "strategy", "timeline", "window"})
@@ -57,7 +57,8 @@ class View:
 
 def view(place: Recognized) -> View:
     """The state at a place: an iteration, the one that a --save folder's tracker names, a snapshot, or the newest state
-    in storage. A checkpoint with some of the experts is put together with those that hold the others.
+    that storage restores, with the older snapshots that it needs. A checkpoint with some of the experts is put together
+    with those that hold the others.
 
     Raises UsageError for the memory tier, which holds no single state; UnreadableCheckpoint, StoreFailure.
     """
@@ -78,12 +79,13 @@ def view(place: Recognized) -> View:
 
 def _of_storage(place: Recognized) -> View:
     store = open_storage(place.place)
-    found, snapshots = newest_whole(stored(store)), _Snapshots(store)
+    found, snapshots = next(restorable(stored(store)), None), _Snapshots(store)
     if found is None:
-        raise UnreadableCheckpoint(f"{place.place} has no whole state; moe-ckpt verify says what is missing")
-    state = found[1][0]
-    values = (value for one in state.members for value in _snapshot_values(snapshots, one, f"{one.snapshot.name}/"))
-    return View(f"{state} in {place.place}", False, tuple(values))
+        raise UnreadableCheckpoint(
+            f"{place.place} has no state that can be restored; moe-ckpt verify says what is missing"
+        )
+    values = (value for one in found.members for value in _snapshot_values(snapshots, one, f"{one.snapshot.name}/"))
+    return View(f"{found.state} in {place.place}", False, tuple(values))
 
 
 def _of_snapshot(place: Recognized) -> View:

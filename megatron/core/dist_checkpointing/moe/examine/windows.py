@@ -1,19 +1,22 @@
 """What the snapshots in storage add up to: timelines, and on each of them states that are whole, or lack something.
 
 A state is what all ranks stored of one window; a snapshot of everything, or of `pec`, is a window of one iteration.
+What a snapshot of `pec` lacks is in older ones, so a whole state can be restored only if these are there as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from ..errors import UnreadableCheckpoint
+from ..policy.keeping import keep_persistent
+from ..policy.strategies import Piece
 from ..policy.timelines import Timeline, belongs, newest_first
 from ..ports import Facts, SnapshotId, Store
-from ..types import OperatorId, OperatorKind, Part
+from ..types import STANDBY, OperatorId, OperatorKind, Part, SnapshotPlan
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,11 @@ class Stored:
     snapshot: SnapshotId
     facts: Facts = field(repr=False)
     nbytes: int
+
+    @property
+    def name(self) -> tuple[int, str]:
+        """Iteration and kind, which all ranks' snapshots of one piece have in common."""
+        return self.snapshot.iteration, self.snapshot.kind
 
     @property
     def timeline(self) -> Timeline:
@@ -76,6 +84,15 @@ class State:
         return f"iteration {last}" if first == last else f"iterations {first} to {last}"
 
 
+@dataclass(frozen=True)
+class Restorable:
+    """A whole state, its timeline, and all snapshots that restore it: its own, and older ones with what these lack."""
+
+    timeline: Timeline
+    state: State
+    members: tuple[Stored, ...] = field(repr=False)
+
+
 def stored(store: Store) -> tuple[Stored, ...]:
     """All sealed snapshots, ascending; what is freed meanwhile is left out. Raises StoreFailure."""
     return tuple(_each(store))
@@ -118,13 +135,81 @@ def states(snapshots: Sequence[Stored]) -> tuple[State, ...]:
 def newest_whole(snapshots: Sequence[Stored]) -> tuple[Timeline, tuple[State, ...]] | None:
     """The newest timeline that leads to a whole state, and all whole states on it, the newest first; None without one.
 
-    That is where a recovery from storage goes, and where a conversion begins.
+    Whether older snapshots that a whole state may need are there is asked by `restorable`.
     """
     for timeline in timelines(snapshots):
         whole = tuple(state for state in states(on(timeline, snapshots)) if not state.lacking)
         if whole:
             return timeline, whole
     return None
+
+
+def restorable(usable: Sequence[Stored], known: Sequence[Stored] | None = None) -> Iterator[Restorable]:
+    """The states that can be restored, the newest first, on the newest timeline that leads to one.
+
+    usable: the snapshots to restore from. known: all that ever were, as far as one knows, damaged ones among them:
+    every part of an operator that a rank stored up to a state has to be among what restores it. By default `usable`.
+    """
+    for timeline in timelines(usable):
+        here = _of_state(on(timeline, usable))
+        ever = here if known is None else _of_state(on(timeline, known))
+        pieces, any_here = pieces_of(here), False
+        for state in states(here):
+            if state.lacking:
+                continue
+            own = (piece for piece in pieces if piece.span == state.span)
+            names = {piece_name(piece) for piece in (*own, *needed_pieces(pieces, state))}
+            members = tuple(one for one in here if one.name in names)
+            there, wanted = held(members), held(one for one in ever if one.span[-1] <= state.span[-1])
+            if all(part in there.get(key, Part.NOTHING) for key, part in wanted.items()):
+                any_here = True
+                yield Restorable(timeline, state, members)
+        if any_here:
+            return
+
+
+def pieces_of(snapshots: Iterable[Stored]) -> list[Piece]:
+    """What all ranks have of one timeline, as retention judges it, by iteration and kind."""
+    ranks: dict[tuple[int, str], dict[int, Stored]] = {}
+    for one in snapshots:
+        ranks.setdefault(one.name, {})[one.snapshot.rank] = one
+    pieces = []
+    for (iteration, kind), of_ranks in sorted(ranks.items()):
+        first = next(iter(of_ranks.values()))
+        if of_ranks.keys() >= set(range(first.world_size)):
+            parts: dict[OperatorId, Part] = {}
+            for one in of_ranks.values():
+                for operator, part in one.parts.items():
+                    parts[operator] = parts.get(operator, Part.NOTHING) | part
+            pieces.append(Piece(kind, SnapshotPlan(iteration, parts), first.span))
+    return pieces
+
+
+def needed_pieces(pieces: Sequence[Piece], state: State, keep_last: int = 1) -> tuple[Piece, ...]:
+    """Those of `keep_last` states, of which `state` is the newest, and those that these need."""
+    return keep_persistent([piece for piece in pieces if piece.span[-1] <= state.span[-1]], keep_last)
+
+
+def piece_name(piece: Piece) -> tuple[int, str]:
+    """As `Stored.name`."""
+    return piece.plan.iteration, piece.kind
+
+
+def held(snapshots: Iterable[Stored]) -> dict[tuple[int, OperatorId], Part]:
+    """By rank and operator the parts of its state that there are copies of."""
+    found: dict[tuple[int, OperatorId], Part] = {}
+    for one in snapshots:
+        for operator, part in one.parts.items():
+            # Compute weights are the cast of master weights.
+            given = part | Part.COMPUTE if Part.MASTER in part else part
+            key = one.snapshot.rank, operator
+            found[key] = found.get(key, Part.NOTHING) | given
+    return found
+
+
+def _of_state(snapshots: Iterable[Stored]) -> tuple[Stored, ...]:
+    """Without logs and what was parked."""
+    return tuple(one for one in snapshots if one.snapshot.kind not in STANDBY)
 
 
 def _lacking(leading: Stored, members: Sequence[Stored]) -> tuple[tuple[int, int], ...]:

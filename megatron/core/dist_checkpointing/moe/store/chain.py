@@ -14,12 +14,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..errors import UnreadableCheckpoint, UsageError
+from ..errors import NewerFormat, UnreadableCheckpoint, UsageError
 from ..types import OperatorId, expert
-from .checksums import checksum
+from .checksums import framed, unframed
 
 MANIFEST = "moe_ckpt_chain.json"
 FORMAT_VERSION = 1
+_KEY = "chain"
 # What `metadata.json` says of a partial iteration. Megatron-Core knows version 1 of `torch_dist` and refuses any other
 # before it reads a tensor, whatever it was told about missing keys.
 PARTIAL_BACKEND_VERSION = 100
@@ -144,27 +145,30 @@ def encode(chain: Chain) -> bytes:
         },
         separators=(",", ":"),
     ).encode("ascii")
-    return b'{"xxh3":"%s","chain":%s}\n' % (checksum(body).encode("ascii"), body)
+    return framed(_KEY, body)
 
 
 def decode(content: bytes, name: str) -> Chain:
     """The chain in a file's content; `name` is what errors call the file.
 
-    Raises UnreadableCheckpoint for any deviation: a changed byte, a newer format, an expert without an iteration.
+    Raises UnreadableCheckpoint for any deviation: a changed byte, an expert without an iteration; NewerFormat.
     """
+    written = unframed(_KEY, content)
+    if written is None:
+        raise UnreadableCheckpoint(f"{name} is damaged: it does not match its checksum; take another iteration")
     try:
-        body = json.loads(content)["chain"]
+        body = json.loads(written)
         if type(body["format"]) is int and body["format"] > FORMAT_VERSION:
-            raise UnreadableCheckpoint(
+            raise NewerFormat(
                 f"{name} is written in format {body['format']}, this version reads up to {FORMAT_VERSION}: use the"
-                " version that wrote it"
+                " version that wrote it, or a newer one"
             )
         chain = _chain(body)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, UsageError) as error:
         raise UnreadableCheckpoint(f"{name} is damaged ({error!r:.120}); take another iteration") from error
-    # What is believed is exactly what was written: any other spelling of it, and its checksum, is a changed file.
+    # What is believed is exactly what is written: another spelling of it is of no save.
     if encode(chain) != content:
-        raise UnreadableCheckpoint(f"{name} is damaged: it does not match its checksum; take another iteration")
+        raise UnreadableCheckpoint(f"{name} is damaged: no save writes it so; take another iteration")
     return chain
 
 
@@ -188,7 +192,7 @@ def _int(value: object) -> int:
 def read_chain(directory: Path) -> Chain | None:
     """The manifest of an iteration, or None if it has none, as iterations have that were saved whole.
 
-    Raises UnreadableCheckpoint for one that is damaged, or of another iteration than the folder's name says.
+    Raises UnreadableCheckpoint for one that is damaged, NewerFormat for one of a later version.
     """
     path = directory / MANIFEST
     try:
@@ -204,7 +208,7 @@ def says_partial(directory: Path) -> bool:
     """Whether the commit marker of an iteration says that it was saved with some of the experts."""
     try:
         marker = json.loads((directory / "metadata.json").read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(marker, dict) and marker.get("sharded_backend_version") == PARTIAL_BACKEND_VERSION
 

@@ -18,6 +18,18 @@ def checksum(data: Buffer) -> str:
     return xxh3_128_hexdigest(data)
 
 
+def framed(key: str, body: bytes) -> bytes:
+    """One line of JSON that knows its own checksum: `{"xxh3":"<32 hexadecimal digits>","<key>":<body>}`."""
+    return b'{"xxh3":"%s","%s":%s}\n' % (checksum(body).encode("ascii"), key.encode("ascii"), body)
+
+
+def unframed(key: str, content: bytes) -> bytes | None:
+    """The body of what `framed` made, None for anything else: no byte of it is believed before its checksum is."""
+    before = len(framed(key, b"")) - len(b"}\n")
+    body = content[before : -len(b"}\n")]
+    return body if framed(key, body) == content else None
+
+
 def verified(data: memoryview, record: Record, where: str) -> memoryview:
     """`data`, when it is what was sealed as `record`. Raises UnreadableCheckpoint, which names the record."""
     if len(data) != record.nbytes:

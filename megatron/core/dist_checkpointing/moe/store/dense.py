@@ -13,7 +13,7 @@ import torch
 
 from ..errors import UnreadableCheckpoint
 from .dcp_metadata import CheckpointIndex, Chunk, Extent, TensorInfo, parse_index
-from .names import COMMON, FORMAT, INDEX, TRACKER
+from .names import COMMON, FORMAT, INDEX, TRACKER, read_tracker
 from .safe_load import load_torch_bytes
 
 # Since Megatron-Core 0.17 what was common.pt is an object of the sharded files.
@@ -94,16 +94,19 @@ def open_dense(directory: Path | str) -> DenseCheckpoint:
 
 def resolve_iteration(directory: Path) -> Path:
     """Returns `directory`, or the iteration its tracker file names. Raises UnreadableCheckpoint if there is none."""
+    try:
+        return _resolved(directory)
+    except OSError as error:
+        raise UnreadableCheckpoint(f"{directory} cannot be read: {error}; take another iteration") from error
+
+
+def _resolved(directory: Path) -> Path:
     if not directory.is_dir():
         raise UnreadableCheckpoint(f"{directory} is not a directory; give an iter_XXXXXXX or a --save directory")
-    if (directory / INDEX).exists() or not (directory / TRACKER).exists():
+    named = None if (directory / INDEX).exists() else read_tracker(directory)
+    if named is None:
         return directory
-    text = (directory / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
-    if text != "release" and not (text.isascii() and text.isdigit()):
-        raise UnreadableCheckpoint(
-            f"{directory / TRACKER} holds {text[:40]!r}, not an iteration; give one of the iter_ directories instead"
-        )
-    iteration = directory / ("release" if text == "release" else f"iter_{int(text):07d}")
+    iteration = directory / named
     if not iteration.is_dir():
         there = ", ".join(sorted(path.name for path in directory.glob("iter_*"))[-3:]) or "no iteration"
         raise UnreadableCheckpoint(
@@ -138,8 +141,8 @@ def _check_format(directory: Path) -> None:
 def _backend(path: Path) -> object:
     try:
         return json.loads(path.read_bytes())["sharded_backend"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UnreadableCheckpoint(f"{path} is damaged ({error!r}); take another iteration") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UnreadableCheckpoint(f"{path} is damaged ({error!r:.120}); take another iteration") from error
 
 
 def _check_files(directory: Path, index: CheckpointIndex) -> None:

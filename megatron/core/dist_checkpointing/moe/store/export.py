@@ -29,8 +29,9 @@ from .atomic import sync_directory, write_atomically
 from .chain import stacked_name, stacked_object_name
 from .dcp_metadata import Chunk, Extent
 from .dense import COMMON, FORMAT, INDEX, TRACKER, DenseCheckpoint
-from .integrity import seal
+from .integrity import damaged, seal, sums_of
 from .merged import ExpertTensor, MergedCheckpoint, open_merged
+from .names import free_place
 from .safe_load import load_torch_bytes
 
 _DATA = "__0_0.distcp"
@@ -49,26 +50,28 @@ def export_merged(source: Path | str, target: Path | str, watch: Watch = _unwatc
     source: an iteration, or a `--save` directory, whose tracker then names it. Returns `target/iter_XXXXXXX`, which is
     published by one rename, names tensors as an iteration that was saved whole does, and needs no other. Memory is
     needed for one piece of a tensor at a time. `watch` is told how many bytes there are, and then each time that some
-    were written. Raises UsageError if there is nothing to merge or something is in the way, UnreadableCheckpoint as
-    `open_merged` does, OSError.
+    were compared with their checksums or written. Raises UsageError if there is nothing to merge or something is in the
+    way, UnreadableCheckpoint for files that have changed since they were saved and as `open_merged` does, OSError.
     """
     merged = open_merged(source)
     if merged is None or merged.chain.is_complete:
         raise UsageError(f"{source} was saved whole, there is nothing to merge; use it as it is")
     root = Path(target)
-    final = root / f"iter_{merged.chain.iteration:07d}"
-    if final.exists():
-        raise UsageError(f"{final} exists already; give another target or remove it")
-    staging = root / f".{final.name}.merging"
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    try:
-        with watch(_entry_bytes(merged)) as advance:
-            _write(merged, staging, advance)
-        os.rename(staging, final)
-    except BaseException:
+    final = free_place(root, merged.chain.iteration)
+    sums = sums_of(merged.parts.values())
+    with watch(sum(one.nbytes for one in sums.values()) + _entry_bytes(merged)) as advance:
+        # What is written gets checksums of its own, so this is the last place where damage can be told.
+        if damage := damaged(sums, advance):
+            raise UnreadableCheckpoint(f"{damage[0]}; restore the file or take another iteration")
+        staging = root / f".{final.name}.merging"
         shutil.rmtree(staging, ignore_errors=True)
-        raise
+        staging.mkdir(parents=True)
+        try:
+            _write(merged, staging, advance)
+            os.rename(staging, final)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
     sync_directory(root)
     write_atomically(root / TRACKER, str(merged.chain.iteration).encode())
     return final
@@ -137,11 +140,15 @@ def _reshaped(part: DenseCheckpoint, chunk: Chunk, tensor: ExpertTensor, sizes: 
 
 
 def _read(part: DenseCheckpoint, extent: Extent) -> bytes:
-    with (part.directory / extent.file).open("rb") as file:
-        file.seek(extent.offset_bytes)
-        content = file.read(extent.length_bytes)
+    path = part.directory / extent.file
+    try:
+        with path.open("rb") as file:
+            file.seek(extent.offset_bytes)
+            content = file.read(extent.length_bytes)
+    except OSError as error:
+        raise UnreadableCheckpoint(f"{path} cannot be read ({error.strerror}); take another iteration") from error
     if len(content) != extent.length_bytes:
-        raise UnreadableCheckpoint(f"{part.directory / extent.file} was cut short while it was read")
+        raise UnreadableCheckpoint(f"{path} was cut short while it was read")
     return content
 
 

@@ -157,6 +157,9 @@ class FilesystemStore:
 
     def _delete(self, folder: Path) -> None:
         with suppress(FileNotFoundError):
+            if folder.is_symlink():  # what it leads to is not ours
+                self.system.unlink(folder)
+                return
             for name in self.system.list_directory(folder):
                 self.system.unlink(folder / name)
             self.system.remove_directory(folder)

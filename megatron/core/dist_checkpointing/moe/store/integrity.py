@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from xxhash import xxh3_128
 
 from ..errors import NewerFormat, UnreadableCheckpoint
 from .atomic import write_atomically
-from .checksums import checksum
+from .checksums import framed, unframed
 
 NAME = "moe_ckpt_integrity.json"
 FORMAT_VERSION = 1
+
+_KEY = "integrity"
 
 MARK = "moe_ckpt_integrity"
 """In the `content_metadata` of a checkpoint: it was saved with an integrity file, so that its absence is a loss."""
@@ -45,6 +47,18 @@ class FileSum:
 
 Sums = Mapping[str, FileSum]
 """By the names of the files in the folder of one iteration."""
+
+
+class Opened(Protocol):
+    """An iteration that was opened, with the part of it that is the same on all ranks."""
+
+    @property
+    def directory(self) -> Path:
+        """Its folder."""
+
+    @property
+    def common(self) -> Mapping[str, Any]:
+        """Its common part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +93,7 @@ def encode(sums: Sums) -> bytes:
     """The integrity file's content; equal sums give equal bytes."""
     files = {name: [one.nbytes, one.xxh3] for name, one in sorted(sums.items())}
     body = json.dumps({"format": FORMAT_VERSION, "files": files}, separators=(",", ":")).encode("ascii")
-    return b'{"xxh3":"%s","integrity":%s}\n' % (checksum(body).encode("ascii"), body)
+    return framed(_KEY, body)
 
 
 def decode(content: bytes, name: str) -> dict[str, FileSum]:
@@ -87,8 +101,11 @@ def decode(content: bytes, name: str) -> dict[str, FileSum]:
 
     Raises UnreadableCheckpoint for any deviation from what `encode` writes, NewerFormat for a later format.
     """
+    written = unframed(_KEY, content)
+    if written is None:
+        raise UnreadableCheckpoint(f"{name} is damaged: it does not match its checksum; take another iteration")
     try:
-        body = json.loads(content)["integrity"]
+        body = json.loads(written)
         if type(body["format"]) is int and body["format"] > FORMAT_VERSION:
             raise NewerFormat(
                 f"{name} is written in format {body['format']}, this version reads up to {FORMAT_VERSION}: use the"
@@ -97,9 +114,9 @@ def decode(content: bytes, name: str) -> dict[str, FileSum]:
         sums = {_file_name(file): _sum(*row) for file, row in body["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UnreadableCheckpoint(f"{name} is damaged ({error!r:.120}); take another iteration") from error
-    # What is believed is exactly what was written: any other spelling of it, and its checksum, is a changed file.
+    # What is believed is exactly what is written: another spelling of it is of no save.
     if encode(sums) != content:
-        raise UnreadableCheckpoint(f"{name} is damaged: it does not match its checksum; take another iteration")
+        raise UnreadableCheckpoint(f"{name} is damaged: no save writes it so; take another iteration")
     return sums
 
 
@@ -136,11 +153,23 @@ def expected(directory: Path, common: Mapping[str, Any]) -> dict[Path, FileSum] 
     Raises UnreadableCheckpoint also if the integrity file is missing although the checkpoint was saved with one.
     """
     sums = read(directory)
-    if sums is None and (common.get("content_metadata") or {}).get(MARK):
+    metadata = common.get("content_metadata")
+    if sums is None and isinstance(metadata, Mapping) and metadata.get(MARK):
         raise UnreadableCheckpoint(
             f"{directory / NAME}, with which it was saved, is missing, so its bytes cannot be checked; put it back or"
             " take another iteration"
         )
+    return sums
+
+
+def sums_of(parts: Iterable[Opened]) -> dict[Path, FileSum]:
+    """What the files of a checkpoint were when they were saved; `parts` are the iterations that it is loaded from.
+
+    Those without an integrity file, as stock Megatron saves, add nothing. Raises as `expected` does.
+    """
+    sums: dict[Path, FileSum] = {}
+    for part in parts:
+        sums |= expected(part.directory, part.common) or {}
     return sums
 
 

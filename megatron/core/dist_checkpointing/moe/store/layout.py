@@ -210,11 +210,15 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Torn:
-    """A snapshot that began to be stored but cannot be used, at `path`, and why; nobody ever reads from it."""
+    """A snapshot that began to be stored but cannot be used, at `path`, and why; nobody ever reads from it.
+
+    unsealed: it never was sealed, or is being written, where the path does not say so; else it may be damaged.
+    """
 
     snapshot: SnapshotId
     path: str
     why: str
+    unsealed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,11 @@
-"""What the files of a dense checkpoint are called. No torch."""
+"""What the files of a dense checkpoint are called, and which iteration a --save folder names. No torch."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
+
+from ..errors import UnreadableCheckpoint, UsageError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """In a --save folder: names the newest complete iteration."""
@@ -16,6 +19,9 @@ FORMAT = "metadata.json"
 COMMON = "common.pt"
 """What is the same on all ranks; since Megatron-Core 0.17 an object in the shards instead."""
 
+RELEASE = "release"
+"""Folder of a checkpoint that goes on from no iteration, and what the tracker says of it."""
+
 SHARD_SUFFIX = ".distcp"
 
 ITERATION = re.compile(r"iter_(\d{7,})")
@@ -23,3 +29,45 @@ ITERATION = re.compile(r"iter_(\d{7,})")
 
 STAGED = re.compile(r"\.iter_(\d{7,})\.(saving|removing)")
 """An iteration that is being written or removed, or was when its process died."""
+
+_NUMBER = re.compile(r"[0-9]{1,18}")
+
+
+def read_tracker(root: Path) -> str | None:
+    """The name of the folder that the tracker of a --save folder names, None without a tracker.
+
+    Raises UnreadableCheckpoint for a tracker that cannot be read, or names no iteration.
+    """
+    path = root / TRACKER
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UnreadableCheckpoint(
+            f"{path} cannot be read ({error.strerror}); give one of the iter_ directories instead"
+        ) from error
+    if text == RELEASE:
+        return RELEASE
+    if not _NUMBER.fullmatch(text):
+        raise UnreadableCheckpoint(
+            f"{path} holds {text[:40]!r}, not an iteration; give one of the iter_ directories instead"
+        )
+    return f"iter_{int(text):07d}"
+
+
+def free_place(root: Path, iteration: int) -> Path:
+    """The folder of a new iteration in `root`, where no other checkpoints are.
+
+    Raises UsageError if the folder is there already, or a tracker names another, and would have to be changed.
+    """
+    place = root / f"iter_{iteration:07d}"
+    if place.exists():
+        raise UsageError(f"{place} exists already; give another target or remove it")
+    try:
+        named = read_tracker(root)
+    except UnreadableCheckpoint as error:
+        raise UsageError(f"{root} has checkpoints of its own ({error}); give an empty folder") from error
+    if named not in (None, place.name):
+        raise UsageError(f"{root} has checkpoints of its own ({TRACKER} names {named}); give an empty folder")
+    return place

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
 
-from ..errors import UnreadableCheckpoint, UsageError
+from ..errors import MoECheckpointError, UnreadableCheckpoint, UsageError
+from ..ports import StoreFailure
 from .checksums import checksum
 from .layout import Field, Layout, Listing, Manifest, Record, SnapshotId, Torn
 from .manifest import decode
@@ -25,6 +27,17 @@ from .system import failing_as
 from .writing import SnapshotWriter
 
 MANIFEST = "manifest.json"
+
+
+@contextmanager
+def remote(url: str) -> Iterator[None]:
+    """Turns whatever a backend of fsspec raises into StoreFailure, OSError apart: each has errors of its own."""
+    try:
+        yield
+    except (MoECheckpointError, OSError):
+        raise
+    except Exception as error:
+        raise StoreFailure(f"{url} cannot be read: {type(error).__name__}: {error}") from error
 
 
 class ObjectStore:
@@ -36,10 +49,11 @@ class ObjectStore:
     """
 
     def __init__(self, url: str, rank: int) -> None:
-        try:
-            self.files, self.root = fsspec.core.url_to_fs(url)
-        except (ValueError, ImportError) as error:
-            raise UsageError(f"{url} cannot hold snapshots: {error}; install the fsspec package for it") from error
+        with remote(url):
+            try:
+                self.files, self.root = fsspec.core.url_to_fs(url)
+            except (ValueError, ImportError) as error:
+                raise UsageError(f"{url} cannot hold snapshots: {error}; install the fsspec package for it") from error
         self.rank = rank
         self._mutex = threading.Lock()
         self._writing: dict[str, SnapshotId] = {}
@@ -60,19 +74,22 @@ class ObjectStore:
     def snapshots(self) -> Listing:
         """As `ports.Store.snapshots`."""
         sealed, torn = [], []
-        with failing_as(f"list {self.root}"):
+        with failing_as(f"list {self.root}"), remote(self.root):
             for snapshot in filter(None, map(SnapshotId.parse, self._names(self.root))):
                 try:
                     self._manifest(snapshot)
                     sealed.append(snapshot)
                 except UnreadableCheckpoint as error:
-                    if snapshot not in self._writing.values() and self._names(self._folder(snapshot)):
-                        torn.append(Torn(snapshot, self._folder(snapshot), str(error)))
+                    names = self._names(self._folder(snapshot))
+                    if snapshot not in self._writing.values() and names:
+                        # The manifest is the last to appear and the first to go.
+                        torn.append(Torn(snapshot, self._folder(snapshot), str(error), MANIFEST not in names))
         return Listing(tuple(sorted(sealed)), tuple(sorted(torn, key=lambda one: one.snapshot)))
 
     def open(self, snapshot: SnapshotId) -> ObjectReader:
         """As `ports.Store.open`."""
-        manifest = self._manifest(snapshot)
+        with remote(self._folder(snapshot)):
+            manifest = self._manifest(snapshot)
         return ObjectReader(manifest, f"{self._folder(snapshot)}/{manifest.segment}", self.files)
 
     def free(self, snapshot: SnapshotId) -> None:
@@ -216,7 +233,8 @@ class ObjectReader(SnapshotReader):
         if not record.nbytes:
             return memoryview(b"")
         try:
-            found = self._files.cat_file(self._where, record.offset, record.offset + record.nbytes)
+            with remote(self._where):
+                found = self._files.cat_file(self._where, record.offset, record.offset + record.nbytes)
         except OSError as error:
             raise UnreadableCheckpoint(f"{self._where}: record {record.key}: {error}; use another copy") from error
         return memoryview(found)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+A_LINK = "it is a link: remove it by hand"
+"""Why a link stays: what it leads to lies in another place, of which nothing was asked."""
+
 
 @dataclass(frozen=True)
 class Item:

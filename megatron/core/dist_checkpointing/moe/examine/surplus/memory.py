@@ -11,45 +11,96 @@ import os
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ...errors import NewerFormat, UnreadableCheckpoint, UsageError
 from ...ports import StoreFailure
+from ...store.manifest import decode
 from ...store.ownership import OWNER_FILE
+from ...store.shelf import SEALED
 from ..areas import Slot, slots
-from .items import Item, Limits, Surplus
+from .items import A_LINK, Item, Limits, Surplus
 from .written import folder_bytes, last_written_s
 
 
 def surplus_of_memory(memory_dir: Path, limits: Limits) -> Surplus:
     """What may be freed below a --moe-ckpt-memory-dir, or below the folder of a node or a job in it: whole jobs, each
-    on its node. A job with a living process on the node stays. Raises UnreadableCheckpoint, StoreFailure.
+    on its node. A job with a living process on the node stays. Raises UsageError for the folder of one process,
+    UnreadableCheckpoint, StoreFailure.
     """
-    folders = sorted({slot.directory.parent for slot in slots(memory_dir)})
+    found = slots(memory_dir)
+    if any(slot.directory == Path(os.path.abspath(memory_dir)) for slot in found):
+        raise UsageError(
+            f"{memory_dir} is the memory of one process, and jobs are freed as a whole: give the folder of its job,"
+            f" {Path(os.path.abspath(memory_dir)).parent}, or the --moe-ckpt-memory-dir"
+        )
+    folders = sorted({slot.directory.parent for slot in found})
     return Surplus(tuple(_item(folder, slots(folder), limits) for folder in folders))
 
 
 def _item(folder: Path, held: Sequence[Slot], limits: Limits) -> Item:
-    job, newest = folder.name, _newest(held)
-    left = "no snapshot is left" if newest is None else f"snapshots up to iteration {newest} are left"
-    what = f"job {job} on {folder.parent.name}: {left}"
-    item = Item(what, folder_bytes(folder), "its processes are gone", partial(_remove, folder))
+    job, left = folder.name, _left(held)
+    item = Item(
+        f"job {job} on {folder.parent.name}: {left.told}",
+        folder_bytes(folder),
+        "its processes are gone",
+        partial(_remove, folder),
+    )
     living = [slot.owner or "a process" for slot in held if slot.alive]
     fresh = limits.too_fresh(last_written_s(str(folder)))
     if living:
         return item.kept(f"{living[0]} uses it")
+    if folder.is_symlink():
+        return item.kept(A_LINK)
+    if left.newer:
+        return item.kept("a later version of moe-ckpt wrote in it")
     if job in limits.ended:
         return item
     if fresh:
         return item.kept(fresh)
-    if newest is not None:
+    if left.newest is not None or left.unread:
         return item.kept(f"a restart of the job can go on from it; --ended {job} if there will be none")
     return item
 
 
-def _newest(held: Sequence[Slot]) -> int | None:
-    sealed = [snapshot for slot in held for snapshot in slot.shelf.snapshots().sealed]
-    return max((snapshot.iteration for snapshot in sealed), default=None)
+@dataclass(frozen=True)
+class _Left:
+    """What is sealed by its name. newest: iteration of the newest one that can be read; newer: of a later version."""
+
+    newest: int | None
+    unread: int
+    newer: bool
+
+    @property
+    def told(self) -> str:
+        if self.unread:
+            return "snapshots that this version cannot read are left"
+        return "no snapshot is left" if self.newest is None else f"snapshots up to iteration {self.newest} are left"
+
+
+def _left(held: Sequence[Slot]) -> _Left:
+    """From names first: what cannot be read may be the newest state all the same."""
+    newest, unread, newer = None, 0, False
+    for slot in held:
+        for entry in slot.shelf.entries():
+            if entry.state == SEALED:
+                iteration, is_newer = _read(slot.directory / entry.name)
+                newer |= is_newer
+                unread += iteration is None
+                newest = iteration if newest is None else max(newest, iteration or 0)
+    return _Left(newest, unread, newer)
+
+
+def _read(manifest: Path) -> tuple[int | None, bool]:
+    """The iteration in a manifest, None where it cannot be read, and whether a later version wrote it."""
+    try:
+        return decode(manifest.read_bytes(), str(manifest)).snapshot.iteration, False
+    except NewerFormat:
+        return None, True
+    except (UnreadableCheckpoint, OSError):
+        return None, False
 
 
 def _remove(folder: Path) -> None:

@@ -6,6 +6,7 @@ and what is newer than the tracker says.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -15,10 +16,11 @@ from pathlib import Path
 from ...errors import UnreadableCheckpoint
 from ...policy.retention import Reason
 from ...store.names import ITERATION, STAGED
+from ..foreign import foreign
 from ..recognition import Content, Recognized
-from ..saves import SavedIteration, saved_iterations, tracked
+from ..saves import SavedIteration, saved_iterations, tracked, unjudged
 from ..verification import verify
-from .items import Item, Limits, Surplus
+from .items import A_LINK, Item, Limits, Surplus
 from .written import folder_bytes, last_written_s
 
 _MERGING = re.compile(r"\.iter_\d{7,}\.merging")
@@ -53,15 +55,26 @@ def _judged(
     if intact is None:
         return "", [_item(one, "no iteration here is certainly intact") for one in published]
     last = {*list(loadable)[-limits.keep_last :], intact}
-    needed = {number for one in last for number in loadable[one].needs}
+    unknown = {one.iteration: why for one in published for why in [unjudged(one.folder)] if why}
+    # What is newer than the intact one stays, and so does what it needs, though the tracker does not name it yet.
+    staying = [one for one in published if one.iteration is None or one.iteration > intact or one.iteration in last]
+    needed = {number for one in staying for number in one.needs}
+    after = max((number for number in unknown if number is not None), default=-1)
 
     def judged(one: SavedIteration) -> Item:
+        if one.iteration in unknown:
+            return _item(one, unknown[one.iteration])
         if one.iteration in last:
             return _item(one, f"it is among the newest {limits.keep_last}, or the newest one that is intact")
         if one.iteration in needed:
             return _item(one, "it holds experts for one that is kept")
         if one.iteration is None or one.iteration > intact:
             return _item(one, f"no older one than iteration {intact} goes: that is the newest one that is intact")
+        if one.iteration < after:
+            return _item(one, f"iteration {after} may need it: {unknown[after]}")
+        stranger = foreign(one.folder, sorted(os.listdir(one.folder)))
+        if stranger:
+            return _item(one, f"it is {stranger}")
         return _item(one, Reason.OLDER.value if one.is_complete else f"it is {one.state}", goes=True)
 
     return loadable[intact].folder.name, [judged(one) for one in published]
@@ -85,11 +98,14 @@ def _is_intact(folder: Path, advance: Callable[[int], None]) -> bool:
 
 
 def _item(one: SavedIteration, reason: str, *, goes: bool = False) -> Item:
+    if one.folder.is_symlink():
+        return Item(one.folder.name, one.nbytes, A_LINK)
     return Item(one.folder.name, one.nbytes, reason, partial(_remove, one.folder) if goes else None)
 
 
 def _merging(path: Path) -> Item:
-    return Item(path.name, folder_bytes(path), "it is half-converted", partial(shutil.rmtree, path))
+    item = Item(path.name, folder_bytes(path), "it is half-converted", partial(shutil.rmtree, path))
+    return item.kept(A_LINK) if path.is_symlink() else item
 
 
 def _remove(folder: Path) -> None:

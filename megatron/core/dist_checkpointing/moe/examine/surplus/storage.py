@@ -7,7 +7,7 @@ what might be of another job or of one that is running.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -16,51 +16,76 @@ from typing import Any, cast
 
 from ...config import MoECheckpointConfig
 from ...errors import NewerFormat, UnreadableCheckpoint
-from ...policy.keeping import keep_persistent
 from ...policy.retention import Reason
-from ...policy.strategies import Piece
 from ...policy.timelines import Timeline
-from ...ports import SnapshotId, Store, Torn
+from ...ports import Json, SnapshotId, Store, Torn
 from ...store.filesystem import FilesystemStore
 from ...store.objects import ObjectStore
-from ...types import OperatorId, Part, SnapshotPlan
+from ...types import OperatorId, Part
 from ..verification.snapshots import verify_records
-from ..windows import State, Stored, newest_whole, on, stored, timelines
-from .items import Item, Limits, Surplus
+from ..windows import (
+    Restorable,
+    State,
+    Stored,
+    held,
+    needed_pieces,
+    on,
+    piece_name,
+    pieces_of,
+    read_stored,
+    restorable,
+    timelines,
+)
+from .items import A_LINK, Item, Limits, Surplus
 from .written import folder_bytes, last_written_s
 
 _UNSEALED = (".writing.", ".freed.")
 _KEEP_FLAG = "--moe-ckpt-persist-keep"
 
-_Name = tuple[int, str]
-"""Iteration and kind, which all ranks' snapshots of one piece have in common."""
+_Kind = tuple[dict[str, Json], Json]
+"""Parallel layout and strategy: what a job can go on from is of the same."""
 
 
 @dataclass(frozen=True)
 class _Standing:
-    """What storage restores: the newest timeline with a whole state, and what of it stays.
+    """What storage restores: the newest timeline with a state that can be restored, and what of it stays.
 
-    intact: the newest whole state of which every record was read. keep_last: how many states stay.
+    intact: the newest such state of which every record was read. keep_last: how many states stay. kept, complete: by
+    iteration and kind, what stays, and what all ranks have.
     """
 
     timeline: Timeline
     newer: tuple[Timeline, ...]
     intact: State
     keep_last: int
-    kept: frozenset[_Name]
-    complete: frozenset[_Name]
-    attempts: frozenset[str]
-    jobs: frozenset[str]
+    kept: frozenset[tuple[int, str]]
+    complete: frozenset[tuple[int, str]]
+
+    def continues(self, one: Stored) -> bool:
+        """Whether the job that made the standing state came from there, or left from there another way."""
+        shared = {name for name, _ in self.timeline} & {name for name, _ in one.timeline}
+        return bool(shared) and _kind(one) == _kind(self.intact.leading)
 
 
 def surplus_of_storage(store: Store, place: str, limits: Limits, advance: Callable[[int], None]) -> Surplus:
     """What may be freed in the storage at `place`. All records of the newest state are read, and of older ones until
     one is intact; `advance` is told their bytes. Raises StoreFailure.
     """
-    snapshots = stored(store)
-    torn = store.snapshots().torn
-    standing, notes = _standing(store, snapshots, limits, advance)
-    items = [*_sealed(store, snapshots, standing, limits), *_torn(store, torn, standing)]
+    listed = store.snapshots()
+    snapshots, unread = _read(store, listed.sealed)
+    torn = [(one, _unjudged(store, one)) for one in listed.torn]
+    unknown = [*unread, *(f"{one.snapshot}: {why}" for one, why in torn if why)]
+    standing: _Standing | None = None
+    notes: tuple[str, ...]
+    if unknown:
+        more = f" ({len(unknown) - 1} more are like this)" if len(unknown) > 1 else ""
+        notes = (f"{unknown[0]}{more}. What others need of it is not known, so no sealed snapshot is freed.",)
+    else:
+        standing, notes = _standing(store, snapshots, limits, advance)
+    items = [
+        *_sealed(store, snapshots, standing, limits),
+        *_torn(store, torn, standing, _has_strangers(snapshots, standing)),
+    ]
     if isinstance(store, FilesystemStore):
         items += _being_deleted(store.directory)
     why = limits.too_fresh(last_written_s(place))
@@ -69,60 +94,63 @@ def surplus_of_storage(store: Store, place: str, limits: Limits, advance: Callab
     return Surplus(tuple(items), str(standing.intact) if standing else "", notes)
 
 
+def _read(store: Store, sealed: Sequence[SnapshotId]) -> tuple[list[Stored], list[str]]:
+    """Sealed snapshots, and what became of those that could be read when they were listed and not any more."""
+    found, unread = [], []
+    for snapshot in sealed:
+        try:
+            found.append(read_stored(store, snapshot))
+        except UnreadableCheckpoint as error:
+            unread.append(f"{snapshot}: it could be read just now, and then not: {error}")
+    return found, unread
+
+
 def _standing(
     store: Store, snapshots: Sequence[Stored], limits: Limits, advance: Callable[[int], None]
 ) -> tuple[_Standing | None, tuple[str, ...]]:
-    found = newest_whole(snapshots)
-    if found is None:
-        return None, ("No state here is whole, so no sealed snapshot is freed.",) if snapshots else ()
-    timeline, whole = found
-    here = on(timeline, snapshots)
-    pieces = _pieces(here)
-    for state in whole:
-        needed = {_name(piece) for piece in keep_persistent(_until(pieces, state), 1)}
-        members = [one for one in here if (one.snapshot.iteration, one.snapshot.kind) in needed]
-        if all(_is_intact(store, one, advance) for one in members):
+    """Only where the whole of a storage could be read: what is not seen might be what a state needs."""
+    newest = None
+    for one in restorable(snapshots):
+        newest = newest or one
+        if all(_is_intact(store, member, advance) for member in one.members):
             break
     else:
-        return None, ("No state here has all its bytes intact, so no sealed snapshot is freed: see moe-ckpt verify.",)
-    keep_last = limits.keep_last or _keep_last_of(whole[0].leading)
-    kept = frozenset(map(_name, keep_persistent(pieces, keep_last))) | needed
+        if newest is not None:
+            return None, (
+                "No state here has all its bytes intact, so no sealed snapshot is freed: see moe-ckpt verify.",
+            )
+        said = "No state here is whole with all the older snapshots that it needs, so no sealed snapshot is freed."
+        return None, (said,) if snapshots else ()
+    here = on(one.timeline, snapshots)
+    pieces = pieces_of(here)
+    keep_last = limits.keep_last or _keep_last_of(newest.state.leading)
+    kept = {piece_name(piece) for piece in needed_pieces(pieces, newest.state, keep_last)}
+    kept |= {member.name for state in (one, newest) for member in (*state.members, *_newest_of_ranks(here, state))}
     others = timelines(snapshots)
     standing = _Standing(
-        timeline,
-        tuple(others[: others.index(timeline)]),
-        state,
+        one.timeline,
+        tuple(others[: others.index(one.timeline)]),
+        one.state,
         keep_last,
-        kept,
-        frozenset(map(_name, pieces)),
-        frozenset(name for name, _ in timeline),
-        frozenset(one.facts.job for one in here),
+        frozenset(kept),
+        frozenset(map(piece_name, pieces)),
     )
     return standing, ()
 
 
-def _pieces(snapshots: Sequence[Stored]) -> list[Piece]:
-    """What all ranks have of one timeline, as retention judges it."""
-    ranks: dict[_Name, dict[int, Stored]] = {}
-    for one in snapshots:
-        ranks.setdefault((one.snapshot.iteration, one.snapshot.kind), {})[one.snapshot.rank] = one
-    pieces = []
-    for (iteration, kind), held in sorted(ranks.items()):
-        first = next(iter(held.values()))
-        if held.keys() >= set(range(first.world_size)):
-            parts: dict[OperatorId, Part] = {}
-            for one in held.values():
-                parts |= one.parts
-            pieces.append(Piece(kind, SnapshotPlan(iteration, parts), first.span))
-    return pieces
+def _newest_of_ranks(here: Sequence[Stored], found: Restorable) -> Iterator[Stored]:
+    """The newest copies that single ranks have up to a state, though others lost theirs of the same iteration."""
+    past = [one for one in here if one.span[-1] <= found.state.span[-1]]
+    seen: dict[tuple[int, OperatorId], Part] = {}
+    for one in sorted(past, key=lambda one: one.span[-1], reverse=True):
+        own = held([one])
+        if any(part not in seen.get(key, Part.NOTHING) for key, part in own.items()):
+            yield one
+        seen |= {key: part | seen.get(key, Part.NOTHING) for key, part in own.items()}
 
 
-def _name(piece: Piece) -> _Name:
-    return piece.plan.iteration, piece.kind
-
-
-def _until(pieces: Sequence[Piece], state: State) -> list[Piece]:
-    return [piece for piece in pieces if piece.span[-1] <= state.span[-1]]
+def _kind(one: Stored) -> _Kind:
+    return dict(one.facts.topology), one.facts.scalars.get("made_by")
 
 
 def _is_intact(store: Store, one: Stored, advance: Callable[[int], None]) -> bool:
@@ -148,6 +176,8 @@ def _sealed(store: Store, snapshots: Sequence[Stored], standing: _Standing | Non
     groups: dict[tuple[int, int, str, str, bool], list[Stored]] = {}
     for one in snapshots:
         reason, goes = _judged(one, standing, limits)
+        if _is_link(store, one.snapshot):
+            reason, goes = A_LINK, False
         groups.setdefault((one.span[-1], one.span[0], one.snapshot.kind, reason, goes), []).append(one)
     items = []
     for (last, first, kind, reason, goes), members in sorted(groups.items()):
@@ -166,15 +196,14 @@ def _free(store: Store, snapshots: Collection[SnapshotId]) -> None:
 def _judged(one: Stored, standing: _Standing | None, limits: Limits) -> tuple[str, bool]:
     """Why a snapshot stays or goes, and whether it goes."""
     if standing is None:
-        return "nothing here can be restored for certain", False
+        return "what is needed here cannot be told for certain", False
     if not on(standing.timeline, [one]):
         return _elsewhere(one, standing, limits)
-    name = one.snapshot.iteration, one.snapshot.kind
-    if name in standing.kept:
+    if one.name in standing.kept:
         return f"it is among the newest {standing.keep_last}, or one of them needs it", False
     if one.span[-1] > standing.intact.span[-1]:
         return "it is newer than the newest state that is whole and intact", False
-    if name not in standing.complete:
+    if one.name not in standing.complete:
         return "its state was never completed by all ranks, or lost a part", True
     return Reason.OLDER.value, True
 
@@ -185,34 +214,56 @@ def _elsewhere(one: Stored, standing: _Standing, limits: Limits) -> tuple[str, b
         return "its manifest does not say which attempt of a job made it", False
     if one.timeline in standing.newer:
         return "it is of an attempt that began later and has no whole state yet", False
-    if one.timeline[-1][0] in standing.attempts or one.facts.job in standing.jobs:
+    if standing.continues(one):
         own = {name for name, _ in one.timeline}
         later = [after for name, after in standing.timeline if name not in own]
         went = f"training went back to iteration {later[0]}" if later else "training went back"
         return f"{went} and came another way", True
     if one.facts.job in limits.ended:
         return f"job {one.facts.job} will not be resumed", True
-    return f"it is of job {one.facts.job}, from which the newest state does not come; --ended {one.facts.job}", False
+    who = f"an earlier run of job {one.facts.job}"
+    if one.facts.job != standing.intact.leading.facts.job:
+        who = f"job {one.facts.job}"
+    return f"it is of {who}, from which the newest state does not come; --ended {one.facts.job}", False
 
 
-def _torn(store: Store, torn: Sequence[Torn], standing: _Standing | None) -> list[Item]:
+def _is_link(store: Store, snapshot: SnapshotId) -> bool:
+    return isinstance(store, FilesystemStore) and (store.directory / snapshot.name).is_symlink()
+
+
+def _has_strangers(snapshots: Sequence[Stored], standing: _Standing | None) -> bool:
+    """Whether there are snapshots of which the standing state is no continuation."""
+    return standing is not None and not all(map(standing.continues, snapshots))
+
+
+def _torn(
+    store: Store, torn: Sequence[tuple[Torn, str]], standing: _Standing | None, has_strangers: bool
+) -> list[Item]:
+    """What is no sealed snapshot, each with the reason why it cannot be judged, if it cannot."""
     items = []
-    for one in torn:
-        hidden = Path(one.path).name.startswith(_UNSEALED)
-        nbytes = store.files.du(one.path) if isinstance(store, ObjectStore) else folder_bytes(Path(one.path))
-        if hidden:
-            items.append(
-                Item(f"{one.snapshot}, never sealed", nbytes, Reason.TORN.value, partial(shutil.rmtree, one.path))
-            )
-            continue
-        item = Item(f"{one.snapshot}, damaged", nbytes, one.why, partial(store.free, one.snapshot))
-        stays = _why_damaged_stays(store, one, standing)
+    for one, unjudged in torn:
+        path = Path(one.path)
+        nbytes = store.files.du(one.path) if isinstance(store, ObjectStore) else folder_bytes(path)
+        if _is_hidden(one):
+            item = Item(f"{one.snapshot}, never sealed", nbytes, Reason.TORN.value, partial(shutil.rmtree, one.path))
+            stays = ""
+        else:
+            item = Item(f"{one.snapshot}, damaged", nbytes, one.why, partial(store.free, one.snapshot))
+            stays = unjudged or _why_damaged_stays(one, standing, has_strangers)
+        if isinstance(store, FilesystemStore) and path.is_symlink():
+            stays = A_LINK
         items.append(item.kept(stays) if stays else item)
     return items
 
 
-def _why_damaged_stays(store: Store, torn: Torn, standing: _Standing | None) -> str:
-    """Empty for what is certainly damaged and older than a state that is intact."""
+def _is_hidden(torn: Torn) -> bool:
+    return Path(torn.path).name.startswith(_UNSEALED)
+
+
+def _unjudged(store: Store, torn: Torn) -> str:
+    """Why it may be a sound snapshot all the same; empty for what is certainly damaged, or was never sealed."""
+    if _is_hidden(torn):
+        return ""
     try:
         store.open(torn.snapshot).close()
     except NewerFormat:
@@ -220,16 +271,21 @@ def _why_damaged_stays(store: Store, torn: Torn, standing: _Standing | None) -> 
     except UnreadableCheckpoint as error:
         if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
             return f"it could not be read now: {error}"
-    else:
-        return "it could be read on a second try"
+        return ""
+    return "it could be read on a second try"
+
+
+def _why_damaged_stays(torn: Torn, standing: _Standing | None, has_strangers: bool) -> str:
+    """Empty for what is older than a state that is intact."""
     if standing is None or torn.snapshot.iteration > standing.intact.span[-1]:
         return f"no intact state is as new: {torn.why}"
-    return ""
+    return "it may be of the job of which other snapshots here are" if has_strangers else ""
 
 
 def _being_deleted(directory: Path) -> list[Item]:
-    found = sorted(directory.glob(".freed.*"))
-    return [
-        Item(path.name, folder_bytes(path), "it was being deleted when its process ended", partial(shutil.rmtree, path))
-        for path in found
+    said = "it was being deleted when its process ended"
+    found = [
+        (path, Item(path.name, folder_bytes(path), said, partial(shutil.rmtree, path)))
+        for path in sorted(directory.glob(".freed.*"))
     ]
+    return [item.kept(A_LINK) if path.is_symlink() else item for path, item in found]

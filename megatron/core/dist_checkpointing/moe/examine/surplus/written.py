@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from ...store.objects import remote
 
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 """What file systems of fsspec call the time of an object's last change."""
@@ -16,7 +18,7 @@ _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 def last_written_s(place: str) -> float | None:
     """Seconds since 1970 of the newest file below a folder or a URL; 0 if there are no files, None if it is not known.
 
-    Deleting counts as nothing. Raises OSError.
+    Deleting counts as nothing. Raises OSError, and StoreFailure for a URL.
     """
     times = _of_url(place) if "://" in place else _of_folder(Path(place))
     newest: float | None = 0.0
@@ -49,15 +51,18 @@ def _unless_gone(error: OSError) -> None:
 def _of_url(url: str) -> Iterator[float | None]:
     import fsspec  # type: ignore[import-untyped]
 
-    files, root = fsspec.core.url_to_fs(url)
-    return (_time_s(about) for about in files.find(root, detail=True).values())
+    with remote(url):
+        files, root = fsspec.core.url_to_fs(url)
+        files.invalidate_cache()  # what was listed before may be older than what a job has written since
+        found = files.find(root, detail=True)
+    return map(_time_s, found.values())
 
 
 def _time_s(about: Mapping[str, Any]) -> float | None:
     for name in _TIMES:
         told = about.get(name)
         if isinstance(told, datetime):
-            return told.timestamp()
+            return (told if told.tzinfo else told.replace(tzinfo=UTC)).timestamp()
         if isinstance(told, int | float):
             return float(told)
     return None

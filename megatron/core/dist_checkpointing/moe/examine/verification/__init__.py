@@ -38,8 +38,11 @@ def size_bytes(place: Recognized) -> int:
     if "://" in place.place:
         import fsspec  # type: ignore[import-untyped]
 
-        files, root = fsspec.core.url_to_fs(place.place)
-        return int(files.du(root))
+        from ...store.objects import remote
+
+        with remote(place.place):
+            files, root = fsspec.core.url_to_fs(place.place)
+            return int(files.du(root))
     return sum(map(_length_bytes, place.path.rglob("*")))
 
 

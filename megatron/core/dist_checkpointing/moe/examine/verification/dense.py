@@ -6,16 +6,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import UnreadableCheckpoint
+from ...errors import NewerFormat, UnreadableCheckpoint
 from ...store import integrity
 from ...store.chain import read_chain
 from ...store.dense import DenseCheckpoint, open_dense
 from ...store.integrity import Advance
 from ...store.merged import open_merged
-from ...store.names import ITERATION, STAGED, TRACKER
+from ...store.names import ITERATION, RELEASE, STAGED, TRACKER, read_tracker
 from .findings import Checked, Finding, Verified
 
-RELEASE = "release"
+ROUNDS = 8
+"""So often a folder is listed again for what a job has published meanwhile; a slow reader may never catch up."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,15 @@ def verify_iteration(folder: Path, advance: Advance) -> Verified:
 def verify_saves(root: Path, advance: Advance) -> Verified:
     """All iterations of a --save folder, what they need of each other, and the tracker."""
     root = root.absolute()
-    names = sorted(path.name for path in root.iterdir())
-    results = {path: _verified(path, advance) for path in map(root.joinpath, names) if _is_published(path)}
-    folders = [path for path in results if path.is_dir()]  # a job that runs may have removed older ones meanwhile
+    results: dict[Path, _Folder] = {}
+    for _ in range(ROUNDS):
+        new = [path for path in _published(root) if path not in results]
+        if not new:
+            break
+        results |= {path: _verified_of_any_version(path, advance) for path in new}
+    broken = {path: _broken_chain(path, results) for path in results if path.is_dir()}
+    folders = [path for path in sorted(broken) if path.is_dir()]  # a job that runs removes older ones meanwhile
     checked = {path: results[path] for path in folders}
-    broken = {path: _broken_chain(path, checked) for path in folders}
     tracked, problem = _tracked(root)
     findings = [*_findings(checked.values()), *(one for path in folders for one in broken[path]), *problem]
     # What is newer than the tracker says was never announced, or is of a run that was left: nothing loads it by itself.
@@ -58,7 +63,7 @@ def verify_saves(root: Path, advance: Advance) -> Verified:
     whole = [path for path in loadable if not _findings(checked[one] for one in _needed(path) if one in checked)]
     if not whole:
         findings.append(Finding(str(root), "there is nothing to restore from: no iteration is whole"))
-    left = [root / name for name in names if STAGED.fullmatch(name)]
+    left = sorted(path for path in root.iterdir() if STAGED.fullmatch(path.name))
     unchecked = [said for one in checked.values() for said in one.unchecked]
     unchecked += [f"{path} was left by a save that did not finish, or is being written" for path in left]
     unchecked += [f"{path} is newer than {TRACKER} says: it is loaded only if it is asked for" for path in newer]
@@ -66,8 +71,17 @@ def verify_saves(root: Path, advance: Advance) -> Verified:
     return Verified(tuple(findings), tuple(one.checked for one in checked.values()), tuple(unchecked), restores)
 
 
-def _is_published(path: Path) -> bool:
-    return path.is_dir() and (path.name == RELEASE or ITERATION.fullmatch(path.name) is not None)
+def _published(root: Path) -> list[Path]:
+    named = (path for path in root.iterdir() if path.name == RELEASE or ITERATION.fullmatch(path.name))
+    return sorted(path for path in named if path.is_dir())
+
+
+def _verified_of_any_version(folder: Path, advance: Advance) -> _Folder:
+    """As `_verified`; one that a later version wrote is a finding, so that the others beside it are still looked at."""
+    try:
+        return _verified(folder, advance)
+    except NewerFormat as error:
+        return _Folder(folder, (Finding(str(folder), str(error)),), Checked(folder.name, "nothing", 0, 0))
 
 
 def _findings(folders: Iterable[_Folder]) -> tuple[Finding, ...]:
@@ -136,13 +150,13 @@ def _read(checkpoint: DenseCheckpoint, misnamed: tuple[Finding, ...], advance: A
     """Of a checkpoint without checksums: whether each tensor and object can be read as the index describes it."""
     folder, findings, nbytes = checkpoint.directory, list(misnamed), 0
     for name, info in checkpoint.tensors.items():
-        try:
-            checkpoint.read_tensor(name)
-        except UnreadableCheckpoint as error:
-            findings.append(Finding(str(folder), str(error), name))
-        length_bytes = sum(chunk.extent.length_bytes for chunk in info.chunks)
-        nbytes += length_bytes
-        advance(length_bytes)
+        for chunk in info.chunks:  # one at a time: a tensor with the experts of all layers is as large as the model
+            try:
+                checkpoint.read_piece(name, info, chunk)
+            except UnreadableCheckpoint as error:
+                findings.append(Finding(str(folder), str(error), name))
+            nbytes += chunk.extent.length_bytes
+            advance(chunk.extent.length_bytes)
     for name in checkpoint.objects:
         try:
             checkpoint.read_object(name)
@@ -161,14 +175,13 @@ def _tracked(root: Path) -> tuple[str | None, tuple[Finding, ...]]:
     """The folder that the tracker names, None if it names none, and what is wrong with it."""
     path = root / TRACKER
     try:
-        text = path.read_text(encoding="utf-8", errors="replace").strip()
-    except FileNotFoundError:
+        name = read_tracker(root)
+        if name is not None and not (root / name).is_dir():
+            name = read_tracker(root)  # a job that runs may have gone on, and removed what was named before
+    except UnreadableCheckpoint as error:
+        return None, (Finding(str(path), str(error)),)
+    if name is None:
         return None, (Finding(str(path), "it is missing, so stock Megatron finds nothing to load"),)
-    except OSError as error:
-        return None, (Finding(str(path), f"it cannot be read ({error.strerror})"),)
-    if text != RELEASE and not (text.isascii() and text.isdigit()):
-        return None, (Finding(str(path), f"it says {text[:40]!r}", expected="the number of an iteration"),)
-    name = RELEASE if text == RELEASE else f"iter_{int(text):07d}"
     if not (root / name).is_dir():
         return name, (Finding(str(path), f"it names {name}, which is not there"),)
     return name, ()

@@ -3,48 +3,66 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ...errors import NewerFormat, UnreadableCheckpoint
-from ...ports import Manifest, SnapshotId, Store
+from ...ports import Manifest, SnapshotId, Store, StoreFailure, Torn
 from ...store.filesystem import MANIFEST, SEGMENT, FilesystemStore
 from ...store.integrity import Advance
 from ...store.manifest import decode
+from ...store.objects import MANIFEST as OBJECT_MANIFEST
+from ...store.objects import ObjectStore, remote
 from ...types import OperatorId, Part
-from ..windows import Stored, newest_whole, on, states, timelines
+from ..windows import Stored, held, newest_whole, on, restorable, states, timelines
 from .findings import Checked, Finding, Verified
 from .snapshots import lacks, lone_pieces, stored_as, verify_records
 
 UNSEALED = (".writing.", ".freed.")
 
+ROUNDS = 8
+"""So often a storage is listed again for what a job has sealed meanwhile; a slow reader may never catch up."""
+
+RECENT_S = 300.0
+"""A state of which a snapshot was sealed so short a time ago may still be completed by other ranks."""
+
+
+_Result = tuple[Stored | None, Checked, tuple[Finding, ...]]
+"""Of one snapshot: what it is, unless it could not be opened, how it was looked at, and what is wrong with it."""
+
 
 def verify_storage(store: Store, place: str, advance: Advance) -> Verified:
     """All snapshots of a --moe-ckpt-persist-dir. Raises NewerFormat, StoreFailure."""
-    listed = store.snapshots()
-    results = {snapshot: _verified(store, snapshot, place, advance) for snapshot in listed.sealed}
-    now = store.snapshots()
+    now = listed = store.snapshots()
+    results: dict[SnapshotId, _Result] = {}
+    for _ in range(ROUNDS):
+        new = [snapshot for snapshot in now.sealed if snapshot not in results]
+        if not new:
+            break
+        results |= {snapshot: _verified(store, snapshot, place, advance) for snapshot in new}
+        now = store.snapshots()
     # A job that runs frees what it does not need any more.
     there = {*now.sealed, *(one.snapshot for one in now.torn)}
     checked = {snapshot: result for snapshot, result in results.items() if snapshot in there}
-    torn = [one for one in listed.torn if _base(one.path).startswith(UNSEALED)]
-    findings = [Finding(one.path, one.why) for one in listed.torn if one not in torn]
+    torn = [one for one in now.torn if _is_unsealed(one)]
+    findings = [Finding(one.path, one.why) for one in now.torn if one not in torn]
     findings += [*_misplaced(store), *(one for _, _, found in checked.values() for one in found)]
     snapshots = [one for one, _, _ in checked.values() if one is not None]
     intact = [one for one, _, found in checked.values() if one is not None and not found]
-    incomplete, notes = _incomplete(snapshots, place, is_written=bool(torn) or now != listed)
-    whole, lost = newest_whole(intact), _lost(snapshots, intact)
-    if whole is None:
-        incomplete.append(Finding(place, "there is nothing to restore from: no state is whole and intact"))
-    elif lost:
-        incomplete.append(Finding(place, f"there is nothing to restore from: no intact copy of {lost[0]} is left"))
-        whole = None
+    is_written = bool(torn) or now != listed or _sealed_lately(store, snapshots)
+    incomplete, notes = _incomplete(snapshots, place, is_written)
+    restored, lost = next(restorable(intact, snapshots), None), _lost(snapshots, intact)
+    if restored is None:
+        why = f"no intact copy of {lost[0]} is left" if lost else "no state is whole and intact"
+        incomplete.append(Finding(place, f"there is nothing to restore from: {why}"))
     unsealed = [f"{one.path} was never sealed, or is being written: nothing reads it" for one in torn]
     return Verified(
         (*findings, *incomplete),
         tuple(one for _, one, _ in checked.values()),
         (*unsealed, *notes),
-        str(whole[1][0]) if whole else "",
+        str(restored.state) if restored else "",
     )
 
 
@@ -55,9 +73,29 @@ def verify_snapshot(store: Store, snapshot: SnapshotId, place: str, advance: Adv
     return Verified(findings, (checked,), (said,) if stored is not None else ())
 
 
-def _verified(
-    store: Store, snapshot: SnapshotId, place: str, advance: Advance
-) -> tuple[Stored | None, Checked, tuple[Finding, ...]]:
+def _is_unsealed(torn: Torn) -> bool:
+    return torn.unsealed or Path(torn.path).name.startswith(UNSEALED)
+
+
+def _sealed_lately(store: Store, snapshots: Sequence[Stored]) -> bool:
+    """Whether the newest of these snapshots was sealed just now, as far as the store says when."""
+    newest = max((one.snapshot for one in snapshots), default=None)
+    sealed_s = None if newest is None else _sealed_s(store, newest)
+    return sealed_s is not None and abs(time.time() - sealed_s) < RECENT_S
+
+
+def _sealed_s(store: Store, snapshot: SnapshotId) -> float | None:
+    with suppress(OSError, StoreFailure):
+        if isinstance(store, FilesystemStore):
+            return (store.directory / snapshot.name / MANIFEST).stat().st_mtime
+        if isinstance(store, ObjectStore):
+            with remote(store.root):
+                path = f"{store.root.rstrip('/')}/{snapshot.name}/{OBJECT_MANIFEST}"
+                return float(store.files.modified(path).timestamp())
+    return None
+
+
+def _verified(store: Store, snapshot: SnapshotId, place: str, advance: Advance) -> _Result:
     path, how = f"{place.rstrip('/')}/{snapshot.name}", "every record by its checksum"
     try:
         with store.open(snapshot) as reader:
@@ -87,7 +125,11 @@ def _incomplete(snapshots: Sequence[Stored], place: str, is_written: bool) -> tu
         else:
             findings.append(Finding(place, f"{lacks(state)}; restore it, or free the rest with moe-ckpt gc"))
     for one, rank in lone_pieces(current):
-        findings.append(Finding(place, f"there is the {one.snapshot}, but not that of rank {rank}"))
+        said = f"there is the {one.snapshot}, but not that of rank {rank}"
+        if is_written and one.snapshot.iteration > last:
+            notes.append(f"{said}; it is being written, or was when its job died")
+        else:
+            findings.append(Finding(place, said))
     left = len(snapshots) - len(current)
     if left:
         notes.append(f"{left} snapshots are of attempts that the job left when it went back to an older state")
@@ -95,19 +137,13 @@ def _incomplete(snapshots: Sequence[Stored], place: str, is_written: bool) -> tu
 
 
 def _lost(snapshots: Sequence[Stored], intact: Sequence[Stored]) -> list[OperatorId]:
-    """Operators of which some rank has no intact copy any more; experts may have been stored once, long ago."""
-    lost, left = _held(snapshots), _held(intact)
+    """Operators of which some rank has no intact copy any more on the timeline of the newest whole state; experts may
+    have been stored once, long ago."""
+    found = newest_whole(intact)
+    if found is None:
+        return []
+    lost, left = (held(on(found[0], some)) for some in (snapshots, intact))
     return sorted({key[1] for key, part in lost.items() if part & ~left.get(key, Part.NOTHING)})
-
-
-def _held(snapshots: Sequence[Stored]) -> dict[tuple[int, OperatorId], Part]:
-    """By rank and operator the parts of its state that there are copies of."""
-    held: dict[tuple[int, OperatorId], Part] = {}
-    for one in snapshots:
-        for operator, part in one.parts.items():
-            key = one.snapshot.rank, operator
-            held[key] = held.get(key, Part.NOTHING) | part
-    return held
 
 
 def _misplaced(store: Store) -> Iterator[Finding]:
@@ -138,7 +174,3 @@ def _padding(store: Store, manifest: Manifest) -> Iterator[Finding]:
         for start, end in zip(ends, starts, strict=False):
             if any(os.pread(file.fileno(), end - start, start)):
                 yield Finding(str(path), f"the bytes {start} to {end} between records have changed", expected="zeros")
-
-
-def _base(path: str) -> str:
-    return Path(path).name
