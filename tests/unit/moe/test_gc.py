@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -469,9 +469,10 @@ def _restored(root: Path) -> dict[str, bytes] | None:
     store = open_storage(str(root))
     found = newest_whole(stored(store))
     for state in found[1] if found else ():
-        readers = [store.open(one.snapshot) for one in state.members]
-        if not any(reader.verify() for reader in readers):
-            return {reader.manifest.snapshot.name: bytes(reader.read("weight")) for reader in readers}
+        with ExitStack() as opened:
+            readers = [opened.enter_context(store.open(one.snapshot)) for one in state.members]
+            if not any(reader.verify() for reader in readers):
+                return {reader.manifest.snapshot.name: bytes(reader.read("weight")) for reader in readers}
     return None
 
 
