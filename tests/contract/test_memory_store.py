@@ -208,6 +208,7 @@ def test_a_forked_child_cannot_end_the_pin_of_its_parent(store: Any) -> None:
     for snapshot in (FIRST, SECOND, THIRD):
         write(store, snapshot)
     reader = store.open(FIRST)
+    gc.collect()  # what others left could wait, in the child, for threads that it does not have
     child = os.fork()
     if not child:
         reader.close()
