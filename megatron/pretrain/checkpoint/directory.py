@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.store.atomic import sync_directory, write_atomically
 from megatron.core.dist_checkpointing.moe.store.chain import read_chain
-
-TRACKER = "latest_checkpointed_iteration.txt"
-RELEASE: Final = "release"
-"""What the tracker says, and what the folder is called, where weights without a training history are published."""
+from megatron.core.dist_checkpointing.moe.store.names import ITERATION, RELEASE, STAGED, TRACKER
 
 Step = int | Literal["release"]
-_ITERATION = re.compile(r"iter_(\d{7,})")
-_STAGED = re.compile(r"\.iter_(\d{7,})\.(saving|removing)")
 
 
 class CheckpointDirectory:
@@ -39,7 +33,7 @@ class CheckpointDirectory:
         """Published iterations, newest first; whether they are complete is another question."""
         if not self.root.is_dir():
             return []
-        matches = (_ITERATION.fullmatch(entry.name) for entry in self.root.iterdir() if entry.is_dir())
+        matches = (ITERATION.fullmatch(entry.name) for entry in self.root.iterdir() if entry.is_dir())
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
     def tracked(self) -> Step | None:
@@ -141,5 +135,5 @@ class CheckpointDirectory:
 
     def _sweep(self) -> None:
         for entry in self.root.iterdir():
-            if _STAGED.fullmatch(entry.name):
+            if STAGED.fullmatch(entry.name):
                 shutil.rmtree(entry, ignore_errors=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import time
-from pathlib import Path
 
 import click
 
@@ -91,14 +89,9 @@ def _tensors(found: Recognized, pattern: str) -> tuple[Report, str]:
 
 def _opened(found: Recognized) -> tuple[Store, SnapshotId | None]:
     """The storage of a place, and the one snapshot in it that is meant, if it is one."""
-    from ..examine.storage import open_storage
+    from ..examine.storage import open_storage, snapshot_at
 
     if found.content is Content.STORAGE:
         return open_storage(found.place), None
-    folder, _, name = found.place.rstrip("/").rpartition("/") if "://" in found.place else _split(found.path)
-    return open_storage(folder), SnapshotId.parse(name)
-
-
-def _split(path: Path) -> tuple[str, str, str]:
-    whole = Path(os.path.abspath(path))
-    return str(whole.parent), "/", whole.name
+    folder, snapshot = snapshot_at(found.place)
+    return open_storage(folder), snapshot

@@ -18,17 +18,14 @@ from ..store.chain import MANIFEST as CHAIN
 from ..store.chain import PARTIAL_BACKEND_VERSION
 from ..store.checksums import unframed
 from ..store.integrity import NAME as INTEGRITY
-from ..store.layout import SnapshotId
+from ..store.layout import MANIFEST, UNSEALED, SnapshotId
 from ..store.manifest import FORMAT_VERSION as SNAPSHOT_VERSION
 from ..store.names import COMMON, FORMAT, INDEX, ITERATION, SHARD_SUFFIX, STAGED, TRACKER
 from ..store.ownership import owner_files
 from .foreign import foreign
 
-MANIFEST = "manifest.json"
 DENSE_VERSION = 1
 """Newest version of torch_dist that is read; PARTIAL_BACKEND_VERSION marks iterations with some of the experts."""
-
-_UNSEALED = (".writing.", ".freed.")
 
 
 class Content(Enum):
@@ -102,7 +99,7 @@ def _refuse_unfinished(place: object, own: str) -> None:
             f"{place} is a half-written checkpoint: iteration {int(staged[1])} was being {doing}; take one of the iter_"
             " folders beside it"
         )
-    if own.startswith(_UNSEALED):
+    if own.startswith(UNSEALED):
         raise UnreadableCheckpoint(
             f"{place} is a half-written snapshot that was never sealed, or is being deleted; take another one beside it"
         )
@@ -162,7 +159,7 @@ def _is_saves(folder: Path, own: str, names: Sequence[str]) -> bool:
 
 
 def _is_storage(folder: Path, own: str, names: Sequence[str]) -> bool:
-    return any(SnapshotId.parse(name) or name.startswith(_UNSEALED) for name in names)
+    return any(SnapshotId.parse(name) or name.startswith(UNSEALED) for name in names)
 
 
 _LOOKS: tuple[tuple[Content, Callable[[Path, str, Sequence[str]], bool]], ...] = (

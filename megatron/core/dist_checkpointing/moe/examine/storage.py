@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from ..errors import UnreadableCheckpoint, UsageError
-from ..ports import SnapshotId, Store
+from ..ports import SnapshotId, Store, StoreFailure
 from ..store.filesystem import FilesystemStore
-from ..store.objects import ObjectStore
+from ..store.layout import MANIFEST
+from ..store.objects import ObjectStore, remote
 
 
 def open_storage(place: str, rank: int = 0) -> Store:
@@ -30,3 +32,15 @@ def snapshot_at(place: str) -> tuple[str, SnapshotId]:
     if snapshot is None:
         raise UnreadableCheckpoint(f"{place} is no snapshot: its name is not that of one")
     return storage, snapshot
+
+
+def sealed_s(store: Store, snapshot: SnapshotId) -> float | None:
+    """When a snapshot was sealed, in seconds since 1970; None where the storage does not say."""
+    with suppress(OSError, StoreFailure):
+        if isinstance(store, FilesystemStore):
+            return (store.directory / snapshot.name / MANIFEST).stat().st_mtime
+        if isinstance(store, ObjectStore):
+            with remote(store.root):
+                path = f"{store.root.rstrip('/')}/{snapshot.name}/{MANIFEST}"
+                return float(store.files.modified(path).timestamp())
+    return None

@@ -11,12 +11,11 @@ from pathlib import Path
 
 from ..errors import UnreadableCheckpoint
 from ..ports import Store
-from ..store.filesystem import MANIFEST, FilesystemStore
 from ..store.layout import Manifest, SnapshotId, Torn
-from ..store.objects import ObjectStore
 from ..store.shelf import SEALED, WRITING, Entry
 from ..types import STANDBY, OperatorId, Part
 from .areas import Slot
+from .storage import sealed_s
 from .windows import State, Stored, on, restorable, states, timelines
 
 
@@ -164,7 +163,7 @@ def _label(part: Part) -> str:
 def _stored(store: Store, snapshot: SnapshotId) -> Holding:
     with store.open(snapshot) as reader:
         manifest = reader.manifest
-    return _holding(manifest, "storage", _sealed_s(store, snapshot))
+    return _holding(manifest, "storage", sealed_s(store, snapshot))
 
 
 def _holding(manifest: Manifest, place: str, written_s: float | None) -> Holding:
@@ -177,15 +176,6 @@ def _holding(manifest: Manifest, place: str, written_s: float | None) -> Holding
     stored = Stored(manifest.snapshot, manifest.facts, manifest.layout.nbytes)
     # What was planned says more than the records do: weights can be kept as the master weights that they are cast from.
     return Holding(stored, parts | stored.parts, operator_bytes, place, written_s)
-
-
-def _sealed_s(store: Store, snapshot: SnapshotId) -> float | None:
-    if isinstance(store, FilesystemStore):
-        return _written_s(store.directory / snapshot.name / MANIFEST)
-    with suppress(OSError, NotImplementedError):
-        if isinstance(store, ObjectStore):
-            return float(store.files.modified(f"{store.root.rstrip('/')}/{snapshot.name}/{MANIFEST}").timestamp())
-    return None
 
 
 def _written_s(path: Path) -> float | None:

@@ -160,10 +160,16 @@ class _Snapshots:
 
     def tensor(self, snapshot: SnapshotId, record: Record) -> torch.Tensor:
         """A verified record. Raises UnreadableCheckpoint."""
-        data = bytearray(self.open(snapshot).read(record.key))
-        dtype = getattr(torch, record.field.dtype)
-        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-        return flat.reshape(record.field.shape)
+        return read_tensor(self.open(snapshot), record)
+
+
+def read_tensor(reader: Reader, record: Record) -> torch.Tensor:
+    """A verified record, copied out of its snapshot. Raises UnreadableCheckpoint."""
+    dtype = getattr(torch, record.field.dtype)
+    # A copy: torch would warn of read-only memory, and a view would keep the snapshot from being freed.
+    data = bytearray(reader.read(record.key))
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.reshape(record.field.shape)
 
 
 def _same(value: Any) -> Any:

@@ -14,9 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..errors import NewerFormat, UnreadableCheckpoint, UsageError
+from ..errors import UnreadableCheckpoint, UsageError
 from ..types import OperatorId, expert
-from .checksums import framed, unframed
+from .checksums import decoded, framed
 
 MANIFEST = "moe_ckpt_chain.json"
 FORMAT_VERSION = 1
@@ -153,23 +153,7 @@ def decode(content: bytes, name: str) -> Chain:
 
     Raises UnreadableCheckpoint for any deviation: a changed byte, an expert without an iteration; NewerFormat.
     """
-    written = unframed(_KEY, content)
-    if written is None:
-        raise UnreadableCheckpoint(f"{name} is damaged: it does not match its checksum; take another iteration")
-    try:
-        body = json.loads(written)
-        if type(body["format"]) is int and body["format"] > FORMAT_VERSION:
-            raise NewerFormat(
-                f"{name} is written in format {body['format']}, this version reads up to {FORMAT_VERSION}: use the"
-                " version that wrote it, or a newer one"
-            )
-        chain = _chain(body)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, UsageError) as error:
-        raise UnreadableCheckpoint(f"{name} is damaged ({error!r:.120}); take another iteration") from error
-    # What is believed is exactly what is written: another spelling of it is of no save.
-    if encode(chain) != content:
-        raise UnreadableCheckpoint(f"{name} is damaged: no save writes it so; take another iteration")
-    return chain
+    return decoded(content, name, key=_KEY, newest=FORMAT_VERSION, make=_chain, encode=encode)
 
 
 def _chain(body: dict[str, Any]) -> Chain:

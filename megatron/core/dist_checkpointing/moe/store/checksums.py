@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from xxhash import xxh3_128_hexdigest
 
-from ..errors import UnreadableCheckpoint, UsageError
+from ..errors import NewerFormat, UnreadableCheckpoint, UsageError
 from .layout import Field, Record
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+Value = TypeVar("Value")
 
 
 def checksum(data: Buffer) -> str:
@@ -28,6 +32,38 @@ def unframed(key: str, content: bytes) -> bytes | None:
     before = len(framed(key, b"")) - len(b"}\n")
     body = content[before : -len(b"}\n")]
     return body if framed(key, body) == content else None
+
+
+def decoded(
+    content: bytes,
+    name: str,
+    *,
+    key: str,
+    newest: int,
+    make: Callable[[Any], Value],
+    encode: Callable[[Value], bytes],
+) -> Value:
+    """What `make` makes of the body of a framed file, called `name` in errors; `encode` writes the file of a value.
+
+    Raises UnreadableCheckpoint for any deviation from what `encode` writes, NewerFormat for a format above `newest`.
+    """
+    written = unframed(key, content)
+    if written is None:
+        raise UnreadableCheckpoint(f"{name} is damaged: it does not match its checksum; take another iteration")
+    try:
+        body = json.loads(written)
+        if type(body["format"]) is int and body["format"] > newest:
+            raise NewerFormat(
+                f"{name} is written in format {body['format']}, this version reads up to {newest}: use the version"
+                " that wrote it, or a newer one"
+            )
+        value = make(body)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, UsageError) as error:
+        raise UnreadableCheckpoint(f"{name} is damaged ({error!r:.120}); take another iteration") from error
+    # What is believed is exactly what is written: another spelling of it is of no save.
+    if encode(value) != content:
+        raise UnreadableCheckpoint(f"{name} is damaged: no save writes it so; take another iteration")
+    return value
 
 
 def verified(data: memoryview, record: Record, where: str) -> memoryview:

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import UnreadableCheckpoint, UsageError
 from .checksums import checksum
-from .layout import Field, Layout, Listing, Manifest, Record, SnapshotId, Torn
+from .layout import MANIFEST, Field, Layout, Listing, Manifest, Record, SnapshotId, Torn
 from .manifest import decode
 from .reading import SnapshotReader
 from .system import (
@@ -31,7 +31,7 @@ from .system import (
 )
 from .writing import SnapshotWriter
 
-MANIFEST, SEGMENT = "manifest.json", "segment.bin"
+SEGMENT = "segment.bin"
 
 _ASIDE = re.compile(r"\.(writing|freed)\.([a-z0-9_-]+)\.(\d{5,})\.([0-9a-f]{8})")
 

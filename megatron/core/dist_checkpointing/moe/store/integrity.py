@@ -18,7 +18,7 @@ from xxhash import xxh3_128
 
 from ..errors import NewerFormat, UnreadableCheckpoint
 from .atomic import write_atomically
-from .checksums import framed, unframed
+from .checksums import decoded, framed
 
 NAME = "moe_ckpt_integrity.json"
 FORMAT_VERSION = 1
@@ -101,23 +101,11 @@ def decode(content: bytes, name: str) -> dict[str, FileSum]:
 
     Raises UnreadableCheckpoint for any deviation from what `encode` writes, NewerFormat for a later format.
     """
-    written = unframed(_KEY, content)
-    if written is None:
-        raise UnreadableCheckpoint(f"{name} is damaged: it does not match its checksum; take another iteration")
-    try:
-        body = json.loads(written)
-        if type(body["format"]) is int and body["format"] > FORMAT_VERSION:
-            raise NewerFormat(
-                f"{name} is written in format {body['format']}, this version reads up to {FORMAT_VERSION}: use the"
-                " version that wrote it, or a newer one"
-            )
-        sums = {_file_name(file): _sum(*row) for file, row in body["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UnreadableCheckpoint(f"{name} is damaged ({error!r:.120}); take another iteration") from error
-    # What is believed is exactly what is written: another spelling of it is of no save.
-    if encode(sums) != content:
-        raise UnreadableCheckpoint(f"{name} is damaged: no save writes it so; take another iteration")
-    return sums
+    return decoded(content, name, key=_KEY, newest=FORMAT_VERSION, make=_sums, encode=encode)
+
+
+def _sums(body: dict[str, Any]) -> dict[str, FileSum]:
+    return {_file_name(file): _sum(*row) for file, row in body["files"].items()}
 
 
 def _file_name(name: str) -> str:

@@ -14,6 +14,12 @@ from ..types import OperatorId, Part
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
+MANIFEST = "manifest.json"
+"""In a snapshot's folder in storage, written last."""
+
+UNSEALED = (".writing.", ".freed.")
+"""What the names of folders begin with that are being written or deleted, or were when their process died."""
+
 ALIGNMENT_BYTES = 64  # a cache line, and enough for every vector instruction that copies or hashes
 DTYPE_BYTES = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),

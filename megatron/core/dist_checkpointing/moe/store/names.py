@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Final
 
 from ..errors import UnreadableCheckpoint, UsageError
 
@@ -19,7 +20,7 @@ FORMAT = "metadata.json"
 COMMON = "common.pt"
 """What is the same on all ranks; since Megatron-Core 0.17 an object in the shards instead."""
 
-RELEASE = "release"
+RELEASE: Final = "release"
 """Folder of a checkpoint that goes on from no iteration, and what the tracker says of it."""
 
 SHARD_SUFFIX = ".distcp"

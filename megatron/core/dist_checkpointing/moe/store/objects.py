@@ -20,13 +20,11 @@ import fsspec  # type: ignore[import-untyped]
 from ..errors import MoECheckpointError, UnreadableCheckpoint, UsageError
 from ..ports import StoreFailure
 from .checksums import checksum
-from .layout import Field, Layout, Listing, Manifest, Record, SnapshotId, Torn
+from .layout import MANIFEST, Field, Layout, Listing, Manifest, Record, SnapshotId, Torn
 from .manifest import decode
 from .reading import SnapshotReader
 from .system import failing_as
 from .writing import SnapshotWriter
-
-MANIFEST = "manifest.json"
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
@@ -13,6 +13,8 @@ import torch
 from ...errors import UnreadableCheckpoint, UsageError
 from ...examine.areas import slots
 from ...examine.statistics import statistics
+from ...examine.values import read_tensor
+from ...examine.verification.snapshots import batches
 from ...ports import Reader, Record, SnapshotId, Store
 from ...store.dense import open_dense
 from ...store.digest import state_entries
@@ -51,10 +53,10 @@ def snapshot_tensors(place: str, snapshots: Mapping[SnapshotId, Open], pattern: 
     with progress("reading tensors", sum(record.nbytes for found in chosen.values() for record in found)) as advance:
         for snapshot, found in chosen.items():
             prefix = f"rank {snapshot.rank}: " if len(snapshots) > 1 else ""
-            for batch in _batches(found):
+            for batch in batches(found, _HELD_BYTES):
                 with snapshots[snapshot](snapshot) as reader:
                     for record in batch:
-                        rows.append(_row(prefix + record.key, _tensor(reader, record)))
+                        rows.append(_row(prefix + record.key, read_tensor(reader, record)))
                         advance(record.nbytes)
     iterations = sorted({snapshot.iteration for snapshot in snapshots})
     return _report(f"Tensors of {place} after iteration {', '.join(map(str, iterations))}", rows, pattern)
@@ -83,27 +85,6 @@ def _newest(found: Mapping[SnapshotId, Open]) -> dict[SnapshotId, Open]:
 def _matching(open_: Open, snapshot: SnapshotId, pattern: str) -> list[Record]:
     with open_(snapshot) as reader:
         return [record for record in reader.manifest.records if fnmatchcase(record.key, pattern)]
-
-
-def _batches(records: Sequence[Record]) -> Iterator[list[Record]]:
-    batch: list[Record] = []
-    held_bytes = 0
-    for record in records:
-        batch.append(record)
-        held_bytes += record.nbytes
-        if held_bytes >= _HELD_BYTES:
-            yield batch
-            batch, held_bytes = [], 0
-    if batch:
-        yield batch
-
-
-def _tensor(reader: Reader, record: Record) -> torch.Tensor:
-    dtype = getattr(torch, record.field.dtype)
-    # A copy: torch would warn of read-only memory, and a view would keep the snapshot from being freed.
-    raw = bytearray(reader.read(record.key))
-    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-    return flat.reshape(record.field.shape)
 
 
 def _row(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:

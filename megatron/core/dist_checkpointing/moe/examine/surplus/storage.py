@@ -20,6 +20,7 @@ from ...policy.retention import Reason
 from ...policy.timelines import Timeline
 from ...ports import Json, SnapshotId, Store, Torn
 from ...store.filesystem import FilesystemStore
+from ...store.layout import UNSEALED
 from ...store.objects import ObjectStore
 from ...types import OperatorId, Part
 from ..verification.snapshots import verify_records
@@ -39,7 +40,6 @@ from ..windows import (
 from .items import A_LINK, Item, Limits, Surplus
 from .written import folder_bytes, last_written_s
 
-_UNSEALED = (".writing.", ".freed.")
 _KEEP_FLAG = "--moe-ckpt-persist-keep"
 
 _Kind = tuple[dict[str, Json], Json]
@@ -257,7 +257,7 @@ def _torn(
 
 
 def _is_hidden(torn: Torn) -> bool:
-    return Path(torn.path).name.startswith(_UNSEALED)
+    return Path(torn.path).name.startswith(UNSEALED)
 
 
 def _unjudged(store: Store, torn: Torn) -> str:

@@ -33,7 +33,7 @@ def verify_records(store: Readable, manifest: Manifest, path: str, advance: Adva
     Raises UnreadableCheckpoint if it cannot be opened any more.
     """
     found: list[Finding] = []
-    for batch in _batches(manifest.records):
+    for batch in batches(manifest.records, BATCH_BYTES):
         with store.open(manifest.snapshot) as reader:
             for record in batch:
                 try:
@@ -44,13 +44,14 @@ def verify_records(store: Readable, manifest: Manifest, path: str, advance: Adva
     return tuple(found)
 
 
-def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
+def batches(records: Iterable[Record], least_bytes: int) -> Iterator[list[Record]]:
+    """Records in their order, in lists of as many as have `least_bytes`; the last may have fewer."""
     batch: list[Record] = []
     nbytes = 0
     for record in records:
         batch.append(record)
         nbytes += record.nbytes
-        if nbytes >= BATCH_BYTES:
+        if nbytes >= least_bytes:
             yield batch
             batch, nbytes = [], 0
     if batch:

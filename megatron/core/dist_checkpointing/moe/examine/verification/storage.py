@@ -5,22 +5,19 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from ...errors import NewerFormat, UnreadableCheckpoint
-from ...ports import Manifest, SnapshotId, Store, StoreFailure, Torn
-from ...store.filesystem import MANIFEST, SEGMENT, FilesystemStore
+from ...ports import Manifest, SnapshotId, Store, Torn
+from ...store.filesystem import SEGMENT, FilesystemStore
 from ...store.integrity import Advance
+from ...store.layout import MANIFEST, UNSEALED
 from ...store.manifest import decode
-from ...store.objects import MANIFEST as OBJECT_MANIFEST
-from ...store.objects import ObjectStore, remote
 from ...types import OperatorId, Part
+from ..storage import sealed_s
 from ..windows import Stored, held, newest_whole, on, restorable, states, timelines
 from .findings import Checked, Finding, Verified
 from .snapshots import lacks, lone_pieces, stored_as, verify_records
-
-UNSEALED = (".writing.", ".freed.")
 
 ROUNDS = 8
 """So often a storage is listed again for what a job has sealed meanwhile; a slow reader may never catch up."""
@@ -80,19 +77,8 @@ def _is_unsealed(torn: Torn) -> bool:
 def _sealed_lately(store: Store, snapshots: Sequence[Stored]) -> bool:
     """Whether the newest of these snapshots was sealed just now, as far as the store says when."""
     newest = max((one.snapshot for one in snapshots), default=None)
-    sealed_s = None if newest is None else _sealed_s(store, newest)
-    return sealed_s is not None and abs(time.time() - sealed_s) < RECENT_S
-
-
-def _sealed_s(store: Store, snapshot: SnapshotId) -> float | None:
-    with suppress(OSError, StoreFailure):
-        if isinstance(store, FilesystemStore):
-            return (store.directory / snapshot.name / MANIFEST).stat().st_mtime
-        if isinstance(store, ObjectStore):
-            with remote(store.root):
-                path = f"{store.root.rstrip('/')}/{snapshot.name}/{OBJECT_MANIFEST}"
-                return float(store.files.modified(path).timestamp())
-    return None
+    when_s = None if newest is None else sealed_s(store, newest)
+    return when_s is not None and abs(time.time() - when_s) < RECENT_S
 
 
 def _verified(store: Store, snapshot: SnapshotId, place: str, advance: Advance) -> _Result:
