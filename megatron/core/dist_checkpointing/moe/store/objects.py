@@ -60,7 +60,7 @@ class ObjectStore:
         """As `ports.Store.reserve`."""
         folder, segment = self._folder(snapshot), f"segment-{self.rank:05d}-{os.urandom(4).hex()}.bin"
         with self._mutex, failing_as(f"reserve {layout.nbytes} bytes in {folder}"):
-            if snapshot in self._writing.values():
+            if snapshot in tuple(self._writing.values()):
                 raise UsageError(f"the {snapshot} is being written already")
             if MANIFEST in self._names(folder):
                 raise UsageError(f"the {snapshot} is in {self.root} already: free it before it is written again")
@@ -78,8 +78,9 @@ class ObjectStore:
                     self._manifest(snapshot)
                     sealed.append(snapshot)
                 except UnreadableCheckpoint as error:
-                    names = self._names(self._folder(snapshot))
-                    if snapshot not in self._writing.values() and names:
+                    if snapshot in tuple(self._writing.values()):  # a copy: writers come and go on other threads
+                        continue
+                    if names := self._names(self._folder(snapshot)):
                         # The manifest is the last to appear and the first to go.
                         torn.append(Torn(snapshot, self._folder(snapshot), str(error), MANIFEST not in names))
         return Listing(tuple(sorted(sealed)), tuple(sorted(torn, key=lambda one: one.snapshot)))
