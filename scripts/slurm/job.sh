@@ -21,7 +21,7 @@
 export KEEP_MEMORY PYTHON
 
 KILL_MARGIN_S=30  # ranks that have not ended by then are killed, so that the job still has time to be requeued
-MEET_S=300        # how long nodes wait for each other
+MEET_S=300        # how long nodes wait for each other, and for their meeting point
 # All runs of a job use the same folder: what one leaves in memory the next one finds.
 export MEMORY="$TMPFS/moe-ckpt-job-$SLURM_JOB_ID"
 outcome=$MEMORY.outcome
@@ -70,7 +70,7 @@ protects() {
 
 # The meeting point of all nodes, on this node but in no agent, so that it outlives any of them.
 keep_rendezvous() {
-    local there=''
+    local there='' begun=$SECONDS
     "${step[@]}" --nodes=1 --ntasks=1 "--nodelist=$SLURMD_NODENAME" \
         "$PYTHON" "$root/scripts/slurm/rendezvous.py" "$RDZV_PORT" "$outcome" &
     rendezvous=$!
@@ -81,6 +81,8 @@ keep_rendezvous() {
         if [ -z "$there" ] && answers localhost; then there=$SECONDS; fi
         [ -z "$there" ] || [ $((SECONDS - there)) -lt "$ANSWER_S" ] || end 1 "$RDZV_HOST:$RDZV_PORT does not answer on\
  this node after $ANSWER_S s: set RDZV_HOST to a name that all nodes resolve"
+        [ $((SECONDS - begun)) -lt "$MEET_S" ] || end 1 "no rendezvous on this node after $MEET_S s: nothing listens at\
+ port $RDZV_PORT; the step that was to is listed by squeue --steps"
         sleep 0.2
     done
 }

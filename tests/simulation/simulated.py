@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
+from megatron.core.dist_checkpointing.moe.policy.lifecycle import ProtectionState
 from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
 from megatron.core.dist_checkpointing.moe.policy.strategies import STRATEGIES, Job, Room
 from megatron.core.dist_checkpointing.moe.policy.timelines import Timeline, continued
@@ -159,6 +160,8 @@ class Rank:
         self._told.coordinators[self._rank] = coordinator
         if outcome is not None:
             coordinator.resume(outcome)
+            is_protected = coordinator.report().protection.state is not ProtectionState.UNPROTECTED
+            assert is_protected == bool(outcome.kept), "what was restored from memory has copies there"
         for iteration in range(ports.model.iteration + 1, simulation.iterations + 1):
             ports.model.forward_backward()
             coordinator.before_optimizer()

@@ -56,7 +56,7 @@ class Job:
 
 
 def calls_of(script: Path, stand_in: str, folder: Path, **environment: str) -> list[list[str]]:
-    """The arguments of each call that the script makes of a program: `torchrun`, `sbatch` or the interpreter."""
+    """The arguments of each call that the script makes of a program: `sbatch` or the interpreter."""
     program, calls = folder / f"bin of {stand_in}" / stand_in, folder / f"calls of {stand_in}"
     program.parent.mkdir()
     calls.mkdir()
@@ -70,7 +70,7 @@ def calls_of(script: Path, stand_in: str, folder: Path, **environment: str) -> l
 
 def launched(example: str, folder: Path) -> Job:
     """What `train.sh` starts with torchrun on each node."""
-    (argv,) = calls_of(EXAMPLES / example / "train.sh", "torchrun", folder, **SETTINGS, HEAD="first-node")
+    (argv,) = calls_of(EXAMPLES / example / "train.sh", "python", folder, **SETTINGS, HEAD="first-node")
     nodes, ranks = int(argv[argv.index("--nnodes") + 1]), int(argv[argv.index("--nproc-per-node") + 1])
     return Job(nodes, ranks, judged(argv, Environment(nodes * ranks, cuda=True, transformer_engine=True)))
 

@@ -10,7 +10,7 @@ from typing import Literal
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.store.atomic import sync_directory, write_atomically
 from megatron.core.dist_checkpointing.moe.store.chain import read_chain
-from megatron.core.dist_checkpointing.moe.store.names import ITERATION, RELEASE, STAGED, TRACKER
+from megatron.core.dist_checkpointing.moe.store.names import ITERATION, RELEASE, STAGED, TRACKER, read_tracker
 
 Step = int | Literal["release"]
 
@@ -37,16 +37,11 @@ class CheckpointDirectory:
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
     def tracked(self) -> Step | None:
-        """What the tracker names, or None without a tracker. Raises ValueError if it names nothing."""
-        try:
-            text = (self.root / TRACKER).read_text().strip()
-        except FileNotFoundError:
-            return None
-        if text == RELEASE:
-            return RELEASE
-        if not text.isdigit():
-            raise ValueError(f"{self.root / TRACKER} says {text[:40]!r} where an iteration should be")
-        return int(text)
+        """What the tracker names, or None without a tracker. Raises UnreadableCheckpoint if it names nothing."""
+        named = read_tracker(self.root)
+        if named is None or named == RELEASE:
+            return named
+        return int(named.removeprefix("iter_"))
 
     def candidates(self) -> list[Step]:
         """What to try when resuming, best first: the tracked iteration, then older ones; of a release only itself.
@@ -93,7 +88,8 @@ class CheckpointDirectory:
     def retain(self, keep_last: int) -> list[int]:
         """Remove all but the newest `keep_last` iterations and those that hold experts for what stays; returns them.
 
-        The tracked iteration always stays. Raises OSError, and ValueError while it is not known what a kept one needs.
+        The tracked iteration always stays. Raises OSError, and UnreadableCheckpoint while it is not known what a kept
+        one needs.
         """
         tracked = self.tracked()
         # Iterations past the tracked one are of a run that was left; they cannot be loaded and are not ours to remove.
@@ -117,14 +113,14 @@ class CheckpointDirectory:
         try:
             chains = [read_chain(self.folder(iteration)) for iteration in kept]
         except UnreadableCheckpoint as error:
-            raise ValueError(f"what else has to stay is not known: {error}") from error
+            raise UnreadableCheckpoint(f"what else has to stay is not known: {error}") from error
         return {iteration for chain in chains if chain is not None for iteration in chain.iterations}
 
     def _needed_if_whole(self, iteration: int) -> set[int]:
         """As `_needed` for one that was not announced: nothing if its manifest is damaged, for then it is lost."""
         try:
             return self._needed([iteration])
-        except ValueError as error:
+        except UnreadableCheckpoint as error:
             unreadable = error.__cause__
             if isinstance(unreadable, NewerFormat) or isinstance(getattr(unreadable, "__cause__", None), OSError):
                 raise

@@ -116,7 +116,7 @@ def _find(config: PretrainConfig, refused: Mapping[Step, str]) -> _Found | None:
     flags, directory = config.checkpoint, CheckpointDirectory(str(config.checkpoint.load))
     try:
         candidates = directory.candidates() if flags.ckpt_step is None else [flags.ckpt_step]
-    except (ValueError, OSError) as error:
+    except (UnreadableCheckpoint, OSError) as error:
         raise UsageError(f"--load {flags.load}: {error}; repair the tracker or give --ckpt-step") from error
     torn: list[str] = []
     for step in candidates:

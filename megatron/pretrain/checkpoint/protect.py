@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.moe.config import flag_name
-from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError
+from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError, UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause
 from megatron.core.dist_checkpointing.moe.ports import PeerLost, StoreFailure
 from megatron.core.dist_checkpointing.moe.recover.marks import Marks
@@ -158,6 +158,6 @@ def _newest_dense(state: TrainingState) -> int:
         return -1
     try:
         candidates = CheckpointDirectory(checkpoint.load).candidates()
-    except (ValueError, OSError) as error:
+    except (UnreadableCheckpoint, OSError) as error:
         raise UsageError(f"--load {checkpoint.load}: {error}; repair the tracker or give --ckpt-step") from error
     return max((step for step in candidates if isinstance(step, int)), default=-1)

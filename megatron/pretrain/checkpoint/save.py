@@ -108,9 +108,10 @@ class Saver:
 
     def is_published(self, iteration: int) -> bool:
         """Whether the checkpoint of an iteration is there, and announced."""
+        errors = OSError, UnreadableCheckpoint
         try:
-            return on_rank_zero(lambda: iteration in self._directory.candidates(), errors=(OSError, ValueError))
-        except (OSError, ValueError):
+            return on_rank_zero(lambda: iteration in self._directory.candidates(), errors=errors)
+        except errors:
             return False
 
     def _prepare(self, iteration: int) -> tuple[ShardWriter, Chain | None]:
@@ -155,7 +156,7 @@ class Saver:
             return
         try:
             removed = self._directory.retain(keep_last)
-        except (OSError, ValueError) as error:
+        except (OSError, UnreadableCheckpoint) as error:
             log.warning("older checkpoints could not be removed (--keep-last %d): %s", keep_last, error)
             return
         if removed:

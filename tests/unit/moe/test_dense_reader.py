@@ -89,7 +89,7 @@ def test_a_tracker_that_names_a_missing_iteration_is_refused_with_what_is_there(
 
 def test_a_tracker_that_holds_no_number_is_refused(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("../../etc")
-    with pytest.raises(UnreadableCheckpoint, match="not an iteration"):
+    with pytest.raises(UnreadableCheckpoint, match="not an iteration; give one of the iter_ directories"):
         open_dense(tmp_path)
 
 

@@ -74,7 +74,7 @@ def test_where_the_first_tensor_differs_is_told_and_by_how_much(
     code, out, err = output(first, second, "--json")
     (told,) = json.loads(out)["differing"]
     before = view(recognized(str(first)))
-    (value,) = (one.read() for one in before.values if one.name == WEIGHT)
+    (value,) = (torch.cat(list(one.read())).reshape(one.shape) for one in before.values if one.name == WEIGHT)
     assert (code, err, told["entry"], told["what"], told["index"]) == (1, "", WEIGHT, "value", [0, 0])
     assert (told["first"], told["second"]) == (repr(value[0, 0].item()), "0.0")
     assert (told["differing"], told["elements"]) == (48, 48)

@@ -6,6 +6,7 @@ import shutil
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partialmethod
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +28,7 @@ from megatron.core.dist_checkpointing.moe.store.components import (
     component_of,
     padding_spans,
 )
-from megatron.core.dist_checkpointing.moe.store.dense import open_dense
+from megatron.core.dist_checkpointing.moe.store.dense import DenseCheckpoint, open_dense
 from megatron.core.dist_checkpointing.moe.store.digest import digest_components, total_digest
 
 if TYPE_CHECKING:
@@ -72,6 +73,17 @@ def test_the_file_layout_does_not_matter(content: Content, save: Save, tmp_path:
     many = save(content, tmp_path / "many", pieces=4, thread_count=3)
     assert len(list(few.glob("*.distcp"))) < len(list(many.glob("*.distcp")))
     assert lines(few) == lines(many)
+
+
+@pytest.mark.parametrize("most", [1, 7, 70])
+def test_how_much_of_a_tensor_is_in_memory_at_a_time_does_not_matter(
+    most: int, content: Content, new_content: type[Content], save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucketed = new_content(common={"bucket": bucket(float("nan"))})
+    saved = save(content, tmp_path / "plain", pieces=2), save(bucketed, tmp_path / "bucketed")
+    whole = [lines(one) for one in saved]
+    monkeypatch.setattr(DenseCheckpoint, "read_blocks", partialmethod(DenseCheckpoint.read_blocks, most=most))
+    assert [lines(one) for one in saved] == whole
 
 
 def test_the_writer_does_not_matter(content: Content, save: Save, tmp_path: Path) -> None:

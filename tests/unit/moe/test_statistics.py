@@ -18,7 +18,7 @@ def test_a_tensor_of_several_blocks_has_the_statistics_of_the_whole() -> None:
     generator = torch.Generator().manual_seed(3)
     values = 1e4 + torch.randn((1 << 22) + 1001, generator=generator)
     values[5], values[-1] = -7.0, 2e4
-    found, exact = statistics(values), values.double()
+    found, exact = statistics([values]), values.double()
     assert (found.minimum, found.maximum, found.non_finite) == (-7.0, 2e4, 0)
     assert found.mean == pytest.approx(exact.mean().item(), rel=1e-12)
     assert found.std == pytest.approx(exact.std(correction=0).item(), rel=1e-9)
@@ -26,12 +26,12 @@ def test_a_tensor_of_several_blocks_has_the_statistics_of_the_whole() -> None:
 
 def test_infinities_and_nan_are_counted_and_left_out() -> None:
     values = torch.tensor([1.0, float("nan"), 3.0, float("inf"), -float("inf")])
-    assert statistics(values) == Statistics(1.0, 3.0, 2.0, 1.0, 3)
+    assert statistics([values]) == Statistics(1.0, 3.0, 2.0, 1.0, 3)
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0)])
 def test_an_empty_tensor_has_none(shape: tuple[int, ...]) -> None:
-    assert statistics(torch.empty(shape)) == Statistics(None, None, None, None, 0)
+    assert statistics([torch.empty(shape)]) == Statistics(None, None, None, None, 0)
 
 
 @pytest.mark.parametrize(
@@ -40,12 +40,12 @@ def test_an_empty_tensor_has_none(shape: tuple[int, ...]) -> None:
     ids=str,
 )
 def test_every_kind_of_number_is_looked_at(dtype: torch.dtype) -> None:
-    found = statistics(torch.tensor([[0.0, 1.0], [1.0, 0.0]]).to(dtype))
+    found = statistics([torch.tensor([[0.0, 1.0], [1.0, 0.0]]).to(dtype)])
     assert found == Statistics(0.0, 1.0, 0.5, 0.5, 0)
 
 
 def test_complex_numbers_count_as_their_two_parts() -> None:
-    assert statistics(torch.tensor([1 + 3j, 1 + 3j])) == Statistics(1.0, 3.0, 2.0, 1.0, 0)
+    assert statistics([torch.tensor([1 + 3j, 1 + 3j])]) == Statistics(1.0, 3.0, 2.0, 1.0, 0)
 
 
 def test_no_bar_is_drawn_where_standard_error_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.store import chain
 from megatron.pretrain.checkpoint.directory import TRACKER, CheckpointDirectory
 
@@ -90,7 +91,7 @@ def test_retention_waits_while_what_an_iteration_past_the_tracked_one_needs_cann
     publish(directory, 3, 6, 9)
     (directory.folder(9) / chain.MANIFEST).mkdir()
     (directory.root / TRACKER).write_text("6")
-    with pytest.raises(ValueError, match="is not known"):
+    with pytest.raises(UnreadableCheckpoint, match="is not known"):
         directory.retain(1)
     (directory.folder(9) / chain.MANIFEST).rmdir()
     (directory.folder(9) / chain.MANIFEST).write_bytes(b"damaged")

@@ -16,8 +16,7 @@ from typing import Any, cast
 import fsspec  # type: ignore[import-untyped]
 
 from ..errors import UnreadableCheckpoint, UsageError
-from ..examine.windows import State, Stored, newest_whole, on, states, stored, timelines
-from ..policy.timelines import Timeline
+from ..examine.windows import Restorable, State, on, restorable, states, stored, timelines
 from ..ports import Listing, SnapshotId, Store
 from ..store.objects import remote
 
@@ -70,12 +69,12 @@ def newest(store: Store, place: str) -> Source:
     Raises UnreadableCheckpoint when there is none, UsageError when the one there does not say how its job was started.
     """
     snapshots = stored(store)
-    found = newest_whole(snapshots)
+    found = next(restorable(snapshots), None)
     if found is None:
-        lacking = next((one for timeline in timelines(snapshots) for one in states(on(timeline, snapshots))), None)
-        problem = _lacking(lacking) if lacking else _nothing(store.snapshots())
+        newest_state = next((one for line in timelines(snapshots) for one in states(on(line, snapshots))), None)
+        problem = _lacking(newest_state) if newest_state else _nothing(store.snapshots())
         raise UnreadableCheckpoint(f"{place} has {problem}; is it a --moe-ckpt-persist-dir?")
-    return _source(found[1][0], snapshots, found[0], place)
+    return _source(found, place)
 
 
 def densified(source: Source, storage: str, out: Path, flags: Sequence[str]) -> int:
@@ -133,6 +132,8 @@ def recorded(flags: Sequence[str]) -> list[str]:
 
 
 def _lacking(state: State) -> str:
+    if not state.lacking:
+        return f"no complete state: older snapshots with what {state} needs are missing or torn on some ranks"
     iteration, rank = state.lacking[0]
     return (
         f"no complete state: of iterations {state.span[0]} to {state.span[-1]} the snapshot of rank {rank} after"
@@ -140,18 +141,14 @@ def _lacking(state: State) -> str:
     )
 
 
-def _source(state: State, snapshots: Sequence[Stored], timeline: Timeline, place: str) -> Source:
-    leading = state.leading
+def _source(found: Restorable, place: str) -> Source:
+    span, leading = found.state.span, found.state.leading
     trainer = cast("Mapping[str, Any]", leading.facts.scalars["trainer"])
     command = trainer.get("command")
     if command is None:
         raise UsageError(f"{place}: the {leading.snapshot} does not say with which flags its job was started")
-    # Only snapshots with some of the experts need older ones.
-    whole = leading.facts.scalars.get("made_by") != "pec"
-    first, last = state.span[0], state.span[-1]
-    needed = state.members if whole else [one for one in on(timeline, snapshots) if one.snapshot.iteration <= last]
-    members = tuple(one.snapshot for one in needed)
-    return Source(members, first, last, leading.world_size, tuple(command["flags"]), Path(command["folder"]))
+    members = tuple(one.snapshot for one in found.members)
+    return Source(members, span[0], span[-1], leading.world_size, tuple(command["flags"]), Path(command["folder"]))
 
 
 def _nothing(listed: Listing) -> str:

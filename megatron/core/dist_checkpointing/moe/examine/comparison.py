@@ -1,9 +1,9 @@
-"""Where two stored states differ: names, kinds and shapes first, then values, one pair at a time in memory."""
+"""Where two stored states differ: names, kinds and shapes first, then values, one block of each in memory."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan, nan
 from typing import Any
@@ -68,7 +68,10 @@ def differing_values(
         if other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
             continue
         ours, others = one.read(), other.read()
-        yield from _of_tensors(one.name, ours, others) if one.dtype else _of_objects(one.name, ours, others)
+        if one.dtype:
+            yield from _of_tensors(one.name, one.shape, ours, others)
+        else:
+            yield from _of_objects(one.name, ours, others)
         advance(2 * one.nbytes)
 
 
@@ -94,22 +97,30 @@ def _plain(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _of_tensors(name: str, ours: torch.Tensor, others: torch.Tensor) -> Iterator[Difference]:
-    """The bits of two tensors of one dtype and shape, block by block."""
-    flat = ours.contiguous().reshape(-1), others.contiguous().reshape(-1)
-    count, at, largest = 0, -1, 0.0
-    for start in range(0, flat[0].numel(), _BLOCK_ELEMENTS):
-        one, other = (tensor[start : start + _BLOCK_ELEMENTS] for tensor in flat)
+def _of_tensors(
+    name: str, shape: Sequence[int], ours: Iterable[torch.Tensor], others: Iterable[torch.Tensor]
+) -> Iterator[Difference]:
+    """The bits of two tensors of one dtype and shape, whose elements come in the same blocks."""
+    start, count, largest = 0, 0, 0.0
+    first: tuple[int, str, str] | None = None
+    for one, other in _small(ours, others):
         unequal = (_bits(one) != _bits(other)).reshape(len(one), -1).any(1)
-        if not unequal.any():
-            continue
-        count += int(unequal.sum())
-        at = start + int(unequal.nonzero()[0]) if at < 0 else at
-        gap = _largest(one[unequal], other[unequal])
-        largest = nan if isnan(gap) or isnan(largest) else max(largest, gap)
-    if count:
-        one, other = (repr(tensor[at].item()) for tensor in flat)
-        yield Difference(name, "value", one, other, _index(at, ours.shape), count, ours.numel(), largest)
+        if unequal.any():
+            count += int(unequal.sum())
+            at = int(unequal.nonzero()[0])
+            first = first or (start + at, repr(one[at].item()), repr(other[at].item()))
+            gap = _largest(one[unequal], other[unequal])
+            largest = nan if isnan(gap) or isnan(largest) else max(largest, gap)
+        start += len(one)
+    if first:
+        at, value, other_value = first
+        yield Difference(name, "value", value, other_value, _index(at, shape), count, start, largest)
+
+
+def _small(ours: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Smaller blocks, as what is compared of one takes several times its memory."""
+    for pair in zip(ours, others, strict=True):
+        yield from zip(*(block.split(_BLOCK_ELEMENTS) for block in pair), strict=True)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -143,7 +154,7 @@ def _of_objects(name: str, ours: Any, others: Any) -> Iterator[Difference]:
             yield Difference(full, where, shown[0], shown[1])
         elif isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.shape == other.shape:
             if one.dtype == other.dtype:
-                yield from _of_tensors(full, one, other)
+                yield from _of_tensors(full, one.shape, [one.reshape(-1)], [other.reshape(-1)])
             else:
                 yield Difference(full, "dtype", _plain(one.dtype), _plain(other.dtype))
         elif _bytes(full, one) != _bytes(full, other):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,11 +27,11 @@ class Statistics:
     non_finite: int
 
 
-def statistics(tensor: torch.Tensor) -> Statistics:
-    """Look at every element of a tensor of any dtype and shape, on the CPU."""
+def statistics(tensors: Iterable[torch.Tensor]) -> Statistics:
+    """Look at every element of these tensors of any one dtype and any shapes, on the CPU."""
     count, mean, squares, non_finite = 0, 0.0, 0.0, 0
     minimum, maximum = math.inf, -math.inf
-    for block in _blocks(tensor):
+    for block in (block for tensor in tensors for block in _blocks(tensor)):
         finite = block[block.isfinite()]
         non_finite += block.numel() - finite.numel()
         if not finite.numel():

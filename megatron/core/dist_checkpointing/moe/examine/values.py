@@ -12,6 +12,7 @@ import torch
 
 from ..errors import UnreadableCheckpoint, UsageError
 from ..ports import Reader, Record, SnapshotId, Store
+from ..store.blocks import BLOCK_ELEMENTS, Placed, blocks
 from ..store.canonical import leaves
 from ..store.chain import stacked_name, stacked_object_name
 from ..store.dcp_metadata import TensorInfo
@@ -32,7 +33,8 @@ _COMMAND = "trainer.command."
 class Value:
     """One named value: a tensor of `dtype` and `shape`, or anything else, which has neither.
 
-    read: gives it whole, on the CPU. Raises UnreadableCheckpoint.
+    read: gives it, on the CPU; of a tensor the elements in row-major order, flat, in blocks that are the same for all
+    tensors of one shape. Raises UnreadableCheckpoint.
     """
 
     name: str
@@ -117,20 +119,18 @@ def _merged_values(merged: MergedCheckpoint) -> Iterator[Value]:
     for name, experts in stacks.items():
         first = next(iter(experts.values()))
         shape = (*chain.leading_axes, *first.shape)
-        yield Value(name, partial(_stacked, merged, name, shape, experts), first.dtype, shape)
+        pieces = tuple(_pieces(merged, name, experts))
+        yield Value(name, partial(blocks, shape, first.dtype, pieces, BLOCK_ELEMENTS), first.dtype, shape)
 
 
-def _stacked(
-    merged: MergedCheckpoint, name: str, shape: tuple[int, ...], experts: Mapping[OperatorId, ExpertTensor]
-) -> torch.Tensor:
-    whole = torch.zeros(shape, dtype=next(iter(experts.values())).dtype)
+def _pieces(merged: MergedCheckpoint, name: str, experts: Mapping[OperatorId, ExpertTensor]) -> Iterator[Placed]:
+    """Where each expert has its pieces in the tensor that all of them make."""
     for operator, tensor in experts.items():
-        part, into = merged.parts[merged.chain.holder(operator)], whole[merged.chain.leading_index(operator)]
+        part, leading = merged.parts[merged.chain.holder(operator)], merged.chain.leading_index(operator)
         info = TensorInfo(tensor.shape, tensor.dtype, tensor.stored)
         for own, kept in zip(tensor.chunks, tensor.stored, strict=True):
-            place = tuple(slice(at, at + size) for at, size in zip(own.offsets, own.sizes, strict=True))
-            into[place] = part.read_piece(name, info, kept).reshape(own.sizes)
-    return whole
+            read = partial(part.read_piece, name, info, kept)
+            yield Placed((*leading, *own.offsets), (*(1 for _ in leading), *own.sizes), read)
 
 
 def _snapshot_values(snapshots: _Snapshots, one: Stored, before: str = "") -> Iterator[Value]:
@@ -158,9 +158,9 @@ class _Snapshots:
             self._last = snapshot, self._store.open(snapshot)
         return self._last[1]
 
-    def tensor(self, snapshot: SnapshotId, record: Record) -> torch.Tensor:
-        """A verified record. Raises UnreadableCheckpoint."""
-        return read_tensor(self.open(snapshot), record)
+    def tensor(self, snapshot: SnapshotId, record: Record) -> Iterator[torch.Tensor]:
+        """A verified record, which is one block. Raises UnreadableCheckpoint."""
+        yield read_tensor(self.open(snapshot), record).reshape(-1)
 
 
 def read_tensor(reader: Reader, record: Record) -> torch.Tensor:

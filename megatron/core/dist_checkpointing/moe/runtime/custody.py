@@ -67,6 +67,8 @@ class Custody:
         parts = {operator: part for piece in kept for operator, part in piece.plan.parts.items()}
         work = Work(SnapshotPlan(iteration, parts), tuple(kept), None)
         self._restored = iteration
+        # What was restored has copies; whether enough of them is known once they have been counted anew.
+        self.protection = Protection(ProtectionState.DEGRADED, iteration)
         self.open(work)
         mine = [SnapshotId(piece.plan.iteration, rank, piece.kind) for piece in kept]
         self._begin(Level.SNAPSHOT, iteration, "keeper", lambda: self._keeper.protect_again(work, mine))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from io import BytesIO
 from types import SimpleNamespace
@@ -43,9 +43,15 @@ def feed(sink: Sink, value: Any) -> None:
 
 def feed_tensor(sink: Sink, tensor: torch.Tensor) -> None:
     """Feeds dtype, shape and raw bytes of a dense tensor."""
-    _frame(sink, b"tensor", str(tensor.dtype).encode(), repr(tuple(tensor.shape)).encode())
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    sink.update(flat.view(torch.uint8).numpy().data)
+    feed_blocks(sink, tensor.dtype, tuple(tensor.shape), [tensor])
+
+
+def feed_blocks(sink: Sink, dtype: torch.dtype, shape: tuple[int, ...], blocks: Iterable[torch.Tensor]) -> None:
+    """As `feed_tensor`, of a tensor whose elements come in several blocks."""
+    _frame(sink, b"tensor", str(dtype).encode(), repr(shape).encode())
+    for block in blocks:
+        flat = block.detach().cpu().contiguous().reshape(-1)
+        sink.update(flat.view(torch.uint8).numpy().data)
 
 
 def feed_array(sink: Sink, array: np.ndarray[Any, Any]) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import UnreadableCheckpoint
+from .blocks import BLOCK_ELEMENTS, Placed, blocks
 from .dcp_metadata import CheckpointIndex, Chunk, Extent, TensorInfo, parse_index
 from .names import COMMON, FORMAT, INDEX, TRACKER, read_tracker
 from .safe_load import load_torch_bytes
@@ -43,11 +46,14 @@ class DenseCheckpoint:
         Raises KeyError for a name not in `tensors`, UnreadableCheckpoint when a piece cannot be read.
         """
         info = self.tensors[name]
-        whole = torch.zeros(info.shape, dtype=info.dtype)
-        for chunk in info.chunks:
-            place = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            whole[place] = self.read_piece(name, info, chunk)
-        return whole
+        found = list(self.read_blocks(name, max(1, prod(info.shape))))
+        return found[0].reshape(info.shape) if found else torch.empty(info.shape, dtype=info.dtype)
+
+    def read_blocks(self, name: str, most: int = BLOCK_ELEMENTS) -> Iterator[torch.Tensor]:
+        """The elements of `name` in row-major order, flat, at most `most` of them at once. Raises as `read_tensor`."""
+        info = self.tensors[name]
+        pieces = [Placed(one.offsets, one.sizes, partial(self.read_piece, name, info, one)) for one in info.chunks]
+        return blocks(info.shape, info.dtype, pieces, most)
 
     def read_object(self, name: str) -> Any:
         """Returns the object `name`. Raises KeyError if there is none, UnreadableCheckpoint if it cannot be read."""
@@ -103,7 +109,10 @@ def resolve_iteration(directory: Path) -> Path:
 def _resolved(directory: Path) -> Path:
     if not directory.is_dir():
         raise UnreadableCheckpoint(f"{directory} is not a directory; give an iter_XXXXXXX or a --save directory")
-    named = None if (directory / INDEX).exists() else read_tracker(directory)
+    try:
+        named = None if (directory / INDEX).exists() else read_tracker(directory)
+    except UnreadableCheckpoint as error:
+        raise UnreadableCheckpoint(f"{error}; give one of the iter_ directories instead") from error
     if named is None:
         return directory
     iteration = directory / named

@@ -6,13 +6,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 import xxhash
 
 from ..errors import UnreadableCheckpoint
-from .canonical import Sink, feed, feed_tensor, leaves
+from .canonical import Sink, feed, feed_blocks, leaves
 from .components import (
     COMMON_RULES,
     LEFT_OUT,
@@ -40,7 +41,10 @@ class ComponentDigest:
 
 @dataclass(frozen=True)
 class Entry:
-    """One named value of a checkpoint, and the component that it belongs to. tensor: what it is, None for no tensor."""
+    """One named value of a checkpoint, and the component that it belongs to.
+
+    tensor: what it is, None for no tensor. read: the value; of a tensor its blocks, as `DenseCheckpoint.read_blocks`.
+    """
 
     component: str
     name: str
@@ -61,15 +65,15 @@ class _CountingSink:
 def state_entries(checkpoint: DenseCheckpoint) -> Iterator[Entry]:
     """All that belongs to the training state of `checkpoint`: tensors, other objects, the parts common to all ranks.
 
-    Tensors are read whole, with the alignment padding between parameters cleared, which Megatron-Core never
-    initialises. Reading raises UnreadableCheckpoint.
+    Tensors are read with the alignment padding between parameters cleared, which Megatron-Core never initialises.
+    Reading raises UnreadableCheckpoint.
     """
     return (entry for entry in _all_entries(checkpoint) if entry.component != LEFT_OUT)
 
 
 def _all_entries(checkpoint: DenseCheckpoint) -> Iterator[Entry]:
     for name, info in checkpoint.tensors.items():
-        yield Entry(component_of(name, TENSOR_RULES), name, info, partial(_read_tensor, checkpoint, name))
+        yield Entry(component_of(name, TENSOR_RULES), name, info, partial(_read_blocks, checkpoint, name))
     for name in checkpoint.objects:
         yield Entry(component_of(name, OBJECT_RULES), name, None, partial(checkpoint.read_object, name))
     for name, value in leaves(dict(checkpoint.common)):
@@ -77,7 +81,7 @@ def _all_entries(checkpoint: DenseCheckpoint) -> Iterator[Entry]:
 
 
 def digest_components(checkpoint: DenseCheckpoint) -> tuple[ComponentDigest, ...]:
-    """Returns the digests of the components of `checkpoint`, in a fixed order, holding one tensor at a time in memory.
+    """Returns the digests of the components of `checkpoint`, in a fixed order, holding one block of a tensor in memory.
 
     Raises UnreadableCheckpoint when something cannot be read, or is an object of a type whose content is not defined.
     """
@@ -107,13 +111,12 @@ def _digest(component: str, entries: list[Entry]) -> ComponentDigest:
 
 def _feed_entry(sink: Sink, entry: Entry) -> int:
     """Feeds the value and returns how many bytes it took."""
-    value = entry.read()
     if entry.tensor is not None:
-        feed_tensor(sink, value)
-        return int(value.nbytes)
+        feed_blocks(sink, entry.tensor.dtype, entry.tensor.shape, entry.read())
+        return prod(entry.tensor.shape) * entry.tensor.dtype.itemsize
     counting = _CountingSink(sink)
     try:
-        feed(counting, value)
+        feed(counting, entry.read())
     except TypeError as error:
         raise UnreadableCheckpoint(
             f"{entry.name} cannot be hashed ({error}); save it as numbers, strings, tensors and containers of these"
@@ -121,24 +124,26 @@ def _feed_entry(sink: Sink, entry: Entry) -> int:
     return counting.count_bytes
 
 
-def _read_tensor(checkpoint: DenseCheckpoint, name: str) -> torch.Tensor:
-    tensor = checkpoint.read_tensor(name)
-    if is_bucket(name):
-        _clear_padding(tensor, checkpoint, name)
-    return tensor
+def _read_blocks(checkpoint: DenseCheckpoint, name: str) -> Iterator[torch.Tensor]:
+    read = checkpoint.read_blocks(name)
+    return _without_padding(read, checkpoint, name) if is_bucket(name) else read
 
 
 def _same(value: Any) -> Any:
     return value
 
 
-def _clear_padding(bucket: torch.Tensor, checkpoint: DenseCheckpoint, name: str) -> None:
+def _without_padding(bucket: Iterator[torch.Tensor], checkpoint: DenseCheckpoint, name: str) -> Iterator[torch.Tensor]:
     pieces = [
         Piece(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0], _writer(chunk.extent.file))
         for chunk in checkpoint.tensors[name].chunks
     ]
-    for start, stop in padding_spans(pieces):
-        bucket[start:stop] = 0
+    spans, first = padding_spans(pieces), 0
+    for block in bucket:
+        for start, stop in spans:
+            block[max(start - first, 0) : max(stop - first, 0)] = 0
+        first += len(block)
+        yield block
 
 
 def _writer(file: str) -> str:

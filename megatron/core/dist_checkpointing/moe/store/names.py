@@ -45,15 +45,11 @@ def read_tracker(root: Path) -> str | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise UnreadableCheckpoint(
-            f"{path} cannot be read ({error.strerror}); give one of the iter_ directories instead"
-        ) from error
+        raise UnreadableCheckpoint(f"{path} cannot be read ({error.strerror})") from error
     if text == RELEASE:
         return RELEASE
     if not _NUMBER.fullmatch(text):
-        raise UnreadableCheckpoint(
-            f"{path} holds {text[:40]!r}, not an iteration; give one of the iter_ directories instead"
-        )
+        raise UnreadableCheckpoint(f"{path} holds {text[:40]!r}, not an iteration")
     return f"iter_{int(text):07d}"
 
 

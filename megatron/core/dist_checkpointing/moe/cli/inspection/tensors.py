@@ -1,8 +1,8 @@
-"""Reports on single tensors: name, dtype, shape, and what their numbers look like; one is in memory at a time."""
+"""Reports on single tensors: name, dtype, shape, and what their numbers look like; a block of one is in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
@@ -41,7 +41,8 @@ def dense_tensors(folder: Path, pattern: str) -> Report:
     with progress("reading tensors", sum(sizes)) as advance:
         rows = []
         for entry, nbytes in sorted(zip(chosen, sizes, strict=True), key=lambda one: one[0].name):
-            rows.append(_row(entry.name, entry.read()))
+            assert entry.tensor is not None
+            rows.append(_row(entry.name, entry.tensor.dtype, entry.tensor.shape, entry.read()))
             advance(nbytes)
     return _report(f"Tensors of {checkpoint.directory}", rows, pattern)
 
@@ -56,7 +57,8 @@ def snapshot_tensors(place: str, snapshots: Mapping[SnapshotId, Open], pattern: 
             for batch in batches(found, _HELD_BYTES):
                 with snapshots[snapshot](snapshot) as reader:
                     for record in batch:
-                        rows.append(_row(prefix + record.key, read_tensor(reader, record)))
+                        tensor = read_tensor(reader, record)
+                        rows.append(_row(prefix + record.key, tensor.dtype, tensor.shape, [tensor]))
                         advance(record.nbytes)
     iterations = sorted({snapshot.iteration for snapshot in snapshots})
     return _report(f"Tensors of {place} after iteration {', '.join(map(str, iterations))}", rows, pattern)
@@ -87,10 +89,10 @@ def _matching(open_: Open, snapshot: SnapshotId, pattern: str) -> list[Record]:
         return [record for record in reader.manifest.records if fnmatchcase(record.key, pattern)]
 
 
-def _row(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
-    found = statistics(tensor)
-    shape, dtype = "x".join(map(str, tensor.shape)) or "scalar", str(tensor.dtype).removeprefix("torch.")
-    return name, dtype, shape, tensor.nbytes, found.minimum, found.maximum, found.mean, found.std, found.non_finite
+def _row(name: str, dtype: torch.dtype, shape: Sequence[int], blocks: Iterable[torch.Tensor]) -> tuple[Any, ...]:
+    found, nbytes = statistics(blocks), prod(shape) * dtype.itemsize
+    said = str(dtype).removeprefix("torch."), "x".join(map(str, shape)) or "scalar"
+    return name, *said, nbytes, found.minimum, found.maximum, found.mean, found.std, found.non_finite
 
 
 def _report(title: str, rows: Sequence[tuple[Any, ...]], pattern: str) -> Report:
