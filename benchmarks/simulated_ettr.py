@@ -38,6 +38,8 @@ MODEL = (
 ).split()
 WARM = 5
 """First iterations, in which much happens for the first time."""
+EARLY, PLAIN = 80, 400
+"""Iterations of the jobs that time them: with checkpoints and without, and without for as long as a run lasts."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,12 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     run_s = 60 * arguments.minutes
     result: dict[str, Any] = {"machine": machine(), "mtbf_s": arguments.mtbf, "run_s": run_s, "inputs": {}, "runs": []}
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="ettr-benchmark-") as scratch:
-        plain_s = iteration_s(job(Path(scratch) / "plain", (), exit_at=80))
+        # Iterations get a little longer in the course of training, so they are timed for as long as a run lasts; what
+        # checkpoints add is told by the first ones alone.
+        plain = job(Path(scratch) / "plain", (), exit_at=PLAIN)
+        plain_s, early_s = iteration_s(plain), iteration_s(plain, EARLY)
         for name, setup in SETUPS.items():
-            inputs = inputs_of(setup, plain_s, Path(scratch) / "inputs")
+            inputs = inputs_of(setup, plain_s, early_s, Path(scratch) / "inputs")
             result["inputs"][name] = asdict(inputs)
             for seed in range(arguments.seeds):
                 faults = schedule(seed, Odds(arguments.mtbf, 0.0, 1, 2), run_s)
@@ -138,21 +143,21 @@ def job(
             return running.run()
 
 
-def iteration_s(outcome: Outcome) -> float:
-    """Mean seconds of an iteration, without the first ones."""
-    return statistics.fmean(one["iteration_time_s"] for one in outcome.journal.reports[WARM:])
+def iteration_s(outcome: Outcome, last: int | None = None) -> float:
+    """Mean seconds of an iteration up to `last`, without the first ones."""
+    return statistics.fmean(one["iteration_time_s"] for one in outcome.journal.reports[WARM:last])
 
 
-def inputs_of(setup: Setup, plain_s: float, folder: Path) -> Inputs:
+def inputs_of(setup: Setup, plain_s: float, early_s: float, folder: Path) -> Inputs:
     """What the simulator is told of a setup."""
-    paced_s = iteration_s(job(folder, setup.flags, exit_at=80))
+    paced_s = iteration_s(job(folder, setup.flags, exit_at=EARLY))
     faults = [Fault(at_s, Kind.RANK, number % 2) for number, at_s in enumerate((15.0, 45.0))]
     outcome = job(folder, setup.flags, faults=faults, run_s=75.0)
     trained = sum(not one.get("replayed") for one in outcome.journal.reports) - 1
     replayed = sum(one["replayed"] for one in outcome.journal.recoveries)
     replay_s = sum(one["parts"].get("replay", 0.0) for one in outcome.journal.recoveries)
     down_s = outcome.wall_s - trained * paced_s - replay_s
-    return Inputs(plain_s, max(0.0, paced_s - plain_s), down_s / len(outcome.strikes), replay_s / max(1, replayed))
+    return Inputs(plain_s, max(0.0, paced_s - early_s), down_s / len(outcome.strikes), replay_s / max(1, replayed))
 
 
 def compared(name: str, setup: Setup, inputs: Inputs, outcome: Outcome) -> dict[str, float]:

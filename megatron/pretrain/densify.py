@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 
+import megatron.pretrain.core_import  # noqa: F401  # before all that imports Megatron-Core
 from megatron.pretrain.config import PretrainConfig, parse_config
 from megatron.pretrain.config.validate import resolve
 from megatron.pretrain.ending import exit_code_of

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing.moe.ports import PeerLost
 from megatron.pretrain.errors import PretrainError, TrainingFailure
-from megatron.pretrain.initialize import VERDICT_FILE, Launch
+from megatron.pretrain.initialize import Launch
+from megatron.pretrain.processes import VERDICT_FILE
 
 log = logging.getLogger(__name__)
 

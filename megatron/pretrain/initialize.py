@@ -18,13 +18,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.moe.recover.marks import Mark, Marks
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.config.derived import Environment, virtual_pipeline_size
-from megatron.pretrain.processes import started_s
-
-VERDICT_FILE = "MOE_CKPT_LAUNCH_VERDICT"
-"""Environment variable with the file in which a worker leaves an exit code that restarts cannot change."""
-
-NODE_NAME = "MOE_CKPT_NODE"
-"""Environment variable that names the node where several are played on one machine; else the host's name counts."""
+from megatron.pretrain.processes import NODE_NAME, started_s
 
 
 @dataclasses.dataclass(frozen=True)

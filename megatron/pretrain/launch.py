@@ -16,12 +16,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from megatron.pretrain.config import parse_config
-from megatron.pretrain.config.validate import resolve
 from megatron.pretrain.errors import PretrainError
-from megatron.pretrain.initialize import NODE_NAME, VERDICT_FILE, probe_environment
 from megatron.pretrain.meeting import BACKEND, register_backend
 from megatron.pretrain.nodes import run_nodes
+from megatron.pretrain.processes import NODE_NAME, VERDICT_FILE
+from moe_ckpt import skip_megatron_core
 
 MONITOR_INTERVAL_S = 0.1
 SHUTDOWN_TIMEOUT_S = 60
@@ -36,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     if options.rdzv_endpoint is not None:
         return _run_agent(options)
     try:
-        resolve(parse_config(options.flags), probe_environment(options.nproc_per_node * options.nnodes))
+        _judge(options)
     except PretrainError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
@@ -46,6 +45,15 @@ def main(argv: Sequence[str]) -> int:
         code = _run_nodes(options)
         # A verdict of workers that then ended in peace; one of an attempt that failed otherwise does not count.
         return int(verdict.read_text()) if code == 0 and verdict.exists() else code
+
+
+def _judge(options: argparse.Namespace) -> None:
+    """Raises PretrainError for flags of the training script that cannot work."""
+    from megatron.pretrain.config import parse_config
+    from megatron.pretrain.config.validate import resolve
+    from megatron.pretrain.initialize import probe_environment
+
+    resolve(parse_config(options.flags), probe_environment(options.nproc_per_node * options.nnodes))
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -128,4 +136,5 @@ def _free_port() -> int:
 
 
 if __name__ == "__main__":
+    skip_megatron_core()  # nothing is trained here, and importing all of it takes longer than all else
     sys.exit(main(sys.argv[1:]))

@@ -12,8 +12,7 @@ from types import FrameType
 
 from torch.distributed import TCPStore
 
-from megatron.pretrain.initialize import NODE_NAME
-from megatron.pretrain.processes import kill_processes_with
+from megatron.pretrain.processes import NODE_NAME, kill_processes_with
 
 log = logging.getLogger(__name__)
 

@@ -14,6 +14,12 @@ import psutil
 
 _PR_SET_PDEATHSIG = 1
 
+VERDICT_FILE = "MOE_CKPT_LAUNCH_VERDICT"
+"""Environment variable with the file in which a worker leaves an exit code that restarts cannot change."""
+
+NODE_NAME = "MOE_CKPT_NODE"
+"""Environment variable that names the node where several are played on one machine; else the host's name counts."""
+
 
 def live_and_die_with_parent(_worker_id: int = 0) -> None:
     """Tie this process to its trainer: signals do not end it, the trainer's death does, at once.

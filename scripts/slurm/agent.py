@@ -28,8 +28,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.run import parse_args, run
 
-from megatron.pretrain.initialize import NODE_NAME, VERDICT_FILE
 from megatron.pretrain.meeting import BACKEND, NodesHandler, register_backend
+from megatron.pretrain.processes import NODE_NAME, VERDICT_FILE
 
 
 class NotNeeded(Exception):

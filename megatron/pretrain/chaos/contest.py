@@ -19,6 +19,7 @@ from megatron.pretrain.chaos.reports import (
     ettr,
     read_journal,
     recoveries_in,
+    trained_again,
     unlike,
     unlike_components,
 )
@@ -157,7 +158,7 @@ def judged(outcome: Outcome, reference: Journal, useful_s: float) -> dict[str, A
         "wall_s": outcome.wall_s,
         "useful_iteration_s": useful_s,
         "ettr": ettr(outcome.last - outcome.first, useful_s, outcome.wall_s),
-        "trained_again": sum(not one.get("replayed") for one in outcome.journal.reports) - outcome.last,
+        "trained_again": trained_again(outcome.journal),
         # A stage that replays without the last one reports nothing; timelines know.
         "replayed": sum(one["replayed"] for one in outcome.journal.recoveries),
         "recoveries": recoveries_in(outcome.log),

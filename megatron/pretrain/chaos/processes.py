@@ -12,8 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron.pretrain.initialize import NODE_NAME
-from megatron.pretrain.processes import environment_of, kill_processes_with, processes_with
+from megatron.pretrain.processes import NODE_NAME, environment_of, kill_processes_with, processes_with
 
 TOKEN = "MOE_CKPT_CHAOS"
 """Environment variable by which the processes of one job are known."""

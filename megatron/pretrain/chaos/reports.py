@@ -74,6 +74,12 @@ def recoveries_in(log: str) -> dict[str, int]:
     return dict(sorted((scope, count) for scope, count in scopes.items() if count))
 
 
+def trained_again(journal: Journal) -> int:
+    """Iterations beyond the first time that each was trained; what was replayed is not among them."""
+    trained = [report["iteration"] for report in journal.reports if not report.get("replayed")]
+    return len(trained) - len(set(trained))
+
+
 def iteration_s(journal: Journal, warm: int = 3) -> float:
     """Seconds of an iteration: the median without the first ones, in which much happens for the first time.
 

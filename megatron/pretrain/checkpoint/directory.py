@@ -39,9 +39,9 @@ class CheckpointDirectory:
     def tracked(self) -> Step | None:
         """What the tracker names, or None without a tracker. Raises UnreadableCheckpoint if it names nothing."""
         named = read_tracker(self.root)
-        if named is None or named == RELEASE:
-            return named
-        return int(named.removeprefix("iter_"))
+        if named is None:
+            return None
+        return RELEASE if named == RELEASE else int(named.removeprefix("iter_"))
 
     def candidates(self) -> list[Step]:
         """What to try when resuming, best first: the tracked iteration, then older ones; of a release only itself.

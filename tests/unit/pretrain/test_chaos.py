@@ -27,6 +27,7 @@ from megatron.pretrain.chaos.reports import (
     iteration_s,
     read_journal,
     recoveries_in,
+    trained_again,
     unlike,
     unlike_components,
 )
@@ -46,6 +47,12 @@ def journal(*reports: dict[str, Any]) -> Journal:
 
 
 REFERENCE = journal(*(report(iteration) for iteration in range(1, 9)))
+
+
+def test_only_what_was_trained_more_than_once_was_trained_again() -> None:
+    lost_reports_were_replayed = (report(3, replayed=True), report(4, replayed=True))
+    assert trained_again(journal(report(1), report(2), *lost_reports_were_replayed, report(5))) == 0
+    assert trained_again(journal(report(1), report(2), report(1), report(2), report(3), report(3))) == 3
 
 
 def test_times_between_faults_are_exponential_with_the_mean_that_was_asked_for() -> None:

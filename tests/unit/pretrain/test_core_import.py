@@ -1,0 +1,51 @@
+"""How the driver imports Megatron-Core: torch's compiler comes in when a function is to be compiled."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+from megatron.pretrain.core_import import compiled_at_first_call
+
+IMPORTED = """
+import gc, sys, megatron.pretrain.core_import
+print("megatron.core.transformer" in sys.modules, "torch._inductor.compile_fx" in sys.modules, gc.isenabled())
+import torch
+from megatron.core.jit import jit_fuser
+print(torch.compile.__module__, jit_fuser(lambda: 1).__name__)
+"""
+
+
+def test_the_compiler_is_not_imported_with_megatron_core_and_is_there_for_all_others() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", IMPORTED]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.split() == ["True", "False", "True", "torch", "<lambda>"]
+
+
+def test_functions_are_compiled_once_with_their_options_at_their_first_call() -> None:
+    compiled: list[tuple[str, dict[str, Any]]] = []
+
+    def compile_now(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        compiled.append((function.__name__, options))
+        return lambda *arguments: ("compiled", function(*arguments))
+
+    torch = SimpleNamespace(compile=compile_now)
+    with compiled_at_first_call(cast("Any", torch)):
+
+        @torch.compile
+        def plain(x: int) -> int:
+            return x + 1
+
+        @torch.compile(dynamic=True)
+        def dynamic(x: int) -> int:
+            """Doubles."""
+            return 2 * x
+
+    assert torch.compile is compile_now
+    assert not compiled
+    assert (dynamic.__name__, dynamic.__doc__) == ("dynamic", "Doubles.")
+    assert (plain(3), dynamic(3), plain(4)) == (("compiled", 4), ("compiled", 6), ("compiled", 5))
+    assert compiled == [("plain", {}), ("dynamic", {"dynamic": True})]
