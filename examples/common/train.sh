@@ -21,7 +21,7 @@ name=$(basename "$(cd "$(dirname "${BASH_SOURCE[1]}")" && pwd)")
 flags=(--device cuda --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
        --moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 --moe-router-dtype fp32
        --attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer
-       --lr-decay-style cosine --lr-warmup-fraction 0.01 --log-interval 10
+       --lr-decay-style cosine --lr-warmup-fraction 0.01 --log-interval 10 --exit-signal-handler
        --data-path "$DATA" --save "$SAVE" --load "$SAVE" --save-interval 1000 --async-save --keep-last 2
        --moe-ckpt-persist-dir "$SAVE/snapshots" --metrics-jsonl "$SAVE/metrics.jsonl" "${flags[@]}" "$@")
 
@@ -38,4 +38,4 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # SIGTERM ends with a checkpoint, for which ranks get two minutes.
 exec "${PYTHON:-$root/.venv/bin/python}" -m torch.distributed.run --nnodes "$nodes" --nproc-per-node 8 \
     --max-restarts "${MAX_RESTARTS:-20}" --shutdown-timeout 120 --rdzv-backend c10d --rdzv-id "${JOB:-$name}" \
-    --rdzv-endpoint "$HEAD:29500" "$root/pretrain_gpt_moe.py" --exit-signal-handler "${flags[@]}"
+    --rdzv-endpoint "$HEAD:29500" "$root/pretrain_gpt_moe.py" "${flags[@]}"

@@ -1,8 +1,8 @@
 """Imports Megatron-Core, importing this module does, in half the time: a rank that is restarted is there sooner.
 
 Core decorates its fused functions with `torch.compile` while it is imported, and that imports torch's compiler, which
-few jobs need. Here functions are compiled when they are called first. And Python looks for garbage again and again while
-a million objects come to be that all stay.
+few jobs need. Here functions are compiled when they are called first. And Python looks for garbage again and again
+while a million objects come to be that all stay.
 """
 
 from __future__ import annotations

@@ -168,6 +168,6 @@ def test_retention_keeps_the_iterations_that_kept_ones_need(directory: Checkpoin
 
 def test_retention_removes_nothing_while_it_is_not_known_what_is_needed(directory: CheckpointDirectory) -> None:
     (directory.folder(9) / MANIFEST).write_bytes(b"{}")
-    with pytest.raises(ValueError, match="what else has to stay is not known"):
+    with pytest.raises(UnreadableCheckpoint, match="what else has to stay is not known"):
         directory.retain(1)
     assert directory.iterations() == [9, 7, 5, 2]

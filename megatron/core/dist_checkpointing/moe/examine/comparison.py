@@ -104,6 +104,8 @@ def _of_tensors(
     start, count, largest = 0, 0, 0.0
     first: tuple[int, str, str] | None = None
     for one, other in _small(ours, others):
+        if not len(one):
+            continue
         unequal = (_bits(one) != _bits(other)).reshape(len(one), -1).any(1)
         if unequal.any():
             count += int(unequal.sum())
