@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -239,6 +241,19 @@ def test_code_in_a_saved_object_is_refused_and_does_not_run(
     with pytest.raises(UnreadableCheckpoint, match=r"rng_state/shard_0_1 in \S+ holds an object of posix\.mkdir"):
         open_dense(directory).read_object("rng_state/shard_0_1")
     assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize(
+    "reduced",
+    [lambda member, _protocol: member.name, lambda member, _protocol: (signal.Signals, (int(member),))],
+    ids=["by its own name", "by its number"],
+)
+def test_a_signal_is_read_as_whatever_release_of_python_wrote_it(
+    reduced: Callable[..., Any], content: Content, save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal.Signals, "__reduce_ex__", reduced)
+    content.common["args"].exit_signal = signal.SIGTERM
+    assert open_dense(save(content, tmp_path / "saved")).common["args"].exit_signal is signal.SIGTERM
 
 
 def test_reading_leaves_the_safe_names_of_this_process_as_they_were(
