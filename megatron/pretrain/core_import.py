@@ -1,8 +1,8 @@
 """Imports Megatron-Core, importing this module does, in half the time: a rank that is restarted is there sooner.
 
 Core decorates its fused functions with `torch.compile` while it is imported, and that imports torch's compiler, which
-few jobs need. Here functions are compiled when they are called first. And Python looks for garbage again and again
-while a million objects come to be that all stay.
+few jobs need. Here functions are compiled when they are called first, and never where a CPU plays the device. And
+Python looks for garbage again and again while a million objects come to be that all stay.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 @contextmanager
 def compiled_at_first_call(torch: ModuleType) -> Iterator[None]:
-    """What is given to `torch.compile` within the block is compiled at its first call."""
+    """What is given to `torch.compile` within the block is compiled at its first call, unless that is on the CPU."""
     compile_now = torch.compile
     torch.compile = functools.partial(_late, compile_now)  # type: ignore[attr-defined]
     try:
@@ -34,7 +34,10 @@ def _late(compile_now: Callable[..., Any], function: Callable[..., Any] | None =
     @functools.wraps(function)
     def first(*arguments: Any, **named: Any) -> Any:
         nonlocal compiled
-        compiled = compiled or compile_now(function, **options)
+        if compiled is None:
+            from megatron.pretrain import cpu_device
+
+            compiled = function if cpu_device.is_installed() else compile_now(function, **options)
         return compiled(*arguments, **named)
 
     return first

@@ -1,5 +1,7 @@
 """What every worker of a world has imported before it exists: the zygote imports this once and workers are forked."""
 
+import torch._dynamo  # noqa: F401  # as any optimizer does when it is made
+
 import pretrain_gpt_moe  # noqa: F401
 from megatron.pretrain import cpu_device
 
