@@ -1,7 +1,7 @@
 """Imports Megatron-Core, importing this module does, in half the time: a rank that is restarted is there sooner.
 
 Core decorates its fused functions with `torch.compile` while it is imported, and that imports torch's compiler, which
-few jobs need. Here functions are compiled when they are called first, and never where a CPU plays the device. And
+few jobs need. Here functions are compiled when they are called first, and not at all where a CPU plays the device. And
 Python looks for garbage again and again while a million objects come to be that all stay.
 """
 
@@ -17,30 +17,28 @@ from typing import Any
 
 @contextmanager
 def compiled_at_first_call(torch: ModuleType) -> Iterator[None]:
-    """What is given to `torch.compile` within the block is compiled at its first call, unless that is on the CPU."""
+    """What is given to `torch.compile` within the block is compiled at its first call, as `torch.compile` does it then."""
     compile_now = torch.compile
-    torch.compile = functools.partial(_late, compile_now)  # type: ignore[attr-defined]
+
+    def late(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+        if function is None:
+            return functools.partial(late, **options)
+        compiled = None
+
+        @functools.wraps(function)
+        def first(*arguments: Any, **named: Any) -> Any:
+            nonlocal compiled
+            if compiled is None:
+                compiled = (compile_now if torch.compile is late else torch.compile)(function, **options)
+            return compiled(*arguments, **named)
+
+        return first
+
+    torch.compile = late  # type: ignore[attr-defined]
     try:
         yield
     finally:
         torch.compile = compile_now  # type: ignore[attr-defined]
-
-
-def _late(compile_now: Callable[..., Any], function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    if function is None:
-        return functools.partial(_late, compile_now, **options)
-    compiled = None
-
-    @functools.wraps(function)
-    def first(*arguments: Any, **named: Any) -> Any:
-        nonlocal compiled
-        if compiled is None:
-            from megatron.pretrain import cpu_device
-
-            compiled = function if cpu_device.is_installed() else compile_now(function, **options)
-        return compiled(*arguments, **named)
-
-    return first
 
 
 def _import() -> None:

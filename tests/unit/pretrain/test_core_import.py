@@ -44,8 +44,15 @@ def test_functions_are_compiled_once_with_their_options_at_their_first_call() ->
             """Doubles."""
             return 2 * x
 
+        @torch.compile
+        def on_the_cpu(x: int) -> int:
+            return -x
+
     assert torch.compile is compile_now
     assert not compiled
+    torch.compile = lambda function: function
+    assert on_the_cpu(3) == -3
+    torch.compile = compile_now
     assert (dynamic.__name__, dynamic.__doc__) == ("dynamic", "Doubles.")
     assert (plain(3), dynamic(3), plain(4)) == (("compiled", 4), ("compiled", 6), ("compiled", 5))
     assert compiled == [("plain", {}), ("dynamic", {"dynamic": True})]
