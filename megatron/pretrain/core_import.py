@@ -17,7 +17,7 @@ from typing import Any
 
 @contextmanager
 def compiled_at_first_call(torch: ModuleType) -> Iterator[None]:
-    """What is given to `torch.compile` within the block is compiled at its first call, as `torch.compile` does it then."""
+    """What is given to `torch.compile` in the block is compiled at its first call, as `torch.compile` does it then."""
     compile_now = torch.compile
 
     def late(function: Callable[..., Any] | None = None, **options: Any) -> Any:
