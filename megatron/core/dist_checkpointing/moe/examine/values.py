@@ -15,7 +15,6 @@ from ..ports import Reader, Record, SnapshotId, Store
 from ..store.blocks import BLOCK_ELEMENTS, Placed, blocks
 from ..store.canonical import leaves
 from ..store.chain import stacked_name, stacked_object_name
-from ..store.dcp_metadata import TensorInfo
 from ..store.dense import DenseCheckpoint, open_dense
 from ..store.digest import state_entries
 from ..store.merged import ExpertTensor, MergedCheckpoint, open_merged
@@ -126,11 +125,9 @@ def _merged_values(merged: MergedCheckpoint) -> Iterator[Value]:
 def _pieces(merged: MergedCheckpoint, name: str, experts: Mapping[OperatorId, ExpertTensor]) -> Iterator[Placed]:
     """Where each expert has its pieces in the tensor that all of them make."""
     for operator, tensor in experts.items():
-        part, leading = merged.parts[merged.chain.holder(operator)], merged.chain.leading_index(operator)
-        info = TensorInfo(tensor.shape, tensor.dtype, tensor.stored)
-        for own, kept in zip(tensor.chunks, tensor.stored, strict=True):
-            read = partial(part.read_piece, name, info, kept)
-            yield Placed((*leading, *own.offsets), (*(1 for _ in leading), *own.sizes), read)
+        part = merged.parts[merged.chain.holder(operator)]
+        for piece, kept in merged.stacked_pieces(operator, tensor):
+            yield Placed(piece.offsets, piece.sizes, partial(part.read_piece, name, tensor.dtype, kept))
 
 
 def _snapshot_values(snapshots: _Snapshots, one: Stored, before: str = "") -> Iterator[Value]:

@@ -52,29 +52,31 @@ class DenseCheckpoint:
     def read_blocks(self, name: str, most: int = BLOCK_ELEMENTS) -> Iterator[torch.Tensor]:
         """The elements of `name` in row-major order, flat, at most `most` of them at once. Raises as `read_tensor`."""
         info = self.tensors[name]
-        pieces = [Placed(one.offsets, one.sizes, partial(self.read_piece, name, info, one)) for one in info.chunks]
+        pieces = [
+            Placed(one.offsets, one.sizes, partial(self.read_piece, name, info.dtype, one)) for one in info.chunks
+        ]
         return blocks(info.shape, info.dtype, pieces, most)
 
     def read_object(self, name: str) -> Any:
         """Returns the object `name`. Raises KeyError if there is none, UnreadableCheckpoint if it cannot be read."""
         extent = self.index.objects[name]
-        value = load_torch_bytes(_read_extent(self.directory, extent, name), f"{name} in {extent.file}")
+        value = load_torch_bytes(read_extent(self.directory, extent, name), f"{name} in {extent.file}")
         # Megatron-Core writes each sharded object as a list of what was given under its name.
         if _SHARDED_OBJECT.fullmatch(name) and isinstance(value, list) and len(value) == 1:
             return value[0]
         return value
 
-    def read_piece(self, name: str, info: TensorInfo, chunk: Chunk) -> torch.Tensor:
-        """Returns one piece of the tensor `name`, of which `info` tells the dtype.
+    def read_piece(self, name: str, dtype: torch.dtype, chunk: Chunk) -> torch.Tensor:
+        """Returns one piece of the tensor `name`.
 
-        Raises UnreadableCheckpoint when it cannot be read, or is not what `info` and `chunk` say.
+        Raises UnreadableCheckpoint when it cannot be read, or is not what `dtype` and `chunk` say.
         """
         what = f"{name} in {chunk.extent.file}"
-        piece = load_torch_bytes(_read_extent(self.directory, chunk.extent, name), what)
-        if not isinstance(piece, torch.Tensor) or piece.dtype != info.dtype or tuple(piece.shape) != chunk.sizes:
+        piece = load_torch_bytes(read_extent(self.directory, chunk.extent, name), what)
+        if not isinstance(piece, torch.Tensor) or piece.dtype != dtype or tuple(piece.shape) != chunk.sizes:
             found = f"{piece.dtype} {tuple(piece.shape)}" if isinstance(piece, torch.Tensor) else type(piece).__name__
             raise UnreadableCheckpoint(
-                f"{what} is {found}, the index says {info.dtype} {chunk.sizes}: the files are not of one save; "
+                f"{what} is {found}, the index says {dtype} {chunk.sizes}: the files are not of one save; "
                 "take another iteration"
             )
         return piece.detach()
@@ -177,7 +179,7 @@ def _read_common(directory: Path, index: CheckpointIndex) -> dict[str, Any]:
         common = load_torch_bytes(path.read_bytes(), str(path))
     elif COMMON_OBJECT in index.objects:
         extent = index.objects[COMMON_OBJECT]
-        loaded = load_torch_bytes(_read_extent(directory, extent, COMMON_OBJECT), f"{COMMON_OBJECT} in {extent.file}")
+        loaded = load_torch_bytes(read_extent(directory, extent, COMMON_OBJECT), f"{COMMON_OBJECT} in {extent.file}")
         common = loaded[0] if isinstance(loaded, list) and len(loaded) == 1 else loaded
     else:
         raise UnreadableCheckpoint(
@@ -190,7 +192,8 @@ def _read_common(directory: Path, index: CheckpointIndex) -> dict[str, Any]:
     return common
 
 
-def _read_extent(directory: Path, extent: Extent, name: str) -> bytes:
+def read_extent(directory: Path, extent: Extent, name: str) -> bytes:
+    """The bytes of an entry called `name`. Raises UnreadableCheckpoint."""
     path = directory / extent.file
     try:
         with path.open("rb") as file:

@@ -28,11 +28,10 @@ from ..types import OperatorId
 from .atomic import sync_directory, write_atomically
 from .chain import stacked_name, stacked_object_name
 from .dcp_metadata import Chunk, Extent
-from .dense import COMMON, FORMAT, INDEX, TRACKER, DenseCheckpoint
+from .dense import COMMON, FORMAT, INDEX, TRACKER, DenseCheckpoint, read_extent
 from .integrity import damaged, seal, sums_of
-from .merged import ExpertTensor, MergedCheckpoint, open_merged
+from .merged import MergedCheckpoint, open_merged
 from .names import free_place
-from .safe_load import load_torch_bytes
 
 _DATA = "__0_0.distcp"
 
@@ -95,10 +94,10 @@ def _write(merged: MergedCheckpoint, folder: Path, advance: Callable[[int], None
             if name not in of_experts:
                 writer.tensor(name, info.shape, info.dtype)
                 for chunk in info.chunks:
-                    writer.piece(name, chunk, writer.copied(newest, chunk.extent))
+                    writer.piece(name, chunk, writer.copied(newest, chunk.extent, name))
         for name, extent in newest.index.objects.items():
             if name not in of_experts:
-                writer.object(name, writer.copied(newest, extent))
+                writer.object(name, writer.copied(newest, extent, name))
         for iteration in sorted(merged.chain.iterations):
             for operator in merged.chain.held_by(iteration):
                 _write_expert(merged, operator, writer)
@@ -115,41 +114,18 @@ def _write(merged: MergedCheckpoint, folder: Path, advance: Callable[[int], None
 def _write_expert(merged: MergedCheckpoint, operator: OperatorId, writer: _Writer) -> None:
     chain, iteration = merged.chain, merged.chain.holder(operator)
     part, held = merged.parts[iteration], merged.experts[iteration]
-    lead = chain.leading_index(operator)
     for common, tensor in held.tensors[operator].items():
         name = stacked_name(common, operator.layer, chain.stacked_layers)
         writer.tensor(name, (*chain.leading_axes, *tensor.shape), tensor.dtype)
-        for own, stored in zip(tensor.chunks, tensor.stored, strict=True):
-            sizes = (*(1 for _ in lead), *own.sizes)
-            if stored.sizes == sizes:
-                place = writer.copied(part, stored.extent)
+        for piece, stored in merged.stacked_pieces(operator, tensor):
+            if stored.sizes == piece.sizes:
+                place = writer.copied(part, stored.extent, name)
             else:
-                place = writer.saved(_reshaped(part, stored, tensor, sizes))
-            writer.piece(name, Chunk((*lead, *own.offsets), sizes, stored.extent), place)
+                place = writer.saved(part.read_piece(name, tensor.dtype, stored).clone().reshape(piece.sizes))
+            writer.piece(name, piece, place)
     for common, stored_name in held.objects.get(operator, {}).items():
         name = stacked_object_name(chain, common, operator)
-        writer.object(name, writer.copied(part, part.index.objects[stored_name]))
-
-
-def _reshaped(part: DenseCheckpoint, chunk: Chunk, tensor: ExpertTensor, sizes: tuple[int, ...]) -> torch.Tensor:
-    what = f"{chunk.extent.file} of {part.directory} at byte {chunk.extent.offset_bytes}"
-    piece = load_torch_bytes(_read(part, chunk.extent), what)
-    if not isinstance(piece, torch.Tensor) or piece.dtype != tensor.dtype or tuple(piece.shape) != chunk.sizes:
-        raise UnreadableCheckpoint(f"{what} is not what the index says: the files are not of one save")
-    return piece.detach().clone().reshape(sizes)
-
-
-def _read(part: DenseCheckpoint, extent: Extent) -> bytes:
-    path = part.directory / extent.file
-    try:
-        with path.open("rb") as file:
-            file.seek(extent.offset_bytes)
-            content = file.read(extent.length_bytes)
-    except OSError as error:
-        raise UnreadableCheckpoint(f"{path} cannot be read ({error.strerror}); take another iteration") from error
-    if len(content) != extent.length_bytes:
-        raise UnreadableCheckpoint(f"{path} was cut short while it was read")
-    return content
+        writer.object(name, writer.copied(part, part.index.objects[stored_name], name))
 
 
 class _Writer:
@@ -191,9 +167,9 @@ class _Writer:
         self._entries[name] = BytesStorageMetadata()
         self._places[MetadataIndex(name)] = place
 
-    def copied(self, part: DenseCheckpoint, extent: Extent) -> _StorageInfo:
+    def copied(self, part: DenseCheckpoint, extent: Extent, name: str) -> _StorageInfo:
         """The bytes of another checkpoint as they are."""
-        return self._put(_read(part, extent))
+        return self._put(read_extent(part.directory, extent, name))
 
     def saved(self, tensor: torch.Tensor) -> _StorageInfo:
         """A tensor as torch.distributed.checkpoint stores it."""

@@ -53,6 +53,12 @@ class MergedCheckpoint:
         """The one that holds all that is no expert."""
         return self.parts[self.chain.iteration]
 
+    def stacked_pieces(self, operator: OperatorId, tensor: ExpertTensor) -> Iterator[tuple[Chunk, Chunk]]:
+        """The pieces of an expert's tensor where they lie in the stack of all experts, each with itself as stored."""
+        lead = self.chain.leading_index(operator)
+        for own, stored in zip(tensor.chunks, tensor.stored, strict=True):
+            yield Chunk((*lead, *own.offsets), (*(1 for _ in lead), *own.sizes), stored.extent), stored
+
 
 def open_merged(directory: Path | str) -> MergedCheckpoint | None:
     """Opens all that an iteration, or the one that a `--save` directory's tracker names, needs; None if only itself.

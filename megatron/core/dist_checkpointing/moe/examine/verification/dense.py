@@ -152,7 +152,7 @@ def _read(checkpoint: DenseCheckpoint, misnamed: tuple[Finding, ...], advance: A
     for name, info in checkpoint.tensors.items():
         for chunk in info.chunks:  # one at a time: a tensor with the experts of all layers is as large as the model
             try:
-                checkpoint.read_piece(name, info, chunk)
+                checkpoint.read_piece(name, info.dtype, chunk)
             except UnreadableCheckpoint as error:
                 findings.append(Finding(str(folder), str(error), name))
             nbytes += chunk.extent.length_bytes
