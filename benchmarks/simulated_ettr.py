@@ -147,12 +147,7 @@ def job(
 
 def pace_s(outcome: Outcome, between: float) -> float:
     """Mean seconds from one trained iteration to the next, without the first ones. between: see `Inputs`."""
-    return between * statistics.fmean(one["iteration_time_s"] for one in trained(outcome)[WARM:])
-
-
-def trained(outcome: Outcome) -> list[Any]:
-    """Reports of iterations that were not replayed."""
-    return [one for one in outcome.journal.reports if not one.get("replayed")]
+    return between * statistics.fmean(one["iteration_time_s"] for one in outcome.journal.trained[WARM:])
 
 
 def inputs_of(setup: Setup, folder: Path) -> Inputs:
@@ -166,7 +161,7 @@ def inputs_of(setup: Setup, folder: Path) -> Inputs:
     replay_s = sum(one["parts"].get("replay", 0.0) for one in outcome.journal.recoveries)
     pace = pace_s(outcome, between)
     # A fault cuts off half an iteration on average, which the simulator counts by itself.
-    down_s = outcome.wall_s - (len(trained(outcome)) - 1) * pace - replay_s
+    down_s = outcome.wall_s - (len(outcome.journal.trained) - 1) * pace - replay_s
     restart = down_s / len(outcome.strikes) / pace - 0.5
     return Inputs(min(1.0, statistics.median(ratios)), between, restart, replay_s / max(1, replayed) / pace)
 
@@ -216,7 +211,7 @@ def page(result: dict[str, Any]) -> Iterator[str]:
         f" {result['mtbf_s']:.0f} s on average. The simulator got the costs of the second table, which were measured in"
         " other jobs and are told in iterations with checkpoints, the pace of the run and the times of its faults: the"
         " cores are shared with others, and their speed changes by more than what is compared here. What an iteration"
-        " takes without checkpoints (1 at most) is the measure of both columns, so it does not move their difference."
+        " takes without checkpoints (1 at most) is a factor of both columns, and so of their difference."
     )
     yield from (
         "",

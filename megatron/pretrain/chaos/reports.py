@@ -32,6 +32,11 @@ class Journal:
         """The iteration of the last report, 0 without any."""
         return int(self.reports[-1]["iteration"]) if self.reports else 0
 
+    @property
+    def trained(self) -> tuple[Report, ...]:
+        """Reports of iterations that were trained, some perhaps again; replayed ones are not here."""
+        return tuple(report for report in self.reports if not report.get("replayed"))
+
 
 def read_journal(path: Path) -> Journal:
     """What is there by now; a line that is just being written is left out."""
@@ -76,7 +81,7 @@ def recoveries_in(log: str) -> dict[str, int]:
 
 def trained_again(journal: Journal) -> int:
     """Iterations beyond the first time that each was trained; what was replayed is not among them."""
-    trained = [report["iteration"] for report in journal.reports if not report.get("replayed")]
+    trained = [report["iteration"] for report in journal.trained]
     return len(trained) - len(set(trained))
 
 
@@ -85,7 +90,7 @@ def iteration_s(journal: Journal, warm: int = 3) -> float:
 
     Raises ValueError when there are no more reports than that.
     """
-    times: list[float] = [report["iteration_time_s"] for report in journal.reports if not report.get("replayed")][warm:]
+    times: list[float] = [report["iteration_time_s"] for report in journal.trained[warm:]]
     if not times:
         raise ValueError(f"only {len(journal.reports)} iterations were trained; {warm + 1} are needed")
     return statistics.median(times)
