@@ -114,6 +114,9 @@ class Strategy(ABC):
     replays: bool = False
     """Whether a recovery may have to run iterations again with some operators frozen."""
 
+    at_intervals: ClassVar[bool] = True
+    """Whether `--moe-ckpt-interval` says when a snapshot is taken."""
+
     settings: ClassVar[tuple[str, ...]] = ()
     """What the names of the fields of MoECheckpointConfig begin with that have no meaning in other strategies."""
 

@@ -84,6 +84,7 @@ class Sparse(Strategy):
     """
 
     replays = True
+    at_intervals = False
     settings = ("window", "ordering", "reorder_", "replay_")
 
     @classmethod
