@@ -13,10 +13,10 @@ from sparse_cases import CONFIG, Rank, at_random, auto, job_of, operators, pace,
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.copies import Level
 from megatron.core.dist_checkpointing.moe.policy.rounds import Status
-from megatron.core.dist_checkpointing.moe.policy.strategies import Costs, Job, Pace, Sparse
-from megatron.core.dist_checkpointing.moe.policy.strategies.account import memory_account
-from megatron.core.dist_checkpointing.moe.policy.strategies.budget import MEASURED, Budget
-from megatron.core.dist_checkpointing.moe.policy.strategies.windows import bytes_per_step, timetable
+from megatron.core.dist_checkpointing.moe.strategies import Costs, Job, Pace, Sparse
+from megatron.core.dist_checkpointing.moe.strategies.account import memory_account
+from megatron.core.dist_checkpointing.moe.strategies.sparse.budget import MEASURED, Budget
+from megatron.core.dist_checkpointing.moe.strategies.sparse.windows import bytes_per_step, timetable
 from megatron.core.dist_checkpointing.moe.types import (
     Copy,
     Inventory,
@@ -446,7 +446,7 @@ def test_the_account_of_memory_counts_the_weights_that_wait_for_their_full_state
 
 @pytest.mark.parametrize("window", ["0", "-1", "1.5", "many", ""])
 def test_a_window_that_is_no_number_of_iterations_is_refused(window: str) -> None:
-    with pytest.raises(UsageError, match=f"--moe-ckpt-window {window} must be auto or a number"):
+    with pytest.raises(UsageError, match=f"--moe-ckpt-window {window} is neither auto nor a number"):
         Sparse(job_of(replace(CONFIG, window=window)))
 
 

@@ -13,7 +13,7 @@ from ..simulate.ettr.events import estimate, simulate
 from ..simulate.ettr.faults import Fault, load_trace, poisson
 from ..simulate.ettr.systems import SYSTEMS
 from ..simulate.ettr.systems.links import Setting
-from .plan.options import Job, number, plan_command
+from .plan.options import PlannedJob, number, plan_command
 from .report import Columns, Fact, Report, Table
 from .training import Duration, machine_of, with_training_flags
 
@@ -43,7 +43,7 @@ ENDLESS = 10**9
 @number("--hours", default=12, maximum=10_000, show_default=True, help="Of a run.")
 @number("--seeds", default=20, maximum=1000, show_default=True, help="Runs of which the mean is reported.")
 def run(
-    job: Job,
+    job: PlannedJob,
     mtbfs_s: tuple[float, ...],
     trace: Path | None,
     systems: str,
