@@ -23,8 +23,8 @@ from megatron.core.dist_checkpointing.moe.simulate.network import Network
 from megatron.core.dist_checkpointing.moe.simulate.storage import FakeStore
 from megatron.core.dist_checkpointing.moe.simulate.world import Event, World
 from megatron.core.dist_checkpointing.moe.store.checksums import checksum
-from megatron.core.dist_checkpointing.moe.store.layout import Manifest, SnapshotId
 from megatron.core.dist_checkpointing.moe.store.manifest import decode
+from megatron.core.dist_checkpointing.moe.types.layout import Manifest, SnapshotId
 
 FULL = MoECheckpointConfig(strategy="full", interval=1, replicas=1, timeout_s=60.0)
 PEC = replace(FULL, strategy="pec", pec_k_snapshot=2, pec_scope="all")

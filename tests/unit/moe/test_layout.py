@@ -14,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
-from megatron.core.dist_checkpointing.moe.store.layout import (
+from megatron.core.dist_checkpointing.moe.store.manifest import FORMAT_VERSION, decode, encode
+from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Part, expert
+from megatron.core.dist_checkpointing.moe.types.layout import (
     DTYPE_BYTES,
     Facts,
     Field,
@@ -22,8 +24,6 @@ from megatron.core.dist_checkpointing.moe.store.layout import (
     Manifest,
     SnapshotId,
 )
-from megatron.core.dist_checkpointing.moe.store.manifest import FORMAT_VERSION, decode, encode
-from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Part, expert
 
 FIELDS = (
     Field("a/exp_avg", "float32", (3, 5), Part.MOMENTS, expert(7, 3)),

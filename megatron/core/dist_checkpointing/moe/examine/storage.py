@@ -9,8 +9,8 @@ from pathlib import Path
 from ..errors import UnreadableCheckpoint, UsageError
 from ..ports import SnapshotId, Store, StoreFailure
 from ..store.filesystem import FilesystemStore
-from ..store.layout import MANIFEST
 from ..store.objects import ObjectStore, remote
+from ..types.layout import MANIFEST
 
 
 def open_storage(place: str, rank: int = 0) -> Store:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from ..errors import UnreadableCheckpoint
 from ..ports import Store
-from ..store.layout import Manifest, SnapshotId, Torn
 from ..store.shelf import SEALED, WRITING, Entry
 from ..types import STANDBY, OperatorId, Part
+from ..types.layout import Manifest, SnapshotId, Torn
 from .areas import Slot
 from .storage import sealed_s
 from .windows import State, Stored, on, restorable, states, timelines

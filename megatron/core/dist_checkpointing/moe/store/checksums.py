@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from xxhash import xxh3_128_hexdigest
 
 from ..errors import NewerFormat, UnreadableCheckpoint, UsageError
-from .layout import Field, Record
+from ..types.layout import Field, Record
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import UnreadableCheckpoint, UsageError
+from ..types.layout import MANIFEST, Field, Layout, Listing, Manifest, Record, SnapshotId, Torn
 from .checksums import checksum
-from .layout import MANIFEST, Field, Layout, Listing, Manifest, Record, SnapshotId, Torn
 from .manifest import decode
 from .reading import SnapshotReader
 from .system import (

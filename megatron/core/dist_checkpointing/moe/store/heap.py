@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .layout import Manifest, Record
+from ..types.layout import Manifest, Record
 from .reading import SnapshotReader
 
 

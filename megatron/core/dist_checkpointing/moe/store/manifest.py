@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 from ..errors import MoECheckpointError, NewerFormat, UnreadableCheckpoint, UsageError
 from ..types import OperatorId, OperatorKind, Part
+from ..types.layout import Facts, Field, Json, Layout, Manifest, SnapshotId
 from .checksums import checksum
-from .layout import Facts, Field, Json, Layout, Manifest, SnapshotId
 
 FORMAT_VERSION = 1
 

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import UsageError
-from ..ports import NoRoom, StoreFailure
+from ..errors import NoRoom, StoreFailure, UsageError
+from ..types.layout import Field, Layout, Listing, SnapshotId, aligned, suffice
 from .checksums import checksum
-from .layout import Field, Layout, Listing, SnapshotId, aligned, suffice
 from .ownership import SLOT, Claim, warn_unless_in_memory
 from .shelf import SEALED, WRITING, Entry, MemoryReader, MemoryShelf
 from .system import FileLock, System, failing_as, map_file, opened, sync_directory, write_synced

@@ -17,10 +17,9 @@ from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
 
-from ..errors import MoECheckpointError, UnreadableCheckpoint, UsageError
-from ..ports import StoreFailure
+from ..errors import MoECheckpointError, StoreFailure, UnreadableCheckpoint, UsageError
+from ..types.layout import MANIFEST, Field, Layout, Listing, Manifest, Record, SnapshotId, Torn
 from .checksums import checksum
-from .layout import MANIFEST, Field, Layout, Listing, Manifest, Record, SnapshotId, Torn
 from .manifest import decode
 from .reading import SnapshotReader
 from .system import failing_as

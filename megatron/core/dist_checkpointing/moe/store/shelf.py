@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import UnreadableCheckpoint
-from .layout import Listing, Manifest, Record, SnapshotId, Torn
+from ..types.layout import Listing, Manifest, Record, SnapshotId, Torn
 from .manifest import decode
 from .reading import SnapshotReader
 from .system import FileLock, LockedMap, System, failing_as, map_locked, read_file

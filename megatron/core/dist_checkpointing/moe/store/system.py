@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..ports import NoRoom, StoreFailure
+from ..errors import NoRoom, StoreFailure
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ...errors import UnreadableCheckpoint
 from ...store.integrity import Advance
-from ...store.layout import SnapshotId
 from ...store.shelf import SEALED, Entry, MemoryShelf
+from ...types.layout import SnapshotId
 from ...types.standby import GRADIENTS, LOG, PARKED
 from ..areas import Slot, slots
 from ..windows import Stored, newest_whole, on, states, timelines
