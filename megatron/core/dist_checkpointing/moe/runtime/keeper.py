@@ -11,9 +11,9 @@ from ..policy.strategies import Piece
 from ..policy.timelines import Timeline, past
 from ..ports import Clock, Facts, Json, MappedStore, MappedWriter, PeerLost, SnapshotId, Transport
 from ..replicate.replicator import Offer, Replicator
+from ..replication.replica_receiver import ReplicaReceiver
 from ..store.manifest import encode
 from ..types import OperatorId, SnapshotPlan
-from .inbox import StoreInbox
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Keeper:
         self._store, self._replicator, self._transport = store, replicator, transport
         self._clock, self._identity = clock, identity
         self._owners = tuple(owners)
-        self._inbox = StoreInbox(store, clock)
+        self._inbox = ReplicaReceiver(store, clock)
         self._connected = True
 
     def protect(self, work: Work) -> None:

@@ -21,7 +21,7 @@ from .checksums import checksum
 from .manifest import decode
 from .reading import SnapshotReader
 from .system import (
-    System,
+    OperatingSystem,
     failing_as,
     read_file,
     read_up_to,
@@ -45,8 +45,8 @@ class FilesystemStore:
     Raises UsageError when it cannot be used.
     """
 
-    def __init__(self, directory: Path, rank: int, *, system: System | None = None) -> None:
-        self.directory, self.rank, self.system = directory, rank, system or System()
+    def __init__(self, directory: Path, rank: int, *, system: OperatingSystem | None = None) -> None:
+        self.directory, self.rank, self.system = directory, rank, system or OperatingSystem()
         self._mutex = threading.Lock()
         self._writing: dict[str, SnapshotId] = {}
         try:
@@ -225,7 +225,7 @@ class FilesystemWriter(SnapshotWriter):
 class FilesystemReader(SnapshotReader):
     """Reads records from an open file, each into memory of its own."""
 
-    def __init__(self, manifest: Manifest, where: str, descriptor: int, system: System) -> None:
+    def __init__(self, manifest: Manifest, where: str, descriptor: int, system: OperatingSystem) -> None:
         super().__init__(manifest, where)
         self._descriptor, self._system = descriptor, system
 

@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import NoRoom, StoreFailure, UsageError
+from ..storage.slot_reader import SEALED, WRITING, MemoryReader, SlotEntry, SlotReader
 from ..types.layout import Field, Layout, Listing, SnapshotId, aligned, suffice
 from .checksums import checksum
 from .ownership import SLOT, Claim, warn_unless_in_memory
-from .shelf import SEALED, WRITING, Entry, MemoryReader, MemoryShelf
-from .system import FileLock, System, failing_as, map_file, opened, sync_directory, write_synced
+from .system import FileLock, OperatingSystem, failing_as, map_file, opened, sync_directory, write_synced
 from .writing import SnapshotWriter
 
 
@@ -64,16 +64,16 @@ class MemoryStore:
         segment_bytes: Sequence[int],
         *,
         area: str = SLOT,
-        system: System | None = None,
+        system: OperatingSystem | None = None,
     ) -> None:
         if not segment_bytes or min(segment_bytes) < 1:
             raise UsageError(f"segments of {list(segment_bytes)} bytes: at least one is needed, none may be empty")
-        self.system = system or System()
+        self.system = system or OperatingSystem()
         self._mutex = threading.Lock()
         self._writing: dict[str, SnapshotId] = {}
         self._claim = Claim(memory_dir, job, slot, area)
         self.directory = self._claim.directory
-        self._shelf = MemoryShelf(self.directory, self.system, self._writing.__contains__)
+        self._slot = SlotReader(self.directory, self.system, self._writing.__contains__)
         try:
             warn_unless_in_memory(memory_dir)
             self._segments = self._prepare(sorted(aligned(size, mmap.PAGESIZE) for size in segment_bytes))
@@ -97,7 +97,7 @@ class MemoryStore:
     def reserve(self, snapshot: SnapshotId, layout: Layout) -> MemoryWriter:
         """As `ports.Store.reserve`."""
         with self._mutex:
-            entries = self._shelf.entries()
+            entries = self._slot.entries()
             if snapshot in self._writing.values():
                 raise UsageError(f"the {snapshot} is being written already")
             if any(entry.snapshot == snapshot and entry.state == SEALED for entry in entries):
@@ -105,7 +105,7 @@ class MemoryStore:
             name, lock = self._free_segment(entries, layout.nbytes)
             self._writing[name] = snapshot
             try:
-                self._mark(entries, Entry(name, snapshot, WRITING))
+                self._mark(entries, SlotEntry(name, snapshot, WRITING))
             except StoreFailure:
                 del self._writing[name]
                 lock.release()
@@ -114,16 +114,16 @@ class MemoryStore:
 
     def snapshots(self) -> Listing:
         """As `ports.Store.snapshots`."""
-        return self._shelf.snapshots()
+        return self._slot.snapshots()
 
     def open(self, snapshot: SnapshotId) -> MemoryReader:
         """As `ports.Store.open`."""
-        return self._shelf.open(snapshot)
+        return self._slot.open(snapshot)
 
     def free(self, snapshot: SnapshotId) -> None:
         """As `ports.Store.free`."""
         with self._mutex, failing_as(f"free the {snapshot} in {self.directory}"):
-            for entry in self._shelf.entries():
+            for entry in self._slot.entries():
                 if entry.snapshot == snapshot and entry.segment not in self._writing:
                     self.system.unlink(self.directory / entry.name)
                     if entry.segment not in self._segments:
@@ -132,7 +132,7 @@ class MemoryStore:
     def sweep(self) -> None:
         """As `ports.Store.sweep`."""
         with self._mutex, failing_as(f"remove torn snapshots in {self.directory}"):
-            for entry in self._shelf.entries():
+            for entry in self._slot.entries():
                 if entry.state == WRITING and entry.segment not in self._writing:
                     self.system.unlink(self.directory / entry.name)
 
@@ -151,11 +151,11 @@ class MemoryStore:
         """For writers: the segment is not written any more."""
         with self._mutex:
             self._writing.pop(segment.stem, None)
-            sealed = {entry.segment for entry in self._shelf.entries() if entry.state == SEALED}
+            sealed = {entry.segment for entry in self._slot.entries() if entry.state == SEALED}
             if segment.stem not in self._segments and segment.stem not in sealed:
                 segment.unlink(missing_ok=True)
 
-    def _mark(self, entries: Sequence[Entry], begun: Entry) -> None:
+    def _mark(self, entries: Sequence[SlotEntry], begun: SlotEntry) -> None:
         """Say in the folder what is being written, instead of what was torn there or of the same snapshot."""
         with failing_as(f"reserve a segment in {self.directory}"):
             for entry in entries:
@@ -164,7 +164,7 @@ class MemoryStore:
             with opened(self.system, self.directory / begun.name, os.O_WRONLY | os.O_CREAT):
                 pass
 
-    def _free_segment(self, entries: Sequence[Entry], nbytes: int) -> tuple[str, FileLock]:
+    def _free_segment(self, entries: Sequence[SlotEntry], nbytes: int) -> tuple[str, FileLock]:
         """The name of a free segment and the lock on it; segments without a torn snapshot first."""
         fitting = [(one.nbytes, name) for name, one in self._segments.items() if one.nbytes >= nbytes]
         if not fitting:
@@ -186,7 +186,7 @@ class MemoryStore:
     def _prepare(self, sizes: Sequence[int]) -> dict[str, _Segment]:
         """Adopt the segments that are there, delete those that nobody needs, and allocate the rest."""
         existing = {path.stem: path.stat().st_size for path in sorted(self.directory.glob("segment-*.bin"))}
-        entries = self._shelf.entries()
+        entries = self._slot.entries()
         sealed = {entry.segment for entry in entries if entry.state == SEALED}
         chosen: dict[str, int] = {}
         missing: list[int] = []
@@ -208,7 +208,7 @@ class MemoryStore:
 
     def _exchange(self, sizes: Sequence[int]) -> None:
         """Use segments of these sizes: those of the same size that are there, and new ones in place of the others."""
-        entries = self._shelf.entries()
+        entries = self._slot.entries()
         sealed = {entry.segment for entry in entries if entry.state == SEALED}
         here = self._segments | self._left_behind(sealed, frozenset(sizes))
         left = dict(sorted(here.items(), key=lambda one: (one[0] not in sealed, one[0])))
@@ -263,7 +263,7 @@ class MemoryStore:
 
     def _unused_names(self, count: int) -> list[str]:
         taken = {path.stem for path in self.directory.glob("segment-*.bin")} | self._writing.keys()
-        taken |= {entry.segment for entry in self._shelf.entries()}
+        taken |= {entry.segment for entry in self._slot.entries()}
         return list(islice((name for at in itertools.count() if (name := f"segment-{at:03d}") not in taken), count))
 
     def _require_room(self, nbytes: int) -> None:
@@ -304,7 +304,7 @@ class MemoryWriter(SnapshotWriter):
         super().__init__(snapshot, layout, segment.path.name)
         self._store, self._target, self._lock = store, segment, lock
         self._target.lent.clear()
-        self._entry = Entry(segment.path.stem, snapshot, WRITING)
+        self._entry = SlotEntry(segment.path.stem, snapshot, WRITING)
 
     def buffer(self, key: str) -> memoryview:
         """As `ports.MappedWriter.buffer`."""
@@ -341,7 +341,7 @@ class MemoryWriter(SnapshotWriter):
 
     def _commit(self, manifest: bytes) -> None:
         system, directory = self._store.system, self._store.directory
-        sealed = directory / Entry(self._entry.segment, self._snapshot, SEALED).name
+        sealed = directory / SlotEntry(self._entry.segment, self._snapshot, SEALED).name
         with failing_as(f"seal the {self._snapshot} in {directory}"):
             write_synced(system, directory / self._entry.name, manifest)
             system.rename(directory / self._entry.name, sealed)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from ..errors import UnreadableCheckpoint, UsageError
 from ..ports import Clock, Manifest, MappedStore, MappedWriter, NoRoom, Reader
-from ..store.heap import HeapReader
+from ..storage.host_buffer import HostBuffer
 from ..store.manifest import decode
 
 PATIENCE_S = 10.0
 PAUSE_S = 0.005
 
 
-class StoreArrival:
+class StoreReplica:
     """A snapshot on its way into a memory store."""
 
     def __init__(self, store: MappedStore, writer: MappedWriter, manifest: Manifest) -> None:
@@ -33,12 +33,12 @@ class StoreArrival:
         return self._store.open(self._manifest.snapshot)
 
 
-class HeapArrival:
+class HostReplica:
     """A snapshot on its way into ordinary memory, for one recovery."""
 
     def __init__(self, owner: int, manifest: Manifest) -> None:
         self.buffer = memoryview(bytearray(manifest.layout.nbytes))
-        self._reader = HeapReader(manifest, f"{manifest.snapshot} as rank {owner} sent it", self.buffer)
+        self._reader = HostBuffer(manifest, f"{manifest.snapshot} as rank {owner} sent it", self.buffer)
 
     def seal(self) -> None:
         """Verify all bytes. Raises UnreadableCheckpoint."""
@@ -55,7 +55,7 @@ class HeapArrival:
         return self._reader
 
 
-class StoreInbox:
+class ReplicaReceiver:
     """Takes snapshots of other ranks into a memory store."""
 
     def __init__(self, store: MappedStore, clock: Clock) -> None:
@@ -75,7 +75,7 @@ class StoreInbox:
         self._store.free(wanted.snapshot)
         return False
 
-    def begin(self, owner: int, manifest: bytes) -> StoreArrival | None:
+    def begin(self, owner: int, manifest: bytes) -> StoreReplica | None:
         """A place for the snapshot; None when none becomes free within PATIENCE_S.
 
         An owner that has heard that older replicas are not needed may be a moment ahead of the rank that keeps them.
@@ -87,13 +87,13 @@ class StoreInbox:
         until_s = self._clock.now_s() + PATIENCE_S
         while True:
             try:
-                return StoreArrival(self._store, self._store.reserve(wanted.snapshot, wanted.layout), wanted)
+                return StoreReplica(self._store, self._store.reserve(wanted.snapshot, wanted.layout), wanted)
             except NoRoom:
                 if self._clock.now_s() >= until_s:
                     return None
                 self._clock.sleep(PAUSE_S)
 
-    def land(self, source: int, manifest: bytes) -> StoreArrival | HeapArrival:
+    def land(self, source: int, manifest: bytes) -> StoreReplica | HostReplica:
         """A place for a snapshot that a recovery fetches from `source`, in the store if there is room, or the heap.
 
         Segments are too small as long as the strategy does not know how large its snapshots are. A copy of it that is
@@ -103,6 +103,6 @@ class StoreInbox:
         wanted = decode(manifest, f"manifest from rank {source}")
         self._store.free(wanted.snapshot)
         try:
-            return StoreArrival(self._store, self._store.reserve(wanted.snapshot, wanted.layout), wanted)
+            return StoreReplica(self._store, self._store.reserve(wanted.snapshot, wanted.layout), wanted)
         except (NoRoom, UsageError):
-            return HeapArrival(source, wanted)
+            return HostReplica(source, wanted)

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import UnreadableCheckpoint
+from ..store.manifest import decode
+from ..store.reading import SnapshotReader
+from ..store.system import FileLock, LockedMap, OperatingSystem, failing_as, map_locked, read_file
 from ..types.layout import Listing, Manifest, Record, SnapshotId, Torn
-from .manifest import decode
-from .reading import SnapshotReader
-from .system import FileLock, LockedMap, System, failing_as, map_locked, read_file
 
 SEALED, WRITING = "json", "writing"
 
@@ -29,7 +29,7 @@ _LOCK_RETRY_S = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SlotEntry:
     """A file that says what is in a segment: sealed, or being written."""
 
     segment: str
@@ -42,7 +42,7 @@ class Entry:
         return f"{self.segment}.{self.snapshot.name}.{self.state}"
 
     @classmethod
-    def parse(cls, name: str) -> Entry | None:
+    def parse(cls, name: str) -> SlotEntry | None:
         """The entry of this file name, None for other files."""
         found = _ENTRY.fullmatch(name)
         snapshot = SnapshotId.parse(found[2]) if found else None
@@ -68,23 +68,23 @@ class MemoryReader(SnapshotReader):
         self._view = memoryview(b"")
 
 
-class MemoryShelf:
+class SlotReader:
     """The snapshots in `directory`, for reading only; the owner may go on writing there.
 
     `being_written` says whether a segment is; without it the segment's lock is asked.
     """
 
     def __init__(
-        self, directory: Path, system: System | None = None, being_written: Callable[[str], bool] | None = None
+        self, directory: Path, system: OperatingSystem | None = None, being_written: Callable[[str], bool] | None = None
     ) -> None:
-        self.directory, self._system = directory, system or System()
+        self.directory, self._system = directory, system or OperatingSystem()
         self._being_written = being_written or self._is_locked
 
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[SlotEntry, ...]:
         """What the file names say, unverified. Raises StoreFailure."""
         with failing_as(f"list {self.directory}"):
             names = self._system.list_directory(self.directory)
-        return tuple(entry for entry in map(Entry.parse, names) if entry)
+        return tuple(entry for entry in map(SlotEntry.parse, names) if entry)
 
     def snapshots(self) -> Listing:
         """As `ports.Store.snapshots`."""
@@ -107,7 +107,7 @@ class MemoryShelf:
                     return self._reader(entry, lock)
         raise UnreadableCheckpoint(f"{self.directory}: the {snapshot} is not sealed here")
 
-    def _reader(self, entry: Entry, lock: FileLock) -> MemoryReader:
+    def _reader(self, entry: SlotEntry, lock: FileLock) -> MemoryReader:
         manifest, path = self._manifest(entry), self.directory / f"{entry.segment}.bin"
         try:
             mapped = map_locked(self._system, path, manifest.layout.nbytes, lock) if manifest.layout.nbytes else None
@@ -115,7 +115,7 @@ class MemoryShelf:
             raise UnreadableCheckpoint(f"{path}: cannot be mapped: {error.strerror}; use another copy") from error
         return MemoryReader(manifest, str(path), mapped)
 
-    def _pin(self, entry: Entry) -> FileLock | None:
+    def _pin(self, entry: SlotEntry) -> FileLock | None:
         """A shared lock on a segment that is sealed; None when it is freed meanwhile.
 
         The owner holds the exclusive lock beside a manifest only for the moment between committing and unlocking.
@@ -132,7 +132,7 @@ class MemoryShelf:
             return lock if os.path.exists(manifest) else None
         return None
 
-    def _is_sealed(self, entry: Entry) -> bool:
+    def _is_sealed(self, entry: SlotEntry) -> bool:
         """False when the owner is writing it or has just freed it. Raises UnreadableCheckpoint when it is torn."""
         path = self.directory / entry.name
         if entry.state == SEALED:
@@ -156,7 +156,7 @@ class MemoryShelf:
             return False  # without its segment nobody can be writing it
         return False
 
-    def _manifest(self, entry: Entry) -> Manifest:
+    def _manifest(self, entry: SlotEntry) -> Manifest:
         """The verified manifest of a sealed entry, whose segment is there and whole."""
         path, segment = self.directory / entry.name, f"{entry.segment}.bin"
         try:
