@@ -27,7 +27,8 @@ from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, NoRoom, PeerLost, SnapshotId
 from megatron.core.dist_checkpointing.moe.replicate import process_group
 from megatron.core.dist_checkpointing.moe.replicate.process_group import ProcessGroupTransport
-from megatron.core.dist_checkpointing.moe.replicate.replicator import Exchange, Offer, Replicator
+from megatron.core.dist_checkpointing.moe.replication.replicas import Exchange, Offer
+from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
 from megatron.core.dist_checkpointing.moe.store.manifest import decode, encode
 from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import Topology
@@ -64,7 +65,7 @@ def content(iteration: int, owner: int) -> dict[str, bytes]:
     return {field.key: draw.bytes(field.nbytes) for field in LAYOUT.fields}
 
 
-class _Arrival:
+class _IncomingReplica:
     def __init__(self, store: MemoryStore, manifest: bytes) -> None:
         self._manifest = decode(manifest, "an offer")
         self._writer = store.reserve(self._manifest.snapshot, self._manifest.layout)
@@ -80,7 +81,7 @@ class _Arrival:
         self._writer.abandon()
 
 
-class _Inbox:
+class _Receiver:
     """Keeps replicas in a memory store; `before` may do anything when room is asked for."""
 
     def __init__(self, store: MemoryStore, before: Callable[[], None] = lambda: None) -> None:
@@ -89,9 +90,9 @@ class _Inbox:
     def holds(self, owner: int, manifest: bytes) -> bool:
         return decode(manifest, "an offer").snapshot in self._store.snapshots().sealed
 
-    def begin(self, owner: int, manifest: bytes) -> _Arrival:
+    def begin(self, owner: int, manifest: bytes) -> _IncomingReplica:
         self._before()
-        return _Arrival(self._store, manifest)
+        return _IncomingReplica(self._store, manifest)
 
 
 class _Tampering:
@@ -233,8 +234,8 @@ class _Scenario:
         replicator = Replicator(transport, place.peers[self.rank], place.kept_by[self.rank])
         with self._store.open(own) as reader:
             offer = partial(Offer, "snapshot", encode(reader.manifest))  # the raw bytes in no frame of this test
-            inbox = _Inbox(self._store, before)
-            return replicator.exchange(iteration, None if skip else [offer(reader.raw())], inbox)
+            receiver = _Receiver(self._store, before)
+            return replicator.exchange(iteration, None if skip else [offer(reader.raw())], receiver)
 
     def _kept(self, iteration: int, exchange: Exchange) -> dict[str, Any]:
         """What came of an exchange, and whose bytes the store has in truth."""

@@ -23,7 +23,7 @@ from ..recover.marks import Mark, Marks, forget, left_in
 from ..replay.densify import Replay
 from ..replay.stage import StageSource
 from ..replicate.process_group import ProcessGroupTransport
-from ..replicate.replicator import Replicator
+from ..replication.replicator import Replicator
 from ..types import RecoveryPlan, StepJournal
 from .clock import SystemClock
 from .comeback import Comeback

@@ -99,8 +99,8 @@ def decode(content: bytes, name: str) -> Manifest:
     body = unframed("manifest", content)
     if body is None:
         raise UnreadableCheckpoint(
-            f"{name}: not a whole manifest of a snapshot: {len(content)} bytes that do not match its own checksum, so"
-            " it is torn or was damaged after it was written; use another copy"
+            f"{name}: the manifest of {len(content)} bytes does not match its own checksum: it is torn, or was damaged"
+            " after it was written; use another copy"
         )
     try:
         # json.loads and not msgspec's decoder: it finds members that stand twice, and reads integers of any size.
@@ -133,8 +133,8 @@ def _manifest(body: _Body) -> Manifest:
 
 
 def _encoded(field: Field, offset: int, xxh3: str) -> _Record:
-    operator = field.operator and (field.operator.layer, field.operator.kind.name, field.operator.expert)
-    part = _name_of_part(field.part)
+    unit, part = field.operator, _name_of_part(field.part)
+    operator = None if unit is None else (unit.layer, unit.kind.name, unit.expert)
     return _Record(field.key, operator, part, field.dtype, field.shape, offset, field.nbytes, xxh3)
 
 
