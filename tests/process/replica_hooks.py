@@ -37,7 +37,7 @@ RANKS = 4
 VICTIM = 3
 DAMAGED, FULL, SKIPPING = 1, 2, 0
 TIMEOUT_S = 4.0
-PIECE_BYTES = 300_000
+CHUNK_BYTES = 300_000
 LAYOUT = Layout.of(
     [Field("weights", "float32", (511, 1000)), Field("nothing", "uint8", (0,)), Field("b", "uint8", (5,))]
 )
@@ -53,7 +53,7 @@ def replicating(folder: str) -> Iterator[None]:
             _, status = os.waitpid(child, 0)
             raise SystemExit(0 if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL else 1)
     warnings.simplefilter("error", UserWarning)
-    process_group.PIECE_BYTES = PIECE_BYTES
+    process_group.CHUNK_BYTES = CHUNK_BYTES
     _Scenario(rank, Path(folder)).play()
     raise SystemExit(0)
     yield
@@ -106,7 +106,7 @@ class _Tampering:
 
     def send(self, to: int, data: Any) -> Any:
         if self._die is not None and memoryview(data).nbytes == LAYOUT.nbytes:
-            self._inner.send(to, memoryview(data)[: 3 * PIECE_BYTES]).wait()
+            self._inner.send(to, memoryview(data)[: 3 * CHUNK_BYTES]).wait()
             self._die()
         return self._inner.send(to, data)
 
@@ -202,7 +202,7 @@ class _Scenario:
     def _messages(self) -> list[bool]:
         """Messages of many sizes around the ring, all posted before any is waited for."""
         to, source = (self.rank + 1) % RANKS, (self.rank - 1) % RANKS
-        sizes = (5, 0, PIECE_BYTES, 1, PIECE_BYTES + 1, 5 * PIECE_BYTES)
+        sizes = (5, 0, CHUNK_BYTES, 1, CHUNK_BYTES + 1, 5 * CHUNK_BYTES)
         into = [bytearray(size) for size in sizes]
         under_way = [self._transport.receive(source, memoryview(buffer)) for buffer in into]
         under_way += [self._transport.send(to, bytes([self.rank + at]) * size) for at, size in enumerate(sizes)]

@@ -12,7 +12,7 @@ PAUSE_S = 0.005
 
 
 class StoreReplica:
-    """A snapshot on its way into a memory store."""
+    """A snapshot that is being received into a memory store."""
 
     def __init__(self, store: MappedStore, writer: MappedWriter, manifest: Manifest) -> None:
         self._store, self._writer, self._manifest = store, writer, manifest
@@ -20,7 +20,7 @@ class StoreReplica:
 
     def seal(self) -> None:
         """Verify all bytes against the owner's checksums and commit. Raises UnreadableCheckpoint, StoreFailure."""
-        self.buffer = memoryview(b"")
+        self.buffer = memoryview(b"")  # the store seals only what nothing refers to any more
         self._writer.seal(self._manifest.facts, self._manifest.checksums)
 
     def abandon(self) -> None:
@@ -34,7 +34,7 @@ class StoreReplica:
 
 
 class HostReplica:
-    """A snapshot on its way into ordinary memory, for one recovery."""
+    """A snapshot that is being received into ordinary memory, for one recovery."""
 
     def __init__(self, owner: int, manifest: Manifest) -> None:
         self.buffer = memoryview(bytearray(manifest.layout.nbytes))
@@ -68,17 +68,16 @@ class ReplicaReceiver:
             with self._store.open(wanted.snapshot) as reader:
                 mine = reader.manifest
                 same = (mine.facts, mine.layout, mine.checksums) == (wanted.facts, wanted.layout, wanted.checksums)
-                if same and not reader.verify():
-                    return True
+                is_held = same and not reader.verify()
         except UnreadableCheckpoint:
-            pass  # none, or one whose manifest is damaged
-        self._store.free(wanted.snapshot)
-        return False
+            is_held = False  # there is none, or one whose manifest is damaged
+        if not is_held:
+            self._store.free(wanted.snapshot)  # else the store would refuse the name for the one to come
+        return is_held
 
     def begin(self, owner: int, manifest: bytes) -> StoreReplica | None:
-        """A place for the snapshot; None when none becomes free within PATIENCE_S.
+        """Space for the snapshot; None when none becomes free within PATIENCE_S.
 
-        An owner that has heard that older replicas are not needed may be a moment ahead of the rank that keeps them.
         Raises UnreadableCheckpoint, StoreFailure.
         """
         wanted = decode(manifest, f"manifest from rank {owner}")
@@ -89,20 +88,18 @@ class ReplicaReceiver:
             try:
                 return StoreReplica(self._store, self._store.reserve(wanted.snapshot, wanted.layout), wanted)
             except NoRoom:
+                # An owner that knows that older replicas are not needed may be a moment ahead of the rank that frees
+                # them.
                 if self._clock.now_s() >= until_s:
                     return None
                 self._clock.sleep(PAUSE_S)
 
-    def land(self, source: int, manifest: bytes) -> StoreReplica | HostReplica:
-        """A place for a snapshot that a recovery fetches from `source`, in the store if there is room, or the heap.
-
-        Segments are too small as long as the strategy does not know how large its snapshots are. A copy of it that is
-        here already has proved damaged and is given up.
-        Raises UnreadableCheckpoint, StoreFailure.
-        """
+    def begin_for_recovery(self, source: int, manifest: bytes) -> StoreReplica | HostReplica:
+        """Space for a snapshot that a recovery fetches from `source`: in the store, or in host memory where the store
+        has none. Raises UnreadableCheckpoint, StoreFailure."""
         wanted = decode(manifest, f"manifest from rank {source}")
-        self._store.free(wanted.snapshot)
+        self._store.free(wanted.snapshot)  # a copy that is here already has proved damaged, or it would not be fetched
         try:
             return StoreReplica(self._store, self._store.reserve(wanted.snapshot, wanted.layout), wanted)
-        except (NoRoom, UsageError):
+        except (NoRoom, UsageError):  # segments are too small until the strategy knows how large its snapshots are
             return HostReplica(source, wanted)

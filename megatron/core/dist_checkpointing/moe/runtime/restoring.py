@@ -191,7 +191,7 @@ class Attempt:
             return HostReplica(source, wanted)
         store = ports.standby if kind in STANDBY else ports.memory
         assert store is not None
-        return ReplicaReceiver(store, ports.clock).land(source, manifest)
+        return ReplicaReceiver(store, ports.clock).begin_for_recovery(source, manifest)
 
     def _hold(self, need: Need) -> None:
         """Open it, and verify what is read only after a replayed iteration: now another copy can still replace it."""
