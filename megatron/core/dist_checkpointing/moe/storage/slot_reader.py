@@ -4,7 +4,8 @@
     segment-002.iter_0000012-rank_00003-snapshot.writing       they are being overwritten, or were when a process died
     segment-002.iter_0000012-rank_00003-snapshot.json          they are sealed: the manifest
 
-Whoever reads holds a shared lock on the segment, whoever overwrites it an exclusive one.
+Whoever reads holds a shared lock on the segment, whoever overwrites it an exclusive one. The names alone say what is in
+a segment; they change while others read, so whatever is found missing at a second look was freed in between.
 """
 
 from __future__ import annotations
@@ -123,12 +124,15 @@ class SlotReader:
         path, manifest = self.directory / f"{entry.segment}.bin", self.directory / entry.name
         while os.path.exists(manifest):
             try:
+                # Tried again and again, not waited for: a waiting flock could not be given up when the manifest goes.
                 lock = FileLock(self._system, path, exclusive=False)
             except BlockingIOError:
                 time.sleep(_LOCK_RETRY_S)
                 continue
             except OSError as error:
                 raise UnreadableCheckpoint(f"{path}: {error.strerror}; use another copy") from error
+            # Asked again under the lock: the segment may have been freed and even overwritten before it was taken. From
+            # here on it cannot be, whatever happens to the manifest.
             return lock if os.path.exists(manifest) else None
         return None
 
@@ -141,7 +145,7 @@ class SlotReader:
             except UnreadableCheckpoint:
                 if os.path.exists(path):
                     raise
-                return False
+                return False  # freed while it was read
             return True
         if self._being_written(entry.segment) or not os.path.exists(path):
             return False
@@ -149,6 +153,8 @@ class SlotReader:
 
     def _is_locked(self, segment: str) -> bool:
         try:
+            # A shared lock that is let go at once: a writer that begins in this moment finds the segment in use for it,
+            # and takes another or tries again.
             FileLock(self._system, self.directory / f"{segment}.bin", exclusive=False).release()
         except BlockingIOError:
             return True

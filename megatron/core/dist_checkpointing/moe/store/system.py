@@ -68,6 +68,8 @@ class FileLock:
 
     def __init__(self, system: OperatingSystem, path: Path, exclusive: bool) -> None:
         self._descriptor = -1
+        # flock, not fcntl's locks: it belongs to this descriptor, so that two readers of one process hold locks of
+        # their own, and closing another descriptor of the file does not end it.
         descriptor = system.open(path, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
@@ -81,7 +83,7 @@ class FileLock:
         """End the lock."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough while a forked child has the descriptor too
             os.close(descriptor)
 
     def forget(self) -> None:
@@ -95,6 +97,8 @@ class FileLock:
             self.release()
 
 
+# A child of fork inherits descriptors, and with them the parent's locks: a data loader that outlives a crashed parent
+# would keep segments locked for ever.
 _HELD: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 
@@ -128,6 +132,7 @@ def map_locked(system: OperatingSystem, path: Path, nbytes: int, lock: FileLock)
         mapped = LockedMap(descriptor, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
     finally:
         system.close(descriptor)
+    # The lock lives exactly as long as the memory can be seen: arrays and tensors refer to the mapping, it to the lock.
     mapped.lock = lock
     return mapped
 
