@@ -35,6 +35,7 @@ setup(
         "psutil>=5.9",
         "click>=8.1",
         "fsspec>=2024.2",
+        "msgspec>=0.18",
         "rich>=13.0",
         "tensorboard>=2.15",
         "tokenizers>=0.19",

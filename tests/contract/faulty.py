@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.moe.store.system import System
+from megatron.core.dist_checkpointing.moe.store.system import OperatingSystem
 
 CALLS = (
     "open close pread pwrite allocate sync rename unlink make_directory remove_directory list_directory copy".split()
@@ -35,7 +35,7 @@ KILLING = (Fault.KILL, Fault.KILL_AFTER, Fault.POWER_CUT)
 _ERRORS = {Fault.NO_SPACE: errno.ENOSPC, Fault.IO_ERROR: errno.EIO, Fault.SHORT: errno.EINTR}
 
 
-class FaultySystem(System):
+class FaultySystem(OperatingSystem):
     """Counts its calls, and lets the fault happen at call number `at` (from 1)."""
 
     def __init__(self, fault: Fault = Fault.NONE, at: int = 0, seed: int = 0) -> None:
@@ -48,14 +48,14 @@ class FaultySystem(System):
         self.calls += 1
         if self.calls == self.at and self.fault is not Fault.NONE:
             return self._fail(name, *arguments)
-        result = getattr(System, name)(self, *arguments)
+        result = getattr(OperatingSystem, name)(self, *arguments)
         self._remember(name, result, *arguments)
         return result
 
     def _fail(self, name: str, *arguments: Any) -> Any:
         if self.fault is Fault.SHORT and name in ("pread", "pwrite"):
             descriptor, data, offset = arguments
-            return getattr(System, name)(self, descriptor, data[: max(1, len(data) // 2)], offset)
+            return getattr(OperatingSystem, name)(self, descriptor, data[: max(1, len(data) // 2)], offset)
         if self.fault is Fault.KILL_AFTER:
             self._half(name, *arguments)
         if self.fault is Fault.POWER_CUT:
@@ -63,21 +63,21 @@ class FaultySystem(System):
         if self.fault in KILLING:
             os.kill(os.getpid(), signal.SIGKILL)
         if name == "copy":
-            return System.copy(self, *arguments)  # memcpy does not fail
+            return OperatingSystem.copy(self, *arguments)  # memcpy does not fail
         if name == "close":
-            System.close(self, *arguments)  # after an error the descriptor is closed all the same
+            OperatingSystem.close(self, *arguments)  # after an error the descriptor is closed all the same
         raise OSError(_ERRORS[self.fault], os.strerror(_ERRORS[self.fault]))
 
     def _half(self, name: str, *arguments: Any) -> None:
         if name == "pwrite":
             descriptor, data, offset = arguments
-            System.pwrite(self, descriptor, data[: len(data) // 2], offset)
+            OperatingSystem.pwrite(self, descriptor, data[: len(data) // 2], offset)
         elif name == "copy":
             into, data = arguments
             if len(data) > 1:
-                System.copy(self, into[: len(data) // 2], data[: len(data) // 2])
+                OperatingSystem.copy(self, into[: len(data) // 2], data[: len(data) // 2])
         else:
-            getattr(System, name)(self, *arguments)
+            getattr(OperatingSystem, name)(self, *arguments)
 
     def _remember(self, name: str, result: Any, *arguments: Any) -> None:
         if name == "pwrite":

@@ -19,10 +19,10 @@ from workload import FACTS, JOB, LAYOUT, RANK, SEGMENTS, content, new_store, rea
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.ports import Field, Layout, NoRoom, SnapshotId
+from megatron.core.dist_checkpointing.moe.storage.slot_reader import SlotReader
 from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.store.ownership import slot_directories
-from megatron.core.dist_checkpointing.moe.store.shelf import MemoryShelf
-from megatron.core.dist_checkpointing.moe.store.system import System
+from megatron.core.dist_checkpointing.moe.store.system import OperatingSystem
 
 FIRST, SECOND, THIRD, FOURTH = (SnapshotId(iteration, RANK) for iteration in (10, 11, 12, 13))
 PAGE = 4096
@@ -170,7 +170,7 @@ def test_a_reader_in_another_process_pins_its_snapshot(store: Any) -> None:
     ready, wrote = os.pipe(), os.pipe()
     child = os.fork()
     if not child:
-        reader = MemoryShelf(store.directory).open(FIRST)
+        reader = SlotReader(store.directory).open(FIRST)
         os.write(ready[1], b"x")
         os.read(wrote[0], 1)
         os._exit(bytes(reader.read("rng")) != content(FIRST)["rng"])
@@ -230,7 +230,7 @@ def test_a_killed_reader_pins_nothing_even_if_its_own_child_lives_on(store: Any)
     child = os.fork()
     if not child:
         os.close(end[1])
-        reader = MemoryShelf(store.directory).open(FIRST)
+        reader = SlotReader(store.directory).open(FIRST)
         if os.fork():
             os.read(begun[0], 1)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -246,7 +246,7 @@ def test_a_killed_reader_pins_nothing_even_if_its_own_child_lives_on(store: Any)
 def test_any_process_lists_and_reads_what_a_live_rank_has_sealed(store: Any, place: Path) -> None:
     write(store, FIRST)
     with store.reserve(SECOND, LAYOUT):
-        shelves = {rank: MemoryShelf(path) for rank, path in slot_directories(place, JOB).items()}
+        shelves = {rank: SlotReader(path) for rank, path in slot_directories(place, JOB).items()}
         assert list(shelves) == [RANK]
         assert shelves[RANK].snapshots() == store.snapshots()
         assert read(shelves[RANK], FIRST) == content(FIRST)
@@ -266,7 +266,7 @@ def test_a_memory_dir_that_is_too_small_is_refused_with_the_numbers(place: Path)
 
 
 def test_a_full_tmpfs_is_found_when_memory_is_allocated_not_when_it_is_written(place: Path) -> None:
-    class Full(System):
+    class Full(OperatingSystem):
         def allocate(self, descriptor: int, nbytes: int) -> None:
             raise OSError(28, "No space left on device")
 
@@ -366,7 +366,7 @@ def test_a_segment_with_a_hole_is_refused_because_a_full_tmpfs_would_kill_the_re
     os.truncate(path, 0)
     os.truncate(path, PAGE)
     with pytest.raises(UnreadableCheckpoint, match="has 0 of"):
-        MemoryShelf(path.parent).open(FIRST)
+        SlotReader(path.parent).open(FIRST)
 
 
 def test_a_manifest_whose_segment_is_gone_stays_torn_beside_new_segments(place: Path) -> None:
@@ -393,7 +393,7 @@ def test_removing_a_store_gives_all_memory_back(place: Path) -> None:
 def test_a_writer_that_cannot_mark_its_segment_gives_it_back(place: Path) -> None:
     refuses = SimpleNamespace(now=False)
 
-    class Refusing(System):
+    class Refusing(OperatingSystem):
         def open(self, path: Path, flags: int) -> int:
             if refuses.now and path.suffix == ".writing":
                 raise OSError(5, "Input/output error")
@@ -501,7 +501,7 @@ def test_a_resize_that_finds_too_little_memory_leaves_all_as_it_was(place: Path,
 
 
 def test_a_resize_that_the_system_refuses_half_way_leaves_as_much_room_as_before(place: Path) -> None:
-    class Full(System):
+    class Full(OperatingSystem):
         left = 10**9
 
         def allocate(self, descriptor: int, nbytes: int) -> None:

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.moe.simulate.storage import FakeStore
 from megatron.core.dist_checkpointing.moe.store.filesystem import FilesystemStore
 from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.store.objects import ObjectStore
-from megatron.core.dist_checkpointing.moe.store.system import System
+from megatron.core.dist_checkpointing.moe.store.system import OperatingSystem
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Part, expert
 
 SEGMENTS = (4096,) * 3
@@ -37,7 +37,7 @@ FACTS = Facts(
 )
 
 
-def new_store(kind: str, place: Path, system: System | None = None, segments: Sequence[int] = SEGMENTS) -> Any:
+def new_store(kind: str, place: Path, system: OperatingSystem | None = None, segments: Sequence[int] = SEGMENTS) -> Any:
     """A store of one of the kinds below `place`."""
     if kind.startswith("simulated"):
         return FakeStore(simulated_memory(place), RANK, segments if kind == "simulated memory" else None)

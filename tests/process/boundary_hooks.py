@@ -210,8 +210,8 @@ class Logged:
     def compared(self, iteration: int) -> list[str]:
         """Where the k-th tensor that came from a side is not the k-th one in the log of the rank there."""
         from megatron.core.dist_checkpointing.moe.ports import SnapshotId
+        from megatron.core.dist_checkpointing.moe.storage.slot_reader import SlotReader
         from megatron.core.dist_checkpointing.moe.store.ownership import slot_directories
-        from megatron.core.dist_checkpointing.moe.store.shelf import MemoryShelf
         from megatron.core.dist_checkpointing.moe.types import LOG
 
         step, world, found = self.topology.ranks_per_stage, self.topology.world_size, []
@@ -219,7 +219,7 @@ class Logged:
         for way, distance in (("forward", -step), ("backward", step)):
             arrived = self.received.tensors[iteration - 1][way]
             sender = (self.rank + distance) % world
-            shelf, snapshot = MemoryShelf(folders[sender]), SnapshotId(iteration, sender, LOG)
+            shelf, snapshot = SlotReader(folders[sender]), SnapshotId(iteration, sender, LOG)
             if snapshot not in shelf.snapshots().sealed:
                 found += [f"no log of iteration {iteration} of rank {sender}"] if iteration > BASE else []
                 continue

@@ -121,7 +121,7 @@ class _Capture:
     def _capture(self, capturer: Any, first: bool) -> Any:
         """A snapshot of the state as it is, taken while the next iteration runs."""
         from megatron.core.dist_checkpointing.moe.runtime.megatron import gather_compute_weights
-        from megatron.core.dist_checkpointing.moe.store.layout import Facts, SnapshotId
+        from megatron.core.dist_checkpointing.moe.types.layout import Facts, SnapshotId
 
         state = self.state
         plan = self.plan(state.progress.iteration)

@@ -81,17 +81,17 @@ def held_back(folder: str, rank: int, iteration: int) -> Iterator[None]:
 @contextlib.contextmanager
 def replicas_refused(owner: int, iterations: range) -> Iterator[None]:
     """Whoever should keep replicas for `owner` has no room for those of these iterations."""
-    from megatron.core.dist_checkpointing.moe.runtime.inbox import StoreInbox
+    from megatron.core.dist_checkpointing.moe.replication.replica_receiver import ReplicaReceiver
     from megatron.core.dist_checkpointing.moe.store.manifest import decode
 
-    begin = StoreInbox.begin
+    begin = ReplicaReceiver.begin
 
     def crowded(self: Any, source: int, manifest: bytes) -> Any:
         if source == owner and decode(manifest, "a replica").snapshot.iteration in iterations:
             return None
         return begin(self, source, manifest)
 
-    with mock.patch.object(StoreInbox, "begin", crowded):
+    with mock.patch.object(ReplicaReceiver, "begin", crowded):
         yield
 
 

@@ -27,7 +27,8 @@ from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, NoRoom, PeerLost, SnapshotId
 from megatron.core.dist_checkpointing.moe.replicate import process_group
 from megatron.core.dist_checkpointing.moe.replicate.process_group import ProcessGroupTransport
-from megatron.core.dist_checkpointing.moe.replicate.replicator import Exchange, Offer, Replicator
+from megatron.core.dist_checkpointing.moe.replication.replicas import Exchange, Offer
+from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
 from megatron.core.dist_checkpointing.moe.store.manifest import decode, encode
 from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import Topology
@@ -36,7 +37,7 @@ RANKS = 4
 VICTIM = 3
 DAMAGED, FULL, SKIPPING = 1, 2, 0
 TIMEOUT_S = 4.0
-PIECE_BYTES = 300_000
+CHUNK_BYTES = 300_000
 LAYOUT = Layout.of(
     [Field("weights", "float32", (511, 1000)), Field("nothing", "uint8", (0,)), Field("b", "uint8", (5,))]
 )
@@ -52,7 +53,7 @@ def replicating(folder: str) -> Iterator[None]:
             _, status = os.waitpid(child, 0)
             raise SystemExit(0 if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL else 1)
     warnings.simplefilter("error", UserWarning)
-    process_group.PIECE_BYTES = PIECE_BYTES
+    process_group.CHUNK_BYTES = CHUNK_BYTES
     _Scenario(rank, Path(folder)).play()
     raise SystemExit(0)
     yield
@@ -64,7 +65,7 @@ def content(iteration: int, owner: int) -> dict[str, bytes]:
     return {field.key: draw.bytes(field.nbytes) for field in LAYOUT.fields}
 
 
-class _Arrival:
+class _IncomingReplica:
     def __init__(self, store: MemoryStore, manifest: bytes) -> None:
         self._manifest = decode(manifest, "an offer")
         self._writer = store.reserve(self._manifest.snapshot, self._manifest.layout)
@@ -80,7 +81,7 @@ class _Arrival:
         self._writer.abandon()
 
 
-class _Inbox:
+class _Receiver:
     """Keeps replicas in a memory store; `before` may do anything when room is asked for."""
 
     def __init__(self, store: MemoryStore, before: Callable[[], None] = lambda: None) -> None:
@@ -89,9 +90,9 @@ class _Inbox:
     def holds(self, owner: int, manifest: bytes) -> bool:
         return decode(manifest, "an offer").snapshot in self._store.snapshots().sealed
 
-    def begin(self, owner: int, manifest: bytes) -> _Arrival:
+    def begin(self, owner: int, manifest: bytes) -> _IncomingReplica:
         self._before()
-        return _Arrival(self._store, manifest)
+        return _IncomingReplica(self._store, manifest)
 
 
 class _Tampering:
@@ -105,7 +106,7 @@ class _Tampering:
 
     def send(self, to: int, data: Any) -> Any:
         if self._die is not None and memoryview(data).nbytes == LAYOUT.nbytes:
-            self._inner.send(to, memoryview(data)[: 3 * PIECE_BYTES]).wait()
+            self._inner.send(to, memoryview(data)[: 3 * CHUNK_BYTES]).wait()
             self._die()
         return self._inner.send(to, data)
 
@@ -201,7 +202,7 @@ class _Scenario:
     def _messages(self) -> list[bool]:
         """Messages of many sizes around the ring, all posted before any is waited for."""
         to, source = (self.rank + 1) % RANKS, (self.rank - 1) % RANKS
-        sizes = (5, 0, PIECE_BYTES, 1, PIECE_BYTES + 1, 5 * PIECE_BYTES)
+        sizes = (5, 0, CHUNK_BYTES, 1, CHUNK_BYTES + 1, 5 * CHUNK_BYTES)
         into = [bytearray(size) for size in sizes]
         under_way = [self._transport.receive(source, memoryview(buffer)) for buffer in into]
         under_way += [self._transport.send(to, bytes([self.rank + at]) * size) for at, size in enumerate(sizes)]
@@ -233,8 +234,8 @@ class _Scenario:
         replicator = Replicator(transport, place.peers[self.rank], place.kept_by[self.rank])
         with self._store.open(own) as reader:
             offer = partial(Offer, "snapshot", encode(reader.manifest))  # the raw bytes in no frame of this test
-            inbox = _Inbox(self._store, before)
-            return replicator.exchange(iteration, None if skip else [offer(reader.raw())], inbox)
+            receiver = _Receiver(self._store, before)
+            return replicator.exchange(iteration, None if skip else [offer(reader.raw())], receiver)
 
     def _kept(self, iteration: int, exchange: Exchange) -> dict[str, Any]:
         """What came of an exchange, and whose bytes the store has in truth."""

@@ -15,8 +15,8 @@ from boundary_hooks import BASE, ITERATIONS, JOB, KILLED_IN, executed, logged
 from runs import Layout, Start, flags
 from world import World
 
+from megatron.core.dist_checkpointing.moe.storage.slot_reader import SlotReader
 from megatron.core.dist_checkpointing.moe.store.ownership import slot_directories
-from megatron.core.dist_checkpointing.moe.store.shelf import MemoryShelf
 from megatron.core.dist_checkpointing.moe.types import LOG
 
 
@@ -130,6 +130,6 @@ def test_a_rank_that_is_killed_while_it_sends_leaves_a_torn_log_beside_those_tha
     folder = Path(tempfile.mkdtemp(dir=tmpfs))
     outcome = start(Layout(ep=1, ranks=2), hooks=[partial(logged, str(folder), 0)]).wait_or_restart()
     assert outcome.codes[0] == -9
-    listing = MemoryShelf(slot_directories(folder, JOB, "standby")[0]).snapshots()
+    listing = SlotReader(slot_directories(folder, JOB, "standby")[0]).snapshots()
     assert [one.iteration for one in listing.sealed if one.kind == LOG] == [2]
     assert [one.snapshot.iteration for one in listing.torn] == [KILLED_IN]

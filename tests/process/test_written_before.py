@@ -93,7 +93,15 @@ trains_alike = pytest.mark.skipif(arithmetic() != ARITHMETIC, reason="this CPU r
 
 @pytest.mark.parametrize("strategy", ["full", "pec"])
 def test_snapshots_in_storage_become_the_same_dense_checkpoint(strategy: str, written: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "moe_ckpt.py"), "convert", "--to", "dense", written / strategy / "storage", tmp_path]
+    command = [
+        sys.executable,
+        str(ROOT / "moe_ckpt.py"),
+        "convert",
+        "--to",
+        "dense",
+        written / strategy / "storage",
+        tmp_path,
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     subprocess.run(command, env=environment, capture_output=True, timeout=HANG_TIMEOUT_S, check=True)
     assert digest(tmp_path, RECOVERED) == expected(written / strategy)["converted"]

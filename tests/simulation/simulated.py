@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.moe.policy.lifecycle import ProtectionStat
 from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
 from megatron.core.dist_checkpointing.moe.policy.timelines import Timeline, continued
 from megatron.core.dist_checkpointing.moe.replay.densify import Replay
-from megatron.core.dist_checkpointing.moe.replicate.replicator import Replicator
+from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
 from megatron.core.dist_checkpointing.moe.runtime.coordinator import Coordinator, Ports, Report
 from megatron.core.dist_checkpointing.moe.runtime.keeper import Identity, Keeper
 from megatron.core.dist_checkpointing.moe.runtime.persister import Persister

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.moe.policy.timelines import Timeline, cont
 from megatron.core.dist_checkpointing.moe.ports import RANDOM, PeerLost
 from megatron.core.dist_checkpointing.moe.recover.park import Parker, ParkPorts
 from megatron.core.dist_checkpointing.moe.replay.densify import Replay
-from megatron.core.dist_checkpointing.moe.replicate.replicator import Replicator
+from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
 from megatron.core.dist_checkpointing.moe.runtime.coordinator import Coordinator, Ports
 from megatron.core.dist_checkpointing.moe.runtime.keeper import Identity, Keeper
 from megatron.core.dist_checkpointing.moe.runtime.logs import BoundaryLogs, LogPlan, LogPorts

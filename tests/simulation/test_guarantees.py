@@ -16,15 +16,15 @@ from xxhash import xxh3_128_digest
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import ProtectionState
-from megatron.core.dist_checkpointing.moe.runtime.inbox import StoreArrival
+from megatron.core.dist_checkpointing.moe.replication.replica_receiver import StoreReplica
 from megatron.core.dist_checkpointing.moe.simulate.job import SimulatedJob
 from megatron.core.dist_checkpointing.moe.simulate.memory import Memory, Segment
 from megatron.core.dist_checkpointing.moe.simulate.network import Network
 from megatron.core.dist_checkpointing.moe.simulate.storage import FakeStore
 from megatron.core.dist_checkpointing.moe.simulate.world import Event, World
 from megatron.core.dist_checkpointing.moe.store.checksums import checksum
-from megatron.core.dist_checkpointing.moe.store.layout import Manifest, SnapshotId
 from megatron.core.dist_checkpointing.moe.store.manifest import decode
+from megatron.core.dist_checkpointing.moe.types.layout import Manifest, SnapshotId
 
 FULL = MoECheckpointConfig(strategy="full", interval=1, replicas=1, timeout_s=60.0)
 PEC = replace(FULL, strategy="pec", pec_k_snapshot=2, pec_scope="all")
@@ -130,7 +130,7 @@ def reuse_early(store: FakeStore, nbytes: int) -> Segment:
     return segment
 
 
-def arrive_on_the_older(arrival: StoreArrival, store: FakeStore, writer: object, manifest: Manifest) -> None:
+def arrive_on_the_older(arrival: StoreReplica, store: FakeStore, writer: object, manifest: Manifest) -> None:
     """A replica is received into the buffer of the replica that it is to replace."""
     ARRIVE(arrival, store, writer, manifest)  # type: ignore[arg-type]
     older = [one for one in sealed_in(store.memory) if one.snapshot and one.snapshot.rank == manifest.snapshot.rank]
@@ -138,10 +138,10 @@ def arrive_on_the_older(arrival: StoreArrival, store: FakeStore, writer: object,
         arrival.buffer = older[0].lend(0, manifest.layout.nbytes)
 
 
-FREE_SEGMENT, ARRIVE = FakeStore._free_segment, StoreArrival.__init__
+FREE_SEGMENT, ARRIVE = FakeStore._free_segment, StoreReplica.__init__
 BROKEN: dict[str, tuple[type, str, Callable[..., object]]] = {
     "a store lends a buffer before it is freed": (FakeStore, "_free_segment", reuse_early),
-    "a keeper receives into a replica that is there": (StoreArrival, "__init__", arrive_on_the_older),
+    "a keeper receives into a replica that is there": (StoreReplica, "__init__", arrive_on_the_older),
 }
 
 

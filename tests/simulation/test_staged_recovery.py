@@ -16,8 +16,8 @@ from test_guarantees import Vandal
 
 from megatron.core.dist_checkpointing.moe.simulate.job import SimulatedJob
 from megatron.core.dist_checkpointing.moe.simulate.world import Event
-from megatron.core.dist_checkpointing.moe.store.layout import SnapshotId
 from megatron.core.dist_checkpointing.moe.types import GRADIENTS, LOG, PARKED, Scope
+from megatron.core.dist_checkpointing.moe.types.layout import SnapshotId
 
 full = pytest.mark.full
 BY_STAGE = (0, 0, 1, 1, 2, 2, 3, 3)

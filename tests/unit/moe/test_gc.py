@@ -40,7 +40,7 @@ from megatron.core.dist_checkpointing.moe.store.filesystem import FilesystemStor
 from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.store.names import FORMAT, TRACKER
 from megatron.core.dist_checkpointing.moe.store.objects import ObjectStore
-from megatron.core.dist_checkpointing.moe.store.system import System
+from megatron.core.dist_checkpointing.moe.store.system import OperatingSystem
 from megatron.core.dist_checkpointing.moe.types import OperatorId, Part, expert
 
 ROOT, RANKS = Path(__file__).parents[3], 2
@@ -215,7 +215,7 @@ def test_old_copies_of_experts_stay_for_newer_snapshots_that_lack_them(tmp_path:
     assert {path.name.rpartition("-")[2] for path in tmp_path.glob("iter_0000001-*")} >= {"expertsb"}
 
 
-class FailsOnce(System):
+class FailsOnce(OperatingSystem):
     """A device that cannot read one file the first time."""
 
     def __init__(self, part: str) -> None:

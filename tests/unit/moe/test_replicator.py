@@ -24,14 +24,15 @@ from megatron.core.dist_checkpointing.moe.replicate.meeting import Meeting
 from megatron.core.dist_checkpointing.moe.replicate.messages import (
     HEADER_BYTES,
     Garbled,
-    Piece,
+    ReplicaPiece,
     decode_header,
     decode_table,
     encode_header,
     encode_table,
 )
 from megatron.core.dist_checkpointing.moe.replicate.process_group import ProcessGroupTransport
-from megatron.core.dist_checkpointing.moe.replicate.replicator import Exchange, Offer, Replicator
+from megatron.core.dist_checkpointing.moe.replication.replicas import Exchange, Offer
+from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
 
 HANG_TIMEOUT_S = 30.0
 
@@ -109,7 +110,7 @@ def manifest_of(name: str, raw: bytes) -> bytes:
 
 @dataclass
 class Room:
-    """An inbox: seals what matches its manifest. `refuse`, `unstorable`, `full`: pieces it does not take."""
+    """A receiver: seals what matches its manifest. `refuse`, `unstorable`, `full`: pieces it does not take."""
 
     sealed: dict[tuple[int, bytes], bytes] = field(default_factory=dict)
     refuse: frozenset[str] = frozenset()
@@ -358,9 +359,9 @@ def test_a_rank_cannot_be_its_own_peer_nor_one_of_another_world(peers: list[int]
 
 @given(
     st.integers(0, 2**62),
-    st.none() | st.lists(st.builds(Piece, st.text(max_size=20), st.binary(), st.integers(0, 2**60))),
+    st.none() | st.lists(st.builds(ReplicaPiece, st.text(max_size=20), st.binary(), st.integers(0, 2**60))),
 )
-def test_headers_and_tables_are_read_back_as_they_were(iteration: int, pieces: list[Piece] | None) -> None:
+def test_headers_and_tables_are_read_back_as_they_were(iteration: int, pieces: list[ReplicaPiece] | None) -> None:
     table = encode_table(pieces or ())
     header = decode_header(encode_header(iteration, None if pieces is None else len(pieces), table))
     assert (header.iteration, header.pieces) == (iteration, None if pieces is None else len(pieces))
@@ -369,7 +370,7 @@ def test_headers_and_tables_are_read_back_as_they_were(iteration: int, pieces: l
 
 @given(st.integers(0, 8 * HEADER_BYTES - 1))
 def test_no_bit_of_a_header_can_change_unnoticed(bit: int) -> None:
-    header = bytearray(encode_header(12, 1, encode_table([Piece("snapshot", b"manifest", 9)])))
+    header = bytearray(encode_header(12, 1, encode_table([ReplicaPiece("snapshot", b"manifest", 9)])))
     header[bit // 8] ^= 1 << bit % 8
     with pytest.raises(Garbled):
         decode_header(header)

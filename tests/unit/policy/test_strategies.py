@@ -8,9 +8,9 @@ import pytest
 from strategy_cases import World, job_of
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
-from megatron.core.dist_checkpointing.moe.store.layout import SnapshotId
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job
 from megatron.core.dist_checkpointing.moe.types import Topology
+from megatron.core.dist_checkpointing.moe.types.layout import SnapshotId
 
 CONFIG = MoECheckpointConfig(interval=1, persist_dir="/storage", persist_interval=7)
 WIDE = Topology(8, pp=2, ep=2, ranks_per_node=4)

@@ -31,3 +31,15 @@ class RecoveryImpossible(MoECheckpointError):
     def __init__(self, sentence: str, iteration: int | None, missing: tuple[Any, ...], asked: tuple[int, ...]) -> None:
         super().__init__(sentence)
         self.iteration, self.missing, self.asked = iteration, missing, asked
+
+
+class StoreFailure(MoECheckpointError):
+    """A store could not take, show or give up a snapshot now; what it had sealed before is untouched."""
+
+
+class NoRoom(StoreFailure):
+    """No space for another snapshot until one is freed, or until the last reader of a freed one has ended."""
+
+
+class PeerLost(MoECheckpointError):
+    """Another rank did not answer in time, or its connection broke; the sentence names it and what was waited for."""

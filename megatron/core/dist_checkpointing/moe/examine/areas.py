@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import UnreadableCheckpoint, UsageError
+from ..storage.slot_reader import SlotReader
 from ..store.ownership import is_claimed_here, owner_files
-from ..store.shelf import MemoryShelf
 
 _FLOCK = "hhqqi4x"  # struct flock of Linux: type, whence, start, length, process
 
@@ -34,9 +34,9 @@ class Slot:
     alive: bool
 
     @property
-    def shelf(self) -> MemoryShelf:
+    def shelf(self) -> SlotReader:
         """Its snapshots, for reading; a running owner is disturbed for no longer than a reader is open."""
-        return MemoryShelf(self.directory)
+        return SlotReader(self.directory)
 
     @property
     def nbytes(self) -> int:

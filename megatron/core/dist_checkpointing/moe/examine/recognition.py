@@ -18,10 +18,10 @@ from ..store.chain import MANIFEST as CHAIN
 from ..store.chain import PARTIAL_BACKEND_VERSION
 from ..store.checksums import unframed
 from ..store.integrity import NAME as INTEGRITY
-from ..store.layout import MANIFEST, UNSEALED, SnapshotId
 from ..store.manifest import FORMAT_VERSION as SNAPSHOT_VERSION
 from ..store.names import COMMON, FORMAT, INDEX, ITERATION, SHARD_SUFFIX, STAGED, TRACKER
 from ..store.ownership import owner_files
+from ..types.layout import MANIFEST, UNSEALED, SnapshotId
 from .foreign import foreign
 
 DENSE_VERSION = 1

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from ..errors import UnreadableCheckpoint, UsageError
 from ..ports import SnapshotId, Store, StoreFailure
+from ..storage.durable import open_durable
 from ..store.filesystem import FilesystemStore
-from ..store.layout import MANIFEST
-from ..store.objects import ObjectStore, remote
+from ..store.objects import ObjectStore
 
 
 def open_storage(place: str, rank: int = 0) -> Store:
@@ -18,11 +18,9 @@ def open_storage(place: str, rank: int = 0) -> Store:
 
     Raises UsageError for what is neither.
     """
-    if "://" in place:
-        return ObjectStore(place, rank)
-    if not Path(place).is_dir():
+    if "://" not in place and not Path(place).is_dir():
         raise UsageError(f"{place} is no folder; give what the job had as --moe-ckpt-persist-dir")
-    return FilesystemStore(Path(place), rank)
+    return open_durable(place, rank)
 
 
 def snapshot_at(place: str) -> tuple[str, SnapshotId]:
@@ -37,10 +35,6 @@ def snapshot_at(place: str) -> tuple[str, SnapshotId]:
 def sealed_s(store: Store, snapshot: SnapshotId) -> float | None:
     """When a snapshot was sealed, in seconds since 1970; None where the storage does not say."""
     with suppress(OSError, StoreFailure):
-        if isinstance(store, FilesystemStore):
-            return (store.directory / snapshot.name / MANIFEST).stat().st_mtime
-        if isinstance(store, ObjectStore):
-            with remote(store.root):
-                path = f"{store.root.rstrip('/')}/{snapshot.name}/{MANIFEST}"
-                return float(store.files.modified(path).timestamp())
+        if isinstance(store, FilesystemStore | ObjectStore):
+            return store.sealed_s(snapshot)
     return None

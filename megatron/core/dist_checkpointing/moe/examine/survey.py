@@ -11,9 +11,9 @@ from pathlib import Path
 
 from ..errors import UnreadableCheckpoint
 from ..ports import Store
-from ..store.layout import Manifest, SnapshotId, Torn
-from ..store.shelf import SEALED, WRITING, Entry
+from ..storage.slot_reader import SEALED, WRITING, SlotEntry
 from ..types import STANDBY, OperatorId, Part
+from ..types.layout import Manifest, SnapshotId, Torn
 from .areas import Slot
 from .storage import sealed_s
 from .windows import State, Stored, on, restorable, states, timelines
@@ -116,7 +116,7 @@ def survey_slot(slot: Slot) -> Survey:
     holdings = []
     for snapshot in listed.sealed:
         with suppress(UnreadableCheckpoint), shelf.open(snapshot) as reader:
-            entry = Entry(Path(reader.manifest.segment).stem, snapshot, SEALED)
+            entry = SlotEntry(Path(reader.manifest.segment).stem, snapshot, SEALED)
             holdings.append(_holding(reader.manifest, place, _written_s(slot.directory / entry.name)))
     torn = {one.snapshot for one in listed.torn}
     begun = (entry.snapshot for entry in shelf.entries() if entry.state == WRITING)

@@ -42,6 +42,7 @@ class Meeting:
         deadline, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
         self._enter()
         while True:
+            # Asked for first: where the next number is wanted, somebody gave up this one, however many are here.
             if self._store.check([f"{self._number + 1}/wanted"]):
                 self._leave()
                 self._enter()
@@ -62,6 +63,7 @@ class Meeting:
         self._number += 1
         self._store.set(f"{self._number}/wanted", "")
         self._store.set(self._mark(self._rank), "")
+        # Counted by one atomic call, so that exactly one rank, the last, finds all there: who left is counted off.
         if self._store.add(f"{self._number}/count", 1) == self._world_size:
             self._store.set(f"{self._number}/all", "")
 

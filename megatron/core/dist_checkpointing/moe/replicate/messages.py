@@ -1,4 +1,7 @@
-"""What ranks tell each other about replicas: a header, a table of the pieces offered, and a word about each."""
+"""The messages of replication: a header, a table of the pieces offered, and a reply about each.
+
+Fixed binary layouts of `struct`, little-endian: the receiver of a header must know its size before it arrives.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,8 @@ class Garbled(Exception):
     """A message that no rank of this version sends; the text says in what way."""
 
 
-class Word(IntEnum):
-    """What a keeper says of a piece, one byte: the first three before its raw bytes are sent, the others after."""
+class Reply(IntEnum):
+    """What a peer replies about a piece, one byte: the first three before its raw bytes are sent, the others after."""
 
     WANTED = 1
     HELD = 2
@@ -39,13 +42,13 @@ class Word(IntEnum):
     FAILED = 6
 
 
-BEFORE = frozenset({Word.WANTED, Word.HELD, Word.REFUSED})
-AFTER = frozenset({Word.SEALED, Word.DAMAGED, Word.FAILED})
+BEFORE = frozenset({Reply.WANTED, Reply.HELD, Reply.REFUSED})
+AFTER = frozenset({Reply.SEALED, Reply.DAMAGED, Reply.FAILED})
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """One piece as its keeper learns of it: `raw_bytes` follow when it is wanted."""
+class ReplicaPiece:
+    """One piece as the peer that shall keep it learns of it: `raw_bytes` follow when it is wanted."""
 
     name: str
     manifest: bytes = field(repr=False)
@@ -63,7 +66,7 @@ class Header:
     table_xxh3: int
 
 
-def encode_table(pieces: Sequence[Piece]) -> bytes:
+def encode_table(pieces: Sequence[ReplicaPiece]) -> bytes:
     """All rows, then all names and manifests."""
     names = [piece.name.encode() for piece in pieces]
     rows = [_ROW.pack(len(name), len(one.manifest), one.raw_bytes) for name, one in zip(names, pieces, strict=True)]
@@ -91,7 +94,7 @@ def decode_header(data: Buffer) -> Header:
     return Header(iteration, None if pieces == _NOTHING else pieces, table_bytes, table_xxh3)
 
 
-def decode_table(header: Header, data: bytes) -> tuple[Piece, ...]:
+def decode_table(header: Header, data: bytes) -> tuple[ReplicaPiece, ...]:
     """The pieces that `data` lists. Raises Garbled."""
     if xxh3_64_intdigest(data) != header.table_xxh3:
         raise Garbled(f"a table of {header.pieces} pieces does not match its checksum")
@@ -99,14 +102,14 @@ def decode_table(header: Header, data: bytes) -> tuple[Piece, ...]:
     at, pieces = count * _ROW.size, []
     for name_bytes, manifest_bytes, raw_bytes in _ROW.iter_unpack(data[:at]):
         end = at + name_bytes
-        pieces.append(Piece(data[at:end].decode(), data[end : end + manifest_bytes], raw_bytes))
+        pieces.append(ReplicaPiece(data[at:end].decode(), data[end : end + manifest_bytes], raw_bytes))
         at = end + manifest_bytes
     return tuple(pieces)
 
 
-def decode_words(data: bytes, allowed: frozenset[Word]) -> tuple[Word, ...]:
-    """One word for each byte. Raises Garbled for any that is not `allowed` now."""
+def decode_replies(data: bytes, allowed: frozenset[Reply]) -> list[Reply]:
+    """One reply for each byte. Raises Garbled for any that is not `allowed` now."""
     unknown = [byte for byte in data if byte not in allowed]
     if unknown:
         raise Garbled(f"an answer has the value {unknown[0]}, which means nothing at this point")
-    return tuple(map(Word, data))
+    return list(map(Reply, data))

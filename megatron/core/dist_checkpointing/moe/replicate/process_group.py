@@ -1,4 +1,10 @@
-"""Bytes and small numbers between ranks over gloo, apart from the process groups of training."""
+"""Bytes and small numbers between ranks over gloo, apart from the process groups of training.
+
+c10d's own groups cannot be used: a group whose peer died is broken for good, and collectives of training must never
+wait for replication. So this talks to `ProcessGroupGloo` itself. After any failure all connections are dropped at once,
+which other ranks notice as closed sockets, and `renew` builds a new gloo group under a number on which all ranks have
+agreed (see `meeting`), so that no message of the old connections can be taken for one of the new.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +31,15 @@ if TYPE_CHECKING:
 
     from ..ports import Json
 
-PIECE_BYTES = 64 << 20
-"""Longer messages travel in pieces of this size, each of which must arrive within the timeout."""
+CHUNK_BYTES = 64 << 20
+"""Longer messages travel in chunks of this size, each of which must arrive within the timeout."""
 
 _CONNECT_AT_LEAST_S = 1.0
 _MAX_TAG = 2**31 - 1
 
 
 class _Transfer:
-    """One message, in pieces. It alone keeps the buffer alive: gloo has no more than its address.
+    """One message, in chunks. It alone keeps the buffer alive: gloo has no more than its address.
 
     Whatever goes wrong is raised by `wait`, whose frame refers to no buffer: a kept traceback pins none.
     """
@@ -44,35 +50,37 @@ class _Transfer:
         self._tensors: deque[torch.Tensor] = deque()
         self._error: RuntimeError | None = None
 
-    def begin(self, post: Callable[[list[torch.Tensor], int, int], Any], other: int, tags: Iterator[int]) -> None:
-        """Hand all pieces to gloo with `post`, ProcessGroupGloo.send or .recv."""
+    def begin(
+        self, post: Callable[[list[torch.Tensor], int, int], Any], memory: torch.Tensor, other: int, tags: Iterator[int]
+    ) -> None:
+        """Hand all chunks of a message to gloo with `post`, ProcessGroupGloo.send or .recv."""
+        # All are posted at once, so that the connection never idles between two. An empty message has none.
+        self._tensors.extend(memory.split(CHUNK_BYTES) if memory.numel() else ())
         try:
             for tensor in self._tensors:
                 self._works.append(post([tensor], other, next(tags) & _MAX_TAG))
         except RuntimeError as error:
             self._error = error.with_traceback(None)
 
-    def take(self, memory: torch.Tensor) -> None:
-        """Cut the message into pieces."""
-        self._tensors.extend(memory.split(PIECE_BYTES) if memory.numel() else ())
-
     def wait(self) -> None:
-        """As `ports.Transfer.wait`; the timeout is that of a piece."""
+        """As `ports.Transfer.wait`; the timeout is that of a chunk."""
         if self._is_void:
             self._transport.refuse(self._what)
         try:
             while self._works:
+                # Dropped only once it is through: a work that is freed earlier cancels its message.
                 self._works[0].wait(self._transport.timeout)
                 self._works.popleft()
                 self._tensors.popleft()
             if self._error is not None:
                 raise self._error
-        except RuntimeError as error:
+        except RuntimeError as error:  # gloo's only error: a timeout, or a closed connection
             raise self._transport.broken(self._what, error) from None
 
     def void(self) -> None:
         """Give up what is under way and let go of the buffer: gloo forgets its address before it is freed."""
-        self._is_void = self._is_void or bool(self._tensors)
+        self._is_void = self._is_void or bool(self._tensors)  # what was through before stays so
+        # This order: a work refers to the address of its tensor's memory until it is destroyed.
         self._works.clear()
         self._tensors.clear()
 
@@ -83,7 +91,7 @@ class ProcessGroupTransport:
     It uses no collective of other groups and can be made, used and renewed on any thread while others train. store: a
     c10d store that all ranks reach; the transport talks to it over a connection of its own. name: the same on all
     ranks, different for each transport and for each start of the job (a torchrun restart keeps the store). timeout_s:
-    longest wait for another rank, twice that for it to come to a renewal; in longer messages, for each PIECE_BYTES.
+    longest wait for another rank, twice that for it to come to a renewal; in longer messages, for each CHUNK_BYTES.
     It must be longer than ranks are ever apart. Memory is that of the host; read-only memory can be sent.
 
     Making one is a renewal. Raises PeerLost when not all ranks come in time.
@@ -92,12 +100,14 @@ class ProcessGroupTransport:
     def __init__(self, store: Store, rank: int, world_size: int, name: str, timeout_s: float) -> None:
         self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
         self.timeout = timedelta(seconds=timeout_s)
+        # A clone has a connection of its own: on a shared one each call waits for those of other threads.
         own = store.clone()
         own.set_timeout(self.timeout)
         self._store = PrefixStore(name, own)
         self._meeting = Meeting(self._store, rank, world_size)
         self._group: ProcessGroupGloo | None = None
         self._why = "the transport was closed"
+        # Weak: a transfer that its user drops must let go of the buffer, not live on until the next renewal.
         self._under_way: weakref.WeakSet[_Transfer] = weakref.WeakSet()
         self.renew()
 
@@ -113,19 +123,13 @@ class ProcessGroupTransport:
 
     def send(self, to: int, data: Buffer) -> _Transfer:
         """As `ports.Transport.send`. Dropping the transfer without `wait` cancels it and breaks the connection."""
-        transfer = self._new_transfer("send {} bytes to rank {}", to, data)
-        if self._group is not None:
-            transfer.begin(self._group.send, to, self._sent[to])
-        return transfer
+        return self._transfer("send {} bytes to rank {}", to, data, is_send=True)
 
     def receive(self, source: int, into: memoryview) -> _Transfer:
         """As `ports.Transport.receive`. Dropping the transfer without `wait` cancels it and breaks the connection."""
         if into.readonly:
             raise UsageError(f"rank {self._rank} cannot receive from rank {source} into read-only memory")
-        transfer = self._new_transfer("receive {} bytes from rank {}", source, into)
-        if self._group is not None:
-            transfer.begin(self._group.recv, source, self._received[source])
-        return transfer
+        return self._transfer("receive {} bytes from rank {}", source, into, is_send=False)
 
     def least(self, values: Sequence[int]) -> tuple[int, ...]:
         """As `ports.Transport.least`."""
@@ -141,6 +145,7 @@ class ProcessGroupTransport:
             data = json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
         except (TypeError, ValueError) as error:
             raise UsageError(f"a value to gather is no JSON value: {error}") from error
+        # allgather takes equal sizes only: first the sizes, then all values padded to the longest.
         sizes = [int(size) for size in self._gathered(torch.tensor([len(data)]), "gather sizes")]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(data)] = _as_tensor(data)
@@ -152,12 +157,14 @@ class ProcessGroupTransport:
 
         Waits up to twice the timeout and a second: another rank may notice the failure only at its own timeout.
         """
+        # First of all: a rank that still waits for this one must see the old connection close, not its own timeout.
         self._drop("the transport is being renewed")
         patience_s = 2 * self._timeout_s
         deadline = time.monotonic() + patience_s
         try:
             number = self._meeting.meet(patience_s)
             left_s = max(deadline - time.monotonic(), _CONNECT_AT_LEAST_S)
+            # A prefix of its own: gloo would find the addresses of the old connections under the old one.
             place = PrefixStore(str(number), self._store)
             group = ProcessGroupGloo(place, self._rank, self._world_size, timedelta(seconds=left_s))
         except PeerLost as error:
@@ -183,21 +190,25 @@ class ProcessGroupTransport:
         return PeerLost(sentence)
 
     def _drop(self, why: str) -> None:
+        # The last reference to the group goes: gloo closes its sockets, which is how other ranks notice at once.
         self._why, self._group = why, None
-        for transfer in list(self._under_way):
+        for transfer in list(self._under_way):  # a copy: others may be dropped while this goes on
             transfer.void()
         self._under_way.clear()
 
-    def _new_transfer(self, what: str, other: int, data: Buffer) -> _Transfer:
-        """A message that has not begun; void from the start when connections are to be renewed first."""
+    def _transfer(self, what: str, other: int, data: Buffer, *, is_send: bool) -> _Transfer:
+        """A message that has begun; void from the start when connections are to be renewed first."""
         memory = _as_tensor(data)
         what = what.format(memory.numel(), other)
         if other == self._rank or not 0 <= other < self._world_size:
             raise UsageError(f"rank {self._rank} cannot {what} in a world of {self._world_size} ranks")
         transfer = _Transfer(self, what, is_void=self._group is None)
         if self._group is not None:
-            transfer.take(memory)
             self._under_way.add(transfer)
+            # gloo matches messages by tag: both sides count the chunks of each direction, so that several messages may
+            # be under way between two ranks.
+            post, tags = (self._group.send, self._sent) if is_send else (self._group.recv, self._received)
+            transfer.begin(post, memory, other, tags[other])
         return transfer
 
     def _connected(self, what: str) -> ProcessGroupGloo:
@@ -208,6 +219,7 @@ class ProcessGroupTransport:
     def _reduced(self, values: Sequence[int], operation: Any, what: str) -> tuple[int, ...]:
         what = f"{what} of {len(values)} numbers with all {self._world_size} ranks"
         group = self._connected(what)
+        # The connection is asked for even with no values, so that a call between failure and renewal never succeeds.
         numbers, options = torch.tensor(values, dtype=torch.int64), AllreduceOptions()
         options.reduceOp, options.timeout = operation, self.timeout
         if not values:

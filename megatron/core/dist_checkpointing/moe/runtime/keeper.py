@@ -9,11 +9,12 @@ from ..errors import MoECheckpointError, UnreadableCheckpoint
 from ..policy.rounds import Status
 from ..policy.timelines import Timeline, past
 from ..ports import Clock, Facts, Json, MappedStore, MappedWriter, PeerLost, SnapshotId, Transport
-from ..replicate.replicator import Offer, Replicator
+from ..replication.replica_receiver import ReplicaReceiver
+from ..replication.replicas import Offer
+from ..replication.replicator import Replicator
 from ..store.manifest import encode
 from ..strategies import Piece
 from ..types import OperatorId, SnapshotPlan
-from .inbox import StoreInbox
 
 
 @dataclass
@@ -86,7 +87,7 @@ class Keeper:
         self._store, self._replicator, self._transport = store, replicator, transport
         self._clock, self._identity = clock, identity
         self._owners = tuple(owners)
-        self._inbox = StoreInbox(store, clock)
+        self._receiver = ReplicaReceiver(store, clock)
         self._connected = True
 
     def protect(self, work: Work) -> None:
@@ -158,10 +159,10 @@ class Keeper:
             if offered is not None:
                 readers = [self._store.open(snapshot) for snapshot in offered]
                 offers = [Offer(one.manifest.snapshot.name, encode(one.manifest), one.raw()) for one in readers]
-            done = self._replicator.exchange(work.plan.iteration, offers, self._inbox)
+            done = self._replicator.exchange(work.plan.iteration, offers, self._receiver)
         except UnreadableCheckpoint as error:
             work.failures.append(str(error))
-            done = self._replicator.exchange(work.plan.iteration, None, self._inbox)
+            done = self._replicator.exchange(work.plan.iteration, None, self._receiver)
         finally:
             for reader in readers:
                 reader.close()

@@ -13,9 +13,8 @@ from ..config import MoECheckpointConfig
 from ..errors import UsageError
 from ..policy.placement import Placement, place_replicas
 from ..ports import Store
-from ..store.filesystem import FilesystemStore
+from ..storage.durable import open_durable
 from ..store.memory import MemoryStore
-from ..store.objects import ObjectStore
 from ..store.ownership import slot_directory
 from ..types import Topology
 
@@ -67,10 +66,7 @@ def drop_memory(config: MoECheckpointConfig, place: Place, area: str) -> None:
 
 def open_persistent(config: MoECheckpointConfig, rank: int) -> Store | None:
     """The storage of `--moe-ckpt-persist-dir`; None without that flag."""
-    place = config.persist_dir
-    if place is None:
-        return None
-    return ObjectStore(place, rank) if "://" in place else FilesystemStore(Path(place), rank)
+    return open_durable(config.persist_dir, rank) if config.persist_dir is not None else None
 
 
 def replicas_placed(config: MoECheckpointConfig, topology: Topology) -> Placement:

@@ -16,7 +16,7 @@ from ..recover.inventory import Catalogue, Place
 from ..recover.marks import Mark
 from ..recover.table import RecoveryTable
 from ..replay.densify import Replay
-from ..store.heap import HeapReader
+from ..storage.host_buffer import HostBuffer
 from ..strategies import Job, Piece, Strategy
 from ..types import GRADIENTS, PARKED, Lost, OperatorId, Part, RecoveryPlan, SnapshotPlan, Tier
 from .hearsay import Heard, hear
@@ -50,7 +50,7 @@ class Recovery:
         self._is_local = job.config.recovery != "global"
         self._wider = ""
         self._damaged: dict[Place, str] = {}
-        self._late: list[HeapReader] = []
+        self._late: list[HostBuffer] = []
         self._attempt: Attempt | None = None  # what a replay still reads
         self._heard = Heard()
         self._begun_s = 0.0
@@ -257,7 +257,7 @@ class Recovery:
             raise Refused(absent(plan.target, self._rank), f"nobody says how the step of {plan.target} came out")
         return RollForward(plan.target, told.journal, gradients, told.trainer)
 
-    def _tidy_standby(self, plan: RecoveryPlan, oldest: int, parked: Sequence[HeapReader]) -> None:
+    def _tidy_standby(self, plan: RecoveryPlan, oldest: int, parked: Sequence[HostBuffer]) -> None:
         """Keep what a fault needs before the next iteration is committed: logs since the oldest state in memory, and
         what this rank has parked."""
         base = base_for(plan, self._rank, self._job.topology)

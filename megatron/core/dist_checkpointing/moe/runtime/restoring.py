@@ -26,12 +26,12 @@ from ..recover.fetch import Carrier, Need
 from ..recover.inventory import Found, Place
 from ..recover.marks import Mark, Marks
 from ..replay.densify import Load, Logs, Replay, ReplayPorts, ReplayStep, StageFeed, restore_trainer
-from ..store.heap import HeapReader
+from ..replication.replica_receiver import HostReplica, ReplicaReceiver, StoreReplica
+from ..storage.host_buffer import HostBuffer
 from ..store.manifest import decode, encode
 from ..strategies import Job
 from ..types import GRADIENTS, LOG, STANDBY, OperatorId, RecoveryPlan, Segment, StepJournal, Tier, Topology
 from .hearsay import Heard, Outcomes
-from .inbox import HeapArrival, StoreArrival, StoreInbox
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ class Attempt:
                 self._hold(need)
 
     @property
-    def late(self) -> list[HeapReader]:
+    def late(self) -> list[HostBuffer]:
         """What arrived in ordinary memory and is state, which has to outlive this recovery."""
-        arrived = (one for one in self._arrived.values() if isinstance(one, HeapReader))
+        arrived = (one for one in self._arrived.values() if isinstance(one, HostBuffer))
         return [one for one in arrived if one.manifest.snapshot.kind not in (LOG, GRADIENTS)]
 
     @property
@@ -183,15 +183,15 @@ class Attempt:
         self._open.close()
         self._held, self._arrived = [], {}
 
-    def _land(self, source: int, manifest: bytes) -> StoreArrival | HeapArrival:
+    def _land(self, source: int, manifest: bytes) -> StoreReplica | HostReplica:
         """Where a snapshot arrives: state in the store where it belongs, what only this recovery needs outside."""
         wanted = decode(manifest, f"manifest from rank {source}")
         ports, kind = self._ports, wanted.snapshot.kind
         if kind in (LOG, GRADIENTS):
-            return HeapArrival(source, wanted)
+            return HostReplica(source, wanted)
         store = ports.standby if kind in STANDBY else ports.memory
         assert store is not None
-        return StoreInbox(store, ports.clock).land(source, manifest)
+        return ReplicaReceiver(store, ports.clock).begin_for_recovery(source, manifest)
 
     def _hold(self, need: Need) -> None:
         """Open it, and verify what is read only after a replayed iteration: now another copy can still replace it."""

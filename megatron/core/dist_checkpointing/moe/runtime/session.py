@@ -22,7 +22,7 @@ from ..recover.marks import Mark, Marks, forget, left_in
 from ..replay.densify import Replay
 from ..replay.stage import StageSource
 from ..replicate.process_group import ProcessGroupTransport
-from ..replicate.replicator import Replicator
+from ..replication.replicator import Replicator
 from ..strategies import GATE_UNIT, STRATEGIES, Job
 from ..types import RecoveryPlan, StepJournal
 from .clock import SystemClock

@@ -12,7 +12,7 @@ from ..errors import UnreadableCheckpoint, UsageError
 from ..policy.timelines import Timeline
 from ..ports import Json, MappedStore, SnapshotId, Store, StoreFailure, Transport
 from ..recover.inventory import Catalogue, catalogue, is_past, listing, operators_told
-from ..store.heap import HeapReader
+from ..storage.host_buffer import HostBuffer
 from ..strategies import Piece
 from ..types import LOG, OperatorId, SnapshotPlan, Tier
 from .keeper import Identity
@@ -95,7 +95,7 @@ class Stock:
         ]
         return tuple(whole_windows(pieces))
 
-    def land_late(self, arrived: Sequence[HeapReader], needed: Collection[int]) -> None:
+    def land_late(self, arrived: Sequence[HostBuffer], needed: Collection[int]) -> None:
         """Move snapshots that found no room while they were fetched into memory, in place of what nobody needs.
 
         Called when all ranks have restored: snapshots of other iterations than the `needed` ones are given up for it.
@@ -132,7 +132,7 @@ class Stock:
         self,
         kept: Collection[SnapshotId] = (),
         logged: range = range(0),
-        arrived: Sequence[HeapReader] = (),
+        arrived: Sequence[HostBuffer] = (),
         *,
         timeline: Timeline = (),
     ) -> None:
@@ -191,7 +191,7 @@ class Stock:
             return [], str(error)
 
 
-def _land(one: HeapReader, store: MappedStore) -> None:
+def _land(one: HostBuffer, store: MappedStore) -> None:
     """Move a snapshot that arrived in ordinary memory into a store. Raises StoreFailure, UsageError."""
     manifest = one.manifest
     with store.reserve(manifest.snapshot, manifest.layout) as writer:

@@ -12,8 +12,8 @@ from typing import Protocol
 import numpy as np
 
 from ..errors import UnreadableCheckpoint
-from ..store.layout import SnapshotId
 from ..store.manifest import decode
+from ..types.layout import SnapshotId
 
 
 @dataclass(eq=False)

@@ -9,10 +9,10 @@ from itertools import count
 from ..errors import UnreadableCheckpoint, UsageError
 from ..ports import NoRoom, StoreFailure
 from ..store.checksums import checksum
-from ..store.layout import Field, Layout, Listing, Manifest, Record, SnapshotId, Torn, aligned, suffice
 from ..store.manifest import decode
 from ..store.reading import SnapshotReader
 from ..store.writing import SnapshotWriter
+from ..types.layout import Field, Layout, Listing, Manifest, Record, SnapshotId, Torn, aligned, suffice
 from .memory import Memory, Segment
 from .world import World
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from xxhash import xxh3_128_hexdigest
 
 from ..errors import NewerFormat, UnreadableCheckpoint, UsageError
-from .layout import Field, Record
+from ..types.layout import Field, Record
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-Value = TypeVar("Value")
+T = TypeVar("T")
 
 
 def checksum(data: Buffer) -> str:
@@ -40,9 +40,9 @@ def decoded(
     *,
     key: str,
     newest: int,
-    make: Callable[[Any], Value],
-    encode: Callable[[Value], bytes],
-) -> Value:
+    make: Callable[[Any], T],
+    encode: Callable[[T], bytes],
+) -> T:
     """What `make` makes of the body of a framed file, called `name` in errors; `encode` writes the file of a value.
 
     Raises UnreadableCheckpoint for any deviation from what `encode` writes, NewerFormat for a format above `newest`.

@@ -1,8 +1,12 @@
 """Snapshots on a disk or a shared file system: a folder each, renamed to its name when it is complete.
 
-iter_0000012-rank_00003-snapshot/              sealed: segment.bin, manifest.json
-.writing.iter_...-snapshot.00003.5f0c8a1e/     rank 3 is writing it, or was when it died
-.freed.iter_...-snapshot.00003.91b2d7f4/       being deleted
+    iter_0000012-rank_00003-snapshot/              sealed: segment.bin, manifest.json
+    .writing.iter_...-snapshot.00003.5f0c8a1e/     rank 3 is writing it, or was when it died
+    .freed.iter_...-snapshot.00003.91b2d7f4/       being deleted
+
+The order of calls makes it durable: sync the segment, sync the manifest, sync the folder that names both; then rename
+the folder, and sync the root that holds its new name. Whatever a power cut undoes of this from the end, what is left is
+a whole snapshot under its name, or one under a name that is never read.
 """
 
 from __future__ import annotations
@@ -16,20 +20,10 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import UnreadableCheckpoint, UsageError
-from .checksums import checksum
-from .layout import MANIFEST, Field, Layout, Listing, Manifest, Record, SnapshotId, Torn
-from .manifest import decode
+from ..storage.durable import DurableWriter, sealed_manifest
+from ..types.layout import MANIFEST, Field, Layout, Listing, Manifest, Record, SnapshotId, Torn
 from .reading import SnapshotReader
-from .system import (
-    System,
-    failing_as,
-    read_file,
-    read_up_to,
-    sync_directory,
-    write_all,
-    write_synced,
-)
-from .writing import SnapshotWriter
+from .system import OperatingSystem, failing_as, read_file, read_up_to, sync_directory, write_all, write_synced
 
 SEGMENT = "segment.bin"
 
@@ -45,8 +39,10 @@ class FilesystemStore:
     Raises UsageError when it cannot be used.
     """
 
-    def __init__(self, directory: Path, rank: int, *, system: System | None = None) -> None:
-        self.directory, self.rank, self.system = directory, rank, system or System()
+    def __init__(self, directory: Path, rank: int, *, system: OperatingSystem | None = None) -> None:
+        self.directory, self.rank, self.system = directory, rank, system or OperatingSystem()
+        # `reserve` must look and claim in one act. Elsewhere single operations on the dict are enough: a writer that
+        # comes or goes between two of them is listed or swept as if it had come or gone a moment before or after.
         self._mutex = threading.Lock()
         self._writing: dict[str, SnapshotId] = {}
         try:
@@ -61,6 +57,7 @@ class FilesystemStore:
                 raise UsageError(f"the {snapshot} is being written already")
             if os.path.lexists(self.directory / snapshot.name):
                 raise UsageError(f"the {snapshot} is in {self.directory} already: free it before it is written again")
+            # Claimed before the folder exists, so that no listing on another thread takes it for torn.
             aside = self._new_name("writing", snapshot)
             self._writing[aside.name] = snapshot
         try:
@@ -80,6 +77,7 @@ class FilesystemStore:
             snapshot, path = SnapshotId.parse(name), self.directory / name
             aside = _ASIDE.fullmatch(name)
             unsealed = SnapshotId.parse(aside[2]) if aside and aside[1] == "writing" else None
+            # What is gone by the time it is looked at was freed or sealed meanwhile by another thread or rank.
             if snapshot:
                 try:
                     self._manifest(snapshot)
@@ -88,7 +86,7 @@ class FilesystemStore:
                     torn += [Torn(snapshot, str(path), str(error))] if path.exists() else []
             elif unsealed and name not in self._writing and path.exists():
                 torn.append(Torn(unsealed, str(path), f"{path}: it was never sealed, or is still being written"))
-        return Listing(tuple(sorted(sealed)), tuple(sorted(torn, key=lambda one: (one.snapshot, one.path))))
+        return Listing(tuple(sorted(sealed)), tuple(sorted(torn, key=lambda item: (item.snapshot, item.path))))
 
     def open(self, snapshot: SnapshotId) -> FilesystemReader:
         """As `ports.Store.open`."""
@@ -100,13 +98,18 @@ class FilesystemStore:
             raise UnreadableCheckpoint(f"{path}: {error.strerror}; use another copy") from error
         return FilesystemReader(manifest, str(path), descriptor, self.system)
 
+    def sealed_s(self, snapshot: SnapshotId) -> float:
+        """When a snapshot was sealed, in seconds since 1970. Raises OSError."""
+        return (self.directory / snapshot.name / MANIFEST).stat().st_mtime
+
     def free(self, snapshot: SnapshotId) -> None:
         """As `ports.Store.free`: a sealed snapshot vanishes by one rename before its files are deleted."""
         with failing_as(f"free the {snapshot} in {self.directory}"):
             if os.path.lexists(self.directory / snapshot.name):
                 freed = self._new_name("freed", snapshot)
                 self.system.rename(self.directory / snapshot.name, freed)
-                sync_directory(self.system, self.directory)  # else a power cut might bring it back without its files
+                # Without this a power cut might bring the name back after its files were deleted.
+                sync_directory(self.system, self.directory)
                 self._delete(freed)
             self._delete_left(snapshot)
 
@@ -121,6 +124,7 @@ class FilesystemStore:
     def publish(self, aside: Path, snapshot: SnapshotId) -> None:
         """For writers: the one rename that commits."""
         self.system.rename(aside, self.directory / snapshot.name)
+        # Before the sync: should that fail, the snapshot is there all the same and no longer being written.
         self._writing.pop(aside.name, None)
         sync_directory(self.system, self.directory)
 
@@ -142,6 +146,7 @@ class FilesystemStore:
         for name in self._names():
             found = _ASIDE.fullmatch(name)
             of_snapshot = found and (snapshot is None or found[2] == snapshot.name)
+            # Other ranks' leftovers are theirs to delete: they may still be writing them.
             if found and of_snapshot and int(found[3]) == self.rank and name not in self._writing:
                 self._delete(self.directory / name)
 
@@ -165,50 +170,39 @@ class FilesystemStore:
             self.system.remove_directory(folder)
 
     def _manifest(self, snapshot: SnapshotId) -> Manifest:
-        """The verified manifest of a sealed snapshot whose segment is there and as long as it should be."""
-        folder = self.directory / snapshot.name
-        path = folder / MANIFEST
-        try:
-            manifest = decode(read_file(self.system, path), str(path))
-            found_bytes = os.stat(folder / SEGMENT).st_size
-        except FileNotFoundError as error:
-            what = f"{error.filename} is missing" if folder.exists() else f"the {snapshot} is not there"
-            raise UnreadableCheckpoint(f"{self.directory}: {what}; use another copy") from error
-        except OSError as error:
-            raise UnreadableCheckpoint(f"{path}: {error.strerror}; use another copy") from error
-        if (manifest.snapshot, manifest.segment) != (snapshot, SEGMENT):
-            raise UnreadableCheckpoint(f"{path}: belongs to the {manifest.snapshot}, but stands in {folder.name}")
-        if found_bytes != manifest.layout.nbytes:
+        manifest = sealed_manifest(
+            snapshot,
+            str(self.directory / snapshot.name),
+            lambda path: read_file(self.system, Path(path)),
+            lambda path: os.stat(path).st_size,
+        )
+        if manifest.segment != SEGMENT:
             raise UnreadableCheckpoint(
-                f"{folder / SEGMENT}: has {found_bytes} of {manifest.layout.nbytes} bytes: it was truncated or"
-                " extended; use another copy"
+                f"{self.directory / snapshot.name / MANIFEST}: its bytes are in {manifest.segment}, not in {SEGMENT}:"
+                " it was copied from an object store; use the original"
             )
         return manifest
 
 
-class FilesystemWriter(SnapshotWriter):
-    """Writes one folder; checksums are those of the bytes as they were given."""
+class FilesystemWriter(DurableWriter):
+    """Writes one folder, aside."""
 
     def __init__(
         self, store: FilesystemStore, snapshot: SnapshotId, layout: Layout, aside: Path, descriptor: int
     ) -> None:
         super().__init__(snapshot, layout, SEGMENT)
         self._store, self._aside, self._descriptor = store, aside, descriptor
-        self._sums: dict[str, str] = {}
 
-    def _keep(self, field: Field, offset: int, data: memoryview) -> None:
-        self._sums[field.key] = checksum(data)
+    def _write(self, field: Field, offset: int, data: memoryview) -> None:
         with failing_as(f"write record {field.key} to {self._aside}"):
             write_all(self._store.system, self._descriptor, data, offset)
-
-    def _checksums(self) -> tuple[str, ...]:
-        return tuple(self._sums[field.key] for field in self._layout.fields)
 
     def _commit(self, manifest: bytes) -> None:
         system = self._store.system
         with failing_as(f"seal the {self._snapshot} in {self._store.directory}"):
             system.sync(self._descriptor)
             write_synced(system, self._aside / MANIFEST, manifest)
+            # The names inside must be durable before the rename is: a power cut may keep the one without the other.
             sync_directory(system, self._aside)
             self._store.publish(self._aside, self._snapshot)
         self._close()
@@ -225,7 +219,7 @@ class FilesystemWriter(SnapshotWriter):
 class FilesystemReader(SnapshotReader):
     """Reads records from an open file, each into memory of its own."""
 
-    def __init__(self, manifest: Manifest, where: str, descriptor: int, system: System) -> None:
+    def __init__(self, manifest: Manifest, where: str, descriptor: int, system: OperatingSystem) -> None:
         super().__init__(manifest, where)
         self._descriptor, self._system = descriptor, system
 

@@ -17,14 +17,11 @@ from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
 
-from ..errors import MoECheckpointError, UnreadableCheckpoint, UsageError
-from ..ports import StoreFailure
-from .checksums import checksum
-from .layout import MANIFEST, Field, Layout, Listing, Manifest, Record, SnapshotId, Torn
-from .manifest import decode
+from ..errors import MoECheckpointError, StoreFailure, UnreadableCheckpoint, UsageError
+from ..storage.durable import DurableWriter, sealed_manifest
+from ..types.layout import MANIFEST, Field, Layout, Listing, Manifest, Record, SnapshotId, Torn
 from .reading import SnapshotReader
 from .system import failing_as
-from .writing import SnapshotWriter
 
 
 @contextmanager
@@ -83,13 +80,18 @@ class ObjectStore:
                     if names := self._names(self._folder(snapshot)):
                         # The manifest is the last to appear and the first to go.
                         torn.append(Torn(snapshot, self._folder(snapshot), str(error), MANIFEST not in names))
-        return Listing(tuple(sorted(sealed)), tuple(sorted(torn, key=lambda one: one.snapshot)))
+        return Listing(tuple(sorted(sealed)), tuple(sorted(torn, key=lambda item: item.snapshot)))
 
     def open(self, snapshot: SnapshotId) -> ObjectReader:
         """As `ports.Store.open`."""
         with remote(self._folder(snapshot)):
             manifest = self._manifest(snapshot)
         return ObjectReader(manifest, f"{self._folder(snapshot)}/{manifest.segment}", self.files)
+
+    def sealed_s(self, snapshot: SnapshotId) -> float:
+        """When a snapshot was sealed, in seconds since 1970. Raises OSError, StoreFailure."""
+        with remote(self.root):
+            return float(self.files.modified(f"{self._folder(snapshot)}/{MANIFEST}").timestamp())
 
     def free(self, snapshot: SnapshotId) -> None:
         """As `ports.Store.free`: the manifest goes first."""
@@ -107,11 +109,11 @@ class ObjectStore:
             for snapshot in filter(None, map(SnapshotId.parse, self._names(self.root))):
                 folder = self._folder(snapshot)
                 names = self._names(folder)
-                mine = [
-                    one for one in names if one.startswith(f"segment-{self.rank:05d}-") and one not in self._writing
-                ]
-                if MANIFEST not in names and mine:
-                    for name in mine:
+                # The rank in a segment's name tells mine from those of ranks that may be writing just now.
+                mine = f"segment-{self.rank:05d}-"
+                left = [name for name in names if name.startswith(mine) and name not in self._writing]
+                if MANIFEST not in names and left:
+                    for name in left:
                         self._remove(f"{folder}/{name}")
                     self._remove_empty(folder)
 
@@ -158,37 +160,21 @@ class ObjectStore:
             self.files.rmdir(folder)
 
     def _manifest(self, snapshot: SnapshotId) -> Manifest:
-        path = f"{self._folder(snapshot)}/{MANIFEST}"
-        try:
-            manifest = decode(self.files.cat_file(path), path)
-            if manifest.snapshot != snapshot:
-                raise UnreadableCheckpoint(f"{path}: belongs to the {manifest.snapshot}; it was moved")
-            found_bytes = self.files.size(f"{self._folder(snapshot)}/{manifest.segment}")
-        except FileNotFoundError as error:
-            raise UnreadableCheckpoint(
-                f"{self._folder(snapshot)}: {error} is missing: never sealed, or damaged"
-            ) from error
-        except OSError as error:
-            raise UnreadableCheckpoint(f"{path}: {error}; use another copy") from error
-        if found_bytes != manifest.layout.nbytes:
-            raise UnreadableCheckpoint(f"{path}: its segment has {found_bytes} of {manifest.layout.nbytes} bytes")
-        return manifest
+        return sealed_manifest(snapshot, self._folder(snapshot), self.files.cat_file, self.files.size)
 
 
-class ObjectWriter(SnapshotWriter):
+class ObjectWriter(DurableWriter):
     """Streams one segment; records that come before their turn are kept in memory until it comes."""
 
     def __init__(self, store: ObjectStore, snapshot: SnapshotId, layout: Layout, segment: str, stream: Any) -> None:
         super().__init__(snapshot, layout, segment)
         self._store, self._stream = store, stream
-        self._sums: dict[str, str] = {}
         self._early: dict[str, bytes] = {}
         self._turn = iter(layout.fields)
         self._next = next(self._turn, None)
         self._written_bytes = 0
 
-    def _keep(self, field: Field, offset: int, data: memoryview) -> None:
-        self._sums[field.key] = checksum(data)
+    def _write(self, field: Field, offset: int, data: memoryview) -> None:
         if field is not self._next:
             self._early[field.key] = bytes(data)
             return
@@ -203,9 +189,6 @@ class ObjectWriter(SnapshotWriter):
         self._stream.write(data)
         self._written_bytes = offset + len(data)
         self._next = next(self._turn, None)
-
-    def _checksums(self) -> tuple[str, ...]:
-        return tuple(self._sums[field.key] for field in self._layout.fields)
 
     def _commit(self, manifest: bytes) -> None:
         with failing_as(f"seal the {self._snapshot} in {self._store.root}"):

@@ -62,6 +62,8 @@ class Claim:
         path = (self.directory / OWNER_FILE).resolve()
         if path in _MINE:
             raise UsageError(f"{self.directory} is in use by this process already: close the other store first")
+        # lockf, unlike flock, is not inherited by forked children. But it ends when this process closes any descriptor
+        # of the file, hence `_MINE`: nobody here opens an owner file that is claimed.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -7,8 +7,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ..errors import UnreadableCheckpoint, UsageError
+from ..types.layout import Manifest, Record
 from .checksums import verified
-from .layout import Manifest, Record
 
 if TYPE_CHECKING:
     from typing import Self

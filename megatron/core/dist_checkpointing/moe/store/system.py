@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ..ports import NoRoom, StoreFailure
+from ..errors import NoRoom, StoreFailure
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
-class System:
+class OperatingSystem:
     """Linux. All methods raise OSError; numbers of bytes may come out smaller than asked for."""
 
     def open(self, path: Path, flags: int) -> int:
@@ -66,8 +66,10 @@ class FileLock:
     Raises OSError, BlockingIOError when somebody else holds a lock that excludes this one.
     """
 
-    def __init__(self, system: System, path: Path, exclusive: bool) -> None:
+    def __init__(self, system: OperatingSystem, path: Path, exclusive: bool) -> None:
         self._descriptor = -1
+        # flock, not fcntl's locks: it belongs to this descriptor, so that two readers of one process hold locks of
+        # their own, and closing another descriptor of the file does not end it.
         descriptor = system.open(path, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
@@ -81,7 +83,7 @@ class FileLock:
         """End the lock."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough while a forked child has the descriptor too
             os.close(descriptor)
 
     def forget(self) -> None:
@@ -95,6 +97,8 @@ class FileLock:
             self.release()
 
 
+# A child of fork inherits descriptors, and with them the parent's locks: a data loader that outlives a crashed parent
+# would keep segments locked for ever.
 _HELD: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 
@@ -112,7 +116,7 @@ class LockedMap(mmap.mmap):
     lock: FileLock
 
 
-def map_file(system: System, path: Path, nbytes: int) -> mmap.mmap:
+def map_file(system: OperatingSystem, path: Path, nbytes: int) -> mmap.mmap:
     """The first `nbytes` of a file as writable memory whose pages are all in place. Raises OSError."""
     descriptor = system.open(path, os.O_RDWR)
     try:
@@ -121,19 +125,20 @@ def map_file(system: System, path: Path, nbytes: int) -> mmap.mmap:
         system.close(descriptor)
 
 
-def map_locked(system: System, path: Path, nbytes: int, lock: FileLock) -> LockedMap:
+def map_locked(system: OperatingSystem, path: Path, nbytes: int, lock: FileLock) -> LockedMap:
     """The first `nbytes` of a file as read-only memory that keeps `lock`. Raises OSError."""
     descriptor = system.open(path, os.O_RDONLY)
     try:
         mapped = LockedMap(descriptor, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
     finally:
         system.close(descriptor)
+    # The lock lives exactly as long as the memory can be seen: arrays and tensors refer to the mapping, it to the lock.
     mapped.lock = lock
     return mapped
 
 
 @contextmanager
-def opened(system: System, path: Path, flags: int) -> Iterator[int]:
+def opened(system: OperatingSystem, path: Path, flags: int) -> Iterator[int]:
     """A descriptor that is closed at the end."""
     descriptor = system.open(path, flags)
     try:
@@ -142,7 +147,7 @@ def opened(system: System, path: Path, flags: int) -> Iterator[int]:
         system.close(descriptor)
 
 
-def write_all(system: System, descriptor: int, data: memoryview, offset: int) -> None:
+def write_all(system: OperatingSystem, descriptor: int, data: memoryview, offset: int) -> None:
     """Write all bytes, in as many calls as it takes. Raises OSError."""
     while data:
         written = system.pwrite(descriptor, data, offset)
@@ -151,7 +156,7 @@ def write_all(system: System, descriptor: int, data: memoryview, offset: int) ->
         data, offset = data[written:], offset + written
 
 
-def read_up_to(system: System, descriptor: int, into: memoryview, offset: int) -> int:
+def read_up_to(system: OperatingSystem, descriptor: int, into: memoryview, offset: int) -> int:
     """Fill `into` from the file; returns how many bytes there were before its end. Raises OSError."""
     done = 0
     while done < len(into):
@@ -162,21 +167,21 @@ def read_up_to(system: System, descriptor: int, into: memoryview, offset: int) -
     return done
 
 
-def read_file(system: System, path: Path) -> bytes:
+def read_file(system: OperatingSystem, path: Path) -> bytes:
     """All bytes of a small file. Raises OSError."""
     with opened(system, path, os.O_RDONLY) as descriptor:
         content = bytearray(os.fstat(descriptor).st_size)
         return bytes(content[: read_up_to(system, descriptor, memoryview(content), 0)])
 
 
-def write_synced(system: System, path: Path, content: bytes) -> None:
+def write_synced(system: OperatingSystem, path: Path, content: bytes) -> None:
     """Create or overwrite a file and bring it to the device. Raises OSError."""
     with opened(system, path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
         write_all(system, descriptor, memoryview(content), 0)
         system.sync(descriptor)
 
 
-def sync_directory(system: System, path: Path) -> None:
+def sync_directory(system: OperatingSystem, path: Path) -> None:
     """Make renames inside a directory durable. Raises OSError."""
     with opened(system, path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
         system.sync(descriptor)

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ..errors import UnreadableCheckpoint, UsageError
-from ..ports import StoreFailure
+from ..errors import StoreFailure, UnreadableCheckpoint, UsageError
+from ..types.layout import Facts, Field, Layout, Manifest, SnapshotId
 from .checksums import flat_bytes
-from .layout import Facts, Field, Layout, Manifest, SnapshotId
 from .manifest import encode
 
 if TYPE_CHECKING:

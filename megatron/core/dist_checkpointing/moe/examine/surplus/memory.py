@@ -17,9 +17,9 @@ from pathlib import Path
 
 from ...errors import NewerFormat, UnreadableCheckpoint, UsageError
 from ...ports import StoreFailure
+from ...storage.slot_reader import SEALED
 from ...store.manifest import decode
 from ...store.ownership import OWNER_FILE
-from ...store.shelf import SEALED
 from ..areas import Slot, slots
 from .items import A_LINK, Item, Limits, Surplus
 from .written import folder_bytes, last_written_s

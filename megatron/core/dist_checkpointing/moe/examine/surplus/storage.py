@@ -20,9 +20,9 @@ from ...policy.retention import Reason
 from ...policy.timelines import Timeline
 from ...ports import Json, SnapshotId, Store, Torn
 from ...store.filesystem import FilesystemStore
-from ...store.layout import UNSEALED
 from ...store.objects import ObjectStore
 from ...types import OperatorId, Part
+from ...types.layout import UNSEALED
 from ..verification.snapshots import verify_records
 from ..windows import (
     Restorable,

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import UnreadableCheckpoint
+from ...storage.slot_reader import SEALED, SlotEntry, SlotReader
 from ...store.integrity import Advance
-from ...store.layout import SnapshotId
-from ...store.shelf import SEALED, Entry, MemoryShelf
+from ...types.layout import SnapshotId
 from ...types.standby import GRADIENTS, LOG, PARKED
 from ..areas import Slot, slots
 from ..windows import Stored, newest_whole, on, states, timelines
@@ -79,8 +79,8 @@ def _verified(slot: Slot, advance: Advance) -> _Seen:
     return _Seen(slot, tuple(findings), checked, notes, tuple(intact))
 
 
-def _is_sealed(shelf: MemoryShelf, snapshot: SnapshotId) -> bool:
-    def is_it(entry: Entry) -> bool:
+def _is_sealed(shelf: SlotReader, snapshot: SnapshotId) -> bool:
+    def is_it(entry: SlotEntry) -> bool:
         return entry.snapshot == snapshot and entry.state == SEALED
 
     return any(map(is_it, shelf.entries()))

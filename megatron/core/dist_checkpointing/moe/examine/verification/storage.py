@@ -11,9 +11,9 @@ from ...errors import NewerFormat, UnreadableCheckpoint
 from ...ports import Manifest, SnapshotId, Store, Torn
 from ...store.filesystem import SEGMENT, FilesystemStore
 from ...store.integrity import Advance
-from ...store.layout import MANIFEST, UNSEALED
 from ...store.manifest import decode
 from ...types import OperatorId, Part
+from ...types.layout import MANIFEST, UNSEALED
 from ..storage import sealed_s
 from ..windows import Stored, held, newest_whole, on, restorable, states, timelines
 from .findings import Checked, Finding, Verified

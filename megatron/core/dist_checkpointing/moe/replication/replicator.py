@@ -6,11 +6,8 @@ from collections.abc import Sequence
 
 from ..errors import UsageError
 from ..ports import Transport
-from .messages import Piece
-from .replicas import Arrival, Exchange, Inbox, Offer
-from .round import Incoming, Outgoing, Round
-
-__all__ = ["Arrival", "Exchange", "Inbox", "Offer", "Replicator"]
+from .replicas import Exchange, Offer, Receiver
+from .round import ReplicationRound
 
 
 class Replicator:
@@ -29,26 +26,23 @@ class Replicator:
                 )
         self._transport, self._peers, self._owners = transport, tuple(peers), tuple(owners)
 
-    def exchange(self, iteration: int, offers: Sequence[Offer] | None, inbox: Inbox) -> Exchange:
+    def exchange(self, iteration: int, offers: Sequence[Offer] | None, receiver: Receiver) -> Exchange:
         """One round: every rank calls it for the same iterations in the same order, None for having nothing to give.
 
         Blocks until all pairs of this rank are through; raw bytes go straight from and to the given memory. A piece
         that arrives damaged is sent once more. Raises PeerLost when a rank is lost, silent for the transport's timeout
         (which also limits how long a peer may be busy receiving and sealing its replicas), or in another round. After
         an exception nothing that was received in this round is kept unless it was sealed already, nothing here refers
-        to the memory of offers and arrivals, and the transport must be renewed.
+        to the memory of offers and replicas, and the transport must be renewed.
         """
-        round_ = Round(self._transport, iteration, inbox)
-        round_.outgoing = {peer: Outgoing(offers) for peer in self._peers}
-        round_.incoming = {owner: Incoming() for owner in self._owners}
-        offered = None if offers is None else [Piece(one.name, one.manifest, one.raw.nbytes) for one in offers]
+        round_ = ReplicationRound(self._transport, iteration, receiver, offers, self._peers, self._owners)
         del offers  # a kept traceback must not pin snapshots
         try:
-            round_.announce(offered)
+            round_.announce()
             round_.answer()
             round_.move()
             round_.move()
-            return round_.outcome(offered is not None)
+            return round_.outcome()
         except BaseException:
             round_.give_up()
             raise

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .layout import Manifest, Record
-from .reading import SnapshotReader
+from ..store.reading import SnapshotReader
+from ..types.layout import Manifest, Record
 
 
-class HeapReader(SnapshotReader):
+class HostBuffer(SnapshotReader):
     """Reads a snapshot from `data`, its whole segment."""
 
     def __init__(self, manifest: Manifest, where: str, data: memoryview) -> None:

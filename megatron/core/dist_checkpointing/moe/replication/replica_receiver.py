@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from ..errors import UnreadableCheckpoint, UsageError
 from ..ports import Clock, Manifest, MappedStore, MappedWriter, NoRoom, Reader
-from ..store.heap import HeapReader
+from ..storage.host_buffer import HostBuffer
 from ..store.manifest import decode
 
 PATIENCE_S = 10.0
 PAUSE_S = 0.005
 
 
-class StoreArrival:
-    """A snapshot on its way into a memory store."""
+class StoreReplica:
+    """A snapshot that is being received into a memory store."""
 
     def __init__(self, store: MappedStore, writer: MappedWriter, manifest: Manifest) -> None:
         self._store, self._writer, self._manifest = store, writer, manifest
@@ -20,7 +20,7 @@ class StoreArrival:
 
     def seal(self) -> None:
         """Verify all bytes against the owner's checksums and commit. Raises UnreadableCheckpoint, StoreFailure."""
-        self.buffer = memoryview(b"")
+        self.buffer = memoryview(b"")  # the store seals only what nothing refers to any more
         self._writer.seal(self._manifest.facts, self._manifest.checksums)
 
     def abandon(self) -> None:
@@ -33,12 +33,12 @@ class StoreArrival:
         return self._store.open(self._manifest.snapshot)
 
 
-class HeapArrival:
-    """A snapshot on its way into ordinary memory, for one recovery."""
+class HostReplica:
+    """A snapshot that is being received into ordinary memory, for one recovery."""
 
     def __init__(self, owner: int, manifest: Manifest) -> None:
         self.buffer = memoryview(bytearray(manifest.layout.nbytes))
-        self._reader = HeapReader(manifest, f"{manifest.snapshot} as rank {owner} sent it", self.buffer)
+        self._reader = HostBuffer(manifest, f"{manifest.snapshot} as rank {owner} sent it", self.buffer)
 
     def seal(self) -> None:
         """Verify all bytes. Raises UnreadableCheckpoint."""
@@ -55,7 +55,7 @@ class HeapArrival:
         return self._reader
 
 
-class StoreInbox:
+class ReplicaReceiver:
     """Takes snapshots of other ranks into a memory store."""
 
     def __init__(self, store: MappedStore, clock: Clock) -> None:
@@ -68,17 +68,16 @@ class StoreInbox:
             with self._store.open(wanted.snapshot) as reader:
                 mine = reader.manifest
                 same = (mine.facts, mine.layout, mine.checksums) == (wanted.facts, wanted.layout, wanted.checksums)
-                if same and not reader.verify():
-                    return True
+                is_held = same and not reader.verify()
         except UnreadableCheckpoint:
-            pass  # none, or one whose manifest is damaged
-        self._store.free(wanted.snapshot)
-        return False
+            is_held = False  # there is none, or one whose manifest is damaged
+        if not is_held:
+            self._store.free(wanted.snapshot)  # else the store would refuse the name for the one to come
+        return is_held
 
-    def begin(self, owner: int, manifest: bytes) -> StoreArrival | None:
-        """A place for the snapshot; None when none becomes free within PATIENCE_S.
+    def begin(self, owner: int, manifest: bytes) -> StoreReplica | None:
+        """Space for the snapshot; None when none becomes free within PATIENCE_S.
 
-        An owner that has heard that older replicas are not needed may be a moment ahead of the rank that keeps them.
         Raises UnreadableCheckpoint, StoreFailure.
         """
         wanted = decode(manifest, f"manifest from rank {owner}")
@@ -87,22 +86,20 @@ class StoreInbox:
         until_s = self._clock.now_s() + PATIENCE_S
         while True:
             try:
-                return StoreArrival(self._store, self._store.reserve(wanted.snapshot, wanted.layout), wanted)
+                return StoreReplica(self._store, self._store.reserve(wanted.snapshot, wanted.layout), wanted)
             except NoRoom:
+                # An owner that knows that older replicas are not needed may be a moment ahead of the rank that frees
+                # them.
                 if self._clock.now_s() >= until_s:
                     return None
                 self._clock.sleep(PAUSE_S)
 
-    def land(self, source: int, manifest: bytes) -> StoreArrival | HeapArrival:
-        """A place for a snapshot that a recovery fetches from `source`, in the store if there is room, or the heap.
-
-        Segments are too small as long as the strategy does not know how large its snapshots are. A copy of it that is
-        here already has proved damaged and is given up.
-        Raises UnreadableCheckpoint, StoreFailure.
-        """
+    def begin_for_recovery(self, source: int, manifest: bytes) -> StoreReplica | HostReplica:
+        """Space for a snapshot that a recovery fetches from `source`: in the store, or in host memory where the store
+        has none. Raises UnreadableCheckpoint, StoreFailure."""
         wanted = decode(manifest, f"manifest from rank {source}")
-        self._store.free(wanted.snapshot)
+        self._store.free(wanted.snapshot)  # a copy that is here already has proved damaged, or it would not be fetched
         try:
-            return StoreArrival(self._store, self._store.reserve(wanted.snapshot, wanted.layout), wanted)
-        except (NoRoom, UsageError):
-            return HeapArrival(source, wanted)
+            return StoreReplica(self._store, self._store.reserve(wanted.snapshot, wanted.layout), wanted)
+        except (NoRoom, UsageError):  # segments are too small until the strategy knows how large its snapshots are
+            return HostReplica(source, wanted)

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TypeAlias
 
 from ..errors import UsageError
-from ..types import OperatorId, Part
+from .operators import OperatorId, Part
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 

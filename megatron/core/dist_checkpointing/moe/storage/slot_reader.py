@@ -4,7 +4,8 @@
     segment-002.iter_0000012-rank_00003-snapshot.writing       they are being overwritten, or were when a process died
     segment-002.iter_0000012-rank_00003-snapshot.json          they are sealed: the manifest
 
-Whoever reads holds a shared lock on the segment, whoever overwrites it an exclusive one.
+Whoever reads holds a shared lock on the segment, whoever overwrites it an exclusive one. The names alone say what is in
+a segment; they change while others read, so whatever is found missing at a second look was freed in between.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import UnreadableCheckpoint
-from .layout import Listing, Manifest, Record, SnapshotId, Torn
-from .manifest import decode
-from .reading import SnapshotReader
-from .system import FileLock, LockedMap, System, failing_as, map_locked, read_file
+from ..store.manifest import decode
+from ..store.reading import SnapshotReader
+from ..store.system import FileLock, LockedMap, OperatingSystem, failing_as, map_locked, read_file
+from ..types.layout import Listing, Manifest, Record, SnapshotId, Torn
 
 SEALED, WRITING = "json", "writing"
 
@@ -29,7 +30,7 @@ _LOCK_RETRY_S = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SlotEntry:
     """A file that says what is in a segment: sealed, or being written."""
 
     segment: str
@@ -42,7 +43,7 @@ class Entry:
         return f"{self.segment}.{self.snapshot.name}.{self.state}"
 
     @classmethod
-    def parse(cls, name: str) -> Entry | None:
+    def parse(cls, name: str) -> SlotEntry | None:
         """The entry of this file name, None for other files."""
         found = _ENTRY.fullmatch(name)
         snapshot = SnapshotId.parse(found[2]) if found else None
@@ -68,23 +69,23 @@ class MemoryReader(SnapshotReader):
         self._view = memoryview(b"")
 
 
-class MemoryShelf:
+class SlotReader:
     """The snapshots in `directory`, for reading only; the owner may go on writing there.
 
     `being_written` says whether a segment is; without it the segment's lock is asked.
     """
 
     def __init__(
-        self, directory: Path, system: System | None = None, being_written: Callable[[str], bool] | None = None
+        self, directory: Path, system: OperatingSystem | None = None, being_written: Callable[[str], bool] | None = None
     ) -> None:
-        self.directory, self._system = directory, system or System()
+        self.directory, self._system = directory, system or OperatingSystem()
         self._being_written = being_written or self._is_locked
 
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[SlotEntry, ...]:
         """What the file names say, unverified. Raises StoreFailure."""
         with failing_as(f"list {self.directory}"):
             names = self._system.list_directory(self.directory)
-        return tuple(entry for entry in map(Entry.parse, names) if entry)
+        return tuple(entry for entry in map(SlotEntry.parse, names) if entry)
 
     def snapshots(self) -> Listing:
         """As `ports.Store.snapshots`."""
@@ -107,7 +108,7 @@ class MemoryShelf:
                     return self._reader(entry, lock)
         raise UnreadableCheckpoint(f"{self.directory}: the {snapshot} is not sealed here")
 
-    def _reader(self, entry: Entry, lock: FileLock) -> MemoryReader:
+    def _reader(self, entry: SlotEntry, lock: FileLock) -> MemoryReader:
         manifest, path = self._manifest(entry), self.directory / f"{entry.segment}.bin"
         try:
             mapped = map_locked(self._system, path, manifest.layout.nbytes, lock) if manifest.layout.nbytes else None
@@ -115,7 +116,7 @@ class MemoryShelf:
             raise UnreadableCheckpoint(f"{path}: cannot be mapped: {error.strerror}; use another copy") from error
         return MemoryReader(manifest, str(path), mapped)
 
-    def _pin(self, entry: Entry) -> FileLock | None:
+    def _pin(self, entry: SlotEntry) -> FileLock | None:
         """A shared lock on a segment that is sealed; None when it is freed meanwhile.
 
         The owner holds the exclusive lock beside a manifest only for the moment between committing and unlocking.
@@ -123,16 +124,19 @@ class MemoryShelf:
         path, manifest = self.directory / f"{entry.segment}.bin", self.directory / entry.name
         while os.path.exists(manifest):
             try:
+                # Tried again and again, not waited for: a waiting flock could not be given up when the manifest goes.
                 lock = FileLock(self._system, path, exclusive=False)
             except BlockingIOError:
                 time.sleep(_LOCK_RETRY_S)
                 continue
             except OSError as error:
                 raise UnreadableCheckpoint(f"{path}: {error.strerror}; use another copy") from error
+            # Asked again under the lock: the segment may have been freed and even overwritten before it was taken. From
+            # here on it cannot be, whatever happens to the manifest.
             return lock if os.path.exists(manifest) else None
         return None
 
-    def _is_sealed(self, entry: Entry) -> bool:
+    def _is_sealed(self, entry: SlotEntry) -> bool:
         """False when the owner is writing it or has just freed it. Raises UnreadableCheckpoint when it is torn."""
         path = self.directory / entry.name
         if entry.state == SEALED:
@@ -141,7 +145,7 @@ class MemoryShelf:
             except UnreadableCheckpoint:
                 if os.path.exists(path):
                     raise
-                return False
+                return False  # freed while it was read
             return True
         if self._being_written(entry.segment) or not os.path.exists(path):
             return False
@@ -149,6 +153,8 @@ class MemoryShelf:
 
     def _is_locked(self, segment: str) -> bool:
         try:
+            # A shared lock that is let go at once: a writer that begins in this moment finds the segment in use for it,
+            # and takes another or tries again.
             FileLock(self._system, self.directory / f"{segment}.bin", exclusive=False).release()
         except BlockingIOError:
             return True
@@ -156,7 +162,7 @@ class MemoryShelf:
             return False  # without its segment nobody can be writing it
         return False
 
-    def _manifest(self, entry: Entry) -> Manifest:
+    def _manifest(self, entry: SlotEntry) -> Manifest:
         """The verified manifest of a sealed entry, whose segment is there and whole."""
         path, segment = self.directory / entry.name, f"{entry.segment}.bin"
         try:

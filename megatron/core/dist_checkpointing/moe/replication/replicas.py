@@ -1,4 +1,4 @@
-"""What is offered to peers, where it arrives, and what came of it."""
+"""What is offered to peers, where it is received, and what came of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Offer:
     raw: memoryview = field(repr=False)
 
 
-class Arrival(Protocol):
+class IncomingReplica(Protocol):
     """Where a replica is received; ends with `seal` or `abandon`. The replicator keeps no view of `buffer`."""
 
     @property
@@ -33,19 +33,19 @@ class Arrival(Protocol):
         """The replica never existed. Called also after a failed `seal`."""
 
 
-class Inbox(Protocol):
-    """Where the replicas of others are kept; errors of its methods are told to the owner as a refusal."""
+class Receiver(Protocol):
+    """Where the replicas of others are kept; errors of its methods reach the owner as a refusal."""
 
     def holds(self, owner: int, manifest: bytes) -> bool:
         """Whether this piece is sealed here already, so that its bytes need not be sent."""
 
-    def begin(self, owner: int, manifest: bytes) -> Arrival | None:
-        """Room for this piece, None when there is none. May raise StoreFailure."""
+    def begin(self, owner: int, manifest: bytes) -> IncomingReplica | None:
+        """Space for this piece, None when there is none. May raise StoreFailure."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What one round achieved on this rank.
+    """What one exchange achieved on this rank.
 
     acknowledged: for each peer whether it now holds all pieces offered, verified and sealed; False when there was
     nothing to give. kept: owner and name of the pieces held here for others. sent_bytes, received_bytes: raw bytes,

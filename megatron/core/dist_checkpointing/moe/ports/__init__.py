@@ -1,0 +1,46 @@
+"""What the subsystem needs from its surroundings, where there is more than one implementation.
+
+Packages that do not import each other meet here: the values and errors that cross a port are re-exported beside it.
+"""
+
+from ..errors import NoRoom, PeerLost, StoreFailure
+from ..types.layout import DTYPE_BYTES, Facts, Field, Json, Layout, Listing, Manifest, Record, SnapshotId, Torn
+from .boundary import BoundarySink, BoundarySource
+from .executor import Clock, Lane, Task
+from .storage import MappedReader, MappedStore, MappedWriter, Reader, Store, Writer
+from .training import RANDOM, Capturer, Execution, Restorer, TrainerState
+from .transport import Transfer, Transport
+
+__all__ = [
+    "DTYPE_BYTES",
+    "RANDOM",
+    "BoundarySink",
+    "BoundarySource",
+    "Capturer",
+    "Clock",
+    "Execution",
+    "Facts",
+    "Field",
+    "Json",
+    "Lane",
+    "Layout",
+    "Listing",
+    "Manifest",
+    "MappedReader",
+    "MappedStore",
+    "MappedWriter",
+    "NoRoom",
+    "PeerLost",
+    "Reader",
+    "Record",
+    "Restorer",
+    "SnapshotId",
+    "Store",
+    "StoreFailure",
+    "Task",
+    "Torn",
+    "TrainerState",
+    "Transfer",
+    "Transport",
+    "Writer",
+]

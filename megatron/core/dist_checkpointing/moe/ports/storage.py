@@ -1,0 +1,149 @@
+"""The port to stored snapshots: a `Store` gives `Writer`s and `Reader`s, in memory mapped ones.
+
+Order of calls: `reserve`, put each record, `seal`; later `snapshots`, `open`, `read`; at last `free`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+from ..types.layout import Facts, Layout, Listing, Manifest, Record, SnapshotId
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from typing_extensions import Buffer
+
+
+class Writer(Protocol):
+    """Stores one snapshot: put every record, then seal, or abandon at any time. Used by one thread at a time.
+
+    Leaving a `with` block abandons what was not sealed. After an error the writer can only be abandoned.
+    """
+
+    def put(self, key: str, data: Buffer) -> None:
+        """Store the bytes of record `key`: contiguous, exactly as many as its field has, each record once.
+
+        The records may come in any order, but the layout's is the cheapest. After the return `data` may change.
+        Raises UsageError for a key or a size that the layout does not know, StoreFailure when the storage refuses.
+        """
+
+    def seal(self, facts: Facts, expect: Sequence[str] = ()) -> Manifest:
+        """Commit: from here on the snapshot exists, whole and immutable, for this and every other process.
+
+        `expect` are checksums by which a copy is compared with its original, one per record in the layout's order.
+        Raises UnreadableCheckpoint when the bytes differ from them, UsageError when a record was not put or its
+        buffer is still referred to, StoreFailure when the storage refuses. After a StoreFailure ask `snapshots`: the
+        snapshot may be there, then it is whole, but might not survive a power cut.
+        """
+
+    def abandon(self) -> None:
+        """Give up; the snapshot never existed. Does nothing after `seal` or another `abandon`."""
+
+    def __enter__(self) -> Self:
+        """The writer itself."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Abandon unless sealed."""
+
+
+class MappedWriter(Writer, Protocol):
+    """A writer into memory that is already there, so that tensors can be copied without a stop on the way."""
+
+    def buffer(self, key: str) -> memoryview:
+        """The writable bytes of record `key`, in place of `put`.
+
+        All that refers to it (arrays, tensors) must be gone when `seal` is called: then the bytes are immutable.
+        """
+
+    def whole(self) -> memoryview:
+        """The writable bytes of the whole segment, gaps between records included, in place of every `put`."""
+
+
+class Reader(Protocol):
+    """One sealed snapshot, pinned: its bytes stay as they are until the reader is closed and the last view of them is
+    gone, even if the snapshot is freed meanwhile."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """The verified manifest."""
+
+    def read(self, key: str) -> memoryview:
+        """The bytes of record `key`, read-only, verified by their checksum at each call.
+
+        Raises UnreadableCheckpoint naming the record when they changed or cannot be read, UsageError for an unknown
+        key.
+        """
+
+    def verify(self) -> tuple[Record, ...]:
+        """The records that cannot be read or whose checksum does not match; empty when all is well."""
+
+    def close(self) -> None:
+        """Let go of the snapshot; views that were read stay valid and keep their bytes pinned."""
+
+    def __enter__(self) -> Self:
+        """The reader itself."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Close."""
+
+
+class MappedReader(Reader, Protocol):
+    """A reader of memory."""
+
+    def raw(self) -> memoryview:
+        """The whole segment, read-only and not verified: for sending it to a receiver that verifies."""
+
+
+class Store(Protocol):
+    """Keeps snapshots: `reserve`, put each record, `seal`; later `snapshots`, `open`, `read`; at last `free`.
+
+    A snapshot is sealed by one rename (in object stores: by one object written last). Before it, a crash at any point
+    leaves a torn snapshot that is listed, never read, and whose space is used again. After it, its bytes do not change
+    until it is freed. The methods may be called from any thread.
+    """
+
+    def reserve(self, snapshot: SnapshotId, layout: Layout) -> Writer:
+        """Begin to store a snapshot that the store does not hold.
+
+        Raises UsageError when it is sealed or being written already, or can never fit; NoRoom when space must be
+        freed first; StoreFailure when the storage refuses.
+        """
+
+    def snapshots(self) -> Listing:
+        """What is sealed and what is torn. Snapshots that are being written are in neither. Raises StoreFailure."""
+
+    def open(self, snapshot: SnapshotId) -> Reader:
+        """A reader of a sealed snapshot. Raises UnreadableCheckpoint when it is missing, torn or damaged."""
+
+    def free(self, snapshot: SnapshotId) -> None:
+        """Give up a snapshot, sealed or torn; nothing happens if there is none. Raises StoreFailure.
+
+        Never waits: nobody can open it from here on, and its space is used again when the last reader has ended.
+        """
+
+    def sweep(self) -> None:
+        """Remove what this store's owner left behind unsealed. Raises StoreFailure."""
+
+    def close(self) -> None:
+        """End the use of the store; what is sealed stays. Open readers stay valid."""
+
+
+class MappedStore(Store, Protocol):
+    """A store in memory."""
+
+    def reserve(self, snapshot: SnapshotId, layout: Layout) -> MappedWriter:
+        """As `Store.reserve`."""
+
+    def open(self, snapshot: SnapshotId) -> MappedReader:
+        """As `Store.open`."""
+
+    def resize(self, segment_bytes: Sequence[int], before: Callable[[], None] = lambda: None) -> None:
+        """Use segments of these sizes from here on: those that are there already stay, the rest is allocated.
+
+        before: called first where segments may go. What is sealed or still read in other segments stays until it is
+        freed. Where the segments suffice already, nothing happens. Raises NoRoom when the memory is too small: then all
+        stays as it was; StoreFailure.
+        """

@@ -1,0 +1,112 @@
+"""The ports to the live state of training on one rank: what is copied into snapshots and put back from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
+
+from ..types import OperatorId, Part, SnapshotPlan, StepJournal
+from ..types.layout import Json, Layout
+from .storage import MappedWriter
+
+RANDOM = "random/"
+"""What the keys of random states begin with."""
+
+
+class TrainerState(Protocol):
+    """The state of training on one rank that belongs to no operator: progress, schedules, scaler, random states."""
+
+    def scalars(self) -> dict[str, Json]:
+        """All that is no tensor, as JSON values; every float exactly."""
+
+    def tensors(self) -> Mapping[str, memoryview]:
+        """Random states as bytes by name, each of a size that never changes; copies, not views of live state."""
+
+    def restore(self, scalars: Mapping[str, Json], tensors: Mapping[str, memoryview]) -> None:
+        """Put back what `scalars` and `tensors` gave. Raises UnreadableCheckpoint when something is missing."""
+
+    def restore_common(self, scalars: Mapping[str, Json]) -> None:
+        """Put back what is the same on all ranks, from the `scalars` of any rank as they were after the iteration that
+        this one has just run again: counts, schedules, loss scales. Random states stay as the iteration left them."""
+
+
+class Capturer(Protocol):
+    """Copies live state of this rank into snapshots: `begin` after the optimizer's step, `end` before the next one."""
+
+    @property
+    def operators(self) -> frozenset[OperatorId]:
+        """The operators of which this rank owns state."""
+
+    def layout(self, plan: SnapshotPlan, *, trainer: bool = False) -> Layout:
+        """The records of the parts in `plan` on this rank, with `trainer` also the random states, which come last.
+
+        Records of an operator have its id and their part; random states have keys RANDOM + name and no operator.
+        """
+
+    def begin(self, copies: Sequence[tuple[Layout, MappedWriter]]) -> None:
+        """Begin to copy; what the next forward and backward pass changes is copied before the return.
+
+        Each writer was reserved with its layout, one that `layout` gave; it may be sealed or abandoned once `end` has
+        returned. In steady state nothing is allocated.
+        """
+
+    def end(self, timeout_s: float) -> None:
+        """Wait until all is copied; nothing refers to the writers' buffers afterwards.
+
+        Raises TimeoutError saying what it waited for, and what a copy raised.
+        """
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float:
+        """How fast the last copy was, from its `begin` to its last byte; before the first one, a trial copy's."""
+
+
+class Restorer(Protocol):
+    """Puts records back into the live state of this rank.
+
+    At once: `poison`, `restore` all copies, `missing`, `complete`. In a sparse-to-dense conversion (MoEvement 3.3):
+    `poison`; before each replayed iteration `restore` the next snapshot, then `refresh`; at last `complete`.
+    """
+
+    def poison(self) -> None:
+        """Fill the state of all operators with NaN, so that nothing that is not restored can be taken for state."""
+
+    def restore(self, read: Callable[[str], memoryview], parts: Mapping[Part, Collection[OperatorId]]) -> int:
+        """Copy the records of these parts of these operators, fetched by key with `read`, into the live state.
+
+        WEIGHTS are all that a forward pass reads, whichever part stores it (see `capture.operators.serves`).
+        Returns the bytes copied. Lets through what `read` raises, UnreadableCheckpoint for a record of a wrong size.
+        """
+
+    def refresh(self) -> None:
+        """Make the compute weights whole after a `restore` of some operators' FULL state and the others' WEIGHTS:
+        derived from master weights where only these were restored since the last call; a collective of training's own
+        groups. Operators of which nothing was restored since then stay as training left them."""
+
+    def missing(self, frozen: Collection[OperatorId] = ()) -> str:
+        """Which state still has to be restored, for people; empty when all is there that `complete` needs.
+
+        Of `frozen` operators, which are not trained yet, only the compute weights are needed.
+        """
+
+    def complete(self) -> None:
+        """Derive compute weights where only master weights were restored; a collective of training's own groups.
+
+        Raises UnreadableCheckpoint, before anything is derived, that names what was not restored.
+        """
+
+
+class Execution(Protocol):
+    """Runs iterations in which some operators are frozen (MoEvement 3.3): forward and input gradients only."""
+
+    def freeze(self, frozen: Collection[OperatorId], step: StepJournal, *, alone: bool = False) -> None:
+        """The next iteration updates all but these operators, of all ranks and stages, and takes the gradient norm and
+        the verdict on its gradients from the journal instead of computing them from a part of the gradients.
+
+        alone: only some stages of the pipeline run it. Then all that stages compute together comes from the journal,
+        also with no frozen operators, and nothing waits for the other stages.
+        Called again for each iteration, also with no operators. Raises UsageError where this cannot be done.
+        """
+
+    def thaw(self) -> None:
+        """Run as before the first `freeze`, bit for bit."""
