@@ -6,12 +6,13 @@ from typing import Any
 
 import click
 
+from moe_ckpt.report import Columns, Fact, Report, Table
+
 from ..simulate.ettr.advise import Advice, described
 from ..simulate.ettr.advise import advise as advise_on
 from ..simulate.ettr.choices import Choice, Question
 from ..simulate.ettr.systems import SYSTEMS
 from .plan.options import Job, number, plan_command
-from .report import Columns, Fact, Report, Table
 from .training import Duration, machine_of, with_training_flags
 
 HELP = """Say which checkpoint system suits a job, and with which settings.

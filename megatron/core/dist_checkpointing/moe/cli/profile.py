@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from moe_ckpt.report import Fact, Report, show
+
 from ..errors import UsageError
 from ..policy import checks
 from ..simulate.ettr.profiles import Profile, as_data
@@ -14,7 +16,6 @@ from ..store.atomic import write_atomically
 from .model_file import load_model
 from .plan.options import number
 from .profiling.machine import Settings, measured_profile
-from .report import Fact, Report, show
 
 HELP = """Measure this machine and write a profile, which `moe-ckpt simulate run --profile FILE` takes for a cluster.
 

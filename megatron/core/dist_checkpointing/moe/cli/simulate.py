@@ -7,11 +7,12 @@ from pathlib import Path
 
 import click
 
+from moe_ckpt.report import show
+from moe_ckpt.report.markdown import as_markdown
+
 from ..errors import UsageError
 from ..simulate.ettr.papers import PAPERS, Paper, result
 from ..simulate.ettr.papers.result import PaperResult
-from .markdown import as_markdown
-from .report import show
 from .simulate_run import run
 
 OUT_HELP = "Write the result to a file: a table in Markdown (.md) or all figures as JSON (.json). Repeatable."

@@ -8,13 +8,14 @@ from typing import Any
 
 import click
 
+from moe_ckpt.report import Columns, Fact, Report, Table
+
 from ..simulate.ettr.closed_form import ettr as closed_form
 from ..simulate.ettr.events import estimate, simulate
 from ..simulate.ettr.faults import Fault, load_trace, poisson
 from ..simulate.ettr.systems import SYSTEMS
 from ..simulate.ettr.systems.links import Setting
 from .plan.options import Job, number, plan_command
-from .report import Columns, Fact, Report, Table
 from .training import Duration, machine_of, with_training_flags
 
 HELP = """Simulate a training run under failures with each checkpoint system, for any model, layout and cluster.

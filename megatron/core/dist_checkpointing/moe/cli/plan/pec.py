@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from moe_ckpt.report import Fact, Report, Table
+
 from ...errors import UsageError
 from ...policy.partial import (
     PEC_SCOPES,
@@ -18,7 +20,6 @@ from ...policy.partial import (
 )
 from ...policy.sharding import shard_checkpoint
 from ...types import ModelShape, OperatorId, Part, Topology
-from ..report import Fact, Report, Table
 from . import counts_file
 from .options import Job, number, plan_command
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from moe_ckpt.report import Columns, Fact, Report, Table
+
 from ...errors import UsageError
 from ...policy.lanes import Lane, joint_schedules
 from ...policy.lossy_recovery import plan_lossy_recovery
@@ -32,7 +34,6 @@ from ...types import (
     Tier,
     full_plan,
 )
-from ..report import Columns, Fact, Report, Table
 from . import counts_file
 from .options import Job, number, plan_command, positive
 from .pec import check_experts, selected_experts

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from moe_ckpt.report import Columns, Fact, Report, Table
+
 from ...errors import UsageError
 from ...policy.checks import budget_bytes
 from ...policy.lanes import joint_schedules
@@ -15,7 +17,6 @@ from ...policy.ordering import ORDERINGS
 from ...policy.shards import owned_operators, shard_sizes
 from ...policy.window import Schedule, paper_window
 from ...types import Part
-from ..report import Columns, Fact, Report, Table
 from . import counts_file
 from .options import Job, plan_command, positive
 

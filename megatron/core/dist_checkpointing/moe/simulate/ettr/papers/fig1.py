@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
-from ....cli.report import Columns, Fact, Report, Table
+from moe_ckpt.report import Columns, Fact, Report, Table
+
 from ....policy.interval import ettr, expected_recovery_s
 from .evaluation import AZURE, behaviour_of
 from .jobs import MTBF_S, azure_job

@@ -6,7 +6,8 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from ....cli.report import Columns, Fact, Report, Table
+from moe_ckpt.report import Columns, Fact, Report, Table
+
 from ..events import Moment, Run, simulate
 from ..faults import load_trace
 from .evaluation import AZURE, SYSTEMS, behaviour_of

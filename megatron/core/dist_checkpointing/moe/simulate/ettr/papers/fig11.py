@@ -6,7 +6,8 @@ from dataclasses import asdict
 from functools import cache
 from typing import Any
 
-from ....cli.report import Columns, Fact, Report, Table
+from moe_ckpt.report import Columns, Fact, Report, Table
+
 from .evaluation import AZURE, Outcome, behaviour_of, outcome
 from .jobs import SCALE_OUT, scale_out_job
 from .plots import COLOURS, NAMES, plot

@@ -7,7 +7,8 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from ....cli.report import Columns, Fact, Report, Table
+from moe_ckpt.report import Columns, Fact, Report, Table
+
 from ..closed_form import ettr
 from ..systems import MoEvement
 from .evaluation import AZURE, behaviour_of

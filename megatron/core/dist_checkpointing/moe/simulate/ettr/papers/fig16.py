@@ -6,7 +6,8 @@ from functools import cache
 from statistics import fmean
 from typing import Any
 
-from ....cli.report import Columns, Fact, Report, Table
+from moe_ckpt.report import Columns, Fact, Report, Table
+
 from ..behaviour import Behaviour
 from ..events import estimate
 from .evaluation import AZURE, SYSTEMS, behaviour_of, one_run

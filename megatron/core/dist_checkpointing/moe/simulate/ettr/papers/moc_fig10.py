@@ -7,7 +7,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from ....cli.report import Columns, Fact, Report, Table
+from moe_ckpt.report import Columns, Fact, Report, Table
+
 from ....models import preset
 from ....policy.partial import ALL, BOTH, OPTIMIZER, WEIGHTS, checkpoint_bytes, pec_plan, sequential_selection
 from ....policy.sharding import shard_checkpoint

@@ -8,7 +8,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from ....cli.report import Columns, Fact, Report, Table
+from moe_ckpt.report import Columns, Fact, Report, Table
+
 from ....policy.interval import Run, in_iterations, moc_overhead_s, moc_save_overhead_s, young
 from .moc_fig10 import published
 from .moc_iteration import Bar, Setting, bar, machines

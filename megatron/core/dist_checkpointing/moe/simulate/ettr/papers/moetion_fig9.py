@@ -8,7 +8,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from ....cli.report import Columns, Fact, Report, Table
+from moe_ckpt.report import Columns, Fact, Report, Table
+
 from ....models import preset
 from ....policy.selective import Budgets, SelectivePlan, selective_plan
 from ....policy.shards import owned_operators, sharing_ranks

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ....cli.report import Report
+from moe_ckpt.report import Report
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
-from ....cli.report import Columns, Fact, Report, Table
+from moe_ckpt.report import Columns, Fact, Report, Table
+
 from ..events import Estimate
 from .agreement import Agreement, agreement
 from .evaluation import AZURE, DURATION_S, SYSTEMS, Outcome, behaviour_of, by_chance, evaluate

@@ -6,7 +6,8 @@ from dataclasses import asdict
 from functools import cache
 from typing import Any
 
-from ....cli.report import Columns, Fact, Report, Table
+from moe_ckpt.report import Columns, Fact, Report, Table
+
 from ..memory import MemoryUse, memory_of
 from .evaluation import AZURE, windows_of
 from .jobs import MODELS, azure_job

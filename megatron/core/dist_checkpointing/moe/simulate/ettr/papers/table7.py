@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
-from ....cli.report import Columns, Fact, Report, Table
+from moe_ckpt.report import Columns, Fact, Report, Table
+
 from ....types import LOW_PRECISIONS
 from .evaluation import H100, Outcome, evaluate
 from .jobs import h100_job
