@@ -24,7 +24,7 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.11,<3.12",
     packages=packages,
-    package_data={"": ["*.json", "*.csv", "presets/*.json", "traces/*.csv"]},
+    package_data={"": ["*.json", "*.csv", "presets/*.json"]},
     entry_points={"console_scripts": ["moe-ckpt=moe_ckpt:main"]},
     install_requires=[
         "megatron-core==0.16.1",

@@ -12,7 +12,9 @@ MOE = "megatron.core.dist_checkpointing.moe"
 VALUES = ("types", "errors", "config", "models")
 SIDE_ROOMS = ("capture", "store", "replicate", "recover", "replay")
 
-FILES = sorted(path for folder in ("megatron", "moe_ckpt", "reproduce", "tools") for path in (ROOT / folder).rglob("*.py"))
+FILES = sorted(
+    path for folder in ("megatron", "moe_ckpt", "reproduce", "tools") for path in (ROOT / folder).rglob("*.py")
+)
 
 
 def module_of(path: Path) -> str:

@@ -21,9 +21,9 @@ from megatron.core.dist_checkpointing.moe.simulate.ettr.systems import (
     Moc,
     Moetion,
     MoEvement,
-    TorchDist,
+    TorchDistSystem,
 )
-from megatron.core.dist_checkpointing.moe.simulate.ettr.systems.links import Setting, since
+from megatron.core.dist_checkpointing.moe.simulate.ettr.systems.links import SystemSetting, since
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, Topology
 
 AZURE = Cluster("azure", 8, {2: 312e12}, 25e9, 300e9, 1.25e9, 5e9, 880_000_000_000, "MoEvement 5.1")
@@ -48,7 +48,7 @@ def cost_of(model: str, busy_s: float = 1.2) -> IterationCost:
 def behaviour(system: object, model: str = "DeepSeek-MoE", mtbf_s: float = 1800, **more: object) -> Behaviour:
     constants = more.pop("constants", MOEVEMENT)
     cost = more.pop("cost", cost_of(model))
-    setting = Setting(job_of(model), cost, AZURE, constants)  # type: ignore[arg-type]
+    setting = SystemSetting(job_of(model), cost, AZURE, constants)  # type: ignore[arg-type]
     return system.behaviour(setting, mtbf_s, **more)  # type: ignore[attr-defined]
 
 
@@ -296,11 +296,14 @@ def test_lossy_systems_refuse_a_model_without_experts(name: str) -> None:
     dense = replace(preset("GPT-MoE"), num_experts=0)
     job = TrainingJob(dense, Topology(96, pp=3), FP16_FP32, 512, 4, 2048)
     with pytest.raises(UsageError, match="has none"):
-        SYSTEMS[name].behaviour(Setting(job, cost_of("GPT-MoE"), AZURE, MOEVEMENT), 1800)
+        SYSTEMS[name].behaviour(SystemSetting(job, cost_of("GPT-MoE"), AZURE, MOEVEMENT), 1800)
 
 
 def test_synchronous_checkpoints_stall_for_the_whole_upload() -> None:
-    sync, background = behaviour(TorchDist(interval=100)), behaviour(TorchDist(asynchronous=True, interval=100))
+    sync, background = (
+        behaviour(TorchDistSystem(interval=100)),
+        behaviour(TorchDistSystem(asynchronous=True, interval=100)),
+    )
     upload_s = 14 * preset("DeepSeek-MoE").total_parameters / AZURE.storage_bytes_per_s
     assert sync.overhead_s * 100 > upload_s > background.overhead_s * 100
 

@@ -14,7 +14,7 @@ from ..simulate.ettr.closed_form import ettr as closed_form
 from ..simulate.ettr.events import estimate, simulate
 from ..simulate.ettr.faults import Fault, load_trace, poisson
 from ..simulate.ettr.systems import SYSTEMS
-from ..simulate.ettr.systems.links import Setting
+from ..simulate.ettr.systems.links import SystemSetting
 from .plan.options import Job, number, plan_command
 from .training import Duration, machine_of, with_training_flags
 
@@ -107,7 +107,7 @@ def _names(systems: str) -> tuple[str, ...]:
 
 
 def _rows(
-    machine: Setting,
+    machine: SystemSetting,
     names: tuple[str, ...],
     mtbf_s: float,
     faults: tuple[tuple[Fault, ...], ...],

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ....policy.interval import checkfreq_interval, daly, gemini_oracle, in_iterations
-from ..behaviour import Behaviour, Nodes, Recovery, Steady
-from .links import Replicas, Setting
+from ..behaviour import Behaviour, Nodes, RecoveryCost, Steady
+from .links import Replicas, SystemSetting
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,12 @@ class _Dense:
     load_s: float
     load_per_node_s: float = 0.0
 
-    def behaviour(self, name: str, setting: Setting, interval: int, replicas: Replicas | None = None) -> Behaviour:
+    def behaviour(
+        self, name: str, setting: SystemSetting, interval: int, replicas: Replicas | None = None
+    ) -> Behaviour:
         """The system that takes one every `interval` iterations; `replicas` where they are only in memory."""
 
-        def recover(iteration: int, nodes: Nodes, down: Nodes) -> Recovery:
+        def recover(iteration: int, nodes: Nodes, down: Nodes) -> RecoveryCost:
             if replicas is None or replicas.survive(down):
                 load_s = self.load_s + self.load_per_node_s * len(nodes)
                 return setting.rewind(iteration, interval, self.latency, load_s)
@@ -37,7 +39,7 @@ class _Dense:
         expected_s = self.fixed_s(setting) + lost_s
         return Steady(name, setting.iteration_s, interval, 1, self.stall_s / interval, expected_s, recover)
 
-    def fixed_s(self, setting: Setting) -> float:
+    def fixed_s(self, setting: SystemSetting) -> float:
         """The part of a recovery that no interval changes, but for the latency."""
         return setting.restart(self.load_s + self.load_per_node_s, 0, 0.0).total_s
 
@@ -53,8 +55,10 @@ class CheckFreq:
     interval: int | None = None
     name: str = "checkfreq"
 
-    def behaviour(self, setting: Setting, mtbf_s: float, *, popularity: Sequence[float] | None = None) -> Behaviour:
-        """See `System`."""
+    def behaviour(
+        self, setting: SystemSetting, mtbf_s: float, *, popularity: Sequence[float] | None = None
+    ) -> Behaviour:
+        """See `CheckpointSystem`."""
         dense = replace(_uploaded(setting), load_s=0.0, load_per_node_s=setting.upload_s / setting.nodes)
         interval = self.interval or checkfreq_interval(
             setting.iteration_s, dense.stall_s, setting.upload_s, setting.constants.max_overhead
@@ -74,8 +78,10 @@ class Gemini:
     replicas: int | None = None
     name: str = "gemini"
 
-    def behaviour(self, setting: Setting, mtbf_s: float, *, popularity: Sequence[float] | None = None) -> Behaviour:
-        """See `System`."""
+    def behaviour(
+        self, setting: SystemSetting, mtbf_s: float, *, popularity: Sequence[float] | None = None
+    ) -> Behaviour:
+        """See `CheckpointSystem`."""
         count = setting.constants.replicas if self.replicas is None else self.replicas
         copy_s = setting.whole_bytes / setting.peer_bytes_per_s(count)
         stall_s = max(0.0, copy_s - setting.free_s) + setting.constants.copy_slowdown * setting.iteration_s
@@ -85,7 +91,7 @@ class Gemini:
 
 
 @dataclass(frozen=True)
-class TorchDist:
+class TorchDistSystem:
     """Megatron-Core's distributed checkpoints, in the interval that Daly's estimate gives.
 
     asynchronous: training waits for the snapshot and goes on while it is uploaded. interval: iterations; None: Daly's.
@@ -99,8 +105,10 @@ class TorchDist:
         """Name of the system."""
         return "torch_dist_async" if self.asynchronous else "torch_dist"
 
-    def behaviour(self, setting: Setting, mtbf_s: float, *, popularity: Sequence[float] | None = None) -> Behaviour:
-        """See `System`."""
+    def behaviour(
+        self, setting: SystemSetting, mtbf_s: float, *, popularity: Sequence[float] | None = None
+    ) -> Behaviour:
+        """See `CheckpointSystem`."""
         snapshot_s = setting.whole_bytes / setting.host_bytes_per_s
         if self.asynchronous:
             uploaded = _uploaded(setting)
@@ -111,14 +119,14 @@ class TorchDist:
         return dense.behaviour(self.name, setting, self.interval or max(best, dense.latency))
 
 
-def _uploaded(setting: Setting) -> _Dense:
+def _uploaded(setting: SystemSetting) -> _Dense:
     """A checkpoint that is uploaded while training goes on."""
     constants = setting.constants
     stall_s = constants.persist_stall_s + constants.upload_slowdown * setting.upload_s
     return _Dense(stall_s, setting.upload_iterations, setting.upload_s)
 
 
-def _oracle(dense: _Dense, setting: Setting, mtbf_s: float) -> int:
+def _oracle(dense: _Dense, setting: SystemSetting, mtbf_s: float) -> int:
     """Looked for up to twice the interval at which ETTR is highest if intervals need not be whole."""
     iteration_s = setting.iteration_s
     fixed_s = dense.fixed_s(setting) + dense.latency * iteration_s

@@ -10,8 +10,8 @@ from functools import cached_property
 from ....policy.dynamic_k import Cadence, paper_next_k, worst_case_lost_tokens
 from ....policy.shards import owned_operators, sharing_ranks
 from ....types import Part
-from ..behaviour import Behaviour, Nodes, Recovery
-from .links import Replicas, Setting, needs_experts
+from ..behaviour import Behaviour, Nodes, RecoveryCost
+from .links import Replicas, SystemSetting, needs_experts
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,10 @@ class Moc:
     lost_per_hour: float | None = None
     name: str = "moc"
 
-    def behaviour(self, setting: Setting, mtbf_s: float, *, popularity: Sequence[float] | None = None) -> Behaviour:
-        """See `System`. Raises UsageError for a model without experts."""
+    def behaviour(
+        self, setting: SystemSetting, mtbf_s: float, *, popularity: Sequence[float] | None = None
+    ) -> Behaviour:
+        """See `CheckpointSystem`. Raises UsageError for a model without experts."""
         job, constants = setting.job, setting.constants
         needs_experts(self.name, job)
         experts = len(job.shape.moe_layers) * job.shape.num_experts
@@ -49,7 +51,7 @@ class Moc:
 class _Plan:
     """What does not change during a run. experts, floor: over all layers. budget: in iterations' worth of tokens."""
 
-    setting: Setting
+    setting: SystemSetting
     experts: int
     floor: int
     budget: float
@@ -145,7 +147,7 @@ class PecBehaviour:
         lost_s = (self.interval / 2 + self._LATENCY) * self.iteration_s
         return self._plan.setting.restart(self._plan.setting.load_s, 0, lost_s).total_s
 
-    def strike(self, iteration: int, *, nodes: Nodes, down: Nodes | None = None) -> Recovery:
+    def strike(self, iteration: int, *, nodes: Nodes, down: Nodes | None = None) -> RecoveryCost:
         """See `Behaviour`. A second recovery to the same checkpoint finds all experts as their copies, and costs none.
 
         Afterwards K is doubled if it would not keep the budget (MoC 5.3): with the faults that are still expected.

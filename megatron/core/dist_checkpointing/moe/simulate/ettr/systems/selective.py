@@ -9,8 +9,8 @@ from functools import cached_property
 from ....policy.selective import Budgets, select, selective_plan
 from ....policy.shards import owned_operators, shard_sizes
 from ....types import expert
-from ..behaviour import Behaviour, Nodes, Recovery
-from .links import Replicas, Setting, needs_experts
+from ..behaviour import Behaviour, Nodes, RecoveryCost
+from .links import Replicas, SystemSetting, needs_experts
 
 _UNIT = 1_000_000
 """Tokens of a layer in one iteration, where only shares matter: selection counts whole ones."""
@@ -26,8 +26,10 @@ class Moetion:
     replicas: int | None = None
     name: str = "moetion"
 
-    def behaviour(self, setting: Setting, mtbf_s: float, *, popularity: Sequence[float] | None = None) -> Behaviour:
-        """See `System`. Raises UsageError for a model without experts."""
+    def behaviour(
+        self, setting: SystemSetting, mtbf_s: float, *, popularity: Sequence[float] | None = None
+    ) -> Behaviour:
+        """See `CheckpointSystem`. Raises UsageError for a model without experts."""
         needs_experts(self.name, setting.job)
         count = setting.constants.replicas if self.replicas is None else self.replicas
         share, stall_s = _tightest(setting, count)
@@ -35,7 +37,7 @@ class Moetion:
         return SelectiveBehaviour(self.name, plan)
 
 
-def _tightest(setting: Setting, replicas: int) -> tuple[float, float]:
+def _tightest(setting: SystemSetting, replicas: int) -> tuple[float, float]:
     """Share of its experts that the rank which can save least of them sends, and how long training waits for any."""
     job = setting.job
     free = max(setting.free_s / setting.iteration_s, 1e-9)
@@ -59,7 +61,7 @@ def _tightest(setting: Setting, replicas: int) -> tuple[float, float]:
 class _Plan:
     """What does not change during a run."""
 
-    setting: Setting
+    setting: SystemSetting
     share: float
     stall_s: float
     popularity: tuple[float, ...]
@@ -127,7 +129,7 @@ class SelectiveBehaviour:
         lost_s = (self.interval / 2 + self._LATENCY) * self.iteration_s
         return self._plan.setting.restart(self._plan.setting.load_s, 0, lost_s).total_s
 
-    def strike(self, iteration: int, *, nodes: Nodes, down: Nodes | None = None) -> Recovery:
+    def strike(self, iteration: int, *, nodes: Nodes, down: Nodes | None = None) -> RecoveryCost:
         """See `Behaviour`. Where no expert is ever sent, all tokens since the recovery before are lost."""
         setting = self._plan.setting
         recovery = setting.rewind(iteration, self.interval, self._LATENCY, setting.load_s)

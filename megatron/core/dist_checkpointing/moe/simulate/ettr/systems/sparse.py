@@ -12,10 +12,10 @@ from ....policy.prediction import Figures, replay_s
 from ....policy.shards import owned_operators, shard_sizes
 from ....policy.window import Schedule, paper_schedule, paper_window
 from ....types import OperatorId, Segment
-from ..behaviour import Behaviour, Nodes, Recovery, Steady
+from ..behaviour import Behaviour, Nodes, RecoveryCost, Steady
 from ..cost import operator_flops
 from ..inputs import TrainingJob
-from .links import Replicas, Setting
+from .links import Replicas, SystemSetting
 
 Stages = tuple[int, ...]
 
@@ -38,8 +38,10 @@ class MoEvement:
     replicas: int | None = None
     name: str = "moevement"
 
-    def behaviour(self, setting: Setting, mtbf_s: float, *, popularity: Sequence[float] | None = None) -> Behaviour:
-        """See `System`."""
+    def behaviour(
+        self, setting: SystemSetting, mtbf_s: float, *, popularity: Sequence[float] | None = None
+    ) -> Behaviour:
+        """See `CheckpointSystem`."""
         constants = setting.constants
         count = constants.replicas if self.replicas is None else self.replicas
         shares = expert_shares(setting.job, popularity)
@@ -47,7 +49,7 @@ class MoEvement:
         schedules = sparse_schedules(setting, shares if self.reorder else None, rate, self.window)
         size = next(iter(schedules.values())).window.size
         stall_s = max(_late_bytes(schedule) for schedule in schedules.values()) / rate / size
-        replay = Replay(self, setting, schedules, shares)
+        replay = ReplayCost(self, setting, schedules, shares)
         recover = _Recover(setting, replay, Replicas(setting, count), self.local)
         overhead_s = stall_s + constants.copy_slowdown * setting.iteration_s
         joint = recover.meet if self.local and not constants.restarts_all else None
@@ -62,7 +64,7 @@ def expert_shares(job: TrainingJob, popularity: Sequence[float] | None) -> dict[
 
 
 def sparse_schedules(
-    setting: Setting, shares: dict[OperatorId, float] | None, bytes_per_s: float, window: int | None = None
+    setting: SystemSetting, shares: dict[OperatorId, float] | None, bytes_per_s: float, window: int | None = None
 ) -> dict[Lane, Schedule]:
     """The window's schedule of each lane, as this project's policy makes it or as MoEvement's Alg. 1 does.
 
@@ -95,11 +97,15 @@ def _late_bytes(schedule: Schedule) -> int:
     return max(0, sum(schedule.load_bytes) - schedule.budget_bytes * schedule.window.size)
 
 
-class Replay:
+class ReplayCost:
     """How long stages take to replay a window, and each iteration after it."""
 
     def __init__(
-        self, system: MoEvement, setting: Setting, schedules: dict[Lane, Schedule], shares: dict[OperatorId, float]
+        self,
+        system: MoEvement,
+        setting: SystemSetting,
+        schedules: dict[Lane, Schedule],
+        shares: dict[OperatorId, float],
     ) -> None:
         self.window = next(iter(schedules.values())).window.size
         self._system = system
@@ -158,7 +164,7 @@ class Replay:
 class _Recover:
     """What a loss of nodes costs."""
 
-    def __init__(self, setting: Setting, replay: Replay, replicas: Replicas, local: bool) -> None:
+    def __init__(self, setting: SystemSetting, replay: ReplayCost, replicas: Replicas, local: bool) -> None:
         self._setting = setting
         self._replay = replay
         self._replicas = replicas
@@ -166,7 +172,7 @@ class _Recover:
         self._load_s = replay.first_bytes / setting.fetch_bytes_per_s
         self._stages: dict[int, frozenset[int]] = {}
 
-    def __call__(self, iteration: int, nodes: Nodes, down: Nodes) -> Recovery:
+    def __call__(self, iteration: int, nodes: Nodes, down: Nodes) -> RecoveryCost:
         setting, constants = self._setting, self._setting.constants
         if not self._replicas.survive(down):
             return setting.from_storage(iteration)
@@ -175,7 +181,7 @@ class _Recover:
         seconds = max(whole_s * (window > 0) + again * one_s for whole_s, one_s in replays)
         restart_s = constants.stage_restart_s if self._local else constants.global_restart_s
         refill_s = constants.detect_s + constants.stage_restart_s + self._load_s
-        return Recovery(constants.detect_s, restart_s, self._load_s, seconds, window + again, refill_s=refill_s)
+        return RecoveryCost(constants.detect_s, restart_s, self._load_s, seconds, window + again, refill_s=refill_s)
 
     def meet(self, ongoing: Nodes, nodes: Nodes) -> bool:
         """Whether two faults strike the same stages or adjacent ones (MoEvement App. A)."""
