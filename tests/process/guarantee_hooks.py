@@ -133,7 +133,7 @@ def little_space(free_bytes: int, ranks: Collection[int] = range(64)) -> Iterato
 @contextlib.contextmanager
 def another_plan(rank: int, iteration: int) -> Iterator[None]:
     """`rank` leaves an operator out of its plan of `iteration`."""
-    from megatron.core.dist_checkpointing.moe.policy.strategies.full import Full
+    from megatron.core.dist_checkpointing.moe.strategies.full import Full
     from megatron.core.dist_checkpointing.moe.types import SnapshotPlan
 
     original = Full.plan

@@ -19,8 +19,8 @@ import torch
 @contextlib.contextmanager
 def watched(folder: str) -> Iterator[None]:
     """Write down each snapshot's bytes and experts, the state after each iteration, and each recovery."""
-    from megatron.core.dist_checkpointing.moe.policy.strategies.pec import Pec
     from megatron.core.dist_checkpointing.moe.runtime.session import Session
+    from megatron.core.dist_checkpointing.moe.strategies.pec import Pec
     from megatron.core.dist_checkpointing.moe.types import Part
 
     step_end, carry_out, report, plan = Session.step_end, Session.carry_out, Session.report, Pec.plan

@@ -20,8 +20,8 @@ MARK = 0.5
 @contextlib.contextmanager
 def watched(folder: str) -> Iterator[None]:
     """Write down what is planned for each iteration, and how many operators are frozen in each replayed one."""
-    from megatron.core.dist_checkpointing.moe.policy.strategies import STRATEGIES
     from megatron.core.dist_checkpointing.moe.replay.execution import LiveExecution
+    from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES
 
     kind: Any = STRATEGIES["sparse"]
     plan, freeze = kind.plan, LiveExecution.freeze
@@ -124,7 +124,7 @@ def untouched(folder: str) -> Iterator[None]:
 @contextlib.contextmanager
 def paced(iterations: int) -> Iterator[None]:
     """Copies seem so slow that an iteration has time for one part in `iterations` of what the largest rank owns."""
-    from megatron.core.dist_checkpointing.moe.policy.strategies.sparse import Sparse
+    from megatron.core.dist_checkpointing.moe.strategies.sparse import Sparse
 
     original = Sparse.paced
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import ProtectionState
 from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
-from megatron.core.dist_checkpointing.moe.policy.strategies import STRATEGIES, Job, Room
 from megatron.core.dist_checkpointing.moe.policy.timelines import Timeline, continued
 from megatron.core.dist_checkpointing.moe.replay.densify import Replay
 from megatron.core.dist_checkpointing.moe.replicate.replicator import Replicator
@@ -22,6 +21,7 @@ from megatron.core.dist_checkpointing.moe.simulate.model import FakeModel, expec
 from megatron.core.dist_checkpointing.moe.simulate.network import Network
 from megatron.core.dist_checkpointing.moe.simulate.rank import FakeExecution
 from megatron.core.dist_checkpointing.moe.simulate.world import World
+from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Room
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, StepJournal, Topology, expert
 
 LAYERS, EXPERTS, RANKS = 2, 4, 4

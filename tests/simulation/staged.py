@@ -10,7 +10,6 @@ from simulated import SMALL, journal_of
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause, StepPhase, decide
 from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
-from megatron.core.dist_checkpointing.moe.policy.strategies import STRATEGIES, Job, Room
 from megatron.core.dist_checkpointing.moe.policy.timelines import Timeline, continued
 from megatron.core.dist_checkpointing.moe.ports import RANDOM, PeerLost
 from megatron.core.dist_checkpointing.moe.recover.park import Parker, ParkPorts
@@ -32,6 +31,7 @@ from megatron.core.dist_checkpointing.moe.simulate.pipeline import (
 )
 from megatron.core.dist_checkpointing.moe.simulate.rank import FakeExecution
 from megatron.core.dist_checkpointing.moe.simulate.world import World
+from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Room
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Scope, StepJournal, Topology, expert
 
 MICROBATCHES, PER_STAGE = 2, 2

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.policy.strategies import Room
 from megatron.core.dist_checkpointing.moe.ports import NoRoom
 from megatron.core.dist_checkpointing.moe.runtime.rooms import (
     fit_memory,
@@ -18,6 +17,7 @@ from megatron.core.dist_checkpointing.moe.runtime.rooms import (
 from megatron.core.dist_checkpointing.moe.simulate.model import FakeModel, spread
 from megatron.core.dist_checkpointing.moe.simulate.rank import FakeCapturer
 from megatron.core.dist_checkpointing.moe.simulate.world import World
+from megatron.core.dist_checkpointing.moe.strategies import Room
 from megatron.core.dist_checkpointing.moe.types import (
     OperatorId,
     OperatorKind,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from megatron.core.dist_checkpointing.moe.capture.popularity import TokenCounter
-from megatron.core.dist_checkpointing.moe.policy.strategies import GATE_UNIT
+from megatron.core.dist_checkpointing.moe.strategies import GATE_UNIT
 from megatron.core.transformer.moe.router import TopKRouter
 
 PROBABILITIES = torch.tensor([[0.75, 0.25, 0.0], [0.5, 0.0, 0.5], [0.1, 0.9, 0.0]])

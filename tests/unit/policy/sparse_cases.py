@@ -10,11 +10,11 @@ from typing import Any
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.policy.copies import Level
 from megatron.core.dist_checkpointing.moe.policy.rounds import Status
-from megatron.core.dist_checkpointing.moe.policy.strategies import Costs, Job, Pace, Sparse
-from megatron.core.dist_checkpointing.moe.policy.strategies.windows import timetable
 from megatron.core.dist_checkpointing.moe.runtime.custody import Custody
 from megatron.core.dist_checkpointing.moe.runtime.keeper import Work
 from megatron.core.dist_checkpointing.moe.runtime.persister import PersistWork
+from megatron.core.dist_checkpointing.moe.strategies import Costs, Job, Pace, Sparse
+from megatron.core.dist_checkpointing.moe.strategies.sparse.windows import timetable
 from megatron.core.dist_checkpointing.moe.types import (
     OperatorId,
     OperatorKind,

@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.moe.errors import RecoveryImpossible
 from megatron.core.dist_checkpointing.moe.policy.copies import Level
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import WindowState
 from megatron.core.dist_checkpointing.moe.policy.retention import Agreement, StoredWindow, retain_windows
-from megatron.core.dist_checkpointing.moe.policy.strategies import STRATEGIES, Job, Strategy
+from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Strategy
 from megatron.core.dist_checkpointing.moe.types import (
     Copy,
     Inventory,

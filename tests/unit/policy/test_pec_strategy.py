@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.copies import Level
 from megatron.core.dist_checkpointing.moe.policy.partial import next_position, sequential_selection
-from megatron.core.dist_checkpointing.moe.policy.strategies import Job, Pec
+from megatron.core.dist_checkpointing.moe.strategies import Job, Pec
 from megatron.core.dist_checkpointing.moe.types import OperatorId, Part, SnapshotPlan, Topology
 
 PEC = MoECheckpointConfig(strategy="pec", interval=1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
-from megatron.core.dist_checkpointing.moe.policy.strategies import Costs
-from megatron.core.dist_checkpointing.moe.policy.strategies.rhythm import Rhythm
+from megatron.core.dist_checkpointing.moe.strategies import Costs
+from megatron.core.dist_checkpointing.moe.strategies.rhythm import Rhythm
 
 
 def due_iterations(rhythm: Rhythm, asked: range) -> list[int]:

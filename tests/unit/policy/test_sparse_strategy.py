@@ -13,10 +13,10 @@ from sparse_cases import CONFIG, Rank, at_random, auto, job_of, operators, pace,
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.copies import Level
 from megatron.core.dist_checkpointing.moe.policy.rounds import Status
-from megatron.core.dist_checkpointing.moe.policy.strategies import Costs, Job, Pace, Sparse
-from megatron.core.dist_checkpointing.moe.policy.strategies.account import memory_account
-from megatron.core.dist_checkpointing.moe.policy.strategies.budget import MEASURED, Budget
-from megatron.core.dist_checkpointing.moe.policy.strategies.windows import bytes_per_step, timetable
+from megatron.core.dist_checkpointing.moe.strategies import Costs, Job, Pace, Sparse
+from megatron.core.dist_checkpointing.moe.strategies.account import memory_account
+from megatron.core.dist_checkpointing.moe.strategies.sparse.budget import MEASURED, Budget
+from megatron.core.dist_checkpointing.moe.strategies.sparse.windows import bytes_per_step, timetable
 from megatron.core.dist_checkpointing.moe.types import (
     Copy,
     Inventory,

@@ -8,8 +8,8 @@ import pytest
 from strategy_cases import World, job_of
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
-from megatron.core.dist_checkpointing.moe.policy.strategies import STRATEGIES, Job
 from megatron.core.dist_checkpointing.moe.store.layout import SnapshotId
+from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job
 from megatron.core.dist_checkpointing.moe.types import Topology
 
 CONFIG = MoECheckpointConfig(interval=1, persist_dir="/storage", persist_interval=7)

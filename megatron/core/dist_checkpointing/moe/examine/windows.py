@@ -13,9 +13,9 @@ from typing import Any, cast
 
 from ..errors import UnreadableCheckpoint
 from ..policy.keeping import keep_persistent
-from ..policy.strategies import Piece
 from ..policy.timelines import Timeline, belongs, newest_first
 from ..ports import Facts, SnapshotId, Store
+from ..strategies import Piece
 from ..types import STANDBY, OperatorId, OperatorKind, Part, SnapshotPlan
 
 

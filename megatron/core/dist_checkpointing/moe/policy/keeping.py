@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..types import SnapshotPlan, full_plan
+from ..types import Piece, SnapshotPlan, full_plan
 from .lifecycle import WindowState
 from .retention import (
     Agreement,
@@ -16,7 +16,6 @@ from .retention import (
     retain_windows,
 )
 from .rounds import Held
-from .strategies import Piece
 
 
 @dataclass(frozen=True)

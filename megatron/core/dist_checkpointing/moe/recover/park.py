@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from ..errors import MoECheckpointError, UsageError
 from ..policy.parking import Decision
-from ..policy.strategies import Piece
 from ..ports import (
     RANDOM,
     Capturer,
@@ -25,6 +24,7 @@ from ..ports import (
     StoreFailure,
     TrainerState,
 )
+from ..strategies import Piece
 from ..types import GRADIENTS, PARKED, SnapshotPlan, full_plan
 
 ToFacts = Callable[[Piece, Mapping[str, Json]], Facts]

@@ -6,8 +6,8 @@ import logging
 from dataclasses import replace
 
 from ..policy.parking import StepPhase
-from ..policy.strategies import Strategy
 from ..replay.densify import Replay
+from ..strategies import Strategy
 from ..types import RecoveryPlan, StepJournal
 from .keeper import Identity
 from .recovery import Outcome, Recovery, Waiting

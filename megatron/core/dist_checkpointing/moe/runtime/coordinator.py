@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 
 from ..errors import MoECheckpointError
 from ..policy.lifecycle import Protection
-from ..policy.strategies import Costs, Job, Pace, Room, Strategy
-from ..policy.strategies.account import MemoryAccount
 from ..ports import (
     Capturer,
     Clock,
@@ -30,6 +28,8 @@ from ..ports import (
     TrainerState,
     Transport,
 )
+from ..strategies import Costs, Job, Pace, Room, Strategy
+from ..strategies.account import MemoryAccount
 from ..types import SnapshotPlan, StepJournal
 from .custody import Custody
 from .keeper import Keeper, Work

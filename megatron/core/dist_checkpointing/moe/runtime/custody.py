@@ -10,8 +10,8 @@ from ..policy.copies import Level
 from ..policy.keeping import Kept, keep_persistent, keep_pieces
 from ..policy.lifecycle import Protection, ProtectionEvent, ProtectionState
 from ..policy.rounds import Round, Rounds, Status
-from ..policy.strategies import Job, Piece, Strategy
 from ..ports import Lane, SnapshotId, StoreFailure, Task
+from ..strategies import Job, Piece, Strategy
 from ..types import SnapshotPlan
 from .keeper import Keeper, Work
 from .persister import Persister, PersistWork

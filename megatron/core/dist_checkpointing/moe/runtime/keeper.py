@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from ..errors import MoECheckpointError, UnreadableCheckpoint
 from ..policy.rounds import Status
-from ..policy.strategies import Piece
 from ..policy.timelines import Timeline, past
 from ..ports import Clock, Facts, Json, MappedStore, MappedWriter, PeerLost, SnapshotId, Transport
 from ..replicate.replicator import Offer, Replicator
 from ..store.manifest import encode
+from ..strategies import Piece
 from ..types import OperatorId, SnapshotPlan
 from .inbox import StoreInbox
 

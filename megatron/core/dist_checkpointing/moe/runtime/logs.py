@@ -9,7 +9,6 @@ from typing import Protocol
 
 from ..errors import MoECheckpointError
 from ..policy.boundary import covered_since, covers, kept
-from ..policy.strategies import Piece
 from ..ports import (
     Clock,
     Facts,
@@ -23,6 +22,7 @@ from ..ports import (
     StoreFailure,
     Task,
 )
+from ..strategies import Piece
 from ..types import LOG, SnapshotPlan, StepJournal
 from .keeper import Identity
 from .log_plan import LogPlan

@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ..errors import MoECheckpointError
-from ..policy.strategies import Costs, Pace
 from ..ports import Clock, Lane, Task, Transport
+from ..strategies import Costs, Pace
 from ..types import SnapshotPlan
 
 MICROSECONDS = 1e6

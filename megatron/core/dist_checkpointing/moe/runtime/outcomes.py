@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..policy.strategies import Piece
 from ..policy.timelines import Timeline
 from ..ports import Json, Reader
 from ..recover.table import RecoveryTable
+from ..strategies import Piece
 from ..types import RecoveryPlan, SnapshotPlan, StepJournal
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from ..errors import NewerFormat, UnreadableCheckpoint
 from ..policy.rounds import Status
-from ..policy.strategies import Piece
 from ..ports import Clock, Layout, Reader, SnapshotId, Store, StoreFailure
+from ..strategies import Piece
 from ..types import SnapshotPlan
 from .keeper import Identity
 

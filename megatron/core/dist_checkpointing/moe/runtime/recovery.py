@@ -8,7 +8,6 @@ from typing import Any, cast
 
 from ..errors import MoECheckpointError, RecoveryImpossible, UnreadableCheckpoint
 from ..policy.segments import base_for, ranks_of, restored, segment_of, sends_all
-from ..policy.strategies import Job, Piece, Strategy
 from ..policy.timelines import Timeline, past
 from ..policy.widening import widened
 from ..ports import Json, PeerLost, SnapshotId
@@ -18,6 +17,7 @@ from ..recover.marks import Mark
 from ..recover.table import RecoveryTable
 from ..replay.densify import Replay
 from ..store.heap import HeapReader
+from ..strategies import Job, Piece, Strategy
 from ..types import GRADIENTS, PARKED, Lost, OperatorId, Part, RecoveryPlan, SnapshotPlan, Tier
 from .hearsay import Heard, hear
 from .keeper import Identity

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 from ..errors import MoECheckpointError, UnreadableCheckpoint
 from ..policy.segments import base_for, ranks_of, segment_of
-from ..policy.strategies import Job
 from ..ports import (
     Clock,
     Execution,
@@ -29,6 +28,7 @@ from ..recover.marks import Mark, Marks
 from ..replay.densify import Load, Logs, Replay, ReplayPorts, ReplayStep, StageFeed, restore_trainer
 from ..store.heap import HeapReader
 from ..store.manifest import decode, encode
+from ..strategies import Job
 from ..types import GRADIENTS, LOG, STANDBY, OperatorId, RecoveryPlan, Segment, StepJournal, Tier, Topology
 from .hearsay import Heard, Outcomes
 from .inbox import HeapArrival, StoreArrival, StoreInbox

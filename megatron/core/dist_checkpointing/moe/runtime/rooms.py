@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import cast
 
 from ..errors import MoECheckpointError
-from ..policy.strategies import Job, Room
-from ..policy.strategies.account import MemoryAccount, memory_account
 from ..ports import Capturer, Json, MappedStore, Transport
+from ..strategies import Job, Room
+from ..strategies.account import MemoryAccount, memory_account
 from ..types import OperatorId, OperatorKind, OperatorSize, Part, full_plan
 
 _STEPS = 32

@@ -16,7 +16,6 @@ from torch.distributed.distributed_c10d import _get_default_store
 from ..capture.popularity import TokenCounter
 from ..config import MoECheckpointConfig
 from ..policy.parking import Cause
-from ..policy.strategies import GATE_UNIT, STRATEGIES, Job
 from ..policy.timelines import continued
 from ..recover.episode import Episode, gather_episode
 from ..recover.marks import Mark, Marks, forget, left_in
@@ -24,6 +23,7 @@ from ..replay.densify import Replay
 from ..replay.stage import StageSource
 from ..replicate.process_group import ProcessGroupTransport
 from ..replicate.replicator import Replicator
+from ..strategies import GATE_UNIT, STRATEGIES, Job
 from ..types import RecoveryPlan, StepJournal
 from .clock import SystemClock
 from .comeback import Comeback

@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any, cast
 
 from ..errors import UnreadableCheckpoint, UsageError
-from ..policy.strategies import Piece
 from ..policy.timelines import Timeline
 from ..ports import Json, MappedStore, SnapshotId, Store, StoreFailure, Transport
 from ..recover.inventory import Catalogue, catalogue, is_past, listing, operators_told
 from ..store.heap import HeapReader
+from ..strategies import Piece
 from ..types import LOG, OperatorId, SnapshotPlan, Tier
 from .keeper import Identity
 

@@ -28,7 +28,7 @@ from .recovery import (
     Source,
     Tier,
 )
-from .snapshots import SnapshotPlan, Window, full_plan
+from .snapshots import Piece, SnapshotPlan, Window, full_plan
 from .standby import GRADIENTS, LOG, PARKED, STANDBY, boundary_key
 from .topology import Coordinates, Topology
 
@@ -52,6 +52,7 @@ __all__ = [
     "OperatorKind",
     "OperatorSize",
     "Part",
+    "Piece",
     "Precision",
     "Reason",
     "RecoveryPlan",

@@ -50,6 +50,22 @@ class SnapshotPlan:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """A part of a snapshot that is stored, sealed, replicated and freed on its own, under `kind` (see SnapshotId).
+
+    span: the iterations whose pieces of this kind together restore a state, its own among them; by itself if empty.
+    """
+
+    kind: str
+    plan: SnapshotPlan
+    span: range = range(0)
+
+    def __post_init__(self) -> None:
+        if not self.span:
+            object.__setattr__(self, "span", range(self.plan.iteration, self.plan.iteration + 1))
+
+
+@dataclass(frozen=True)
 class Window:
     """A sparse checkpoint: every operator is snapshotted FULL exactly once in `len(groups)` iterations (MoEvement 3.2).
 

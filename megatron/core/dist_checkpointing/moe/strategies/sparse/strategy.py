@@ -7,15 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...errors import UsageError
-from ...types import Inventory, Lost, RecoveryPlan, SnapshotPlan, Topology, Window
-from ..copies import Level
-from ..ordering import should_reorder
-from ..recovery import plan_recovery
-from ..rounds import PLACES
+from ...policy.copies import Level
+from ...policy.ordering import should_reorder
+from ...policy.rounds import PLACES
+from ...types import Piece, RecoveryPlan, SnapshotPlan, Window
+from ..base import Job, Pace, Room, Strategy
+from ..rhythm import Costs, Rhythm
 from .budget import Budget
 from .popularity import Popularity
-from .rhythm import Rhythm
-from .strategy import Costs, Job, Pace, Piece, Room
 from .windows import NO_ROOMS, Timetable, ordering_of, timetable
 
 KIND = "window"
@@ -66,7 +65,7 @@ class _Windows:
         return _Windows(tuple(one for one in self.begun if iteration not in one.span))
 
 
-class Sparse:
+class Sparse(Strategy):
     """Windows one after the other: the snapshot of each iteration has some operators FULL and WEIGHTS of later ones.
 
     Window. `--moe-ckpt-window` iterations; with `auto` as few as fit what an iteration has time to copy and replicate
@@ -85,18 +84,17 @@ class Sparse:
     Storage. Every `--moe-ckpt-persist-interval` iterations a whole window goes on to storage.
     """
 
-    plt = None
     replays = True
 
     def __init__(self, job: Job) -> None:
         config, ordering = job.config, ordering_of(job)
-        self._job, self._ordering = job, ordering
+        super().__init__(job, Rhythm.of(replace(config, interval=1, interval_policy="fixed")))
+        self._ordering = ordering
         should_reorder({}, {}, config.reorder_threshold, config.reorder_fraction)  # refuses what makes no sense
         self.counts_tokens = bool(job.moe_layers) and ordering in _COUNTING
         self.counts_gates = self.counts_tokens and ordering == "soft-count"
         self._fixed = _fixed_window(config.window)
         self.needs_pace = self._fixed is None
-        self._rhythm = Rhythm.of(replace(config, interval=1, interval_policy="fixed"))
         self._popularity = Popularity(job.moe_layers, decays=ordering == "time-decayed")
         self._budget = Budget()
         self._windows = _Windows()
@@ -107,15 +105,15 @@ class Sparse:
 
     @property
     def lookback(self) -> int:
-        """As `Strategy.lookback`: a window that is kept, one that is replicated, and one that is begun."""
+        """A window that is kept, one that is replicated, and one that is begun."""
         return PLACES * self._table.size if self._table is not None else 0
 
     def due(self, iteration: int) -> bool:
-        """As `Strategy.due`: in every iteration, once the window is known."""
+        """In every iteration, once the window is known."""
         return self._table is not None
 
     def plan(self, iteration: int) -> SnapshotPlan | None:
-        """As `Strategy.plan`: the next snapshot of the window under way, or the first one of a new window."""
+        """The next snapshot of the window under way, or the first one of a new window."""
         begun = self._windows.of(iteration)
         if begun is None or iteration != begun.next:
             self._schedule()
@@ -127,12 +125,12 @@ class Sparse:
         return begun.window.plan(iteration)
 
     def pieces(self, plan: SnapshotPlan) -> tuple[Piece, ...]:
-        """As `Strategy.pieces`: all in one, which restores a state together with the rest of its window."""
+        """All in one, which restores a state together with the rest of its window."""
         begun = self._windows.of(plan.iteration)
         return (Piece(KIND, plan, begun.span if begun else range(0)),)
 
     def persistent(self, plan: SnapshotPlan) -> tuple[SnapshotPlan, ...]:
-        """As `Strategy.persistent`: a whole window, once its last snapshot has settled."""
+        """A whole window, once its last snapshot has settled."""
         begun = self._windows.of(plan.iteration)
         if begun is None or plan.iteration != begun.span[-1] or begun.sealed < begun.window.size:
             return ()
@@ -140,15 +138,12 @@ class Sparse:
         return tuple(map(begun.window.plan, begun.span)) if due else ()
 
     def rooms(self) -> tuple[Room, ...]:
-        """As `Strategy.rooms`."""
         return self._table.rooms if self._table else NO_ROOMS
 
     def counted(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
-        """As `Strategy.counted`."""
         self._popularity = self._popularity.counted(counts)
 
     def settled(self, plan: SnapshotPlan, level: Level, ok: bool) -> None:
-        """As `Strategy.settled`."""
         begun = self._windows.of(plan.iteration)
         if level is not Level.SNAPSHOT or begun is None:
             return
@@ -158,34 +153,28 @@ class Sparse:
             self._windows = self._windows.without(plan.iteration)
 
     def measured(self, costs: Costs) -> None:
-        """As `Strategy.measured`."""
         if self.needs_pace:
             self._budget = self._budget.measured(costs, self._table.peak_bytes if self._table else 0)
 
     def paced(self, pace: Pace) -> None:
-        """As `Strategy.paced`."""
         self._budget = self._budget.paced(pace)
 
     def to_data(self) -> dict[str, Any]:
-        """As `Strategy.to_data`: who is anchored when follows from the window and what the last order was made from."""
+        """Who is anchored when follows from the window and what the last order was made from."""
         return {
-            "rhythm": self._rhythm.to_data(),
+            **super().to_data(),
             "ordering": self._ordering,
             "window": self._table.size if self._table else None,
             "popularity": self._popularity.to_data(),
             "budget": self._budget.to_data(),
         }
 
-    def recover(self, inventory: Inventory, lost: Lost, topology: Topology) -> RecoveryPlan:
-        """As `Strategy.recover` (MoEvement 3.3)."""
-        return plan_recovery(inventory, lost, topology, tied_embeddings=self._job.tied_embeddings)
-
     def resumed(self, plan: RecoveryPlan, data: Mapping[str, Any], fault_iteration: int) -> RecoveryPlan:
-        """As `Strategy.resumed`: the next iteration begins a window, in the same order and of the same size.
+        """The next iteration begins a window, in the same order and of the same size.
 
         Other flags than before the fault hold from there on.
         """
-        self._rhythm = self._rhythm.from_data(data["rhythm"])
+        plan = super().resumed(plan, data, fault_iteration)
         self._windows = _Windows()
         self._budget = self._budget.from_data(data["budget"])
         if data["ordering"] == self._ordering:
@@ -196,7 +185,6 @@ class Sparse:
         return plan
 
     def no_room(self) -> None:
-        """As `Strategy.no_room`."""
         if self._former is not None:
             self._table = self._former
 

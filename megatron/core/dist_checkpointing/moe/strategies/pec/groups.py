@@ -8,9 +8,9 @@ from functools import cached_property
 from string import ascii_lowercase
 
 from ...errors import UsageError
-from ...types import OperatorId, OperatorKind, Part, SnapshotPlan
-from ..partial import sequential_selection
-from .strategy import Job, Piece
+from ...policy.partial import sequential_selection
+from ...types import OperatorId, OperatorKind, Part, Piece, SnapshotPlan
+from ..base import Job
 
 DENSE = "dense"
 _KINDS = 26 + 26 * 26

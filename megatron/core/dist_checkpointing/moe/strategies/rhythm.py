@@ -6,9 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...config import MoECheckpointConfig
-from ..interval import checkfreq_interval, daly, in_iterations, young
-from .strategy import Costs
+from ..config import MoECheckpointConfig
+from ..policy.interval import checkfreq_interval, daly, in_iterations, young
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What checkpoints cost lately, as measured by the slowest rank.
+
+    iteration_s: an iteration without what it waited for checkpoints. stall_s: that waiting, per checkpoint.
+    round_s: from the end of the copy until all replicas were acknowledged.
+    """
+
+    iteration_s: float
+    stall_s: float
+    round_s: float
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from .strategy import Costs, Pace
+from ..base import Pace
+from ..rhythm import Costs
 
 MEASURED = 3
 """Iterations that are measured before the first decision; the first one of a start never counts."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 
+from ...policy.copies import Level
+from ...policy.ledger import TokenLedger
+from ...policy.partial import persist_selection
 from ...types import OperatorId
-from ..copies import Level
-from ..ledger import TokenLedger
-from ..partial import persist_selection
 from .groups import Groups
-from .pec_state import Experts, PecState
+from .state import Experts, PecState
 
 Last = Mapping[OperatorId, int]
 

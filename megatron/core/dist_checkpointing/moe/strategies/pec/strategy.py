@@ -9,17 +9,16 @@ from functools import cached_property
 from typing import Any
 
 from ...errors import UsageError
-from ...types import Inventory, Lost, OperatorId, Part, RecoveryPlan, SnapshotPlan, Topology, full_plan
-from ..checks import not_negative
-from ..copies import Level
-from ..dynamic_k import PltLimit, choose_k, k_ladder
-from ..lossy_recovery import plan_lossy_recovery
-from ..partial import PEC_SCOPES, pec_plan
+from ...policy.checks import not_negative
+from ...policy.copies import Level
+from ...policy.dynamic_k import PltLimit, choose_k, k_ladder
+from ...policy.lossy_recovery import plan_lossy_recovery
+from ...policy.partial import PEC_SCOPES, pec_plan
+from ...types import Inventory, Lost, OperatorId, Part, Piece, RecoveryPlan, SnapshotPlan, Topology, full_plan
+from ..base import Job, Room, Strategy
 from .groups import Groups
-from .pec_state import Experts, Flight, PecState
-from .rhythm import Rhythm
 from .selection import age, by_load, in_turn, overdue, to_persist
-from .strategy import Costs, Job, Pace, Piece, Room
+from .state import Experts, Flight, PecState
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class PecReport:
     k: int
 
 
-class Pec:
+class Pec(Strategy):
     """Snapshots the FULL state of all operators that are no experts, and of K experts per MoE layer.
 
     Groups and rooms. Experts are in G = ceil(N / K0) fixed groups (`Groups`, K0 = --moe-ckpt-pec-k-snapshot), and a
@@ -57,30 +56,20 @@ class Pec:
     """
 
     counts_tokens = True
-    counts_gates = False
-    needs_pace = False
-    replays = False
-    lookback = 0
 
     def __init__(self, job: Job) -> None:
         _check(job)
+        super().__init__(job)
         config = job.config
-        self._job = job
         self._scope = PEC_SCOPES[config.pec_scope]
         self._groups = Groups.of(job, config.pec_k_snapshot)
         self._threshold = config.plt_threshold
         allowed = not_negative("--moe-ckpt-plt-threshold", 1 if self._threshold is None else self._threshold)
         self._limit = PltLimit(job.tokens_per_iteration * job.iterations, job.topk, allowed)
-        self._rhythm = Rhythm.of(config)
         kept = max(2, config.persist_keep)
         self._state = PecState(job.moe_layers, job.num_experts, config.pec_k_snapshot, kept)
 
-    def due(self, iteration: int) -> bool:
-        """As `Strategy.due`."""
-        return self._rhythm.due(iteration)[0]
-
     def plan(self, iteration: int) -> SnapshotPlan | None:
-        """As `Strategy.plan`."""
         due, self._rhythm = self._rhythm.due(iteration)
         if not due:
             return None
@@ -93,11 +82,11 @@ class Pec:
         return pec_plan(iteration, self._job.operators, experts, self._scope)
 
     def pieces(self, plan: SnapshotPlan) -> tuple[Piece, ...]:
-        """As `Strategy.pieces`: `dense`, and one for each group of which the plan has experts."""
+        """`dense`, and one for each group of which the plan has experts."""
         return self._groups.pieces(plan)
 
     def persistent(self, plan: SnapshotPlan) -> tuple[SnapshotPlan, ...]:
-        """As `Strategy.persistent`; what goes on was chosen when the snapshot was planned."""
+        """What goes on was chosen when the snapshot was planned."""
         ready = self._state.ready
         due, rhythm = self._rhythm.persist_due(plan.iteration)
         if ready is None or ready.persist is None or ready.iteration != plan.iteration or not due:
@@ -106,7 +95,7 @@ class Pec:
         return (pec_plan(plan.iteration, self._job.operators, ready.persist, self._scope),)
 
     def rooms(self) -> tuple[Room, ...]:
-        """As `Strategy.rooms`: of each kind of piece as many as `full` needs of its snapshots."""
+        """Of each kind of piece as many as `full` needs of its snapshots."""
         return self._rooms
 
     @cached_property
@@ -120,41 +109,27 @@ class Pec:
             *(Room(members, own=3, replica=2, trainer=False) for members in groups),
         )
 
-    def no_room(self) -> None:
-        """As `Strategy.no_room`: its rooms never change."""
-
     def counted(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
-        """As `Strategy.counted`."""
         self._state = self._state.counted(iteration, counts)
 
     def settled(self, plan: SnapshotPlan, level: Level, ok: bool) -> None:
-        """As `Strategy.settled`."""
         self._state = self._state.settled(plan.iteration, level, ok)
 
-    def measured(self, costs: Costs) -> None:
-        """As `Strategy.measured`."""
-        self._rhythm = self._rhythm.measured(costs)
-
-    def paced(self, pace: Pace) -> None:
-        """As `Strategy.paced`."""
-
     def to_data(self) -> dict[str, Any]:
-        """As `Strategy.to_data`."""
-        return {"rhythm": self._rhythm.to_data(), **self._state.to_data()}
+        return {**super().to_data(), **self._state.to_data()}
 
     def recover(self, inventory: Inventory, lost: Lost, topology: Topology) -> RecoveryPlan:
-        """As `Strategy.recover`; the tokens are counted by `resumed`, for the counts are stored with the target."""
+        """The tokens are counted by `resumed`, for the counts are stored with the target."""
         return plan_lossy_recovery(inventory, lost, topology, lambda operator, after, upto: 0)
 
     def resumed(self, plan: RecoveryPlan, data: Mapping[str, Any], fault_iteration: int) -> RecoveryPlan:
-        """As `Strategy.resumed`: lost are the tokens counted after the copy of each expert, up to the target."""
-        self._rhythm = self._rhythm.from_data(data["rhythm"])
+        """Lost are the tokens counted after the copy of each expert, up to the target."""
+        plan = super().resumed(plan, data, fault_iteration)
         self._state, lost_tokens = self._state.resumed(data, plan, fault_iteration)
         return replace(plan, lost_tokens=lost_tokens)
 
     @property
     def plt(self) -> float:
-        """As `Strategy.plt`."""
         return float(self.report().plt)
 
     def report(self) -> PecReport:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ...errors import UsageError
+from ...policy.lanes import joint_schedules, merge
+from ...policy.ordering import ORDERINGS, Counts
 from ...types import OperatorId, OperatorSize, SnapshotPlan, Window
-from ..lanes import joint_schedules, merge
-from ..ordering import ORDERINGS, Counts
-from .strategy import Job, Room
+from ..base import Job, Room
 
 Sizes = Mapping[int, Mapping[OperatorId, OperatorSize]]
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ...policy.ordering import should_reorder
 from ...types import OperatorId, expert
-from ..ordering import should_reorder
 
 Rows = tuple[tuple[float, ...], ...]
 """By MoE layer and expert: whole numbers where they are summed, moving averages where older iterations fade."""

@@ -1,13 +1,15 @@
-"""Strategies by name: one file each, one line here."""
+"""Strategies by name: a folder each, one line here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from ..types import Piece
+from .base import GATE_UNIT, Job, Pace, Room, Strategy
 from .full import Full
 from .pec import Pec, PecReport
+from .rhythm import Costs
 from .sparse import Sparse
-from .strategy import GATE_UNIT, Costs, Job, Pace, Piece, Room, Strategy
 
 STRATEGIES: Mapping[str, Callable[[Job], Strategy]] = {"full": Full, "pec": Pec, "sparse": Sparse}
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ...policy.copies import Level, Saved
+from ...policy.ledger import TokenLedger
 from ...types import OperatorId, RecoveryPlan, Tier, expert
-from ..copies import Level, Saved
-from ..ledger import TokenLedger
 
 Experts = frozenset[OperatorId]
 Captures = Mapping[Level, Mapping[OperatorId, tuple[Saved, ...]]]

@@ -1,15 +1,37 @@
-"""What every strategy answers: what is snapshotted after an iteration, and how training comes back from it."""
+"""What every strategy answers: what is snapshotted after an iteration, and how training comes back from it.
+
+A strategy is a folder beside this file and one line of the registry in `__init__.py`. It decides and does nothing: the
+coordinator of a job (`runtime/coordinator.py`), `moe-ckpt plan` and the simulator drive the same object through the
+same methods, so what is predicted is what runs:
+
+    strategy = STRATEGIES[name](job)
+    for each iteration t:
+        strategy.counted(t, tokens of each expert)      only if it `counts_tokens`
+        strategy.measured(costs), strategy.paced(pace)  what checkpoints cost, and how fast copies are
+        strategy.settled(plan, level, ok)               what all ranks have sealed or persisted meanwhile
+        strategy.plan(t) -> SnapshotPlan | None         what to snapshot; `pieces` cuts it into what is freed together
+        strategy.persistent(plan) -> plans              what goes on to storage, once a snapshot has settled
+    after a fault:
+        plan = strategy.recover(inventory, lost, topology)
+        strategy.resumed(plan, data, fault_iteration)   data: what `to_data` gave when the target was snapshotted
+
+`Strategy` has the answers of one that snapshots by itself, all in one piece, at the interval of the flags, and that
+counts and measures nothing else. A subclass has to give `plan` and `rooms`.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
-from ...config import MoECheckpointConfig
-from ...types import Inventory, Lost, OperatorId, OperatorSize, RecoveryPlan, SnapshotPlan, Topology
-from ..copies import Level
+from ..config import MoECheckpointConfig
+from ..policy.copies import Level
+from ..policy.recovery import plan_recovery
+from ..types import Inventory, Lost, OperatorId, OperatorSize, Piece, RecoveryPlan, SnapshotPlan, Topology
+from .rhythm import Costs, Rhythm
 
 GATE_UNIT = 2.0**-16
 """The unit in which gating probabilities are summed: whole numbers give the same sum in any order."""
@@ -45,22 +67,6 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of a snapshot that is stored, sealed, replicated and freed on its own, under `kind` (see SnapshotId).
-
-    span: the iterations whose pieces of this kind together restore a state, its own among them; by itself if empty.
-    """
-
-    kind: str
-    plan: SnapshotPlan
-    span: range = range(0)
-
-    def __post_init__(self) -> None:
-        if not self.span:
-            object.__setattr__(self, "span", range(self.plan.iteration, self.plan.iteration + 1))
-
-
-@dataclass(frozen=True)
 class Room:
     """Memory that a strategy needs: segments that each hold a piece as large as `largest`.
 
@@ -77,19 +83,6 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Costs:
-    """What checkpoints cost lately, as measured by the slowest rank.
-
-    iteration_s: an iteration without what it waited for checkpoints. stall_s: that waiting, per checkpoint.
-    round_s: from the end of the copy until all replicas were acknowledged.
-    """
-
-    iteration_s: float
-    stall_s: float
-    round_s: float
-
-
-@dataclass(frozen=True)
 class Pace:
     """What an iteration has time for, as all ranks agree on it.
 
@@ -101,44 +94,61 @@ class Pace:
     bandwidth_bytes_per_s: float
 
 
-class Strategy(Protocol):
+class Strategy(ABC):
     """Decides alike on all ranks: they make the same calls with the same values in the same order.
 
     Sequence of one iteration t: `counted(t)` (only with `counts_tokens`), then `settled` for what the ranks agreed on
     meanwhile, then `plan(t + 1)`. A plan that cannot be carried out on some rank is settled as failed on all.
     """
 
-    counts_tokens: bool
+    counts_tokens: bool = False
     """Whether `counted` is wanted: routed tokens per expert, summed over all ranks."""
 
-    counts_gates: bool
+    counts_gates: bool = False
     """Whether gating probabilities are wanted in `counted` in place of tokens, in units of `GATE_UNIT`."""
 
-    needs_pace: bool
+    needs_pace: bool = False
     """Whether `paced` is wanted."""
 
-    replays: bool
+    replays: bool = False
     """Whether a recovery may have to run iterations again with some operators frozen."""
+
+    def __init__(self, job: Job, rhythm: Rhythm | None = None) -> None:
+        """Decide for `job`, snapshotting at `rhythm`; by default at that of its flags."""
+        self._job = job
+        self._rhythm = Rhythm.of(job.config) if rhythm is None else rhythm
 
     @property
     def lookback(self) -> int:
         """How many iterations before the newest one a replay may begin, at most; 0 where none is ever needed."""
+        return 0
+
+    @property
+    def plt(self) -> float | None:
+        """Proportion of lost tokens (MoC eq. 7) that all faults so far have cost; None where nothing can be lost."""
+        return None
 
     def due(self, iteration: int) -> bool:
         """Whether `plan` would give a snapshot; asked where none may begin."""
+        return self._rhythm.due(iteration)[0]
 
+    @abstractmethod
     def plan(self, iteration: int) -> SnapshotPlan | None:
         """What to snapshot of the state after `iteration`; None for nothing. Called once per iteration, ascending."""
 
     def pieces(self, plan: SnapshotPlan) -> tuple[Piece, ...]:
         """The plan cut into what is freed together; the first piece has the trainer state. No kind occurs twice."""
+        return (Piece("snapshot", plan),)
 
     def persistent(self, plan: SnapshotPlan) -> tuple[SnapshotPlan, ...]:
         """What goes on to persistent storage now that this snapshot has settled, oldest first; empty if it is not due.
 
         Each one is a part of a snapshot that is still kept; together they restore the state of the last one.
         """
+        due, self._rhythm = self._rhythm.persist_due(plan.iteration)
+        return (plan,) if due else ()
 
+    @abstractmethod
     def rooms(self) -> tuple[Room, ...]:
         """The memory that snapshots need, for as long as they are kept; the same object until that changes.
 
@@ -146,32 +156,40 @@ class Strategy(Protocol):
         """
 
     def no_room(self) -> None:
-        """Memory cannot hold what `rooms` asks for now: from the next `plan` on, what it held before has to do."""
+        """Memory cannot hold what `rooms` asks for now: from the next `plan` on, what it held before has to do.
+
+        Only a strategy whose `rooms` change has anything to do.
+        """
+        return
 
     def counted(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
         """Tokens routed in `iteration`, per MoE layer and expert."""
+        return
 
     def settled(self, plan: SnapshotPlan, level: Level, ok: bool) -> None:
         """All ranks have sealed (SNAPSHOT) or persisted (PERSIST) what they own of `plan`; not `ok`: some have not."""
+        return
 
     def measured(self, costs: Costs) -> None:
         """What the last checkpoint cost."""
+        self._rhythm = self._rhythm.measured(costs)
 
     def paced(self, pace: Pace) -> None:
         """How an iteration went; once per iteration that all ranks have told of."""
-
-    @property
-    def plt(self) -> float | None:
-        """Proportion of lost tokens (MoC eq. 7) that all faults so far have cost; None where nothing can be lost."""
+        return
 
     def to_data(self) -> dict[str, Any]:
         """What it has to remember, as JSON values; stored with each snapshot."""
+        return {"rhythm": self._rhythm.to_data()}
 
     def recover(self, inventory: Inventory, lost: Lost, topology: Topology) -> RecoveryPlan:
         """How to come back. Raises RecoveryImpossible."""
+        return plan_recovery(inventory, lost, topology, tied_embeddings=self._job.tied_embeddings)
 
     def resumed(self, plan: RecoveryPlan, data: Mapping[str, Any], fault_iteration: int) -> RecoveryPlan:
         """Go on from `plan.target` with what was remembered there; returns the plan with the tokens that it loses.
 
         `fault_iteration` is the newest iteration that is known to have ended before the fault.
         """
+        self._rhythm = self._rhythm.from_data(data["rhythm"])
+        return plan

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ...types import OperatorId, OperatorSize, Part, SnapshotPlan
-from .strategy import Room
+from ..types import OperatorId, OperatorSize, Part, SnapshotPlan
+from .base import Room
 
 GB = 1e9
 

@@ -1,0 +1,5 @@
+"""`full`: everything at an interval."""
+
+from .strategy import Full
+
+__all__ = ["Full"]

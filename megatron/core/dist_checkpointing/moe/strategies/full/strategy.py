@@ -1,0 +1,24 @@
+"""`full`: everything at an interval, the way of Gemini and CheckFreq; exact, and all ranks go back together."""
+
+from __future__ import annotations
+
+from ...types import SnapshotPlan, full_plan
+from ..base import Job, Room, Strategy
+
+
+class Full(Strategy):
+    """Snapshots the FULL state of all operators every `interval` iterations.
+
+    Rooms: the triple buffers of MoC 5.2, and of each owner a protected and an arriving replica.
+    """
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._rooms = (Room(full_plan(0, job.operators), own=3, replica=2, trainer=True),)
+
+    def plan(self, iteration: int) -> SnapshotPlan | None:
+        due, self._rhythm = self._rhythm.due(iteration)
+        return full_plan(iteration, self._job.operators) if due else None
+
+    def rooms(self) -> tuple[Room, ...]:
+        return self._rooms
