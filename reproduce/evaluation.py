@@ -18,10 +18,11 @@ from megatron.core.dist_checkpointing.moe.simulate.ettr.cost import MOEVEMENT_UT
 from megatron.core.dist_checkpointing.moe.simulate.ettr.events import Estimate, SimulatedRun, estimate, simulate
 from megatron.core.dist_checkpointing.moe.simulate.ettr.faults import Fault, poisson
 from megatron.core.dist_checkpointing.moe.simulate.ettr.inputs import Cluster, IterationCost, TrainingJob
-from megatron.core.dist_checkpointing.moe.simulate.ettr.systems import SYSTEMS as ALL_SYSTEMS
 from megatron.core.dist_checkpointing.moe.simulate.ettr.systems import CheckpointSystem
 from megatron.core.dist_checkpointing.moe.simulate.ettr.systems.links import SystemSetting
 from megatron.core.dist_checkpointing.moe.types import Window
+
+from .paper_systems import PAPER_SYSTEMS
 
 SYSTEMS = ("checkfreq", "gemini", "moc", "moevement")
 
@@ -116,7 +117,7 @@ def behaviour_of(
     popularity: Sequence[float] | None = None,
 ) -> Behaviour:
     """What a system, by name or with its own settings, does in this job. popularity: of each layer's experts."""
-    chosen = ALL_SYSTEMS[system] if isinstance(system, str) else system
+    chosen = PAPER_SYSTEMS[system] if isinstance(system, str) else system
     return chosen.behaviour(setting_of(job, cluster_name), mtbf_s, popularity=popularity)
 
 

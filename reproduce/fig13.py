@@ -13,22 +13,22 @@ from statistics import fmean
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.simulate.ettr.closed_form import ettr
-from megatron.core.dist_checkpointing.moe.simulate.ettr.systems import MoEvement
 from moe_ckpt.report import Fact, Table
 
 from .evaluation import AZURE, behaviour_of
 from .figure import Figure, decimals, published, table
 from .jobs import MODELS, azure_job
+from .paper_systems import PaperMoEvement
 from .skewness import alpha_of, dirichlet
 
 MTBF_S = 600
 """Not published for this figure: the highest failure rate of Table 3."""
 
 STEPS = {
-    "sparse": MoEvement(skip_weight_gradients=False, reorder=False, local=False),
-    "skip": MoEvement(skip_weight_gradients=True, reorder=False, local=False),
-    "reorder": MoEvement(skip_weight_gradients=True, reorder=True, local=False),
-    "log": MoEvement(skip_weight_gradients=True, reorder=True, local=True),
+    "sparse": PaperMoEvement(skips_weight_gradients=False, reorder=False, local=False),
+    "skip": PaperMoEvement(skips_weight_gradients=True, reorder=False, local=False),
+    "reorder": PaperMoEvement(skips_weight_gradients=True, reorder=True, local=False),
+    "log": PaperMoEvement(skips_weight_gradients=True, reorder=True, local=True),
 }
 LABELS = {
     "sparse": "sparse checkpointing",
@@ -50,7 +50,7 @@ def steps() -> dict[str, dict[str, tuple[float, float]]]:
     return {model: {step: _mean(model, system) for step, system in STEPS.items()} for model in MODELS}
 
 
-def _mean(model: str, system: MoEvement) -> tuple[float, float]:
+def _mean(model: str, system: PaperMoEvement) -> tuple[float, float]:
     job = azure_job(model)
     alpha = alpha_of(SKEWNESS, job.shape.num_experts)
     found = [behaviour_of(system, job, AZURE, MTBF_S, dirichlet(alpha, job.shape.num_experts, seed)) for seed in DRAWS]

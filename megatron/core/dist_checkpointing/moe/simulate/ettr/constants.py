@@ -16,8 +16,7 @@ class Constants:
     replicas: r, peers that keep a snapshot in memory. network_share, host_share: of the rate of a rank's NIC, and of
     its link to the host, that copies reach while training leaves these alone. network_busy_s: of an iteration, in which
     training needs the NIC itself; None: as counted in the iteration's cost. copy_slowdown: by how much an iteration
-    gets longer while copies run beside it (memory and PCIe are shared). window_by_count: windows as MoEvement's Alg. 1,
-    which counts operators; False: by bytes, as this project's policy.
+    gets longer while copies run beside it (memory and PCIe are shared).
 
     Storage:
     persist_stall_s: what a checkpoint to storage stalls training whatever its size (barriers, commit).
@@ -44,7 +43,6 @@ class Constants:
     network_busy_s: float | None = None
     host_share: float = 0.8
     copy_slowdown: float = 0.018
-    window_by_count: bool = False
     persist_stall_s: float = 1.2
     upload_slowdown: float = 0.195
     max_overhead: float = 0.03
@@ -96,7 +94,6 @@ MOEVEMENT = Constants(
         " Table 3: host_share; persist_every_s, three hours as Gemini has it."
     ),
     network_busy_s=1.2,
-    window_by_count=True,
 )
 """MoEvement's own 96 A100 (5.1 to 5.6)."""
 
@@ -112,10 +109,9 @@ THIS_PROJECT = replace(
     MOEVEMENT_ELSEWHERE,
     name="this-project",
     source=(
-        "As MoEvement's, where nothing was measured, with this project's windows, and with torchrun, which restarts the"
+        "As MoEvement's, where nothing was measured, and with torchrun, which restarts the"
         " processes of all ranks after each fault."
     ),
-    window_by_count=False,
     restarts_all=True,
 )
 """Predictions of runs with this project."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from ...policy.shards import owned_operators
 from ...types import Part, Window
 from .behaviour import Behaviour
 from .inputs import TrainingJob
-from .memory import MemoryUse, memory_of
+from .memory import memory_of
 from .systems import CheckpointSystem, MoEvement
 from .systems.links import SystemSetting
-from .systems.sparse import expert_shares, sparse_schedules
 
 
 def node_bytes(setting: SystemSetting, system: CheckpointSystem, behaviour: Behaviour) -> int:
@@ -55,7 +55,8 @@ def _selective(setting: SystemSetting, system: CheckpointSystem, behaviour: Beha
 def _sparse(setting: SystemSetting, system: CheckpointSystem, behaviour: Behaviour) -> int:
     """Two windows with all their WEIGHTS, and the boundary logs, which stay with their sender."""
     assert isinstance(system, MoEvement)
-    memory = _sparse_memory(setting, behaviour.window, _copies(setting, system) - 1, system.reorder)
+    schedules = replace(system, window=behaviour.window).schedules(setting, None)
+    memory = memory_of(setting.job, {lane: schedule.window for lane, schedule in schedules.items()})
     logs = memory.log_bytes * setting.job.topology.ranks_per_node if system.local else 0
     windows = memory.peak_bytes - memory.all_logs_bytes
     return _on_a_node(setting.job, windows * _copies(setting, system)) + logs
@@ -91,9 +92,3 @@ def _on_a_node(job: TrainingJob, job_bytes: float) -> int:
 
 def _dense_windows(job: TrainingJob) -> dict[tuple[int, int], Window]:
     return {lane: Window(0, (operators,)) for lane, operators in owned_operators(job.shape, job.topology).items()}
-
-
-def _sparse_memory(setting: SystemSetting, window: int, replicas: int, reorder: bool) -> MemoryUse:
-    shares = expert_shares(setting.job, None) if reorder else None
-    schedules = sparse_schedules(setting, shares, setting.peer_bytes_per_s(replicas), window)
-    return memory_of(setting.job, {lane: schedule.window for lane, schedule in schedules.items()})

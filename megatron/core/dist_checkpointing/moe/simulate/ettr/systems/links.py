@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from ....errors import UsageError
 from ....policy.placement import Placement, place_replicas, surviving
-from ....types import Part
+from ....types import Part, SnapshotPlan
 from ..behaviour import Nodes, RecoveryCost
 from ..constants import Constants
 from ..inputs import Cluster, IterationCost, TrainingJob
@@ -22,6 +23,11 @@ class SystemSetting:
     cost: IterationCost
     cluster: Cluster
     constants: Constants
+
+    @cached_property
+    def settled(self) -> dict[Any, list[SnapshotPlan]]:
+        """The plans of windows that were found before, by what was asked for."""
+        return {}
 
     @property
     def iteration_s(self) -> float:
