@@ -12,10 +12,10 @@ from functools import cache
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.policy.interval import ettr, expected_recovery_s
-from moe_ckpt.report import Fact, Table
+from moe_ckpt.report import Fact, Table, table
 
 from .evaluation import AZURE, behaviour_of
-from .figure import Figure, decimals, minutes, published, table
+from .figure import Figure, decimals, minutes, published
 from .jobs import MTBF_S, azure_job
 
 INTERVALS = (1, 2, 5, 10, 15, 20, 30, 50, 70, 100, 150, 200, 300, 500, 1000)

@@ -14,10 +14,10 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.moe.simulate.ettr.events import Moment, SimulatedRun, simulate
 from megatron.core.dist_checkpointing.moe.simulate.ettr.faults import load_trace
-from moe_ckpt.report import Fact, Table
+from moe_ckpt.report import Fact, Table, table
 
 from .evaluation import AZURE, SYSTEMS, behaviour_of
-from .figure import COLOURS, NAMES, Figure, published, table
+from .figure import COLOURS, NAMES, Figure, published
 from .jobs import azure_job
 
 SIX_HOURS = Path(__file__).parent / "six_hours.csv"

@@ -11,10 +11,10 @@ from dataclasses import asdict
 from functools import cache
 from typing import Any
 
-from moe_ckpt.report import Fact, Table
+from moe_ckpt.report import Fact, Table, table
 
 from .evaluation import AZURE, SystemOutcome, behaviour_of, outcome
-from .figure import COLOURS, NAMES, Figure, decimals, minutes, published, table
+from .figure import COLOURS, NAMES, Figure, decimals, minutes, published
 from .jobs import SCALE_OUT, scale_out_job
 
 MTBF_S = (3600, 1800, 600)

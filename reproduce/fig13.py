@@ -13,10 +13,10 @@ from statistics import fmean
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.simulate.ettr.closed_form import ettr
-from moe_ckpt.report import Fact, Table
+from moe_ckpt.report import Fact, Table, table
 
 from .evaluation import AZURE, behaviour_of
-from .figure import Figure, decimals, published, table
+from .figure import Figure, decimals, published
 from .jobs import MODELS, azure_job
 from .paper_systems import PaperMoEvement
 from .skewness import alpha_of, dirichlet

@@ -13,10 +13,10 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.moe.simulate.ettr.behaviour import Behaviour
 from megatron.core.dist_checkpointing.moe.simulate.ettr.events import estimate
-from moe_ckpt.report import Fact, Table
+from moe_ckpt.report import Fact, Table, table
 
 from .evaluation import AZURE, SYSTEMS, behaviour_of, one_run
-from .figure import COLOURS, NAMES, Figure, decimals, published, table
+from .figure import COLOURS, NAMES, Figure, decimals, published
 from .jobs import azure_job
 from .skewness import dirichlet, skewness
 

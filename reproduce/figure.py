@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from moe_ckpt.report import Fact, Report, Table, Unit
+from moe_ckpt.report import Fact, Report, Table
 from moe_ckpt.report.markdown import as_markdown
 
 COLOURS = {"checkfreq": "tab:blue", "gemini": "tab:orange", "moc": "tab:red", "moevement": "tab:green"}
@@ -83,12 +83,6 @@ class Figure:
             canvas.savefig(path, dpi=120)
         except OSError as error:
             raise UsageError(f"--plot {path}: cannot be written: {error.strerror}") from error
-
-
-def table(title: str, columns: str, rows: Iterable[tuple[Any, ...]]) -> Table:
-    """A table. columns: names with ` | ` between them, each followed by `:unit` where its values are no texts."""
-    names = (column.partition(":") for column in columns.split(" | "))
-    return Table(title, tuple((name, cast("Unit", unit or "text")) for name, _, unit in names), tuple(rows))
 
 
 @cache

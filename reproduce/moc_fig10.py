@@ -22,9 +22,9 @@ from megatron.core.dist_checkpointing.moe.policy.partial import (
 )
 from megatron.core.dist_checkpointing.moe.policy.sharding import shard_checkpoint
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, ModelShape, OperatorId, Part, Topology
-from moe_ckpt.report import Fact, Table
+from moe_ckpt.report import Fact, Table, table
 
-from .figure import Figure, published, table
+from .figure import Figure, published
 
 EXPERTS_SAVED = (1, 2, 4, 8, 16)
 """K of the figure's bars; the last saves all experts of GPT-350M-16E."""

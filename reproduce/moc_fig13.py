@@ -20,9 +20,9 @@ from megatron.core.dist_checkpointing.moe.policy.interval import (
     moc_save_overhead_s,
     young,
 )
-from moe_ckpt.report import Fact, Table
+from moe_ckpt.report import Fact, Table, table
 
-from .figure import Figure, published, table
+from .figure import Figure, published
 from .moc_iteration import MocIteration, MocIterationCost, cost_of, machines
 
 GPUS = (32, 64, 128, 256, 512, 1024)

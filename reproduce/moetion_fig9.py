@@ -18,9 +18,9 @@ from megatron.core.dist_checkpointing.moe.simulate.ettr.clusters import cluster
 from megatron.core.dist_checkpointing.moe.simulate.ettr.cost import MOEVEMENT_UTILISATION, iteration_cost
 from megatron.core.dist_checkpointing.moe.simulate.ettr.inputs import Cluster, TrainingJob
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, ModelShape, OperatorId, OperatorSize, Topology
-from moe_ckpt.report import Fact, Table
+from moe_ckpt.report import Fact, Table, table
 
-from .figure import Figure, published, table
+from .figure import Figure, published
 
 
 def shape(experts: int) -> ModelShape:

@@ -12,10 +12,10 @@ from functools import cache
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.simulate.ettr.events import Estimate
-from moe_ckpt.report import Fact, Table
+from moe_ckpt.report import Fact, Table, table
 
 from .evaluation import AZURE, DURATION_S, SYSTEMS, SystemOutcome, behaviour_of, by_chance, evaluate
-from .figure import COLOURS, NAMES, EttrAgreement, Figure, decimals, minutes, published, table
+from .figure import COLOURS, NAMES, EttrAgreement, Figure, decimals, minutes, published
 from .jobs import MODELS, MTBF_S, azure_job
 
 TOLERANCE = {"checkfreq": 0.03, "gemini": 0.03, "moc": 0.05, "moevement": 0.010}

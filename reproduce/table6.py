@@ -12,10 +12,10 @@ from functools import cache
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.simulate.ettr.memory import MemoryUse, memory_of
-from moe_ckpt.report import Fact, Table
+from moe_ckpt.report import Fact, Table, table
 
 from .evaluation import AZURE, windows_of
-from .figure import Figure, published, table
+from .figure import Figure, published
 from .jobs import MODELS, azure_job
 
 TOLERANCE = 0.05

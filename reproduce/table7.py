@@ -13,10 +13,10 @@ from functools import cache
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.types import LOW_PRECISIONS
-from moe_ckpt.report import Fact, Table
+from moe_ckpt.report import Fact, Table, table
 
 from .evaluation import H100, SystemOutcome, evaluate
-from .figure import COLOURS, NAMES, Figure, decimals, minutes, published, table
+from .figure import COLOURS, NAMES, Figure, decimals, minutes, published
 from .jobs import h100_job
 
 MTBF_S = (3600, 1800, 600)

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from moe_ckpt.report import Columns, Fact, Report, Table
+from moe_ckpt.report import Fact, Report, Table, table
 
 from ..simulate.ettr.advise import Advice, described
 from ..simulate.ettr.advise import advise as advise_on
@@ -79,21 +79,11 @@ def as_report(question: Question, advice: Advice) -> Report:
 
 
 def _systems(advice: Advice) -> Table:
-    columns: Columns = (
-        ("system", "text"),
-        ("updates", "text"),
-        ("ETTR", "share"),
-        ("+-", "share"),
-        ("by formula", "share"),
-        ("overhead", "share"),
-        ("recovery", "seconds"),
-        ("at worst", "seconds"),
-        ("iterations again", "count"),
-        ("tokens lost", "share"),
-        ("memory", "bytes"),
-        ("verdict", "text"),
+    columns = (
+        "system | updates | ETTR:share | +-:share | by formula:share | overhead:share | recovery:seconds"
+        " | at worst:seconds | iterations again:count | tokens lost:share | memory:bytes | verdict"
     )
-    rows = tuple(
+    rows = (
         (
             choice.system,
             "exact" if choice.exact else "lossy",
@@ -110,7 +100,7 @@ def _systems(advice: Advice) -> Table:
         )
         for choice in advice.choices
     )
-    return Table("Systems", columns, rows)
+    return table("Systems", columns, rows)
 
 
 def _verdict(choice: Choice, advice: Advice) -> str:
@@ -120,16 +110,8 @@ def _verdict(choice: Choice, advice: Advice) -> str:
 
 
 def _settings(advice: Advice) -> Table:
-    columns: Columns = (
-        ("system", "text"),
-        ("interval", "count"),
-        ("W", "count"),
-        ("r", "count"),
-        ("local", "text"),
-        ("K of N", "share"),
-        ("budget", "share"),
-    )
-    rows = tuple(
+    columns = "system | interval:count | W:count | r:count | local | K of N:share | budget:share"
+    rows = (
         (
             choice.system,
             None if choice.never else choice.interval,
@@ -141,7 +123,7 @@ def _settings(advice: Advice) -> Table:
         )
         for choice in advice.choices
     )
-    return Table("Settings of each", columns, rows)
+    return table("Settings of each", columns, rows)
 
 
 def _impossible(advice: Advice) -> Table:

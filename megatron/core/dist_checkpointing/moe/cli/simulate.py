@@ -6,8 +6,10 @@ import click
 
 from .simulate_run import run
 
-MOVED = ("table3", "table6", "table7", "fig1", "fig10", "fig11", "fig13", "fig16")
-MOVED += ("moc-fig10", "moc-fig13", "moetion-fig9")
+MOVED = (
+    *("table3", "table6", "table7", "fig1", "fig10", "fig11", "fig13", "fig16"),
+    *("moc-fig10", "moc-fig13", "moetion-fig9"),
+)
 """Tables and figures of papers, which were sub commands here."""
 
 

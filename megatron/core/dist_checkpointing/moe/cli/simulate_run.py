@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from moe_ckpt.report import Columns, Fact, Report, Table
+from moe_ckpt.report import Fact, Report, table
 
 from ..simulate.ettr.closed_form import ettr as closed_form
 from ..simulate.ettr.events import estimate, simulate
@@ -75,7 +75,7 @@ def run(
             Fact("Microbatches of a pipeline", machine.job.microbatches, "count"),
             Fact("Hours of a run", hours, "count"),
         ),
-        (Table("Systems", _COLUMNS, rows),),
+        (table("Systems", _COLUMNS, rows),),
         (
             "overhead: per iteration. recovery: of a fault. lost: tokens whose updates experts lost. ETTR: mean over"
             " the runs, ± half of its 95 % confidence interval; formula: by MoEvement App. C.",
@@ -84,17 +84,9 @@ def run(
     )
 
 
-_COLUMNS: Columns = (
-    ("MTBF", "seconds"),
-    ("system", "text"),
-    ("interval", "count"),
-    ("W", "count"),
-    ("overhead", "share"),
-    ("recovery", "seconds"),
-    ("lost", "share"),
-    ("ETTR", "share"),
-    ("±", "share"),
-    ("formula", "share"),
+_COLUMNS = (
+    "MTBF:seconds | system | interval:count | W:count | overhead:share | recovery:seconds | lost:share | ETTR:share"
+    " | ±:share | formula:share"
 )
 
 

@@ -20,8 +20,8 @@ class Constants:
 
     Storage:
     persist_stall_s: what a checkpoint to storage stalls training whatever its size (barriers, commit).
-    upload_slowdown: as copy_slowdown, while a checkpoint is uploaded. max_overhead: CheckFreq's cap. persist_every_s:
-    time between the states that systems which checkpoint to memory put into storage for the loss of all replicas.
+    upload_slowdown: as copy_slowdown, while a checkpoint is uploaded. persist_every_s: time between the states that
+    systems which checkpoint to memory put into storage for the loss of all replicas.
 
     Recovery:
     detect_s. global_restart_s: tear down, replace the node, start and connect all ranks. local_restart_s: replace the
@@ -45,7 +45,6 @@ class Constants:
     copy_slowdown: float = 0.018
     persist_stall_s: float = 1.2
     upload_slowdown: float = 0.195
-    max_overhead: float = 0.03
     persist_every_s: float = 3 * 3600.0
     detect_s: float = 3.0
     global_restart_s: float = 154.0
@@ -77,7 +76,7 @@ class Constants:
         return self.global_restart_s if self.restarts_all else self.local_restart_s
 
 
-_SHARES = ("network_share", "host_share", "max_overhead", "pec_floor")
+_SHARES = ("network_share", "host_share", "pec_floor")
 _ABOVE_0 = frozenset((*_SHARES, "persist_every_s", "pec_snapshot_bytes_per_s", "planned_s"))
 
 MOEVEMENT = Constants(
@@ -89,8 +88,8 @@ MOEVEMENT = Constants(
         " 2 h. persist_stall_s, upload_slowdown: CheckFreq's intervals. detect_s, global_restart_s: ETTR of CheckFreq"
         " and Gemini; local_restart_s: of MoEvement. pec_slowdown, pec_blocking_s, pec_lost_per_hour: MoC's overheads"
         " and ETTR; the budget has to hold at 2 h, to fail at 1 h and to end with all experts in Fig. 10. From the"
-        " text: replicas 2 (4), max_overhead 3 % and runs of 12 h (5.2), frozen_saves a third (3.5), pec_floor 12.5 %"
-        " (Fig. 10c), pec_snapshot_bytes_per_s 1 GB/s (MoC 6.2.4). Assumed, and without effect on"
+        " text: replicas 2 (4), CheckFreq's cap of 3 % and runs of 12 h (5.2), frozen_saves a third (3.5), pec_floor"
+        " 12.5 % (Fig. 10c), pec_snapshot_bytes_per_s 1 GB/s (MoC 6.2.4). Assumed, and without effect on"
         " Table 3: host_share; persist_every_s, three hours as Gemini has it."
     ),
     network_busy_s=1.2,

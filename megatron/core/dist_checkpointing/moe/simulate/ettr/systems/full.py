@@ -1,4 +1,7 @@
-"""Systems that checkpoint everything at once: CheckFreq, Gemini, and Megatron-Core's distributed checkpoints."""
+"""Systems that checkpoint everything at once: CheckFreq, Gemini, and Megatron-Core's distributed checkpoints.
+
+Intervals are those of the strategy `full`, but for Gemini's: its oracle knows the failures, and has no flag.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ....policy.interval import checkfreq_interval, daly, gemini_oracle, in_iterations
+from ....policy.interval import gemini_oracle
+from ....strategies import Costs
 from ..behaviour import Behaviour, Nodes, RecoveryCost, Steady
+from ..driver import ENDLESS, SETTLED_AFTER, Driver, layer_job
 from .links import Replicas, SystemSetting
 
 
@@ -60,10 +65,8 @@ class CheckFreq:
     ) -> Behaviour:
         """See `CheckpointSystem`."""
         dense = replace(_uploaded(setting), load_s=0.0, load_per_node_s=setting.upload_s / setting.nodes)
-        interval = self.interval or checkfreq_interval(
-            setting.iteration_s, dense.stall_s, setting.upload_s, setting.constants.max_overhead
-        )
-        return dense.behaviour(self.name, setting, interval)
+        costs = Costs(setting.iteration_s, dense.stall_s, setting.upload_s)
+        return dense.behaviour(self.name, setting, self.interval or adapted_interval("checkfreq", costs, mtbf_s))
 
 
 @dataclass(frozen=True)
@@ -115,8 +118,22 @@ class TorchDistSystem:
             dense = _Dense(uploaded.stall_s + snapshot_s, uploaded.latency, uploaded.load_s)
         else:
             dense = _Dense(setting.constants.persist_stall_s + snapshot_s + setting.upload_s, 0, setting.upload_s)
-        best = in_iterations(daly(dense.stall_s, mtbf_s), setting.iteration_s)
-        return dense.behaviour(self.name, setting, self.interval or max(best, dense.latency))
+        costs = Costs(setting.iteration_s, dense.stall_s, setting.upload_s if self.asynchronous else 0.0)
+        return dense.behaviour(self.name, setting, self.interval or adapted_interval("daly", costs, mtbf_s))
+
+
+def adapted_interval(policy: str, costs: Costs, mtbf_s: float) -> int:
+    """Iterations between two snapshots of `full` with `--moe-ckpt-interval-policy`, once it has measured these costs.
+
+    What a snapshot has plays no part in that: the model is one operator.
+    """
+    job = layer_job(0, 1, 1, ENDLESS, strategy="full", interval_policy=policy, mtbf_s=max(1.0, mtbf_s))
+    driver = Driver(job, costs=lambda plan: costs)
+    taken: list[int] = []
+    # The first two are planned before the first one's costs are known.
+    while len(taken) < 2 + SETTLED_AFTER:
+        taken += [] if driver.iterate() is None else [driver.iteration]
+    return taken[-1] - taken[-2]
 
 
 def _uploaded(setting: SystemSetting) -> _Dense:
