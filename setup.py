@@ -5,7 +5,7 @@ from pathlib import Path
 from setuptools import find_namespace_packages, setup
 
 ROOT = Path(__file__).parent
-OVERLAYS = ("megatron.core.dist_checkpointing.moe", "megatron.pretrain")
+OVERLAYS = ("megatron.core.dist_checkpointing.moe", "megatron.pretrain", "moe_ckpt")
 
 # `megatron` is a namespace package that the megatron-core wheel shares with us, so packages are found below our own
 # roots only: a package listed above them would shadow the wheel's.
@@ -24,8 +24,7 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.11,<3.12",
     packages=packages,
-    package_data={"": ["*.json", "*.csv", "presets/*.json", "traces/*.csv"]},
-    py_modules=["moe_ckpt"],
+    package_data={"": ["*.json", "*.csv", "presets/*.json"]},
     entry_points={"console_scripts": ["moe-ckpt=moe_ckpt:main"]},
     install_requires=[
         "megatron-core==0.16.1",
@@ -53,5 +52,6 @@ setup(
         ],
         "gpu": ["transformer-engine[pytorch]>=2.9", "nvidia-resiliency-ext>=0.4.1"],
         "export": ["safetensors>=0.4"],
+        "reproduce": ["matplotlib>=3.8"],
     },
 )

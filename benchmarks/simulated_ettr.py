@@ -21,7 +21,7 @@ from typing import Any
 
 from snapshot import machine
 
-from megatron.core.dist_checkpointing.moe.simulate.ettr.behaviour import Nodes, Recovery, Steady
+from megatron.core.dist_checkpointing.moe.simulate.ettr.behaviour import Nodes, RecoveryCost, Steady
 from megatron.core.dist_checkpointing.moe.simulate.ettr.events import simulate
 from megatron.core.dist_checkpointing.moe.simulate.ettr.faults import Fault as SimulatedFault
 from megatron.pretrain.chaos.faults import Fault, Kind, Odds, schedule
@@ -183,21 +183,21 @@ def compared(name: str, setup: Setup, inputs: Inputs, outcome: Outcome) -> dict[
     return shares | {"faults": len(faults), "iterations": outcome.last, "iteration_s": pace}
 
 
-def recovery_of(setup: Setup, inputs: Inputs, first: int, pace: float) -> Callable[[int, Nodes, Nodes], Recovery]:
+def recovery_of(setup: Setup, inputs: Inputs, first: int, pace: float) -> Callable[[int, Nodes, Nodes], RecoveryCost]:
     """What a fault costs, by the iteration that it cuts off. first: iterations that were trained before the clock
     began. pace: seconds of an iteration with checkpoints."""
     restart_s = inputs.restart * pace
 
-    def recover(since: int, nodes: Nodes, down: Nodes) -> Recovery:
+    def recover(since: int, nodes: Nodes, down: Nodes) -> RecoveryCost:
         iteration = first + since
         again = min(
             iteration,
             iteration % setup.interval + (setup.interval if iteration % setup.interval < setup.latency else 0),
         )
         if setup.dense:
-            return Recovery(0.0, restart_s, 0.0, again * pace, again)
+            return RecoveryCost(0.0, restart_s, 0.0, again * pace, again)
         replayed = min(iteration, setup.interval - 1 + again)
-        return Recovery(0.0, restart_s, 0.0, replayed * inputs.replayed * pace, replayed)
+        return RecoveryCost(0.0, restart_s, 0.0, replayed * inputs.replayed * pace, replayed)
 
     return recover
 

@@ -12,7 +12,9 @@ MOE = "megatron.core.dist_checkpointing.moe"
 VALUES = ("types", "errors", "config", "models")
 SIDE_ROOMS = ("capture", "store", "replicate", "recover", "replay")
 
-FILES = sorted(path for folder in ("megatron", "tools") for path in (ROOT / folder).rglob("*.py"))
+FILES = sorted(
+    path for folder in ("megatron", "moe_ckpt", "reproduce", "tools") for path in (ROOT / folder).rglob("*.py")
+)
 
 
 def module_of(path: Path) -> str:
@@ -92,6 +94,17 @@ def test_what_looks_at_stores_from_outside_is_used_by_commands_alone(path: Path)
     module = module_of(path)
     uses = [name for name in imports_of(path) if in_room(name, "examine")]
     assert not uses or in_room(module, "examine") or in_room(module, "cli") or not module.startswith("megatron")
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_reports_and_the_simulator_import_no_commands_and_nothing_imports_the_reproduction(path: Path) -> None:
+    module, imports = module_of(path), imports_of(path)
+    if module.startswith("moe_ckpt.report"):
+        assert not [name for name in imports if name.startswith("megatron")]
+    if in_room(module, "simulate"):
+        assert not [name for name in imports if in_room(name, "cli") or name.startswith("moe_ckpt")]
+    if not module.startswith("reproduce"):
+        assert not [name for name in imports if name.split(".")[0] == "reproduce"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=named)

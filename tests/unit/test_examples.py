@@ -13,13 +13,13 @@ import pytest
 
 from megatron.core.dist_checkpointing.moe.cli.main import main
 from megatron.core.dist_checkpointing.moe.models import preset
-from megatron.core.dist_checkpointing.moe.simulate.ettr.papers.jobs import azure_job
 from megatron.core.dist_checkpointing.moe.types import ModelShape, Topology
 from megatron.pretrain.config import PretrainConfig, parse_config
 from megatron.pretrain.config.derived import Environment, moe_layer_pattern
 from megatron.pretrain.config.validate import resolve
 from megatron.pretrain.model import build_transformer_config
 from megatron.pretrain.tokenizer import build_tokenizer
+from reproduce.jobs import azure_job
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.interval import ettr as formula
-from megatron.core.dist_checkpointing.moe.simulate.ettr.behaviour import Nodes, Recovery, Steady
+from megatron.core.dist_checkpointing.moe.simulate.ettr.behaviour import Nodes, RecoveryCost, Steady
 from megatron.core.dist_checkpointing.moe.simulate.ettr.closed_form import ettr
 
 
 def steady(iteration_s: float, overhead_s: float, recovery_s: float) -> Steady:
-    def recover(iteration: int, nodes: Nodes, down: Nodes) -> Recovery:
-        return Recovery(0.0, recovery_s, 0.0, 0.0, 0)
+    def recover(iteration: int, nodes: Nodes, down: Nodes) -> RecoveryCost:
+        return RecoveryCost(0.0, recovery_s, 0.0, 0.0, 0)
 
     return Steady("steady", iteration_s, 10, 1, overhead_s, recovery_s, recover)
 
@@ -24,7 +24,7 @@ def steady(iteration_s: float, overhead_s: float, recovery_s: float) -> Steady:
 class Tiring(Steady):
     """Each fault doubles the overhead."""
 
-    def strike(self, iteration: int, *, nodes: Nodes, down: Nodes | None = None) -> Recovery:
+    def strike(self, iteration: int, *, nodes: Nodes, down: Nodes | None = None) -> RecoveryCost:
         object.__setattr__(self, "overhead_s", 2 * self.overhead_s)
         return super().strike(iteration, nodes=nodes, down=down)
 

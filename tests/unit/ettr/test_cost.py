@@ -9,7 +9,7 @@ import pytest
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.models import PRESETS, preset
 from megatron.core.dist_checkpointing.moe.simulate.ettr.clusters import cluster
-from megatron.core.dist_checkpointing.moe.simulate.ettr.collectives import Links, Spread
+from megatron.core.dist_checkpointing.moe.simulate.ettr.collectives import GroupSpread, Links
 from megatron.core.dist_checkpointing.moe.simulate.ettr.cost import (
     MEGATRON_UTILISATION,
     MOEVEMENT_UTILISATION,
@@ -18,8 +18,8 @@ from megatron.core.dist_checkpointing.moe.simulate.ettr.cost import (
     operator_flops,
 )
 from megatron.core.dist_checkpointing.moe.simulate.ettr.inputs import Cluster, IterationCost, TrainingJob
-from megatron.core.dist_checkpointing.moe.simulate.ettr.papers.jobs import azure_job, h100_job, scale_out_job
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, PRECISIONS, OperatorKind, Topology, expert
+from reproduce.jobs import azure_job, h100_job, scale_out_job
 
 AZURE = cluster("azure-nc96ads-a100")
 LINKS = Links(intra_bytes_per_s=1e11, inter_bytes_per_s=1e9, latency_s=1e-5)
@@ -143,15 +143,15 @@ def test_sixteen_thousand_ranks_have_a_cost() -> None:
 
 
 def test_a_ring_sends_one_share_per_rank_of_a_node_to_other_nodes() -> None:
-    alone, eight = Spread.of(4, 8, 8), Spread.of(32, 1, 8)
+    alone, eight = GroupSpread.of(4, 8, 8), GroupSpread.of(32, 1, 8)
     assert (alone.nodes, eight.nodes) == (4, 4)
     assert LINKS.ring_network_s(8e9, alone) == pytest.approx(6.0)
     assert LINKS.ring_network_s(8e9, eight) == pytest.approx(6.0 / 8)
 
 
 def test_a_group_of_one_has_nothing_to_send() -> None:
-    assert LINKS.ring_s(1e9, Spread.of(1, 1, 8)) == 0
-    assert LINKS.all_to_all_s(1e9, Spread.of(1, 1, 8)) == 0
+    assert LINKS.ring_s(1e9, GroupSpread.of(1, 1, 8)) == 0
+    assert LINKS.all_to_all_s(1e9, GroupSpread.of(1, 1, 8)) == 0
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ import pytest
 
 from megatron.core.dist_checkpointing.moe.policy.lanes import joint_schedules, merge
 from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
-from megatron.core.dist_checkpointing.moe.simulate.ettr.memory import logged_iterations, memory_of, windows_by_count
-from megatron.core.dist_checkpointing.moe.simulate.ettr.papers.jobs import azure_job
+from megatron.core.dist_checkpointing.moe.simulate.ettr.memory import logged_iterations, memory_of
 from megatron.core.dist_checkpointing.moe.types import PRECISIONS
+from reproduce.evaluation import windows_by_count
+from reproduce.jobs import azure_job
 
 # What two replicas of a snapshot may take of a rank's share of the network, in the part of an iteration that is left.
 BUDGET = {"MoE-LLaVa": 270_000_000, "GPT-MoE": 450_000_000, "DeepSeek-MoE": 810_000_000}

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from megatron.core.dist_checkpointing.moe.policy.interval import moc_save_overhead_s
-from megatron.core.dist_checkpointing.moe.simulate.ettr.papers import moc_fig10, moc_fig13, result
-from megatron.core.dist_checkpointing.moe.simulate.ettr.papers.moc_iteration import (
-    Setting,
-    bar,
+from reproduce import moc_fig10, moc_fig13
+from reproduce.figure import published
+from reproduce.moc_iteration import (
+    MocIteration,
     compute_s,
+    cost_of,
     exchanges_s,
     machines,
 )
@@ -21,12 +23,12 @@ CASES = ("Case1", "Case2", "Case3")
 
 def test_one_expert_of_sixteen_makes_the_published_share_of_a_full_checkpoint() -> None:
     ours = moc_fig10.total_shares()["both"][1]
-    assert ours == pytest.approx(moc_fig10.published()["fig10"]["total_share_of_full_k1"], abs=0.002)
+    assert ours == pytest.approx(published("moc")["fig10"]["total_share_of_full_k1"], abs=0.002)
 
 
 @pytest.mark.parametrize("scope", ["weights", "optimizer", "both"])
 def test_each_scope_makes_the_share_of_table_3(scope: str) -> None:
-    given = moc_fig10.published()["total_share_by_scope"][scope]
+    given = published("moc")["total_share_by_scope"][scope]
     assert moc_fig10.total_shares()[scope][1] == pytest.approx(given, abs=0.005)
 
 
@@ -55,7 +57,7 @@ def test_sharding_experts_alone_helps_only_with_several_groups_of_expert_paralle
     helps = [
         case for case, by_k in moc_fig10.bottlenecks().items() if any(of["EE"] < of["none"] for of in by_k.values())
     ]
-    assert helps == moc_fig10.published()["fig10"]["expert_sharding_helps_in"]
+    assert helps == published("moc")["fig10"]["expert_sharding_helps_in"]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -67,17 +69,17 @@ def test_fewer_experts_never_make_the_bottleneck_larger(case: str) -> None:
 
 def test_all_techniques_take_at_least_the_published_half_off_the_bottleneck() -> None:
     least = min(of[moc_fig10.ALL_TECHNIQUES] for of in moc_fig10.reductions().values())
-    assert least >= moc_fig10.published()["fig10"]["checkpointing_time_reduction_up_to"]
+    assert least >= published("moc")["fig10"]["checkpointing_time_reduction_up_to"]
 
 
 def test_without_sharding_partial_checkpoints_save_a_rank_less_than_with_it() -> None:
     saved = moc_fig10.pec_reductions()
     assert 0 < saved["rank_reduction_without_sharding_k1"] < saved["total_reduction_k1"] < saved["rank_reduction_k1"]
-    assert not any(moc_fig10.published()["pec"][name] for name in saved)
+    assert not any(published("moc")["pec"][name] for name in saved)
 
 
 def test_the_composition_of_a_checkpoint_is_that_of_figure_2() -> None:
-    table = next(table for table in moc_fig10.result().report.tables if table.title.startswith("Composition"))
+    table = next(table for table in moc_fig10.figure().tables if table.title.startswith("Composition"))
     for _, ours, given in table.rows:
         assert ours == pytest.approx(given, abs=0.005)
 
@@ -92,18 +94,18 @@ def test_the_assumed_network_lies_within_the_range_in_which_the_text_holds() -> 
 
 
 def test_computation_takes_the_published_share_of_the_peak() -> None:
-    ratio = compute_s(Setting("a800", 64)) / compute_s(Setting("h100", 64))
+    ratio = compute_s(MocIteration("a800", 64)) / compute_s(MocIteration("h100", 64))
     assert ratio == pytest.approx(989 / 312)
 
 
 def test_experts_on_one_node_exchange_nothing_between_nodes() -> None:
-    within_s, between_s = exchanges_s(Setting("a800", 8))
+    within_s, between_s = exchanges_s(MocIteration("a800", 8))
     assert within_s > 0
     assert between_s == 0
 
 
 def test_partial_snapshots_take_an_eighth_of_the_time_and_the_non_experts() -> None:
-    one = bar(Setting("a800", 256))
+    one = cost_of(MocIteration("a800", 256))
     assert 1 / 8 < one.moc_snapshot_s / one.base_snapshot_s < 0.14
     assert one.moc_async_s == one.forward_backward_s + moc_save_overhead_s(one.moc_snapshot_s, one.forward_backward_s)
 
@@ -114,15 +116,13 @@ def test_a_shorter_interval_and_the_same_one_both_lose_less_than_full_checkpoint
 
 
 def test_figures_that_were_not_at_hand_stay_empty() -> None:
-    given = moc_fig10.published()["fig10"]
+    given = published("moc")["fig10"]
     assert [given[key] for key in given if key.startswith(("equal", "adaptive"))] == [None, None, None]
 
 
-@pytest.mark.parametrize("name", ["moc-fig10", "moc-fig13"])
-def test_the_results_are_known_by_name_and_draw_themselves(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", [moc_fig10, moc_fig13])
+def test_the_figures_draw_themselves(module: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    found = result(name)
-    assert found.plot is not None
     path = tmp_path / "figure.png"
-    found.plot(path)
+    module.figure().plot(path)
     assert path.stat().st_size > 10_000

@@ -7,30 +7,27 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.simulate.ettr.papers import moetion_fig9, result
+from reproduce import moetion_fig9
+from reproduce.figure import published
 
 EXPERTS = (1, 2, 4, 8, 16, 32)
 
 
 def test_the_shape_has_the_published_parameters_and_gemini_the_published_bytes() -> None:
-    given = moetion_fig9.published()
+    given = published("moetion")
     parameters = given["models"]["MoE-GPT-3.8B-8E"]["parameters"]
     assert moetion_fig9.shape(8).total_parameters == pytest.approx(parameters, rel=0.002)
     assert moetion_fig9.point(32).gemini_bytes == pytest.approx(given["fig9"]["gemini_bytes"]["32"], rel=0.002)
 
 
 def test_moetions_time_with_32_experts_is_within_a_tenth_of_the_published_one() -> None:
-    given = moetion_fig9.published()["fig9"]["moetion_s"]["32"]
+    given = published("moetion")["fig9"]["moetion_s"]["32"]
     assert moetion_fig9.point(32).moetion_s == pytest.approx(given, rel=0.10)
 
 
 def test_moetions_time_with_8_experts_is_within_a_tenth_of_that_of_figure_10() -> None:
-    given = moetion_fig9.published()["fig10"]["full_s"]
+    given = published("moetion")["fig10"]["full_s"]
     assert moetion_fig9.point(8).moetion_s == pytest.approx(given, rel=0.10)
-
-
-def test_the_only_fitted_time_is_met() -> None:
-    assert moetion_fig9.point(32).gemini_s == pytest.approx(moetion_fig9.published()["fig9"]["gemini_s"]["32"])
 
 
 @pytest.mark.parametrize("experts", EXPERTS)
@@ -60,21 +57,12 @@ def test_iterations_grow_more_slowly_than_the_model() -> None:
         assert 1 < other.iteration_s / one.iteration_s < other.gemini_bytes / one.gemini_bytes
 
 
-def test_six_experts_of_64_make_the_published_bytes_of_figure_4() -> None:
-    given = moetion_fig9.published()["fig4"]
-    share = given["selected_experts"] / 64
-    non_experts = (given["selected_bytes"] / given["full_bytes"] - share) / (1 - share)
-    assert 0 < non_experts < 0.02
-
-
 def test_the_size_that_is_not_published_is_predicted() -> None:
-    assert moetion_fig9.published()["fig9"]["moetion_bytes"]["32"] is None
+    assert published("moetion")["fig9"]["moetion_bytes"]["32"] is None
     assert moetion_fig9.point(32).moetion_bytes > 0
 
 
-def test_the_result_is_known_by_name_and_draws_itself(tmp_path: Path) -> None:
+def test_the_figure_draws_itself(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    found = result("moetion-fig9")
-    assert found.plot is not None
-    found.plot(tmp_path / "figure.png")
+    moetion_fig9.figure().plot(tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000

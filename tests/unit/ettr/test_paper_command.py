@@ -1,4 +1,4 @@
-"""`moe-ckpt simulate`: tables, files, pictures, and runs of one's own."""
+"""`moe-ckpt simulate`: runs of one's own, and where the papers' tables have gone."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from megatron.core.dist_checkpointing.moe.cli.simulate import simulate
+from megatron.core.dist_checkpointing.moe.cli.simulate import MOVED, simulate
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.simulate.ettr.papers import PAPERS
 
+ROOT = Path(__file__).parents[3]
 RUN = ("run", "--model", "GPT-125M-8E", "--pp", "2", "--ep", "4", "--global-batch-size", "32", "--cluster", "a800")
 
 
@@ -26,38 +26,13 @@ def rows(result: Result) -> list[dict[str, Any]]:
     return found
 
 
-def test_the_help_lists_every_table_and_figure() -> None:
-    text = invoke("--help").output
-    assert all(name in text for name in (*PAPERS, "run"))
-
-
-def test_json_has_plain_numbers() -> None:
-    found = json.loads(invoke("table6", "--json").output)
-    assert found["DeepSeek-MoE"]["published"]["gemini_bytes"] == 426_400_000_000
-    assert isinstance(found["QWen-MoE"]["ours"]["total_bytes"], int)
-
-
-def test_a_result_is_written_as_its_suffixes_say(tmp_path: Path) -> None:
-    markdown, data, picture = (tmp_path / name for name in ("fig1.md", "fig1.json", "fig1.png"))
-    result = invoke("fig1", "--out", str(markdown), "--out", str(data), "--plot", str(picture))
-    assert result.exit_code == 0, result.output
-    assert "| best interval |" in markdown.read_text()
-    assert "(fig1.png)" in markdown.read_text()
-    assert json.loads(data.read_text())["costs"]["iteration_s"] > 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("words", [("--out", "fig1.txt"), ("--plot", "fig1.doc")])
-def test_a_suffix_that_stands_for_nothing_is_refused(words: tuple[str, str]) -> None:
-    error = invoke("fig1", *words).exception
-    assert isinstance(error, UsageError)
-    assert words[1] in str(error)
-
-
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    error = invoke("fig1", "--out", str(tmp_path / "none" / "fig1.md")).exception
-    assert isinstance(error, UsageError)
-    assert "cannot be written" in str(error)
+@pytest.mark.parametrize("name", MOVED)
+def test_who_asks_for_a_papers_table_is_told_which_script_makes_it(name: str) -> None:
+    result = invoke(name, "--out", "table.md")
+    script = Path("reproduce") / f"{name.replace('-', '_')}.py"
+    assert result.exit_code == 2
+    assert f"moved to {script}" in result.output
+    assert (ROOT / script).exists()
 
 
 def test_a_run_of_ones_own_model_has_a_row_for_each_system_and_failure_rate() -> None:

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.simulate.ettr.papers import fig1, fig10, fig11, fig13, fig16
-from megatron.core.dist_checkpointing.moe.simulate.ettr.papers.jobs import MODELS, MTBF_S, SCALE_OUT
-from megatron.core.dist_checkpointing.moe.simulate.ettr.papers.published import published
+from reproduce import fig1, fig10, fig11, fig13, fig16
+from reproduce.figure import published
+from reproduce.jobs import MODELS, MTBF_S, SCALE_OUT
 
 
 def test_a_dense_checkpoint_in_every_iteration_slows_training_about_as_published() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron.core.dist_checkpointing.moe.models import PUBLISHED, preset
-from megatron.core.dist_checkpointing.moe.simulate.ettr.papers.jobs import (
+from megatron.core.dist_checkpointing.moe.types import LOW_PRECISIONS
+from reproduce.jobs import (
     MODELS,
     SCALE_OUT,
     azure_job,
@@ -13,7 +14,6 @@ from megatron.core.dist_checkpointing.moe.simulate.ettr.papers.jobs import (
     h100_job,
     scale_out_job,
 )
-from megatron.core.dist_checkpointing.moe.types import LOW_PRECISIONS
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.simulate.ettr.papers.published import published
+from reproduce.figure import published
 
 SYSTEMS = ("checkfreq", "gemini", "moc", "moevement")
 

@@ -6,8 +6,8 @@ from statistics import fmean
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.simulate.ettr.papers.published import published
-from megatron.core.dist_checkpointing.moe.simulate.ettr.papers.skewness import (
+from reproduce.figure import published
+from reproduce.skewness import (
     alpha_of,
     dirichlet,
     expected_skewness,

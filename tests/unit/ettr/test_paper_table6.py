@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.simulate.ettr.papers import table6
+from reproduce import table6
 
 
 def test_totals_are_within_five_per_cent_of_all_published_ones() -> None:

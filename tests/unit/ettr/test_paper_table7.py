@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.simulate.ettr.papers import table7
-from megatron.core.dist_checkpointing.moe.simulate.ettr.papers.table7 import MTBF_S, SETTINGS, Claim
+from reproduce import table7
+from reproduce.table7 import MTBF_S, SETTINGS, PublishedRange
 
 
 def test_every_setting_and_failure_rate_is_predicted() -> None:
@@ -42,7 +42,7 @@ def test_fp8_makes_iterations_shorter_but_not_twice_as_fast() -> None:
 
 
 def test_a_range_holds_by_its_ends_and_is_within_without_them() -> None:
-    def claim(low: float, high: float) -> Claim:
-        return Claim("", (10.0, 20.0), (low, high), (1.0, 2.0))
+    def claim(low: float, high: float) -> PublishedRange:
+        return PublishedRange("", (10.0, 20.0), (low, high), (1.0, 2.0))
 
     assert [claim(*ends).verdict for ends in ((9.5, 21.0), (12.0, 15.0), (12.0, 23.0))] == ["yes", "within", "NO"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -17,14 +18,16 @@ from megatron.core.dist_checkpointing.moe.simulate.ettr.inputs import Cluster, I
 from megatron.core.dist_checkpointing.moe.simulate.ettr.systems import (
     SYSTEMS,
     CheckFreq,
+    CheckpointSystem,
     Gemini,
     Moc,
     Moetion,
     MoEvement,
-    TorchDist,
+    TorchDistSystem,
 )
-from megatron.core.dist_checkpointing.moe.simulate.ettr.systems.links import Setting, since
+from megatron.core.dist_checkpointing.moe.simulate.ettr.systems.links import SystemSetting, since
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, Topology
+from reproduce.paper_systems import PAPER_SYSTEMS, PaperMoc, PaperMoEvement
 
 AZURE = Cluster("azure", 8, {2: 312e12}, 25e9, 300e9, 1.25e9, 5e9, 880_000_000_000, "MoEvement 5.1")
 PIPELINES = {"MoE-LLaVa": (6, 2, 4, 1.70), "GPT-MoE": (3, 4, 8, 2.10), "DeepSeek-MoE": (12, 1, 8, 2.90)}
@@ -48,11 +51,12 @@ def cost_of(model: str, busy_s: float = 1.2) -> IterationCost:
 def behaviour(system: object, model: str = "DeepSeek-MoE", mtbf_s: float = 1800, **more: object) -> Behaviour:
     constants = more.pop("constants", MOEVEMENT)
     cost = more.pop("cost", cost_of(model))
-    setting = Setting(job_of(model), cost, AZURE, constants)  # type: ignore[arg-type]
+    setting = SystemSetting(job_of(model), cost, AZURE, constants)  # type: ignore[arg-type]
     return system.behaviour(setting, mtbf_s, **more)  # type: ignore[attr-defined]
 
 
-GPT_MOC = behaviour(SYSTEMS["moc"], "GPT-MoE", mtbf_s=900)
+Systems = Mapping[str, CheckpointSystem]
+GPT_MOCS = [behaviour(systems["moc"], "GPT-MoE", mtbf_s=900) for systems in (SYSTEMS, PAPER_SYSTEMS)]
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
@@ -62,8 +66,8 @@ def test_a_system_is_registered_under_its_own_name(name: str) -> None:
 
 
 @pytest.mark.parametrize(("model", "window"), [("MoE-LLaVa", 3), ("GPT-MoE", 3), ("DeepSeek-MoE", 6)])
-def test_moevement_finds_the_published_windows(model: str, window: int) -> None:
-    assert behaviour(SYSTEMS["moevement"], model).window == window
+def test_moevements_own_algorithm_finds_the_published_windows(model: str, window: int) -> None:
+    assert behaviour(PaperMoEvement(), model).window == window
 
 
 @pytest.mark.parametrize(("model", "interval"), [("MoE-LLaVa", 57), ("GPT-MoE", 78), ("DeepSeek-MoE", 124)])
@@ -133,12 +137,12 @@ def test_a_fault_before_the_first_window_is_whole_trains_from_the_start_again() 
 
 def test_each_technique_of_moevement_shortens_recovery() -> None:
     popularity = [1.0 + index for index in range(64)]
-    plain = MoEvement(skip_weight_gradients=False, reorder=False, local=False)
+    plain = PaperMoEvement(skips_weight_gradients=False, reorder=False, local=False)
     steps = [
         plain,
-        replace(plain, skip_weight_gradients=True),
-        replace(plain, skip_weight_gradients=True, reorder=True),
-        MoEvement(),
+        replace(plain, skips_weight_gradients=True),
+        replace(plain, skips_weight_gradients=True, reorder=True),
+        PaperMoEvement(),
     ]
     seconds = [behaviour(step, popularity=popularity).expected_recovery_s for step in steps]
     assert seconds == sorted(seconds, reverse=True)
@@ -211,8 +215,8 @@ def test_counted_traffic_is_used_where_the_constants_give_none() -> None:
     assert idle.overhead_s * idle.interval < busy.overhead_s * busy.interval
 
 
-def test_moc_pays_nothing_for_k_while_its_budget_lasts_and_doubles_it_afterwards() -> None:
-    found = behaviour(SYSTEMS["moc"], mtbf_s=600)
+def test_published_moc_pays_nothing_for_k_while_its_budget_lasts_and_doubles_it_afterwards() -> None:
+    found = behaviour(PAPER_SYSTEMS["moc"], mtbf_s=600)
     shares = [found.k_share]
     for fault in range(1, 8):
         found.strike(200 * fault, nodes=NODE)
@@ -220,17 +224,18 @@ def test_moc_pays_nothing_for_k_while_its_budget_lasts_and_doubles_it_afterwards
     assert shares == [1 / 8, 1 / 4, 1 / 2, 1, 1, 1, 1, 1]
 
 
-def test_moc_keeps_an_eighth_of_the_experts_where_faults_are_rare() -> None:
-    found = behaviour(SYSTEMS["moc"], mtbf_s=7200)
+@pytest.mark.parametrize("systems", [SYSTEMS, PAPER_SYSTEMS])
+def test_moc_keeps_an_eighth_of_the_experts_where_faults_are_rare(systems: Systems) -> None:
+    found = behaviour(systems["moc"], mtbf_s=7200)
     for fault in range(1, 7):
         found.strike(2400 * fault, nodes=NODE)
     assert found.k_share == 1 / 8
 
 
-@given(st.lists(st.integers(0, 10_000), max_size=15))
+@given(st.sampled_from(GPT_MOCS), st.lists(st.integers(0, 10_000), max_size=15))
 @settings(max_examples=20, deadline=None)
-def test_k_never_falls_and_lost_tokens_never_shrink(iterations: list[int]) -> None:
-    found = GPT_MOC.fresh()
+def test_k_never_falls_and_lost_tokens_never_shrink(moc: Behaviour, iterations: list[int]) -> None:
+    found = moc.fresh()
     before = found.k_share, found.overhead_s, found.lost_tokens
     for iteration in sorted(iterations):
         recovery = found.strike(iteration, nodes=NODE)
@@ -240,37 +245,66 @@ def test_k_never_falls_and_lost_tokens_never_shrink(iterations: list[int]) -> No
         before = after
 
 
-def test_a_second_recovery_to_the_same_checkpoint_loses_no_tokens() -> None:
-    found = behaviour(SYSTEMS["moc"], mtbf_s=7200)
+@pytest.mark.parametrize("systems", [SYSTEMS, PAPER_SYSTEMS])
+def test_a_second_recovery_to_the_same_checkpoint_loses_no_tokens(systems: Systems) -> None:
+    found = behaviour(systems["moc"], mtbf_s=7200)
     assert found.strike(1000, nodes=NODE).lost_tokens > 0
     assert found.strike(1000, nodes=NODE).lost_tokens == 0
 
 
-def test_with_all_experts_in_each_checkpoint_moc_loses_nothing() -> None:
-    found = behaviour(Moc(k_share=1.0), mtbf_s=600)
+@pytest.mark.parametrize("kind", [Moc, PaperMoc])
+def test_with_all_experts_in_each_checkpoint_moc_loses_nothing(kind: Callable[..., object]) -> None:
+    found = behaviour(kind(k_share=1.0), mtbf_s=600)
     found.strike(1000, nodes=NODE)
     assert found.lost_tokens == 0
 
 
-def test_rotation_loses_the_same_on_average_whatever_is_popular() -> None:
+@pytest.mark.parametrize("systems", [SYSTEMS, PAPER_SYSTEMS])
+def test_rotation_loses_the_same_on_average_whatever_is_popular(systems: Systems) -> None:
     job = job_of("DeepSeek-MoE")
     losses = []
     for popularity in (None, [1.0] * 63 + [200.0]):
         struck = []
         for iteration in range(1000, 1064):
-            found = behaviour(SYSTEMS["moc"], mtbf_s=7200, popularity=popularity)
+            found = behaviour(systems["moc"], mtbf_s=7200, popularity=popularity)
             struck.append(found.strike(iteration, nodes=NODE).lost_tokens / job.tokens)
         losses.append(sum(struck) / len(struck))
     assert losses == pytest.approx([3.5, 3.5])
 
 
-def test_a_fresh_behaviour_has_lost_nothing_and_the_old_one_keeps_what_it_lost() -> None:
-    found = behaviour(SYSTEMS["moc"], mtbf_s=600)
-    for fault in range(1, 5):
+@pytest.mark.parametrize("systems", [SYSTEMS, PAPER_SYSTEMS])
+def test_a_fresh_behaviour_has_lost_nothing_and_the_old_one_keeps_what_it_lost(systems: Systems) -> None:
+    found = behaviour(systems["moc"], mtbf_s=600)
+    for fault in range(1, 10):
         found.strike(100 * fault, nodes=NODE)
     fresh = found.fresh()
     assert (fresh.k_share, fresh.lost_tokens) == (1 / 8, 0)
     assert found.k_share == 1
+
+
+def test_moc_saves_all_experts_before_a_fault_could_use_up_its_budget() -> None:
+    budget = MOEVEMENT.pec_lost_per_hour * 12
+    found = behaviour(SYSTEMS["moc"], mtbf_s=600)
+    lost = []
+    for fault in range(1, 12):
+        share, before = found.k_share, found.overhead_s
+        found.strike(100 * fault, nodes=NODE)
+        lost.append(found.lost_tokens / job_of("DeepSeek-MoE").tokens)
+        assert (found.overhead_s > before) == (found.k_share > share)
+    assert lost[0] == pytest.approx(3.5)
+    assert lost[-1] <= budget < lost[-1] + 3.5
+    assert found.k_share == 1
+    assert lost[-1] == lost[-2]
+
+
+def test_faults_in_the_same_state_are_worked_out_once() -> None:
+    found = behaviour(Moc(), mtbf_s=600)
+    runs = []
+    for _ in range(2):
+        run = found.fresh()
+        runs.append([run.strike(97 * fault, nodes=NODE).lost_tokens for fault in range(1, 30)])
+    assert runs[0] == runs[1]
+    assert len(found._start.known) < 20  # type: ignore[attr-defined]
 
 
 def test_moetion_saves_the_experts_that_the_links_have_time_for_and_stalls_for_none() -> None:
@@ -296,11 +330,14 @@ def test_lossy_systems_refuse_a_model_without_experts(name: str) -> None:
     dense = replace(preset("GPT-MoE"), num_experts=0)
     job = TrainingJob(dense, Topology(96, pp=3), FP16_FP32, 512, 4, 2048)
     with pytest.raises(UsageError, match="has none"):
-        SYSTEMS[name].behaviour(Setting(job, cost_of("GPT-MoE"), AZURE, MOEVEMENT), 1800)
+        SYSTEMS[name].behaviour(SystemSetting(job, cost_of("GPT-MoE"), AZURE, MOEVEMENT), 1800)
 
 
 def test_synchronous_checkpoints_stall_for_the_whole_upload() -> None:
-    sync, background = behaviour(TorchDist(interval=100)), behaviour(TorchDist(asynchronous=True, interval=100))
+    sync, background = (
+        behaviour(TorchDistSystem(interval=100)),
+        behaviour(TorchDistSystem(asynchronous=True, interval=100)),
+    )
     upload_s = 14 * preset("DeepSeek-MoE").total_parameters / AZURE.storage_bytes_per_s
     assert sync.overhead_s * 100 > upload_s > background.overhead_s * 100
 

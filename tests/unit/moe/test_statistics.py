@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.moe.cli.progress import PATIENCE_S, progress
 from megatron.core.dist_checkpointing.moe.examine.statistics import Statistics, statistics
+from moe_ckpt.report.progress import PATIENCE_S, progress
 
 
 def test_a_tensor_of_several_blocks_has_the_statistics_of_the_whole() -> None:

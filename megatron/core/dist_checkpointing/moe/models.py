@@ -10,7 +10,7 @@ from .types import ModelShape
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedModel:
     """A model's published size: all parameters, and where the figure stands."""
 
     total_parameters: int
@@ -194,16 +194,16 @@ _SHAPES = (
 PRESETS = {shape.name: shape for shape in _SHAPES}
 
 PUBLISHED = {
-    "GPT-125M-8E": Published(323_000_000, "MoC-System Table 1"),
-    "GPT-350M-16E": Published(1_700_000_000, "MoC-System Table 1"),
-    "GPT2-MoE-Small": Published(323_000_000, "PEC preprint, appendix Table 1"),
-    "MoE-LLaVa": Published(2_900_000_000, "MoEvement Table 2"),
-    "GPT-MoE": Published(7_300_000_000, "MoEvement Table 2"),
-    "QWen-MoE": Published(14_300_000_000, "MoEvement Table 2"),
-    "DeepSeek-MoE": Published(16_400_000_000, "MoEvement Table 2"),
-    "DeepSeek-V3-671B": Published(671_000_000_000, "DeepSeek-V3 Technical Report, section 4.2"),
-    "Mixtral-8x7B": Published(46_700_000_000, "Mistral AI's announcement of Mixtral 8x7B"),
-    "Qwen3-30B-A3B": Published(30_500_000_000, "model card of Qwen3-30B-A3B"),
+    "GPT-125M-8E": PublishedModel(323_000_000, "MoC-System Table 1"),
+    "GPT-350M-16E": PublishedModel(1_700_000_000, "MoC-System Table 1"),
+    "GPT2-MoE-Small": PublishedModel(323_000_000, "PEC preprint, appendix Table 1"),
+    "MoE-LLaVa": PublishedModel(2_900_000_000, "MoEvement Table 2"),
+    "GPT-MoE": PublishedModel(7_300_000_000, "MoEvement Table 2"),
+    "QWen-MoE": PublishedModel(14_300_000_000, "MoEvement Table 2"),
+    "DeepSeek-MoE": PublishedModel(16_400_000_000, "MoEvement Table 2"),
+    "DeepSeek-V3-671B": PublishedModel(671_000_000_000, "DeepSeek-V3 Technical Report, section 4.2"),
+    "Mixtral-8x7B": PublishedModel(46_700_000_000, "Mistral AI's announcement of Mixtral 8x7B"),
+    "Qwen3-30B-A3B": PublishedModel(30_500_000_000, "model card of Qwen3-30B-A3B"),
 }
 
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import click
 
+from moe_ckpt.report import Fact, Report, Table, table
+
 from ..simulate.ettr.advise import Advice, described
 from ..simulate.ettr.advise import advise as advise_on
 from ..simulate.ettr.choices import Choice, Question
 from ..simulate.ettr.systems import SYSTEMS
 from .plan.options import PlannedJob, number, plan_command
-from .report import Columns, Fact, Report, Table
 from .training import Duration, machine_of, with_training_flags
 
 HELP = """Say which checkpoint system suits a job, and with which settings.
@@ -78,21 +79,11 @@ def as_report(question: Question, advice: Advice) -> Report:
 
 
 def _systems(advice: Advice) -> Table:
-    columns: Columns = (
-        ("system", "text"),
-        ("updates", "text"),
-        ("ETTR", "share"),
-        ("+-", "share"),
-        ("by formula", "share"),
-        ("overhead", "share"),
-        ("recovery", "seconds"),
-        ("at worst", "seconds"),
-        ("iterations again", "count"),
-        ("tokens lost", "share"),
-        ("memory", "bytes"),
-        ("verdict", "text"),
+    columns = (
+        "system | updates | ETTR:share | +-:share | by formula:share | overhead:share | recovery:seconds"
+        " | at worst:seconds | iterations again:count | tokens lost:share | memory:bytes | verdict"
     )
-    rows = tuple(
+    rows = (
         (
             choice.system,
             "exact" if choice.exact else "lossy",
@@ -109,7 +100,7 @@ def _systems(advice: Advice) -> Table:
         )
         for choice in advice.choices
     )
-    return Table("Systems", columns, rows)
+    return table("Systems", columns, rows)
 
 
 def _verdict(choice: Choice, advice: Advice) -> str:
@@ -119,16 +110,8 @@ def _verdict(choice: Choice, advice: Advice) -> str:
 
 
 def _settings(advice: Advice) -> Table:
-    columns: Columns = (
-        ("system", "text"),
-        ("interval", "count"),
-        ("W", "count"),
-        ("r", "count"),
-        ("local", "text"),
-        ("K of N", "share"),
-        ("budget", "share"),
-    )
-    rows = tuple(
+    columns = "system | interval:count | W:count | r:count | local | K of N:share | budget:share"
+    rows = (
         (
             choice.system,
             None if choice.never else choice.interval,
@@ -140,7 +123,7 @@ def _settings(advice: Advice) -> Table:
         )
         for choice in advice.choices
     )
-    return Table("Settings of each", columns, rows)
+    return table("Settings of each", columns, rows)
 
 
 def _impossible(advice: Advice) -> Table:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import click
 
+from moe_ckpt.report.progress import progress
+
 from ..errors import MoECheckpointError, UsageError
 from ..examine.recognition import Content, Recognized, recognized
 from ..store.names import free_place
 from .megatron_core import load_megatron_core
-from .progress import progress
 
 HELP = """Turn SOURCE into an ordinary torch_dist checkpoint in OUT, which any Megatron loads.
 

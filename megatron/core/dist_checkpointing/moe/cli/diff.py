@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from moe_ckpt.report import Columns, Fact, Report, Table, show
+from moe_ckpt.report.progress import progress
+
 from ..errors import UsageError
 from ..examine.recognition import recognized
 from .megatron_core import load_megatron_core
-from .progress import progress
-from .report import Columns, Fact, Report, Table, show
 
 if TYPE_CHECKING:
     from ..examine.comparison import Difference

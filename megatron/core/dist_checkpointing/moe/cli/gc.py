@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from moe_ckpt.report import Columns, Fact, Report, Table, show
+from moe_ckpt.report.progress import progress
+
 from ..errors import MoECheckpointError, UnreadableCheckpoint, UsageError
 from ..examine.recognition import Content, Recognized, recognized
 from .megatron_core import load_megatron_core
-from .progress import progress
-from .report import Columns, Fact, Report, Table, show
 from .training import Duration
 
 if TYPE_CHECKING:

@@ -6,10 +6,11 @@ import time
 
 import click
 
+from moe_ckpt.report import Report, show
+
 from ..errors import UnreadableCheckpoint
 from ..examine.recognition import Content, Recognized, recognized
 from ..ports import SnapshotId, Store
-from .report import Report, show
 
 HELP = """Say what PLACE holds: iterations, operators and who has them, age, bytes, layout, what is whole or torn.
 

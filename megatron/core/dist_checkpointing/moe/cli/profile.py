@@ -7,14 +7,15 @@ from pathlib import Path
 
 import click
 
+from moe_ckpt.report import Fact, Report, show
+
 from ..errors import UsageError
 from ..policy import checks
 from ..simulate.ettr.profiles import Profile, as_data
 from ..store.atomic import write_atomically
 from .model_file import load_model
 from .plan.options import number
-from .profiling.machine import Settings, measured_profile
-from .report import Fact, Report, show
+from .profiling.machine import ProfileSettings, measured_profile
 
 HELP = """Measure this machine and write a profile, which `moe-ckpt simulate run --profile FILE` takes for a cluster.
 
@@ -56,7 +57,7 @@ def profile(
         raise UsageError(f"--out {out}: there is no directory {out.parent}")
     if inter_node_gbps is not None:
         checks.positive("--inter-node-gbps", inter_node_gbps)
-    settings = Settings(
+    settings = ProfileSettings(
         tokens=given["tokens"],
         seq_length=given["seq_length"],
         ranks=given["ranks"],

@@ -8,13 +8,14 @@ from typing import Any
 
 import click
 
+from moe_ckpt.report import Fact, Report, table
+
 from ..simulate.ettr.closed_form import ettr as closed_form
 from ..simulate.ettr.events import estimate, simulate
 from ..simulate.ettr.faults import Fault, load_trace, poisson
 from ..simulate.ettr.systems import SYSTEMS
-from ..simulate.ettr.systems.links import Setting
+from ..simulate.ettr.systems.links import SystemSetting
 from .plan.options import PlannedJob, number, plan_command
-from .report import Columns, Fact, Report, Table
 from .training import Duration, machine_of, with_training_flags
 
 HELP = """Simulate a training run under failures with each checkpoint system, for any model, layout and cluster.
@@ -74,7 +75,7 @@ def run(
             Fact("Microbatches of a pipeline", machine.job.microbatches, "count"),
             Fact("Hours of a run", hours, "count"),
         ),
-        (Table("Systems", _COLUMNS, rows),),
+        (table("Systems", _COLUMNS, rows),),
         (
             "overhead: per iteration. recovery: of a fault. lost: tokens whose updates experts lost. ETTR: mean over"
             " the runs, ± half of its 95 % confidence interval; formula: by MoEvement App. C.",
@@ -83,17 +84,9 @@ def run(
     )
 
 
-_COLUMNS: Columns = (
-    ("MTBF", "seconds"),
-    ("system", "text"),
-    ("interval", "count"),
-    ("W", "count"),
-    ("overhead", "share"),
-    ("recovery", "seconds"),
-    ("lost", "share"),
-    ("ETTR", "share"),
-    ("±", "share"),
-    ("formula", "share"),
+_COLUMNS = (
+    "MTBF:seconds | system | interval:count | W:count | overhead:share | recovery:seconds | lost:share | ETTR:share"
+    " | ±:share | formula:share"
 )
 
 
@@ -106,7 +99,7 @@ def _names(systems: str) -> tuple[str, ...]:
 
 
 def _rows(
-    machine: Setting,
+    machine: SystemSetting,
     names: tuple[str, ...],
     mtbf_s: float,
     faults: tuple[tuple[Fault, ...], ...],

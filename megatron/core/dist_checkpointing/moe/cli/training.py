@@ -17,7 +17,7 @@ from ..simulate.ettr.constants import THIS_PROJECT
 from ..simulate.ettr.cost import MEGATRON_UTILISATION, iteration_cost
 from ..simulate.ettr.inputs import Cluster, TrainingJob
 from ..simulate.ettr.profiles import load_profile
-from ..simulate.ettr.systems.links import Setting
+from ..simulate.ettr.systems.links import SystemSetting
 from .plan.options import PlannedJob, number
 
 _UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -97,7 +97,7 @@ def machine_of(
     cluster_name: str,
     profile: Path | None,
     restart_s: float,
-) -> Setting:
+) -> SystemSetting:
     """The job on its cluster. Raises UsageError for a batch that does not fit the layout, or no such cluster."""
     training = training_job(job, global_batch_size, micro_batch_size, seq_length)
     constants = replace(THIS_PROJECT, global_restart_s=restart_s)
@@ -107,7 +107,7 @@ def machine_of(
         measured = load_profile(profile)
         cluster, utilisation = measured.cluster, measured.utilisation
         constants = replace(constants, frozen_saves=measured.frozen_saves)
-    return Setting(training, iteration_cost(training, cluster, utilisation), cluster, constants)
+    return SystemSetting(training, iteration_cost(training, cluster, utilisation), cluster, constants)
 
 
 def cluster_of(name: str, profile: Path | None) -> Cluster:

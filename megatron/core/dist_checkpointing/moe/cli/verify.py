@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import click
 
+from moe_ckpt.report import Columns, Fact, Report, Table, show
+from moe_ckpt.report.progress import progress
+
 from .megatron_core import load_megatron_core
-from .progress import progress
-from .report import Columns, Fact, Report, Table, show
 
 HELP = """Read all of PLACE and say whether it is what was saved.
 

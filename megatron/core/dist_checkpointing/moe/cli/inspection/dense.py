@@ -8,13 +8,14 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moe_ckpt.report import Columns, Fact, Report, Table
+
 from ...errors import UnreadableCheckpoint
 from ...examine.saves import SavedIteration, saved_iteration, saved_iterations, tracked
 from ...store.chain import Chain, read_chain
 from ...store.components import OBJECT_RULES, TENSOR_RULES, component_of, in_order
 from ...store.integrity import NAME as INTEGRITY
 from ...store.names import COMMON, TRACKER
-from ..report import Columns, Fact, Report, Table
 
 if TYPE_CHECKING:
     from ...store.dense import DenseCheckpoint

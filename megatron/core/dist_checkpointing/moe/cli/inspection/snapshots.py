@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from moe_ckpt.report import Columns, Fact, Report, Table
+
 from ...errors import UnreadableCheckpoint
 from ...examine.areas import Slot, slots
 from ...examine.survey import Holding, Survey, operator_copies, survey_slot, survey_storage
@@ -14,7 +16,6 @@ from ...ports import SnapshotId, Store
 from ...recover.table import spans
 from ...store.manifest import FORMAT_VERSION
 from ...types import STANDBY
-from ..report import Columns, Fact, Report, Table
 
 _DEGREES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 _WINDOWS: Columns = (

@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from moe_ckpt.report import Columns, Fact, Report, Table
+from moe_ckpt.report.progress import progress
+
 from ...errors import UnreadableCheckpoint, UsageError
 from ...examine.areas import slots
 from ...examine.statistics import statistics
@@ -19,8 +22,6 @@ from ...ports import Reader, Record, SnapshotId, Store
 from ...store.dense import open_dense
 from ...store.digest import state_entries
 from ...types import STANDBY
-from ..progress import progress
-from ..report import Columns, Fact, Report, Table
 
 Open = Callable[[SnapshotId], Reader]
 """Opens one snapshot, wherever it lies."""

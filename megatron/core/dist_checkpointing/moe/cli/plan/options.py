@@ -10,9 +10,10 @@ from typing import Any
 
 import click
 
+from moe_ckpt.report import Report, show
+
 from ...types import PRECISIONS, ModelShape, Precision, Topology
 from ..model_file import load_model
-from ..report import Report, show
 
 # More ranks than any cluster has; what is planned for is listed rank by rank.
 LARGEST = 1_000_000

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from moe_ckpt.report import Fact, Report, Table
+
 from ...policy.placement import coverage, place_replicas, replica_bytes
 from ...types import Part
-from ..report import Fact, Report, Table
 from .options import PlannedJob, number, plan_command
 
 HELP = """Show which peers keep the replicas of each rank's snapshot in their memory (MOETION 5.1), how many nodes may

@@ -11,6 +11,8 @@ from typing import Any
 
 import click
 
+from moe_ckpt.report import Columns, Fact, Report, Table
+
 from ...config import MoECheckpointConfig
 from ...errors import UsageError
 from ...policy.placement import Placement, place_replicas
@@ -31,7 +33,6 @@ from ...types import (
     Tier,
     full_plan,
 )
-from ..report import Columns, Fact, Report, Table
 from . import counts_file
 from .counts_file import Counts
 from .drive import Taken, driven, new_strategy, tied_embeddings

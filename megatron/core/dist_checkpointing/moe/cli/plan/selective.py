@@ -6,9 +6,10 @@ from pathlib import Path
 
 import click
 
+from moe_ckpt.report import Fact, Report, Table
+
 from ...policy.selective import Budgets, SelectivePlan, selective_plan
 from ...policy.shards import owned_operators, shard_sizes
-from ..report import Fact, Report, Table
 from . import counts_file
 from .options import PlannedJob, plan_command, positive
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 
 import click
 
+from moe_ckpt.report import Fact, Report, Table
+
 from ...policy.partial import PEC_SCOPES, pec_plan
 from ...policy.sharding import SHARDINGS, eq_5_full_bytes, eq_6_pec_bytes, is_balanced, shard_checkpoint
 from ...types import OperatorId, Part
-from ..report import Fact, Report, Table
 from .options import PlannedJob, number, plan_command
 from .pec import check_experts, selected_experts
 

@@ -6,10 +6,11 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+from moe_ckpt.report import Columns, Table
+
 from ...policy.prediction import Figures, predicted_parts
 from ...policy.shards import owned_operators
 from ...types import Inventory, OperatorId, OperatorSize, Part, RecoveryPlan, Tier
-from ..report import Columns, Table
 from .options import PlannedJob
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import click
 
+from moe_ckpt.report import Columns, Fact, Report, Table
+
 from ...config import MoECheckpointConfig
 from ...policy.checks import budget_bytes
 from ...policy.lanes import Lane
@@ -17,7 +19,6 @@ from ...policy.shards import owned_operators, shard_sizes
 from ...policy.window import Schedule, load_of, paper_window, schedule_of
 from ...strategies import Pace
 from ...types import OperatorId, OperatorSize, Part
-from ..report import Columns, Fact, Report, Table
 from . import counts_file
 from .drive import Taken, driven, new_strategy
 from .options import PlannedJob, plan_command, positive

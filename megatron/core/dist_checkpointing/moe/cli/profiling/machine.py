@@ -20,7 +20,7 @@ _SHARES_OF_LARGEST = (64, 16, 4, 1)
 
 
 @dataclass(frozen=True)
-class Settings:
+class ProfileSettings:
     """What to measure with.
 
     tokens: of a microbatch on one rank, in sequences of seq_length. ranks: processes of a collective. size: bytes of
@@ -37,7 +37,7 @@ class Settings:
     inter_node_bytes_per_s: float | None
 
 
-def measured_profile(shape: ModelShape, settings: Settings) -> Profile:
+def measured_profile(shape: ModelShape, settings: ProfileSettings) -> Profile:
     """Measure everything, links first: they need a machine that is not busy.
 
     Raises UsageError for a folder that cannot be written, MoECheckpointError for what fails or takes too long.

@@ -169,7 +169,7 @@ def _lack(chosen: Choice, other: Choice) -> str:
         parts.append(f"its checkpoints add {100 * other.overhead_share:.1f} % to an iteration")
     if not other.exact and other.last_overhead_share > other.overhead_share + 0.001:
         parts.append(
-            f"once its budget of lost tokens is used up, it saves more experts, which adds"
+            f"before faults use up its budget of lost tokens, it saves more experts, which adds"
             f" {100 * other.last_overhead_share:.0f} %"
         )
     return " and ".join(parts) or "chance in its runs"

@@ -13,7 +13,7 @@ Nodes = frozenset[int]
 
 
 @dataclass(frozen=True)
-class Recovery:
+class RecoveryCost:
     """What one fault costs, from the moment it strikes until training is again where it was.
 
     detect_s: until all that have to know do. restart_s: of processes and their connections. load_s: of the state.
@@ -89,10 +89,10 @@ class Behaviour(Protocol):
 
     @property
     def lost_tokens(self) -> float:
-        """Tokens that all faults so far have cost, as `Recovery.lost_tokens` counts them."""
+        """Tokens that all faults so far have cost, as `RecoveryCost.lost_tokens` counts them."""
         ...
 
-    def strike(self, iteration: int, *, nodes: Nodes, down: Nodes | None = None) -> Recovery:
+    def strike(self, iteration: int, *, nodes: Nodes, down: Nodes | None = None) -> RecoveryCost:
         """What a fault of `nodes` costs that cuts off iteration number `iteration`, counted from 0.
 
         Where a fault begins a recovery anew, `nodes` are those of both. down: those whose memory is empty now, wherever
@@ -124,12 +124,12 @@ class Steady:
     window: int
     overhead_s: float
     expected_recovery_s: float
-    recover: Callable[[int, Nodes, Nodes], Recovery]
+    recover: Callable[[int, Nodes, Nodes], RecoveryCost]
     joint: Callable[[Nodes, Nodes], bool] | None = None
     k_share: float = 1.0
     lost_tokens: float = 0.0
 
-    def strike(self, iteration: int, *, nodes: Nodes, down: Nodes | None = None) -> Recovery:
+    def strike(self, iteration: int, *, nodes: Nodes, down: Nodes | None = None) -> RecoveryCost:
         """See `Behaviour`."""
         return self.recover(iteration, nodes, nodes if down is None else down)
 

@@ -12,12 +12,12 @@ from ...policy.checks import positive, whole
 from .behaviour import Behaviour
 from .closed_form import ettr as closed_form_ettr
 from .constants import THIS_PROJECT, Constants
-from .events import Estimate, Run, estimate, simulate
+from .events import Estimate, SimulatedRun, estimate, simulate
 from .faults import Fault, poisson
 from .footprint import node_bytes
 from .inputs import Cluster, IterationCost, TrainingJob
-from .systems import SYSTEMS, System
-from .systems.links import Setting
+from .systems import SYSTEMS, CheckpointSystem
+from .systems.links import SystemSetting
 
 MEMORY_SHARE = 0.75
 """Of a node's host memory, what checkpoints may take unless it is said: the rest is for training's own processes."""
@@ -39,8 +39,8 @@ class Question:
     """What advice is asked for.
 
     mtbf_s: of the whole job. memory_bytes: of host memory on one node that checkpoints may take; None: `MEMORY_SHARE`
-    of it. duration_s: of each simulated run; None: 12 hours, or as long as 40 faults take. popularity: as `System` has
-    it. Raises UsageError for values that are not above 0.
+    of it. duration_s: of each simulated run; None: 12 hours, or as long as 40 faults take. popularity: as
+    `CheckpointSystem` has it. Raises UsageError for values that are not above 0.
     """
 
     job: TrainingJob
@@ -79,9 +79,9 @@ class Question:
         return len(self.job.topology.ranks_by_node)
 
     @cached_property
-    def setting(self) -> Setting:
+    def setting(self) -> SystemSetting:
         """The job on the cluster, over a training of the length of a run."""
-        return Setting(self.job, self.cost, self.cluster, replace(self.constants, planned_s=self.run_s))
+        return SystemSetting(self.job, self.cost, self.cluster, replace(self.constants, planned_s=self.run_s))
 
     @cached_property
     def faults(self) -> tuple[tuple[Fault, ...], ...]:
@@ -89,11 +89,11 @@ class Question:
         return tuple(poisson(self.mtbf_s, self.run_s, self.nodes, seed) for seed in range(self.seeds))
 
     @cached_property
-    def behaviours(self) -> dict[System, Behaviour]:
+    def behaviours(self) -> dict[CheckpointSystem, Behaviour]:
         """Those that were asked for so far."""
         return {}
 
-    def behaviour(self, system: System) -> Behaviour:
+    def behaviour(self, system: CheckpointSystem) -> Behaviour:
         """What a system does in this job. Raises UsageError as the system."""
         if system not in self.behaviours:
             self.behaviours[system] = system.behaviour(self.setting, self.mtbf_s, popularity=self.popularity)
@@ -166,13 +166,13 @@ def too_much(question: Question, taken_bytes: int) -> str:
     )
 
 
-def variants(system: System, nodes: int) -> Iterator[System]:
+def variants(system: CheckpointSystem, nodes: int) -> Iterator[CheckpointSystem]:
     """The system with every combination of values in `TRIED`; a node has replicas on at most all others."""
     names = [name for name in TRIED if hasattr(system, name)]
     for values in itertools.product(*(TRIED[name] for name in names)):
         given = dict(zip(names, values, strict=True))
         if given.get("replicas", 1) <= max(1, nodes - 1):
-            yield cast("System", replace(cast("Any", system), **given)) if given else system
+            yield cast("CheckpointSystem", replace(cast("Any", system), **given)) if given else system
 
 
 def noise(one: Choice, other: Choice) -> float:
@@ -181,7 +181,7 @@ def noise(one: Choice, other: Choice) -> float:
     return max(LEAST_NOISE, estimate(differences).half_width)
 
 
-def _choice(question: Question, system: System, taken_bytes: int, refused: str = "") -> Choice:
+def _choice(question: Question, system: CheckpointSystem, taken_bytes: int, refused: str = "") -> Choice:
     behaviour = question.behaviour(system)
     runs = [simulate(behaviour, faults, question.run_s) for faults in question.faults]
     tokens = question.job.tokens
@@ -210,12 +210,12 @@ def _choice(question: Question, system: System, taken_bytes: int, refused: str =
     )
 
 
-def lost_share(run: Run, tokens: int) -> float:
+def lost_share(run: SimulatedRun, tokens: int) -> float:
     """PLT of a run: tokens whose updates are lost, of all that were trained."""
     return run.lost_tokens / (run.iterations * tokens) if run.iterations else 0.0
 
 
-def slowest_goodput(run: Run) -> float:
+def slowest_goodput(run: SimulatedRun) -> float:
     """The least goodput of a run while it trains."""
     return min(moment.goodput for moment in run.timeline if moment.goodput > 0)
 
@@ -234,7 +234,7 @@ def worst_case(behaviour: Behaviour, question: Question) -> tuple[float, int]:
     return cut_off_s + max(one.total_s for one in recoveries), max(one.iterations_again for one in recoveries)
 
 
-def _budget(question: Question, system: System) -> float | None:
+def _budget(question: Question, system: CheckpointSystem) -> float | None:
     """What Dynamic-K keeps to, as a share of all tokens."""
     if not hasattr(system, "lost_per_hour"):
         return None

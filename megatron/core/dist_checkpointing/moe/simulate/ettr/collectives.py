@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Spread:
+class GroupSpread:
     """How a group lies over nodes: `inside` of its `ranks` on each of them."""
 
     ranks: int
     inside: int
 
     @classmethod
-    def of(cls, ranks: int, distance: int, ranks_per_node: int) -> Spread:
+    def of(cls, ranks: int, distance: int, ranks_per_node: int) -> GroupSpread:
         """That of ranks which are `distance` apart in the order of ranks."""
         return cls(ranks, max(1, min(ranks, ranks_per_node // distance)))
 
@@ -31,21 +31,21 @@ class Links:
     inter_bytes_per_s: float
     latency_s: float
 
-    def ring_s(self, size: float, spread: Spread) -> float:
+    def ring_s(self, size: float, spread: GroupSpread) -> float:
         """A reduce-scatter or an all-gather of `size` bytes: within nodes first, then each rank's part between them."""
         steps = spread.inside - 1 + spread.nodes - 1
         local_s = (spread.inside - 1) / spread.inside * size / self.intra_bytes_per_s
         return steps * self.latency_s + local_s + self.ring_network_s(size, spread)
 
-    def ring_network_s(self, size: float, spread: Spread) -> float:
+    def ring_network_s(self, size: float, spread: GroupSpread) -> float:
         """How much of it goes over the NIC."""
         return (spread.nodes - 1) / spread.nodes * size / spread.inside / self.inter_bytes_per_s
 
-    def all_to_all_s(self, size: float, spread: Spread) -> float:
+    def all_to_all_s(self, size: float, spread: GroupSpread) -> float:
         """Each rank sends `size` bytes, evenly over the group: within the node and to others at once."""
         local_s = (spread.inside - 1) / spread.ranks * size / self.intra_bytes_per_s
         return (spread.ranks - 1) * self.latency_s + max(local_s, self.all_to_all_network_s(size, spread))
 
-    def all_to_all_network_s(self, size: float, spread: Spread) -> float:
+    def all_to_all_network_s(self, size: float, spread: GroupSpread) -> float:
         """How much of it goes over the NIC."""
         return (spread.ranks - spread.inside) / spread.ranks * size / self.inter_bytes_per_s

@@ -16,13 +16,12 @@ class Constants:
     replicas: r, peers that keep a snapshot in memory. network_share, host_share: of the rate of a rank's NIC, and of
     its link to the host, that copies reach while training leaves these alone. network_busy_s: of an iteration, in which
     training needs the NIC itself; None: as counted in the iteration's cost. copy_slowdown: by how much an iteration
-    gets longer while copies run beside it (memory and PCIe are shared). window_by_count: windows as MoEvement's Alg. 1,
-    which counts operators; False: by bytes, as this project's policy.
+    gets longer while copies run beside it (memory and PCIe are shared).
 
     Storage:
     persist_stall_s: what a checkpoint to storage stalls training whatever its size (barriers, commit).
-    upload_slowdown: as copy_slowdown, while a checkpoint is uploaded. max_overhead: CheckFreq's cap. persist_every_s:
-    time between the states that systems which checkpoint to memory put into storage for the loss of all replicas.
+    upload_slowdown: as copy_slowdown, while a checkpoint is uploaded. persist_every_s: time between the states that
+    systems which checkpoint to memory put into storage for the loss of all replicas.
 
     Recovery:
     detect_s. global_restart_s: tear down, replace the node, start and connect all ranks. local_restart_s: replace the
@@ -44,10 +43,8 @@ class Constants:
     network_busy_s: float | None = None
     host_share: float = 0.8
     copy_slowdown: float = 0.018
-    window_by_count: bool = False
     persist_stall_s: float = 1.2
     upload_slowdown: float = 0.195
-    max_overhead: float = 0.03
     persist_every_s: float = 3 * 3600.0
     detect_s: float = 3.0
     global_restart_s: float = 154.0
@@ -79,7 +76,7 @@ class Constants:
         return self.global_restart_s if self.restarts_all else self.local_restart_s
 
 
-_SHARES = ("network_share", "host_share", "max_overhead", "pec_floor")
+_SHARES = ("network_share", "host_share", "pec_floor")
 _ABOVE_0 = frozenset((*_SHARES, "persist_every_s", "pec_snapshot_bytes_per_s", "planned_s"))
 
 MOEVEMENT = Constants(
@@ -91,12 +88,11 @@ MOEVEMENT = Constants(
         " 2 h. persist_stall_s, upload_slowdown: CheckFreq's intervals. detect_s, global_restart_s: ETTR of CheckFreq"
         " and Gemini; local_restart_s: of MoEvement. pec_slowdown, pec_blocking_s, pec_lost_per_hour: MoC's overheads"
         " and ETTR; the budget has to hold at 2 h, to fail at 1 h and to end with all experts in Fig. 10. From the"
-        " text: replicas 2 (4), max_overhead 3 % and runs of 12 h (5.2), frozen_saves a third (3.5), pec_floor 12.5 %"
-        " (Fig. 10c), pec_snapshot_bytes_per_s 1 GB/s (MoC 6.2.4). Assumed, and without effect on"
+        " text: replicas 2 (4), CheckFreq's cap of 3 % and runs of 12 h (5.2), frozen_saves a third (3.5), pec_floor"
+        " 12.5 % (Fig. 10c), pec_snapshot_bytes_per_s 1 GB/s (MoC 6.2.4). Assumed, and without effect on"
         " Table 3: host_share; persist_every_s, three hours as Gemini has it."
     ),
     network_busy_s=1.2,
-    window_by_count=True,
 )
 """MoEvement's own 96 A100 (5.1 to 5.6)."""
 
@@ -112,10 +108,9 @@ THIS_PROJECT = replace(
     MOEVEMENT_ELSEWHERE,
     name="this-project",
     source=(
-        "As MoEvement's, where nothing was measured, with this project's windows, and with torchrun, which restarts the"
+        "As MoEvement's, where nothing was measured, and with torchrun, which restarts the"
         " processes of all ranks after each fault."
     ),
-    window_by_count=False,
     restarts_all=True,
 )
 """Predictions of runs with this project."""

@@ -10,7 +10,7 @@ from ...errors import UsageError
 from ...policy.boundary import sends
 from ...policy.checks import not_negative, positive
 from ...types import Direction, ModelShape, OperatorId, OperatorKind
-from .collectives import Links, Spread
+from .collectives import GroupSpread, Links
 from .inputs import Cluster, IterationCost, TrainingJob
 
 FROZEN_WORK = 2 / 3
@@ -205,9 +205,9 @@ class _Parts:
         return self.job.shape.hidden_size * self.travelling_bytes
 
     @property
-    def expert_spread(self) -> Spread:
+    def expert_spread(self) -> GroupSpread:
         topology = self.job.topology
-        return Spread.of(topology.ep, topology.expert_tp, topology.ranks_per_node)
+        return GroupSpread.of(topology.ep, topology.expert_tp, topology.ranks_per_node)
 
     def stage_s(self, stage: _Stage) -> float:
         """t_s: forward and backward of one microbatch."""
@@ -226,7 +226,7 @@ class _Parts:
     def tensor_s(self, stage: _Stage) -> float:
         """Tensor parallelism's sums, each a reduce-scatter and an all-gather: 2 per layer, forward and backward."""
         ways = self.job.topology.tp
-        spread = Spread.of(ways, 1, self.job.topology.ranks_per_node)
+        spread = GroupSpread.of(ways, 1, self.job.topology.ranks_per_node)
         return 4 * stage.layers * 2 * self.links.ring_s(self.tokens * ways * self.token_bytes, spread)
 
     def sync_s(self, stage: _Stage) -> float:
@@ -255,15 +255,15 @@ class _Parts:
             return 0.0
         return count * (self.utilisation.latency_s + self.tokens * self.token_bytes / self.links.inter_bytes_per_s)
 
-    def _state(self, stage: _Stage) -> tuple[tuple[float, Spread], ...]:
+    def _state(self, stage: _Stage) -> tuple[tuple[float, GroupSpread], ...]:
         """Bytes of gradients and parameters of a rank's experts, and of all else; and who shares them."""
         topology = self.job.topology
         both = self.travelling_bytes + self.job.precision.compute_bytes
         block = topology.ep * topology.expert_tp
         return (
-            (stage.expert_parameters / block * both, Spread.of(topology.edp, block, topology.ranks_per_node)),
+            (stage.expert_parameters / block * both, GroupSpread.of(topology.edp, block, topology.ranks_per_node)),
             (
                 stage.other_parameters / topology.tp * both,
-                Spread.of(topology.dp * topology.cp, topology.tp, topology.ranks_per_node),
+                GroupSpread.of(topology.dp * topology.cp, topology.tp, topology.ranks_per_node),
             ),
         )

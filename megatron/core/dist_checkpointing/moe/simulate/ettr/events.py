@@ -1,29 +1,16 @@
-"""A training run as a sequence of events: faults strike, recoveries overlap, spares run out."""
+"""A training run as a sequence of events: faults strike, recoveries overlap."""
 
 from __future__ import annotations
 
-import heapq
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...errors import UsageError
-from ...policy.checks import not_negative, positive, whole
+from ...policy.checks import positive
 from .behaviour import Behaviour, Nodes
 from .faults import Fault
-
-
-@dataclass(frozen=True)
-class Spares:
-    """Nodes that stand by at first, and the seconds until a failed node is repaired and stands by again."""
-
-    nodes: int
-    repair_s: float
-
-    def __post_init__(self) -> None:
-        whole("spare nodes", self.nodes, 0)
-        not_negative("repair_s", self.repair_s)
 
 
 @dataclass(frozen=True)
@@ -42,7 +29,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Run:
+class SimulatedRun:
     """What came of a run. useful_s + overhead_s + recovery_s = wall_s.
 
     useful_s: what `iterations` would take without checkpoints and faults. overhead_s: what checkpoints added to them.
@@ -75,16 +62,15 @@ class Estimate:
     runs: int
 
 
-def simulate(behaviour: Behaviour, faults: Sequence[Fault], duration_s: float, *, spares: Spares | None = None) -> Run:
+def simulate(behaviour: Behaviour, faults: Sequence[Fault], duration_s: float) -> SimulatedRun:
     """Train for `duration_s` seconds of wall-clock time, from the start, with these faults.
 
     Faults strike training and recoveries alike. One that strikes a recovery begins it anew with all nodes that are
-    down, or, where the strategy keeps recoveries apart, goes beside it; the slowest then counts. Without `spares` a
-    failed node is replaced at once; with them a recovery cannot begin before there is one for each failed node.
-    Raises UsageError for a duration that is not above 0, and faults that are not in order of time.
+    down, or, where the strategy keeps recoveries apart, goes beside it; the slowest then counts. A failed node is
+    replaced at once. Raises UsageError for a duration that is not above 0, and faults that are not in order of time.
     """
     positive("duration_s", duration_s)
-    run = _Running(behaviour.fresh(), duration_s, _Pool(spares))
+    run = _Running(behaviour.fresh(), duration_s)
     before_s = 0.0
     for fault in faults:
         if fault.at_s < before_s:
@@ -96,21 +82,6 @@ def simulate(behaviour: Behaviour, faults: Sequence[Fault], duration_s: float, *
         run.strike(fault)
     run.train_until(duration_s)
     return run.result()
-
-
-def repeat(
-    behaviour: Behaviour,
-    faults: Callable[[int], Sequence[Fault]],
-    duration_s: float,
-    seeds: Iterable[int],
-    *,
-    spares: Spares | None = None,
-) -> Estimate:
-    """ETTR over one run for each seed; `faults` makes the faults of a seed.
-
-    The interval is Student's. Raises UsageError without seeds, and as `simulate`.
-    """
-    return estimate([simulate(behaviour, faults(seed), duration_s, spares=spares).ettr for seed in seeds])
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -135,38 +106,20 @@ def _student(freedom: int) -> float:
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
-class _Pool:
-    """Spare nodes, by the time from which each stands by."""
-
-    def __init__(self, spares: Spares | None) -> None:
-        self._spares = spares
-        self._ready = [0.0] * (spares.nodes if spares else 0)
-
-    def replaced_s(self, at_s: float, failed: int) -> float:
-        """When each of the nodes that failed now has its replacement."""
-        if self._spares is None:
-            return at_s
-        for _ in range(failed):
-            heapq.heappush(self._ready, at_s + self._spares.repair_s)
-        return max([at_s, *(heapq.heappop(self._ready) for _ in range(failed))])
-
-
 @dataclass(frozen=True)
 class _Recovering:
-    """A recovery under way: of which nodes, since when there are replacements for them, and when it is over."""
+    """A recovery under way: of which nodes, and when it is over."""
 
     nodes: Nodes
-    begins_s: float
     end_s: float
 
 
 class _Running:
     """The state of a run between two events."""
 
-    def __init__(self, behaviour: Behaviour, duration_s: float, pool: _Pool) -> None:
+    def __init__(self, behaviour: Behaviour, duration_s: float) -> None:
         self._behaviour = behaviour
         self._duration_s = duration_s
-        self._pool = pool
         self._now_s = 0.0
         self._done = 0.0
         self._useful_s = self._overhead_s = self._recovery_s = 0.0
@@ -178,7 +131,7 @@ class _Running:
 
     def train_until(self, at_s: float) -> None:
         """Let time pass: finish recoveries, then train."""
-        resumed_s = max((one.end_s for one in self._recoveries), default=self._now_s)
+        resumed_s = max((recovery.end_s for recovery in self._recoveries), default=self._now_s)
         self._recovery_s += min(resumed_s, at_s) - self._now_s
         self._now_s = min(resumed_s, at_s)
         if resumed_s > at_s:
@@ -196,24 +149,22 @@ class _Running:
         """Cut off the iteration, and begin a recovery or change those under way."""
         self._faults += 1
         self._cut_off()
-        under_way = [one for one in self._recoveries if one.end_s > self._now_s]
-        joined = [one for one in under_way if self._behaviour.restarts(one.nodes, fault.nodes)]
-        nodes = fault.nodes.union(*(one.nodes for one in joined))
+        under_way = [ongoing for ongoing in self._recoveries if ongoing.end_s > self._now_s]
+        joined = [ongoing for ongoing in under_way if self._behaviour.restarts(ongoing.nodes, fault.nodes)]
+        nodes = fault.nodes.union(*(ongoing.nodes for ongoing in joined))
         empty = frozenset(node for node, filled_s in self._filled_s.items() if filled_s > self._now_s)
         recovery = self._behaviour.strike(int(self._done), nodes=nodes, down=fault.nodes | empty)
-        begins_s = self._pool.replaced_s(self._now_s, len(fault.nodes))
-        self._filled_s.update(dict.fromkeys(fault.nodes, begins_s + recovery.refill_s))
-        begins_s = max([begins_s, *(one.begins_s for one in joined)])
+        self._filled_s.update(dict.fromkeys(fault.nodes, self._now_s + recovery.refill_s))
         if recovery.from_storage:
             self._roll_back(recovery.iterations_again)
         takes_s = recovery.down_s if recovery.from_storage else recovery.total_s
-        apart = [one for one in under_way if one not in joined]
-        self._recoveries = [*apart, _Recovering(nodes, begins_s, begins_s + takes_s)]
+        apart = [ongoing for ongoing in under_way if ongoing not in joined]
+        self._recoveries = [*apart, _Recovering(nodes, self._now_s + takes_s)]
         self._note()
 
-    def result(self) -> Run:
+    def result(self) -> SimulatedRun:
         """What came of it."""
-        return Run(
+        return SimulatedRun(
             self._duration_s,
             self._useful_s,
             self._overhead_s,

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from ...policy.shards import owned_operators
 from ...types import Part, Window
 from .behaviour import Behaviour
 from .inputs import TrainingJob
-from .memory import MemoryUse, memory_of
-from .systems import MoEvement, System
-from .systems.links import Setting
-from .systems.sparse import expert_shares, sparse_schedules
+from .memory import memory_of
+from .systems import CheckpointSystem, MoEvement
+from .systems.links import SystemSetting
 
 
-def node_bytes(setting: Setting, system: System, behaviour: Behaviour) -> int:
+def node_bytes(setting: SystemSetting, system: CheckpointSystem, behaviour: Behaviour) -> int:
     """Bytes of host memory that checkpoints, their replicas and logs take on the fullest node.
 
     Each rank's snapshot lies in its own node's memory and in that of its replicas, which are spread evenly. Systems
@@ -25,25 +25,25 @@ def node_bytes(setting: Setting, system: System, behaviour: Behaviour) -> int:
     return _HELD.get(system.name, _dense)(setting, system, behaviour)
 
 
-Held = Callable[[Setting, System, Behaviour], int]
+Held = Callable[[SystemSetting, CheckpointSystem, Behaviour], int]
 
 
-def _nothing(setting: Setting, system: System, behaviour: Behaviour) -> int:
+def _nothing(setting: SystemSetting, system: CheckpointSystem, behaviour: Behaviour) -> int:
     return 0
 
 
-def _staged(setting: Setting, system: System, behaviour: Behaviour) -> int:
+def _staged(setting: SystemSetting, system: CheckpointSystem, behaviour: Behaviour) -> int:
     """One dense snapshot on its way to storage, of each rank on its own node."""
     return _on_a_node(setting.job, setting.model_bytes)
 
 
-def _dense(setting: Setting, system: System, behaviour: Behaviour) -> int:
+def _dense(setting: SystemSetting, system: CheckpointSystem, behaviour: Behaviour) -> int:
     """Gemini, and MoC, whose K may rise to all experts."""
     dense = memory_of(setting.job, _dense_windows(setting.job)).gemini_bytes
     return _on_a_node(setting.job, dense * _copies(setting, system))
 
 
-def _selective(setting: Setting, system: System, behaviour: Behaviour) -> int:
+def _selective(setting: SystemSetting, system: CheckpointSystem, behaviour: Behaviour) -> int:
     """The newest state of everything, and a snapshot of non-experts and the selected experts."""
     shape, full = setting.job.shape, setting.job.precision.bytes_per_parameter(Part.FULL)
     under_way = shape.total_parameters - (1 - behaviour.k_share) * shape.expert_parameters
@@ -52,10 +52,11 @@ def _selective(setting: Setting, system: System, behaviour: Behaviour) -> int:
     return _on_a_node(setting.job, held * _copies(setting, system))
 
 
-def _sparse(setting: Setting, system: System, behaviour: Behaviour) -> int:
+def _sparse(setting: SystemSetting, system: CheckpointSystem, behaviour: Behaviour) -> int:
     """Two windows with all their WEIGHTS, and the boundary logs, which stay with their sender."""
     assert isinstance(system, MoEvement)
-    memory = _sparse_memory(setting, behaviour.window, _copies(setting, system) - 1, system.reorder)
+    schedules = replace(system, window=behaviour.window).schedules(setting, None)
+    memory = memory_of(setting.job, {lane: schedule.window for lane, schedule in schedules.items()})
     logs = memory.log_bytes * setting.job.topology.ranks_per_node if system.local else 0
     windows = memory.peak_bytes - memory.all_logs_bytes
     return _on_a_node(setting.job, windows * _copies(setting, system)) + logs
@@ -73,7 +74,7 @@ _HELD: dict[str, Held] = {
 }
 
 
-def _copies(setting: Setting, system: System) -> int:
+def _copies(setting: SystemSetting, system: CheckpointSystem) -> int:
     """In its own node's memory, and at its peers."""
     replicas = getattr(system, "replicas", None)
     return 1 + (setting.constants.replicas if replicas is None else int(replicas))
@@ -91,9 +92,3 @@ def _on_a_node(job: TrainingJob, job_bytes: float) -> int:
 
 def _dense_windows(job: TrainingJob) -> dict[tuple[int, int], Window]:
     return {lane: Window(0, (operators,)) for lane, operators in owned_operators(job.shape, job.topology).items()}
-
-
-def _sparse_memory(setting: Setting, window: int, replicas: int, reorder: bool) -> MemoryUse:
-    shares = expert_shares(setting.job, None) if reorder else None
-    schedules = sparse_schedules(setting, shares, setting.peer_bytes_per_s(replicas), window)
-    return memory_of(setting.job, {lane: schedule.window for lane, schedule in schedules.items()})

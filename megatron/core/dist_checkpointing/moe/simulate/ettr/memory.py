@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from ...policy.boundary import kept, sent_bytes, tensor_shape
 from ...policy.lanes import Lane
-from ...policy.ordering import hard_count
-from ...policy.shards import owned_operators, shard_sizes, sharing_ranks
-from ...policy.window import paper_schedule
+from ...policy.shards import sharing_ranks
 from ...types import Part, Window
 from .inputs import TrainingJob
 
@@ -54,18 +52,6 @@ def memory_of(job: TrainingJob, windows: Window | Mapping[Lane, Window]) -> Memo
     logs = [_log_bytes(job, stage, size) for stage in range(job.topology.pp)]
     all_logs = sum(logs) * job.topology.ranks_per_stage
     return MemoryUse(gemini, gemini + waiting, max(logs), all_logs, 2 * (parameters * full + waiting) + all_logs)
-
-
-def windows_by_count(job: TrainingJob, budget_bytes: int) -> dict[Lane, Window]:
-    """The window that MoEvement's Alg. 1 gives each lane: that of the paper's own footprints.
-
-    budget_bytes: what one rank has time to copy in an iteration. Raises UsageError for a budget below 1.
-    """
-    sizes = shard_sizes(job.shape, job.topology, job.precision)
-    return {
-        lane: paper_schedule(hard_count(operators, {}), sizes, budget_bytes).window
-        for lane, operators in owned_operators(job.shape, job.topology).items()
-    }
 
 
 def waiting_parameters(job: TrainingJob, windows: Window | Mapping[Lane, Window]) -> float:

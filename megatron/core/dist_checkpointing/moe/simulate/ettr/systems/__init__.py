@@ -6,17 +6,27 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ..behaviour import Behaviour
-from .full import CheckFreq, Gemini, TorchDist
-from .links import Setting
+from .full import CheckFreq, Gemini, TorchDistSystem
+from .links import SystemSetting
 from .none import NoCheckpoints
 from .pec import Moc
 from .selective import Moetion
 from .sparse import MoEvement
 
-__all__ = ["SYSTEMS", "CheckFreq", "Gemini", "MoEvement", "Moc", "Moetion", "NoCheckpoints", "System", "TorchDist"]
+__all__ = [
+    "SYSTEMS",
+    "CheckFreq",
+    "CheckpointSystem",
+    "Gemini",
+    "MoEvement",
+    "Moc",
+    "Moetion",
+    "NoCheckpoints",
+    "TorchDistSystem",
+]
 
 
-class System(Protocol):
+class CheckpointSystem(Protocol):
     """A checkpoint system with its settings; what is None is chosen as the system itself would."""
 
     @property
@@ -24,7 +34,9 @@ class System(Protocol):
         """Its key in `SYSTEMS`."""
         ...
 
-    def behaviour(self, setting: Setting, mtbf_s: float, *, popularity: Sequence[float] | None = None) -> Behaviour:
+    def behaviour(
+        self, setting: SystemSetting, mtbf_s: float, *, popularity: Sequence[float] | None = None
+    ) -> Behaviour:
         """What it does in this job with this mean time between failures.
 
         popularity: share of the tokens by expert, the same in each layer, in any unit; None: all alike.
@@ -33,14 +45,14 @@ class System(Protocol):
         ...
 
 
-SYSTEMS: dict[str, System] = {
+SYSTEMS: dict[str, CheckpointSystem] = {
     system.name: system
     for system in (
         NoCheckpoints(),
         CheckFreq(),
         Gemini(),
-        TorchDist(),
-        TorchDist(asynchronous=True),
+        TorchDistSystem(),
+        TorchDistSystem(asynchronous=True),
         Moc(),
         Moetion(),
         MoEvement(),

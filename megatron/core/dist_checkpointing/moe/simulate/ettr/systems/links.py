@@ -5,23 +5,29 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from ....errors import UsageError
 from ....policy.placement import Placement, place_replicas, surviving
-from ....types import Part
-from ..behaviour import Nodes, Recovery
+from ....types import Part, SnapshotPlan
+from ..behaviour import Nodes, RecoveryCost
 from ..constants import Constants
 from ..inputs import Cluster, IterationCost, TrainingJob
 
 
 @dataclass(frozen=True)
-class Setting:
+class SystemSetting:
     """A job on a cluster, and what follows from both for every system."""
 
     job: TrainingJob
     cost: IterationCost
     cluster: Cluster
     constants: Constants
+
+    @cached_property
+    def settled(self) -> dict[Any, list[SnapshotPlan]]:
+        """The plans of windows that were found before, by what was asked for."""
+        return {}
 
     @property
     def iteration_s(self) -> float:
@@ -85,13 +91,13 @@ class Setting:
         """Iterations between the states in storage of a system that checkpoints to memory."""
         return max(1, round(self.constants.persist_every_s / self.iteration_s))
 
-    def restart(self, load_s: float, iterations: int, replay_s: float, *, from_storage: bool = False) -> Recovery:
+    def restart(self, load_s: float, iterations: int, replay_s: float, *, from_storage: bool = False) -> RecoveryCost:
         """All ranks start again from one state and train what came after it again.
 
         Copies in memory do not wait for that, but only for the nodes.
         """
         constants = self.constants
-        return Recovery(
+        return RecoveryCost(
             constants.detect_s,
             constants.global_restart_s,
             load_s,
@@ -101,12 +107,12 @@ class Setting:
             refill_s=constants.detect_s + constants.stage_restart_s + load_s,
         )
 
-    def rewind(self, iteration: int, interval: int, latency: int, load_s: float) -> Recovery:
+    def rewind(self, iteration: int, interval: int, latency: int, load_s: float) -> RecoveryCost:
         """The recovery of checkpoints that are taken at once: back to the newest usable one, and train again."""
         again = since(iteration, interval, latency)
         return self.restart(load_s, again, again * self.iteration_s)
 
-    def from_storage(self, iteration: int) -> Recovery:
+    def from_storage(self, iteration: int) -> RecoveryCost:
         """The recovery when memory has lost a copy for good."""
         again = since(iteration, self.persist_interval, self.upload_iterations)
         return self.restart(self.upload_s, again, again * self.iteration_s, from_storage=True)
@@ -135,7 +141,7 @@ def needs_experts(system: str, job: TrainingJob) -> None:
 class Replicas:
     """Which losses of nodes the memory of the others survives."""
 
-    setting: Setting
+    setting: SystemSetting
     count: int
 
     def survive(self, nodes: Nodes) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..behaviour import Behaviour, Nodes, Recovery, Steady
-from .links import Setting
+from ..behaviour import Behaviour, Nodes, RecoveryCost, Steady
+from .links import SystemSetting
 
 NEVER = 10**12
 """An interval longer than any training."""
@@ -18,11 +18,13 @@ class NoCheckpoints:
 
     name: str = "none"
 
-    def behaviour(self, setting: Setting, mtbf_s: float, *, popularity: Sequence[float] | None = None) -> Behaviour:
-        """See `System`. What a fault undoes is all since the start: on average, all since the fault before."""
+    def behaviour(
+        self, setting: SystemSetting, mtbf_s: float, *, popularity: Sequence[float] | None = None
+    ) -> Behaviour:
+        """See `CheckpointSystem`. A fault undoes all since the start: on average, all since the fault before."""
         expected_s = setting.restart(0.0, 0, mtbf_s).total_s
 
-        def recover(iteration: int, nodes: Nodes, down: Nodes) -> Recovery:
+        def recover(iteration: int, nodes: Nodes, down: Nodes) -> RecoveryCost:
             return setting.rewind(iteration, NEVER, 0, 0.0)
 
         return Steady(self.name, setting.iteration_s, NEVER, 1, 0.0, expected_s, recover)

@@ -1,22 +1,24 @@
-"""MoC: some experts in each checkpoint, more of them as faults use up the budget of lost tokens (Dynamic-K)."""
+"""MoC: some experts in each checkpoint, more of them before faults can use up the budget of lost tokens (`pec`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from fractions import Fraction
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from statistics import fmean
 
-from ....policy.dynamic_k import Cadence, paper_next_k, worst_case_lost_tokens
 from ....policy.shards import owned_operators, sharing_ranks
-from ....types import Part
-from ..behaviour import Behaviour, Nodes, Recovery
-from .links import Replicas, Setting, needs_experts
+from ....strategies import Pec
+from ....types import Part, SnapshotPlan
+from ..behaviour import Behaviour, Nodes, RecoveryCost
+from ..driver import Driver, layer_job
+from .links import Replicas, SystemSetting, needs_experts
+from .lossy import LossyBehaviour
 
 
 @dataclass(frozen=True)
 class Moc:
-    """MoC-System as MoEvement 5.2 runs it: a checkpoint each iteration, at first with an eighth of the experts.
+    """MoC-System as `pec` runs it: a checkpoint each iteration, at first with an eighth of the experts.
 
     k_share: share of the experts at first. lost_per_hour: the budget, in iterations' worth of tokens per hour of the
     planned training. None: as in the constants.
@@ -26,36 +28,37 @@ class Moc:
     lost_per_hour: float | None = None
     name: str = "moc"
 
-    def behaviour(self, setting: Setting, mtbf_s: float, *, popularity: Sequence[float] | None = None) -> Behaviour:
-        """See `System`. Raises UsageError for a model without experts."""
+    def behaviour(
+        self, setting: SystemSetting, mtbf_s: float, *, popularity: Sequence[float] | None = None
+    ) -> Behaviour:
+        """See `CheckpointSystem`. Raises UsageError for a model without experts."""
         job, constants = setting.job, setting.constants
         needs_experts(self.name, job)
-        experts = len(job.shape.moe_layers) * job.shape.num_experts
+        experts, topk = job.shape.num_experts, job.shape.moe_router_topk
         share = constants.pec_floor if self.k_share is None else self.k_share
         per_hour = constants.pec_lost_per_hour if self.lost_per_hour is None else self.lost_per_hour
-        plan = _Plan(
-            setting=setting,
-            experts=experts,
-            floor=min(max(1, round(share * experts)), experts),
-            budget=per_hour * constants.planned_s / 3600,
-            faults=constants.planned_s / mtbf_s,
-            popularity=tuple(popularity or ()),
-            replicas=Replicas(setting, constants.replicas),
+        shares = popularity or (1.0,) * experts
+        of_a_layer = layer_job(
+            experts,
+            topk,
+            job.tokens,
+            max(1, round(constants.planned_s / setting.iteration_s)),
+            strategy="pec",
+            pec_k_snapshot=min(max(1, round(share * experts)), experts),
+            plt_threshold=min(1.0, per_hour * setting.iteration_s / 3600),
         )
-        return PecBehaviour(self.name, plan)
+        counts = [[round(job.tokens * topk * one / sum(shares)) for one in shares]]
+        costs = PecCosts(setting, of_a_layer.config.pec_k_snapshot / experts)
+        start = Stretch(Driver(of_a_layer, counts=counts), -(-experts // of_a_layer.config.pec_k_snapshot), costs)
+        return PecBehaviour(self.name, setting, Replicas(setting, constants.replicas), start)
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What does not change during a run. experts, floor: over all layers. budget: in iterations' worth of tokens."""
+class PecCosts:
+    """What snapshots of partial checkpoints cost. floor: the share of the experts for which the buffers were made."""
 
-    setting: Setting
-    experts: int
-    floor: int
-    budget: float
-    faults: float
-    popularity: tuple[float, ...]
-    replicas: Replicas
+    setting: SystemSetting
+    floor: float
 
     @cached_property
     def rank_bytes(self) -> tuple[tuple[float, float], ...]:
@@ -65,112 +68,115 @@ class _Plan:
         found: set[tuple[float, float]] = set()
         for operators in owned_operators(job.shape, job.topology).values():
             parts = [0.0, 0.0]
-            for one in operators:
-                parts[one.is_expert] += each * job.shape.parameters[one] / sharing_ranks(one, job.topology)
+            for operator in operators:
+                parts[operator.is_expert] += (
+                    each * job.shape.parameters[operator] / sharing_ranks(operator, job.topology)
+                )
             found.add((parts[0], parts[1]))
         return tuple(sorted(found))
 
-    def overhead_s(self, k: int) -> float:
-        """Added to each iteration by a checkpoint with k of all experts.
+    def overhead_s(self, share: float) -> float:
+        """Added to an iteration by a snapshot with this share of all experts.
 
-        Up to the first K, for which its buffers were made, MoC copies beside training. A larger snapshot is collected
-        and goes to the host and on to the peers while training waits.
+        Up to the floor MoC copies beside training. A larger snapshot is collected and goes to the host and on to the
+        peers while training waits.
         """
         setting, constants = self.setting, self.setting.constants
         beside_s = constants.pec_slowdown * setting.iteration_s
-        if k <= self.floor:
+        if share <= self.floor:
             return beside_s
-        rank_bytes = max(dense + k / self.experts * experts for dense, experts in self.rank_bytes)
+        rank_bytes = max(dense + share * experts for dense, experts in self.rank_bytes)
         peers_s = rank_bytes / setting.peer_bytes_per_s(constants.replicas)
         return beside_s + constants.pec_blocking_s + rank_bytes / constants.pec_snapshot_bytes_per_s + peers_s
 
-    def expected_loss(self, k: int) -> float:
-        """Iterations' worth of tokens that a fault costs on average, with experts saved in rotation.
 
-        That is what the worst case counts, if each expert gets its share of the tokens.
-        """
-        every = Cadence(self.experts, self.experts, 1, 1)
-        return worst_case_lost_tokens(every, k) / self.experts
+@dataclass
+class Stretch:
+    """Training from a state that `pec` came back to, or from its start, until the next fault.
 
-    def loss(self, k: int, checkpoint: int) -> float:
-        """Iterations' worth of tokens lost by a recovery to the checkpoint of this number, which ended a rotation's
-        turn wherever its number says; experts that got more than their share of tokens count for more."""
-        if not self.popularity:
-            return self.expected_loss(k)
-        experts = len(self.popularity)
-        per_layer = k * experts / self.experts
-        position = checkpoint * per_layer
-        ages = [(position - 1 - index) % experts // per_layer for index in range(experts)]
-        return sum(share * age for share, age in zip(self.popularity, ages, strict=True)) / sum(self.popularity)
+    Layers have the same experts and popularity here, so the strategy of a job with one of them decides for all. With
+    the same counts in each iteration what it does repeats after one rotation over its groups. So it is driven for two
+    only, and a fault after longer finds the state of the second one at the same place; and stretches that begin in the
+    same state are the same one.
+    """
+
+    start: Driver
+    rotation: int
+    costs: PecCosts
+    known: dict[object, Stretch] = field(default_factory=dict, repr=False)
+    _after: dict[int, tuple[float, Stretch]] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def _driven(self) -> tuple[list[Driver], list[SnapshotPlan]]:
+        """The drivers after each iteration of two rotations, and their snapshots."""
+        drivers, plans = [self.start], []
+        for _ in range(2 * self.rotation):
+            driver = drivers[-1].fork()
+            plan = driver.iterate()
+            assert plan is not None, "a snapshot in each iteration"
+            drivers.append(driver)
+            plans.append(plan)
+        return drivers, plans
+
+    @cached_property
+    def shares(self) -> list[float]:
+        """Of a layer's experts, in each snapshot of a rotation that has settled."""
+        experts = self.start.experts
+        return [sum(one.is_expert for one in plan.parts) / experts for plan in self._driven[1][-self.rotation :]]
+
+    @cached_property
+    def k_share(self) -> float:
+        """Their mean."""
+        return fmean(self.shares)
+
+    @cached_property
+    def overhead_s(self) -> float:
+        """Mean seconds that these snapshots add to an iteration."""
+        return fmean(map(self.costs.overhead_s, self.shares))
+
+    def fault(self, iterations: int) -> tuple[float, Stretch]:
+        """What a fault after so many iterations loses, in iterations' worth of tokens, and how training goes on."""
+        if iterations > 2 * self.rotation:
+            iterations = self.rotation + 1 + (iterations - self.rotation - 1) % self.rotation
+        if iterations not in self._after:
+            driver = self._driven[0][iterations].fork()
+            if driver.iteration < 2:
+                return 0.0, self  # the first snapshot is still being copied: training begins anew
+            plan = driver.recovered()
+            assert isinstance(driver.strategy, Pec)
+            kept = driver.strategy.report().lost_tokens, driver.strategy.to_data()["cursor"]
+            ages = tuple((plan.target - source.iteration, source.operators) for source in plan.sources)
+            following = self.known.setdefault((*kept, ages), replace(self, start=driver, _after={}))
+            self._after[iterations] = sum(plan.lost_tokens.values()) / driver.tokens, following
+        return self._after[iterations]
 
 
-class PecBehaviour:
-    """A run with partial checkpoints; faults raise K."""
+class PecBehaviour(LossyBehaviour):
+    """A run with partial checkpoints; what faults have lost raises K."""
 
-    window = 1
-    interval = 1
-    _LATENCY = 1
-
-    def __init__(self, name: str, plan: _Plan) -> None:
-        self.name = name
-        self._plan = plan
-        self._k = plan.floor
-        self._lost = 0.0
-        self._faults = 0
-        self._restored = -1
-
-    @property
-    def iteration_s(self) -> float:
-        """See `Behaviour`."""
-        return self._plan.setting.iteration_s
+    def __init__(self, name: str, setting: SystemSetting, replicas: Replicas, start: Stretch) -> None:
+        super().__init__(name, setting, replicas)
+        self._start = self._stretch = start
+        self._restored = 0
 
     @property
     def overhead_s(self) -> float:
         """See `Behaviour`."""
-        return self._plan.overhead_s(self._k)
+        return self._stretch.overhead_s
 
     @property
     def k_share(self) -> float:
         """See `Behaviour`."""
-        return self._k / self._plan.experts
+        return self._stretch.k_share
 
-    @property
-    def lost_tokens(self) -> float:
-        """See `Behaviour`."""
-        return self._lost * self._plan.setting.job.tokens
-
-    @property
-    def expected_recovery_s(self) -> float:
-        """See `Behaviour`."""
-        lost_s = (self.interval / 2 + self._LATENCY) * self.iteration_s
-        return self._plan.setting.restart(self._plan.setting.load_s, 0, lost_s).total_s
-
-    def strike(self, iteration: int, *, nodes: Nodes, down: Nodes | None = None) -> Recovery:
-        """See `Behaviour`. A second recovery to the same checkpoint finds all experts as their copies, and costs none.
-
-        Afterwards K is doubled if it would not keep the budget (MoC 5.3): with the faults that are still expected.
-        """
-        plan, setting = self._plan, self._plan.setting
-        recovery = setting.rewind(iteration, self.interval, self._LATENCY, setting.load_s)
-        if not plan.replicas.survive(nodes if down is None else down):
-            recovery = setting.from_storage(iteration)
-        restored = iteration - recovery.iterations_again
-        lost = 0.0 if restored in (0, self._restored) else plan.loss(self._k, restored)
-        self._restored = restored
-        self._lost += lost
-        self._faults += 1
-        self._recalibrate()
-        return replace(recovery, lost_tokens=lost * setting.job.tokens)
-
-    def restarts(self, ongoing: Nodes, nodes: Nodes) -> bool:
-        """See `Behaviour`: the whole job is in it."""
-        return True
+    def strike(self, iteration: int, *, nodes: Nodes, down: Nodes | None = None) -> RecoveryCost:
+        """See `Behaviour`. A second recovery to the same checkpoint loses nothing: experts are as their copies."""
+        recovery = self._rewind(iteration, nodes, down)
+        lost, self._stretch = self._stretch.fault(max(0, iteration - self._restored))
+        self._restored = iteration - recovery.iterations_again
+        self._lost_iterations += lost
+        return replace(recovery, lost_tokens=lost * self._setting.job.tokens)
 
     def fresh(self) -> PecBehaviour:
         """See `Behaviour`."""
-        return PecBehaviour(self.name, self._plan)
-
-    def _recalibrate(self) -> None:
-        to_come = max(0.0, self._plan.faults - self._faults)
-        foreseen = self._lost + to_come * self._plan.expected_loss(self._k)
-        self._k = paper_next_k(self._k, self._plan.experts, Fraction(foreseen), Fraction(self._plan.budget))
+        return PecBehaviour(self.name, self._setting, self._replicas, self._start)

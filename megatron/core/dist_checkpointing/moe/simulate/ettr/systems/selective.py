@@ -1,4 +1,7 @@
-"""MOETION: each iteration the experts that the links have time for, those with the most tokens at risk first."""
+"""MOETION: each iteration the experts that the links have time for, those with the most tokens at risk first.
+
+There is no strategy for running jobs that does this yet, so `policy/selective` decides here without one.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ from functools import cached_property
 from ....policy.selective import Budgets, select, selective_plan
 from ....policy.shards import owned_operators, shard_sizes
 from ....types import expert
-from ..behaviour import Behaviour, Nodes, Recovery
-from .links import Replicas, Setting, needs_experts
+from ..behaviour import Behaviour, Nodes, RecoveryCost
+from .links import Replicas, SystemSetting, needs_experts
+from .lossy import LossyBehaviour
 
 _UNIT = 1_000_000
 """Tokens of a layer in one iteration, where only shares matter: selection counts whole ones."""
@@ -26,16 +30,18 @@ class Moetion:
     replicas: int | None = None
     name: str = "moetion"
 
-    def behaviour(self, setting: Setting, mtbf_s: float, *, popularity: Sequence[float] | None = None) -> Behaviour:
-        """See `System`. Raises UsageError for a model without experts."""
+    def behaviour(
+        self, setting: SystemSetting, mtbf_s: float, *, popularity: Sequence[float] | None = None
+    ) -> Behaviour:
+        """See `CheckpointSystem`. Raises UsageError for a model without experts."""
         needs_experts(self.name, setting.job)
         count = setting.constants.replicas if self.replicas is None else self.replicas
         share, stall_s = _tightest(setting, count)
-        plan = _Plan(setting, share, stall_s, tuple(popularity or ()), Replicas(setting, count))
-        return SelectiveBehaviour(self.name, plan)
+        losses = SelectiveLosses(setting, share, stall_s, tuple(popularity or ()), Replicas(setting, count))
+        return SelectiveBehaviour(self.name, losses)
 
 
-def _tightest(setting: Setting, replicas: int) -> tuple[float, float]:
+def _tightest(setting: SystemSetting, replicas: int) -> tuple[float, float]:
     """Share of its experts that the rank which can save least of them sends, and how long training waits for any."""
     job = setting.job
     free = max(setting.free_s / setting.iteration_s, 1e-9)
@@ -56,17 +62,17 @@ def _tightest(setting: Setting, replicas: int) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What does not change during a run."""
+class SelectiveLosses:
+    """What a fault costs a run in tokens, and what does not change during it."""
 
-    setting: Setting
+    setting: SystemSetting
     share: float
     stall_s: float
     popularity: tuple[float, ...]
     replicas: Replicas
 
     @cached_property
-    def loss(self) -> float:
+    def mean(self) -> float:
         """Iterations' worth of tokens that a fault costs on average: those that experts have not saved.
 
         Found by selecting again and again in one layer until each expert's turn has come several times.
@@ -88,62 +94,34 @@ class _Plan:
         return lost / rounds / _UNIT
 
 
-class SelectiveBehaviour:
+class SelectiveBehaviour(LossyBehaviour):
     """A run with selective snapshots."""
 
-    window = 1
-    interval = 1
-    _LATENCY = 1
-
-    def __init__(self, name: str, plan: _Plan) -> None:
-        self.name = name
-        self._plan = plan
-        self._lost = 0.0
+    def __init__(self, name: str, losses: SelectiveLosses) -> None:
+        super().__init__(name, losses.setting, losses.replicas)
+        self._losses = losses
         self._restored = 0
-
-    @property
-    def iteration_s(self) -> float:
-        """See `Behaviour`."""
-        return self._plan.setting.iteration_s
 
     @property
     def overhead_s(self) -> float:
         """See `Behaviour`."""
-        return self._plan.stall_s + self._plan.setting.constants.copy_slowdown * self.iteration_s
+        return self._losses.stall_s + self._setting.constants.copy_slowdown * self.iteration_s
 
     @property
     def k_share(self) -> float:
         """See `Behaviour`."""
-        return self._plan.share
+        return self._losses.share
 
-    @property
-    def lost_tokens(self) -> float:
-        """See `Behaviour`."""
-        return self._lost
-
-    @property
-    def expected_recovery_s(self) -> float:
-        """See `Behaviour`."""
-        lost_s = (self.interval / 2 + self._LATENCY) * self.iteration_s
-        return self._plan.setting.restart(self._plan.setting.load_s, 0, lost_s).total_s
-
-    def strike(self, iteration: int, *, nodes: Nodes, down: Nodes | None = None) -> Recovery:
+    def strike(self, iteration: int, *, nodes: Nodes, down: Nodes | None = None) -> RecoveryCost:
         """See `Behaviour`. Where no expert is ever sent, all tokens since the recovery before are lost."""
-        setting = self._plan.setting
-        recovery = setting.rewind(iteration, self.interval, self._LATENCY, setting.load_s)
-        if not self._plan.replicas.survive(nodes if down is None else down):
-            recovery = setting.from_storage(iteration)
+        recovery = self._rewind(iteration, nodes, down)
         restored = iteration - recovery.iterations_again
         since_then = max(0, restored - self._restored)
-        loss = min(self._plan.loss, since_then) if self._plan.share else since_then
+        lost = min(self._losses.mean, since_then) if self._losses.share else since_then
         self._restored = restored
-        self._lost += loss * setting.job.tokens
-        return replace(recovery, lost_tokens=loss * setting.job.tokens)
-
-    def restarts(self, ongoing: Nodes, nodes: Nodes) -> bool:
-        """See `Behaviour`: the whole job is in it."""
-        return True
+        self._lost_iterations += lost
+        return replace(recovery, lost_tokens=lost * self._setting.job.tokens)
 
     def fresh(self) -> SelectiveBehaviour:
         """See `Behaviour`."""
-        return SelectiveBehaviour(self.name, self._plan)
+        return SelectiveBehaviour(self.name, self._losses)

@@ -6,52 +6,124 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ....policy.lanes import Lane, joint_schedules
-from ....policy.ordering import hard_count
+from ....policy.lanes import Lane
 from ....policy.prediction import Figures, replay_s
 from ....policy.shards import owned_operators, shard_sizes
-from ....policy.window import Schedule, paper_schedule, paper_window
-from ....types import OperatorId, Segment
-from ..behaviour import Behaviour, Nodes, Recovery, Steady
+from ....policy.window import Schedule
+from ....strategies import Costs, Pace
+from ....types import OperatorId, Part, Segment, SnapshotPlan, Window
+from ..behaviour import Behaviour, Nodes, RecoveryCost, Steady
 from ..cost import operator_flops
+from ..driver import Driver, plan_bytes, strategy_job
 from ..inputs import TrainingJob
-from .links import Replicas, Setting
+from .links import Replicas, SystemSetting
 
 Stages = tuple[int, ...]
 
 _NOTHING: frozenset[OperatorId] = frozenset()
+_SETTLED, _LONGEST = 20, 400
+"""Iterations without another window that make it the one that stays, and after which any does."""
 
 
 @dataclass(frozen=True)
 class MoEvement:
-    """Every iteration snapshots a part of the operators, as many as there is time for (MoEvement 3).
+    """Every iteration snapshots a part of the operators, as many as there is time for (MoEvement 3): `sparse`.
 
-    window: iterations; None: the smallest that does not stall training. skip_weight_gradients: frozen operators save
-    the work that they can. reorder: popular experts are anchored last. local: logs at stage boundaries confine a replay
-    to the struck stages. replicas: None as in the constants. Fig. 13 turns the three off.
+    window: iterations; None: what the strategy itself settles on. local: logs at stage boundaries confine a replay to
+    the struck stages. replicas: None as in the constants. skips_weight_gradients: frozen operators save the work that
+    they can, as they do in a replay of this project.
     """
 
     window: int | None = None
-    skip_weight_gradients: bool = True
-    reorder: bool = True
     local: bool = True
     replicas: int | None = None
+    skips_weight_gradients: bool = True
     name: str = "moevement"
 
-    def behaviour(self, setting: Setting, mtbf_s: float, *, popularity: Sequence[float] | None = None) -> Behaviour:
-        """See `System`."""
-        constants = setting.constants
-        count = constants.replicas if self.replicas is None else self.replicas
+    def behaviour(
+        self, setting: SystemSetting, mtbf_s: float, *, popularity: Sequence[float] | None = None
+    ) -> Behaviour:
+        """See `CheckpointSystem`."""
+        constants, count = setting.constants, self.copies(setting)
         shares = expert_shares(setting.job, popularity)
-        rate = setting.peer_bytes_per_s(count)
-        schedules = sparse_schedules(setting, shares if self.reorder else None, rate, self.window)
+        schedules = self.schedules(setting, popularity)
         size = next(iter(schedules.values())).window.size
-        stall_s = max(_late_bytes(schedule) for schedule in schedules.values()) / rate / size
-        replay = Replay(self, setting, schedules, shares)
+        stall_s = max(map(_late_bytes, schedules.values())) / setting.peer_bytes_per_s(count) / size
+        replay = ReplayCost(self, setting, schedules, shares)
         recover = _Recover(setting, replay, Replicas(setting, count), self.local)
         overhead_s = stall_s + constants.copy_slowdown * setting.iteration_s
         joint = recover.meet if self.local and not constants.restarts_all else None
         return Steady(self.name, setting.iteration_s, size, size, overhead_s, recover.expected_s, recover, joint)
+
+    def copies(self, setting: SystemSetting) -> int:
+        """Peers that keep a replica of each snapshot."""
+        return setting.constants.replicas if self.replicas is None else self.replicas
+
+    def schedules(self, setting: SystemSetting, popularity: Sequence[float] | None) -> dict[Lane, Schedule]:
+        """What the ranks of each lane copy in the windows that the strategy comes to plan in this job."""
+        plans, job = settled_window(setting, self.copies(setting), self.window, popularity), setting.job
+        groups = tuple(tuple(one for one, part in plan.parts.items() if Part.FULL in part) for plan in plans)
+        sizes, budget = shard_sizes(job.shape, job.topology, job.precision), self.budget_bytes(setting)
+        found = {}
+        for lane, operators in owned_operators(job.shape, job.topology).items():
+            own = {operator: sizes[operator] for operator in operators}
+            window = Window(0, tuple(tuple(operator for operator in group if operator in own) for group in groups))
+            found[lane] = Schedule(window, tuple(plan_bytes(plan, own) for plan in plans), budget)
+        return found
+
+    def budget_bytes(self, setting: SystemSetting) -> int:
+        """What moves to all peers while the NIC is not training's."""
+        return max(1, int(setting.peer_bytes_per_s(self.copies(setting)) * setting.free_s))
+
+
+def settled_window(
+    setting: SystemSetting, replicas: int, window: int | None, popularity: Sequence[float] | None
+) -> list[SnapshotPlan]:
+    """The plans of one window of `sparse` in this job, once its size and order have settled.
+
+    The strategy is told what the ranks of a real job would measure: that a copy to the host has the time of an
+    iteration, and that replicas of it take as long as the peers' links need while training leaves these alone.
+    """
+    asked = (replicas, window, popularity and tuple(popularity))
+    if asked in setting.settled:
+        return setting.settled[asked]
+    job = strategy_job(setting.job, strategy="sparse", window="auto" if window is None else str(window))
+    free = max(setting.free_s / setting.iteration_s, 1e-9)
+
+    def costs(plan: SnapshotPlan) -> Costs:
+        nbytes = max(plan_bytes(plan, sizes) for sizes in job.sizes.values())
+        return Costs(setting.iteration_s, 0.0, nbytes / (setting.peer_bytes_per_s(replicas) * free))
+
+    driver = Driver(
+        job,
+        counts=token_counts(setting.job, popularity),
+        pace=Pace(setting.iteration_s, setting.host_bytes_per_s),
+        costs=costs,
+    )
+    plans, since = _next_window(driver), driver.iteration
+    while driver.iteration - since < _SETTLED and driver.iteration < _LONGEST:
+        before, plans = plans, _next_window(driver)
+        if [plan.parts for plan in plans] != [plan.parts for plan in before]:
+            since = driver.iteration
+    setting.settled[asked] = plans
+    return plans
+
+
+def _next_window(driver: Driver) -> list[SnapshotPlan]:
+    """The plans of the next window that is whole."""
+    plans: list[SnapshotPlan] = []
+    while not plans or plans[-1].iteration < driver.strategy.pieces(plans[-1])[0].span[-1]:
+        plan = driver.iterate()
+        plans += [] if plan is None else [plan]
+    return plans
+
+
+def token_counts(job: TrainingJob, popularity: Sequence[float] | None) -> list[list[int]]:
+    """Tokens of one iteration by MoE layer and expert, of the same `popularity` in each layer."""
+    shares = popularity or (1.0,) * job.shape.num_experts
+    routed = job.tokens * max(1, job.shape.moe_router_topk) / sum(shares) if shares else 0.0
+    row = [round(routed * share) for share in shares]
+    return [row] * len(job.shape.moe_layers)
 
 
 def expert_shares(job: TrainingJob, popularity: Sequence[float] | None) -> dict[OperatorId, float]:
@@ -61,45 +133,20 @@ def expert_shares(job: TrainingJob, popularity: Sequence[float] | None) -> dict[
     return {operator: popularity[operator.expert] for operator in job.shape.operators if operator.is_expert}
 
 
-def sparse_schedules(
-    setting: Setting, shares: dict[OperatorId, float] | None, bytes_per_s: float, window: int | None = None
-) -> dict[Lane, Schedule]:
-    """The window's schedule of each lane, as this project's policy makes it or as MoEvement's Alg. 1 does.
-
-    shares: of the experts' tokens, to anchor popular ones last; None: operators in the order of the model. What an
-    iteration has time for is what moves at `bytes_per_s` while the NIC is not training's.
-    """
-    job = setting.job
-    sizes = shard_sizes(job.shape, job.topology, job.precision)
-    budget = max(1, int(bytes_per_s * setting.free_s))
-    lanes = {
-        lane: operators if shares is None else hard_count(operators, shares)
-        for lane, operators in owned_operators(job.shape, job.topology).items()
-    }
-    if not setting.constants.window_by_count or window is not None:
-        return joint_schedules(lanes, sizes, budget, window=window)
-    found: dict[tuple[tuple[int, int], ...], int] = {}
-    for operators in lanes.values():
-        own = {operator: sizes[operator] for operator in operators}
-        key = tuple((size.full_bytes, size.weights_bytes) for size in own.values())
-        found.setdefault(key, paper_window(own, budget)[0])
-    needed = max(found.values())
-    counted = {lane: paper_schedule(operators, sizes, budget) for lane, operators in lanes.items()}
-    if all(schedule.window.size == needed for schedule in counted.values()):
-        return counted
-    return joint_schedules(lanes, sizes, budget, window=needed)
-
-
 def _late_bytes(schedule: Schedule) -> int:
     """Of one window, what its iterations have no time for: copies to peers may lag within it, but not beyond."""
     return max(0, sum(schedule.load_bytes) - schedule.budget_bytes * schedule.window.size)
 
 
-class Replay:
+class ReplayCost:
     """How long stages take to replay a window, and each iteration after it."""
 
     def __init__(
-        self, system: MoEvement, setting: Setting, schedules: dict[Lane, Schedule], shares: dict[OperatorId, float]
+        self,
+        system: MoEvement,
+        setting: SystemSetting,
+        schedules: dict[Lane, Schedule],
+        shares: dict[OperatorId, float],
     ) -> None:
         self.window = next(iter(schedules.values())).window.size
         self._system = system
@@ -111,7 +158,7 @@ class Replay:
     def seconds(self, stages: Stages) -> tuple[float, float]:
         """Of a whole window, and of one iteration with everything active, by these adjacent stages together."""
         if stages not in self._found:
-            frozen = self._frozen(stages) if self._system.skip_weight_gradients else [_NOTHING] * self.window
+            frozen = self._frozen(stages) if self._system.skips_weight_gradients else [_NOTHING] * self.window
             self._found[stages] = self._policy(stages, frozen), self._policy(stages, [_NOTHING])
         return self._found[stages]
 
@@ -158,7 +205,7 @@ class Replay:
 class _Recover:
     """What a loss of nodes costs."""
 
-    def __init__(self, setting: Setting, replay: Replay, replicas: Replicas, local: bool) -> None:
+    def __init__(self, setting: SystemSetting, replay: ReplayCost, replicas: Replicas, local: bool) -> None:
         self._setting = setting
         self._replay = replay
         self._replicas = replicas
@@ -166,7 +213,7 @@ class _Recover:
         self._load_s = replay.first_bytes / setting.fetch_bytes_per_s
         self._stages: dict[int, frozenset[int]] = {}
 
-    def __call__(self, iteration: int, nodes: Nodes, down: Nodes) -> Recovery:
+    def __call__(self, iteration: int, nodes: Nodes, down: Nodes) -> RecoveryCost:
         setting, constants = self._setting, self._setting.constants
         if not self._replicas.survive(down):
             return setting.from_storage(iteration)
@@ -175,7 +222,7 @@ class _Recover:
         seconds = max(whole_s * (window > 0) + again * one_s for whole_s, one_s in replays)
         restart_s = constants.stage_restart_s if self._local else constants.global_restart_s
         refill_s = constants.detect_s + constants.stage_restart_s + self._load_s
-        return Recovery(constants.detect_s, restart_s, self._load_s, seconds, window + again, refill_s=refill_s)
+        return RecoveryCost(constants.detect_s, restart_s, self._load_s, seconds, window + again, refill_s=refill_s)
 
     def meet(self, ongoing: Nodes, nodes: Nodes) -> bool:
         """Whether two faults strike the same stages or adjacent ones (MoEvement App. A)."""

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-import json
+if __name__ == "__main__":
+    from _script import run
+
+    run(__file__)
+
 from functools import cache
-from importlib import resources
 from typing import Any
 
-from ....cli.report import Columns, Fact, Report, Table
-from ....models import preset
-from ....policy.partial import ALL, BOTH, OPTIMIZER, WEIGHTS, checkpoint_bytes, pec_plan, sequential_selection
-from ....policy.sharding import shard_checkpoint
-from ....types import FP16_FP32, ModelShape, OperatorId, Part, Topology
-from .plots import plot
-from .result import PaperResult
+from megatron.core.dist_checkpointing.moe.models import preset
+from megatron.core.dist_checkpointing.moe.policy.partial import (
+    ALL,
+    BOTH,
+    OPTIMIZER,
+    WEIGHTS,
+    checkpoint_bytes,
+    pec_plan,
+    sequential_selection,
+)
+from megatron.core.dist_checkpointing.moe.policy.sharding import shard_checkpoint
+from megatron.core.dist_checkpointing.moe.types import FP16_FP32, ModelShape, OperatorId, Part, Topology
+from moe_ckpt.report import Fact, Table, table
+
+from .figure import Figure, published
 
 EXPERTS_SAVED = (1, 2, 4, 8, 16)
 """K of the figure's bars; the last saves all experts of GPT-350M-16E."""
@@ -27,14 +38,6 @@ SCOPE = BOTH
 
 
 ALL_TECHNIQUES = "adaptive K = 1 against baseline of all"
-
-
-@cache
-def published() -> dict[str, Any]:
-    """What the two papers give of MoC-System's figures; None where it was not at hand."""
-    text = resources.files(__package__).joinpath("published_moc.json").read_text(encoding="utf-8")
-    figures: dict[str, Any] = json.loads(text)
-    return figures
 
 
 def selected_experts(shape: ModelShape, topology: Topology, k: int, position: int) -> frozenset[OperatorId]:
@@ -58,7 +61,7 @@ def bottleneck_bytes(strategy: str, shape: ModelShape, topology: Topology, k: in
 
 def total_shares() -> dict[str, dict[int, float]]:
     """Bytes of a checkpoint by scope and K, as shares of the full checkpoint (panel a)."""
-    shape = preset(published()["fig10"]["model"])
+    shape = preset(published("moc")["fig10"]["model"])
     full = checkpoint_bytes(shape, FP16_FP32, shape.num_experts).total_bytes
     return {
         scope.name: {k: checkpoint_bytes(shape, FP16_FP32, k, scope).total_bytes / full for k in EXPERTS_SAVED}
@@ -69,8 +72,8 @@ def total_shares() -> dict[str, dict[int, float]]:
 @cache
 def bottlenecks() -> dict[str, dict[int, dict[str, int]]]:
     """Bytes of the bottleneck rank by case, K and strategy (panels b to d)."""
-    shape = preset(published()["fig10"]["model"])
-    cases = {name: case for name, case in published()["cases"].items() if name != "where"}
+    shape = preset(published("moc")["fig10"]["model"])
+    cases = {name: case for name, case in published("moc")["cases"].items() if name != "where"}
     return {
         name: {
             k: {
@@ -108,7 +111,7 @@ def pec_reductions() -> dict[str, float]:
     Of the whole checkpoint without duplicates (eq. 6), and of the bottleneck rank against a baseline in which each
     data-parallel rank saves all it holds: with adaptive sharding of everything, and without sharding.
     """
-    shape = preset(published()["pec"]["model"])
+    shape = preset(published("moc")["pec"]["model"])
     topology = Topology(shape.num_experts, ep=shape.num_experts)
     each = FP16_FP32.bytes_per_parameter(Part.EVERYTHING)
     expert_bytes = each * shape.expert_parameters // (shape.num_experts * len(shape.moe_layers))
@@ -125,16 +128,26 @@ def pec_reductions() -> dict[str, float]:
     }
 
 
-def result() -> PaperResult:
+def figure() -> Figure:
     """Fig. 10 beside what the text says of it (MoC 6.2.1, Fig. 2, Table 3)."""
     fall = [of_case[ALL_TECHNIQUES] for of_case in reductions().values()]
-    report = Report(
+    given = published("moc")["fig10"]
+    return Figure(
         "MoC-System Fig. 10: checkpoint size of GPT-350M-16E",
+        {
+            "figure": "MoC-System Fig. 10",
+            "total_share_of_full": total_shares(),
+            "bottleneck_bytes": bottlenecks(),
+            "reductions": reductions(),
+            "pec_reductions": pec_reductions(),
+            "published": given,
+        },
+        (_composition(), _totals(), _bottlenecks(), _reductions(), _pec()),
+        _draw,
         (
             Fact("Share of the full checkpoint, K = 1", total_shares()[SCOPE.name][1], "share"),
-            Fact("Published share, K = 1", published()["fig10"]["total_share_of_full_k1"], "share"),
+            Fact("Published share, K = 1", given["total_share_of_full_k1"], "share"),
         ),
-        (_composition(), _totals(), _bottlenecks(), _reductions(), _pec()),
         (
             "Bytes of a rank are the most that it saves in any checkpoint of a rotation over all experts. The optimizer"
             " state is sharded by ZeRO-2 in all series, as in the paper.",
@@ -145,71 +158,54 @@ def result() -> PaperResult:
             f" bytes fall by {100 * min(fall):.0f} to {100 * max(fall):.0f} %. Time has a part that does not depend on"
             " bytes (serialisation, files), which bytes alone cannot show.",
         ),
+        (1, 4),
+        (16, 3.6),
     )
-    data = {
-        "figure": "MoC-System Fig. 10",
-        "total_share_of_full": total_shares(),
-        "bottleneck_bytes": bottlenecks(),
-        "reductions": reductions(),
-        "pec_reductions": pec_reductions(),
-        "published": published()["fig10"],
-    }
-    return PaperResult(report, data, plot(_draw, columns=4, size=(16, 3.6)))
 
 
 def _composition() -> Table:
-    shape = preset(published()["fig10"]["model"])
+    shape = preset(published("moc")["fig10"]["model"])
     parts = checkpoint_bytes(shape, FP16_FP32, shape.num_experts)
-    rows = tuple(
+    rows = (
         (name.replace("_", " "), getattr(parts, f"{name}_bytes") / parts.total_bytes, given)
-        for name, given in published()["composition"].items()
+        for name, given in published("moc")["composition"].items()
         if name != "where"
     )
-    return Table("Composition (Fig. 2)", (("part", "text"), ("ours", "share"), ("published", "share")), rows)
+    return table("Composition (Fig. 2)", "part | ours:share | published:share", rows)
 
 
 def _totals() -> Table:
-    shares = total_shares()
-    given = published()["total_share_by_scope"] | {"both": published()["fig10"]["total_share_of_full_k1"]}
-    rows = tuple((name, *by_k.values(), given.get(name)) for name, by_k in shares.items())
-    columns: Columns = (
-        ("left out of the others", "text"),
-        *((f"K = {k}", "share") for k in EXPERTS_SAVED),
-        ("published, K = 1", "share"),
-    )
-    return Table("Total (a)", columns, rows)
+    given = published("moc")["total_share_by_scope"] | {"both": published("moc")["fig10"]["total_share_of_full_k1"]}
+    rows = ((name, *by_k.values(), given.get(name)) for name, by_k in total_shares().items())
+    shares = " | ".join(f"K = {k}:share" for k in EXPERTS_SAVED)
+    return table("Total (a)", f"left out of the others | {shares} | published, K = 1:share", rows)
 
 
 def _bottlenecks() -> Table:
-    rows = tuple(
-        (case, k, *by_strategy.values()) for case, by_k in bottlenecks().items() for k, by_strategy in by_k.items()
-    )
-    columns: Columns = (("case", "text"), ("K", "count"), *((label, "bytes") for label in SERIES.values()))
-    return Table("Bottleneck rank (b to d)", columns, rows)
+    rows = ((case, k, *by_strategy.values()) for case, by_k in bottlenecks().items() for k, by_strategy in by_k.items())
+    series = " | ".join(f"{label}:bytes" for label in SERIES.values())
+    return table("Bottleneck rank (b to d)", f"case | K:count | {series}", rows)
 
 
 def _reductions() -> Table:
-    found = reductions()
-    given = published()["fig10"]
+    found, given = reductions(), published("moc")["fig10"]
     given_shares = {
         "equal, all experts": given["equal_sharding_reduction_full"],
         "equal, K = 1": given["equal_sharding_reduction_pec"],
         "adaptive beyond equal, K = 1": given["adaptive_further_reduction_k1"],
     }
-    rows = tuple(
+    rows = (
         (what, *(found[case][what] for case in found), given_shares.get(what)) for what in next(iter(found.values()))
     )
-    columns: Columns = (("reduction", "text"), *((case, "share") for case in found), ("published", "share"))
-    return Table("Reductions", columns, rows)
+    cases = " | ".join(f"{case}:share" for case in found)
+    return table("Reductions", f"reduction | {cases} | published:share", rows)
 
 
 def _pec() -> Table:
-    given = published()["pec"]
-    rows = tuple(
-        (name.replace("_k1", "").replace("_", " "), ours, given[name]) for name, ours in pec_reductions().items()
-    )
-    columns: Columns = (("reduction", "text"), ("ours", "share"), ("published", "share"))
-    return Table(f"PEC preprint, 4.2: {given['model']} with K = 1", columns, rows)
+    given = published("moc")["pec"]
+    rows = ((name.replace("_k1", "").replace("_", " "), ours, given[name]) for name, ours in pec_reductions().items())
+    title = f"PEC preprint, 4.2: {given['model']} with K = 1"
+    return table(title, "reduction | ours:share | published:share", rows)
 
 
 def _draw(axes: list[Any]) -> None:

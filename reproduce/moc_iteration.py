@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from ....policy.interval import moc_save_overhead_s
-from ....policy.partial import ALL, checkpoint_bytes, pec_plan
-from ....policy.sharding import shard_checkpoint
-from ....types import FP16_FP32, ModelShape, Part, Topology
-from ..clusters import cluster
-from ..cost import operator_flops
-from .moc_fig10 import published, selected_experts
+from megatron.core.dist_checkpointing.moe.policy.interval import moc_save_overhead_s
+from megatron.core.dist_checkpointing.moe.policy.partial import ALL, checkpoint_bytes, pec_plan
+from megatron.core.dist_checkpointing.moe.policy.sharding import shard_checkpoint
+from megatron.core.dist_checkpointing.moe.simulate.ettr.clusters import cluster
+from megatron.core.dist_checkpointing.moe.simulate.ettr.cost import operator_flops
+from megatron.core.dist_checkpointing.moe.types import FP16_FP32, ModelShape, Part, Topology
+
+from .figure import published
+from .moc_fig10 import selected_experts
 
 SEQ_LENGTH = 2048
 """Tokens that a data-parallel rank trains per iteration, one sample: not published, assumed."""
@@ -25,7 +27,7 @@ NIC_SHARE = 0.8
 
 
 @dataclass(frozen=True)
-class Machine:
+class MocMachine:
     """A GPU as 6.2.4 configures it, and the links between GPUs and between nodes, which it does not give.
 
     flops: that GEMMs reach. snapshot_bytes_per_s: of one GPU. nvlink_bytes_per_s: of one GPU, one way.
@@ -39,11 +41,11 @@ class Machine:
 
 
 @cache
-def machines() -> dict[str, Machine]:
+def machines() -> dict[str, MocMachine]:
     """A800 nodes are taken to have NICs of 400 Gb/s together, H100 nodes those of a DGX, 8 times 400 Gb/s."""
-    given = published()["fig13"]
+    given = published("moc")["fig13"]
     return {
-        name: Machine(
+        name: MocMachine(
             given[name]["peak_flops"] * given[name]["utilisation"],
             given[name]["snapshot_bytes_per_s"],
             cluster(preset).intra_node_bytes_per_s,
@@ -54,7 +56,7 @@ def machines() -> dict[str, Machine]:
 
 
 @dataclass(frozen=True)
-class Setting:
+class MocIteration:
     """One group of bars: as many experts per layer as GPUs, and one data-parallel rank per `tp` GPUs."""
 
     machine: str
@@ -76,12 +78,12 @@ class Setting:
     @property
     def experts_saved(self) -> int:
         """K of MoC-Async: an eighth of the experts."""
-        return max(1, int(self.gpus * published()["fig13"]["moc_expert_share"]))
+        return max(1, int(self.gpus * published("moc")["fig13"]["moc_expert_share"]))
 
 
 @cache
 def _shape(experts: int, hidden_size: int) -> ModelShape:
-    given = published()["fig13"]
+    given = published("moc")["fig13"]
     return ModelShape(
         name=f"LLaMA-like-{experts}E",
         num_layers=given["num_layers"],
@@ -97,7 +99,7 @@ def _shape(experts: int, hidden_size: int) -> ModelShape:
 
 
 @dataclass(frozen=True)
-class Bar:
+class MocIterationCost:
     """Seconds of one iteration with a checkpoint, and the bytes that go on to storage.
 
     exchange_s is the part of forward_backward_s in which experts exchange tokens between nodes.
@@ -126,13 +128,13 @@ class Bar:
         return self.forward_backward_s + moc_save_overhead_s(self.moc_snapshot_s, self.forward_backward_s)
 
 
-def compute_s(setting: Setting) -> float:
+def compute_s(setting: MocIteration) -> float:
     """Forward and backward passes of one sample over the tensor-parallel ranks, at the published share of the peak."""
     flops = sum(operator_flops(setting.shape, setting.seq_length).values()) * setting.seq_length
     return flops / setting.tp / machines()[setting.machine].flops
 
 
-def exchanges_s(setting: Setting) -> tuple[float, float]:
+def exchanges_s(setting: MocIteration) -> tuple[float, float]:
     """All-to-all of the experts of all layers, out and back, forward and backward: (within nodes, between nodes).
 
     As ASTRA-SIM's ring has it: each of n members passes (n - 1) n / 2 messages of 1 / n of the data, (n - 1) / 2 times
@@ -149,7 +151,7 @@ def exchanges_s(setting: Setting) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedBytes:
     """Bytes of one checkpoint: of the rank that saves most, and of all ranks."""
 
     rank_bytes: int
@@ -157,26 +159,26 @@ class Saved:
 
 
 @cache
-def saved(gpus: int, tp: int, hidden_size: int) -> tuple[Saved, Saved]:
+def saved(gpus: int, tp: int, hidden_size: int) -> tuple[SavedBytes, SavedBytes]:
     """What Base-Async and MoC-Async save, by the real selection and sharding; machine and sequence play no part."""
-    setting = Setting("", gpus, tp, hidden_size)
+    setting = MocIteration("", gpus, tp, hidden_size)
     shape, topology, k = setting.shape, setting.topology, setting.experts_saved
     parts = pec_plan(0, shape.operators, selected_experts(shape, topology, k, 0), ALL, Part.EVERYTHING).parts
     base = shard_checkpoint("none", shape, topology, FP16_FP32)
     moc = shard_checkpoint("adaptive", shape, topology, FP16_FP32, parts)
     return (
-        Saved(base.bottleneck_bytes, checkpoint_bytes(shape, FP16_FP32, shape.num_experts).total_bytes),
-        Saved(moc.bottleneck_bytes, checkpoint_bytes(shape, FP16_FP32, k).total_bytes),
+        SavedBytes(base.bottleneck_bytes, checkpoint_bytes(shape, FP16_FP32, shape.num_experts).total_bytes),
+        SavedBytes(moc.bottleneck_bytes, checkpoint_bytes(shape, FP16_FP32, k).total_bytes),
     )
 
 
 @cache
-def bar(setting: Setting) -> Bar:
+def cost_of(setting: MocIteration) -> MocIterationCost:
     """All of one setting."""
     base, moc = saved(setting.gpus, setting.tp, setting.hidden_size)
     within_s, between_s = exchanges_s(setting)
     rate = machines()[setting.machine].snapshot_bytes_per_s
-    return Bar(
+    return MocIterationCost(
         compute_s(setting) + within_s + between_s,
         between_s,
         base.rank_bytes / rate,

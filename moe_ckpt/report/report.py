@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import click
 
@@ -43,6 +43,12 @@ class Table:
         """One object per row."""
         keys = [Fact(name, None, unit).key for name, unit in self.columns]
         return [dict(zip(keys, row, strict=True)) for row in self.rows]
+
+
+def table(title: str, columns: str, rows: Iterable[tuple[Any, ...]]) -> Table:
+    """A table. columns: names with ` | ` between them, each followed by `:unit` where its values are no texts."""
+    names = (column.partition(":") for column in columns.split(" | "))
+    return Table(title, tuple((name, cast("Unit", unit or "text")) for name, _, unit in names), tuple(rows))
 
 
 @dataclass(frozen=True)

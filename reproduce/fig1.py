@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from _script import run
+
+    run(__file__)
+
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
-from ....cli.report import Columns, Fact, Report, Table
-from ....policy.interval import ettr, expected_recovery_s
+from megatron.core.dist_checkpointing.moe.policy.interval import ettr, expected_recovery_s
+from moe_ckpt.report import Fact, Table, table
+
 from .evaluation import AZURE, behaviour_of
+from .figure import Figure, decimals, minutes, published
 from .jobs import MTBF_S, azure_job
-from .plots import plot
-from .published import published
-from .result import PaperResult
-from .table3 import decimals
 
 INTERVALS = (1, 2, 5, 10, 15, 20, 30, 50, 70, 100, 150, 200, 300, 500, 1000)
 
 
 @dataclass(frozen=True)
-class Dense:
+class GeminiCosts:
     """What Gemini's dense checkpoints cost one job. stall_s: one checkpoint's. restart_s: of a recovery but replay."""
 
     iteration_s: float
@@ -40,12 +43,12 @@ class Dense:
 
 
 @cache
-def dense() -> Dense:
+def dense() -> GeminiCosts:
     """Gemini's costs for DeepSeek-MoE on 96 GPUs; they do not depend on the interval that it chooses."""
     gemini = behaviour_of("gemini", azure_job("DeepSeek-MoE"), AZURE, MTBF_S[0])
     replay_s = gemini.interval * gemini.iteration_s / 2
     stall_s = gemini.overhead_s * gemini.interval
-    return Dense(gemini.iteration_s, stall_s, gemini.expected_recovery_s - replay_s)
+    return GeminiCosts(gemini.iteration_s, stall_s, gemini.expected_recovery_s - replay_s)
 
 
 def best(mtbf_s: float) -> tuple[int, float]:
@@ -54,48 +57,45 @@ def best(mtbf_s: float) -> tuple[int, float]:
     return found, dense().ettr(found, mtbf_s)
 
 
-def result() -> PaperResult:
+def figure() -> Figure:
     """Both panels, and what the text says of them."""
     paper = published()["fig1"]
     slowdown = 1 + dense().overhead_share(1)
-    report = Report(
+    return Figure(
         "MoEvement Fig. 1: Gemini on DeepSeek-MoE, 96 A100 GPUs",
+        {
+            "costs": asdict(dense()),
+            "slowdown_every_iteration": slowdown,
+            "by_interval": [
+                {
+                    "interval": interval,
+                    "overhead_share": dense().overhead_share(interval),
+                    "recovery_s": dense().recovery_s(interval),
+                    "ettr": {str(mtbf_s): dense().ettr(interval, mtbf_s) for mtbf_s in MTBF_S},
+                }
+                for interval in INTERVALS
+            ],
+            "best": {str(mtbf_s): dict(zip(("interval", "ettr"), best(mtbf_s), strict=True)) for mtbf_s in MTBF_S},
+            "published": paper,
+        },
+        (_by_interval(), _best()),
+        _draw,
         (
             Fact("Slowdown with a checkpoint in every iteration", f"{slowdown:.2f} x"),
             Fact("Published slowdown", f"{paper['gemini_slowdown_every_iteration']} x"),
         ),
-        (_by_interval(), _best()),
         (
             "The best ETTRs of the figure's text do not agree with Table 3 of the same paper, which gives the same"
             " system and model 0.910 at 2 h, 0.853 at 30 min and 0.728 at 10 min: the constants follow the table.",
         ),
+        (1, 2),
+        (11, 4),
     )
-    data = {
-        "costs": asdict(dense()),
-        "slowdown_every_iteration": slowdown,
-        "by_interval": [
-            {
-                "interval": interval,
-                "overhead_share": dense().overhead_share(interval),
-                "recovery_s": dense().recovery_s(interval),
-                "ettr": {str(mtbf_s): dense().ettr(interval, mtbf_s) for mtbf_s in MTBF_S},
-            }
-            for interval in INTERVALS
-        ],
-        "best": {str(mtbf_s): dict(zip(("interval", "ettr"), best(mtbf_s), strict=True)) for mtbf_s in MTBF_S},
-        "published": paper,
-    }
-    return PaperResult(report, data, plot(_draw, columns=2, size=(11, 4)))
 
 
 def _by_interval() -> Table:
-    columns: Columns = (
-        ("interval", "count"),
-        ("overhead", "share"),
-        ("recovery", "seconds"),
-        *((f"ETTR at {mtbf_s // 60} min", "text") for mtbf_s in MTBF_S),
-    )
-    rows = tuple(
+    ettrs = " | ".join(f"ETTR at {minutes(mtbf_s)}" for mtbf_s in MTBF_S)
+    rows = (
         (
             interval,
             dense().overhead_share(interval),
@@ -104,31 +104,19 @@ def _by_interval() -> Table:
         )
         for interval in INTERVALS
     )
-    return Table("By interval", columns, rows)
+    return table("By interval", f"interval:count | overhead:share | recovery:seconds | {ettrs}", rows)
 
 
 def _best() -> Table:
     """The highest ETTR of each curve, that of the figure's text, and that of Table 3."""
     text = published()["fig1"]["best_ettr"]
-    table = {row["mtbf_s"]: row["ettr"]["gemini"] for row in published()["table3"]["DeepSeek-MoE"]["rows"]}
-    rows = tuple(
-        (
-            f"{mtbf_s // 60} min",
-            best(mtbf_s)[0],
-            decimals(best(mtbf_s)[1]),
-            decimals(text.get(str(mtbf_s))),
-            decimals(table[mtbf_s]),
-        )
-        for mtbf_s in MTBF_S
-    )
-    columns: Columns = (
-        ("MTBF", "text"),
-        ("best interval", "count"),
-        ("best ETTR", "text"),
-        ("text of Fig. 1", "text"),
-        ("Table 3", "text"),
-    )
-    return Table("Best", columns, rows)
+    table3 = {row["mtbf_s"]: row["ettr"]["gemini"] for row in published()["table3"]["DeepSeek-MoE"]["rows"]}
+    rows = []
+    for mtbf_s in MTBF_S:
+        interval, highest = best(mtbf_s)
+        others = (decimals(text.get(str(mtbf_s))), decimals(table3[mtbf_s]))
+        rows.append((minutes(mtbf_s), interval, decimals(highest), *others))
+    return table("Best", "MTBF | best interval:count | best ETTR | text of Fig. 1 | Table 3", rows)
 
 
 def _draw(axes: list[Any]) -> None:
@@ -137,10 +125,10 @@ def _draw(axes: list[Any]) -> None:
     axes[0].set(xlabel="checkpoint interval (iterations)", ylabel="overhead (%)", yscale="log")
     axes[0].tick_params(axis="x", rotation=60)
     right = axes[0].twinx()
-    right.plot([str(one) for one in INTERVALS], [dense().recovery_s(one) for one in INTERVALS], color="black")
+    right.plot([str(at) for at in INTERVALS], [dense().recovery_s(at) for at in INTERVALS], color="black")
     right.set(ylabel="recovery (s)", yscale="log")
     for mtbf_s in MTBF_S:
         values = [dense().ettr(interval, mtbf_s) for interval in INTERVALS]
-        axes[1].plot(INTERVALS, values, marker=".", label=f"{mtbf_s // 60} min")
+        axes[1].plot(INTERVALS, values, marker=".", label=minutes(mtbf_s))
     axes[1].set(xlabel="checkpoint interval (iterations)", ylabel="ETTR", xscale="log", ylim=(0, 1))
     axes[1].legend(title="MTBF")

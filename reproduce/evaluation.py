@@ -6,23 +6,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from ....policy.lanes import Lane
-from ....policy.ordering import hard_count
-from ....policy.shards import owned_operators, shard_sizes
-from ....policy.window import paper_schedule
-from ....types import Window
-from ..behaviour import Behaviour
-from ..closed_form import ettr as closed_form
-from ..clusters import cluster
-from ..constants import MOEVEMENT, Constants
-from ..cost import MOEVEMENT_UTILISATION, Utilisation, iteration_cost
-from ..events import Estimate, Run, estimate, simulate
-from ..faults import Fault, poisson
-from ..inputs import Cluster, IterationCost, TrainingJob
-from ..systems import SYSTEMS as ALL_SYSTEMS
-from ..systems import System
-from ..systems.links import Setting
-from ..systems.sparse import expert_shares
+from megatron.core.dist_checkpointing.moe.policy.lanes import Lane
+from megatron.core.dist_checkpointing.moe.policy.ordering import hard_count
+from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
+from megatron.core.dist_checkpointing.moe.policy.window import paper_schedule
+from megatron.core.dist_checkpointing.moe.simulate.ettr.behaviour import Behaviour
+from megatron.core.dist_checkpointing.moe.simulate.ettr.closed_form import ettr as closed_form
+from megatron.core.dist_checkpointing.moe.simulate.ettr.clusters import cluster
+from megatron.core.dist_checkpointing.moe.simulate.ettr.constants import MOEVEMENT, Constants
+from megatron.core.dist_checkpointing.moe.simulate.ettr.cost import MOEVEMENT_UTILISATION, Utilisation, iteration_cost
+from megatron.core.dist_checkpointing.moe.simulate.ettr.events import Estimate, SimulatedRun, estimate, simulate
+from megatron.core.dist_checkpointing.moe.simulate.ettr.faults import Fault, poisson
+from megatron.core.dist_checkpointing.moe.simulate.ettr.inputs import Cluster, IterationCost, TrainingJob
+from megatron.core.dist_checkpointing.moe.simulate.ettr.systems import CheckpointSystem
+from megatron.core.dist_checkpointing.moe.simulate.ettr.systems.links import SystemSetting
+from megatron.core.dist_checkpointing.moe.types import Window
+
+from .paper_systems import PAPER_SYSTEMS
 
 SYSTEMS = ("checkfreq", "gemini", "moc", "moevement")
 
@@ -46,7 +46,7 @@ H100_STORAGE_BYTES_PER_S = 8e9
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SystemOutcome:
     """What a system makes of 12 hours of a job. Seconds; shares of 1.
 
     overhead_s, overhead_share: per iteration, mean over the run, and recovery_s of all its recoveries, with controlled
@@ -65,16 +65,16 @@ class Outcome:
 
 def evaluate(
     job: TrainingJob, cluster_name: str, mtbf_s: float, systems: Iterable[str] = SYSTEMS
-) -> dict[str, Outcome]:
+) -> dict[str, SystemOutcome]:
     """Each system's outcome with this mean time between failures."""
     return {name: outcome(behaviour_of(name, job, cluster_name, mtbf_s), job, mtbf_s) for name in systems}
 
 
-def outcome(behaviour: Behaviour, job: TrainingJob, mtbf_s: float) -> Outcome:
+def outcome(behaviour: Behaviour, job: TrainingJob, mtbf_s: float) -> SystemOutcome:
     """What comes of 12 hours."""
     run = simulate(behaviour, controlled(mtbf_s, len(job.topology.ranks_by_node)), DURATION_S)
     share = run.overhead_s / run.useful_s
-    return Outcome(
+    return SystemOutcome(
         iteration_s=behaviour.iteration_s,
         interval=behaviour.interval,
         window=behaviour.window,
@@ -104,26 +104,26 @@ def by_chance(behaviour: Behaviour, job: TrainingJob, mtbf_s: float, seeds: Iter
     return estimate([one_run(behaviour, job, mtbf_s, seed).ettr for seed in seeds])
 
 
-def one_run(behaviour: Behaviour, job: TrainingJob, mtbf_s: float, seed: int) -> Run:
+def one_run(behaviour: Behaviour, job: TrainingJob, mtbf_s: float, seed: int) -> SimulatedRun:
     """12 hours with the faults of this seed."""
     return simulate(behaviour, poisson(mtbf_s, DURATION_S, len(job.topology.ranks_by_node), seed), DURATION_S)
 
 
 def behaviour_of(
-    system: str | System,
+    system: str | CheckpointSystem,
     job: TrainingJob,
     cluster_name: str,
     mtbf_s: float,
     popularity: Sequence[float] | None = None,
 ) -> Behaviour:
     """What a system, by name or with its own settings, does in this job. popularity: of each layer's experts."""
-    chosen = ALL_SYSTEMS[system] if isinstance(system, str) else system
+    chosen = PAPER_SYSTEMS[system] if isinstance(system, str) else system
     return chosen.behaviour(setting_of(job, cluster_name), mtbf_s, popularity=popularity)
 
 
-def setting_of(job: TrainingJob, cluster_name: str) -> Setting:
+def setting_of(job: TrainingJob, cluster_name: str) -> SystemSetting:
     """The job on its cluster."""
-    return Setting(job, cost_of(job, cluster_name), cluster_of(cluster_name), constants_of(job, cluster_name))
+    return SystemSetting(job, cost_of(job, cluster_name), cluster_of(cluster_name), constants_of(job, cluster_name))
 
 
 def constants_of(job: TrainingJob, cluster_name: str) -> Constants:
@@ -171,8 +171,16 @@ def windows_of(job: TrainingJob, cluster_name: str) -> dict[Lane, Window]:
     """MoEvement's window of each lane by its Alg. 1 alone: ranks with less to copy need fewer iterations for it."""
     setting = setting_of(job, cluster_name)
     budget = max(1, int(setting.peer_bytes_per_s(setting.constants.replicas) * setting.free_s))
-    sizes, shares = shard_sizes(job.shape, job.topology, job.precision), expert_shares(job, None)
+    return windows_by_count(job, budget)
+
+
+def windows_by_count(job: TrainingJob, budget_bytes: int) -> dict[Lane, Window]:
+    """The window that MoEvement's Alg. 1 gives each lane: that of the paper's own footprints.
+
+    budget_bytes: what one rank has time to copy in an iteration. Raises UsageError for a budget below 1.
+    """
+    sizes = shard_sizes(job.shape, job.topology, job.precision)
     return {
-        lane: paper_schedule(hard_count(operators, shares), sizes, budget).window
+        lane: paper_schedule(hard_count(operators, {}), sizes, budget_bytes).window
         for lane, operators in owned_operators(job.shape, job.topology).items()
     }

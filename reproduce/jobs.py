@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ....models import preset
-from ....types import FP16_FP32, ModelShape, Precision, Topology
-from ..inputs import TrainingJob
+from megatron.core.dist_checkpointing.moe.models import preset
+from megatron.core.dist_checkpointing.moe.simulate.ettr.inputs import TrainingJob
+from megatron.core.dist_checkpointing.moe.types import FP16_FP32, ModelShape, Precision, Topology
 
 SEQ_LENGTH = 2048
 """Tokens of a sample (5.1). MoE-LLaVa's are not published; the same is assumed."""

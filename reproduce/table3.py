@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from _script import run
+
+    run(__file__)
+
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
-from ....cli.report import Columns, Fact, Report, Table
-from ..events import Estimate
-from .agreement import Agreement, agreement
-from .evaluation import AZURE, DURATION_S, SYSTEMS, Outcome, behaviour_of, by_chance, evaluate
+from megatron.core.dist_checkpointing.moe.simulate.ettr.events import Estimate
+from moe_ckpt.report import Fact, Table, table
+
+from .evaluation import AZURE, DURATION_S, SYSTEMS, SystemOutcome, behaviour_of, by_chance, evaluate
+from .figure import COLOURS, NAMES, EttrAgreement, Figure, decimals, minutes, published
 from .jobs import MODELS, MTBF_S, azure_job
-from .plots import COLOURS, NAMES, plot
-from .published import published
-from .result import PaperResult
 
 TOLERANCE = {"checkfreq": 0.03, "gemini": 0.03, "moc": 0.05, "moevement": 0.010}
 """By how much an ETTR may differ from the published one before it is marked."""
@@ -22,7 +25,7 @@ INTERVAL_TOLERANCE = 0.10
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedCell:
     """A cell as the paper has it; None where it was not at hand. Seconds of recovery are those of the whole run."""
 
     interval: int | None
@@ -40,14 +43,14 @@ class Published:
 
 
 @dataclass(frozen=True)
-class Cell:
+class Table3Cell:
     """One system, model and failure rate: what the paper has, and what comes out here."""
 
     model: str
     mtbf_s: int
     system: str
-    published: Published
-    ours: Outcome
+    published: PublishedCell
+    ours: SystemOutcome
 
     @property
     def difference(self) -> float | None:
@@ -77,23 +80,23 @@ class Cell:
 
 
 @cache
-def cells() -> tuple[Cell, ...]:
+def cells() -> tuple[Table3Cell, ...]:
     """All cells, in the paper's order."""
     return tuple(
-        Cell(model, mtbf_s, system, published_cell(model, mtbf_s, system), outcome)
+        Table3Cell(model, mtbf_s, system, published_cell(model, mtbf_s, system), outcome)
         for model in MODELS
         for mtbf_s in MTBF_S
         for system, outcome in evaluate(azure_job(model), AZURE, mtbf_s).items()
     )
 
 
-def chance(cell: Cell) -> Estimate:
+def chance(cell: Table3Cell) -> Estimate:
     """The cell's ETTR with faults of a Poisson process."""
     job = azure_job(cell.model)
     return by_chance(behaviour_of(cell.system, job, AZURE, cell.mtbf_s), job, cell.mtbf_s)
 
 
-def published_cell(model: str, mtbf_s: int, system: str) -> Published:
+def published_cell(model: str, mtbf_s: int, system: str) -> PublishedCell:
     """A cell of the table, those that stand for all failure rates in each of the published rows."""
     entry = published()["table3"][model]
     row = next(row for row in entry["rows"] if row["mtbf_s"] == mtbf_s)
@@ -104,7 +107,7 @@ def published_cell(model: str, mtbf_s: int, system: str) -> Published:
         "moevement": entry["window"],
     }[system]
     of_overhead = entry if system in ("checkfreq", "moevement") else row
-    return Published(
+    return PublishedCell(
         interval,
         of_overhead[f"{system}_overhead_s"],
         of_overhead[f"{system}_overhead_share"],
@@ -113,52 +116,42 @@ def published_cell(model: str, mtbf_s: int, system: str) -> Published:
     )
 
 
-def agreements() -> dict[str, Agreement]:
+def agreements() -> dict[str, EttrAgreement]:
     """How near the ETTRs of each system come."""
     return {
-        system: agreement([cell.difference for cell in cells() if cell.system == system], TOLERANCE[system])
+        system: EttrAgreement.of([cell.difference for cell in cells() if cell.system == system], TOLERANCE[system])
         for system in SYSTEMS
     }
 
 
-def result() -> PaperResult:
+def figure() -> Figure:
     """The table, with the published one and its recomputation beside it."""
-    report = Report(
+    return Figure(
         "MoEvement Table 3: checkpoint systems under failures, 12 hours on 96 A100 GPUs",
-        tuple(Fact(f"{NAMES[system]} ETTR", found.sentence) for system, found in agreements().items()),
+        {"cells": [_as_data(cell) for cell in cells()], "agreement": {k: asdict(v) for k, v in agreements().items()}},
         (_agreement(), *(_table(model) for model in MODELS)),
+        _draw,
+        tuple(Fact(f"{NAMES[system]} ETTR", found.sentence) for system, found in agreements().items()),
         _notes(),
+        (1, len(MODELS)),
+        (14, 4),
     )
-    data = {"cells": [_as_data(cell) for cell in cells()], "agreement": {k: asdict(v) for k, v in agreements().items()}}
-    return PaperResult(report, data, plot(_draw, rows=1, columns=len(MODELS), size=(14, 4)))
-
-
-_COLUMNS: Columns = (
-    ("MTBF", "text"),
-    ("system", "text"),
-    ("interval paper", "count"),
-    ("interval", "count"),
-    ("overhead paper", "share"),
-    ("overhead", "share"),
-    ("recovery paper", "seconds"),
-    ("recovery", "seconds"),
-    ("ETTR paper", "text"),
-    ("recomputed", "text"),
-    ("ETTR", "text"),
-    ("difference", "text"),
-    ("within", "text"),
-    ("by chance", "text"),
-)
 
 
 def _table(model: str) -> Table:
-    return Table(model, _COLUMNS, tuple(_row(cell) for cell in cells() if cell.model == model))
+    return table(
+        model,
+        "MTBF | system | interval paper:count | interval:count | overhead paper:share | overhead:share"
+        " | recovery paper:seconds | recovery:seconds | ETTR paper | recomputed | ETTR | difference | within"
+        " | by chance",
+        (_row(cell) for cell in cells() if cell.model == model),
+    )
 
 
-def _row(cell: Cell) -> tuple[Any, ...]:
+def _row(cell: Table3Cell) -> tuple[Any, ...]:
     paper, ours, random = cell.published, cell.ours, chance(cell)
     return (
-        f"{cell.mtbf_s // 60} min",
+        minutes(cell.mtbf_s),
         NAMES[cell.system],
         paper.interval,
         cell.shown_interval,
@@ -175,17 +168,12 @@ def _row(cell: Cell) -> tuple[Any, ...]:
     )
 
 
-def decimals(value: float | None) -> str:
-    """An ETTR as the paper prints it."""
-    return "-" if value is None else f"{value:.3f}"
-
-
 def _agreement() -> Table:
     """What the tolerances are held against; the last column is the paper against itself."""
     rows = []
     for system, found in agreements().items():
         own = [cell for cell in cells() if cell.system == system and cell.published.recomputed_ettr is not None]
-        itself = agreement(
+        itself = EttrAgreement.of(
             [(cell.published.recomputed_ettr or 0) - (cell.published.ettr or 0) for cell in own], found.tolerance
         )
         intervals = [cell.interval_holds for cell in own]
@@ -201,23 +189,17 @@ def _agreement() -> Table:
                 decimals(itself.largest),
             )
         )
-    columns: Columns = (
-        ("system", "text"),
-        ("tolerance of ETTR", "text"),
-        ("cells within", "text"),
-        ("mean difference", "text"),
-        ("largest", "text"),
-        ("intervals that hold", "text"),
-        ("paper against itself, mean", "text"),
-        ("paper against itself, largest", "text"),
+    columns = (
+        "system | tolerance of ETTR | cells within | mean difference | largest | intervals that hold"
+        " | paper against itself, mean | paper against itself, largest"
     )
-    return Table("Agreement", columns, tuple(rows))
+    return table("Agreement", columns, rows)
 
 
 def missing_intervals() -> tuple[str, ...]:
     """The cells whose interval is off by more than the tolerance, in words."""
     return tuple(
-        f"{cell.model} {NAMES[cell.system]} at {cell.mtbf_s // 60} min: {cell.shown_interval} instead of"
+        f"{cell.model} {NAMES[cell.system]} at {minutes(cell.mtbf_s)}: {cell.shown_interval} instead of"
         f" {cell.published.interval}"
         for cell in cells()
         if cell.interval_holds is False
@@ -242,7 +224,7 @@ def _notes() -> tuple[str, ...]:
     )
 
 
-def _as_data(cell: Cell) -> dict[str, Any]:
+def _as_data(cell: Table3Cell) -> dict[str, Any]:
     return {
         "model": cell.model,
         "mtbf_s": cell.mtbf_s,
@@ -255,14 +237,14 @@ def _as_data(cell: Cell) -> dict[str, Any]:
 
 
 def _draw(axes: list[Any]) -> None:
-    minutes = [mtbf_s / 60 for mtbf_s in MTBF_S]
+    at = [mtbf_s / 60 for mtbf_s in MTBF_S]
     for axis, model in zip(axes, MODELS, strict=True):
         for system, colour in COLOURS.items():
             row = [cell for cell in cells() if cell.model == model and cell.system == system]
-            axis.plot(minutes, [cell.ours.ettr for cell in row], color=colour, label=NAMES[system])
+            axis.plot(at, [cell.ours.ettr for cell in row], color=colour, label=NAMES[system])
             known = [(cell.mtbf_s / 60, cell.published.ettr) for cell in row if cell.published.ettr is not None]
             axis.scatter(*zip(*known, strict=True), color=colour, marker="x") if known else None
         axis.set(title=model, xlabel="MTBF (minutes)", xscale="log", ylim=(0, 1))
-        axis.set_xticks(minutes, [f"{one:g}" for one in minutes])
+        axis.set_xticks(at, [f"{minute:g}" for minute in at])
     axes[0].set_ylabel("ETTR (crosses: published)")
     axes[0].legend()

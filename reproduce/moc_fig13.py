@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from _script import run
+
+    run(__file__)
+
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from ....cli.report import Columns, Fact, Report, Table
-from ....policy.interval import Run, in_iterations, moc_overhead_s, moc_save_overhead_s, young
-from .moc_fig10 import published
-from .moc_iteration import Bar, Setting, bar, machines
-from .plots import plot
-from .result import PaperResult
+from megatron.core.dist_checkpointing.moe.policy.interval import (
+    Run,
+    in_iterations,
+    moc_overhead_s,
+    moc_save_overhead_s,
+    young,
+)
+from moe_ckpt.report import Fact, Table, table
+
+from .figure import Figure, published
+from .moc_iteration import MocIteration, MocIterationCost, cost_of, machines
 
 GPUS = (32, 64, 128, 256, 512, 1024)
 """Sizes of the panels. The text names 64, 256 and 1024."""
@@ -23,18 +33,18 @@ SEQ_LENGTHS = (512, 1024, 2048, 4096)
 
 
 @cache
-def panels() -> dict[str, dict[str, Bar]]:
+def panels() -> dict[str, dict[str, MocIterationCost]]:
     """Bars by panel and label, as far as they differ: (f) is the persisted bytes of (a)."""
-    given = published()["fig13"]
-    at = Setting("a800", given["general_gpus"])
-    settings: dict[str, dict[str, Setting]] = {
-        "a: A800, DP + EP": {str(gpus): Setting("a800", gpus) for gpus in GPUS},
-        "b: A800, DP + EP + TP": {str(gpus): Setting("a800", gpus, given["tensor_parallel"]) for gpus in GPUS},
-        "c: H100, DP + EP": {str(gpus): Setting("h100", gpus) for gpus in GPUS},
+    given = published("moc")["fig13"]
+    at = MocIteration("a800", given["general_gpus"])
+    settings: dict[str, dict[str, MocIteration]] = {
+        "a: A800, DP + EP": {str(gpus): MocIteration("a800", gpus) for gpus in GPUS},
+        "b: A800, DP + EP + TP": {str(gpus): MocIteration("a800", gpus, given["tensor_parallel"]) for gpus in GPUS},
+        "c: H100, DP + EP": {str(gpus): MocIteration("h100", gpus) for gpus in GPUS},
         "d: sequence length": {str(length): replace(at, seq_length=length) for length in SEQ_LENGTHS},
         "e: model size": {name: replace(at, hidden_size=size) for name, size in given["hidden_sizes"].items()},
     }
-    return {panel: {label: bar(one) for label, one in group.items()} for panel, group in settings.items()}
+    return {panel: {label: cost_of(at) for label, at in group.items()} for panel, group in settings.items()}
 
 
 def rates_that_agree() -> tuple[float, float]:
@@ -65,7 +75,7 @@ def overheads() -> dict[str, tuple[int, float, float]]:
     On 256 A800 GPUs. The full method takes the interval that Young's estimate gives it; MoC the same one (strategy 1 of
     6.2.5), and one with the same share of time for saving, or every iteration where it saves for nothing (strategy 2).
     """
-    one = panels()["a: A800, DP + EP"][str(published()["fig13"]["general_gpus"])]
+    one = panels()["a: A800, DP + EP"][str(published("moc")["fig13"]["general_gpus"])]
     full_s = moc_save_overhead_s(one.base_snapshot_s, one.forward_backward_s)
     moc_s = moc_save_overhead_s(one.moc_snapshot_s, one.forward_backward_s)
     iteration_s, iterations = one.forward_backward_s, 100_000
@@ -83,17 +93,31 @@ def overheads() -> dict[str, tuple[int, float, float]]:
     }
 
 
-def result() -> PaperResult:
+def figure() -> Figure:
     """Fig. 13 beside what the text says of it (MoC 6.2.4), and the comparison of 6.2.5."""
     lowest, highest = rates_that_agree()
-    report = Report(
+    return Figure(
         "MoC-System Fig. 13: an iteration with a checkpoint",
+        {
+            "figure": "MoC-System Fig. 13",
+            "panels": {
+                name: {label: _as_data(one) for label, one in group.items()} for name, group in panels().items()
+            },
+            "node_bytes_per_s_that_agree": [lowest, highest],
+            "statements": [{"statement": text, "holds": holds} for text, holds in statements().items()],
+            "overheads": {
+                name: {"interval": every, "save_s": save_s, "overhead_share": share}
+                for name, (every, save_s, share) in overheads().items()
+            },
+            "published": published("moc")["fig13"],
+        },
+        (*(_panel(name, group) for name, group in panels().items()), _persisted(), _overheads(), _statements()),
+        _draw,
         (
-            Fact("Experts that MoC-Async saves", published()["fig13"]["moc_expert_share"], "share"),
+            Fact("Experts that MoC-Async saves", published("moc")["fig13"]["moc_expert_share"], "share"),
             Fact("Network of an A800 node, assumed", f"{machines()['a800'].node_bytes_per_s / 1e9:g} GB/s"),
             Fact("With which the text of (a) holds", f"{lowest / 1e9:.1f} to {highest / 1e9:.1f} GB/s"),
         ),
-        (*(_panel(name, group) for name, group in panels().items()), _persisted(), _overheads(), _statements()),
         (
             "Published are the shape of the model, 312 TFLOPS at 20 % and 1 GB/s of snapshots (A800), 989 TFLOPS at"
             " 20 % and 2 GB/s (H100), and what the text says of the bars; their values are not. Assumed, one set for"
@@ -104,19 +128,9 @@ def result() -> PaperResult:
             "Baseline waits for the snapshot only: the rate of storage is not published, so that the paper's own bars"
             " are longer.",
         ),
+        (2, 3),
+        (13, 7),
     )
-    data = {
-        "figure": "MoC-System Fig. 13",
-        "panels": {name: {label: _as_data(one) for label, one in group.items()} for name, group in panels().items()},
-        "node_bytes_per_s_that_agree": [lowest, highest],
-        "statements": [{"statement": text, "holds": holds} for text, holds in statements().items()],
-        "overheads": {
-            name: {"interval": every, "save_s": save_s, "overhead_share": share}
-            for name, (every, save_s, share) in overheads().items()
-        },
-        "published": published()["fig13"],
-    }
-    return PaperResult(report, data, plot(_draw, rows=2, columns=3, size=(13, 7)))
 
 
 def statements() -> dict[str, bool]:
@@ -159,22 +173,14 @@ def _rises(values: Iterable[float]) -> bool:
     return all(before < after for before, after in itertools.pairwise(values))
 
 
-def _as_data(one: Bar) -> dict[str, float]:
+def _as_data(one: MocIterationCost) -> dict[str, float]:
     whole = {"baseline_s": one.baseline_s, "base_async_s": one.base_async_s, "moc_async_s": one.moc_async_s}
     return vars(one) | whole
 
 
-def _panel(name: str, group: Mapping[str, Bar]) -> Table:
-    columns: Columns = (
-        (name[3:] if name[0] in "de" else "GPUs", "text"),
-        ("passes", "seconds"),
-        ("snapshot, base", "seconds"),
-        ("snapshot, MoC", "seconds"),
-        ("Baseline", "seconds"),
-        ("Base-Async", "seconds"),
-        ("MoC-Async", "seconds"),
-    )
-    rows = tuple(
+def _panel(name: str, group: Mapping[str, MocIterationCost]) -> Table:
+    first = name[3:] if name[0] in "de" else "GPUs"
+    rows = (
         (
             label,
             one.forward_backward_s,
@@ -186,27 +192,27 @@ def _panel(name: str, group: Mapping[str, Bar]) -> Table:
         )
         for label, one in group.items()
     )
-    return Table(f"({name[0]}){name[2:]}", columns, rows)
+    columns = "passes | snapshot, base | snapshot, MoC | Baseline | Base-Async | MoC-Async".replace(" |", ":seconds |")
+    return table(f"({name[0]}){name[2:]}", f"{first} | {columns}:seconds", rows)
 
 
 def _persisted() -> Table:
-    rows = tuple(
+    rows = (
         (label, one.base_persist_bytes, one.moc_persist_bytes, one.moc_persist_bytes / one.base_persist_bytes)
         for label, one in panels()["a: A800, DP + EP"].items()
     )
-    columns: Columns = (("GPUs", "text"), ("all experts", "bytes"), ("MoC", "bytes"), ("share", "share"))
-    return Table("(f) persisted files", columns, rows)
+    return table("(f) persisted files", "GPUs | all experts:bytes | MoC:bytes | share:share", rows)
 
 
 def _overheads() -> Table:
-    rows = tuple((name, *figures) for name, figures in overheads().items())
-    columns: Columns = (("strategy", "text"), ("interval", "count"), ("saving", "seconds"), ("lost", "share"))
-    return Table("Overhead by eq. 12 and 13, 256 A800 GPUs, a fault per hour, 5 minutes to restart", columns, rows)
+    rows = ((name, *figures) for name, figures in overheads().items())
+    title = "Overhead by eq. 12 and 13, 256 A800 GPUs, a fault per hour, 5 minutes to restart"
+    return table(title, "strategy | interval:count | saving:seconds | lost:share", rows)
 
 
 def _statements() -> Table:
-    rows = tuple((text, "holds" if holds else "does not hold") for text, holds in statements().items())
-    return Table("What the text says", (("statement", "text"), ("here", "text")), rows)
+    rows = ((text, "holds" if holds else "does not hold") for text, holds in statements().items())
+    return table("What the text says", "statement | here", rows)
 
 
 def _draw(axes: list[Any]) -> None:

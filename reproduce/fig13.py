@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from _script import run
+
+    run(__file__)
+
 from functools import cache
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from ....cli.report import Columns, Fact, Report, Table
-from ..closed_form import ettr
-from ..systems import MoEvement
+from megatron.core.dist_checkpointing.moe.simulate.ettr.closed_form import ettr
+from moe_ckpt.report import Fact, Table, table
+
 from .evaluation import AZURE, behaviour_of
+from .figure import Figure, decimals, published
 from .jobs import MODELS, azure_job
-from .plots import plot
-from .published import published
-from .result import PaperResult
+from .paper_systems import PaperMoEvement
 from .skewness import alpha_of, dirichlet
-from .table3 import decimals
 
 MTBF_S = 600
 """Not published for this figure: the highest failure rate of Table 3."""
 
 STEPS = {
-    "sparse": MoEvement(skip_weight_gradients=False, reorder=False, local=False),
-    "skip": MoEvement(skip_weight_gradients=True, reorder=False, local=False),
-    "reorder": MoEvement(skip_weight_gradients=True, reorder=True, local=False),
-    "log": MoEvement(skip_weight_gradients=True, reorder=True, local=True),
+    "sparse": PaperMoEvement(skips_weight_gradients=False, reorder=False, local=False),
+    "skip": PaperMoEvement(skips_weight_gradients=True, reorder=False, local=False),
+    "reorder": PaperMoEvement(skips_weight_gradients=True, reorder=True, local=False),
+    "log": PaperMoEvement(skips_weight_gradients=True, reorder=True, local=True),
 }
 LABELS = {
     "sparse": "sparse checkpointing",
@@ -47,11 +50,11 @@ def steps() -> dict[str, dict[str, tuple[float, float]]]:
     return {model: {step: _mean(model, system) for step, system in STEPS.items()} for model in MODELS}
 
 
-def _mean(model: str, system: MoEvement) -> tuple[float, float]:
+def _mean(model: str, system: PaperMoEvement) -> tuple[float, float]:
     job = azure_job(model)
     alpha = alpha_of(SKEWNESS, job.shape.num_experts)
     found = [behaviour_of(system, job, AZURE, MTBF_S, dirichlet(alpha, job.shape.num_experts, seed)) for seed in DRAWS]
-    return fmean(one.expected_recovery_s for one in found), fmean(ettr(one, MTBF_S) for one in found)
+    return fmean(of.expected_recovery_s for of in found), fmean(ettr(of, MTBF_S) for of in found)
 
 
 def saved(model: str, step: str) -> float:
@@ -60,12 +63,18 @@ def saved(model: str, step: str) -> float:
     return 1 - steps()[model][step][0] / steps()[model][before][0]
 
 
-def result() -> PaperResult:
+def figure() -> Figure:
     """The figure as a table, with what the text says of it."""
-    report = Report(
+    data = {
+        model: {step: {"expected_recovery_s": recovery_s, "ettr": value} for step, (recovery_s, value) in found.items()}
+        for model, found in steps().items()
+    }
+    return Figure(
         "MoEvement Fig. 13: what each technique contributes, at a mean of 10 minutes between failures",
-        (Fact("Skewness of the experts' popularity", SKEWNESS, "text"),),
+        {"models": data, "published": published()["fig13"]},
         (_ettr(), _recovery(), _published()),
+        _draw,
+        (Fact("Skewness of the experts' popularity", SKEWNESS, "text"),),
         (
             "ETTR by the closed form. The paper does not say at what failure rate it measured, and its first bars"
             " (0.37 to 0.57) are far below what its own Table 3 leaves room for: Gemini, which rolls back all ranks by"
@@ -75,45 +84,30 @@ def result() -> PaperResult:
             " ranks, and that, not the replay, is most of it here.",
         ),
     )
-    data = {
-        model: {step: {"expected_recovery_s": recovery_s, "ettr": value} for step, (recovery_s, value) in found.items()}
-        for model, found in steps().items()
-    }
-    return PaperResult(report, {"models": data, "published": published()["fig13"]}, plot(_draw))
 
 
 def _ettr() -> Table:
-    columns: Columns = (("model", "text"), *((label, "text") for label in LABELS.values()))
-    rows = tuple((model, *(decimals(value) for _, value in found.values())) for model, found in steps().items())
-    return Table("ETTR", columns, rows)
+    rows = ((model, *(decimals(value) for _, value in found.values())) for model, found in steps().items())
+    return table("ETTR", " | ".join(("model", *LABELS.values())), rows)
 
 
 def _recovery() -> Table:
-    columns: Columns = (
-        ("model", "text"),
-        *((label, "seconds") for label in LABELS.values()),
-        *((f"saved by {step}", "share") for _, step in pairwise(STEPS)),
-    )
-    rows = tuple(
+    seconds = (f"{label}:seconds" for label in LABELS.values())
+    shares = (f"saved by {step}:share" for _, step in pairwise(STEPS))
+    rows = (
         (model, *(recovery_s for recovery_s, _ in found.values()), *(saved(model, step) for _, step in pairwise(STEPS)))
         for model, found in steps().items()
     )
-    return Table("Expected recovery", columns, rows)
+    return table("Expected recovery", " | ".join(("model", *seconds, *shares)), rows)
 
 
 def _published() -> Table:
     paper = published()["fig13"]
-    rows = tuple(
+    rows = (
         (model, decimals(paper["sparse_ettr"][model]), paper["reorder_gain"][model], decimals(paper["all_ettr"]))
         for model in MODELS
     )
-    columns: Columns = (
-        ("model", "text"),
-        ("sparse checkpointing", "text"),
-        ("gain of reordering", "share"),
-        ("all", "text"),
-    )
-    return Table("The paper's text", columns, rows)
+    return table("The paper's text", "model | sparse checkpointing | gain of reordering:share | all", rows)
 
 
 def _draw(axes: list[Any]) -> None:

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import json
+if __name__ == "__main__":
+    from _script import run
+
+    run(__file__)
+
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import resources
 from typing import Any
 
-from ....cli.report import Columns, Fact, Report, Table
-from ....models import preset
-from ....policy.selective import Budgets, SelectivePlan, selective_plan
-from ....policy.shards import owned_operators, sharing_ranks
-from ....types import FP16_FP32, ModelShape, OperatorId, OperatorSize, Topology
-from ..clusters import cluster
-from ..cost import MOEVEMENT_UTILISATION, iteration_cost
-from ..inputs import Cluster, TrainingJob
-from .plots import plot
-from .result import PaperResult
+from megatron.core.dist_checkpointing.moe.models import preset
+from megatron.core.dist_checkpointing.moe.policy.selective import Budgets, SelectivePlan, selective_plan
+from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, sharing_ranks
+from megatron.core.dist_checkpointing.moe.simulate.ettr.clusters import cluster
+from megatron.core.dist_checkpointing.moe.simulate.ettr.cost import MOEVEMENT_UTILISATION, iteration_cost
+from megatron.core.dist_checkpointing.moe.simulate.ettr.inputs import Cluster, TrainingJob
+from megatron.core.dist_checkpointing.moe.types import FP16_FP32, ModelShape, OperatorId, OperatorSize, Topology
+from moe_ckpt.report import Fact, Table, table
 
-
-@cache
-def published() -> dict[str, Any]:
-    """What the paper's text gives; None where it was not at hand."""
-    text = resources.files(__package__).joinpath("published_moetion.json").read_text(encoding="utf-8")
-    figures: dict[str, Any] = json.loads(text)
-    return figures
+from .figure import Figure, published
 
 
 def shape(experts: int) -> ModelShape:
@@ -47,15 +42,15 @@ def machines() -> Cluster:
     MOETION 7.1 says 320. With 320 a checkpoint of 8.5 s could not be well within an iteration, as 7.4 has it.
     """
     same = cluster("azure-nc96ads-a100")
-    per_node = published()["cluster"]["gpus_per_node"]
+    per_node = published("moetion")["cluster"]["gpus_per_node"]
     network = same.inter_node_bytes_per_s * same.gpus_per_node / per_node
     return replace(same, name="MOETION 7.1", gpus_per_node=per_node, inter_node_bytes_per_s=network)
 
 
 def job(experts: int) -> TrainingJob:
     """8 stages and 8 data-parallel ranks (7.1). 16 samples of one microbatch each are 2 microbatches per pipeline."""
-    stages, data, ep = published()["models"]["MoE-GPT-3.8B-8E"]["layout"]
-    batch, length = published()["batch"]["global_batch"], published()["batch"]["seq_length"]
+    stages, data, ep = published("moetion")["models"]["MoE-GPT-3.8B-8E"]["layout"]
+    batch, length = published("moetion")["batch"]["global_batch"], published("moetion")["batch"]["seq_length"]
     topology = Topology(stages * data * ep, pp=stages, ep=ep, ranks_per_node=machines().gpus_per_node)
     return TrainingJob(shape(experts), topology, FP16_FP32, batch, batch // data, length)
 
@@ -64,7 +59,7 @@ def job(experts: int) -> TrainingJob:
 def lanes(experts: int) -> dict[tuple[int, int], dict[OperatorId, OperatorSize]]:
     """Bytes of each operator's shard by stage: weights and optimizer state, 10 bytes per parameter (2.3)."""
     model, topology = shape(experts), job(experts).topology
-    each = published()["bytes_per_parameter"]
+    each = published("moetion")["bytes_per_parameter"]
     state, weights = each["weights"] + each["optimizer"], each["weights"]
 
     def size(operator: OperatorId) -> OperatorSize:
@@ -83,7 +78,7 @@ def bytes_per_s() -> float:
 
     All other seconds of the figure follow from it.
     """
-    given = published()["fig9"]
+    given = published("moetion")["fig9"]
     return _busiest_bytes(given["experts"][-1]) / float(given["gemini_s"]["32"])
 
 
@@ -98,7 +93,7 @@ def iteration_s(experts: int) -> float:
     That with 8 experts follows from the published budget of 109 GB: B_local over the rate of the host's link. With more
     or fewer, the cost model says by how much gradients, parameters and the optimizer's step take longer or shorter.
     """
-    anchor = published()["budget"]["local_bytes"] / machines().host_link_bytes_per_s
+    anchor = published("moetion")["budget"]["local_bytes"] / machines().host_link_bytes_per_s
 
     def modelled(count: int) -> float:
         return iteration_cost(job(count), machines(), MOEVEMENT_UTILISATION).iteration_s
@@ -118,7 +113,7 @@ def plans(experts: int) -> tuple[SelectivePlan, ...]:
 
 
 @dataclass(frozen=True)
-class Point:
+class CheckpointSize:
     """Both systems with one number of experts. Bytes are those of all ranks; share is that of experts that are sent."""
 
     experts: int
@@ -131,13 +126,13 @@ class Point:
 
 
 @cache
-def point(experts: int) -> Point:
+def point(experts: int) -> CheckpointSize:
     """One x of the figure."""
     model = shape(experts)
     topology = job(experts).topology
     remote = [plan.remote for plan in plans(experts)]
-    each = published()["bytes_per_parameter"]
-    return Point(
+    each = published("moetion")["bytes_per_parameter"]
+    return CheckpointSize(
         experts,
         iteration_s(experts),
         model.total_parameters * (each["weights"] + each["optimizer"]),
@@ -148,22 +143,32 @@ def point(experts: int) -> Point:
     )
 
 
-def points() -> tuple[Point, ...]:
+def points() -> tuple[CheckpointSize, ...]:
     """All numbers of experts of the figure."""
-    return tuple(point(experts) for experts in published()["fig9"]["experts"])
+    return tuple(point(experts) for experts in published("moetion")["fig9"]["experts"])
 
 
-def result() -> PaperResult:
+def figure() -> Figure:
     """Fig. 9 beside what the text says of it (MOETION 7.4), and the time of Fig. 10 at 8 experts (7.5)."""
-    given = published()["fig9"]
     compared = _compared()
-    report = Report(
+    return Figure(
         "MOETION Fig. 9: checkpoints of MoE-GPT-3.8B by number of experts",
+        {
+            "figure": "MOETION Fig. 9",
+            "rank_bytes_per_s": bytes_per_s(),
+            "points": [vars(one) for one in points()],
+            "compared": [
+                {"what": what, "ours": ours, "published": there, "difference": difference}
+                for what, ours, there, difference in compared
+            ],
+            "published": published("moetion")["fig9"],
+        },
+        (_points(), table("Published", "figure | ours | published | difference:share", compared)),
+        _draw,
         (
             Fact("Checkpoint traffic of a rank, from Gemini's 74.9 s", f"{bytes_per_s() / 1e9:.3f} GB/s"),
             Fact("Iteration with 8 experts, from B_local = 109 GB", iteration_s(8), "seconds"),
         ),
-        (_points(), Table("Published", _COMPARED, tuple(compared))),
         (
             "One rate is fitted, Gemini's published time with 32 experts; sizes, MOETION's choice of experts and all"
             " other times follow from it, the published budget, the cost model and the real selection.",
@@ -173,64 +178,37 @@ def result() -> PaperResult:
             "The published stall of around 28 s per iteration with Gemini (7.2) does not follow from Fig. 9: at the"
             f" rate of its 74.9 s the whole checkpoint of the largest model there, 587 GB, takes {_largest_s():.0f} s.",
         ),
+        (1, 2),
+        (9, 3.8),
     )
-    data = {
-        "figure": "MOETION Fig. 9",
-        "rank_bytes_per_s": bytes_per_s(),
-        "points": [vars(one) for one in points()],
-        "compared": [
-            {"what": what, "ours": ours, "published": there, "difference": difference}
-            for what, ours, there, difference in compared
-        ],
-        "published": given,
-    }
-    return PaperResult(report, data, plot(_draw, columns=2, size=(9, 3.8)))
-
-
-_COMPARED: Columns = (("figure", "text"), ("ours", "text"), ("published", "text"), ("difference", "share"))
 
 
 def _compared() -> list[tuple[str, str, str, float]]:
     last, eight = points()[-1], point(8)
-    given, parameters = published()["fig9"], published()["models"]["MoE-GPT-3.8B-8E"]["parameters"]
+    given, parameters = published("moetion")["fig9"], published("moetion")["models"]["MoE-GPT-3.8B-8E"]["parameters"]
     rows = (
         ("parameters with 8 experts, G", shape(8).total_parameters / 1e9, parameters / 1e9),
         ("Gemini with 32 experts, GB", last.gemini_bytes / 1e9, given["gemini_bytes"]["32"] / 1e9),
         ("Gemini with 32 experts, s (fitted)", last.gemini_s, given["gemini_s"]["32"]),
         ("MOETION with 32 experts, s", last.moetion_s, given["moetion_s"]["32"]),
-        ("MOETION with 8 experts, s (Fig. 10)", eight.moetion_s, published()["fig10"]["full_s"]),
+        ("MOETION with 8 experts, s (Fig. 10)", eight.moetion_s, published("moetion")["fig10"]["full_s"]),
     )
     return [(what, f"{ours:.4g}", f"{there:.4g}", ours / there - 1) for what, ours, there in rows]
 
 
 def _largest_s() -> float:
     """Seconds of Gemini for the 587 GB of MoE-GPT-1.6B-64E, if all ranks have the same bytes."""
-    return float(published()["fig4"]["full_bytes"]) / int(published()["cluster"]["gpus"]) / bytes_per_s()
+    return (
+        float(published("moetion")["fig4"]["full_bytes"]) / int(published("moetion")["cluster"]["gpus"]) / bytes_per_s()
+    )
 
 
 def _points() -> Table:
-    columns: Columns = (
-        ("experts", "count"),
-        ("iteration", "seconds"),
-        ("Gemini", "bytes"),
-        ("MOETION", "bytes"),
-        ("experts sent", "share"),
-        ("Gemini time", "seconds"),
-        ("MOETION time", "seconds"),
+    columns = (
+        "experts:count | iteration:seconds | Gemini:bytes | MOETION:bytes | experts sent:share | Gemini time:seconds"
+        " | MOETION time:seconds"
     )
-    rows = tuple(
-        (
-            one.experts,
-            one.iteration_s,
-            one.gemini_bytes,
-            one.moetion_bytes,
-            one.moetion_share,
-            one.gemini_s,
-            one.moetion_s,
-        )
-        for one in points()
-    )
-    return Table("Sizes and times", columns, rows)
+    return table("Sizes and times", columns, (tuple(vars(one).values()) for one in points()))
 
 
 def _draw(axes: list[Any]) -> None:
@@ -239,7 +217,7 @@ def _draw(axes: list[Any]) -> None:
         for name in ("gemini", "moetion"):
             heights = [getattr(one, f"{name}_{unit}") / scale for one in points()]
             axis.plot(labels, heights, marker="o", label={"gemini": "Gemini", "moetion": "MOETION"}[name])
-            known = published()["fig9"][f"{name}_{unit}"].items()
+            known = published("moetion")["fig9"][f"{name}_{unit}"].items()
             for label, value in known:
                 if value is not None:
                     axis.plot([label], [value / scale], "kx", markersize=9)

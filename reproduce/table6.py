@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from _script import run
+
+    run(__file__)
+
 from dataclasses import asdict
 from functools import cache
 from typing import Any
 
-from ....cli.report import Columns, Fact, Report, Table
-from ..memory import MemoryUse, memory_of
+from megatron.core.dist_checkpointing.moe.simulate.ettr.memory import MemoryUse, memory_of
+from moe_ckpt.report import Fact, Table, table
+
 from .evaluation import AZURE, windows_of
+from .figure import Figure, published
 from .jobs import MODELS, azure_job
-from .plots import plot
-from .published import published
-from .result import PaperResult
 
 TOLERANCE = 0.05
 
@@ -35,13 +39,18 @@ def differences(part: str) -> dict[str, float | None]:
     }
 
 
-def result() -> PaperResult:
+def figure() -> Figure:
     """The table, with the published one beside it."""
     totals = [abs(found) for found in differences("total_bytes").values() if found is not None]
-    report = Report(
+    return Figure(
         "MoEvement Table 6: host memory of checkpoints on 96 GPUs",
-        (Fact("Totals within 5 %", f"{sum(one <= TOLERANCE for one in totals)} of {len(totals)} published"),),
+        {
+            model: {"ours": asdict(use) | {"total_bytes": use.total_bytes}, "published": published()["table6"][model]}
+            for model, use in memory().items()
+        },
         (_table(),),
+        _draw,
+        (Fact("Totals within 5 %", f"{sum(total <= TOLERANCE for total in totals)} of {len(totals)} published"),),
         (
             "Gemini: 26 bytes per parameter in all published rows: two checkpoints of 12, one complete and one under"
             " way, and compute weights of 2. X adds the weights that a window's snapshots have of operators not"
@@ -51,16 +60,11 @@ def result() -> PaperResult:
             "QWen-MoE was not at hand: predicted, not compared.",
         ),
     )
-    data: dict[str, Any] = {
-        model: {"ours": asdict(use) | {"total_bytes": use.total_bytes}, "published": published()["table6"][model]}
-        for model, use in memory().items()
-    }
-    return PaperResult(report, data, plot(_draw))
 
 
 def _table() -> Table:
     paper = published()["table6"]
-    rows = tuple(
+    rows = (
         (
             model,
             *(value for part in PARTS for value in (paper[model][part], getattr(use, part))),
@@ -70,21 +74,11 @@ def _table() -> Table:
         )
         for model, use in memory().items()
     )
-    columns: Columns = (
-        ("model", "text"),
-        ("Gemini paper", "bytes"),
-        ("Gemini", "bytes"),
-        ("X paper", "bytes"),
-        ("X", "bytes"),
-        ("Y paper", "bytes"),
-        ("Y", "bytes"),
-        ("X + Y paper", "bytes"),
-        ("X + Y", "bytes"),
-        ("difference", "share"),
-        ("increase paper", "share"),
-        ("increase", "share"),
+    columns = (
+        "model | Gemini paper:bytes | Gemini:bytes | X paper:bytes | X:bytes | Y paper:bytes | Y:bytes"
+        " | X + Y paper:bytes | X + Y:bytes | difference:share | increase paper:share | increase:share"
     )
-    return Table("Memory", columns, rows)
+    return table("Memory", columns, rows)
 
 
 def _draw(axes: list[Any]) -> None:
@@ -94,8 +88,8 @@ def _draw(axes: list[Any]) -> None:
         (("Gemini", "gemini_bytes", "tab:orange"), ("MoEvement (X + Y)", "total_bytes", "tab:green"))
     ):
         at = [place + 0.4 * shift - 0.2 for place in places]
-        axes[0].bar(at, [getattr(memory()[one], part) / 1e9 for one in MODELS], 0.38, label=label, color=colour)
-        known = [(x, paper[one][part] / 1e9) for x, one in zip(at, MODELS, strict=True) if paper[one][part]]
+        axes[0].bar(at, [getattr(memory()[model], part) / 1e9 for model in MODELS], 0.38, label=label, color=colour)
+        known = [(x, paper[model][part] / 1e9) for x, model in zip(at, MODELS, strict=True) if paper[model][part]]
         axes[0].scatter(*zip(*known, strict=True), color="black", marker="x", zorder=3)
     axes[0].set_xticks(list(places), MODELS)
     axes[0].set_ylabel("GB of host memory (crosses: published)")

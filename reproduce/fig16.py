@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from _script import run
+
+    run(__file__)
+
 from functools import cache
 from statistics import fmean
 from typing import Any
 
-from ....cli.report import Columns, Fact, Report, Table
-from ..behaviour import Behaviour
-from ..events import estimate
+from megatron.core.dist_checkpointing.moe.simulate.ettr.behaviour import Behaviour
+from megatron.core.dist_checkpointing.moe.simulate.ettr.events import estimate
+from moe_ckpt.report import Fact, Table, table
+
 from .evaluation import AZURE, SYSTEMS, behaviour_of, one_run
+from .figure import COLOURS, NAMES, Figure, decimals, published
 from .jobs import azure_job
-from .plots import COLOURS, NAMES, plot
-from .published import published
-from .result import PaperResult
 from .skewness import dirichlet, skewness
-from .table3 import decimals
 
 MTBF_S = 600
 UNIFORM = "0.0"
@@ -57,17 +60,26 @@ def recovery_s() -> dict[str, float]:
     return {level: fmean(behaviour("moevement", level, draw).expected_recovery_s for draw in DRAWS) for level in LEVELS}
 
 
-def result() -> PaperResult:
+def figure() -> Figure:
     """The figure as a table, with what the text says of it."""
     paper = published()["fig16"]
     speedup = ettrs()["moevement"]["0.99"][0] / ettrs()["moc"]["0.99"][0]
-    report = Report(
+    return Figure(
         "MoEvement Fig. 16: skewness of expert popularity, DeepSeek-MoE, a mean of 10 minutes between failures",
+        {
+            "ettr": {
+                system: {level: {"mean": mean, "half_width": half} for level, (mean, half) in found.items()}
+                for system, found in ettrs().items()
+            },
+            "moevement_recovery_s": recovery_s(),
+            "published": paper,
+        },
+        (_table(),),
+        _draw,
         (
             Fact("MoEvement by MoC at 0.99", f"{speedup:.1f} x"),
             Fact("Published, largest", f"{paper['largest_speedup']} x"),
         ),
-        (_table(),),
         (
             "Popularity is drawn from a Dirichlet distribution, the same in all layers, one draw per run with failures"
             " of a Poisson process.",
@@ -75,15 +87,6 @@ def result() -> PaperResult:
             " rate: with the popularity of its training data. Its fall with skewness, to 0.13, does not come out here.",
         ),
     )
-    data = {
-        "ettr": {
-            system: {level: {"mean": mean, "half_width": half} for level, (mean, half) in found.items()}
-            for system, found in ettrs().items()
-        },
-        "moevement_recovery_s": recovery_s(),
-        "published": paper,
-    }
-    return PaperResult(report, data, plot(_draw))
 
 
 def _table() -> Table:
@@ -91,27 +94,12 @@ def _table() -> Table:
     rows = []
     for level in LEVELS:
         drawn = [skewness(found) for draw in DRAWS if (found := shares(level, draw)) is not None]
-        rows.append(
-            (
-                level,
-                f"{fmean(drawn):.2f}" if drawn else "0.00",
-                *(decimals(ettrs()[system][level][0]) for system in SYSTEMS),
-                decimals(paper["checkfreq"]),
-                decimals(paper["gemini"]),
-                decimals(paper["moc"].get(level)),
-                recovery_s()[level],
-            )
-        )
-    columns: Columns = (
-        ("S", "text"),
-        ("drawn", "text"),
-        *((NAMES[system], "text") for system in SYSTEMS),
-        ("CheckFreq paper", "text"),
-        ("Gemini paper", "text"),
-        ("MoC paper", "text"),
-        ("MoEvement's E[R]", "seconds"),
-    )
-    return Table("ETTR", columns, tuple(rows))
+        ours = (decimals(ettrs()[system][level][0]) for system in SYSTEMS)
+        theirs = map(decimals, (paper["checkfreq"], paper["gemini"], paper["moc"].get(level)))
+        rows.append((level, f"{fmean(drawn):.2f}" if drawn else "0.00", *ours, *theirs, recovery_s()[level]))
+    names = " | ".join(NAMES[system] for system in SYSTEMS)
+    columns = f"S | drawn | {names} | CheckFreq paper | Gemini paper | MoC paper | MoEvement's E[R]:seconds"
+    return table("ETTR", columns, rows)
 
 
 def _draw(axes: list[Any]) -> None:

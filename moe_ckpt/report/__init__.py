@@ -1,0 +1,8 @@
+"""What commands and reproductions report: values, and how a terminal, JSON or Markdown shows them.
+
+Imports nothing of the commands, the simulator or the engine.
+"""
+
+from .report import Columns, Fact, Report, Table, Unit, show, shown, table
+
+__all__ = ["Columns", "Fact", "Report", "Table", "Unit", "show", "shown", "table"]

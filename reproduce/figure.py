@@ -1,0 +1,134 @@
+"""A table or figure of a paper as a value, and what all of them share: published numbers, formats, colours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+from moe_ckpt.report import Fact, Report, Table
+from moe_ckpt.report.markdown import as_markdown
+
+COLOURS = {"checkfreq": "tab:blue", "gemini": "tab:orange", "moc": "tab:red", "moevement": "tab:green"}
+NAMES = {"checkfreq": "CheckFreq", "gemini": "Gemini", "moc": "MoC", "moevement": "MoEvement"}
+SUFFIXES = (".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A table or figure of a paper, recomputed, with the published numbers beside ours.
+
+    Args:
+        title: Of the report.
+        data: All of it as plain numbers and texts, with units in the keys: what `--out FILE.json` writes.
+        tables: For a person.
+        draw: Draws it on the axes of a `grid` (rows, columns) of `size` inches.
+        facts: What stands above the tables.
+        notes: Sentences below them.
+    """
+
+    title: str
+    data: dict[str, Any]
+    tables: tuple[Table, ...]
+    draw: Callable[[list[Any]], None]
+    facts: tuple[Fact, ...] = ()
+    notes: tuple[str, ...] = ()
+    grid: tuple[int, int] = (1, 1)
+    size: tuple[float, float] = (7, 4.5)
+
+    @property
+    def report(self) -> Report:
+        """For a person."""
+        return Report(self.title, self.facts, self.tables, self.notes)
+
+    def write(self, path: Path, made_by: str, picture: Path | None = None) -> None:
+        """Write it as the suffix says, `.json` or `.md`, the latter with a link to its `picture`.
+
+        Raises:
+            UsageError: For other suffixes, and for files that cannot be written.
+        """
+        if path.suffix == ".json":
+            text = json.dumps(self.data, indent=1) + "\n"
+        elif path.suffix == ".md":
+            link = f"\n![{self.title}]({picture.name})\n" if picture is not None else ""
+            text = as_markdown(self.report, made_by) + link
+        else:
+            raise UsageError(f"--out {path}: give a file that ends in .md or .json")
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--out {path} cannot be written: {error.strerror or error}") from error
+
+    def plot(self, path: Path) -> None:
+        """Draw it into a file.
+
+        Raises:
+            UsageError: For a suffix of no picture, without matplotlib, and for files that cannot be written.
+        """
+        if path.suffix.lower() not in SUFFIXES:
+            raise UsageError(f"--plot {path}: give a file that ends in {', '.join(SUFFIXES)}")
+        try:
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure as Canvas
+        except ImportError:
+            raise UsageError("--plot needs matplotlib: pip install 'megatron-moe-ckpt[reproduce]'") from None
+        canvas = Canvas(figsize=self.size, layout="constrained")
+        FigureCanvasAgg(canvas)
+        self.draw(list(canvas.subplots(*self.grid, squeeze=False).flat))
+        try:
+            canvas.savefig(path, dpi=120)
+        except OSError as error:
+            raise UsageError(f"--plot {path}: cannot be written: {error.strerror}") from error
+
+
+@cache
+def published(paper: str = "moevement") -> dict[str, Any]:
+    """What tables and text of a paper (moevement, moc, moetion) say; None where a figure was not at hand."""
+    figures: dict[str, Any] = json.loads((Path(__file__).parent / "published" / f"{paper}.json").read_text("utf-8"))
+    return figures
+
+
+def decimals(value: float | None) -> str:
+    """An ETTR as the papers print it."""
+    return "-" if value is None else f"{value:.3f}"
+
+
+def minutes(mtbf_s: int) -> str:
+    """A mean time between failures in minutes."""
+    return f"{mtbf_s // 60} min"
+
+
+@dataclass(frozen=True)
+class EttrAgreement:
+    """Differences, ours less the published, of `cells` that are published; `within` of them are within `tolerance`."""
+
+    cells: int
+    within: int
+    tolerance: float
+    mean_absolute: float
+    largest: float
+
+    @classmethod
+    def of(cls, differences: Iterable[float | None], tolerance: float) -> EttrAgreement:
+        """That of all cells that are published; None stands for one that is not."""
+        # Rounded as published: a difference of 0.010 in three decimals is not more than 0.010.
+        known = [abs(round(difference, 4)) for difference in differences if difference is not None]
+        within = sum(difference <= tolerance for difference in known)
+        return cls(len(known), within, tolerance, sum(known) / len(known) if known else 0.0, max(known, default=0.0))
+
+    @property
+    def share(self) -> float:
+        """Share of the cells that are within."""
+        return self.within / self.cells if self.cells else 1.0
+
+    @property
+    def sentence(self) -> str:
+        """For a person."""
+        return (
+            f"{self.within} of {self.cells} published cells within {self.tolerance:g}; off by"
+            f" {self.mean_absolute:.3f} on average, {self.largest:.3f} at most"
+        )
