@@ -19,15 +19,7 @@ from ..types import (
     Source,
     Topology,
 )
-from .availability import (
-    NONE,
-    Operators,
-    RankState,
-    StageState,
-    rank_states,
-    refusals,
-    stage_states,
-)
+from .availability import NONE, Operators, RankState, StageState, rank_states, refusals, stage_states
 from .rollback import Pipeline, Rollback, cheapest_rollbacks
 
 Record = tuple[int, Part, Operators]
@@ -37,12 +29,7 @@ ADVICE = "load an older checkpoint with --load and --ckpt-step"
 
 
 def plan_recovery(
-    inventory: Inventory,
-    lost: Lost,
-    topology: Topology,
-    *,
-    tied_embeddings: bool = False,
-    target: int | None = None,
+    inventory: Inventory, lost: Lost, topology: Topology, *, tied_embeddings: bool = False, target: int | None = None
 ) -> RecoveryPlan:
     """Plan an exact recovery, as under `full` and `sparse` (MoEvement 3.3, 3.4, App. A).
 

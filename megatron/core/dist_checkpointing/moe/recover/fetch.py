@@ -17,18 +17,7 @@ from typing import Protocol
 from ..errors import MoECheckpointError, UnreadableCheckpoint
 from ..policy.segments import feeds, ranks_of
 from ..ports import MappedReader, PeerLost, Reader, SnapshotId, StoreFailure, Transport
-from ..types import (
-    GRADIENTS,
-    LOG,
-    Copy,
-    Direction,
-    Inventory,
-    OperatorId,
-    Part,
-    RecoveryPlan,
-    Tier,
-    Topology,
-)
+from ..types import GRADIENTS, LOG, Copy, Direction, Inventory, OperatorId, Part, RecoveryPlan, Tier, Topology
 from .inventory import Catalogue, Found, Place
 
 _SIZES = struct.Struct("<qq")

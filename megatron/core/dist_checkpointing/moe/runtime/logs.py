@@ -19,19 +19,7 @@ from typing import Protocol
 from ..errors import MoECheckpointError, format_error
 from ..policy.boundary import covered_since, covers, kept
 from ..policy.strategies import Piece
-from ..ports import (
-    Clock,
-    Facts,
-    Json,
-    Lane,
-    Layout,
-    MappedStore,
-    MappedWriter,
-    NoRoom,
-    SnapshotId,
-    StoreFailure,
-    Task,
-)
+from ..ports import Clock, Facts, Json, Lane, Layout, MappedStore, MappedWriter, NoRoom, SnapshotId, StoreFailure, Task
 from ..types import LOG, SnapshotPlan, StepJournal
 from .keeper import Identity
 from .log_plan import LogPlan

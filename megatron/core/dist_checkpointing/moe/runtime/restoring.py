@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 from ..errors import MoECheckpointError, UnreadableCheckpoint, format_error
@@ -159,16 +160,10 @@ class Attempt:
             self._step(segment, iteration, metadata, frozenset() if iteration in flowing else outside)
             for iteration in segment.replayed
         ]
-        ports = self._ports
+        ports, ended = self._ports, partial(self._ports.timestamps.mark, Milestone.REPLAYED)
         assert ports.execution is not None
         replay = ReplayPorts(
-            ports.restorer,
-            ports.trainer,
-            ports.execution,
-            ports.transport,
-            ports.clock,
-            ports.boundary,
-            lambda: ports.timestamps.mark(Milestone.REPLAYED),
+            ports.restorer, ports.trainer, ports.execution, ports.transport, ports.clock, ports.boundary, ended
         )
         tolerance = job.config.replay_tolerance
         if not alone:

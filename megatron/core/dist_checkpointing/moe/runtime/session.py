@@ -25,8 +25,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 from ..capture.popularity import TokenCounter
 from ..config import MoECheckpointConfig
 from ..policy.parking import Cause
-from ..policy.strategies import GATE_UNIT, STRATEGIES, Job
+from ..policy.strategies import GATE_UNIT, STRATEGIES, Job, Piece
 from ..policy.timelines import continued
+from ..ports import Layout
 from ..recover.episode import RecoveryTimeline, gather_timeline
 from ..recover.marks import Milestone, Timestamps, forget, left_in
 from ..replay.densify import Replay
@@ -195,8 +196,7 @@ class Session:
 
     def discard(self) -> None:
         """Training goes on from another state than any in memory: all that is there is freed."""
-        self._recovery.discard()
-        # A recovery that came to nothing may have taught it something.
+        self._recovery.discard()  # also anew: what the strategy learned from a recovery that came to nothing
         self._strategy = STRATEGIES[self._config.strategy](self._job)
 
     def clear_counters(self) -> None:
@@ -204,22 +204,19 @@ class Session:
         self._state.clear_counters()
 
     def begin(self, iteration: int) -> None:
-        """Protect training from here on; it stands after `iteration`. Where iterations have to be run again first, or
-        others do that, make ready for it; `rejoin` does the rest."""
+        """Protect training, which stands after `iteration`, or make ready for what comes before `rejoin`."""
         if not self._restart.prepare(iteration):
             self._protect(iteration)
 
     def stepped(self, step: StepJournal) -> None:
-        """In place of `step_end` after an iteration that was replayed.
+        """An iteration was replayed: progress, schedules and random states become those that were recorded of it.
 
-        Training's progress, schedules and random states are those of the recorded iteration afterwards. Raises
-        MoECheckpointError when the iteration came out otherwise than recorded.
+        Raises MoECheckpointError when the iteration came out otherwise than recorded.
         """
         self._restart.replayed(step)
 
     def rejoin(self) -> bool:
-        """Wait until all stages stand where the others do, and protect training from there on; whether there was
-        anything to recover from."""
+        """Wait until all ranks stand at one iteration, and protect training from there on; whether it recovered."""
         if self._coordinator is None:
             outcome = self._restart.rejoin()
             if self._counter is not None:
@@ -279,30 +276,19 @@ class Session:
     def _protection(self, identity: Identity) -> Coordinator:
         """What copies, replicates, keeps and persists snapshots under this name."""
         memory, clock, owners, capturer = self._memory, self._clock, self._owners, self._state.capturer
+        trainer, release, rooms = self._training.trainer, self._state.release_segments, self._rooms
         ports = Ports(
-            memory,
-            capturer,
-            self._training.trainer,
-            self._control,
-            ThreadLane,
-            clock,
-            owners,
-            self._rooms,
-            self._state.release_segments,
-            self._log_bytes,
+            memory, capturer, trainer, self._control, ThreadLane, clock, owners, rooms, release, self._log_bytes
         )
         replicator = Replicator(self._data, self._peers, owners) if self._peers or owners else None
         keeper = Keeper(memory, replicator, self._data, clock, identity, owners=owners)
+
+        def layout(piece: Piece, index: int) -> Layout:
+            return capturer.layout(piece.plan, trainer=index == 0)
+
         persister = None
         if self._persistent is not None:
-            persister = Persister(
-                memory,
-                self._persistent,
-                self._rank,
-                identity,
-                lambda piece, index: capturer.layout(piece.plan, trainer=index == 0),
-                clock=clock,
-            )
+            persister = Persister(memory, self._persistent, self._rank, identity, layout, clock=clock)
         return Coordinator(self._job, self._strategy, ports, keeper, persister)
 
     def passes(self, iteration: int) -> None:
@@ -363,8 +349,9 @@ class Session:
         return self._coordinator.report()
 
     def failure(self, cause: Cause) -> None:
-        """Training has failed on this rank or heard that a peer did: nothing new is begun, what is sealed stays, and
-        what is whole is parked. Called when the connections to other ranks are closed."""
+        """Training ends here with an error: nothing new is begun, what is sealed stays, and what is whole is parked.
+
+        Called when the connections to other ranks are closed."""
         self._timestamps.mark(Milestone.DETECTED)
         if self._coordinator is not None:
             self._coordinator.failure()

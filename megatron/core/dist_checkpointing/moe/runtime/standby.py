@@ -68,14 +68,9 @@ class Passes:
 
     def log_plan(self, topology: Topology, rank: int, lookback: int) -> LogPlan:
         """What the boundary logs of this rank hold."""
-        config = self.config
-        shape = tensor_shape(
-            topology,
-            self.seq_length,
-            self.micro_batch_size,
-            config.hidden_size,
-            sequence_parallel=bool(config.sequence_parallel),
-        )
+        config, parallel = self.config, bool(self.config.sequence_parallel)
+        sizes = self.seq_length, self.micro_batch_size, config.hidden_size
+        shape = tensor_shape(topology, *sizes, sequence_parallel=parallel)
         dtype = str(config.pipeline_dtype).removeprefix("torch.")
         group = config.microbatch_group_size_per_vp_stage if topology.vpp > 1 else None
         return LogPlan(topology, rank, shape, dtype, lookback, group)
@@ -159,7 +154,7 @@ class Survivor:
         self._identity: Identity | None = None
         self._logs: BoundaryLogs | None = None
         self._parker: Parker | None = None
-        self._progress, self._began, self._refused = _Progress(), 0, 0
+        self._progress, self._began = _Progress(), 0
         self._rolled: tuple[int, StepJournal] | None = None
 
     def attend(self, identity: Identity, iteration: int, phase: StepPhase = StepPhase.IDLE) -> None:
@@ -232,16 +227,15 @@ class Survivor:
 
     def fit(self, lookback: int) -> None:
         """Keep the logs of so many iterations from here on, if they are more than before; between two iterations."""
-        if lookback <= max(self._plan.lookback, self._refused) or self._identity is None:
+        if lookback <= self._plan.lookback or self._identity is None:
             return
         plan = replace(self._plan, lookback=lookback)
         try:
             self.settle()
             self.store.resize(self._buffers.sizes(plan), self._recorder.release)
         except MoECheckpointError as error:
-            log.warning(
-                "boundary logs of %d iterations find no room, so faults roll back all stages: %s", lookback, error
-            )
+            failed = "boundary logs of %d iterations find no room, so faults roll back all stages: %s"
+            log.warning(failed, lookback, error)
             return
         self._plan = plan
         self._logs = self._logs_of(self._identity)
