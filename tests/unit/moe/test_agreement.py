@@ -39,13 +39,13 @@ def test_what_the_work_gives_is_returned_where_it_fails_on_no_rank() -> None:
 @pytest.mark.parametrize("error", [UsageError("no"), StoreFailure("no"), MoECheckpointError("no")])
 def test_a_failure_here_is_raised_here_and_told_to_the_others(error: MoECheckpointError) -> None:
     group = Group(WELL)
-    with pytest.raises(UsageError, match="^rank 0: no$"):
+    with pytest.raises(UsageError, match=r"^rank 0: no$"):
         raise_on_all_ranks(group, lambda: failing(error))
     assert group.told == [[0, "no"]]
 
 
 def test_a_failure_elsewhere_is_raised_here_with_the_rank_that_it_was_on() -> None:
-    with pytest.raises(UsageError, match="^rank 5: no$"):
+    with pytest.raises(UsageError, match=r"^rank 5: no$"):
         raise_on_all_ranks(Group(WELL, [0, "no"]), lambda: 7, ranks=(1, 3, 5))
 
 
