@@ -3,7 +3,7 @@
 Each rank keeps `Timestamps`. What ranks leave in memory when a fault ends them, and what they note while they recover,
 is gathered and merged; so a timeline spans processes and nodes. What is not known is left out, never guessed:
 
-- A rank that was killed left nothing, and a node that was lost took its marks along. The others tell when it happened.
+- A rank that was killed left nothing, and a node that was lost took its times along. The others' times say when it was.
 - Where nobody left anything, as when all ranks were killed, the timeline begins with the restart.
 - An attempt that failed during its recovery is a part of the same timeline: it counts from the first fault on.
 - Clocks of nodes are compared when the marks are gathered, all ranks having just left the same collective. One that
@@ -47,8 +47,8 @@ class RecoveryTimeline:
 
     begun_s: when it began, in seconds since 1970. is_whole: whether that is when the fault was detected; else nobody
     left a mark, and it is the restart. slowest: for each part the rank that ended it. attempts: how many it took.
-    told_by: ranks whose process before the restart left marks. clocks_s: how far the clocks of nodes were apart, 0 if
-    no more than can be told. replayed: iterations of the longest replay. ranks_back: those that replay, of `ranks`.
+    told_by: how many ranks left times before the restart. clocks_s: how far the clocks of nodes were apart, 0 if
+    no more than can be measured. replayed: iterations of the longest replay. ranks_back: those that replay, of `ranks`.
     """
 
     begun_s: float

@@ -6,7 +6,7 @@
 3. It has copies of several attempts of the job, which may differ in the same iteration: `within` leaves those that led
    to one state. `inventory` is what the planner sees of these, without what proved damaged meanwhile.
 4. For a plan, it says who serves it: `sources_for` operators, `trainer_sources` for the random states of a replayed
-   iteration, `journal_sources` and `strategy_sources` for what one rank tells all others.
+   iteration, `journal_sources` and `strategy_sources` for what all need and one rank reads.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Catalogue:
     def _journal(self, usable: Iterable[Found]) -> frozenset[int]:
         """Iterations of which every rank has a snapshot with a journal, or of which anybody kept one for all.
 
-        A log tells how the step came out, and trainer state that is the same on all ranks; random states come out of
+        A log has how the step came out, and trainer state that is the same on all ranks; random states come out of
         the replay itself.
         """
         ranks: dict[int, set[int]] = {}

@@ -216,7 +216,7 @@ class BoundaryLogs:
         task = self._sealing[iteration]
         try:
             task.result(timeout_s)
-        except Exception as error:  # whatever it is costs this log, and is told as coverage
+        except Exception as error:  # whatever it is costs this log, and shows in the coverage
             if not task.done():
                 self._lost[iteration] = f"it was not sealed within {timeout_s:g} s"
                 return

@@ -73,8 +73,8 @@ def open_memories(
         raise
     if transport.rank == 0:
         for (area, sizes), negative in zip(segment_bytes.items(), most, strict=True):
-            told = _KEPT[area], -negative / 1e9, memory_folder(config), len(sizes)
-            log.info("%s in memory: at most %.3f GB per rank in %s (%d segments)", *told)
+            facts = _KEPT[area], -negative / 1e9, memory_folder(config), len(sizes)
+            log.info("%s in memory: at most %.3f GB per rank in %s (%d segments)", *facts)
     return opened
 
 

@@ -27,7 +27,7 @@ from ..config import MoECheckpointConfig
 from ..policy.parking import Cause
 from ..policy.strategies import GATE_UNIT, STRATEGIES, Job, Piece
 from ..policy.timelines import continued
-from ..ports import Layout
+from ..ports import Execution, Layout
 from ..recover.episode import RecoveryTimeline, gather_timeline
 from ..recover.marks import Milestone, Timestamps, forget, left_in
 from ..replay.densify import Replay
@@ -69,7 +69,7 @@ class Session:
     `begin`                      before the first iteration, with the iteration after which training stands
     `is_replaying`               while it is true, iterations are run that end with `stepped`; nothing may be saved;
                                  `replays_alone`: and nothing computed with other pipeline stages
-    `rejoin`                     then: whether there was a recovery, of which `episode` and `unreported` tell
+    `rejoin`                     then: whether there was a recovery; `episode`, `unreported` are facts of it
     `passes`                     each iteration: before its passes
     `reduced`                    when they are over, and gradients reduced
     `before_optimizer`           before the optimizer's step: the seconds that it waited
@@ -98,15 +98,15 @@ class Session:
         # Before anything is promised or allocated: a model of which some bytes belong to no operator is refused.
         self._state = self._together(lambda: LiveState(training, self._topology, config.shard, self._rank))
         self._choose_strategy()
-        # What cannot be replayed is refused before it is needed.
-        self._execution = self._together(self._state.execution) if self._strategy.replays else None
+        # What cannot be replayed is refused before it is needed, and before any memory is taken.
+        execution = self._together(self._state.execution) if self._strategy.replays else None
         self._persistent = self._together(lambda: open_persistent(config, self._rank))
         self._open_memory()
         layout = parallel_layout(self._topology, config.shard)
         self._identity = Identity(place.job_id, layout, self._state.capturer.operators, config.strategy)
         # Rank 0 names the attempt. Sorts by time, and differs even between attempts that start in the same instant.
         self._attempt = str(self._control.gather(f"{time.time_ns():020d}-{secrets.token_hex(4)}")[0])
-        self._prepare_recovery()
+        self._prepare_recovery(execution)
         self._coordinator: Coordinator | None = None
         self._counter = None
         if self._strategy.counts_tokens:
@@ -156,7 +156,7 @@ class Session:
         if self._rank == 0:
             log.info("%s", account_of(self._rooms, self._job, self._rank, len(self._owners), self._log_bytes()))
 
-    def _prepare_recovery(self) -> None:
+    def _prepare_recovery(self, execution: Execution | None) -> None:
         self._times_left = left_in(self._memory.directory)
         ports = RecoveryPorts(
             self._memory,
@@ -165,7 +165,7 @@ class Session:
             self._state.restorer,
             self._training.trainer,
             self._clock,
-            execution=self._execution,
+            execution=execution,
             make_room=self._make_room,
             standby=self._survivor.store if self._survivor is not None else None,
             boundary=lambda logs: StageSource(logs, torch.cuda.current_device()),
