@@ -8,11 +8,18 @@ from megatron.pretrain.config import PretrainConfig, parse_config
 from megatron.pretrain.config.validate import resolve
 from megatron.pretrain.ending import exit_code_of
 from megatron.pretrain.errors import PretrainError, TrainingFailure
-from megatron.pretrain.initialize import Launch, Marks, initialize, marks_of_this_process, probe_environment, shut_down
+from megatron.pretrain.initialize import (
+    Launch,
+    Timestamps,
+    initialize,
+    marks_of_this_process,
+    probe_environment,
+    shut_down,
+)
 from megatron.pretrain.logs import configure_logging
 
 
-def pretrain(config: PretrainConfig, launch: Launch, marks: Marks) -> None:
+def pretrain(config: PretrainConfig, launch: Launch, marks: Timestamps) -> None:
     """Build everything, resume if there is something to resume from, and train to the end."""
     initialize(config, launch, marks)
 

@@ -22,7 +22,7 @@ COMMON = ("--train-iters", str(ITERATIONS), "--log-interval", "20", "--untie-emb
 PROTECTED = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", str(WINDOW))
 LEVELS = ("unprotected", "degraded", "protected")
 ENDS_WHEN = {
-    "vain": "a second fault ended the recovery",
+    "aborted": "a second fault ended the recovery",
     "detect": "the last survivor heard of the fault",
     "park": "the survivors put their state aside in memory",
     "restart": "new processes began",

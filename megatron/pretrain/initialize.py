@@ -15,7 +15,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.moe.recover.marks import Mark, Marks
+from megatron.core.dist_checkpointing.moe.recover.marks import Milestone, Timestamps
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.config.derived import Environment, virtual_pipeline_size
 from megatron.pretrain.processes import NODE_NAME, started_s
@@ -64,14 +64,14 @@ def probe_environment(world_size: int) -> Environment:
     )
 
 
-def marks_of_this_process() -> Marks:
+def marks_of_this_process() -> Timestamps:
     """For the timeline of a recovery: this process has begun."""
-    marks = Marks()
-    marks.mark(Mark.RESTARTED, started_s(os.getpid()))
+    marks = Timestamps()
+    marks.mark(Milestone.RESTARTED, started_s(os.getpid()))
     return marks
 
 
-def initialize(config: PretrainConfig, launch: Launch, marks: Marks | None = None) -> None:
+def initialize(config: PretrainConfig, launch: Launch, marks: Timestamps | None = None) -> None:
     """Select the device, start torch.distributed and Megatron's process groups, and seed everything.
 
     On `--device cpu` this installs `cpu_device`; on `cuda` that module is not even imported. marks: noted is when all
@@ -103,7 +103,7 @@ def initialize(config: PretrainConfig, launch: Launch, marks: Marks | None = Non
     )
     _seed(config.training.seed, config.training.data_parallel_random_init)
     if marks is not None:
-        marks.mark(Mark.RENDEZVOUS)
+        marks.mark(Milestone.RENDEZVOUS)
 
 
 def shut_down() -> None:

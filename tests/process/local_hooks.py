@@ -31,7 +31,8 @@ def counted(folder: str) -> Iterator[None]:
     def noting_rejoin(self: Any) -> bool:
         before = passes
         recovered = rejoin(self)
-        plan = self._outcome.plan if self._outcome is not None else None
+        outcome = self._restart.outcome
+        plan = outcome.plan if outcome is not None else None
         told = {"event": "rejoined", "recovered": recovered, "forwards": before}
         if plan is not None:
             told |= {"scope": plan.scope.value, "target": plan.target, "rolled": list(plan.roll_forward)}
@@ -97,7 +98,9 @@ def replicas_refused(owner: int, iterations: range) -> Iterator[None]:
 
 def _is_there(place: str, *arguments: Any) -> bool:
     if place == "waiting":
-        return arguments[0]._comeback._waiting is not None
+        from megatron.core.dist_checkpointing.moe.runtime.outcomes import Waiting
+
+        return isinstance(arguments[0]._restart._todo, Waiting)
     if place == "restarting":
         return bool(arguments[0]._memory.snapshots().sealed)  # an earlier attempt was here
     return True

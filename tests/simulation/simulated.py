@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.moe.replication.replicator import Replicat
 from megatron.core.dist_checkpointing.moe.runtime.coordinator import Coordinator, Ports, Report
 from megatron.core.dist_checkpointing.moe.runtime.keeper import Identity, Keeper
 from megatron.core.dist_checkpointing.moe.runtime.persister import Persister
-from megatron.core.dist_checkpointing.moe.runtime.recovery import Outcome, Recovery, RecoveryPorts
+from megatron.core.dist_checkpointing.moe.runtime.recovery import Recovery, RecoveryOutcome, RecoveryPorts
 from megatron.core.dist_checkpointing.moe.runtime.rooms import fit_memory, gathered_sizes, segment_sizes
 from megatron.core.dist_checkpointing.moe.simulate.job import RankPorts, SimulatedJob, Start
 from megatron.core.dist_checkpointing.moe.simulate.model import FakeModel, expected_bytes, spread
@@ -44,7 +44,7 @@ SMALL = (1,)
 class Told:
     """What the ranks of a simulated job came to know."""
 
-    outcomes: list[tuple[int, Outcome]] = field(default_factory=list)
+    outcomes: list[tuple[int, RecoveryOutcome]] = field(default_factory=list)
     recovered: set[int] = field(default_factory=set)
     reports: dict[int, Report] = field(default_factory=dict)
     began_anew: int = 0
@@ -90,7 +90,7 @@ class Simulation:
     counts: Callable[[int, int], Mapping[int, tuple[int, ...]]] | None = None
     between: Callable[[SimulatedJob], None] | None = None
     each: Callable[[SimulatedJob, int], None] | None = None
-    recovered: Callable[[int, Outcome], None] | None = None
+    recovered: Callable[[int, RecoveryOutcome], None] | None = None
     notice_s: float = 0.01
     max_starts: int = 12
     told: Told = field(default_factory=Told)
@@ -173,7 +173,7 @@ class Rank:
         coordinator.shutdown()
         self._told.reports[self._rank] = coordinator.report()
 
-    def _recovered(self) -> Outcome | None:
+    def _recovered(self) -> RecoveryOutcome | None:
         ports, told, simulation, model = self._ports, self._told, self._simulation, self._ports.model
         recovery = Recovery(
             self._job,
@@ -207,7 +207,7 @@ class Rank:
             assert not model.wrong(), (self._rank, outcome.plan.target, model.wrong())
         return outcome
 
-    def _carried_out(self, recovery: Recovery) -> Outcome | None:
+    def _carried_out(self, recovery: Recovery) -> RecoveryOutcome | None:
         """Restore, and run again what has to be."""
         done, model = recovery.carry_out(), self._ports.model
         if not isinstance(done, Replay):

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.moe.replication.replicator import Replicat
 from megatron.core.dist_checkpointing.moe.runtime.coordinator import Coordinator, Ports
 from megatron.core.dist_checkpointing.moe.runtime.keeper import Identity, Keeper
 from megatron.core.dist_checkpointing.moe.runtime.logs import BoundaryLogs, LogPlan, LogPorts
-from megatron.core.dist_checkpointing.moe.runtime.recovery import Outcome, Recovery, RecoveryPorts, Waiting
+from megatron.core.dist_checkpointing.moe.runtime.recovery import Recovery, RecoveryOutcome, RecoveryPorts, Waiting
 from megatron.core.dist_checkpointing.moe.runtime.rooms import fit_memory, gathered_sizes, segment_sizes
 from megatron.core.dist_checkpointing.moe.simulate.job import RankPorts, SimulatedJob, Start
 from megatron.core.dist_checkpointing.moe.simulate.pipeline import (
@@ -54,7 +54,7 @@ def shards(rank: int) -> dict[OperatorId, int]:
 class Seen:
     """What happened in the recoveries of a job: by start, what each rank did."""
 
-    outcomes: list[tuple[int, int, Outcome]] = field(default_factory=list)
+    outcomes: list[tuple[int, int, RecoveryOutcome]] = field(default_factory=list)
     replayed: list[tuple[int, int, range]] = field(default_factory=list)
     waited: list[tuple[int, int]] = field(default_factory=list)
     rolled: list[tuple[int, int]] = field(default_factory=list)
@@ -165,7 +165,7 @@ class StagedRank:
             )
         )  # fmt: skip
 
-    def _train_on(self, outcome: Outcome | None) -> None:
+    def _train_on(self, outcome: RecoveryOutcome | None) -> None:
         ports, model, train = self._ports, self._ports.model, self._train
         timeline = continued(outcome.timeline if outcome else (), f"{ports.start:06d}", model.iteration)
         coordinator = self._coordinator = self._protected(timeline)
@@ -214,7 +214,7 @@ class StagedRank:
         done = self._parker.park(decision, scalars, 5.0)
         self._seen.parked.append((self._ports.start, self._rank, done.iteration, done.why))
 
-    def _recovered(self) -> Outcome | None:
+    def _recovered(self) -> RecoveryOutcome | None:
         ports, model = self._ports, self._ports.model
         self._execution = FakeExecution(model, ports.world)
         recovery = Recovery(
@@ -240,13 +240,12 @@ class StagedRank:
         self._journal = journal_of(self._rank, outcome.plan.target)
         return outcome
 
-    def _carried_out(self, recovery: Recovery) -> Outcome | None:
+    def _carried_out(self, recovery: Recovery) -> RecoveryOutcome | None:
         done, model, target = recovery.carry_out(), self._ports.model, recovery.plan.target if recovery.plan else 0
-        if done is None or isinstance(done, Outcome):
+        if done is None or isinstance(done, RecoveryOutcome):
             return done
         self._attend(recovery.timeline)
         if isinstance(done, Waiting):
-            assert self._rank not in done.replaying
             self._seen.waited.append((self._ports.start, self._rank))
             if done.roll is not None:
                 self._roll(done)

@@ -12,7 +12,7 @@ from simulated import EXPERTS, LAYERS, RANKS, Simulation
 from test_guarantees import PEC, Vandal
 
 from megatron.core.dist_checkpointing.moe.policy.timelines import attempt_of
-from megatron.core.dist_checkpointing.moe.runtime.recovery import Outcome
+from megatron.core.dist_checkpointing.moe.runtime.recovery import RecoveryOutcome
 from megatron.core.dist_checkpointing.moe.simulate.world import Event
 from megatron.core.dist_checkpointing.moe.types import OperatorId
 
@@ -73,7 +73,7 @@ class Attempts:
             all_.update(tokens)
         return State(iteration, held, all_)
 
-    def recovered(self, attempt: int, outcome: Outcome) -> None:
+    def recovered(self, attempt: int, outcome: RecoveryOutcome) -> None:
         """Compare what a recovery told with what its sources must have cost."""
         plan = outcome.plan
         used: dict[OperatorId, int] = {}
@@ -93,7 +93,7 @@ class Attempts:
         self.fewer += after.lacking < self.told
 
     @staticmethod
-    def _maker(outcome: Outcome, iteration: int) -> int:
+    def _maker(outcome: RecoveryOutcome, iteration: int) -> int:
         attempt = attempt_of(outcome.timeline, iteration)
         assert attempt is not None
         return int(attempt)

@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.moe.config import flag_name
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError, UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause
 from megatron.core.dist_checkpointing.moe.ports import PeerLost, StoreFailure
-from megatron.core.dist_checkpointing.moe.recover.marks import Marks
+from megatron.core.dist_checkpointing.moe.recover.marks import Timestamps
 from megatron.core.dist_checkpointing.moe.runtime.custody import CheckpointFailure
 from megatron.core.dist_checkpointing.moe.runtime.places import Place
 from megatron.core.dist_checkpointing.moe.runtime.session import Session
@@ -36,7 +36,7 @@ from megatron.pretrain.initialize import Launch
 log = logging.getLogger(__name__)
 
 
-def resume(state: TrainingState, launch: Launch, marks: Marks | None = None) -> Session | None:
+def resume(state: TrainingState, launch: Launch, marks: Timestamps | None = None) -> Session | None:
     """Bring the state to where training goes on; None with `--moe-ckpt-strategy none`.
 
     A collective. Of what an earlier attempt left in memory and storage, and the checkpoints of `--load`, the newest
@@ -104,7 +104,7 @@ _SHAPING_FIELDS = (
 )  # fmt: skip
 
 
-def _open(state: TrainingState, launch: Launch, trainer: LiveTrainerState, marks: Marks | None) -> Session:
+def _open(state: TrainingState, launch: Launch, trainer: LiveTrainerState, marks: Timestamps | None) -> Session:
     config, transformer = state.config, get_model_config(state.chunks[0])
     training = Training(
         state.chunks,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId
-from megatron.core.dist_checkpointing.moe.recover.fetch import beside, needs, witnessed
+from megatron.core.dist_checkpointing.moe.recover.fetch import logs_and_gradients, needs, with_trainer_states
 from megatron.core.dist_checkpointing.moe.recover.inventory import Catalogue, Found
 from megatron.core.dist_checkpointing.moe.types import (
     GRADIENTS,
@@ -30,7 +30,7 @@ ONE_NODE = (0, 0, 0)
 
 @pytest.mark.parametrize("damaged", [0, 2])
 def test_beside_a_damaged_copy_an_intact_one_on_the_same_node_is_taken(damaged: int) -> None:
-    found = tuple(Found(finder, SNAPSHOT, Tier.OWN_MEMORY, PLAN) for finder in (0, 2))
+    found = tuple(Found(SNAPSHOT, Tier.OWN_MEMORY, finder=finder, plan=PLAN) for finder in (0, 2))
     known = Catalogue(found, {0: frozenset([HEAD])}, ONE_NODE)
     gone = {(damaged, SNAPSHOT, Tier.OWN_MEMORY)}
     source = Source(0, 4, Tier.OWN_MEMORY, 0, Part.FULL, frozenset([HEAD]))
@@ -47,7 +47,7 @@ NOTHING = frozenset[OperatorId]()
 
 def logged(iteration: int, sender: int, finder: int, *, journal: bool = True) -> Found:
     snapshot, plan = SnapshotId(iteration, sender, LOG), SnapshotPlan(iteration, {})
-    return Found(finder, snapshot, Tier.OWN_MEMORY, plan, journal=journal)
+    return Found(snapshot, Tier.OWN_MEMORY, finder=finder, plan=plan, has_journal=journal)
 
 
 def local(*stages: int, rolling: tuple[int, ...] = ()) -> RecoveryPlan:
@@ -57,7 +57,7 @@ def local(*stages: int, rolling: tuple[int, ...] = ()) -> RecoveryPlan:
 
 def test_a_segment_is_fed_by_the_ranks_on_both_sides_of_it_in_each_replayed_iteration() -> None:
     known = Catalogue(tuple(logged(at, rank, rank) for at in (5, 6) for rank in range(4)), REQUIRED, (0, 0, 1, 1))
-    found = beside(local(1, 2), known, PIPELINE)
+    found = logs_and_gradients(local(1, 2), known, PIPELINE)
     assert [(one.rank, one.found.snapshot.rank, one.found.snapshot.iteration, one.feeds) for one in found] == [
         (1, 0, 5, (Direction.FORWARD,)),
         (1, 0, 6, (Direction.FORWARD,)),
@@ -69,28 +69,28 @@ def test_a_segment_is_fed_by_the_ranks_on_both_sides_of_it_in_each_replayed_iter
 
 def test_with_two_stages_in_a_ring_one_log_feeds_both_sides() -> None:
     known = Catalogue(tuple(logged(at, 1, 1) for at in (5, 6)), REQUIRED, (0, 0))
-    found = beside(local(0), known, Topology(2, pp=2, vpp=2))
+    found = logs_and_gradients(local(0), known, Topology(2, pp=2, vpp=2))
     assert [one.feeds for one in found] == [(Direction.FORWARD, Direction.BACKWARD)] * 2
 
 
 def test_a_log_that_the_reader_itself_holds_does_not_travel() -> None:
     known = Catalogue(tuple(logged(at, 0, finder) for at in (5, 6) for finder in (0, 1)), REQUIRED, (0, 0))
-    assert [one.travels for one in beside(local(1), known, Topology(2, pp=2))] == [False, False]
+    assert [one.travels for one in logs_and_gradients(local(1), known, Topology(2, pp=2))] == [False, False]
 
 
 def test_ranks_that_roll_forward_get_their_gradients_from_wherever_they_lie() -> None:
-    kept = Found(2, SnapshotId(6, 0, GRADIENTS), Tier.OWN_MEMORY, SnapshotPlan(6, {}))
+    kept = Found(SnapshotId(6, 0, GRADIENTS), Tier.OWN_MEMORY, finder=2, plan=SnapshotPlan(6, {}))
     plan = RecoveryPlan(6, Scope.NONE, (), (), roll_forward=(0,))
-    (need,) = beside(plan, Catalogue((kept,), REQUIRED, (0, 0, 1, 1)), PIPELINE)
+    (need,) = logs_and_gradients(plan, Catalogue((kept,), REQUIRED, (0, 0, 1, 1)), PIPELINE)
     assert (need.rank, need.found.finder, need.travels) == (0, 2, True)
 
 
 def test_no_snapshot_travels_for_random_states_alone_where_a_log_tells_the_rest() -> None:
-    own = Found(3, SnapshotId(5, 1), Tier.OWN_MEMORY, SnapshotPlan(5, {}), journal=True)
+    own = Found(SnapshotId(5, 1), Tier.OWN_MEMORY, finder=3, plan=SnapshotPlan(5, {}), has_journal=True)
     nodes = (0, 0, 1, 1)
     only = Catalogue((own,), REQUIRED, nodes)
-    assert [one.rank for one in witnessed((), local(1), only, PIPELINE)] == [1]
+    assert [one.rank for one in with_trainer_states((), local(1), only, PIPELINE)] == [1]
     told = Catalogue((own, logged(5, 0, 0)), REQUIRED, nodes)
-    assert not witnessed((), local(1), told, PIPELINE)
+    assert not with_trainer_states((), local(1), told, PIPELINE)
     unsaid = Catalogue((own, logged(5, 0, 0, journal=False)), REQUIRED, nodes)
-    assert witnessed((), local(1), unsaid, PIPELINE)
+    assert with_trainer_states((), local(1), unsaid, PIPELINE)

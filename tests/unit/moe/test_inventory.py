@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 import pytest
 
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, SnapshotId
-from megatron.core.dist_checkpointing.moe.recover.inventory import Catalogue, catalogue, listing, operators_told
+from megatron.core.dist_checkpointing.moe.recover.inventory import Catalogue, catalogue
+from megatron.core.dist_checkpointing.moe.recovery.listing import listing, rank_inventory
 from megatron.core.dist_checkpointing.moe.simulate.memory import Memory
 from megatron.core.dist_checkpointing.moe.simulate.storage import FakeStore
 from megatron.core.dist_checkpointing.moe.types import (
@@ -55,16 +57,12 @@ class Node:
 
     def told(self, nodes: tuple[str, str] = ("a", "b")) -> Catalogue:
         rows = [
-            listing(self.stores[rank], Tier.OWN_MEMORY, rank, TOPOLOGY, "job")
-            + listing(self.disks[rank], Tier.PERSISTENT, rank, TOPOLOGY, None)
+            listing(self.stores[rank], Tier.OWN_MEMORY, TOPOLOGY, job="job")
+            + listing(self.disks[rank], Tier.PERSISTENT, TOPOLOGY, owner=rank)
             for rank in range(2)
         ]
-        return catalogue(
-            [
-                {"node": node, "operators": operators_told(OWN[rank]), "found": rows[rank]}
-                for rank, node in enumerate(nodes)
-            ]
-        )
+        gathered = [rank_inventory(node, OWN[rank], rows[rank]) for rank, node in enumerate(nodes)]
+        return catalogue(json.loads(json.dumps(gathered)))
 
 
 @pytest.fixture
@@ -161,7 +159,7 @@ def test_the_owners_own_slot_gives_before_another_process_of_its_node(node: Node
     node.seal(node.stores[0], 4, 0)
     found = node.told(("a", "a"))
     for copy in found.inventory().copies[0]:
-        assert [one.finder for one in found.givers(copy, OWN[0])] == [0]
+        assert [one.finder for one in found.sources_for(copy, OWN[0])] == [0]
 
 
 def test_every_kind_that_has_wanted_operators_gives_and_no_other(node: Node) -> None:
@@ -169,8 +167,8 @@ def test_every_kind_that_has_wanted_operators_gives_and_no_other(node: Node) -> 
     node.seal(node.stores[0], 4, 0, kind="expertsa", operators=(EXPERTS[0],))
     found = node.told()
     copy = found.inventory().copies[0][0]
-    assert [one.snapshot.kind for one in found.givers(copy, OWN[0])] == ["dense", "expertsa"]
-    assert [one.snapshot.kind for one in found.givers(copy, {ROUTER})] == ["dense"]
+    assert [one.snapshot.kind for one in found.sources_for(copy, OWN[0])] == ["dense", "expertsa"]
+    assert [one.snapshot.kind for one in found.sources_for(copy, {ROUTER})] == ["dense"]
 
 
 def test_ranks_that_the_job_does_not_have_are_no_part_of_the_inventory(node: Node) -> None:
@@ -185,14 +183,14 @@ def test_a_manifest_that_lacks_what_a_recovery_needs_is_told_and_not_used(node: 
     writer.put("w", bytes(10))
     writer.seal(Facts("job", "d", TOPOLOGY, {"operators": []}))
     (one,) = node.told().found
-    assert "does not say 'timeline'" in one.why
+    assert "missing required field `timeline`" in one.why
 
 
 def test_copies_of_a_future_that_was_given_up_are_left_out(node: Node) -> None:
     node.seal(node.stores[0], 2, 0, timeline=FIRST)
     node.seal(node.stores[0], 4, 0, timeline=FIRST)
     node.seal(node.stores[1], 4, 0, timeline=SECOND)
-    left = node.told().of(SECOND).found
+    left = node.told().within(SECOND).found
     assert [(one.snapshot.iteration, one.timeline) for one in left] == [(2, FIRST), (4, SECOND)]
 
 
@@ -217,7 +215,7 @@ def test_a_rank_without_operators_in_a_snapshot_has_its_outcome_all_the_same(nod
     node.seal(node.stores[0], 4, 0, operators=(), more=JOURNALED)
     node.seal(node.stores[1], 4, 1, more=JOURNALED)
     assert node.told().inventory().journal == {4}
-    assert [one.snapshot.rank for one in node.told().witnesses(0, 4)] == [0]
+    assert [one.snapshot.rank for one in node.told().trainer_sources(0, 4)] == [0]
 
 
 def test_what_proved_damaged_journals_nothing_unless_another_copy_does(node: Node) -> None:
@@ -232,14 +230,14 @@ def test_what_proved_damaged_journals_nothing_unless_another_copy_does(node: Nod
 
 def test_a_state_without_its_trainer_is_no_witness_of_an_iteration(node: Node) -> None:
     node.seal(node.stores[0], 4, 0, more={"journal": JOURNALED["journal"]})
-    assert not node.told().witnesses(0, 4)
+    assert not node.told().trainer_sources(0, 4)
 
 
 def test_the_nearest_witness_comes_first(node: Node) -> None:
     node.seal(node.disks[0], 4, 0, more=JOURNALED)
     node.seal(node.stores[1], 4, 0, more=JOURNALED)
     node.seal(node.stores[0], 4, 0, more=JOURNALED)
-    assert [(one.finder, one.tier) for one in node.told().witnesses(0, 4)] == [
+    assert [(one.finder, one.tier) for one in node.told().trainer_sources(0, 4)] == [
         (0, Tier.OWN_MEMORY),
         (1, Tier.OWN_MEMORY),
         (0, Tier.PERSISTENT),
@@ -264,7 +262,7 @@ def test_a_log_tells_everybody_how_its_iteration_came_out_but_is_no_state_of_its
     node.seal(node.stores[0], 4, 0, kind=LOG, operators=(), more=JOURNALED)
     found = node.told()
     assert found.inventory().journal == {4}
-    assert not found.witnesses(0, 4)
+    assert not found.trainer_sources(0, 4)
     assert not found.inventory().copies
 
 
@@ -286,7 +284,7 @@ def test_parked_state_is_a_tier_of_its_own_wherever_it_lies(node: Node) -> None:
     node.seal(node.stores[1], 4, 0, kind=PARKED)
     (copy,) = node.told().inventory().copies[0]
     assert (copy.tier, copy.holder, copy.sealed) == (Tier.PARKED, 1, True)
-    assert [one.snapshot.kind for one in node.told().givers(copy, OWN[0])] == [PARKED]
+    assert [one.snapshot.kind for one in node.told().sources_for(copy, OWN[0])] == [PARKED]
 
 
 def test_parked_state_that_was_interrupted_is_torn(node: Node) -> None:
@@ -320,16 +318,16 @@ def test_gradients_do_not_belong_to_an_older_parked_state(node: Node) -> None:
 def test_what_was_kept_in_a_future_that_was_given_up_is_never_used(kind: str, node: Node) -> None:
     node.seal(node.stores[0], 4, 0, kind=kind, timeline=FIRST, more=JOURNALED)
     node.seal(node.stores[1], 3, 1, timeline=SECOND)
-    left = node.told().of(SECOND)
+    left = node.told().within(SECOND)
     assert [one.snapshot.iteration for one in left.found] == [3]
     assert not left.inventory().journal
 
 
 def test_state_parked_before_its_attempt_trained_anything_is_that_of_the_attempt_before(node: Node) -> None:
     node.seal(node.stores[0], 4, 0, kind=PARKED, timeline=THIRD)
-    assert [one.snapshot.kind for one in node.told().of(SECOND).found] == [PARKED]
-    assert [one.snapshot.kind for one in node.told().of(THIRD).found] == [PARKED]
-    assert not node.told().of(FIRST).found
+    assert [one.snapshot.kind for one in node.told().within(SECOND).found] == [PARKED]
+    assert [one.snapshot.kind for one in node.told().within(THIRD).found] == [PARKED]
+    assert not node.told().within(FIRST).found
 
 
 def test_without_what_stands_by_only_snapshots_are_left(node: Node) -> None:
@@ -347,15 +345,18 @@ def test_of_several_copies_of_a_log_the_readers_own_comes_first(node: Node) -> N
 def test_who_knows_most_tells_how_an_iteration_came_out(node: Node) -> None:
     node.seal(node.stores[0], 4, 0, kind=LOG, operators=(), more=JOURNALED)
     node.seal(node.stores[1], 4, 1, kind=LOG, operators=(), more=JOURNALED)
-    assert [one.finder for one in node.told().tellers(4)] == [0, 1]
-    assert [one.finder for one in node.told().tellers(4, first=[1])] == [1, 0]
+    assert [one.finder for one in node.told().journal_sources(4)] == [0, 1]
+    assert [one.finder for one in node.told().journal_sources(4, first=[1])] == [1, 0]
 
 
 def test_the_lowest_rank_that_remembers_speaks_for_the_strategy(node: Node) -> None:
     node.seal(node.stores[1], 4, 1, kind=PARKED, more={"strategy": {"a": 1}})
     node.seal(node.stores[1], 4, 0, more={"strategy": {"a": 1}})
     node.seal(node.stores[0], 4, 0, kind=PARKED)
-    assert [(one.snapshot.rank, one.snapshot.kind) for one in node.told().memories(4)] == [(0, "snapshot"), (1, PARKED)]
+    assert [(one.snapshot.rank, one.snapshot.kind) for one in node.told().strategy_sources(4)] == [
+        (0, "snapshot"),
+        (1, PARKED),
+    ]
 
 
 def test_a_rank_has_logged_what_lies_in_its_own_store(node: Node) -> None:
@@ -363,3 +364,20 @@ def test_a_rank_has_logged_what_lies_in_its_own_store(node: Node) -> None:
     node.seal(node.stores[1], 5, 0, kind=LOG, operators=())
     assert node.told().logged(0) == {4}
     assert not node.told().logged(1)
+
+
+def test_a_manifest_with_fields_of_another_kind_is_told_and_not_used(node: Node) -> None:
+    node.seal(node.stores[0], 4, 0, more={"window": "all of them"})
+    (one,) = node.told().found
+    assert "something else made it" in one.why
+    assert not node.told().inventory().copies[0][0].sealed
+
+
+def test_what_a_row_says_arrives_on_the_other_ranks(node: Node) -> None:
+    node.seal(node.disks[1], 4, 1, digest="abc", more={**JOURNALED, "strategy": {"a": 1}, "window": [3, 4]})
+    (row,) = listing(node.disks[1], Tier.PERSISTENT, TOPOLOGY, owner=1)
+    (found,) = node.told().found
+    assert {name: getattr(found, name) for name in row.__struct_fields__} == {
+        name: getattr(row, name) for name in row.__struct_fields__
+    }
+    assert (found.digest, found.span, found.has_journal, found.has_strategy) == ("abc", range(3, 5), True, True)

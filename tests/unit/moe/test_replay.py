@@ -216,7 +216,7 @@ def test_ranks_off_the_last_stage_know_no_loss_and_compare_none() -> None:
 
 
 def test_what_another_rank_finds_wrong_ends_the_replay_here_too() -> None:
-    rank = resumed(Ranks(others=(["diverged", "the loss of another rank"],)))
+    rank = resumed(Ranks(others=([0, "the loss of another rank"],)))
     rank.replay.begin()
     with pytest.raises(ReplayDiverged, match="the loss of another rank"):
         rank.iterate()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.core.dist_checkpointing.moe.policy.segments import base_for
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId
-from megatron.core.dist_checkpointing.moe.recover.fetch import needs, witnessed
+from megatron.core.dist_checkpointing.moe.recover.fetch import needs, with_trainer_states
 from megatron.core.dist_checkpointing.moe.recover.inventory import Catalogue, Found
 from megatron.core.dist_checkpointing.moe.runtime.stock import whole_windows
 from megatron.core.dist_checkpointing.moe.strategies import Piece
@@ -29,7 +29,8 @@ TWO = Topology(2)
 
 def found(rank: int, iteration: int, *operators: OperatorId, journal: bool = True) -> Found:
     plan = SnapshotPlan(iteration, dict.fromkeys(operators, Part.FULL))
-    return Found(rank, SnapshotId(iteration, rank), Tier.OWN_MEMORY, plan, span=range(4, 6), journal=journal)
+    snapshot = SnapshotId(iteration, rank)
+    return Found(snapshot, Tier.OWN_MEMORY, window=(4, 5), has_journal=journal, finder=rank, plan=plan)
 
 
 def planned(*sources: Source) -> RecoveryPlan:
@@ -45,7 +46,7 @@ def test_a_rank_reads_each_replayed_iteration_even_where_it_owns_no_operator_of_
         (found(0, 4, EXPERT), found(1, 4, HEAD), found(0, 5, HEAD), found(1, 5)), {0: NONE, 1: NONE}, (0, 0)
     )
     plan = planned(source(0, 4, EXPERT), source(0, 5, HEAD), source(1, 4, HEAD))
-    read = witnessed(needs(plan, known.inventory(), known), plan, known, TWO)
+    read = with_trainer_states(needs(plan, known.inventory(), known), plan, known, TWO)
     assert sorted((need.rank, need.found.snapshot.iteration, bool(need.parts)) for need in read) == [
         (0, 4, True),
         (0, 5, True),
@@ -57,7 +58,7 @@ def test_a_rank_reads_each_replayed_iteration_even_where_it_owns_no_operator_of_
 def test_nothing_more_is_read_where_nothing_is_replayed() -> None:
     known = Catalogue((found(0, 5, HEAD), found(1, 5)), {0: NONE, 1: NONE}, (0, 0))
     plan = RecoveryPlan(5, Scope.GLOBAL, (Segment((0,), 5, 5),), (source(0, 5, HEAD),))
-    assert [need.rank for need in witnessed(needs(plan, known.inventory(), known), plan, known, TWO)] == [0]
+    assert [need.rank for need in with_trainer_states(needs(plan, known.inventory(), known), plan, known, TWO)] == [0]
 
 
 def test_the_base_is_where_the_replay_begins_and_the_target_without_one() -> None:

@@ -287,27 +287,17 @@ def test_dense_snapshots_at_the_target_need_no_replay() -> None:
     assert all(not segment.frozen for segment in plan.segments)
 
 
-def test_a_disjoint_second_failure_leaves_the_first_recovery_alone() -> None:
+def test_a_second_failure_apart_from_the_first_is_a_segment_of_its_own() -> None:
     cluster = Cluster(pipeline(5)).window(10, Tier.OWN_MEMORY).logged(range(10, 15)).park(14, 0, 2, 3, 4)
-    first = cluster.recover(ranks=[1])
     cluster.copies[4] = [copy for copy in cluster.copies[4] if copy.tier is not Tier.PARKED]
-    second = cluster.recover(ranks=[1, 4], ongoing=first)
-    assert [(segment.stages, segment.continues) for segment in second.segments] == [((1,), True), ((4,), False)]
+    assert [segment.stages for segment in cluster.recover(ranks=[1, 4]).segments] == [(1,), (4,)]
 
 
-def test_a_second_failure_beside_the_first_restarts_both_jointly() -> None:
+def test_a_second_failure_beside_the_first_is_recovered_jointly() -> None:
     cluster = Cluster(pipeline(5)).window(10, Tier.OWN_MEMORY).logged(range(10, 15)).park(14, 0, 2, 3, 4)
-    first = cluster.recover(ranks=[1])
     cluster.copies[2] = [copy for copy in cluster.copies[2] if copy.tier is not Tier.PARKED]
-    (segment,) = cluster.recover(ranks=[1, 2], ongoing=first).segments
-    assert (segment.stages, segment.continues) == ((1, 2), False)
-
-
-def test_a_second_failure_of_the_same_stage_restarts_its_recovery() -> None:
-    cluster = failed_stage(1)
-    first = cluster.recover(ranks=[1])
-    (segment,) = cluster.recover(ranks=[1], nodes=[1], ongoing=first).segments
-    assert not segment.continues
+    (segment,) = cluster.recover(ranks=[1, 2]).segments
+    assert segment.stages == (1, 2)
 
 
 def test_what_cannot_be_recovered_is_named() -> None:

@@ -68,7 +68,7 @@ def kept(held: Iterable[int], oldest_base: int | None, newest: int, lookback: in
     """The iterations, of those `held`, whose logs stay when iteration `newest` is committed (MoEvement 3.4).
 
     oldest_base: the first iteration of the oldest window that is kept, from whose state the earliest replay starts;
-    None: no window tells. Of the `lookback` newest iterations, those after it stay.
+    None: there is no window. Of the `lookback` newest iterations, those after it stay.
     """
     retained = retain_logs((LogRange(iteration, iteration) for iteration in held), oldest_base).kept
     return frozenset(log.last_iteration for log, _ in retained if log.last_iteration > newest - lookback)
@@ -101,9 +101,9 @@ def _in_words(iterations: list[int]) -> str:
             rows[-1].append(iteration)
         else:
             rows.append([iteration])
-    said = ", ".join(f"{row[0]} to {row[-1]}" if len(row) > 1 else str(row[0]) for row in rows[:_ROWS])
+    named = ", ".join(f"{row[0]} to {row[-1]}" if len(row) > 1 else str(row[0]) for row in rows[:_ROWS])
     more = f" and {sum(map(len, rows[_ROWS:]))} more" if len(rows) > _ROWS else ""
-    return f"{'iterations' if len(iterations) > 1 else 'iteration'} {said}{more}"
+    return f"{'iterations' if len(iterations) > 1 else 'iteration'} {named}{more}"
 
 
 _ROWS = 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from ..errors import RecoveryImpossible
 from ..types import (
@@ -20,15 +19,7 @@ from ..types import (
     Source,
     Topology,
 )
-from .availability import (
-    NONE,
-    Operators,
-    RankState,
-    StageState,
-    rank_states,
-    refusals,
-    stage_states,
-)
+from .availability import NONE, Operators, RankState, StageState, rank_states, refusals, stage_states
 from .rollback import Pipeline, Rollback, cheapest_rollbacks
 
 Record = tuple[int, Part, Operators]
@@ -38,25 +29,23 @@ ADVICE = "load an older checkpoint with --load and --ckpt-step"
 
 
 def plan_recovery(
-    inventory: Inventory,
-    lost: Lost,
-    topology: Topology,
-    *,
-    tied_embeddings: bool = False,
-    target: int | None = None,
-    ongoing: RecoveryPlan | None = None,
+    inventory: Inventory, lost: Lost, topology: Topology, *, tied_embeddings: bool = False, target: int | None = None
 ) -> RecoveryPlan:
     """Plan an exact recovery, as under `full` and `sparse` (MoEvement 3.3, 3.4, App. A).
 
-    `target` is the iteration to stand after; None takes the newest reachable one that a rank parked at or that all
-    stages have snapshots of, else any that can be reached. Stages whose ranks all parked there wait; ranks one step
-    behind roll forward with their kept gradients and the journaled norm. The others replay from the newest iteration
-    that their copies allow, fed by boundary logs; contiguous ones jointly, unless only separate bases exist. Where logs
-    or journal do not reach back far enough the scope widens, in the end to all stages. First and last stage replay
-    together when their embeddings are tied. With `ongoing`, the segments of that plan which newer losses leave alone
-    are marked.
+    Stages whose ranks all parked at the target wait; ranks one step behind roll forward with their kept gradients and
+    the journaled norm. The others replay from the newest iteration that their copies allow, fed by boundary logs;
+    contiguous ones jointly, unless only separate bases exist. Where logs or journal do not reach back far enough the
+    scope widens, in the end to all stages.
 
-    Raises RecoveryImpossible when no intact copies lead to the target, UsageError when the inventory leaves out a rank.
+    Args:
+        tied_embeddings: First and last stage share embeddings, so that they replay together.
+        target: The iteration to stand after; None takes the newest reachable one that a rank parked at or that all
+            stages have snapshots of, otherwise any that can be reached.
+
+    Raises:
+        RecoveryImpossible: No intact copies lead to the target.
+        UsageError: The inventory leaves out a rank.
     """
     states = rank_states(inventory, lost, topology, (Part.FULL, Part.WEIGHTS))
     stages = stage_states(states, topology)
@@ -77,7 +66,7 @@ def plan_recovery(
     return RecoveryPlan(
         wanted,
         _scope(segments, topology),
-        tuple(_continuing(segment, lost, topology, ongoing) for segment in segments),
+        segments,
         (*restored, *_waiting(waiting, wanted)),
         (*refusals(states, wanted), *_incomplete(segments, states, topology)),
         tuple(sorted(state.rank for state in waiting if state.rank in rolling)),
@@ -196,15 +185,6 @@ def _scope(segments: Sequence[Segment], topology: Topology) -> Scope:
     if not segments:
         return Scope.NONE
     return Scope.GLOBAL if sum(len(segment.stages) for segment in segments) == topology.pp else Scope.LOCAL
-
-
-def _continuing(segment: Segment, lost: Lost, topology: Topology, ongoing: RecoveryPlan | None) -> Segment:
-    """Marked when the ongoing plan has the same segment and nothing of it was lost since (MoEvement App. A)."""
-    if ongoing is None or segment not in [replace(other, continues=False) for other in ongoing.segments]:
-        return segment
-    ranks = {rank for stage in segment.stages for rank in topology.stage_ranks(stage)}
-    since = (lost.ranks - ongoing.lost.ranks) | set(topology.ranks_on(lost.nodes - ongoing.lost.nodes))
-    return segment if ranks & since else replace(segment, continues=True)
 
 
 def _restored(

@@ -14,7 +14,7 @@ def ranks_of(segment: Segment, topology: Topology) -> tuple[int, ...]:
 
 def segment_of(plan: RecoveryPlan, rank: int, topology: Topology) -> Segment | None:
     """The segment that a rank restores, with or without a replay; None where it resumes from its parked state."""
-    return next((one for one in plan.segments if topology.stage(rank) in one.stages), None)
+    return next((segment for segment in plan.segments if topology.stage(rank) in segment.stages), None)
 
 
 def base_for(plan: RecoveryPlan, rank: int, topology: Topology) -> int:

@@ -48,4 +48,8 @@ def belongs(snapshot: Timeline, iteration: int, timeline: Timeline) -> bool:
 
 def newest_first(timelines: Iterable[Timeline]) -> list[Timeline]:
     """Different timelines by the start of their last attempt; those without an attempt are left out."""
-    return sorted({timeline for timeline in timelines if timeline}, key=lambda one: (one[-1], len(one)), reverse=True)
+    return sorted(
+        {timeline for timeline in timelines if timeline},
+        key=lambda timeline: (timeline[-1], len(timeline)),
+        reverse=True,
+    )

@@ -1,27 +1,23 @@
-"""Brings stored snapshots to the ranks that a recovery plan gives them to."""
+"""Brings stored snapshots to the ranks that a recovery plan gives them to.
+
+A plan names copies by tier and node; here each becomes a `Need`: which find of which rank, for which rank, and what of
+it. All ranks make the same list of needs in the same order, so a transfer needs no request: whoever found a snapshot
+that another rank needs sends its manifest and bytes, and that rank receives them, verifies every checksum, and refuses
+what is damaged. What lies in storage, or in the rank's own memory, is opened in place and does not travel.
+"""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Protocol
 
 from ..errors import MoECheckpointError, UnreadableCheckpoint
 from ..policy.segments import feeds, ranks_of
 from ..ports import MappedReader, PeerLost, Reader, SnapshotId, StoreFailure, Transport
-from ..types import (
-    GRADIENTS,
-    LOG,
-    Copy,
-    Direction,
-    Inventory,
-    OperatorId,
-    Part,
-    RecoveryPlan,
-    Tier,
-    Topology,
-)
+from ..types import GRADIENTS, LOG, Copy, Direction, Inventory, OperatorId, Part, RecoveryPlan, Tier, Topology
 from .inventory import Catalogue, Found, Place
 
 _SIZES = struct.Struct("<qq")
@@ -52,7 +48,7 @@ def needs(plan: RecoveryPlan, inventory: Inventory, catalogue: Catalogue) -> tup
     for source in plan.sources:
         for copy in _copies(inventory, source.rank, source.iteration, source.tier, source.holder):
             useful = source.operators & copy.plan.giving(source.part) - copy.corrupt
-            for found in catalogue.givers(copy, useful):
+            for found in catalogue.sources_for(copy, useful):
                 held = useful & found.plan.giving(source.part)
                 if held:
                     at[found.place] = found
@@ -60,30 +56,32 @@ def needs(plan: RecoveryPlan, inventory: Inventory, catalogue: Catalogue) -> tup
                     parts.setdefault(source.part, set()).update(held)
     return tuple(
         Need(rank, at[place], tuple((part, frozenset(held)) for part, held in parts.items()))
-        for (rank, place), parts in sorted(wanted.items(), key=_first)
+        for (rank, place), parts in sorted(wanted.items(), key=itemgetter(0))
     )
 
 
-def witnessed(needed: Sequence[Need], plan: RecoveryPlan, catalogue: Catalogue, topology: Topology) -> tuple[Need, ...]:
+def with_trainer_states(
+    needed: Sequence[Need], plan: RecoveryPlan, catalogue: Catalogue, topology: Topology
+) -> tuple[Need, ...]:
     """What is needed, and for each replayed iteration a snapshot with a journal of each rank that replays it.
 
     A rank whose operators were all anchored before has no records in later snapshots of a window, but random states.
-    Where they would have to travel for that alone, and somebody else tells the journal, the replay's own will do.
+    Where they would have to travel for that alone, and a log has the journal, the replay's own will do.
     """
-    known = {(need.rank, need.found.snapshot.iteration) for need in needed if need.found.journal}
+    known = {(need.rank, need.found.snapshot.iteration) for need in needed if need.found.has_journal}
     more = [
         Need(rank, found[0])
         for segment in plan.segments
         for iteration in segment.replayed
         for rank in ranks_of(segment, topology)
-        if (rank, iteration) not in known and (found := catalogue.witnesses(rank, iteration))
+        if (rank, iteration) not in known and (found := catalogue.trainer_sources(rank, iteration))
     ]
-    logged = (one for one in catalogue.found if one.snapshot.kind == LOG and one.journal and not one.why)
-    told = {one.snapshot.iteration for one in logged}
-    return (*needed, *(need for need in more if not (need.travels and need.found.snapshot.iteration in told)))
+    logs = (found for found in catalogue.found if found.snapshot.kind == LOG and found.has_journal and not found.why)
+    logged = {log.snapshot.iteration for log in logs}
+    return (*needed, *(need for need in more if not (need.travels and need.found.snapshot.iteration in logged)))
 
 
-def beside(plan: RecoveryPlan, catalogue: Catalogue, topology: Topology) -> tuple[Need, ...]:
+def logs_and_gradients(plan: RecoveryPlan, catalogue: Catalogue, topology: Topology) -> tuple[Need, ...]:
     """What is needed besides state: the logs that feed each segment, and gradients that were kept."""
     wanted: dict[tuple[int, Place], list[Direction]] = {}
     at: dict[Place, Found] = {}
@@ -93,13 +91,11 @@ def beside(plan: RecoveryPlan, catalogue: Catalogue, topology: Topology) -> tupl
                 found = catalogue.of_kind(LOG, sender, iteration, rank)[0]
                 at[found.place] = found
                 wanted.setdefault((rank, found.place), []).append(way)
-    logs = [Need(rank, at[place], feeds=tuple(ways)) for (rank, place), ways in sorted(wanted.items(), key=_first)]
+    logs = [
+        Need(rank, at[place], feeds=tuple(ways)) for (rank, place), ways in sorted(wanted.items(), key=itemgetter(0))
+    ]
     kept = [Need(rank, catalogue.of_kind(GRADIENTS, rank, plan.target, rank)[0]) for rank in plan.roll_forward]
     return (*logs, *kept)
-
-
-def _first(item: tuple[tuple[int, Place], object]) -> tuple[int, Place]:
-    return item[0]
 
 
 def _copies(inventory: Inventory, rank: int, iteration: int, tier: Tier, holder: int | None) -> Iterator[Copy]:
@@ -164,7 +160,7 @@ class Carrier:
         with reader:
             manifest, raw = self.encode(reader)
             messages = (_SIZES.pack(len(manifest), len(raw)), manifest, raw)
-            for transfer in [self.transport.send(need.rank, one) for one in messages]:
+            for transfer in [self.transport.send(need.rank, message) for message in messages]:
                 transfer.wait()
 
     def _receive(self, need: Need) -> Reader:

@@ -19,7 +19,7 @@ FILE = "marks.json"
 """In the folder of the rank's slot, which a restarted process takes over."""
 
 
-class Mark(enum.Enum):
+class Milestone(enum.Enum):
     """The points of a recovery, in their order. Those before RESTARTED are passed by the attempt that failed."""
 
     DETECTED = "detected"
@@ -43,21 +43,21 @@ class Mark(enum.Enum):
     """All ranks stand at the same iteration; the next thing is to train."""
 
 
-class Marks:
+class Timestamps:
     """Times of one process, in seconds since 1970 by the clock of its node, which its next process shares.
 
-    Only wall clocks can be compared over processes and nodes, as far as they agree; `Episode` says how far they do.
+    Only wall clocks can be compared over processes and nodes, as far as they agree: see `RecoveryTimeline`.
     """
 
     def __init__(self, wall_s: Callable[[], float] = time.time) -> None:
         self._wall_s = wall_s
-        self._times: dict[Mark, float] = {}
+        self._times: dict[Milestone, float] = {}
 
-    def mark(self, mark: Mark, at_s: float | None = None) -> None:
+    def mark(self, milestone: Milestone, at_s: float | None = None) -> None:
         """Note a point that is passed now, or was `at_s`. Of a point that is passed again the last time counts, but a
         fault is detected once."""
-        if mark is not Mark.DETECTED or mark not in self._times:
-            self._times[mark] = self.now_s() if at_s is None else at_s
+        if milestone is not Milestone.DETECTED or milestone not in self._times:
+            self._times[milestone] = self.now_s() if at_s is None else at_s
 
     def now_s(self) -> float:
         """What the clock says."""
@@ -65,12 +65,12 @@ class Marks:
 
     def times(self) -> dict[str, Json]:
         """The points by name; also what a parked copy carries as its scalar `times`."""
-        return {mark.value: at_s for mark, at_s in self._times.items()}
+        return {milestone.value: at_s for milestone, at_s in self._times.items()}
 
     def leave(self, folder: Path, attempt: str) -> None:
         """Keep these times for the next process, beside those of attempts that failed before. attempt: what its ranks
         share and what sorts behind earlier ones. Never raises: what cannot be written is missing in the timeline."""
-        records = [one for one in left_in(folder) if one["attempt"] != attempt]
+        records = [record for record in left_in(folder) if record["attempt"] != attempt]
         records.append({"attempt": attempt, "times": self.times()})
         aside = folder / f".{FILE}.{os.getpid()}"
         try:
@@ -82,10 +82,10 @@ class Marks:
 
 
 def left_in(folder: Path) -> list[dict[str, Any]]:
-    """What `leave` kept there, oldest first, for `told`; nothing where there is no such file, or it is damaged."""
+    """What `leave` kept there, oldest first; nothing where there is no such file, or it is damaged."""
     try:
         records = json.loads((folder / FILE).read_text())
-        return [{"attempt": str(one["attempt"]), "times": _times(one["times"])} for one in records]
+        return [{"attempt": str(record["attempt"]), "times": _times(record["times"])} for record in records]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -102,5 +102,5 @@ def forget(folder: Path) -> None:
 
 
 def _times(data: Mapping[str, Any]) -> dict[str, float]:
-    names = {mark.value for mark in Mark}
+    names = {milestone.value for milestone in Milestone}
     return {name: float(at_s) for name, at_s in data.items() if name in names}

@@ -1,4 +1,11 @@
-"""Puts the complete live state of a rank aside in memory when a peer is lost, so that it need not be computed again."""
+"""Parks the complete live state of a rank in memory when a peer is lost, so that it need not be computed again.
+
+What is parked depends on where in a step the loss is heard of; `policy.parking` decides it. If the state of iteration t
+is still whole, what the passes of t+1 have changed of it (random states, what routers count, expert biases) is put back
+to what `note` remembered after t. If gradients of t+1 are kept too, the same things go beside them as the passes left
+them: the step that a later process makes of the gradients must find the state that it would have found here.
+Whatever goes wrong is reported in words and costs what is parked, never how the process ends.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..errors import MoECheckpointError, UsageError
+from ..errors import UsageError, format_error
 from ..policy.parking import Decision
 from ..ports import (
     RANDOM,
@@ -84,7 +91,6 @@ class Parked:
     iteration: int | None
     gradients: bool
     nbytes: int
-    duration_s: float
     why: str
 
 
@@ -111,10 +117,9 @@ class Parker:
         ports.capturer.layout(self._plan(0), trainer=True)  # prepared now, not in a hurry
 
     def sizes(self) -> list[int]:
-        """Bytes of the segments that the store needs: one for the state, and one for gradients if there are any."""
-        state = self._ports.capturer.layout(self._plan(0), trainer=True)
-        gradients = self._gradients_layout(self._ports.trainer.tensors())
-        return [max(1, state.nbytes), *([] if gradients is None else [max(1, gradients.nbytes)])]
+        """Bytes of the segments that the store needs; see `park_sizes`."""
+        ports = self._ports
+        return park_sizes(ports.capturer, ports.trainer, ports.moving, ports.gradients)
 
     def note(self, iteration: int) -> None:
         """The state after `iteration` is whole: remember what the next passes will change of it."""
@@ -122,13 +127,12 @@ class Parker:
         self._noted = _Noted(iteration, ports.trainer.scalars(), ports.trainer.tensors(), ports.moving.copy())
 
     def park(self, decision: Decision, scalars: Mapping[str, Json], timeout_s: float) -> Parked:
-        """Copy and seal what was decided. Never raises: what cannot be done is told in `why`.
+        """Copy and seal what was decided. Never raises: `why` says what cannot be done.
 
         scalars: what the manifest says besides the trainer's own, such as the journal of that iteration.
         timeout_s: how long to wait for copies. Copies for other snapshots should have ended.
         """
-        begun_s = self._ports.clock.now_s()
-        until_s, nbytes, parked = begun_s + timeout_s, 0, None
+        until_s, nbytes, parked = self._ports.clock.now_s() + timeout_s, 0, None
         why = "" if decision.iteration is not None else decision.why
         with_gradients, self._kept = False, None
         try:
@@ -141,8 +145,8 @@ class Parker:
                     with_gradients = True
         except Exception as error:  # whatever it is costs what is parked, never how the process ends
             what = "its gradients were" if parked is not None else "the state was"
-            why = f"rank {self._ports.rank}: {what} not parked: {_told(error)}"
-        return Parked(parked, with_gradients, nbytes, self._ports.clock.now_s() - begun_s, why)
+            why = f"rank {self._ports.rank}: {what} not parked: {format_error(error)}"
+        return Parked(parked, with_gradients, nbytes, why)
 
     def keep_only(self, iteration: int | None) -> None:
         """Free what this rank parked at other iterations, and gradients of others than the next one; None: all.
@@ -163,7 +167,8 @@ class Parker:
     def _own(self) -> list[SnapshotId]:
         listing = self._ports.store.snapshots()
         found = [*listing.sealed, *(torn.snapshot for torn in listing.torn)]
-        return [one for one in found if one.rank == self._ports.rank and one.kind in (PARKED, GRADIENTS)]
+        mine = (snapshot for snapshot in found if snapshot.rank == self._ports.rank)
+        return [snapshot for snapshot in mine if snapshot.kind in (PARKED, GRADIENTS)]
 
     def _settle(self, iteration: int, timeout_s: float) -> _Noted:
         """Make the live state that of `iteration`, and return what was changed since; nothing is being copied."""
@@ -201,8 +206,8 @@ class Parker:
 
     def _park_gradients(self, iteration: int, moved: _Noted) -> int:
         ports = self._ports
-        layout = self._gradients_layout(moved.random)
-        assert ports.gradients is not None and layout is not None
+        assert ports.gradients is not None
+        layout = _gradients_layout(ports.gradients, ports.moving, moved.random)
         snapshot = SnapshotId(iteration, ports.rank, GRADIENTS)
         facts = ports.facts(Piece(GRADIENTS, SnapshotPlan(iteration, {})), {})
         if self._is_parked(snapshot, facts):
@@ -215,13 +220,6 @@ class Parker:
                 writer.put(f"{RANDOM}{name}", data)
             writer.seal(facts)
         return layout.nbytes
-
-    def _gradients_layout(self, random: Mapping[str, memoryview]) -> Layout | None:
-        ports = self._ports
-        if ports.gradients is None:
-            return None
-        states = [Field(f"{RANDOM}{name}", "uint8", (random[name].nbytes,)) for name in sorted(random)]
-        return Layout.of([*ports.gradients.fields(), *ports.moving.fields(), *states])
 
     def _reserved(self, snapshot: SnapshotId, layout: Layout) -> MappedWriter:
         """A writer in place of what the store has of this name; without room, in place of what was parked earlier."""
@@ -236,6 +234,14 @@ class Parker:
             return store.reserve(snapshot, layout)
 
 
-def _told(error: Exception) -> str:
-    """Errors for people speak for themselves, others by their type."""
-    return str(error) if isinstance(error, MoECheckpointError | TimeoutError) else f"{type(error).__name__}: {error}"
+def park_sizes(capturer: Capturer, trainer: TrainerState, moving: Moving, gradients: Gradients | None) -> list[int]:
+    """Bytes of the segments for parked state: one for the state, and one for gradients if there are any."""
+    layouts = [capturer.layout(full_plan(0, capturer.operators), trainer=True)]
+    if gradients is not None:
+        layouts.append(_gradients_layout(gradients, moving, trainer.tensors()))
+    return [max(1, layout.nbytes) for layout in layouts]
+
+
+def _gradients_layout(gradients: Gradients, moving: Moving, random: Mapping[str, memoryview]) -> Layout:
+    states = [Field(f"{RANDOM}{name}", "uint8", (random[name].nbytes,)) for name in sorted(random)]
+    return Layout.of([*gradients.fields(), *moving.fields(), *states])

@@ -12,7 +12,7 @@ _PARTS = {Part.FULL: "full state", Part.MASTER: "master weights", Part.MOMENTS: 
 
 @dataclass(frozen=True)
 class RecoveryTable:
-    """A recovery plan that was carried out; `nodes[rank]` is the node of each rank, `damaged` tells refused copies.
+    """A recovery plan that was carried out; `nodes[rank]` is the node of each rank, `damaged` are refused copies.
 
     plt: the share of tokens that all faults so far have cost; None where nothing can be lost. windows: by iteration,
     the iterations whose snapshots restore a state together with its own. wider: why more stages rolled back than had
@@ -91,10 +91,10 @@ class RecoveryTable:
 def _refusals(refusals: Collection[Refusal]) -> Iterator[str]:
     """One line for each reason and tier."""
     groups: dict[tuple[Tier, Reason], set[Refusal]] = {}
-    for one in refusals:
-        groups.setdefault((one.tier, one.reason), set()).add(one)
+    for refusal in refusals:
+        groups.setdefault((refusal.tier, refusal.reason), set()).add(refusal)
     for (tier, reason), found in sorted(groups.items(), key=lambda group: (group[0][0], group[0][1].value)):
-        iterations, ranks = {one.iteration for one in found}, {one.rank for one in found}
+        iterations, ranks = {refusal.iteration for refusal in found}, {refusal.rank for refusal in found}
         copies = f"{len(found)} copies" if len(found) > 1 else "1 copy"
         yield (
             f"  not used: {copies} in {tier.name.lower().replace('_', ' ')} of ranks {spans(ranks)}, iterations"

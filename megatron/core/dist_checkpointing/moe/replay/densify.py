@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, cast
 
 from ..errors import MoECheckpointError, UnreadableCheckpoint, UsageError
@@ -21,6 +22,7 @@ from ..ports import (
     TrainerState,
     Transport,
 )
+from ..replication.agreement import Group, raise_on_all_ranks
 from ..types import Direction, OperatorId, Part, StepJournal
 from .among import Among
 
@@ -112,9 +114,9 @@ class Replay:
         self._done = 0
         self._begun_s = 0.0
         self._boundary: StageFeed | None = None
-        self._gather = ports.transport.gather
+        self._group: Group = ports.transport
         if members:
-            self._gather = Among(ports.transport, members, "say how a replayed iteration came out").gather
+            self._group = Among(ports.transport, members, "say how a replayed iteration came out")
 
     @property
     def alone(self) -> bool:
@@ -160,7 +162,8 @@ class Replay:
         """
         step = self._steps[self._done]
         following = self._steps[self._done + 1].frozen if self._done + 1 < len(self._steps) else frozenset()
-        self._together(lambda: self._take(step, outcome, following))
+        work, errors = partial(self._take_whole, step, outcome, following), (ReplayDiverged, StoreFailure)
+        raise_on_all_ranks(self._group, work, errors, self.members or None)
         self._ports.restorer.refresh()
         self._done += 1
         self._tell(step, len(following))
@@ -177,6 +180,15 @@ class Replay:
             raise UsageError("a replay is to be fed from logs, but nothing was given that can read them")
         self._boundary = boundary(step.logs) if step.logs and boundary else None
         self._ports.execution.freeze(step.frozen | step.outside, step.journal, alone=self.alone)
+
+    def _take_whole(self, step: ReplayStep, outcome: StepJournal, following: Collection[OperatorId]) -> None:
+        """As `_take`. Raises ReplayDiverged, and StoreFailure for all that a replay from the beginning may mend."""
+        try:
+            self._take(step, outcome, following)
+        except ReplayDiverged:
+            raise
+        except MoECheckpointError as error:
+            raise StoreFailure(f"the replay has to begin anew: {error}") from error
 
     def _take(self, step: ReplayStep, outcome: StepJournal, following: Collection[OperatorId]) -> None:
         self._compare(step, outcome)
@@ -207,22 +219,6 @@ class Replay:
                 " hardware that does not repeat itself exactly, say with --moe-ckpt-replay-tolerance how much the two"
                 " may differ"
             )
-
-    def _together(self, action: Callable[[], None]) -> None:
-        """Do it here; what fails on one rank is raised on all, before the next collective of training."""
-        told: list[Json] = ["", ""]
-        try:
-            action()
-        except ReplayDiverged as error:
-            told = ["diverged", str(error)]
-        except MoECheckpointError as error:
-            told = ["unreadable", str(error)]
-        answers = [cast("list[str]", one) for one in self._gather(told)]
-        for rank, (kind, why) in zip(self.members or range(len(answers)), answers, strict=True):
-            if kind == "diverged":
-                raise ReplayDiverged(why)
-            if kind:
-                raise StoreFailure(f"rank {rank}: the replay has to begin anew: {why}")
 
     def _tell(self, step: ReplayStep, frozen: int) -> None:
         """One line of progress on the first rank."""

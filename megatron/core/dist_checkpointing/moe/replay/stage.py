@@ -57,7 +57,7 @@ class StageSource:
 
 
 def _sent(direction: Direction, log: Reader) -> list[Field]:
-    return [one for one in log.manifest.layout.fields if one.key.startswith(f"{direction.value}/")]
+    return [field for field in log.manifest.layout.fields if field.key.startswith(f"{direction.value}/")]
 
 
 def _tensor(field: Field, data: memoryview, device: torch.device | str | int) -> torch.Tensor:

@@ -20,7 +20,7 @@ Received = tuple[torch.Tensor | None, torch.Tensor | None, Any]
 class BoundaryCommunicator(P2PCommunicator):
     """Core's communicator between neighbouring pipeline stages; both schedules take it beside `process_groups`.
 
-    sink: is told of each tensor before it is sent, also of those that are then dropped; None: nobody is.
+    sink: gets each tensor before it is sent, also those that are then dropped.
     source: as long as it is set, gives what would come from the sides that it serves, and what would go to these sides
         is dropped; the other sides are real. None: all are.
 
@@ -53,7 +53,8 @@ class BoundaryCommunicator(P2PCommunicator):
         wait_on_reqs: bool = True,
     ) -> Received:
         """As core's, through which all communication passes; tensors that are served are there at once."""
-        self._tell(tensor_send_next, tensor_send_prev)
+        # Before core's sends: a tensor may be freed, or written again, as soon as they have ended.
+        self._record(tensor_send_next, tensor_send_prev)
         prev_is_served, next_is_served = self._serves(Direction.FORWARD), self._serves(Direction.BACKWARD)
         from_prev, from_next, requests = super()._communicate(
             tensor_send_next=None if next_is_served else tensor_send_next,
@@ -71,7 +72,7 @@ class BoundaryCommunicator(P2PCommunicator):
         # Without waiting, schedules expect a handle for each tensor that they asked for, by these names.
         return from_prev, from_next, requests if wait_on_reqs else requests | arrived
 
-    def _tell(self, tensor_send_next: torch.Tensor | None, tensor_send_prev: torch.Tensor | None) -> None:
+    def _record(self, tensor_send_next: torch.Tensor | None, tensor_send_prev: torch.Tensor | None) -> None:
         if self.sink is not None:
             if tensor_send_next is not None:
                 self.sink.sent(Direction.FORWARD, tensor_send_next)

@@ -34,8 +34,8 @@ from ..types import SnapshotPlan, StepJournal
 from .custody import Custody
 from .keeper import Keeper, Work
 from .messages import Message, Messages
+from .outcomes import RecoveryOutcome
 from .persister import Persister
-from .recovery import Outcome
 from .rooms import account_of, fit_memory, segment_sizes
 
 log = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class Coordinator:
         self._passes_began_s = self._step_ended_s
         self._iteration = 0
 
-    def resume(self, outcome: Outcome) -> None:
+    def resume(self, outcome: RecoveryOutcome) -> None:
         """Go on after a recovery; what lost its replicas with a node is replicated again, beside training."""
         self._iteration = outcome.plan.target
         self._custody.resume(outcome.kept, outcome.persisted, outcome.spare, self._ports.control.rank)

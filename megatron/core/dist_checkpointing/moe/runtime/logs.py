@@ -1,33 +1,30 @@
-"""Boundary logs of one rank: made in each iteration, sealed beside training, kept as long as a replay needs them."""
+"""Boundary logs of one rank: made in each iteration, sealed beside training, kept as long as a replay needs them.
+
+A log is a snapshot of kind "log" in the survivor's store. While an iteration runs, a recorder copies what this rank
+sends into its segment (`begins` to `passed`); after the step the log is handed to a lane that computes checksums and
+seals it while the next iterations train (`committed`). It goes when no replay can begin early enough to need it any
+more, or when there is no segment left: the bound is `lookback` iterations.
+
+`LogCoverage` says whether a neighbour that lost its state could replay with these logs. Where it could not, training
+goes on all the same, and a fault rolls back all stages instead: so every failure here costs coverage and nothing else.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-from ..errors import MoECheckpointError
+from ..errors import MoECheckpointError, format_error
 from ..policy.boundary import covered_since, covers, kept
-from ..ports import (
-    Clock,
-    Facts,
-    Json,
-    Lane,
-    Layout,
-    MappedStore,
-    MappedWriter,
-    NoRoom,
-    SnapshotId,
-    StoreFailure,
-    Task,
-)
+from ..ports import Clock, Facts, Json, Lane, Layout, MappedStore, MappedWriter, NoRoom, SnapshotId, StoreFailure, Task
 from ..strategies import Piece
 from ..types import LOG, SnapshotPlan, StepJournal
 from .keeper import Identity
 from .log_plan import LogPlan
 
-__all__ = ["BoundaryLogs", "Coverage", "LogPlan", "LogPorts", "Recorder"]
+__all__ = ["BoundaryLogs", "LogCoverage", "LogPlan", "LogPorts", "Recorder"]
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +62,7 @@ class LogPorts:
 
 
 @dataclass(frozen=True, slots=True)
-class Coverage:
+class LogCoverage:
     """Whether the next replay of a neighbouring stage finds all logs of this rank that it needs.
 
     since: the first iteration of the unbroken row of logs up to `newest`, the iteration that was committed last; None
@@ -78,64 +75,52 @@ class Coverage:
     why: str = ""
 
 
-@dataclass
-class _State:
-    """Which logs there are: sealed ones (those of other ranks that used this slot before too), and those under way."""
-
-    sealed: set[SnapshotId] = field(default_factory=set)
-    sealing: dict[int, Task[None]] = field(default_factory=dict)
-    recording: tuple[int, MappedWriter] | None = None
-    lost: dict[int, str] = field(default_factory=dict)
-
-
 class BoundaryLogs:
     """In each iteration: `begins` before its first forward pass, `passed` after its last backward pass, `committed`
     after the optimizer's step; when a peer was lost, `drain`. All from the thread that trains.
 
-    What goes wrong costs the log of an iteration and is told as coverage, once for each change; nothing is raised for
-    it. The store keeps what an earlier process had: it counts as this rank's where the rank is the same.
+    What goes wrong costs the log of an iteration and is logged as coverage, once for each change; nothing is raised
+    for it. The store keeps what an earlier process had: it counts as this rank's where the rank is the same.
     """
 
     def __init__(self, plan: LogPlan, identity: Identity, ports: LogPorts, *, timeout_s: float) -> None:
         self._plan, self._identity, self._timeout_s = plan, identity, timeout_s
         self._store, self._lane, self._recorder, self._clock = ports.store, ports.lane, ports.recorder, ports.clock
-        self._state = _State()
-        self._coverage = Coverage(0, None)
-        self._said = False
+        self._sealed: set[SnapshotId] = set()  # also those of other ranks that used this slot before
+        self._sealing: dict[int, Task[None]] = {}
+        self._recording: tuple[int, MappedWriter] | None = None
+        self._lost: dict[int, str] = {}
+        self._coverage, self._is_judged = LogCoverage(0, None), False
         try:
-            self._state.sealed = {one for one in self._store.snapshots().sealed if one.kind == LOG}
+            self._sealed = {snapshot for snapshot in self._store.snapshots().sealed if snapshot.kind == LOG}
         except StoreFailure as error:
             log.warning("boundary logs of earlier attempts are not known: %s", error)
 
     @property
-    def coverage(self) -> Coverage:
+    def coverage(self) -> LogCoverage:
         """As `committed` found it last."""
         return self._coverage
-
-    def holds(self, iteration: int) -> bool:
-        """Whether this rank's log of an iteration is there, or is being sealed."""
-        return iteration in self._state.sealing or self._mine(iteration) in self._state.sealed
 
     def begins(self, iteration: int, microbatches: int) -> None:
         """Record what this rank sends from here on as the log of `iteration`, in place of one that is there."""
         self.abandon()
         self._harvest()
         try:
-            if iteration in self._state.sealing:
+            if iteration in self._sealing:
                 self._await(iteration, self._timeout_s)
-            if self._mine(iteration) in self._state.sealed:
+            if self._mine(iteration) in self._sealed:
                 self._free(self._mine(iteration))
             writer = self._reserved(iteration, self._plan.layout(microbatches))
         except (MoECheckpointError, TimeoutError) as error:
-            self._state.lost[iteration] = _told(error)
+            self._lost[iteration] = format_error(error)
             return
         try:
             self._recorder.arm(self._plan.layout(microbatches), writer)
         except (MoECheckpointError, TimeoutError) as error:
             writer.abandon()
-            self._state.lost[iteration] = _told(error)
+            self._lost[iteration] = format_error(error)
         else:
-            self._state.recording = iteration, writer
+            self._recording = iteration, writer
 
     def passed(self) -> None:
         """The forward and backward passes have ended: what is sent from here on, as in an evaluation, is not logged."""
@@ -143,14 +128,14 @@ class BoundaryLogs:
 
     def committed(
         self, iteration: int, journal: StepJournal, trainer: Mapping[str, Json], oldest_base: int | None
-    ) -> Coverage:
+    ) -> LogCoverage:
         """The iteration is part of training: seal its log beside training, and free those that no replay needs.
 
         journal, trainer: the outcome of the iteration and the trainer's scalars after it. oldest_base: the iteration
         from whose state the earliest replay may start; None while there is none, and then nothing can be missing.
         """
         self._harvest()
-        if self._state.recording is not None and self._state.recording[0] == iteration:
+        if self._recording is not None and self._recording[0] == iteration:
             scalars: dict[str, Json] = {"journal": journal.to_data(), "trainer": dict(trainer)}
             self._hand_over(scalars, self._timeout_s)
         self._trim(iteration, oldest_base)
@@ -164,32 +149,25 @@ class BoundaryLogs:
         a journal, which this rank does not know yet.
         """
         deadline_s = self._clock.now_s() + timeout_s
-        if self._state.recording is not None:
-            iteration = self._state.recording[0]
+        if self._recording is not None:
+            iteration = self._recording[0]
             if self._recorder.complete:
                 self._hand_over({}, timeout_s)
             else:
                 self.abandon()
-                self._state.lost[iteration] = "not all of its tensors were sent"
-        for iteration in list(self._state.sealing):
+                self._lost[iteration] = "not all of its tensors were sent"
+        for iteration in list(self._sealing):
             self._await(iteration, max(deadline_s - self._clock.now_s(), _SHORTEST_WAIT_S))
-        missing = [f"iteration {iteration} ({why})" for iteration, why in sorted(self._state.lost.items())]
+        missing = [f"iteration {iteration} ({why})" for iteration, why in sorted(self._lost.items())]
         return f"no boundary logs of {', '.join(missing)}" if missing else ""
 
     def abandon(self) -> None:
         """Give up the log that is being recorded, if any."""
-        if self._state.recording is not None:
-            writer = self._state.recording[1]
-            self._state.recording = None
+        if self._recording is not None:
+            writer = self._recording[1]
+            self._recording = None
             self._recorder.disarm()
             writer.abandon()
-
-    def forget_after(self, iteration: int) -> None:
-        """Free the logs of later iterations, all ranks': training goes on from this one, so they never happened."""
-        for each in [one for one in self._state.sealing if one > iteration]:
-            self._await(each, self._timeout_s)
-        for snapshot in [one for one in sorted(self._state.sealed) if one.iteration > iteration]:
-            self._try_to_free(snapshot)
 
     def _mine(self, iteration: int) -> SnapshotId:
         return SnapshotId(iteration, self._plan.rank, LOG)
@@ -199,91 +177,87 @@ class BoundaryLogs:
 
         Logs never take more segments than are theirs: those of other kinds must be free when a peer is lost.
         """
-        state = self._state
-        if len(state.sealing) >= self._plan.segments:
+        if len(self._sealing) >= self._plan.segments:
             raise NoRoom(
-                f"{len(state.sealing)} logs are still being sealed: the machine's memory or cores are overloaded"
+                f"{len(self._sealing)} logs are still being sealed: the machine's memory or cores are overloaded"
             )
-        while state.sealed and len(state.sealed) + len(state.sealing) >= self._plan.segments:
-            self._free(min(state.sealed))
+        while self._sealed and len(self._sealed) + len(self._sealing) >= self._plan.segments:
+            self._free(min(self._sealed))
         try:
             return self._store.reserve(self._mine(iteration), layout)
         except NoRoom:
-            if not state.sealed:
+            if not self._sealed:
                 raise
-            self._free(min(state.sealed))
+            self._free(min(self._sealed))
             return self._store.reserve(self._mine(iteration), layout)
 
     def _hand_over(self, scalars: Mapping[str, Json], timeout_s: float) -> None:
         """What was recorded goes to the lane once all is copied."""
-        assert self._state.recording is not None
-        iteration, writer = self._state.recording
-        self._state.recording = None
+        assert self._recording is not None
+        iteration, writer = self._recording
+        self._recording = None
         try:
             self._recorder.end(timeout_s)
         except (MoECheckpointError, TimeoutError) as error:
             self._recorder.disarm()
             writer.abandon()
-            self._state.lost[iteration] = _told(error)
+            self._lost[iteration] = format_error(error)
             return
         facts = self._identity.facts(Piece(LOG, SnapshotPlan(iteration, {})), scalars)
-        self._state.lost.pop(iteration, None)
-        self._state.sealing[iteration] = self._lane.submit(lambda: _seal(writer, facts))
+        self._lost.pop(iteration, None)
+        self._sealing[iteration] = self._lane.submit(lambda: _seal(writer, facts))
 
     def _harvest(self) -> None:
-        for iteration in [one for one, task in self._state.sealing.items() if task.done()]:
+        for iteration in [iteration for iteration, task in self._sealing.items() if task.done()]:
             self._await(iteration, _SHORTEST_WAIT_S)
 
     def _await(self, iteration: int, timeout_s: float) -> None:
         """Take in how the sealing of a log ended; one that takes longer stays under way."""
-        task = self._state.sealing[iteration]
+        task = self._sealing[iteration]
         try:
             task.result(timeout_s)
-        except Exception as error:  # whatever it is costs this log, and is told as coverage
+        except Exception as error:  # whatever it is costs this log, and shows in the coverage
             if not task.done():
-                self._state.lost[iteration] = f"it was not sealed within {timeout_s:g} s"
+                self._lost[iteration] = f"it was not sealed within {timeout_s:g} s"
                 return
-            self._state.lost[iteration] = _told(error)
+            self._lost[iteration] = format_error(error)
         else:
-            self._state.lost.pop(iteration, None)
-            self._state.sealed.add(self._mine(iteration))
-        del self._state.sealing[iteration]
+            self._lost.pop(iteration, None)
+            self._sealed.add(self._mine(iteration))
+        del self._sealing[iteration]
 
     def _trim(self, newest: int, oldest_base: int | None) -> None:
-        iterations = {one.iteration for one in self._state.sealed}
+        iterations = {snapshot.iteration for snapshot in self._sealed}
         staying = kept(iterations, oldest_base, newest, self._plan.lookback)
-        for snapshot in [one for one in sorted(self._state.sealed) if one.iteration not in staying]:
-            self._try_to_free(snapshot)
-        relevant = kept(self._state.lost, oldest_base, newest, self._plan.lookback)
-        self._state.lost = {one: why for one, why in self._state.lost.items() if one in relevant}
+        for snapshot in [snapshot for snapshot in sorted(self._sealed) if snapshot.iteration not in staying]:
+            try:
+                self._free(snapshot)
+            except StoreFailure as error:
+                log.warning("the %s takes room until it can be freed: %s", snapshot, error)
+        relevant = kept(self._lost, oldest_base, newest, self._plan.lookback)
+        self._lost = {iteration: why for iteration, why in self._lost.items() if iteration in relevant}
 
     def _free(self, snapshot: SnapshotId) -> None:
         """Raises StoreFailure."""
         self._store.free(snapshot)
-        self._state.sealed.discard(snapshot)
-
-    def _try_to_free(self, snapshot: SnapshotId) -> None:
-        try:
-            self._free(snapshot)
-        except StoreFailure as error:
-            log.warning("the %s takes room until it can be freed: %s", snapshot, error)
+        self._sealed.discard(snapshot)
 
     def _judge(self, newest: int, oldest_base: int | None) -> None:
-        own = {one.iteration for one in self._state.sealed if one.rank == self._plan.rank} | self._state.sealing.keys()
+        sealed = {snapshot.iteration for snapshot in self._sealed if snapshot.rank == self._plan.rank}
+        own = sealed | self._sealing.keys()
         why = ""
         if oldest_base is not None and (missing := covers(own, oldest_base, newest)):
             why = "; ".join([missing, *self._reasons(own, newest - oldest_base)])
-        before, self._coverage = self._coverage, Coverage(newest, covered_since(own, newest), why)
-        if why and (not before.why or not self._said):
+        before, self._coverage = self._coverage, LogCoverage(newest, covered_since(own, newest), why)
+        if why and (not before.why or not self._is_judged):
             log.warning("%s; until then a fault rolls back all stages", why)
         elif before.why and not why:
             log.info("boundary logs cover replays from iteration %s again", oldest_base)
-        self._said = True
+        self._is_judged = True
 
     def _reasons(self, own: Collection[int], iterations: int) -> list[str]:
         """Why logs are missing that a replay of so many iterations needs, each reason once."""
-        lost = self._state.lost
-        reasons = [lost[one] for one in sorted(lost) if one not in own]
+        reasons = [why for iteration, why in sorted(self._lost.items()) if iteration not in own]
         if iterations > self._plan.lookback:
             reasons.append(f"only those of the last {self._plan.lookback} iterations are kept")
         return list(dict.fromkeys(reasons))
@@ -294,9 +268,3 @@ def _seal(writer: MappedWriter, facts: Facts) -> None:
         writer.seal(facts)
     finally:
         writer.abandon()
-
-
-def _told(error: Exception) -> str:
-    """Errors for people, and timeouts that name what they waited for, speak for themselves, others by their type."""
-    told = isinstance(error, MoECheckpointError | TimeoutError)
-    return str(error) if told else f"{type(error).__name__}: {error}"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
+
+import torch
 
 from ..config import MoECheckpointConfig
-from ..errors import MoECheckpointError, UsageError
+from ..errors import UsageError
 from ..ports import Transport
+from ..replicate.process_group import ProcessGroupTransport
+from ..replication.agreement import raise_on_all_ranks
 from ..store.memory import MemoryStore
 from ..types import Topology
 from .megatron import read_topology
@@ -17,20 +21,26 @@ from .places import Place, memory_folder, open_memory
 
 log = logging.getLogger(__name__)
 
-Value = TypeVar("Value")
+RECOVERY_PATIENCE = 12
+"""How many times `--moe-ckpt-timeout-s` a rank may take to read its state during a recovery."""
+
+_KEPT = {"slot": "snapshots", "standby": "boundary logs and parked state"}
 
 
-def together(transport: Transport, action: Callable[[], Value]) -> Value:
-    """What `action` gives on this rank; an error for people on any rank becomes one on all. A collective."""
-    problem, value = "", None
-    try:
-        value = action()
-    except MoECheckpointError as error:
-        problem = str(error)
-    for rank, told in enumerate(transport.gather(problem)):
-        if told:
-            raise UsageError(f"rank {rank}: {told}")
-    return value  # type: ignore[return-value]
+class Transports(NamedTuple):
+    """One for small messages and one for replicas, so that neither waits behind the other; and one for a recovery, in
+    which ranks wait for others that read from slow storage (a dead one is noticed at once all the same)."""
+
+    control: ProcessGroupTransport
+    data: ProcessGroupTransport
+    patient: ProcessGroupTransport
+
+    @classmethod
+    def connected(cls, store: torch.distributed.Store, timeout_s: float) -> Transports:
+        """Between all ranks, which find each other in `store`: that of this attempt, as others' addresses mislead."""
+        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        waits = {"control": timeout_s, "data": timeout_s, "recovery": RECOVERY_PATIENCE * timeout_s}
+        return cls(*(ProcessGroupTransport(store, rank, world_size, f"moe-ckpt-{name}", waits[name]) for name in waits))
 
 
 def placed_topology(transport: Transport, place: Place) -> Topology:
@@ -40,41 +50,35 @@ def placed_topology(transport: Transport, place: Place) -> Topology:
     return replace(read_topology(max(map(nodes.count, names))), nodes=tuple(map(names.index, nodes)))
 
 
-def opened_memory(
-    config: MoECheckpointConfig,
-    place: Place,
-    segment_bytes: Sequence[int],
-    transport: Transport,
-    *,
-    area: str = "slot",
-    beside: Sequence[MemoryStore] = (),
-) -> MemoryStore:
-    """Memory of this rank. Segments should have equal sizes on all ranks: a restart may place any rank anywhere.
+def open_memories(
+    config: MoECheckpointConfig, place: Place, segment_bytes: Mapping[str, Sequence[int]], transport: Transport
+) -> dict[str, MemoryStore]:
+    """Memory of this rank by area. Segments have equal sizes on all ranks: a restart may place any rank anywhere.
 
-    A collective. Where another rank has none, what is not needed to come back is given up again, also of the stores
-    `beside`. Raises UsageError, on all ranks alike.
+    A collective. Where one rank has not enough, all give back what holds nothing that is needed to come back.
+    Raises UsageError, on all ranks alike.
     """
-    opened = list(beside)
-    (most,) = transport.least([-sum(segment_bytes)])
+    most = transport.least([-sum(sizes) for sizes in segment_bytes.values()])
+    opened: dict[str, MemoryStore] = {}
+
+    def open_all() -> None:
+        for area, sizes in segment_bytes.items():
+            opened[area] = open_memory(config, place, sizes, area)
+
     try:
-        together(transport, lambda: opened.append(open_memory(config, place, segment_bytes, area)))
+        raise_on_all_ranks(transport, open_all)
     except UsageError:
-        for memory in opened:
+        for memory in opened.values():
             memory.close() if memory.snapshots().sealed else memory.remove()
         raise
     if transport.rank == 0:
-        what = "snapshots" if area == "slot" else "boundary logs and parked state"
-        log.info(
-            "%s in memory: at most %.3f GB per rank in %s (%d segments)",
-            what,
-            -most / 1e9,
-            memory_folder(config),
-            len(segment_bytes),
-        )
-    return opened[-1]
+        for (area, sizes), negative in zip(segment_bytes.items(), most, strict=True):
+            facts = _KEPT[area], -negative / 1e9, memory_folder(config), len(sizes)
+            log.info("%s in memory: at most %.3f GB per rank in %s (%d segments)", *facts)
+    return opened
 
 
-def layout_told(topology: Topology, shard: str) -> dict[str, Any]:
+def parallel_layout(topology: Topology, shard: str) -> dict[str, Any]:
     """The parallel layout that a snapshot is made in, and who stores what in it; nodes do not matter."""
     names = ("world_size", "tp", "pp", "vpp", "cp", "ep")
     layout = {name: getattr(topology, name) for name in names} | {"etp": topology.expert_tp}

@@ -1,24 +1,30 @@
-"""What a recovery leaves a rank to do, and what it has brought in the end."""
+"""What a recovery leaves a rank to do, what it has brought in the end, and why copies were refused on the way."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
+from ..errors import MoECheckpointError
 from ..policy.timelines import Timeline
-from ..ports import Json, Reader
+from ..ports import Json, Reader, SnapshotId, Transport
+from ..recover.inventory import Place
 from ..recover.table import RecoveryTable
 from ..strategies import Piece
-from ..types import RecoveryPlan, SnapshotPlan, StepJournal
+from ..types import RecoveryPlan, SnapshotPlan, StepJournal, Tier
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RecoveryOutcome:
     """A recovery that was carried out: training goes on after `plan.target`, whose snapshot has this timeline.
 
-    kept: pieces of snapshots in the memory of all ranks, of windows only whole ones. persisted: snapshots in storage,
-    of all ranks, those of one window together. spare: pieces in the memory of some ranks, by iteration and kind, to be
-    kept until a newer snapshot is protected.
+    Attributes:
+        kept: Pieces of snapshots in the memory of all ranks, of windows only whole ones.
+        persisted: Snapshots in storage, of all ranks, those of one window together.
+        spare: Pieces in the memory of some ranks, by iteration and kind, to be kept until a newer snapshot is
+            protected.
     """
 
     plan: RecoveryPlan
@@ -33,8 +39,10 @@ class Outcome:
 class RollForward:
     """What a rank needs to make the step of `iteration` from its parked state of the one before.
 
-    journal: how the step came out elsewhere. gradients: its reduced gradients, verified; open until `finish`. trainer:
-    the scalars of a rank that made the step.
+    Attributes:
+        journal: How the step came out elsewhere.
+        gradients: The rank's reduced gradients, verified; open until `Recovery.finish`.
+        trainer: The trainer scalars of a rank that made the step.
     """
 
     iteration: int
@@ -45,12 +53,31 @@ class RollForward:
 
 @dataclass(frozen=True)
 class Waiting:
-    """This rank runs no iteration again, and others come to the target on their own: then all call `finish`.
+    """This rank runs no iteration again, and others come to the target on their own: then all call `Recovery.finish`.
 
-    replaying: ranks that run iterations again. rolling: ranks that make one step of which they have the gradients.
-    roll: what this rank needs for that, if it is one of them; else its state is restored already.
+    roll: what this rank needs to make one step first, if it is one of those that do; else its state is restored.
     """
 
-    replaying: tuple[int, ...]
-    rolling: tuple[int, ...]
     roll: RollForward | None = None
+
+
+class RefusedCopies(MoECheckpointError):
+    """A plan cannot be carried out because of these snapshots, with the reason for each."""
+
+    def __init__(self, refused: Mapping[Place, str]) -> None:
+        super().__init__("; ".join(refused.values()))
+        self.refused = dict(refused)
+
+
+class _RefusedRow(msgspec.Struct, array_like=True):
+    finder: int
+    snapshot: SnapshotId
+    tier: Tier
+    why: str
+
+
+def gather_refused(transport: Transport, refused: Mapping[Place, str]) -> dict[Place, str]:
+    """What any rank refuses, the same on all ranks; a collective. Raises PeerLost."""
+    own = [_RefusedRow(finder, snapshot, tier, why) for (finder, snapshot, tier), why in refused.items()]
+    gathered = msgspec.convert(transport.gather(msgspec.to_builtins(own)), list[list[_RefusedRow]])
+    return {(row.finder, row.snapshot, row.tier): row.why for rows in gathered for row in rows}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
-from ..errors import MoECheckpointError, UnreadableCheckpoint
+from ..errors import MoECheckpointError, UnreadableCheckpoint, format_error
 from ..policy.segments import base_for, ranks_of, segment_of
 from ..ports import (
     Clock,
@@ -24,14 +25,15 @@ from ..ports import (
 )
 from ..recover.fetch import Carrier, Need
 from ..recover.inventory import Found, Place
-from ..recover.marks import Mark, Marks
+from ..recover.marks import Milestone, Timestamps
 from ..replay.densify import Load, Logs, Replay, ReplayPorts, ReplayStep, StageFeed, restore_trainer
 from ..replication.replica_receiver import HostReplica, ReplicaReceiver, StoreReplica
 from ..storage.host_buffer import HostBuffer
 from ..store.manifest import decode, encode
 from ..strategies import Job
 from ..types import GRADIENTS, LOG, STANDBY, OperatorId, RecoveryPlan, Segment, StepJournal, Tier, Topology
-from .hearsay import Heard, Outcomes
+from .hearsay import GatheredMetadata, StepOutcome
+from .outcomes import RefusedCopies
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class RecoveryPorts:
     execution: what runs iterations with frozen operators; None for strategies that replay none. make_room: fits the
     memory to what the strategy needs once it knows what it knew before the fault; called by all ranks together.
     standby: parked state, boundary logs and kept gradients, without which all stages roll back together. boundary:
-    makes what feeds a replayed iteration from the logs of the stages beside it. marks: when what was done.
+    makes what feeds a replayed iteration from the logs of the stages beside it. timestamps: of what was done.
     """
 
     memory: MappedStore
@@ -54,7 +56,7 @@ class RecoveryPorts:
     make_room: Callable[[], None] = lambda: None
     standby: MappedStore | None = None
     boundary: Callable[[Logs], StageFeed] | None = None
-    marks: Marks = field(default_factory=Marks)
+    timestamps: Timestamps = field(default_factory=Timestamps)
 
     def open(self, found: Found) -> MappedReader | Reader:
         """A reader of what this rank found, or reads from storage. Raises UnreadableCheckpoint, StoreFailure."""
@@ -70,18 +72,10 @@ class RecoveryPorts:
         return store.open(snapshot)
 
 
-class Refused(MoECheckpointError):
-    """A plan cannot be carried out because of one snapshot."""
-
-    def __init__(self, place: Place, why: str) -> None:
-        super().__init__(why)
-        self.place = place
-
-
 class Attempt:
     """The snapshots that this rank needs for one plan; they stay open, so that their bytes stay, until `close`.
 
-    refused: those that cannot be had, with the reason. late: those for which the memory had no room.
+    Sequence: `restore`, then `replay` where iterations are run again. Both raise RefusedCopies.
     """
 
     def __init__(self, ports: RecoveryPorts, plan: RecoveryPlan, needed: Sequence[Need], topology: Topology) -> None:
@@ -91,19 +85,19 @@ class Attempt:
         self._open = ExitStack()
         self._held: list[tuple[Need, Reader]] = []
         carrier = Carrier(ports.transport, ports.open_in_memory, _encoded, self._land)
-        self._arrived, self.refused = carrier.carry(needed)
+        self._arrived, self._refused = carrier.carry(needed)
         for reader in self._arrived.values():
             if reader not in self.late:
                 self._open.enter_context(reader)
         for need in needed:
-            if need.rank == self._rank and need.found.place not in self.refused:
+            if need.rank == self._rank and need.found.place not in self._refused:
                 self._hold(need)
 
     @property
     def late(self) -> list[HostBuffer]:
         """What arrived in ordinary memory and is state, which has to outlive this recovery."""
-        arrived = (one for one in self._arrived.values() if isinstance(one, HostBuffer))
-        return [one for one in arrived if one.manifest.snapshot.kind not in (LOG, GRADIENTS)]
+        arrived = (reader for reader in self._arrived.values() if isinstance(reader, HostBuffer))
+        return [reader for reader in arrived if reader.manifest.snapshot.kind not in (LOG, GRADIENTS)]
 
     @property
     def gradients(self) -> Reader | None:
@@ -112,19 +106,23 @@ class Attempt:
 
     def restore(self) -> None:
         """Fill the live state with NaN, then with that of the base, and with what a merge takes from before it."""
+        # What is not restored, by whatever defect, must never be taken for state: NaN shows in the first loss.
         self._ports.restorer.poison()
         for need, reader in self._held:
             if need.parts and need.found.snapshot.iteration <= self._base:
                 try:
                     self._ports.restorer.restore(reader.read, dict(need.parts))
                 except MoECheckpointError as error:
-                    self.refused[need.found.place] = str(error)
-        place, reader_ = self.having("trainer", self._base) or (None, None)
-        if place is not None and reader_ is not None and not self.refused:
+                    self._refused[need.found.place] = str(error)
+        trainer = self.having("trainer", self._base)
+        if trainer is not None and not self._refused:
+            place, reader = trainer
             try:
-                restore_trainer(self._ports.trainer, reader_)
+                restore_trainer(self._ports.trainer, reader)
             except MoECheckpointError as error:
-                self.refused[place] = str(error)
+                self._refused[place] = str(error)
+        if self._refused:
+            raise RefusedCopies(self._refused)
 
     def having(self, name: str, iteration: int) -> tuple[Place, Reader] | None:
         """A snapshot of this rank's state at an iteration whose manifest has a scalar of this name."""
@@ -147,9 +145,9 @@ class Attempt:
         job: Job,
         required: Mapping[int, Collection[OperatorId]],
         unlogged: Mapping[int, frozenset[int]],
-        heard: Heard,
+        metadata: GatheredMetadata,
     ) -> Replay:
-        """What makes the restored state dense. Raises Refused when something is missing for it.
+        """What makes the restored state dense. Raises RefusedCopies when something is missing for it.
 
         required: the operators of each rank. unlogged: by member, the iterations whose log it lacks and can make again.
         """
@@ -159,19 +157,13 @@ class Attempt:
         # To log again what is sent to the stages outside, gradients have to flow on to them, on all ranks alike.
         flowing = frozenset[int]().union(*unlogged.values())
         steps = [
-            self._step(segment, iteration, heard, frozenset() if iteration in flowing else outside)
+            self._step(segment, iteration, metadata, frozenset() if iteration in flowing else outside)
             for iteration in segment.replayed
         ]
-        ports = self._ports
+        ports, ended = self._ports, partial(self._ports.timestamps.mark, Milestone.REPLAYED)
         assert ports.execution is not None
         replay = ReplayPorts(
-            ports.restorer,
-            ports.trainer,
-            ports.execution,
-            ports.transport,
-            ports.clock,
-            ports.boundary,
-            lambda: ports.marks.mark(Mark.REPLAYED),
+            ports.restorer, ports.trainer, ports.execution, ports.transport, ports.clock, ports.boundary, ended
         )
         tolerance = job.config.replay_tolerance
         if not alone:
@@ -203,14 +195,16 @@ class Attempt:
                 raise UnreadableCheckpoint(f"record {torn[0].key} does not match its checksum")
             self._held.append((need, reader))
         except MoECheckpointError as error:
-            self.refused[place] = str(error)
+            self._refused[place] = str(error)
 
     def _of(self, iteration: int) -> list[tuple[Need, Reader]]:
-        at = (one for one in self._held if one[0].found.snapshot.iteration == iteration)
-        return [one for one in at if one[0].found.is_state]
+        held = (item for item in self._held if item[0].found.snapshot.iteration == iteration)
+        return [item for item in held if item[0].found.is_state]
 
-    def _step(self, segment: Segment, iteration: int, heard: Heard, outside: frozenset[OperatorId]) -> ReplayStep:
-        journal, trainer = self._outcome(iteration, heard.outcomes.get(iteration))
+    def _step(
+        self, segment: Segment, iteration: int, metadata: GatheredMetadata, outside: frozenset[OperatorId]
+    ) -> ReplayStep:
+        journal, trainer = self._outcome(iteration, metadata.outcomes.get(iteration))
         loads = tuple(Load(reader, dict(need.parts)) for need, reader in self._of(iteration) if need.parts)
         logs = {
             way: reader
@@ -221,23 +215,23 @@ class Attempt:
         frozen = segment.frozen[iteration - segment.base - 1]
         return ReplayStep(iteration, frozen, journal, loads, trainer, logs, outside)
 
-    def _outcome(self, iteration: int, heard: Outcomes | None) -> tuple[StepJournal, Reader | Mapping[str, Json]]:
-        """How an iteration came out: as this rank's own snapshot has it, or as others tell."""
-        told = self.having("journal", iteration)
-        if told is None and heard is not None:
-            return heard.journal, heard.trainer
-        if told is None:
+    def _outcome(self, iteration: int, gathered: StepOutcome | None) -> tuple[StepJournal, Reader | Mapping[str, Json]]:
+        """How an iteration came out: as this rank's own snapshot has it, or as another rank's does."""
+        own = self.having("journal", iteration)
+        if own is None and gathered is not None:
+            return gathered.journal, gathered.trainer
+        if own is None:
             why = f"no snapshot of iteration {iteration} says how this rank's step came out"
-            raise Refused(absent(iteration, self._rank), why)
-        place, reader = told
+            raise RefusedCopies({absent(iteration, self._rank): why})
+        place, reader = own
         try:
             return StepJournal.from_data(cast("Mapping[str, Any]", reader.manifest.facts.scalars["journal"])), reader
         except (KeyError, TypeError) as error:
-            raise Refused(place, f"its journal cannot be read: {type(error).__name__}: {error}") from error
+            raise RefusedCopies({place: f"its journal cannot be read: {format_error(error)}"}) from error
 
 
 def absent(iteration: int, rank: int) -> Place:
-    """What stands for a snapshot that is nowhere, where the reason of a refusal is told."""
+    """Stands for a snapshot that is nowhere, in a refusal."""
     return rank, SnapshotId(iteration, rank), Tier.PARKED
 
 

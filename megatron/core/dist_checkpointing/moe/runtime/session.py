@@ -1,4 +1,13 @@
-"""Checkpointing of one training process from start to end: real ports around the coordinator and the recovery."""
+"""Checkpointing of one training process from start to end: real ports around the coordinator and the recovery.
+
+A session has two halves. The first brings the job back: `look` and `carry_out` restore what an earlier attempt left
+(`recovery`), and a `RestartSequence` runs iterations again, rolls forward or waits, until `rejoin` finds all ranks at
+one iteration. From there on the second half protects training: a `Coordinator` makes, replicates and persists
+snapshots, and a `Survivor` logs what goes over stage boundaries and parks this rank's state when a peer is lost.
+
+What ranks do here together is done in one order on all of them, or it hangs: nearly every step of the constructor, and
+each call of the first half, is a collective over the session's own transports, never over training's groups.
+"""
 
 from __future__ import annotations
 
@@ -17,66 +26,97 @@ from ..capture.popularity import TokenCounter
 from ..config import MoECheckpointConfig
 from ..policy.parking import Cause
 from ..policy.timelines import continued
-from ..recover.episode import Episode, gather_episode
-from ..recover.marks import Mark, Marks, forget, left_in
+from ..ports import Execution, Layout
+from ..recover.episode import RecoveryTimeline, gather_timeline
+from ..recover.marks import Milestone, Timestamps, forget, left_in
 from ..replay.densify import Replay
 from ..replay.stage import StageSource
-from ..replicate.process_group import ProcessGroupTransport
+from ..replication.agreement import raise_on_all_ranks
 from ..replication.replicator import Replicator
-from ..strategies import GATE_UNIT, STRATEGIES, Job
+from ..strategies import GATE_UNIT, STRATEGIES, Job, Piece
 from ..types import RecoveryPlan, StepJournal
 from .clock import SystemClock
-from .comeback import Comeback
 from .communicator import BoundaryCommunicator
 from .coordinator import Coordinator, Ports, Report
 from .keeper import Identity, Keeper
 from .lanes import ThreadLane
 from .model_operators import model_operators
-from .opening import layout_told, opened_memory, placed_topology, together
+from .opening import Transports, open_memories, parallel_layout, placed_topology
 from .persister import Persister
-from .places import Place, drop_memory, open_persistent, replicas_placed
-from .recovery import Outcome, Recovery, RecoveryPorts, Waiting
+from .places import Place, drop_memory, memory_folder, open_persistent, replicas_placed
+from .recovery import Recovery, RecoveryOutcome, RecoveryPorts, Waiting
+from .restart_sequence import RestartSequence
 from .rooms import account_of, fit_memory, gathered_sizes, segment_sizes
-from .standby import Standby, StandbyRoom, park_sizes
+from .standby import Survivor, SurvivorBuffers
 from .training import LiveState, Training
 
 log = logging.getLogger(__name__)
 
-Value = TypeVar("Value")
-
-RECOVERY_PATIENCE = 12
-"""How many times `--moe-ckpt-timeout-s` a rank may take to read its state during a recovery."""
+T = TypeVar("T")
 
 
 class Session:
-    """In this order, each a collective over all ranks: the constructor, `look`, then `carry_out` or `discard`, `begin`;
-    on the ranks where `is_replaying`, iterations that end with `stepped`; `rejoin`; then iterations that end with
-    `step_end`; at last `shutdown`, or `failure` on each rank that fails.
+    """What a training loop calls, and when; `Unprotected` has the same members for jobs without a strategy.
 
-    In every iteration: `passes`, `reduced`, `before_optimizer`, a block of `stepping`, `whole`, one of the two ends,
-    `reported`. marks: when this process passed the points of its start.
-    Raises UsageError, on all ranks alike, for flags, models and folders that cannot work.
+    ============================ =====================================================================================
+    constructor                  once all ranks are connected, model and optimizer are built
+    `look`                       before training: a plan, `is_own` and `unusable` say more of it
+    `carry_out`                  to restore what is planned; None: it failed, and live state is unusable
+    `clear_counters`, `refresh`  before and after a dense checkpoint is loaded instead
+    `discard`                    when training begins from there, or from scratch
+    `repeats_steps`              then: are flags that shape iterations the same as before?
+    `communicator`               for pipeline schedules, from here on
+    `begin`                      before the first iteration, with the iteration after which training stands
+    `is_replaying`               while it is true, iterations are run that end with `stepped`; nothing may be saved;
+                                 `replays_alone`: and nothing computed with other pipeline stages
+    `rejoin`                     then: whether there was a recovery; `episode`, `unreported` are facts of it
+    `passes`                     each iteration: before its passes
+    `reduced`                    when they are over, and gradients reduced
+    `before_optimizer`           before the optimizer's step: the seconds that it waited
+    `stepping`                   a block around that step and what belongs to it
+    `whole`                      when the state after the iteration is complete
+    `step_end`                   when checkpoints and evaluation are done: protect it (`stepped` in a replay)
+    `report`, `reported`         to write the iteration's numbers down, and after that
+    `failure`                    on each rank where training ends with an error
+    `shutdown`                   on all ranks, where it ends well
+    ============================ =====================================================================================
+
+    The calls up to `rejoin`, `step_end` and `shutdown` are collectives over all ranks; those that a replay makes, over
+    the ranks that replay together.
     """
 
     def __init__(
-        self, config: MoECheckpointConfig, training: Training, place: Place, marks: Marks | None = None
+        self, config: MoECheckpointConfig, training: Training, place: Place, timestamps: Timestamps | None = None
     ) -> None:
+        """Raises UsageError, on all ranks alike, for flags, models and folders that cannot work."""
         self._config, self._training, self._place = config, training, place
-        self._marks = marks or Marks()
-        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        store = _get_default_store()  # of this attempt: addresses of earlier ones would mislead
-        self._control, self._data = (
-            ProcessGroupTransport(store, rank, world_size, f"moe-ckpt-{name}", config.timeout_s)
-            for name in ("control", "data")
-        )
-        # Ranks wait here for others that read from slow storage; a dead one is noticed at once all the same.
-        self._patient = ProcessGroupTransport(
-            store, rank, world_size, "moe-ckpt-recovery", RECOVERY_PATIENCE * config.timeout_s
-        )
-        self._rank, self._clock = rank, SystemClock()
-        self._standby: Standby | None = None
+        self._timestamps, self._clock = timestamps or Timestamps(), SystemClock()
+        self._rank = torch.distributed.get_rank()
+        self._control, self._data, self._patient = Transports.connected(_get_default_store(), config.timeout_s)
+        # Nodes of all ranks: where replicas go and which copies are near depends on them, and so does all below.
         self._topology = self._together(lambda: placed_topology(self._control, place))
-        self._state = self._together(lambda: LiveState(training, self._topology, config.shard, rank))
+        # Before anything is promised or allocated: a model of which some bytes belong to no operator is refused.
+        self._state = self._together(lambda: LiveState(training, self._topology, config.shard, self._rank))
+        self._choose_strategy()
+        # What cannot be replayed is refused before it is needed, and before any memory is taken.
+        execution = self._together(self._state.execution) if self._strategy.replays else None
+        self._persistent = self._together(lambda: open_persistent(config, self._rank))
+        self._open_memory()
+        layout = parallel_layout(self._topology, config.shard)
+        self._identity = Identity(place.job_id, layout, self._state.capturer.operators, config.strategy)
+        # Rank 0 names the attempt. Sorts by time, and differs even between attempts that start in the same instant.
+        self._attempt = str(self._control.gather(f"{time.time_ns():020d}-{secrets.token_hex(4)}")[0])
+        self._prepare_recovery(execution)
+        self._coordinator: Coordinator | None = None
+        self._counter = None
+        if self._strategy.counts_tokens:
+            self._counter = TokenCounter(training.chunks, gate_unit=GATE_UNIT if self._strategy.counts_gates else None)
+        self._episode: RecoveryTimeline | None = None
+        self._timestamps.mark(Milestone.BUILT)
+
+    def _choose_strategy(self) -> None:
+        """The strategy, which plans from sizes of all ranks, and who keeps whose replicas."""
+        config, training = self._config, self._training
         self._job = Job(
             config,
             model_operators(training.chunks),
@@ -89,37 +129,35 @@ class Session:
         )
         self._strategy = self._together(lambda: STRATEGIES[config.strategy](self._job))
         placement = self._together(lambda: replicas_placed(config, self._topology))
-        self._peers, self._owners = placement.peers[rank], placement.kept_by[rank]
+        self._peers, self._owners = placement.peers[self._rank], placement.kept_by[self._rank]
         self._rooms = self._strategy.rooms()
-        self._persistent = self._together(lambda: open_persistent(config, rank))
-        # What cannot be replayed is refused before it is needed.
-        self._execution = self._together(self._state.execution) if self._strategy.replays else None
-        sizes = segment_sizes(self._rooms, self._state.capturer, self._control, self._owners)
-        self._memory = opened_memory(config, place, sizes, self._control)
-        self._standby = self._opened_standby()
-        if rank == 0:
-            log.info("%s", account_of(self._rooms, self._job, rank, len(self._owners), self._log_bytes()))
-        told = layout_told(self._topology, config.shard)
-        self._identity = Identity(place.job_id, told, self._state.capturer.operators, config.strategy)
-        # Sorts by time, and differs even between attempts that start in the same instant.
-        self._attempt = str(self._control.gather(f"{time.time_ns():020d}-{secrets.token_hex(4)}")[0])
-        self._comeback: Comeback | None = None
-        self._coordinator: Coordinator | None = None
-        self._counter = None
-        if self._strategy.counts_tokens:
-            self._counter = TokenCounter(training.chunks, gate_unit=GATE_UNIT if self._strategy.counts_gates else None)
-        self._episode: Episode | None = None
-        self._left = left_in(self._memory.directory)
-        self._marks.mark(Mark.BUILT)
 
-    def refresh(self) -> None:
-        """Enumerate the training state anew, as is needed after a checkpoint was loaded in another way."""
-        self._state.refresh()
-        if self._standby is not None:
-            self._standby.live = self._state.live
+    def _open_memory(self) -> None:
+        """Memory for snapshots, and beside it for boundary logs and parked state where a recovery can be local.
 
-    def look(self) -> RecoveryPlan | None:
-        """What an earlier attempt left and what can be made of it; None when that is nothing."""
+        Local recovery needs pipeline stages, and a strategy that replays. Sizes are those of the rank that needs most.
+        """
+        config, passes, state = self._config, self._training.passes, self._state
+        sizes = {"slot": segment_sizes(self._rooms, state.capturer, self._control, self._owners)}
+        plan = buffers = None
+        if self._strategy.replays and self._topology.pp > 1 and config.recovery != "global" and passes is not None:
+            plan = passes.log_plan(self._topology, self._rank, self._strategy.lookback)
+            buffers = SurvivorBuffers.gathered(state.live, plan, passes, self._control)
+            sizes["standby"] = buffers.sizes(plan)
+        else:
+            self._together(lambda: drop_memory(config, self._place, "standby"))
+        # Together: if there is no room for one of them on any rank, all ranks give back both.
+        memories = open_memories(config, self._place, sizes, self._control)
+        self._memory, self._survivor = memories["slot"], None
+        if plan is not None and buffers is not None and passes is not None:
+            self._survivor = Survivor(
+                memories["standby"], buffers, state.live, plan, passes, self._clock, config.timeout_s
+            )
+        if self._rank == 0:
+            log.info("%s", account_of(self._rooms, self._job, self._rank, len(self._owners), self._log_bytes()))
+
+    def _prepare_recovery(self, execution: Execution | None) -> None:
+        self._times_left = left_in(self._memory.directory)
         ports = RecoveryPorts(
             self._memory,
             self._persistent,
@@ -127,109 +165,110 @@ class Session:
             self._state.restorer,
             self._training.trainer,
             self._clock,
-            execution=self._execution,
+            execution=execution,
             make_room=self._make_room,
-            standby=self._standby.store if self._standby is not None else None,
+            standby=self._survivor.store if self._survivor is not None else None,
             boundary=lambda logs: StageSource(logs, torch.cuda.current_device()),
-            marks=self._marks,
+            timestamps=self._timestamps,
         )
-        recovery = Recovery(self._job, self._strategy, ports, self._identity, self._owners)
-        self._comeback = Comeback(recovery, self._identity, self._strategy, self._standby, self._rank)
-        return self._comeback.look()
+        self._recovery = Recovery(self._job, self._strategy, ports, self._identity, self._owners)
+        self._restart = RestartSequence(self._recovery, self._identity, self._strategy, self._survivor, self._rank)
 
-    def carry_out(self) -> Outcome | Replay | Waiting | None:
+    def refresh(self) -> None:
+        """Enumerate the training state anew, as is needed after a checkpoint was loaded in another way."""
+        self._state.refresh()
+        if self._survivor is not None:
+            self._survivor.live = self._state.live
+
+    def look(self) -> RecoveryPlan | None:
+        """What an earlier attempt left and what can be made of it; None when that is nothing."""
+        return self._recovery.look()
+
+    def carry_out(self) -> RecoveryOutcome | Replay | Waiting | None:
         """Restore what `look` planned; None when all copies proved damaged: then the live state is unusable.
 
         A Replay where iterations have to be run again before the state is dense, on the ranks of the stages that do;
         Waiting on the others, if there are any.
         """
-        assert self._comeback is not None
-        return self._comeback.carry_out()
+        result = self._recovery.carry_out()
+        self._restart.assign(result)
+        return result
 
     def discard(self) -> None:
         """Training goes on from another state than any in memory: all that is there is freed."""
-        assert self._comeback is not None
-        self._comeback.discard()
-        self._strategy = STRATEGIES[self._config.strategy](self._job)  # a vain recovery may have taught it something
+        self._recovery.discard()  # also anew: what the strategy learned from a recovery that came to nothing
+        self._strategy = STRATEGIES[self._config.strategy](self._job)
 
     def clear_counters(self) -> None:
         """After a `carry_out` that came to nothing: what routers count has no place in a checkpoint that is loaded."""
         self._state.clear_counters()
 
     def begin(self, iteration: int) -> None:
-        """Protect training from here on; it stands after `iteration`. Where iterations have to be run again first, or
-        others do that, make ready for it; `rejoin` does the rest."""
-        if self._comeback is None or not self._comeback.begin(iteration):
+        """Protect training, which stands after `iteration`, or make ready for what comes before `rejoin`."""
+        if not self._restart.prepare(iteration):
             self._protect(iteration)
 
     def stepped(self, step: StepJournal) -> None:
-        """In place of `step_end` after an iteration that was replayed.
+        """An iteration was replayed: progress, schedules and random states become those that were recorded of it.
 
-        Training's progress, schedules and random states are those of the recorded iteration afterwards. Raises
-        MoECheckpointError when the iteration came out otherwise than recorded.
+        Raises MoECheckpointError when the iteration came out otherwise than recorded.
         """
-        assert self._comeback is not None
-        self._comeback.stepped(step)
+        self._restart.replayed(step)
 
     def rejoin(self) -> bool:
-        """Wait until all stages stand where the others do, and protect training from there on; whether there was
-        anything to recover from."""
+        """Wait until all ranks stand at one iteration, and protect training from there on; whether it recovered."""
         if self._coordinator is None:
-            assert self._comeback is not None
-            outcome = self._comeback.rejoin()
+            outcome = self._restart.rejoin()
             if self._counter is not None:
                 self._counter.take()  # these tokens were counted when the iterations ran first
             self._protect(outcome.plan.target)
-        return self._outcome is not None
+        return self._restart.outcome is not None
 
     @property
     def is_replaying(self) -> bool:
         """Whether training runs iterations again to make its state dense: nothing may be saved meanwhile."""
-        return self._comeback is not None and self._comeback.is_replaying
+        return self._restart.is_replaying
 
     @property
     def replays_alone(self) -> bool:
         """Whether it does so while other stages of the pipeline wait."""
-        return self._comeback is not None and self._comeback.replays_alone
+        return self._restart.replay is not None and self._restart.replay.alone
 
     @property
     def repeats_steps(self) -> bool:
         """Whether the recovery runs iterations, or steps, again on any rank; the same on all."""
-        return self._comeback is not None and self._comeback.repeats_steps
+        return self._restart.repeats_steps
 
     @property
     def communicator(self) -> BoundaryCommunicator | None:
-        """Through which the stages of the pipeline have to send; None: as ever."""
-        return self._standby.communicator if self._standby is not None else None
+        """Through which the stages of the pipeline have to send; None: core's own."""
+        return self._survivor.communicator if self._survivor is not None else None
 
     @property
     def is_own(self) -> bool:
         """Whether what `look` planned is a state that this very job left."""
-        return self._comeback is not None and self._comeback.is_own
+        return self._recovery.is_own
 
     @property
     def unusable(self) -> str:
         """Why snapshots in storage cannot be used by this job; empty if there are none of that kind."""
-        return self._comeback.unusable if self._comeback else ""
-
-    @property
-    def _outcome(self) -> Outcome | None:
-        return self._comeback.outcome if self._comeback is not None else None
+        return self._recovery.unusable
 
     def _protect(self, iteration: int) -> None:
         self._patient.close()
-        before = self._outcome.timeline if self._outcome is not None else ()
-        identity = replace(self._identity, timeline=continued(before, self._attempt, iteration))
+        outcome = self._restart.outcome
+        timeline = continued(outcome.timeline if outcome is not None else (), self._attempt, iteration)
+        identity = replace(self._identity, timeline=timeline)
         self._coordinator = self._protection(identity)
-        if self._outcome is not None:
-            self._coordinator.resume(self._outcome)
-        if self._standby is not None:
-            self._standby.attend(identity, iteration)
-            self._standby.fit(self._strategy.lookback)
-        self._marks.mark(Mark.REJOINED)
-        if self._outcome is not None:
-            earlier, plan = self._left, self._outcome.plan
-            self._episode = gather_episode(self._control, self._marks, earlier, plan, self._topology)
+        if outcome is not None:
+            self._coordinator.resume(outcome)
+        if self._survivor is not None:
+            self._survivor.attend(identity, iteration)
+            self._survivor.fit(self._strategy.lookback)
+        self._timestamps.mark(Milestone.REJOINED)
+        if outcome is not None:
+            times = self._timestamps, self._times_left
+            self._episode = gather_timeline(self._control, *times, outcome.plan, self._topology)
             for line in self._episode.lines() if self._rank == 0 else ():
                 log.info("%s", line)
         forget(self._memory.directory)
@@ -237,41 +276,31 @@ class Session:
     def _protection(self, identity: Identity) -> Coordinator:
         """What copies, replicates, keeps and persists snapshots under this name."""
         memory, clock, owners, capturer = self._memory, self._clock, self._owners, self._state.capturer
+        trainer, release, rooms = self._training.trainer, self._state.release_segments, self._rooms
         ports = Ports(
-            memory,
-            capturer,
-            self._training.trainer,
-            self._control,
-            ThreadLane,
-            clock,
-            owners,
-            self._rooms,
-            self._state.release_segments,
-            self._log_bytes,
+            memory, capturer, trainer, self._control, ThreadLane, clock, owners, rooms, release, self._log_bytes
         )
         replicator = Replicator(self._data, self._peers, owners) if self._peers or owners else None
         keeper = Keeper(memory, replicator, self._data, clock, identity, owners=owners)
+
+        def layout(piece: Piece, index: int) -> Layout:
+            return capturer.layout(piece.plan, trainer=index == 0)
+
         persister = None
         if self._persistent is not None:
-            persister = Persister(
-                memory,
-                self._persistent,
-                self._rank,
-                identity,
-                lambda piece, index: capturer.layout(piece.plan, trainer=index == 0),
-                clock=clock,
-            )
+            persister = Persister(memory, self._persistent, self._rank, identity, layout, clock=clock)
         return Coordinator(self._job, self._strategy, ports, keeper, persister)
 
     def passes(self, iteration: int) -> None:
         """The passes of an iteration begin."""
-        if self._standby is not None:
-            self._standby.passes(iteration, logged=self._comeback is None or self._comeback.logs(iteration))
+        if self._survivor is not None:
+            replay = self._restart.replay  # what it sends again is in this rank's logs already, but for lost ones
+            self._survivor.passes(iteration, logged=replay is None or iteration in replay.unlogged)
 
     def reduced(self) -> None:
         """They are over, and gradients reduced."""
-        if self._standby is not None:
-            self._standby.reduced()
+        if self._survivor is not None:
+            self._survivor.reduced()
 
     def before_optimizer(self) -> float:
         """See `Coordinator.before_optimizer`; nothing is under way in a replay."""
@@ -282,35 +311,35 @@ class Session:
 
         loss: of the iteration, where it is known. num_tokens: as in `StepJournal`.
         """
-        return self._standby.stepping(iteration, loss, num_tokens) if self._standby is not None else nullcontext()
+        return self._survivor.stepping(iteration, loss, num_tokens) if self._survivor is not None else nullcontext()
 
     def whole(self, iteration: int, journal: StepJournal) -> None:
         """The state after `iteration` is complete."""
-        if self._standby is not None and not self.is_replaying:
-            self._standby.whole(iteration, journal)
+        if self._survivor is not None and not self.is_replaying:
+            self._survivor.whole(iteration, journal)
 
     def step_end(self, iteration: int, journal: StepJournal) -> None:
         """See `Coordinator.step_end`."""
         assert self._coordinator is not None
         self._coordinator.step_end(iteration, self._counter.take() if self._counter else None, journal)
-        if self._standby is not None:
-            self._standby.committed(iteration, journal, self._coordinator.oldest_base)
-            self._standby.fit(self._strategy.lookback)
+        if self._survivor is not None:
+            self._survivor.committed(iteration, journal, self._coordinator.oldest_base)
+            self._survivor.fit(self._strategy.lookback)
 
     def reported(self, iteration: int) -> None:
         """The numbers of an iteration were written down."""
-        if self._standby is not None:
-            self._standby.reported(iteration)
+        if self._survivor is not None:
+            self._survivor.reported(iteration)
 
     @property
     def unreported(self) -> StepJournal | None:
         """How the iteration of the recovered state came out, where its numbers were not written down on this rank."""
-        if self._standby is None or self._outcome is None:
+        if self._survivor is None or self._restart.outcome is None:
             return None
-        return self._standby.unreported(self._rank, self._outcome.plan.target)
+        return self._survivor.unreported(self._restart.outcome.plan.target)
 
     @property
-    def episode(self) -> Episode | None:
+    def episode(self) -> RecoveryTimeline | None:
         """The timeline of the recovery that training goes on from."""
         return self._episode
 
@@ -320,49 +349,36 @@ class Session:
         return self._coordinator.report()
 
     def failure(self, cause: Cause) -> None:
-        """Training has failed on this rank or heard that a peer did: nothing new is begun, what is sealed stays, and
-        what is whole is parked. Called when the connections to other ranks are closed."""
-        self._marks.mark(Mark.DETECTED)
+        """Training ends here with an error: nothing new is begun, what is sealed stays, and what is whole is parked.
+
+        Called when the connections to other ranks are closed."""
+        self._timestamps.mark(Milestone.DETECTED)
         if self._coordinator is not None:
             self._coordinator.failure()
-        if self._standby is not None:
-            told = self._standby.park(cause, self._strategy.to_data(), dict(self._marks.times()))
-            if told:
-                log.info("rank %d: %s", self._rank, told)
-        self._marks.mark(Mark.PARKED)
-        self._marks.leave(self._memory.directory, self._attempt)
+        if self._survivor is not None:
+            problem = self._survivor.park(cause, self._strategy.to_data(), dict(self._timestamps.times()))
+            if problem:
+                log.info("rank %d: %s", self._rank, problem)
+        self._timestamps.mark(Milestone.PARKED)
+        self._timestamps.leave(self._memory.directory, self._attempt)
 
     def shutdown(self, *, keep_memory: bool) -> None:
         """See `Coordinator.shutdown`; gives the memory back to the node unless it is to be kept for another start."""
         assert self._coordinator is not None
         self._coordinator.shutdown()
-        if self._standby is not None:
-            self._standby.end(keep_memory=keep_memory)
+        if self._survivor is not None:
+            self._survivor.end(keep_memory=keep_memory)
         if keep_memory:
             self._memory.close()
         else:
             self._memory.remove()
-            with suppress(OSError):
-                self._memory.directory.parents[1].rmdir()  # the node's; others of its processes may still be there
+            with suppress(OSError):  # other processes of the node may still be there
+                (memory_folder(self._config) / self._place.node).rmdir()
         for transport in (self._control, self._data):
             transport.close()
 
-    def _opened_standby(self) -> Standby | None:
-        """What makes local recovery possible; None where it cannot be: without pipeline stages, or without replays."""
-        config, passes = self._config, self._training.passes
-        if not self._strategy.replays or self._topology.pp == 1 or config.recovery == "global" or passes is None:
-            self._together(lambda: drop_memory(config, self._place, "standby"))
-            return None
-        plan = passes.log_plan(self._topology, self._rank, self._strategy.lookback)
-        mine = [*park_sizes(self._state.live, self._clock), plan.layout(passes.microbatches).nbytes]
-        *parked, logged = (-least for least in self._control.least([-nbytes for nbytes in mine]))
-        room = StandbyRoom(tuple(parked), logged)
-        beside = (self._memory,)
-        store = opened_memory(config, self._place, room.sizes(plan), self._control, area="standby", beside=beside)
-        return Standby(store, room, self._state.live, plan, passes, self._clock, config.timeout_s)
-
     def _log_bytes(self) -> int:
-        return self._standby.log_bytes if self._standby is not None else 0
+        return self._survivor.log_bytes if self._survivor is not None else 0
 
     def _make_room(self) -> None:
         """Fit the memory to what the strategy needs once it knows what it knew before a fault; a collective."""
@@ -374,5 +390,5 @@ class Session:
             if why:
                 log.error("rank %d: %s", self._rank, why)
 
-    def _together(self, action: Callable[[], Value]) -> Value:
-        return together(self._control, action)
+    def _together(self, work: Callable[[], T]) -> T:
+        return raise_on_all_ranks(self._control, work)

@@ -1,4 +1,19 @@
-"""What a rank keeps beside its snapshots so that a fault costs only the stages that it struck (MoEvement 3.4)."""
+"""What a rank does besides snapshots so that a fault costs only the stages that it struck (MoEvement 3.4, App. A).
+
+When a process dies, those that are left hear of it in a collective, end, and are started again with the new one. Their
+state is lost with them although it was whole. A survivor therefore keeps three things in memory that outlives it, in an
+area of its own beside the snapshots:
+
+- In every iteration, what it sends over stage boundaries (`BoundaryLogs`), so that a neighbouring stage that lost its
+  state can replay iterations without this one. Logs reach back to the oldest window from which a replay may start.
+- When it is interrupted, its complete live state (`Parker`), so that it need not replay at all. What the passes of the
+  next iteration change, such as random states, was noted before them and is put back.
+- Beside it, where the interruption came between the reduction of gradients and the optimizer's step, these gradients: a
+  peer that has made the step knows the norm and the verdict, and with them this rank can make it later, alone.
+
+`StepGuard` says which of these is whole: it follows the optimizer's step from inside. All methods but `park` are called
+between two phases of training by the thread that trains; the copies of logs, and their sealing, run beside it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +21,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -18,16 +33,17 @@ from ..capture.operators import Shard, StateTensor
 from ..errors import MoECheckpointError
 from ..policy.boundary import tensor_shape
 from ..policy.parking import Cause, StepPhase
-from ..ports import RANDOM, Capturer, Clock, Json, SnapshotId, StoreFailure, TrainerState
-from ..recover.park import Parker, ParkPorts
+from ..ports import RANDOM, Capturer, Clock, Json, SnapshotId, StoreFailure, TrainerState, Transport
+from ..recover.park import Parker, ParkPorts, park_sizes
 from ..store.memory import MemoryStore
 from ..types import PARKED, StepJournal, Topology
 from .communicator import BoundaryCommunicator
-from .gradients import LiveBuffers, LiveGradients, roll_forward
+from .gradients import LiveBuffers, LiveGradients, Prepared, roll_forward
 from .keeper import Identity
 from .lanes import ThreadLane
-from .logs import BoundaryLogs, LogPlan, LogPorts
-from .recovery import RollForward
+from .log_plan import LogPlan
+from .logs import BoundaryLogs, LogPorts
+from .outcomes import RollForward
 from .step_guard import StepGuard
 
 log = logging.getLogger(__name__)
@@ -52,14 +68,9 @@ class Passes:
 
     def log_plan(self, topology: Topology, rank: int, lookback: int) -> LogPlan:
         """What the boundary logs of this rank hold."""
-        config = self.config
-        shape = tensor_shape(
-            topology,
-            self.seq_length,
-            self.micro_batch_size,
-            config.hidden_size,
-            sequence_parallel=bool(config.sequence_parallel),
-        )
+        config, parallel = self.config, bool(self.config.sequence_parallel)
+        sizes = self.seq_length, self.micro_batch_size, config.hidden_size
+        shape = tensor_shape(topology, *sizes, sequence_parallel=parallel)
         dtype = str(config.pipeline_dtype).removeprefix("torch.")
         group = config.microbatch_group_size_per_vp_stage if topology.vpp > 1 else None
         return LogPlan(topology, rank, shape, dtype, lookback, group)
@@ -77,11 +88,20 @@ class Live:
 
 
 @dataclass(frozen=True)
-class StandbyRoom:
+class SurvivorBuffers:
     """Bytes of segments, alike on all ranks: of those that hold parked state, and of one for an iteration's logs."""
 
     parked: tuple[int, ...]
     logged: int
+
+    @classmethod
+    def gathered(cls, live: Live, plan: LogPlan, passes: Passes, transport: Transport) -> SurvivorBuffers:
+        """Those of the rank that needs most; a collective. Raises PeerLost."""
+        gradients = LiveGradients.of(live.optimizer, live.stepped, Prepared)
+        state = park_sizes(live.capturer, live.trainer, LiveBuffers(live.tensors), gradients)
+        own = [*state, plan.layout(passes.microbatches).nbytes]
+        *parked, logged = (-least for least in transport.least([-nbytes for nbytes in own]))
+        return cls(tuple(parked), logged)
 
     def sizes(self, plan: LogPlan) -> list[int]:
         """Of all segments that the store needs."""
@@ -89,7 +109,7 @@ class StandbyRoom:
 
 
 @dataclass
-class _Told:
+class _Progress:
     """The newest whole iteration, how it came out, the newest reported one, and the loss and tokens of the next one."""
 
     iteration: int = -1
@@ -99,40 +119,42 @@ class _Told:
     num_tokens: int | None = None
 
 
-class Standby:
+class Survivor:
     """Follows training, to be ready for the loss of a peer.
 
-    `attend` when an attempt begins, or replays; then in each iteration `passes`, `reduced`, a block of `stepping`,
-    `whole`, `committed` and `reported`; `park` when a peer is lost.
+    Sequence: `attend` when an attempt begins, or replays; then in each iteration `passes`, `reduced`, a block of
+    `stepping`, `whole`, `committed` and `reported`; `park` when a peer is lost.
 
-    store: keeps boundary logs and parked state, and nothing else, in segments of this `room`. plan: of the logs.
-    passes: what they are made of.
-    live: may be replaced by that of another state between two attempts.
+    Args:
+        store: Keeps boundary logs and parked state, and nothing else, in segments of these `buffers`.
+        live: May be replaced by that of another state between two attempts.
+        plan: Of the logs.
+        passes: What the logs are made of.
     """
 
     def __init__(
         self,
         store: MemoryStore,
-        room: StandbyRoom,
+        buffers: SurvivorBuffers,
         live: Live,
         plan: LogPlan,
         passes: Passes,
         clock: Clock,
         timeout_s: float,
     ) -> None:
-        self.store, self._room, self.live, self._clock = store, room, live, clock
+        self.store, self._buffers, self.live, self._clock = store, buffers, live, clock
         self._passes, self._plan, self._timeout_s = passes, plan, timeout_s
         group = parallel_state.get_pipeline_model_parallel_group()
         self.communicator = BoundaryCommunicator(group, passes.config)
         self.communicator.connect()  # while all ranks are here: a replay may be the first to send, without some of them
-        on_device = any(one.tensor.is_cuda for one in live.tensors)
+        on_device = any(state.tensor.is_cuda for state in live.tensors)
         self._recorder = BoundaryRecorder(StreamCopies() if on_device else ThreadCopies())
         self.communicator.sink = self._recorder
         self._guard, self._lane = StepGuard(live.optimizer), ThreadLane("logs")
         self._identity: Identity | None = None
         self._logs: BoundaryLogs | None = None
         self._parker: Parker | None = None
-        self._told, self._began, self._refused = _Told(), 0, 0
+        self._progress, self._began = _Progress(), 0
         self._rolled: tuple[int, StepJournal] | None = None
 
     def attend(self, identity: Identity, iteration: int, phase: StepPhase = StepPhase.IDLE) -> None:
@@ -145,7 +167,7 @@ class Standby:
             return
         self._guard.stands(iteration, phase)
         self._began = iteration
-        self._told.iteration = max(self._told.iteration, iteration)
+        self._progress.iteration = max(self._progress.iteration, iteration)
         self._parker.note(iteration)
 
     def _logs_of(self, identity: Identity) -> BoundaryLogs:
@@ -165,17 +187,17 @@ class Standby:
         assert self._logs is not None
         self._logs.passed()
         self._guard.reduced()
-        self._told.loss = self._told.num_tokens = None
+        self._progress.loss = self._progress.num_tokens = None
 
     def stepping(self, iteration: int, loss: float | None, num_tokens: int | None) -> AbstractContextManager[None]:
         """See `StepGuard.stepping`; `loss` and `num_tokens` are those of the iteration."""
-        self._told.loss, self._told.num_tokens = loss, num_tokens
+        self._progress.loss, self._progress.num_tokens = loss, num_tokens
         return self._guard.stepping(iteration)
 
     def whole(self, iteration: int, journal: StepJournal) -> None:
         """The state after `iteration` is complete; it came out like this."""
         assert self._parker is not None
-        self._told.iteration, self._told.journal = iteration, journal
+        self._progress.iteration, self._progress.journal = iteration, journal
         self._parker.note(iteration)
         self._guard.stands(iteration)
 
@@ -184,7 +206,8 @@ class Standby:
         assert self._parker is not None and self._logs is not None
         self._logs.committed(iteration, journal, self.live.trainer.scalars(), oldest_base)
         self._parker.note(iteration)
-        # Until a window that began later is kept, the state that training went on from spares the next replay the rest.
+        # The state that training went on from spares the next replay what came before it, until a window is kept that
+        # began later.
         superseded = oldest_base is not None and oldest_base > self._began
         try:
             self._parker.keep_only(None if superseded else self._began)
@@ -194,49 +217,48 @@ class Standby:
     def replayed(self, iteration: int, journal: StepJournal, *, logged: bool) -> None:
         """An iteration was run again, and logged again in place of a log that was lost."""
         assert self._logs is not None
-        self._told.iteration, self._told.journal = iteration, journal
+        self._progress.iteration, self._progress.journal = iteration, journal
         if logged:
             self._logs.committed(iteration, journal, self.live.trainer.scalars(), None)
 
     def reported(self, iteration: int) -> None:
         """The numbers of an iteration were written down."""
-        self._told.reported = iteration
+        self._progress.reported = iteration
 
     def fit(self, lookback: int) -> None:
         """Keep the logs of so many iterations from here on, if they are more than before; between two iterations."""
-        if lookback <= max(self._plan.lookback, self._refused) or self._identity is None:
+        if lookback <= self._plan.lookback or self._identity is None:
             return
         plan = replace(self._plan, lookback=lookback)
         try:
             self.settle()
-            self.store.resize(self._room.sizes(plan), self._recorder.release)
+            self.store.resize(self._buffers.sizes(plan), self._recorder.release)
         except MoECheckpointError as error:
-            log.warning(
-                "boundary logs of %d iterations find no room, so faults roll back all stages: %s", lookback, error
-            )
+            failed = "boundary logs of %d iterations find no room, so faults roll back all stages: %s"
+            log.warning(failed, lookback, error)
             return
         self._plan = plan
         self._logs = self._logs_of(self._identity)
 
     def park(self, cause: Cause, strategy: Json, times: Json) -> str:
-        """Put aside what is whole, as far as it is worth it; what was done, in words. Never raises."""
+        """Put aside what is whole, as far as it is worth it; what is missing, in words. Never raises."""
         if self._parker is None or self._logs is None:
             return "nothing was parked: training had not begun"
-        decision, told = self._guard.decide(cause), self._told
+        decision, progress = self._guard.decide(cause), self._progress
         until_s = self._clock.now_s() + min(self._timeout_s, PARK_TIMEOUT_S)
         missing = self._logs.drain(DRAIN_TIMEOUT_S) if cause is not Cause.OWN_ERROR else ""
-        journal = told.journal
-        if decision.iteration is not None and decision.iteration != told.iteration:
+        journal = progress.journal
+        if decision.iteration is not None and decision.iteration != progress.iteration:
             # The step was taken, but what follows it was not reached.
             stepped = self._guard.stepped
             assert stepped is not None
-            journal = StepJournal(stepped.grad_norm, not stepped.updated, told.loss, told.num_tokens)
+            journal = StepJournal(stepped.grad_norm, not stepped.updated, progress.loss, progress.num_tokens)
         scalars: dict[str, Json] = {
             "journal": journal.to_data(),
             "strategy": strategy,
             "times": times,
-            "reported": told.reported,
-            "next_loss": told.loss,
+            "reported": progress.reported,
+            "next_loss": progress.loss,
         }
         done = self._parker.park(decision, scalars, max(1.0, until_s - self._clock.now_s()))
         return "; ".join(filter(None, (done.why, missing)))
@@ -249,16 +271,16 @@ class Standby:
         live, read = self.live, roll.gradients.read
         roll_forward(live.optimizer, live.stepped, read, roll.journal)
         LiveBuffers(live.tensors).restore(read)
-        names = (one.key for one in roll.gradients.manifest.layout.fields if one.key.startswith(RANDOM))
+        names = [key for key in roll.gradients.manifest.by_key if key.startswith(RANDOM)]
         live.trainer.restore(live.trainer.scalars(), {key.removeprefix(RANDOM): read(key) for key in names})
         live.trainer.restore_common(roll.trainer)
-        before = self._parked(self._plan.rank, roll.iteration - 1)
-        self._told.journal = replace(roll.journal, lm_loss=before.get("next_loss"))
-        self._rolled = roll.iteration, self._told.journal
+        before = self._parked(roll.iteration - 1)
+        self._progress.journal = replace(roll.journal, lm_loss=before.get("next_loss"))
+        self._rolled = roll.iteration, self._progress.journal
 
     def park_anew(self, strategy: Json) -> str:
-        """Put the state aside to which this rank has come by itself, in place of one that an earlier attempt came to:
-        the next replay begins from it. What went wrong, in words."""
+        """Park the state to which this rank has come by itself, in place of one that an earlier attempt came to: the
+        next replay begins from it. What went wrong, in words."""
         assert self._parker is not None
         try:
             self._parker.keep_only(None)
@@ -266,20 +288,20 @@ class Standby:
             return str(error)
         return self.park(Cause.PEER_LOST, strategy, {})
 
-    def unreported(self, rank: int, iteration: int) -> StepJournal | None:
+    def unreported(self, iteration: int) -> StepJournal | None:
         """How an iteration came out that this rank parked before its numbers were written down."""
         if self._rolled is not None and self._rolled[0] == iteration:
             return self._rolled[1]
-        scalars = self._parked(rank, iteration)
+        scalars = self._parked(iteration)
         if scalars.get("reported", iteration) >= iteration:
             return None
         return StepJournal.from_data(scalars["journal"])
 
-    def _parked(self, rank: int, iteration: int) -> dict[str, Any]:
-        """What the manifest of a parked state says; nothing where there is none."""
+    def _parked(self, iteration: int) -> dict[str, Any]:
+        """What the manifest of this rank's parked state says; nothing where there is none."""
         try:
-            with self.store.open(SnapshotId(iteration, rank, PARKED)) as reader:
-                return cast("dict[str, Any]", reader.manifest.facts.scalars)
+            with self.store.open(SnapshotId(iteration, self._plan.rank, PARKED)) as reader:
+                return dict(reader.manifest.facts.scalars)
         except MoECheckpointError:
             return {}
 
@@ -297,16 +319,8 @@ class Standby:
     def _park_ports(self, identity: Identity) -> ParkPorts:
         live, guard = self.live, self._guard
         gradients = LiveGradients.of(live.optimizer, live.stepped, lambda: guard.prepared)
-        return ParkPorts(
-            self.store,
-            live.capturer,
-            live.trainer,
-            self._clock,
-            self._plan.rank,
-            identity.facts,
-            LiveBuffers(live.tensors),
-            gradients,
-        )
+        moving, rank = LiveBuffers(live.tensors), self._plan.rank
+        return ParkPorts(self.store, live.capturer, live.trainer, self._clock, rank, identity.facts, moving, gradients)
 
     def end(self, *, keep_memory: bool) -> None:
         """Training has ended: what is stored stays for another start, or is given back to the node."""
@@ -317,11 +331,3 @@ class Standby:
             self.store.close()
         else:
             self.store.remove()
-
-
-def park_sizes(live: Live, clock: Clock) -> list[int]:
-    """Bytes of the segments that hold the parked state of a rank, and the gradients beside it."""
-    none = cast("Any", None)  # where the state goes, and what is told of it, does not matter to its size
-    gradients = LiveGradients.of(live.optimizer, live.stepped, none)
-    moving = LiveBuffers(live.tensors)
-    return Parker(ParkPorts(none, live.capturer, live.trainer, clock, 0, none, moving, gradients)).sizes()

@@ -1,5 +1,11 @@
 """Knows in which phase of a step training is, and lets an optimizer's step end whole when a peer is lost in it.
 
+A peer may be lost in any collective of the step. Before the first master weight is written, the state of the iteration
+before is whole, and perhaps the reduced gradients of this one. Once the update has begun it has to end, or the state is
+neither: what follows it on this rank alone needs no peer, and compute weights, which the last collectives gather, are
+derived from master weights when state is restored. So the guard lets errors of collectives before the update through,
+and holds back those after its beginning until the step has ended; the process then parks the state of this iteration.
+
 Checked against Megatron-Core 0.16.1's `ChainedOptimizer.step`: every member prepares its gradients (with a loss scale,
 a collective each), the norm is computed (collectives), gradients are clipped, zeros may be counted (collectives), then
 every member updates its own part, each followed by a gather of compute weights.
@@ -44,7 +50,7 @@ class StepGuard:
         self.phase, self.iteration = StepPhase.IDLE, 0
         self.stepped: Stepped | None = None
         self.prepared = Prepared()
-        self._kept: BaseException | None = None
+        self._lost_peer: BaseException | None = None
 
     def stands(self, iteration: int, phase: StepPhase = StepPhase.IDLE) -> None:
         """The state after `iteration` is whole: training stands there, or waits there for others (REJOINING)."""
@@ -76,12 +82,12 @@ class StepGuard:
             return
         if self.phase is not StepPhase.REDUCED:
             self.reduced()
-        self.iteration, self._kept = iteration - 1, None
+        self.iteration, self._lost_peer = iteration - 1, None
         with contextlib.ExitStack() as stack:
             self._follow(stack)
             yield
-        if self._kept is not None:
-            raise self._kept
+        if self._lost_peer is not None:
+            raise self._lost_peer
 
     def decide(self, cause: Cause) -> Decision:
         """What to park when training is interrupted here."""
@@ -93,11 +99,11 @@ class StepGuard:
         update = self._updating(optimizer.step_with_ready_grads)
         stack.enter_context(replaced(optimizer, step_with_ready_grads=update))
         if hasattr(optimizer, "count_zeros"):
-            stack.enter_context(replaced(optimizer, count_zeros=self._keeping(optimizer.count_zeros)))
+            stack.enter_context(replaced(optimizer, count_zeros=self._tolerating(optimizer.count_zeros)))
         for member in getattr(optimizer, "chained_optimizers", [optimizer]):
             stack.enter_context(self.prepared.following(member))
             for chunk in getattr(member, "model_chunks", []):
-                gather = self._keeping(chunk.start_param_sync)
+                gather = self._tolerating(chunk.start_param_sync)
                 stack.enter_context(replaced(chunk, start_param_sync=gather))
 
     def _stepped(self, step: Callable[[], Any]) -> Callable[[], Any]:
@@ -117,16 +123,16 @@ class StepGuard:
 
         return updating
 
-    def _keeping(self, collective: Callable[..., Any]) -> Callable[..., Any]:
+    def _tolerating(self, collective: Callable[..., Any]) -> Callable[..., Any]:
         """A collective whose loss does not matter to the update: after the first error none of them is begun."""
 
         def kept(*arguments: Any, **options: Any) -> Any:
-            if self._kept is not None:
+            if self._lost_peer is not None:
                 return None
             try:
                 return collective(*arguments, **options)
-            except Exception as error:  # raised where the block ends
-                self._kept = error
+            except Exception as error:  # raised where the block ends, when the update is whole
+                self._lost_peer = error
                 return None
 
         return kept

@@ -1,4 +1,4 @@
-"""What lies in memory and storage: listed on each rank, told to all; and what of it is given up after a recovery."""
+"""What lies in the stores of one rank: listed and gathered for a plan; given up or kept once that is carried out."""
 
 from __future__ import annotations
 
@@ -6,22 +6,26 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from operator import itemgetter
+
+import msgspec
 
 from ..errors import UnreadableCheckpoint, UsageError
 from ..policy.timelines import Timeline
 from ..ports import Json, MappedStore, SnapshotId, Store, StoreFailure, Transport
-from ..recover.inventory import Catalogue, catalogue, is_past, listing, operators_told
+from ..recover.inventory import Catalogue, Found, catalogue, is_past
+from ..recovery.listing import InventoryRow, listing, rank_inventory
+from ..replication.agreement import raise_on_all_ranks
 from ..storage.host_buffer import HostBuffer
 from ..strategies import Piece
-from ..types import LOG, OperatorId, SnapshotPlan, Tier
+from ..types import LOG, OperatorId, Part, SnapshotPlan, Tier
 from .keeper import Identity
 
 log = logging.getLogger(__name__)
 
 
-class Stock:
-    """The stores of one rank; all methods but `land_late`, `tidy` and `tidy_standby` are collectives over all ranks.
+class LocalInventory:
+    """The stores of one rank; `gather` and `common` are collectives over all ranks.
 
     standby: of parked state, boundary logs and kept gradients, if this job has such a store.
     """
@@ -38,78 +42,75 @@ class Stock:
         self._memory, self._persistent, self._transport = memory, persistent, transport
         self._identity, self._standby = identity, standby
 
-    def take(self, node: int) -> Catalogue:
-        """Everything that any rank finds; this one runs on `node`.
+    def gather(self, node: int) -> Catalogue:
+        """What all ranks find; this one runs on `node`.
 
         Raises StoreFailure on all ranks when one cannot list what it has. A store that cannot be read now is not an
         empty one: going on as if it were would give up what lies in it.
         """
-        rows, problem = self._listed(Tier.OWN_MEMORY, self._memory, self._identity.job)
-        if self._standby is not None:
-            more, trouble = self._listed(Tier.OWN_MEMORY, self._standby, self._identity.job)
-            rows, problem = rows + more, problem or trouble
-        if self._persistent is not None:
-            more, trouble = self._listed(Tier.PERSISTENT, self._persistent, None)
-            rows, problem = rows + more, problem or trouble
-        told = self._transport.gather(
-            {
-                "node": str(node),
-                "operators": operators_told(self._identity.operators),
-                "found": rows,
-                "problem": problem,
-            }
-        )
-        everybody = cast("list[Mapping[str, Any]]", told)
-        for rank, one in enumerate(everybody):
-            if one["problem"]:
-                raise StoreFailure(f"rank {rank}: what earlier attempts left cannot be listed: {one['problem']}")
-        return catalogue(everybody)
+        rows = raise_on_all_ranks(self._transport, self._all_rows, (StoreFailure,))
+        own = rank_inventory(str(node), self._identity.operators, rows)
+        return catalogue(self._transport.gather(own))
 
     def common(self, tier: Tier, timeline: Timeline, newest: int) -> tuple[Piece, ...]:
-        """The pieces up to iteration `newest` of which every rank has its share; none if any rank cannot tell.
+        """The pieces up to iteration `newest` of which every rank has its own share; none if any rank cannot tell.
 
         Of a window, all of its pieces or none: a part of one restores nothing.
         """
         store = self._memory if tier is Tier.OWN_MEMORY else self._persistent
         if store is None:
             return ()
-        rows, problem = self._listed(Tier.PERSISTENT, store, None)
-        if problem:
-            log.error("rank %d: %s", self._transport.rank, problem)
-        intact = None if problem else [row for row in rows if cast("list[Any]", row)[-1] == ""]
-        told = cast("list[list[Any] | None]", self._transport.gather(intact))
-        if any(one is None for one in told):
+        own: Json = None
+        try:
+            own = rank_inventory("", (), (row for row in self._rows(store, tier) if not row.why))
+        except StoreFailure as error:
+            log.error("rank %d: %s", self._transport.rank, error)
+        gathered = self._transport.gather(own)
+        if None in gathered:
             return ()
-        merged: dict[tuple[int, str, str], dict[OperatorId, Any]] = {}
-        held: dict[tuple[int, str, str], int] = {}
-        spans: dict[tuple[int, str, str], range] = {}
-        everybody = catalogue([{"node": "", "operators": [], "found": found or []} for found in told])
-        for one in everybody.of(timeline).found:
-            key = one.snapshot.iteration, one.snapshot.kind, one.digest
-            merged.setdefault(key, {}).update(one.plan.parts)
-            held[key], spans[key] = held.get(key, 0) + 1, one.span
-        pieces = [
-            Piece(kind, SnapshotPlan(iteration, merged[iteration, kind, digest]), spans[iteration, kind, digest])
-            for iteration, kind, digest in sorted(merged)
-            if held[iteration, kind, digest] == len(told) and iteration <= newest
-        ]
+        shares: dict[tuple[int, str, str], list[Found]] = {}
+        for found in catalogue(gathered).within(timeline).found:
+            if found.snapshot.iteration <= newest:
+                shares.setdefault((found.snapshot.iteration, found.snapshot.kind, found.digest), []).append(found)
+        pieces = []
+        for (iteration, kind, _), share in sorted(shares.items(), key=itemgetter(0)):
+            if len(share) == len(gathered):
+                parts = {operator: part for found in share for operator, part in found.plan.parts.items()}
+                pieces.append(Piece(kind, SnapshotPlan(iteration, parts), share[-1].span))
         return tuple(whole_windows(pieces))
 
-    def land_late(self, arrived: Sequence[HostBuffer], needed: Collection[int]) -> None:
+    def _all_rows(self) -> list[InventoryRow]:
+        """All of this rank's memory, whoever owns it, and what it owns in storage. Raises StoreFailure."""
+        rows: list[InventoryRow] = []
+        try:
+            for memory in filter(None, (self._memory, self._standby)):
+                identity = self._identity
+                rows += listing(memory, Tier.OWN_MEMORY, identity.topology, identity.strategy, job=identity.job)
+            if self._persistent is not None:
+                rows += self._rows(self._persistent, Tier.PERSISTENT)
+        except StoreFailure as error:
+            raise StoreFailure(f"what earlier attempts left cannot be listed: {error}") from error
+        return rows
+
+    def _rows(self, store: Store, tier: Tier) -> list[InventoryRow]:
+        """What this rank owns, of any job. Raises StoreFailure."""
+        return listing(store, tier, self._identity.topology, self._identity.strategy, owner=self._transport.rank)
+
+    def move_in(self, arrived: Sequence[HostBuffer], needed: Collection[int]) -> None:
         """Move snapshots that found no room while they were fetched into memory, in place of what nobody needs.
 
         Called when all ranks have restored: snapshots of other iterations than the `needed` ones are given up for it.
         """
         if not arrived:
             return
-        with self._told("a fetched snapshot is not kept in memory"):
+        with self._logged("a fetched snapshot is not kept in memory"):
             for snapshot in self._memory.snapshots().sealed:
                 if snapshot.iteration not in needed:
                     self._memory.free(snapshot)
-            for one in arrived:
-                _land(one, self._memory)
+            for reader in arrived:
+                _land(reader, self._memory)
 
-    def tidy(self, kept: Collection[tuple[int, str]], owners: Collection[int]) -> None:
+    def collect_garbage(self, kept: Collection[tuple[int, str]], owners: Collection[int]) -> None:
         """Free all in memory but the pieces `kept`, by iteration and kind, of these owners; and what is torn.
 
         Nothing that is persistent is given up: a copy of another timeline is never mixed with this one's, and retention
@@ -120,7 +121,7 @@ class Stock:
                 store.sweep()
             except StoreFailure as error:
                 log.error("rank %d: torn snapshots could not be removed: %s", self._transport.rank, error)
-        with self._told("memory could not be freed"):
+        with self._logged("memory could not be freed"):
             listed = self._memory.snapshots()
             for torn in listed.torn:
                 self._memory.free(torn.snapshot)
@@ -128,7 +129,7 @@ class Stock:
                 if (snapshot.iteration, snapshot.kind) not in kept or snapshot.rank not in owners:
                     self._memory.free(snapshot)
 
-    def tidy_standby(
+    def collect_standby_garbage(
         self,
         kept: Collection[SnapshotId] = (),
         logged: range = range(0),
@@ -138,12 +139,12 @@ class Stock:
     ) -> None:
         """Free all in the standby store but what is `kept`, and the logs of iterations `logged`, of this timeline; then
         move in what arrived for this rank."""
-        store, standby = self._standby, "the standby store could not be tidied"
+        store, failed = self._standby, "the standby store could not be tidied"
         if store is None:
             return
-        with self._told(standby):
+        with self._logged(failed):
             store.sweep()
-        with self._told(standby):
+        with self._logged(failed):
             listed = store.snapshots()
             for torn in listed.torn:
                 store.free(torn.snapshot)
@@ -151,8 +152,8 @@ class Stock:
                 is_wanted = snapshot in kept or (snapshot.kind == LOG and snapshot.iteration in logged)
                 if not (is_wanted and _is_of(store, snapshot, timeline)):
                     store.free(snapshot)
-            for one in arrived:
-                _land(one, store)
+            for reader in arrived:
+                _land(reader, store)
 
     def journal_log(self, iteration: int, scalars: Mapping[str, Json], timeline: Timeline) -> None:
         """Let this rank's log of an iteration say how that came out, if it was sealed before the rank knew it.
@@ -162,7 +163,7 @@ class Stock:
         store, snapshot = self._standby, SnapshotId(iteration, self._transport.rank, LOG)
         if store is None or not _is_of(store, snapshot, timeline):
             return
-        with self._told(f"the {snapshot} cannot be completed"):
+        with self._logged(f"the {snapshot} cannot be completed"):
             with store.open(snapshot) as reader:
                 manifest = reader.manifest
                 if manifest.facts.scalars.get("journal") is not None:
@@ -175,28 +176,20 @@ class Stock:
                 writer.seal(replace(manifest.facts, scalars={**manifest.facts.scalars, **scalars}), manifest.checksums)
 
     @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
-        """What a store refuses costs protection, and is said."""
+    def _logged(self, what: str) -> Iterator[None]:
+        """What a store refuses costs protection, and is logged."""
         try:
             yield
         except (StoreFailure, UnreadableCheckpoint, UsageError) as error:
             log.error("rank %d: %s: %s", self._transport.rank, what, error)
 
-    def _listed(self, tier: Tier, store: Store, of_job: str | None) -> tuple[list[Json], str]:
-        """The rows of one store, and the reason why there are none."""
-        identity = self._identity
-        try:
-            return listing(store, tier, self._transport.rank, identity.topology, of_job, identity.strategy), ""
-        except StoreFailure as error:
-            return [], str(error)
 
-
-def _land(one: HostBuffer, store: MappedStore) -> None:
+def _land(reader: HostBuffer, store: MappedStore) -> None:
     """Move a snapshot that arrived in ordinary memory into a store. Raises StoreFailure, UsageError."""
-    manifest = one.manifest
+    manifest = reader.manifest
     with store.reserve(manifest.snapshot, manifest.layout) as writer:
         for field in manifest.layout.fields:
-            writer.put(field.key, one.read(field.key))
+            writer.put(field.key, reader.read(field.key))
         writer.seal(manifest.facts, manifest.checksums)
 
 
@@ -204,10 +197,10 @@ def _is_of(store: MappedStore, snapshot: SnapshotId, timeline: Timeline) -> bool
     """Whether a snapshot is there and lies in the past of `timeline`."""
     try:
         with store.open(snapshot) as reader:
-            led = cast("list[Any]", reader.manifest.facts.scalars["timeline"])
-    except (UnreadableCheckpoint, KeyError):
+            led = msgspec.convert(reader.manifest.facts.scalars["timeline"], Timeline)
+    except (UnreadableCheckpoint, KeyError, msgspec.ValidationError):
         return False
-    return is_past(tuple((name, after) for name, after in led), snapshot.iteration, timeline)
+    return is_past(led, snapshot.iteration, timeline)
 
 
 def whole_windows(pieces: Sequence[Piece]) -> Iterator[Piece]:
@@ -216,3 +209,15 @@ def whole_windows(pieces: Sequence[Piece]) -> Iterator[Piece]:
     for piece in pieces:
         there.setdefault((piece.kind, piece.span), set()).add(piece.plan.iteration)
     return (piece for piece in pieces if there[piece.kind, piece.span].issuperset(piece.span))
+
+
+def by_window(pieces: Sequence[Piece]) -> tuple[tuple[SnapshotPlan, ...], ...]:
+    """One plan per iteration from its pieces, those of one window together, in order."""
+    merged: dict[tuple[int, int], dict[int, dict[OperatorId, Part]]] = {}
+    for piece in pieces:
+        window = merged.setdefault((piece.span.stop, piece.span.start), {})
+        window.setdefault(piece.plan.iteration, {}).update(piece.plan.parts)
+    return tuple(
+        tuple(SnapshotPlan(iteration, parts) for iteration, parts in sorted(plans.items()))
+        for _, plans in sorted(merged.items())
+    )

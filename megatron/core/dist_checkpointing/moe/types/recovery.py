@@ -132,8 +132,7 @@ class Segment:
     """Pipeline stages that roll back to `base` and replay up to `target` together (MoEvement App. A).
 
     `frozen[i]` are the operators that take no update in the replay of iteration `base + 1 + i`: their anchor snapshot
-    is of that iteration or later. `logs_from` are the stages outside whose boundary logs feed the replay. `continues`
-    tells that a recovery already under way is not disturbed.
+    is of that iteration or later. `logs_from` are the stages outside whose boundary logs feed the replay.
     """
 
     stages: tuple[int, ...]
@@ -141,7 +140,6 @@ class Segment:
     target: int
     frozen: tuple[frozenset[OperatorId], ...] = field(default=(), repr=False)
     logs_from: tuple[int, ...] = ()
-    continues: bool = False
 
     @property
     def replayed(self) -> range:

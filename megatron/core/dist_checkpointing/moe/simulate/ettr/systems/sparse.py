@@ -177,7 +177,7 @@ class ReplayCost:
         return [frozenset().union(*groups[step + 1 :]) for step in range(self.window)]
 
     def _policy(self, stages: Stages, frozen: list[frozenset[OperatorId]]) -> float:
-        segment = Segment(stages, 0, len(frozen), tuple(frozen), (), False)
+        segment = Segment(stages, 0, len(frozen), tuple(frozen))
         return replay_s(segment, self._setting.job.topology, self._figures, self._work)
 
     @cached_property

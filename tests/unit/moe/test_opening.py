@@ -1,0 +1,68 @@
+"""Memory for snapshots and for what survivors keep: all ranks have both, or none keeps any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, SnapshotId
+from megatron.core.dist_checkpointing.moe.runtime.opening import open_memories
+from megatron.core.dist_checkpointing.moe.runtime.places import Place
+
+PLACE = Place(0, "node", "job")
+SIZES = {"slot": [4096, 4096], "standby": [8192]}
+
+
+class Two:
+    """A transport between this rank and another one, of which it says how that fared."""
+
+    rank = 0
+
+    def __init__(self, other: Json) -> None:
+        self.other = other
+
+    def gather(self, value: Json) -> list[Json]:
+        return [value, self.other]
+
+    def least(self, values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(values)
+
+
+WELL, FULL = Two([-1, ""]), Two([0, "the memory is full"])
+
+
+def config(folder: Path) -> MoECheckpointConfig:
+    return MoECheckpointConfig(strategy="sparse", memory_dir=str(folder))
+
+
+def test_each_area_has_segments_of_its_own(tmp_path: Path) -> None:
+    opened = open_memories(config(tmp_path), PLACE, SIZES, WELL)  # type: ignore[arg-type]
+    assert {area: memory.directory.name for area, memory in opened.items()} == {
+        "slot": "slot-000",
+        "standby": "standby-000",
+    }
+    for memory in opened.values():
+        memory.close()
+
+
+def test_what_another_rank_cannot_have_is_given_back_here(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="rank 1: the memory is full"):
+        open_memories(config(tmp_path), PLACE, SIZES, FULL)  # type: ignore[arg-type]
+    assert not list(tmp_path.rglob("*-000"))
+
+
+def test_snapshots_of_an_earlier_attempt_are_not_given_back_with_it(tmp_path: Path) -> None:
+    opened = open_memories(config(tmp_path), PLACE, SIZES, WELL)  # type: ignore[arg-type]
+    layout = Layout.of([Field("w", "uint8", (10,))])
+    with opened["slot"].reserve(SnapshotId(4, 0), layout) as writer:
+        writer.put("w", bytes(10))
+        writer.seal(Facts("job"))
+    for memory in opened.values():
+        memory.close()
+    with pytest.raises(UsageError):
+        open_memories(config(tmp_path), PLACE, SIZES, FULL)  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.rglob("*-000")] == ["slot-000"]
