@@ -24,9 +24,9 @@ from snapshot import machine
 from megatron.core.dist_checkpointing.moe.simulate.ettr.behaviour import Nodes, Recovery, Steady
 from megatron.core.dist_checkpointing.moe.simulate.ettr.events import simulate
 from megatron.core.dist_checkpointing.moe.simulate.ettr.faults import Fault as SimulatedFault
-from megatron.pretrain.chaos.faults import Fault, Kind, Odds, schedule
-from megatron.pretrain.chaos.job import ROOT, STOP_SIGNAL, Job, Outcome, Plan
-from megatron.pretrain.chaos.reports import ettr
+from moe_ckpt.drills.job import ROOT, STOP_SIGNAL, DrillJob, DrillOutcome, JobPlan
+from moe_ckpt.drills.reports import ettr
+from moe_ckpt.drills.schedule import Kind, Odds, PlannedKill, schedule
 
 RESULT = Path(__file__).resolve().parent / "results" / "simulated_ettr.json"
 PAGE = ROOT / "docs" / "results" / "simulated-ettr.md"
@@ -113,8 +113,8 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
             result["inputs"][name] = asdict(inputs)
             print(f"{name}: {inputs}", flush=True)
             for seed in range(arguments.seeds):
-                faults = schedule(seed, Odds(arguments.mtbf, 0.0, 1, 2), run_s)
-                outcome = job(Path(scratch) / "run", setup.flags, faults=faults, run_s=run_s)
+                kills = schedule(seed, Odds(arguments.mtbf, 0.0, 1, 2), run_s)
+                outcome = job(Path(scratch) / "run", setup.flags, kills=kills, run_s=run_s)
                 found = compared(name, setup, inputs, outcome)
                 result["runs"].append({"setup": name, "seed": seed} | found)
                 print(
@@ -129,10 +129,10 @@ def job(
     folder: Path,
     flags: Sequence[str],
     *,
-    faults: Sequence[Fault] = (),
+    kills: Sequence[PlannedKill] = (),
     run_s: float | None = None,
     exit_at: int | None = None,
-) -> Outcome:
+) -> DrillOutcome:
     """A job to its end, in a folder of its own that is removed."""
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=folder.name) as own:
         ending = ("--exit-interval", str(exit_at)) if exit_at else ()
@@ -140,14 +140,14 @@ def job(
         saved = ("--save", f"{own}/ckpt", "--load", f"{own}/ckpt") if "--save-interval" in flags else ()
         memory = ("--moe-ckpt-memory-dir", f"{own}/memory") if "--moe-ckpt-strategy" in flags else ()
         command = [str(ROOT / "scripts" / "train_cpu.sh"), *MODEL, *flags, *ending, *stop, *saved, *memory]
-        plan = Plan(folder.name, command, LAYOUT, faults, run_s)
-        with Job(plan, Path(own) / "job", Path(own) / "memory", lambda text: None) as running:
+        plan = JobPlan(folder.name, command, LAYOUT, kills, run_s)
+        with DrillJob(plan, Path(own) / "job", Path(own) / "memory", lambda text: None) as running:
             return running.run()
 
 
-def pace_s(outcome: Outcome, between: float) -> float:
+def pace_s(outcome: DrillOutcome, between: float) -> float:
     """Mean seconds from one trained iteration to the next, without the first ones. between: see `Inputs`."""
-    return between * statistics.fmean(one["iteration_time_s"] for one in outcome.journal.trained[WARM:])
+    return between * statistics.fmean(report["iteration_time_s"] for report in outcome.journal.trained[WARM:])
 
 
 def inputs_of(setup: Setup, folder: Path) -> Inputs:
@@ -155,10 +155,10 @@ def inputs_of(setup: Setup, folder: Path) -> Inputs:
     turns = [[job(folder, flags, exit_at=PACED) for flags in ((), setup.flags)] for _ in range(TURNS)]
     between = statistics.median(walls(paced) for _, paced in turns)
     ratios = [pace_s(without, walls(without)) / pace_s(paced, between) for without, paced in turns]
-    faults = [Fault(15.0 * (number + 1), Kind.RANK, number % 2) for number in range(CALIBRATION_FAULTS)]
-    outcome = job(folder, setup.flags, faults=faults, run_s=15.0 * (CALIBRATION_FAULTS + 1))
-    replayed = sum(one["replayed"] for one in outcome.journal.recoveries)
-    replay_s = sum(one["parts"].get("replay", 0.0) for one in outcome.journal.recoveries)
+    kills = [PlannedKill(15.0 * (number + 1), Kind.RANK, number % 2) for number in range(CALIBRATION_FAULTS)]
+    outcome = job(folder, setup.flags, kills=kills, run_s=15.0 * (CALIBRATION_FAULTS + 1))
+    replayed = sum(timeline["replayed"] for timeline in outcome.journal.recoveries)
+    replay_s = sum(timeline["parts"].get("replay", 0.0) for timeline in outcome.journal.recoveries)
     pace = pace_s(outcome, between)
     # A fault cuts off half an iteration on average, which the simulator counts by itself.
     down_s = outcome.wall_s - (len(outcome.journal.trained) - 1) * pace - replay_s
@@ -166,12 +166,12 @@ def inputs_of(setup: Setup, folder: Path) -> Inputs:
     return Inputs(min(1.0, statistics.median(ratios)), between, restart, replay_s / max(1, replayed) / pace)
 
 
-def walls(outcome: Outcome) -> float:
+def walls(outcome: DrillOutcome) -> float:
     """Of a job without faults: the time that passed by that in its iterations."""
-    return outcome.wall_s / sum(one["iteration_time_s"] for one in outcome.journal.reports[1:])
+    return outcome.wall_s / sum(report["iteration_time_s"] for report in outcome.journal.reports[1:])
 
 
-def compared(name: str, setup: Setup, inputs: Inputs, outcome: Outcome) -> dict[str, float]:
+def compared(name: str, setup: Setup, inputs: Inputs, outcome: DrillOutcome) -> dict[str, float]:
     """ETTR of a run, simulated with the faults as they struck, and measured."""
     pace = pace_s(outcome, inputs.between)
     useful_s = inputs.plain * pace

@@ -1,0 +1,3 @@
+from moe_ckpt import main
+
+main()
