@@ -47,7 +47,7 @@ class Controller:
             said(f"nothing to {what}: iteration {iteration} was not reported in time")
         return code or int(bool(self._events))
 
-    def _run(self, job: cluster.Job) -> int:
+    def _run(self, job: cluster.SlurmJob) -> int:
         record = job.read()
         healthy = [f"node-{n}" for n in range(POOL) if f"node-{n}" not in self._lost]
         nodes = healthy[: int(record["options"]["nodes"])]
@@ -70,7 +70,7 @@ class Controller:
             said(f"job {job.number} has ended with exit code {code}")
         return code
 
-    def _watch(self, job: cluster.Job, batch: subprocess.Popen[bytes]) -> int:
+    def _watch(self, job: cluster.SlurmJob, batch: subprocess.Popen[bytes]) -> int:
         deadline_s: float | None = None
         while batch.poll() is None:
             time.sleep(POLL_S)
@@ -97,7 +97,7 @@ class Controller:
                 self._events.pop(0)
         return batch.returncode if batch.returncode >= 0 else 128 - batch.returncode
 
-    def _lose_a_node(self, job: cluster.Job) -> bool:
+    def _lose_a_node(self, job: cluster.SlurmJob) -> bool:
         """Take a node away that trains, other than the one with the batch script; whether there is one just now."""
         head, *others = job.read()["nodes"]
         training = {found[NODE] for _, found in cluster.processes(**{JOB: str(job.number)}) if "RANK" in found}
@@ -112,7 +112,7 @@ class Controller:
         return True
 
 
-def _environment(job: cluster.Job, nodes: list[str]) -> dict[str, str]:
+def _environment(job: cluster.SlurmJob, nodes: list[str]) -> dict[str, str]:
     record = job.read()
     restarts = {"SLURM_RESTART_COUNT": str(record["restarts"])} if record["restarts"] else {}
     return {
@@ -128,7 +128,7 @@ def _environment(job: cluster.Job, nodes: list[str]) -> dict[str, str]:
     }
 
 
-def _warning(job: cluster.Job) -> tuple[int, float]:
+def _warning(job: cluster.SlurmJob) -> tuple[int, float]:
     """Number and lead of `--signal=B:USR1@180`, in seconds."""
     match = re.fullmatch(r"B:(\w+)@(\d+)", job.read()["options"]["signal"])
     assert match, job.read()["options"]["signal"]
@@ -136,7 +136,7 @@ def _warning(job: cluster.Job) -> tuple[int, float]:
 
 
 @contextmanager
-def _nothing_left_of(job: cluster.Job) -> Iterator[None]:
+def _nothing_left_of(job: cluster.SlurmJob) -> Iterator[None]:
     """Slurm ends what a job leaves behind."""
     try:
         yield
