@@ -5,13 +5,13 @@ from pathlib import Path
 from setuptools import find_namespace_packages, setup
 
 ROOT = Path(__file__).parent
-ROOTS = ("megatron.core.dist_checkpointing.moe", "megatron.pretrain", "moe_ckpt")
+OVERLAYS = ("megatron.core.dist_checkpointing.moe", "megatron.pretrain", "moe_ckpt")
 
 # `megatron` is a namespace package that the megatron-core wheel shares with us, so packages are found below our own
 # roots only: a package listed above them would shadow the wheel's.
 packages = [
     name
-    for root in ROOTS
+    for root in OVERLAYS
     for name in (root, *(f"{root}.{found}" for found in find_namespace_packages(str(ROOT / root.replace(".", "/")))))
     if (ROOT / name.replace(".", "/") / "__init__.py").exists()
 ]

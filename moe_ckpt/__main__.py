@@ -1,3 +1,6 @@
-from moe_ckpt import main
+"""`python -m moe_ckpt`, as the command `moe-ckpt`."""
 
-main()
+from . import main
+
+if __name__ == "__main__":
+    main()

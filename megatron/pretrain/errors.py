@@ -22,5 +22,5 @@ class TrainingFailure(PretrainError):
     """Training cannot go on; raised where it is noticed, which may be one rank only."""
 
 
-class ToldToEnd(TrainingFailure):
+class Terminated(TrainingFailure):
     """The launcher asked this rank to end (SIGTERM), as it does with all when one has failed."""

@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.moe.runtime.places import Place
 from megatron.core.dist_checkpointing.moe.runtime.session import Session
 from megatron.core.dist_checkpointing.moe.runtime.standby import Passes
 from megatron.core.dist_checkpointing.moe.runtime.training import Training
+from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from megatron.pretrain.agreement import on_rank_zero
@@ -28,16 +29,16 @@ from megatron.pretrain.checkpoint.trainer_state import LiveTrainerState
 from megatron.pretrain.config import PretrainConfig, parse_config
 from megatron.pretrain.config.model import ModelConfig, MoEConfig
 from megatron.pretrain.config.training import OptimizerFlags
-from megatron.pretrain.ending import is_lost_peer
-from megatron.pretrain.errors import PretrainError, ToldToEnd, TrainingFailure, UsageError
-from megatron.pretrain.hang_up import hang_up
+from megatron.pretrain.disconnect import close_connections
+from megatron.pretrain.errors import PretrainError, Terminated, TrainingFailure, UsageError
 from megatron.pretrain.initialize import Launch
+from megatron.pretrain.worker import is_lost_peer
 
 log = logging.getLogger(__name__)
 
 
-def resume(state: TrainingState, launch: Launch, marks: Marks | None = None) -> Session | None:
-    """Bring the state to where training goes on; None with `--moe-ckpt-strategy none`.
+def resume(state: TrainingState, launch: Launch, marks: Marks | None = None) -> Session | Unprotected:
+    """Bring the state to where training goes on.
 
     A collective. Of what an earlier attempt left in memory and storage, and the checkpoints of `--load`, the newest
     usable one is taken. The session has to begin yet: it may have to run iterations again, or to wait for stages that
@@ -46,7 +47,7 @@ def resume(state: TrainingState, launch: Launch, marks: Marks | None = None) -> 
     if state.config.moe_checkpoint.strategy == "none":
         if state.config.checkpoint.load is not None:
             load_checkpoint(state)
-        return None
+        return Unprotected()
     trainer = LiveTrainerState(state)
     with driver_errors():
         session = _open(state, launch, trainer, marks)
@@ -69,13 +70,15 @@ def driver_errors() -> Iterator[None]:
         raise UsageError(str(error)) from error
 
 
-def leave(session: Session, error: BaseException) -> None:
+def leave(session: Session | Unprotected, error: BaseException) -> None:
     """Training ends here with an error: let the other ranks know at once, and put aside what is whole."""
-    if isinstance(error, ToldToEnd):
+    if isinstance(session, Unprotected):
+        return  # with nothing to put aside this rank is gone soon enough
+    if isinstance(error, Terminated):
         cause = Cause.TOLD_TO_END
     else:
         cause = Cause.PEER_LOST if is_lost_peer(error) else Cause.OWN_ERROR
-    hang_up()
+    close_connections()
     session.failure(cause)
 
 

@@ -9,6 +9,11 @@ class MoECheckpointError(Exception):
     """What went wrong, with the facts, and what to do, on one line."""
 
 
+def format_error(error: BaseException) -> str:
+    """Errors for people speak for themselves, others by their type."""
+    return str(error) if isinstance(error, MoECheckpointError) else f"{type(error).__name__}: {error}"
+
+
 class UsageError(MoECheckpointError):
     """A flag or an argument that cannot work; nothing was changed."""
 
