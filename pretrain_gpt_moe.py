@@ -1,6 +1,7 @@
 """Train a GPT with Mixture-of-Experts layers on Megatron-Core, one process per rank; start it with torchrun."""
 
 import sys
+from collections.abc import Sequence
 
 import megatron.pretrain.core_import  # noqa: F401  # before all that imports Megatron-Core
 from megatron.core.dist_checkpointing.moe.recover.marks import Marks
@@ -50,5 +51,10 @@ def pretrain(config: PretrainConfig, launch: Launch, marks: Marks) -> None:
     metrics.close()
 
 
+def main(argv: Sequence[str]) -> int:
+    """Exit code, see `run_worker`."""
+    return run_worker(argv, pretrain)
+
+
 if __name__ == "__main__":
-    sys.exit(run_worker(sys.argv[1:], pretrain))
+    sys.exit(main(sys.argv[1:]))

@@ -78,12 +78,8 @@ class _Peer:
         if due:
             self._save(iteration)
 
-    def report(self) -> Any:
-        """The loop asks for one."""
-        from megatron.core.dist_checkpointing.moe.policy.lifecycle import Protection
-        from megatron.core.dist_checkpointing.moe.runtime.coordinator import Report
-
-        return Report(0.0, 0, 0, Protection(), None)
+    def report(self) -> None:
+        """A peer has no protection to report."""
 
     def settle(self) -> None:
         """As `Contestant.settle`."""
@@ -103,7 +99,7 @@ class _Peer:
         return sharded_state_dict(self._state, metadata, Parts(optimizer=True, rng=random_shape())), metadata
 
 
-class TorchDist(_Peer):
+class TorchDistSaver(_Peer):
     """Megatron-Core's `dist_checkpointing.save` in the format `torch_dist`, in the foreground or in forks."""
 
     def __init__(self, state: Any, folder: Path, interval: int, *, background: bool) -> None:

@@ -10,7 +10,6 @@ predicted. With --write the result is kept as data and a page.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -19,17 +18,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from snapshot import machine
+from harness import ROOT, Benchmark, machine
 
 from megatron.core.dist_checkpointing.moe.simulate.ettr.behaviour import Nodes, Recovery, Steady
 from megatron.core.dist_checkpointing.moe.simulate.ettr.events import simulate
 from megatron.core.dist_checkpointing.moe.simulate.ettr.faults import Fault as SimulatedFault
-from moe_ckpt.drills.job import ROOT, STOP_SIGNAL, DrillJob, DrillOutcome, JobPlan
+from moe_ckpt.drills.job import STOP_SIGNAL, DrillJob, DrillOutcome, JobPlan
 from moe_ckpt.drills.reports import ettr
 from moe_ckpt.drills.schedule import Kind, Odds, PlannedKill, schedule
 
-RESULT = Path(__file__).resolve().parent / "results" / "simulated_ettr.json"
-PAGE = ROOT / "docs" / "results" / "simulated-ettr.md"
+BENCHMARK = Benchmark("simulated_ettr", "simulated-ettr.md")
 TARGET = 0.015
 
 LAYOUT = {"NPROC": "2", "PP": "2", "EP": "1", "MAX_RESTARTS": "1000"}
@@ -87,19 +85,13 @@ class Inputs:
 
 def main() -> int:
     """Measure; exit code 1 unless six runs or more are predicted within 1.5 %."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = BENCHMARK.parser(__doc__)
     parser.add_argument("--seeds", type=int, default=2, help="runs of each setup (default: 2)")
     parser.add_argument("--minutes", type=float, default=2.5, help="of a run (default: 2.5)")
     parser.add_argument("--mtbf", type=float, default=75.0, help="seconds between faults (default: 75)")
-    parser.add_argument("--write", action="store_true", help=f"keep the result in {RESULT.name} and {PAGE.name}")
-    parser.add_argument("--report", action="store_true", help=f"measure nothing: show what {RESULT.name} has")
     arguments = parser.parse_args()
-    result = json.loads(RESULT.read_text()) if arguments.report else measured(arguments)
-    lines = list(page(result))
-    print("\n".join(lines))
-    if arguments.write:
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
-        PAGE.write_text("\n".join(lines) + "\n")
+    result = BENCHMARK.result(arguments, lambda: measured(arguments))
+    BENCHMARK.show(arguments, result, list(page(result)))
     return 0 if sum(abs(run["simulated"] - run["measured"]) <= TARGET for run in result["runs"]) >= 6 else 1
 
 
@@ -205,7 +197,7 @@ def recovery_of(setup: Setup, inputs: Inputs, first: int, pace: float) -> Callab
 def page(result: dict[str, Any]) -> Iterator[str]:
     """The result for people."""
     yield from ("# Simulated and measured ETTR", "")
-    yield f"Made by `benchmarks/simulated_ettr.py --write`; all figures are in `benchmarks/results/{RESULT.name}`."
+    yield "Made by `benchmarks/simulated_ettr.py --write`; all figures are in `benchmarks/results/simulated_ettr.json`."
     yield (
         f"2 processes on 2 cores, PP = 2; each run {result['run_s']:.0f} s with faults every"
         f" {result['mtbf_s']:.0f} s on average. The simulator got the costs of the second table, which were measured in"

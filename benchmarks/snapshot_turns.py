@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import resource
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from peers import Contestant, NvrxLocal, TorchDist
-from snapshot_job import Job, Ours, sum_and_max
+from harness import BenchmarkJob
+from peers import Contestant, NvrxLocal, TorchDistSaver
+from snapshot_session import Ours, sum_and_max
 
 PEERS: dict[str, Callable[..., Contestant]] = {
-    "torch_dist": lambda *where: TorchDist(*where, background=False),
-    "torch_dist async": lambda *where: TorchDist(*where, background=True),
+    "torch_dist": lambda *where: TorchDistSaver(*where, background=False),
+    "torch_dist async": lambda *where: TorchDistSaver(*where, background=True),
     "NVRx local": lambda *where: NvrxLocal(*where, background=False),
     "NVRx local async": lambda *where: NvrxLocal(*where, background=True),
 }
@@ -25,71 +25,40 @@ MIN_ROUNDS = 2
 class Timed:
     """A contestant between two clocks: what the thread that trains spends in it is the stall.
 
-    The loop tells a session more than peers want to know; `Ours` has one, to which that goes on.
+    Calls of the loop that peers have no use for go to the session of `Ours`, or to one that protects nothing.
     """
 
-    is_replaying = replays_alone = False
-
     def __init__(self, inner: Contestant) -> None:
-        self._inner, self.stall_s = inner, 0.0
-        self._session: Any = getattr(inner, "session", None)
+        from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected
 
-    @property
-    def communicator(self) -> Any:
-        """The session's, if there is one."""
-        return self._session.communicator if self._session is not None else None
+        self.stall_s = 0.0
+        self.session: Any = getattr(inner, "session", Unprotected())
+        self.report = inner.report
+        self.before_optimizer, self.step_end = self._timed(inner.before_optimizer), self._timed(inner.step_end)
+        for name in ("passes", "reduced", "whole", "reported"):
+            setattr(self, name, self._timed(getattr(self.session, name)))
 
-    def stepping(self, *told: Any) -> Any:
-        """The session's, if there is one."""
-        return self._session.stepping(*told) if self._session is not None else contextlib.nullcontext()
+    def __getattr__(self, name: str) -> Any:
+        """What takes no time: the state of the session, its communicator, its block around the optimizer's step."""
+        return getattr(self.session, name)
 
-    def passes(self, *told: Any) -> None:
-        """As the session."""
-        self._tell("passes", *told)
-
-    def reduced(self, *told: Any) -> None:
-        """As the session."""
-        self._tell("reduced", *told)
-
-    def whole(self, *told: Any) -> None:
-        """As the session."""
-        self._tell("whole", *told)
-
-    def reported(self, *told: Any) -> None:
-        """As the session."""
-        self._tell("reported", *told)
-
-    def _tell(self, name: str, *told: Any) -> None:
-        if self._session is not None:
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
             started_s = time.perf_counter()
-            getattr(self._session, name)(*told)
-            self.stall_s += time.perf_counter() - started_s
+            try:
+                return call(*arguments)
+            finally:
+                self.stall_s += time.perf_counter() - started_s
 
-    def before_optimizer(self) -> float:
-        """As the contestant."""
-        started_s = time.perf_counter()
-        self._inner.before_optimizer()
-        waited_s = time.perf_counter() - started_s
-        self.stall_s += waited_s
-        return waited_s
-
-    def step_end(self, iteration: int, journal: Any) -> None:
-        """As the contestant."""
-        started_s = time.perf_counter()
-        self._inner.step_end(iteration, journal)
-        self.stall_s += time.perf_counter() - started_s
-
-    def report(self) -> Any:
-        """As the contestant."""
-        return self._inner.report()
+        return timed
 
 
-def checkpoints_in_turns(job: Job, names: Sequence[str], settings: dict[str, Any]) -> dict[str, Any]:
+def checkpoints_in_turns(job: BenchmarkJob, names: Sequence[str], settings: dict[str, Any]) -> dict[str, Any]:
     """Turns of all contestants and of training without checkpoints, in another order in each round."""
     return _in_turns(job, _contestants(job, names, settings["interval"]), settings)
 
 
-def every_iteration(job: Job, settings: dict[str, Any]) -> dict[str, Any]:
+def every_iteration(job: BenchmarkJob, settings: dict[str, Any]) -> dict[str, Any]:
     """The same with a checkpoint after each iteration; and the bytes of each window of `sparse`, by name and rank."""
     import torch
 
@@ -103,23 +72,22 @@ def every_iteration(job: Job, settings: dict[str, Any]) -> dict[str, Any]:
     return {"checkpoints": found, "windows": windows}
 
 
-def _contestants(job: Job, names: Sequence[str], interval: int) -> dict[str, tuple[Job, Contestant | None]]:
-    """Each contestant with the training as it counts it; `none` checkpoints nothing."""
-    entered: dict[str, tuple[Job, Contestant | None]] = {"none": (job.counting_anew(), None)}
+Entered = dict[str, tuple[BenchmarkJob, Contestant | None]]
+"""Each contestant with the training as it counts it; `none` checkpoints nothing."""
+
+
+def _contestants(job: BenchmarkJob, names: Sequence[str], interval: int) -> Entered:
+    entered: Entered = {"none": (job.counting_anew(), None)}
     for name in names:
         own = job.counting_anew()
-        entered[name] = (
-            own,
-            (
-                PEERS[name](own.state, job.folder / name.replace(" ", "-"), interval)
-                if name in PEERS
-                else Ours(own, name, interval)
-            ),
-        )
+        if name in PEERS:
+            entered[name] = own, PEERS[name](own.state, job.folder / name.replace(" ", "-"), interval)
+        else:
+            entered[name] = own, Ours(own, name, interval)
     return entered
 
 
-def _in_turns(job: Job, entered: dict[str, tuple[Job, Contestant | None]], settings: dict[str, Any]) -> dict[str, Any]:
+def _in_turns(job: BenchmarkJob, entered: Entered, settings: dict[str, Any]) -> dict[str, Any]:
     interval, per_turn = settings["interval"], settings["checkpoints_per_turn"]
     jobs, contestants = ({name: both[at] for name, both in entered.items()} for at in (0, 1))
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in contestants}

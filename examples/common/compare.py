@@ -18,7 +18,7 @@ TOLD = re.compile(r"  (?:not local|stage|window|ranks|lost in|proportion)")
 
 
 @dataclass(frozen=True)
-class Run:
+class ComparedRun:
     """A run: (iteration, loss, gradient norm, whether replayed) in the order of training, and its log."""
 
     steps: tuple[tuple[int, float, float, bool], ...]
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     return 0 if told and good else 1
 
 
-def read(run: Path) -> Run:
+def read(run: Path) -> ComparedRun:
     """A run from the files that it left."""
     reports = map(json.loads, run.with_suffix(".jsonl").read_text().splitlines())
     steps = (
@@ -67,7 +67,7 @@ def read(run: Path) -> Run:
         for report in reports
         if "recovery" not in report
     )
-    return Run(tuple(steps), run.with_suffix(".log").read_text())
+    return ComparedRun(tuple(steps), run.with_suffix(".log").read_text())
 
 
 def recoveries(log: str) -> Iterator[str]:
@@ -79,7 +79,7 @@ def recoveries(log: str) -> Iterator[str]:
             yield line
 
 
-def exact(undisturbed: Run, killed: Run) -> tuple[str, bool]:
+def exact(undisturbed: ComparedRun, killed: ComparedRun) -> tuple[str, bool]:
     """Whether every iteration, those that were run again included, has the bits of the undisturbed run."""
     expected = undisturbed.computed
     unlike = sorted({step[0] for step in killed.steps if step[1:3] != expected.get(step[0])})
@@ -89,7 +89,7 @@ def exact(undisturbed: Run, killed: Run) -> tuple[str, bool]:
     return "Every loss and gradient norm is that of the undisturbed run, to the last bit.", True
 
 
-def close(undisturbed: Run, killed: Run, share: float) -> tuple[str, bool]:
+def close(undisturbed: ComparedRun, killed: ComparedRun, share: float) -> tuple[str, bool]:
     """Whether the loss at the end is near that of the undisturbed run."""
     off = killed.end / undisturbed.end - 1
     good = abs(off) <= share and killed.computed.keys() == undisturbed.computed.keys()
