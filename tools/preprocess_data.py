@@ -59,16 +59,16 @@ def progress_printer(log_interval: int) -> Callable[[int, int], None]:
 def main(arguments: list[str]) -> int:
     try:
         request, log_interval = parse_arguments(arguments)
-        summaries = preprocess(request, progress_printer(log_interval))
+        corpora = preprocess(request, progress_printer(log_interval))
     except PretrainError as error:
         print(f"preprocess_data: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
         print(f"preprocess_data: {error}; nothing was replaced", file=sys.stderr)
         return 1
-    for summary in summaries:
-        empty = f" ({summary.empty_documents} empty left out)" if summary.empty_documents else ""
-        print(f"{summary.prefix}: {summary.documents} documents{empty}, {summary.tokens} tokens")
+    for corpus in corpora:
+        empty = f" ({corpus.empty_documents} empty left out)" if corpus.empty_documents else ""
+        print(f"{corpus.prefix}: {corpus.documents} documents{empty}, {corpus.tokens} tokens")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import json
 import multiprocessing
@@ -45,18 +46,8 @@ class Document:
     origin: str
 
 
-@dataclass(frozen=True)
-class CorpusSummary:
-    """What was written: the prefix, the documents and tokens in it, and the empty documents left out."""
-
-    prefix: str
-    documents: int
-    tokens: int
-    empty_documents: int
-
-
 class CorpusWriter:
-    """Collects documents into the indexed corpus that `corpus_writer` puts in place."""
+    """Collects documents into the indexed corpus that `corpus_writer` puts in place; counts what it wrote."""
 
     def __init__(self, prefix: str, data_path: Path, vocab_size: int) -> None:
         # Imported here: it brings torch, and the tokenizing workers, which import this module, never write.
@@ -65,9 +56,9 @@ class CorpusWriter:
             warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
             from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder  # type: ignore[import-untyped,unused-ignore]
 
-        self._prefix = prefix
+        self.prefix = prefix
         self._dtype = DType.optimal_dtype(vocab_size)
-        self._builder = IndexedDatasetBuilder(str(data_path), dtype=self._dtype)
+        self.builder = IndexedDatasetBuilder(str(data_path), dtype=self._dtype)
         self.documents = self.tokens = self.empty_documents = 0
 
     def add(self, ids: list[int]) -> None:
@@ -75,22 +66,14 @@ class CorpusWriter:
         if not ids:
             self.empty_documents += 1
             return
-        self._builder.add_document(np.asarray(ids, dtype=self._dtype), [len(ids)])
+        self.builder.add_document(np.asarray(ids, dtype=self._dtype), [len(ids)])
         self.documents += 1
         self.tokens += len(ids)
 
     def require_documents(self) -> None:
         """Raise `UsageError` when no document came: Megatron cannot map an empty corpus."""
         if self.documents == 0:
-            raise UsageError(f"nothing to write to {self._prefix}: every input document is empty")
-
-    def finish(self, index_path: Path) -> None:
-        """Close the data file and write its index to `index_path`."""
-        self._builder.finalize(str(index_path))
-
-    def abandon(self) -> None:
-        """Close the data file without an index."""
-        self._builder.data_file.close()
+            raise UsageError(f"nothing to write to {self.prefix}: every input document is empty")
 
 
 @contextmanager
@@ -110,15 +93,16 @@ def corpus_writer(prefix: str, vocab_size: int) -> Iterator[CorpusWriter]:
     try:
         yield writer
         writer.require_documents()
-        writer.finish(temporary_index)
+        writer.builder.finalize(str(temporary_index))
         _sync(temporary_data)
         _sync(temporary_index)
+        # Without an index the old data are no corpus any more; with the new one the new data are.
         index_path.unlink(missing_ok=True)
         temporary_data.replace(data_path)
         temporary_index.replace(index_path)
         _sync(data_path.parent)
     finally:
-        writer.abandon()
+        writer.builder.data_file.close()
         temporary_data.unlink(missing_ok=True)
         temporary_index.unlink(missing_ok=True)
 
@@ -126,8 +110,7 @@ def corpus_writer(prefix: str, vocab_size: int) -> Iterator[CorpusWriter]:
 def find_inputs(patterns: Iterable[str]) -> tuple[Path, ...]:
     """The files that paths, globs and directories name, each once, in a fixed order.
 
-    Directories are read recursively, without hidden files.
-    Raises `UsageError` for a pattern that names nothing.
+    Directories are read recursively, without hidden files. Raises `UsageError` for a pattern that names nothing.
     """
     found: dict[Path, None] = {}
     for pattern in patterns:
@@ -144,20 +127,21 @@ def read_documents(path: Path, json_keys: tuple[str, ...]) -> Iterator[Document]
 
     Raises `UsageError`, naming file and line, for what is not JSON, or has no text under a key.
     """
-    if path.suffix not in _JSON_SUFFIXES:
-        if "text" not in json_keys:
-            raise UsageError(
-                f"{path} is plain text, whose only key is `text`; --json-keys asks for {' '.join(json_keys)}"
-            )
-        yield Document("text", _read_text(path), str(path))
+    if path.suffix in _JSON_SUFFIXES:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield from _parse_line(line, json_keys, f"{path}:{number}")
         return
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield from _parse_line(line, json_keys, f"{path}:{number}")
+    if "text" not in json_keys:
+        raise UsageError(f"{path} is plain text, whose only key is `text`; --json-keys asks for {' '.join(json_keys)}")
+    try:
+        yield Document("text", path.read_bytes().decode("utf-8", errors="surrogateescape"), str(path))
+    except OSError as error:
+        raise UsageError(f"--input {path} cannot be read: {error.strerror}") from error
 
 
-def preprocess(request: PreprocessRequest, on_progress: Callable[[int, int], None]) -> tuple[CorpusSummary, ...]:
+def preprocess(request: PreprocessRequest, on_progress: Callable[[int, int], None]) -> tuple[CorpusWriter, ...]:
     """Tokenize the inputs and write one corpus per JSON key at `{output_prefix}_{key}_document`.
 
     `on_progress(documents, tokens)` is called with the totals so far after every document.
@@ -168,10 +152,10 @@ def preprocess(request: PreprocessRequest, on_progress: Callable[[int, int], Non
     files = find_inputs(request.inputs)
     tokenizer = build_tokenizer(request.tokenizer_type, request.tokenizer_model, request.vocab_size)
     documents = (document for path in files for document in read_documents(path, request.json_keys))
-    prefixes = {key: f"{request.output_prefix}_{key}_document" for key in request.json_keys}
     with ExitStack() as stack:
         writers = {
-            key: stack.enter_context(corpus_writer(prefix, tokenizer.vocab_size)) for key, prefix in prefixes.items()
+            key: stack.enter_context(corpus_writer(f"{request.output_prefix}_{key}_document", tokenizer.vocab_size))
+            for key in request.json_keys
         }
         done = tokens = 0
         for key, ids in _encode_all(documents, tokenizer, request):
@@ -180,7 +164,29 @@ def preprocess(request: PreprocessRequest, on_progress: Callable[[int, int], Non
             on_progress(done, tokens)
         for writer in writers.values():  # all of them before any is put in place
             writer.require_documents()
-    return tuple(summarize(prefixes[key], writer) for key, writer in writers.items())
+    return tuple(writers.values())
+
+
+def _encode_all(
+    documents: Iterator[Document], tokenizer: Tokenizer, request: PreprocessRequest
+) -> Iterator[tuple[str, list[int]]]:
+    if request.workers == 1:
+        for document in documents:
+            yield document.key, encode_document(tokenizer, document, request.append_eod)
+        return
+    # Spawned, not forked: the parent has torch's threads by now. In rounds, so that memory stays bounded.
+    with multiprocessing.get_context("spawn").Pool(request.workers) as pool:
+        while round_ := list(islice(documents, _DOCUMENTS_PER_ROUND * request.workers)):
+            encoded = pool.map(functools.partial(_encode_in_worker, request), round_, chunksize=16)
+            yield from zip((document.key for document in round_), encoded, strict=True)
+
+
+_tokenizer_of_worker = functools.cache(build_tokenizer)
+
+
+def _encode_in_worker(request: PreprocessRequest, document: Document) -> list[int]:
+    tokenizer = _tokenizer_of_worker(request.tokenizer_type, request.tokenizer_model, request.vocab_size)
+    return encode_document(tokenizer, document, request.append_eod)
 
 
 def encode_document(tokenizer: Tokenizer, document: Document, append_eod: bool) -> list[int]:
@@ -192,53 +198,11 @@ def encode_document(tokenizer: Tokenizer, document: Document, append_eod: bool) 
     return [*ids, tokenizer.eod] if ids and append_eod else ids
 
 
-def summarize(prefix: str, writer: CorpusWriter) -> CorpusSummary:
-    """What `writer` put at `prefix`."""
-    return CorpusSummary(prefix, writer.documents, writer.tokens, writer.empty_documents)
-
-
-def _encode_all(
-    documents: Iterator[Document], tokenizer: Tokenizer, request: PreprocessRequest
-) -> Iterator[tuple[str, list[int]]]:
-    if request.workers == 1:
-        for document in documents:
-            yield document.key, encode_document(tokenizer, document, request.append_eod)
-        return
-    # Spawned, not forked: the parent has torch's threads by now. In rounds, so that memory stays bounded.
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(request.workers, initializer=_start_worker, initargs=(request,)) as pool:
-        while round_ := list(islice(documents, _DOCUMENTS_PER_ROUND * request.workers)):
-            encoded = pool.map(_encode_in_worker, round_, chunksize=16)
-            yield from zip((document.key for document in round_), encoded, strict=True)
-
-
-_worker_tokenizer: Tokenizer | None = None
-_worker_appends_eod = False
-
-
-def _start_worker(request: PreprocessRequest) -> None:
-    global _worker_tokenizer, _worker_appends_eod
-    _worker_tokenizer = build_tokenizer(request.tokenizer_type, request.tokenizer_model, request.vocab_size)
-    _worker_appends_eod = request.append_eod
-
-
-def _encode_in_worker(document: Document) -> list[int]:
-    assert _worker_tokenizer is not None
-    return encode_document(_worker_tokenizer, document, _worker_appends_eod)
-
-
 def _files_of(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     inside = (file for file in path.rglob("*") if file.is_file())
     return sorted(file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts))
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8", errors="surrogateescape")
-    except OSError as error:
-        raise UsageError(f"--input {path} cannot be read: {error.strerror}") from error
 
 
 def _parse_line(line: bytes, json_keys: tuple[str, ...], origin: str) -> Iterator[Document]:

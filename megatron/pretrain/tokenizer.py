@@ -1,4 +1,8 @@
-"""Tokenizers: text to token ids and back, in the shape Megatron's datasets read."""
+"""Tokenizers: text to token ids and back, in the shape Megatron's datasets read.
+
+Those of `megatron.core.tokenizers` do not do: the Hugging Face one needs `transformers` and may ask the network, the
+byte one has other ids, the null one checks nothing, and all would change the keys of cached indices.
+"""
 
 from __future__ import annotations
 
@@ -27,22 +31,17 @@ _END_OF_DOCUMENT_NAMES = (
 
 
 class Tokenizer(ABC):
-    """What the driver, the preprocessor and `GPTDatasetConfig.tokenizer` need of a tokenizer."""
+    """What the driver, the preprocessor and `GPTDatasetConfig.tokenizer` need of a tokenizer.
 
-    @property
-    @abstractmethod
-    def vocab_size(self) -> int:
-        """Number of token ids, the end-of-document id included; every id is below it."""
+    Args:
+        vocab_size: number of token ids, the end-of-document id included; every id is below it.
+        eod: the id that ends a document.
+        identifiers: tells two tokenizers of one class apart; part of the key of Megatron's index caches.
+    """
 
-    @property
-    @abstractmethod
-    def eod(self) -> int:
-        """The id that ends a document."""
-
-    @property
-    @abstractmethod
-    def unique_identifiers(self) -> Mapping[str, str]:
-        """What tells two tokenizers apart; part of the key of Megatron's index caches."""
+    def __init__(self, vocab_size: int, eod: int, identifiers: Mapping[str, str]) -> None:
+        self.vocab_size, self.eod = vocab_size, eod
+        self.unique_identifiers = {"class": type(self).__name__, **identifiers}
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
@@ -59,17 +58,8 @@ class ByteTokenizer(Tokenizer):
     Bytes that are not UTF-8 travel as surrogate escapes, so any file makes the round trip unchanged.
     """
 
-    @property
-    def vocab_size(self) -> int:
-        return 257
-
-    @property
-    def eod(self) -> int:
-        return 256
-
-    @property
-    def unique_identifiers(self) -> Mapping[str, str]:
-        return {"class": "ByteTokenizer"}
+    def __init__(self) -> None:
+        super().__init__(257, 256, {})
 
     def tokenize(self, text: str) -> list[int]:
         try:
@@ -103,22 +93,15 @@ class HuggingFaceTokenizer(Tokenizer):
         except Exception as error:  # the library raises bare Exception for a file it cannot parse
             raise UsageError(f"--tokenizer-model {file} is not a Hugging Face tokenizer.json: {error}") from error
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        eod = next((vocabulary[name] for name in _END_OF_DOCUMENT_NAMES if name in vocabulary), None)
+        if eod is None:
+            known = ", ".join(_END_OF_DOCUMENT_NAMES[:4])
+            raise UsageError(
+                f"--tokenizer-model {file} has no end-of-document token ({known}, ...); add one to its vocabulary"
+            )
         # Ids may have gaps, so the count of entries is not a bound on them.
-        self._vocab_size = max(vocabulary.values(), default=-1) + 1
-        self._eod = _find_end_of_document(vocabulary, file)
-        self._digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def eod(self) -> int:
-        return self._eod
-
-    @property
-    def unique_identifiers(self) -> Mapping[str, str]:
-        return {"class": "HuggingFaceTokenizer", "content": self._digest}
+        vocab_size = max(vocabulary.values()) + 1
+        super().__init__(vocab_size, eod, {"content": hashlib.blake2b(content, digest_size=16).hexdigest()})
 
     def tokenize(self, text: str) -> list[int]:
         try:
@@ -138,29 +121,16 @@ class NullTokenizer(Tokenizer):
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 1:
             raise UsageError(f"--vocab-size {vocab_size}: NullTokenizer needs at least 1")
-        self._eod = vocab_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self._eod + 1
-
-    @property
-    def eod(self) -> int:
-        return self._eod
-
-    @property
-    def unique_identifiers(self) -> Mapping[str, str]:
-        return {"class": "NullTokenizer", "vocab_size": str(self._eod)}
+        super().__init__(vocab_size + 1, vocab_size, {"vocab_size": str(vocab_size)})
 
     def tokenize(self, text: str) -> list[int]:
-        words = text.split()
         try:
-            ids = [int(word) for word in words]
+            ids = [int(word) for word in text.split()]
         except ValueError as error:
             raise UsageError(f"NullTokenizer reads token ids separated by spaces, not words: {error}") from error
         for i in ids:
-            if not 0 <= i < self._eod:
-                raise UsageError(f"token id {i} is outside 0..{self._eod - 1}; raise --vocab-size or fix the text")
+            if not 0 <= i < self.eod:
+                raise UsageError(f"token id {i} is outside 0..{self.eod - 1}; raise --vocab-size or fix the text")
         return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
@@ -196,14 +166,6 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) 
         )
     multiple = divisible_by * tensor_parallel
     return -(-vocab_size // multiple) * multiple
-
-
-def _find_end_of_document(vocabulary: Mapping[str, int], file: Path) -> int:
-    for name in _END_OF_DOCUMENT_NAMES:
-        if name in vocabulary:
-            return vocabulary[name]
-    known = ", ".join(_END_OF_DOCUMENT_NAMES[:4])
-    raise UsageError(f"--tokenizer-model {file} has no end-of-document token ({known}, ...); add one to its vocabulary")
 
 
 def _refuse_other_size(tokenizer: Tokenizer, vocab_size: int | None) -> Tokenizer:
