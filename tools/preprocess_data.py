@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from megatron.pretrain.errors import PretrainError, UsageError
+from megatron.pretrain.errors import InvalidInput, PretrainError
 from megatron.pretrain.preprocess import PreprocessRequest, preprocess
 from megatron.pretrain.tokenizer import TOKENIZER_TYPES
 
@@ -29,7 +29,7 @@ def parse_arguments(arguments: list[str]) -> tuple[PreprocessRequest, int]:
     parser.add_argument("--log-interval", type=int, default=1000, help="documents between two progress lines")
     flags = parser.parse_args(arguments)
     if flags.log_interval < 1:
-        raise UsageError(f"--log-interval {flags.log_interval}: at least 1 is needed")
+        raise InvalidInput(f"--log-interval {flags.log_interval}: at least 1 is needed")
     request = PreprocessRequest(
         inputs=tuple(flags.input),
         json_keys=tuple(dict.fromkeys(flags.json_keys)),

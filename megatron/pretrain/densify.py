@@ -6,7 +6,7 @@ import megatron.pretrain.core_import  # noqa: F401  # before all that imports Me
 from megatron.core.dist_checkpointing.moe.recover.marks import Marks
 from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected
 from megatron.pretrain.config import PretrainConfig
-from megatron.pretrain.errors import UsageError
+from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.initialize import Launch, initialize
 from megatron.pretrain.worker import run_worker
 
@@ -28,7 +28,9 @@ def densify(config: PretrainConfig, launch: Launch, _marks: Marks) -> None:
     state, transformer = build_state(config, tokenizer)
     session = resume(state, launch)
     if isinstance(session, Unprotected) or not (session.is_replaying or state.progress.iteration):
-        raise UsageError(f"no state can be recovered from {config.moe_checkpoint.persist_dir}; the lines above say why")
+        raise InvalidInput(
+            f"no state can be recovered from {config.moe_checkpoint.persist_dir}; the lines above say why"
+        )
     with driver_errors():
         if session.is_replaying:
             datasets = build_splits(config, tokenizer)

@@ -12,7 +12,7 @@ class PretrainError(Exception):
     exit_code = 1
 
 
-class UsageError(PretrainError):
+class InvalidInput(PretrainError):
     """Flags or inputs that cannot work; nothing was changed."""
 
     exit_code = 2

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.pretrain.errors import UsageError
+from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.tokenizer import Tokenizer, build_tokenizer
 
 _JSON_SUFFIXES = (".jsonl", ".json")
@@ -71,9 +71,9 @@ class CorpusWriter:
         self.tokens += len(ids)
 
     def require_documents(self) -> None:
-        """Raise `UsageError` when no document came: Megatron cannot map an empty corpus."""
+        """Raise `InvalidInput` when no document came: Megatron cannot map an empty corpus."""
         if self.documents == 0:
-            raise UsageError(f"nothing to write to {self.prefix}: every input document is empty")
+            raise InvalidInput(f"nothing to write to {self.prefix}: every input document is empty")
 
 
 @contextmanager
@@ -81,7 +81,7 @@ def corpus_writer(prefix: str, vocab_size: int) -> Iterator[CorpusWriter]:
     """A writer for `prefix.bin` and `prefix.idx`, put in place together when the block ends without an error.
 
     Files are written under temporary names, synced, and renamed, the index last: a reader sees the new corpus,
-    or no index. Raises `UsageError` when the place cannot be written or no document came.
+    or no index. Raises `InvalidInput` when the place cannot be written or no document came.
     """
     data_path, index_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     temporary_data, temporary_index = (Path(f"{path}.{os.getpid()}.tmp") for path in (data_path, index_path))
@@ -89,7 +89,7 @@ def corpus_writer(prefix: str, vocab_size: int) -> Iterator[CorpusWriter]:
         data_path.parent.mkdir(parents=True, exist_ok=True)
         writer = CorpusWriter(prefix, temporary_data, vocab_size)
     except OSError as error:
-        raise UsageError(f"--output-prefix {prefix} cannot be written: {error.strerror}") from error
+        raise InvalidInput(f"--output-prefix {prefix} cannot be written: {error.strerror}") from error
     try:
         yield writer
         writer.require_documents()
@@ -110,14 +110,14 @@ def corpus_writer(prefix: str, vocab_size: int) -> Iterator[CorpusWriter]:
 def find_inputs(patterns: Iterable[str]) -> tuple[Path, ...]:
     """The files that paths, globs and directories name, each once, in a fixed order.
 
-    Directories are read recursively, without hidden files. Raises `UsageError` for a pattern that names nothing.
+    Directories are read recursively, without hidden files. Raises `InvalidInput` for a pattern that names nothing.
     """
     found: dict[Path, None] = {}
     for pattern in patterns:
         matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
         files = [file for match in matches for file in _files_of(Path(match))]
         if not files:
-            raise UsageError(f"--input {pattern}: no such file, or a directory or glob without files")
+            raise InvalidInput(f"--input {pattern}: no such file, or a directory or glob without files")
         found.update(dict.fromkeys(files))
     return tuple(found)
 
@@ -125,7 +125,7 @@ def find_inputs(patterns: Iterable[str]) -> tuple[Path, ...]:
 def read_documents(path: Path, json_keys: tuple[str, ...]) -> Iterator[Document]:
     """The documents of one file: each line and key of a `.jsonl` or `.json` file, any other file whole as key `text`.
 
-    Raises `UsageError`, naming file and line, for what is not JSON, or has no text under a key.
+    Raises `InvalidInput`, naming file and line, for what is not JSON, or has no text under a key.
     """
     if path.suffix in _JSON_SUFFIXES:
         with path.open("rb") as lines:
@@ -134,21 +134,23 @@ def read_documents(path: Path, json_keys: tuple[str, ...]) -> Iterator[Document]
                     yield from _parse_line(line, json_keys, f"{path}:{number}")
         return
     if "text" not in json_keys:
-        raise UsageError(f"{path} is plain text, whose only key is `text`; --json-keys asks for {' '.join(json_keys)}")
+        raise InvalidInput(
+            f"{path} is plain text, whose only key is `text`; --json-keys asks for {' '.join(json_keys)}"
+        )
     try:
         yield Document("text", path.read_bytes().decode("utf-8", errors="surrogateescape"), str(path))
     except OSError as error:
-        raise UsageError(f"--input {path} cannot be read: {error.strerror}") from error
+        raise InvalidInput(f"--input {path} cannot be read: {error.strerror}") from error
 
 
 def preprocess(request: PreprocessRequest, on_progress: Callable[[int, int], None]) -> tuple[CorpusWriter, ...]:
     """Tokenize the inputs and write one corpus per JSON key at `{output_prefix}_{key}_document`.
 
     `on_progress(documents, tokens)` is called with the totals so far after every document.
-    Raises `UsageError` for bad input; then nothing is written.
+    Raises `InvalidInput` for bad input; then nothing is written.
     """
     if request.workers < 1:
-        raise UsageError(f"--workers {request.workers}: at least 1 is needed")
+        raise InvalidInput(f"--workers {request.workers}: at least 1 is needed")
     files = find_inputs(request.inputs)
     tokenizer = build_tokenizer(request.tokenizer_type, request.tokenizer_model, request.vocab_size)
     documents = (document for path in files for document in read_documents(path, request.json_keys))
@@ -193,8 +195,8 @@ def encode_document(tokenizer: Tokenizer, document: Document, append_eod: bool) 
     """Token ids of a document, with the end-of-document id behind a document that is not empty if asked for."""
     try:
         ids = tokenizer.tokenize(document.text)
-    except UsageError as error:
-        raise UsageError(f"{document.origin}: {error}") from error
+    except InvalidInput as error:
+        raise InvalidInput(f"{document.origin}: {error}") from error
     return [*ids, tokenizer.eod] if ids and append_eod else ids
 
 
@@ -209,11 +211,11 @@ def _parse_line(line: bytes, json_keys: tuple[str, ...], origin: str) -> Iterato
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise UsageError(f"{origin}: not a line of JSON: {error}") from error
+        raise InvalidInput(f"{origin}: not a line of JSON: {error}") from error
     for key in json_keys:
         text = record.get(key) if isinstance(record, dict) else None
         if not isinstance(text, str):
-            raise UsageError(f"{origin}: no text under key `{key}`; name the keys that hold text with --json-keys")
+            raise InvalidInput(f"{origin}: no text under key `{key}`; name the keys that hold text with --json-keys")
         yield Document(key, text, origin)
 
 

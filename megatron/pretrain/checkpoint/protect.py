@@ -30,7 +30,7 @@ from megatron.pretrain.config import PretrainConfig, parse_config
 from megatron.pretrain.config.model import ModelConfig, MoEConfig
 from megatron.pretrain.config.training import OptimizerFlags
 from megatron.pretrain.disconnect import close_connections
-from megatron.pretrain.errors import PretrainError, Terminated, TrainingFailure, UsageError
+from megatron.pretrain.errors import InvalidInput, PretrainError, Terminated, TrainingFailure
 from megatron.pretrain.initialize import Launch
 from megatron.pretrain.worker import is_lost_peer
 
@@ -67,7 +67,7 @@ def driver_errors() -> Iterator[None]:
     except CheckpointFailure as error:
         raise PretrainError(str(error)) from error
     except MoECheckpointError as error:
-        raise UsageError(str(error)) from error
+        raise InvalidInput(str(error)) from error
 
 
 def leave(session: Session | Unprotected, error: BaseException) -> None:
@@ -83,7 +83,7 @@ def leave(session: Session | Unprotected, error: BaseException) -> None:
 
 
 def refuse_other_flags(recorded: Sequence[str], given: Sequence[str]) -> None:
-    """Iterations that are run again must be run as they were. Raises UsageError for flags that shape them otherwise."""
+    """Iterations that are run again must be run as they were. Raises InvalidInput for flags that change them."""
     was, now = parse_config(recorded), parse_config(given)
     changed = [
         f"{flag_name(field)} was {getattr(one, field.name)} and is {getattr(two, field.name)}"
@@ -93,7 +93,7 @@ def refuse_other_flags(recorded: Sequence[str], given: Sequence[str]) -> None:
         and getattr(one, field.name) != getattr(two, field.name)
     ]
     if changed:
-        raise UsageError(
+        raise InvalidInput(
             f"iterations have to be run again as they were, but {'; '.join(changed)}: start with the flags of before"
             " until a checkpoint is saved (or use moe-ckpt convert), and change them then"
         )
@@ -131,20 +131,20 @@ def _passes(config: PretrainConfig, transformer: TransformerConfig) -> Passes:
 
 def _restore(state: TrainingState, session: Session) -> None:
     plan, checkpoint = session.look(), state.config.checkpoint
-    dense = on_rank_zero(lambda: _newest_dense(state), errors=(UsageError,))
+    dense = on_rank_zero(lambda: _newest_dense(state), errors=(InvalidInput,))
     # A restart goes on from what its own job did; which checkpoint was asked for matters to the first start.
     asked = checkpoint.ckpt_step is not None or checkpoint.finetune
     if plan is not None and (session.is_own if asked else plan.target >= dense):
         if session.carry_out() is not None:
             return
         if checkpoint.load is None:
-            raise UsageError(
+            raise InvalidInput(
                 "all copies of the training state in memory and storage are damaged or lost, see the reasons above;"
                 " give --load with an older checkpoint, or remove them to begin at iteration 0"
             )
         session.clear_counters()
     if plan is None and session.unusable and checkpoint.load is None:
-        raise UsageError(
+        raise InvalidInput(
             f"--moe-ckpt-persist-dir has snapshots that this job cannot use: {session.unusable}; give --load, or"
             " another folder to begin at iteration 0"
         )
@@ -162,5 +162,5 @@ def _newest_dense(state: TrainingState) -> int:
     try:
         candidates = CheckpointDirectory(checkpoint.load).candidates()
     except (UnreadableCheckpoint, OSError) as error:
-        raise UsageError(f"--load {checkpoint.load}: {error}; repair the tracker or give --ckpt-step") from error
+        raise InvalidInput(f"--load {checkpoint.load}: {error}; repair the tracker or give --ckpt-step") from error
     return max((step for step in candidates if isinstance(step, int)), default=-1)
