@@ -96,7 +96,7 @@ def report(result: dict[str, Any]) -> list[str]:
     ]
     for name, rows in found["rows"].items():
         if name != "none":
-            stalls = [100 * row["stall_s"] / one for row, one in zip(rows, base, strict=True)]
+            stalls = [100 * row["stall_s"] / base_s for row, base_s in zip(rows, base, strict=True)]
             pairs = zip(rows, found["rows"]["none"], strict=True)
             longer = [100 * (row["turn_s"] / plain["turn_s"] - 1) for row, plain in pairs]
             gigabytes = statistics.median(row["bytes"] for row in rows) / 1e9

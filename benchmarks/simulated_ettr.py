@@ -1,10 +1,10 @@
 """The simulator's ETTR of jobs on this machine beside what they reach under real faults (as MoEvement Table 4).
 
-What the simulator is told is measured first: what each strategy adds to an iteration, and in a job with a few faults at
+What the simulator gets is measured first: what each strategy adds to an iteration, and in a job with a few faults at
 fixed times how long a restart and a replayed iteration take. Then each strategy trains under faults at random times,
 and the simulator is given the same times. A machine whose cores are shared with others changes its speed by more than
-what is compared here, so all is told in iterations of the same job, and becomes seconds by the pace of the run that is
-predicted. With --write the result is kept as data and a page.
+what is compared here, so all is counted in iterations of the same job, and becomes seconds by the pace of the run that
+is predicted. With --write the result is kept as data and a page.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def pace_s(outcome: DrillOutcome, between: float) -> float:
 
 
 def inputs_of(setup: Setup, folder: Path) -> Inputs:
-    """What the simulator is told of a setup."""
+    """What the simulator gets of a setup."""
     turns = [[job(folder, flags, exit_at=PACED) for flags in ((), setup.flags)] for _ in range(TURNS)]
     between = statistics.median(walls(paced) for _, paced in turns)
     ratios = [pace_s(without, walls(without)) / pace_s(paced, between) for without, paced in turns]
@@ -221,8 +221,8 @@ def page(result: dict[str, Any]) -> Iterator[str]:
         "| setup | an iteration without checkpoints | a restart | a replayed iteration |",
         "|---|---|---|---|",
     )
-    for name, one in result["inputs"].items():
-        yield f"| {name} | {one['plain']:.3f} | {one['restart']:.1f} | {one['replayed'] or '-':.3} |"
+    for name, inputs in result["inputs"].items():
+        yield f"| {name} | {inputs['plain']:.3f} | {inputs['restart']:.1f} | {inputs['replayed'] or '-':.3} |"
     near = sum(abs(run["simulated"] - run["measured"]) <= TARGET for run in result["runs"])
     yield from ("", f"{near} of {len(result['runs'])} runs are predicted within {100 * TARGET:.1f} %.")
 

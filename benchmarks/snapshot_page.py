@@ -160,14 +160,14 @@ def _quotients(result: dict[str, Any], ours: str, peer: str) -> list[str]:
     turns = result["checkpoints"]["rows"]
     mine, theirs = costs(result, ours), costs(result, peer)
     mine["bytes"], theirs["bytes"] = ([row["bytes"] for row in turns[name]] for name in (ours, peer))
-    told = []
+    cells = []
     for key in mine:
         if min(theirs[key]) > 0:
-            told.append(spread([own / other for own, other in zip(mine[key], theirs[key], strict=True)], 2))
+            cells.append(spread([own / other for own, other in zip(mine[key], theirs[key], strict=True)], 2))
         else:
             other = statistics.median(theirs[key])
-            told.append(f"{statistics.median(mine[key]) / other:.2f} of medians" if other > 0 else "lost in noise")
-    return told
+            cells.append(f"{statistics.median(mine[key]) / other:.2f} of medians" if other > 0 else "lost in noise")
+    return cells
 
 
 def _peers(result: dict[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from harness import BenchmarkJob
-from peers import Contestant, NvrxLocal, TorchDistSaver
+from peers import Contestant, NoCheckpoints, NvrxLocal, TorchDistSaver
 from snapshot_session import Ours, sum_and_max
 
 PEERS: dict[str, Callable[..., Contestant]] = {
@@ -28,13 +28,14 @@ class Timed:
     Calls of the loop that peers have no use for go to the session of `Ours`, or to one that protects nothing.
     """
 
-    def __init__(self, inner: Contestant) -> None:
+    def __init__(self, contestant: Contestant) -> None:
         from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected
 
-        self.stall_s = 0.0
-        self.session: Any = getattr(inner, "session", Unprotected())
-        self.report = inner.report
-        self.before_optimizer, self.step_end = self._timed(inner.before_optimizer), self._timed(inner.step_end)
+        self.contestant, self.stall_s = contestant, 0.0
+        self.session: Any = getattr(contestant, "session", Unprotected())
+        self.report = contestant.report
+        self.before_optimizer = self._timed(contestant.before_optimizer)
+        self.step_end = self._timed(contestant.step_end)
         for name in ("passes", "reduced", "whole", "reported"):
             setattr(self, name, self._timed(getattr(self.session, name)))
 
@@ -65,19 +66,19 @@ def every_iteration(job: BenchmarkJob, settings: dict[str, Any]) -> dict[str, An
     entered = _contestants(job, ("sparse", "sparse/4", "full", "torch_dist async"), interval=1)
     found = _in_turns(job, entered, settings)
     windows: dict[str, list[Any]] = {}
-    for name, (_, one) in entered.items():
-        if isinstance(one, Ours) and name.startswith("sparse"):
+    for name, (_, contestant) in entered.items():
+        if isinstance(contestant, Ours) and name.startswith("sparse"):
             windows[name] = [None] * job.launch.world_size
-            torch.distributed.all_gather_object(windows[name], one.windows())
+            torch.distributed.all_gather_object(windows[name], contestant.windows())
     return {"checkpoints": found, "windows": windows}
 
 
-Entered = dict[str, tuple[BenchmarkJob, Contestant | None]]
+Entered = dict[str, tuple[BenchmarkJob, Contestant]]
 """Each contestant with the training as it counts it; `none` checkpoints nothing."""
 
 
 def _contestants(job: BenchmarkJob, names: Sequence[str], interval: int) -> Entered:
-    entered: Entered = {"none": (job.counting_anew(), None)}
+    entered: Entered = {"none": (job.counting_anew(), NoCheckpoints())}
     for name in names:
         own = job.counting_anew()
         if name in PEERS:
@@ -92,7 +93,7 @@ def _in_turns(job: BenchmarkJob, entered: Entered, settings: dict[str, Any]) -> 
     jobs, contestants = ({name: both[at] for name, both in entered.items()} for at in (0, 1))
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in contestants}
     order, shuffled = list(contestants), random.Random(0)
-    clocks = {name: Timed(one) if one is not None else None for name, one in contestants.items()}
+    clocks = {name: Timed(contestant) for name, contestant in contestants.items()}
     loops = {name: jobs[name].iterating(clock) for name, clock in clocks.items()}
     until_s = time.monotonic() + settings["seconds"]
     for at in range(settings["rounds"] + 1):
@@ -100,31 +101,28 @@ def _in_turns(job: BenchmarkJob, entered: Entered, settings: dict[str, Any]) -> 
         if late and at > MIN_ROUNDS:
             break
         for name in order:
-            turn = _turn(loops[name], (contestants[name], clocks[name]), interval, per_turn)
+            turn = _turn(loops[name], clocks[name], interval, per_turn)
             if at:  # the first round fills caches
                 rows[name].append(turn)
         if job.launch.rank == 0:
             print(f"round {at}: " + ", ".join(f"{name} {r[-1]['turn_s']:.2f} s" for name, r in rows.items() if r))
         shuffled.shuffle(order)
-    for one in contestants.values():
-        if one is not None:
-            one.close()
+    for contestant in contestants.values():
+        contestant.close()
     return {"interval": interval, "checkpoints_per_turn": per_turn, "rows": rows}
 
 
-def _turn(
-    iterate: Callable[[], None], contestant: tuple[Contestant | None, Timed | None], interval: int, checkpoints: int
-) -> dict[str, float]:
+def _turn(iterate: Callable[[], None], clock: Timed, interval: int, checkpoints: int) -> dict[str, float]:
     """Time iterations with `checkpoints` checkpoints in steady state: what is still written of the one before the first
     is inside, what is written after the last is not."""
     import torch
 
-    one, clock = contestant
-    if isinstance(one, Ours):
-        one.begin_turn()
+    contestant = clock.contestant
+    if isinstance(contestant, Ours):
+        contestant.begin_turn()
     for _ in range(interval):
         iterate()
-    stall_s = clock.stall_s if clock else 0.0
+    stall_s = clock.stall_s
     torch.distributed.barrier()
     cpu_s, started_s = _cpu_s(), time.perf_counter()
     for _ in range(interval * checkpoints):
@@ -132,13 +130,11 @@ def _turn(
     torch.distributed.barrier()
     elapsed_s = time.perf_counter() - started_s
     cpu_s = _cpu_s() - cpu_s
-    stall_s = (clock.stall_s if clock else 0.0) - stall_s
-    if one is not None:
-        one.settle()
+    stall_s = clock.stall_s - stall_s
+    contestant.settle()
     _rest()
-    nbytes = one.written_bytes() if one is not None else 0
-    if one is not None:
-        one.tidy()
+    nbytes = contestant.written_bytes()
+    contestant.tidy()
     (all_cpu_s, written, _), (_, _, most_stall_s) = sum_and_max([cpu_s, nbytes, stall_s])
     return {
         "turn_s": elapsed_s,

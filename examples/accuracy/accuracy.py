@@ -93,9 +93,9 @@ def _row(run: DemoRun, reference: DemoRun) -> str:
     again = len(run.losses) - len(dict(run.losses))
     snapshot = f"{run.mean_snapshot * run.largest_bytes / 1e6:.2f} MB" if run.snapshots else "none"
     equal = all(loss == dict(reference.losses)[iteration] for iteration, loss in run.losses)
-    told = "bit-equal" if equal else "other"
+    losses = "bit-equal" if equal else "other"
     change = f"{run.final:.4f} ({run.final / reference.final - 1:+.2%})"
-    cells = (run.name, again, run.replayed, snapshot, f"{run.plt:.2%}", change, "" if run is reference else told)
+    cells = (run.name, again, run.replayed, snapshot, f"{run.plt:.2%}", change, "" if run is reference else losses)
     return f"| {' | '.join(map(str, cells))} |"
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 LAST = 5
 """Iterations whose mean loss counts as the loss at the end."""
 HEAD = re.compile(r"(recovered iteration \d+ .*) in \S+ s( \(\w+ rollback\)):")
-TOLD = re.compile(r"  (?:not local|stage|window|ranks|lost in|proportion)")
+DETAIL = re.compile(r"  (?:not local|stage|window|ranks|lost in|proportion)")
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--lossy", type=float, metavar="SHARE", help="by how much the loss at the end may differ")
     arguments = parser.parse_args(argv)
     undisturbed, killed = read(arguments.undisturbed), read(arguments.killed)
-    told = list(recoveries(killed.log))
-    print("\n".join(told) or "Nothing was recovered: there was no fault, or the run was started anew.")
+    found = list(recoveries(killed.log))
+    print("\n".join(found) or "Nothing was recovered: there was no fault, or the run was started anew.")
     print(f"{len(killed.steps)} iterations run, {killed.again} of them again; loss at the end {killed.end:.2f}")
     if arguments.lossy is None:
         verdict, good = exact(undisturbed, killed)
     else:
         verdict, good = close(undisturbed, killed, arguments.lossy)
     print(verdict)
-    return 0 if told and good else 1
+    return 0 if found and good else 1
 
 
 def read(run: Path) -> ComparedRun:
@@ -75,7 +75,7 @@ def recoveries(log: str) -> Iterator[str]:
     for line in log.splitlines():
         if head := HEAD.fullmatch(line):
             yield "".join(head.groups())
-        elif TOLD.match(line):
+        elif DETAIL.match(line):
             yield line
 
 

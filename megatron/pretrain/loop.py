@@ -159,7 +159,7 @@ class Trainer:
         self._faults.reached(iteration, Phase.END)
 
     def _report(self, journal: StepJournal, *, replayed: bool) -> IterationReport:
-        """What is to be said of the iteration at which training stands, but for times and checkpoints."""
+        """The report of the newest iteration, without times and checkpoints."""
         state, progress = self._state, self._state.progress
         return IterationReport(
             iteration=progress.iteration,

@@ -86,11 +86,11 @@ def refuse_other_flags(recorded: Sequence[str], given: Sequence[str]) -> None:
     """Iterations that are run again must be run as they were. Raises InvalidInput for flags that change them."""
     was, now = parse_config(recorded), parse_config(given)
     changed = [
-        f"{flag_name(field)} was {getattr(one, field.name)} and is {getattr(two, field.name)}"
-        for one, two in zip(was.groups(), now.groups(), strict=True)
-        for field in dataclasses.fields(one)
-        if (type(one) in _SHAPING or field.name in _SHAPING_FIELDS)
-        and getattr(one, field.name) != getattr(two, field.name)
+        f"{flag_name(field)} was {getattr(before, field.name)} and is {getattr(after, field.name)}"
+        for before, after in zip(was.groups(), now.groups(), strict=True)
+        for field in dataclasses.fields(before)
+        if (type(before) in _SHAPING or field.name in _SHAPING_FIELDS)
+        and getattr(before, field.name) != getattr(after, field.name)
     ]
     if changed:
         raise InvalidInput(

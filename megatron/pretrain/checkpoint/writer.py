@@ -45,7 +45,7 @@ class ShardWriter:
         self._deadline_s = time.monotonic() + WRITE_TIMEOUT_S
 
     def run(self) -> None:
-        """Write now, in this process; what fails is told by `finish`, to all ranks."""
+        """Write now, in this process; `finish` raises on all ranks what fails."""
         try:
             self._outcome = _write_buckets(self._staged(), self._transforms())
         except Exception as error:
