@@ -1,4 +1,19 @@
-"""The training loop: iterations, evaluation, checkpoints, the end."""
+"""The training loop: iterations, evaluation, checkpoints, the end.
+
+An iteration, and the calls of its session on the way:
+
+    passes              before the first forward pass
+    reduced             after the last backward pass, when gradients are reduced
+    before_optimizer    waits until snapshots have copied what the step is going to change
+    stepping            around the optimizer's step, so that a rank that fails inside knows how far it came
+    whole               when the state after the iteration is complete
+    step_end            after evaluation and dense checkpoint: the snapshot, if one is due
+    reported            when the numbers of the iteration are written
+
+A replayed iteration has `stepped` in place of `step_end`, which also takes progress, schedules and random states from
+the record of the iteration; nothing is evaluated or saved then. Faults are injected, and SIGTERM is acted on, between
+these calls only (`Phase`).
+"""
 
 from __future__ import annotations
 
