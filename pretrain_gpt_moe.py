@@ -4,19 +4,15 @@ import sys
 from collections.abc import Sequence
 
 import megatron.pretrain.core_import  # noqa: F401  # before all that imports Megatron-Core
-from megatron.pretrain.config import PretrainConfig, parse_config
-from megatron.pretrain.config.validate import resolve
-from megatron.pretrain.ending import exit_code_of
+from megatron.core.dist_checkpointing.moe.recover.marks import Timestamps
+from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.errors import PretrainError, TrainingFailure
 from megatron.pretrain.initialize import (
     Launch,
     Timestamps,
     initialize,
-    marks_of_this_process,
-    probe_environment,
-    shut_down,
 )
-from megatron.pretrain.logs import configure_logging
+from megatron.pretrain.worker import run_worker
 
 
 def pretrain(config: PretrainConfig, launch: Launch, marks: Timestamps) -> None:
@@ -36,42 +32,32 @@ def pretrain(config: PretrainConfig, launch: Launch, marks: Timestamps) -> None:
     tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size)
     state, transformer = build_state(config, tokenizer)
     session = resume(state, launch, marks)
-    ending = Termination()
-    if session is not None and session.communicator is not None:
-        ending.install()  # there is state to put aside first
+    termination = Termination()
+    if session.communicator is not None:
+        termination.install()  # there is state to put aside first
     datasets = build_splits(config, tokenizer)
 
     metrics = build_metrics(config)
     log_progress(state, f"Started training\tIteration: {state.progress.iteration}", launch)
-    trainer = Trainer(state, transformer, datasets, metrics, build_faults(config, launch), session, ending)
+    trainer = Trainer(state, transformer, datasets, metrics, build_faults(config, launch), session, termination)
     try:
         with driver_errors():
             trainer.run()
     except BaseException as error:
-        if session is not None:
-            leave(session, error)
-            if session.replays_alone and isinstance(error, PretrainError):
-                # Rank 0, which speaks for all, may be one of those that wait and know nothing of it.
-                raise TrainingFailure(str(error)) from error
+        leave(session, error)
+        if session.replays_alone and isinstance(error, PretrainError):
+            # Rank 0, which speaks for all, may be one of those that wait and know nothing of it.
+            raise TrainingFailure(str(error)) from error
         raise
     finally:
-        ending.uninstall()
+        termination.uninstall()
     log_progress(state, f"Ended training\tIteration: {state.progress.iteration}", launch)
     metrics.close()
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0 trained or left as asked, 1 training failed, 2 flags or inputs that cannot work."""
-    marks, launch = marks_of_this_process(), Launch.from_environment()
-    configure_logging(launch)
-    try:
-        config = resolve(parse_config(argv), probe_environment(launch.world_size))
-        pretrain(config, launch, marks)
-    except Exception as error:
-        return exit_code_of(error, launch)
-    finally:
-        shut_down()
-    return 0
+    """Exit code, see `run_worker`."""
+    return run_worker(argv, pretrain)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Boundary logs beside training: what an iteration costs with them, and whether they have the bytes that are predicted.
 
 A GPT-MoE of two pipeline stages trains on two processes under the real driver. In each pair of turns it trains a few
-iterations as ever and as many with logs of all that crosses the stage boundary, one after the other and first one
+iterations without and as many with logs of all that crosses the stage boundary, one after the other and first one
 first, then the other; so whatever else the machine does hits both. Each rank's processor time is measured too, which
 other work on the machine hardly changes, and what the thread that trains spends in the logs. With --write the result is
 kept as data and as a page.
@@ -9,25 +9,16 @@ kept as data and as a page.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from snapshot import machine
-from snapshot_page import spread
+from harness import ENDLESS, SETTINGS, Benchmark, build_job, machine, on_ranks, run_ranks, spread
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULT = Path(__file__).resolve().parent / "results" / "boundary_logs.json"
-PAGE = ROOT / "docs" / "results" / "boundary-logs.md"
-SETTINGS = "BOUNDARY_LOGS_BENCHMARK"
+BENCHMARK = Benchmark("boundary_logs", "boundary-logs.md")
 
 MOST_COST = 0.02
 """Of an iteration's time: the median of all pairs."""
@@ -35,40 +26,37 @@ LOOKBACK = 8
 """Iterations whose logs are kept."""
 
 COMMON = (
-    "--train-iters 1000000 --log-interval 1000000 --lr-warmup-iters 0 --lr-decay-style constant --bf16"
-    " --untie-embeddings-and-output-weights --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
+    f"{ENDLESS} --bf16 --untie-embeddings-and-output-weights --moe-expert-capacity-factor 1.0"
+    " --moe-pad-expert-input-to-capacity"
 )
 FULL = (
     "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --moe-ffn-hidden-size 512 --num-experts 8"
     " --seq-length 256 --micro-batch-size 2 --global-batch-size 16"
 )
 QUICK = "--num-layers 4 --seq-length 64 --micro-batch-size 1 --global-batch-size 4"
-TWO_STAGES = {"NPROC": "2", "TP": "1", "PP": "2", "EP": "1", "MAX_RESTARTS": "0"}
+TWO_STAGES = {"NPROC": "2", "TP": "1", "PP": "2", "EP": "1"}
 LAYOUTS = {"1F1B": TWO_STAGES, "interleaved": TWO_STAGES | {"VPP": "2"}}
 
 
 def main() -> int:
     """Measure; exit code 1 if logs cost more than allowed or have other bytes than predicted."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = BENCHMARK.parser(__doc__, quick="a tiny model and four pairs")
     parser.add_argument("--pairs", type=int, default=12, help="pairs of turns for each schedule (default: 12)")
-    parser.add_argument("--quick", action="store_true", help="a tiny model and four pairs: shows that it runs")
-    parser.add_argument("--write", action="store_true", help=f"keep the result in {RESULT.name} and {PAGE.name}")
-    parser.add_argument("--report", action="store_true", help=f"measure nothing: show what {RESULT.name} has")
     arguments = parser.parse_args()
-    if arguments.report:
-        result = json.loads(RESULT.read_text())
-    else:
-        result = {"machine": machine(), "model": QUICK if arguments.quick else FULL, "schedules": {}}
-        for name in LAYOUTS:
-            settings = {"pairs": 4 if arguments.quick else arguments.pairs, "iterations": 3}
-            result["schedules"][name] = run_job(name, settings, result["model"])
-        result["machine"]["load_after"] = os.getloadavg()[0]
-    page = report(result)
-    print("\n".join(page))
-    if arguments.write:
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
-        PAGE.write_text("\n".join(page) + "\n")
+    pairs, model = (4, QUICK) if arguments.quick else (arguments.pairs, FULL)
+    result = BENCHMARK.result(arguments, lambda: measured(pairs, model))
+    BENCHMARK.show(arguments, result, report(result))
     return 0 if all(map(is_kept, result["schedules"].values())) else 1
+
+
+def measured(pairs: int, model: str) -> dict[str, Any]:
+    """Both schedules."""
+    result: dict[str, Any] = {"machine": machine(), "model": model, "schedules": {}}
+    for name, layout in LAYOUTS.items():
+        settings = {"pairs": pairs, "iterations": 3}
+        result["schedules"][name] = run_ranks(__file__, settings, layout, f"{COMMON} {model}")
+    result["machine"]["load_after"] = os.getloadavg()[0]
+    return result
 
 
 def is_kept(found: dict[str, Any]) -> bool:
@@ -119,46 +107,21 @@ def report(result: dict[str, Any]) -> list[str]:
 
 def verdicts(result: dict[str, Any]) -> list[str]:
     """What was asked for, and whether it is so."""
-    said = []
+    lines = []
     for name, found in result["schedules"].items():
         exact = "exactly" if bytes_as_predicted(found) else "NOT"
         gaps = "no iteration without a log" if not any(found["not_covered"]) else f"gaps: {found['not_covered']}"
         kept = "met" if is_kept(found) else "NOT met"
-        said.append(
+        lines.append(
             f"{name}: at most {MOST_COST:.0%} longer, measured {cost(found):+.2%}; {exact} the predicted bytes; {gaps}:"
             f" {kept}. Memory is bounded by {found['bound_bytes'] / 1e6:.1f} MB per rank for {LOOKBACK} iterations."
         )
-    return said
+    return lines
 
 
-def run_job(name: str, settings: dict[str, Any], model: str) -> dict[str, Any]:
-    """Start the ranks in the environment of scripts/train_cpu.sh."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="boundary-benchmark-") as folder:
-        result = Path(folder) / "result.json"
-        environment = os.environ | LAYOUTS[name] | {"PYTHON": sys.executable, "SCRIPT": __file__}
-        environment[SETTINGS] = json.dumps(settings | {"folder": folder, "result": str(result)})
-        command = [str(ROOT / "scripts" / "train_cpu.sh"), *COMMON.split(), *model.split()]
-        subprocess.run(command, env=environment, check=True)
-        found: dict[str, Any] = json.loads(result.read_text())
-        return found
-
-
-def work(argv: Sequence[str]) -> None:
-    """What each rank does."""
-    from snapshot_job import build_job
-
-    from megatron.pretrain.config import parse_config
-    from megatron.pretrain.config.validate import resolve
-    from megatron.pretrain.initialize import Launch, initialize, probe_environment, shut_down
-
-    settings = json.loads(os.environ[SETTINGS])
-    launch = Launch.from_environment()
-    config = resolve(parse_config(argv), probe_environment(launch.world_size))
-    initialize(config, launch)
-    result = Logged(build_job(config, launch, Path(settings["folder"]))).measured(settings)
-    if launch.rank == 0:
-        Path(settings["result"]).write_text(json.dumps(result))
-    shut_down()
+def work(config: Any, launch: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """What each rank measures."""
+    return Logged(build_job(config, launch, Path(settings["folder"]))).measured(settings)
 
 
 class Logged:
@@ -173,11 +136,8 @@ class Logged:
         from megatron.core.dist_checkpointing.moe.runtime.logs import LogPlan
         from megatron.core.dist_checkpointing.moe.runtime.megatron import read_topology
         from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
-        from megatron.pretrain.assemble import build_faults, build_metrics
-        from megatron.pretrain.loop import Trainer
 
-        metrics, faults = build_metrics(job.config), build_faults(job.config, job.launch)
-        self.trainer = Trainer(job.state, job.transformer, job.datasets, metrics, faults)
+        self.trainer = job.trainer()
         self.batches, self.rank = job.batches, job.launch.rank
         training, transformer, topology = job.config.training, job.transformer, read_topology(job.launch.world_size)
         sizes = (training.seq_length, training.micro_batch_size, transformer.hidden_size)
@@ -252,7 +212,7 @@ class Logged:
         return {"wall_s": wall_s, "cpu_s": float(cpu_s), "inside_s": float(inside_s)}
 
     def plain(self, iterations: int) -> None:
-        """Training as ever."""
+        """Training without logs."""
         self.trainer._boundary = None
         for _ in range(iterations):
             self.trainer.iterate(self.batches)
@@ -285,6 +245,6 @@ class Logged:
 
 if __name__ == "__main__":
     if SETTINGS in os.environ:
-        work(sys.argv[1:])
+        on_ranks(sys.argv[1:], work)
     else:
         sys.exit(main())

@@ -29,7 +29,7 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Recovery:
+class DemoRecovery:
     """One line of the story: the iteration training came back to, lost tokens per MoE layer, PLT of all faults."""
 
     restored: int
@@ -38,7 +38,7 @@ class Recovery:
 
 
 @dataclass(frozen=True)
-class Run:
+class DemoRun:
     """One training: `losses` in the order of training as (iteration, loss), repeated iterations included.
 
     validation: loss by iteration. snapshots: (iteration, share of the largest snapshot that one rank copied).
@@ -47,7 +47,7 @@ class Run:
 
     seed: int
     name: str
-    recoveries: tuple[Recovery, ...]
+    recoveries: tuple[DemoRecovery, ...]
     validation: tuple[tuple[int, float], ...]
     losses: tuple[tuple[int, float], ...] = field(repr=False)
     snapshots: tuple[tuple[int, float], ...] = field(repr=False)
@@ -71,7 +71,7 @@ class Run:
         return statistics.mean(share for _, share in self.snapshots) if self.snapshots else 0.0
 
 
-def train(seed: int, name: str, size: Size, folder: Path, strategy: Sequence[str]) -> Run:
+def train(seed: int, name: str, size: Size, folder: Path, strategy: Sequence[str]) -> DemoRun:
     """Run the launcher of the demo to the end of training, restarts included; without a strategy nobody is killed."""
     metrics = folder / f"{seed}-{name.replace(' ', '')}.jsonl"
     sizes = {"--train-iters": size.iterations, "--eval-interval": size.eval_interval, "--eval-iters": size.eval_iters}
@@ -95,13 +95,17 @@ def train(seed: int, name: str, size: Size, folder: Path, strategy: Sequence[str
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     reports = [line for line in lines if "recovery" not in line]
     largest_bytes = max(report["snapshot_bytes"] for report in reports)
-    return Run(
+    return DemoRun(
         seed,
         name,
         recoveries,
         tuple((int(at), float(loss)) for at, loss in _VALIDATION.findall(ended.stdout)),
         tuple((report["iteration"], report["lm_loss"]) for report in reports),
-        tuple((one["iteration"], one["snapshot_bytes"] / largest_bytes) for one in reports if one["snapshot_bytes"]),
+        tuple(
+            (report["iteration"], report["snapshot_bytes"] / largest_bytes)
+            for report in reports
+            if report["snapshot_bytes"]
+        ),
         time.monotonic() - begun_s,
         sum(bool(report.get("replayed")) for report in reports),
         largest_bytes,
@@ -111,12 +115,12 @@ def train(seed: int, name: str, size: Size, folder: Path, strategy: Sequence[str
 _VALIDATION = re.compile(r"valid split at iteration (\d+) \| lm loss: (\S+)")
 
 
-def recovered(log: str) -> Iterator[Recovery]:
+def recovered(log: str) -> Iterator[DemoRecovery]:
     """What the recovery tables in a log say; a table without a PLT is one of an exact recovery, which adds nothing."""
     plt = 0.0
     for table in re.split(r"(?=recovered iteration \d+)", log)[1:]:
         (restored,) = re.findall(r"\Arecovered iteration (\d+)", table)
         lost = re.findall(r"lost in layer \d+: the updates of (\d+)", table)
-        told = re.findall(r"all faults so far: (\S+) %", table)
-        plt = float(told[-1]) / 100 if told else plt
-        yield Recovery(int(restored), tuple(map(int, lost)), plt)
+        so_far = re.findall(r"all faults so far: (\S+) %", table)
+        plt = float(so_far[-1]) / 100 if so_far else plt
+        yield DemoRecovery(int(restored), tuple(map(int, lost)), plt)

@@ -8,18 +8,17 @@ checkpoints, no polling. The result is the ratio of their times per pair of turn
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULT = Path(__file__).resolve().parent / "results" / "driver_overhead.json"
+from harness import SETTINGS, Benchmark, build_job, on_ranks, run_ranks
+
+BENCHMARK = Benchmark("driver_overhead")
 ALLOWED_RATIO = 1.03
 ITERATIONS_PER_TURN = 5
 
@@ -29,13 +28,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--pairs", type=int, default=40, help="pairs of turns (default: 40)")
     pairs = parser.parse_args().pairs
-    environment = os.environ | {"PYTHON": sys.executable, "SCRIPT": __file__, "MAX_RESTARTS": "0"}
-    iterations = (pairs + 1) * ITERATIONS_PER_TURN
-    metrics = RESULT.with_suffix(".jsonl")
-    flags = ["--train-iters", str(iterations), "--metrics-jsonl", str(metrics), "--exit-signal-handler"]
-    subprocess.run([str(ROOT / "scripts" / "train_cpu.sh"), *flags], env=environment, check=True)
+    flags = f"--train-iters {(pairs + 1) * ITERATIONS_PER_TURN} --exit-signal-handler"
+    metrics = BENCHMARK.data.with_suffix(".jsonl")  # written, as a job would
+    result = run_ranks(__file__, {"pairs": pairs}, {}, f"{flags} --metrics-jsonl {metrics}")
     metrics.unlink()
-    result = json.loads(RESULT.read_text())
+    BENCHMARK.keep(result)
     low, _, high = result["quartiles"]
     print(
         f"driver / bare Megatron-Core: median {result['median_ratio']:.4f}, quartiles {low:.4f} to {high:.4f}, "
@@ -45,35 +42,26 @@ def main() -> int:
     return 0 if result["median_ratio"] <= ALLOWED_RATIO else 1
 
 
-def work(argv: list[str]) -> None:
-    """What each rank does: build both loops, train in turns, and let rank 0 write the result."""
-    from megatron.pretrain.config import parse_config
-    from megatron.pretrain.config.validate import resolve
-    from megatron.pretrain.initialize import Launch, initialize, probe_environment, shut_down
-
-    launch = Launch.from_environment()
-    config = resolve(parse_config(argv), probe_environment(launch.world_size))
-    initialize(config, launch)
-    driver, bare = _driver_loop(config, launch), _bare_loop(config)
+def work(config: Any, launch: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """What each rank does: build both loops, and train in turns."""
+    folder = Path(settings["folder"])
+    driver = build_job(config, launch, folder).iterating()
+    bare = _bare_loop(build_job(config, launch, folder))
     for iterate in (driver, bare):
         _timed(iterate)
     pairs = []
-    for index in range(int(config.training.train_iters or 0) // ITERATIONS_PER_TURN - 1):
+    for index in range(settings["pairs"]):
         first, second = (driver, bare) if index % 2 else (bare, driver)
         times = {first: _timed(first), second: _timed(second)}
         pairs.append((times[driver], times[bare]))
-    if launch.rank == 0:
-        ratios = [driver_s / bare_s for driver_s, bare_s in pairs]
-        result = {
-            "pairs": len(pairs),
-            "median_ratio": statistics.median(ratios),
-            "quartiles": statistics.quantiles(ratios, n=4),
-            "bare_iteration_s": statistics.median(bare_s for _, bare_s in pairs) / ITERATIONS_PER_TURN,
-            "ratios": ratios,
-        }
-        RESULT.parent.mkdir(exist_ok=True)
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    shut_down()
+    ratios = [driver_s / bare_s for driver_s, bare_s in pairs]
+    return {
+        "pairs": len(pairs),
+        "median_ratio": statistics.median(ratios),
+        "quartiles": statistics.quantiles(ratios, n=4),
+        "bare_iteration_s": statistics.median(bare_s for _, bare_s in pairs) / ITERATIONS_PER_TURN,
+        "ratios": ratios,
+    }
 
 
 def _timed(iterate: Callable[[], None]) -> float:
@@ -88,24 +76,12 @@ def _timed(iterate: Callable[[], None]) -> float:
     return time.perf_counter() - started
 
 
-def _driver_loop(config: Any, launch: Any) -> Callable[[], None]:
-    from megatron.pretrain.assemble import build_faults, build_metrics
-    from megatron.pretrain.batches import training_iterators
-    from megatron.pretrain.loop import Trainer
-
-    state, transformer, datasets = _built(config)
-    trainer = Trainer(state, transformer, datasets, build_metrics(config), build_faults(config, launch))
-    batches = training_iterators(config, datasets, state.progress)
-    return lambda: trainer.iterate(batches)
-
-
-def _bare_loop(config: Any) -> Callable[[], None]:
+def _bare_loop(job: Any) -> Callable[[], None]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.pretrain.batches import forward_step, training_iterators
+    from megatron.pretrain.batches import forward_step
 
-    state, transformer, datasets = _built(config)
-    transformer.grad_scale_func = state.optimizer.scale_loss
-    batches = training_iterators(config, datasets, state.progress)
+    state, config = job.state, job.config
+    job.transformer.grad_scale_func = state.optimizer.scale_loss
     training, schedule = config.training, get_forward_backward_func()
     microbatches = training.global_batch_size // (training.micro_batch_size * config.flat.data_parallel_size)
 
@@ -115,7 +91,7 @@ def _bare_loop(config: Any) -> Callable[[], None]:
         state.optimizer.zero_grad()
         schedule(
             forward_step_func=forward_step,
-            data_iterator=batches,
+            data_iterator=job.batches,
             model=state.chunks,
             num_microbatches=microbatches,
             seq_length=training.seq_length,
@@ -128,17 +104,8 @@ def _bare_loop(config: Any) -> Callable[[], None]:
     return iterate
 
 
-def _built(config: Any) -> tuple[Any, Any, Any]:
-    from megatron.pretrain.assemble import build_state
-    from megatron.pretrain.batches import build_splits
-    from megatron.pretrain.tokenizer import build_tokenizer
-
-    tokenizer = build_tokenizer("ByteTokenizer", None, None)
-    return *build_state(config, tokenizer), build_splits(config, tokenizer)
-
-
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        work(sys.argv[1:])
+    if SETTINGS in os.environ:
+        on_ranks(sys.argv[1:], work)
     else:
         sys.exit(main())

@@ -7,20 +7,15 @@ and how even the bytes of a window are. With --write the result is kept as data 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
-from snapshot import FULL, NEEDED_GB, QUICK, available_gb, machine, run_job
-from snapshot_page import spread
+from harness import Benchmark, available_gb, machine, spread
+from snapshot import FULL, NEEDED_GB, QUICK, run_job
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULT = Path(__file__).resolve().parent / "results" / "every_iteration.json"
-PAGE = ROOT / "docs" / "results" / "every-iteration.md"
+BENCHMARK = Benchmark("every_iteration", "every-iteration.md")
 
 MOST_STALL = 0.02
 """Of an iteration, with the window that is chosen."""
@@ -30,23 +25,14 @@ MOST_UNEVEN = 0.10
 
 def main() -> int:
     """Measure; exit code 1 if `sparse` stalls more, or its windows are less even, than allowed; 2 without room."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tiny model and few rounds: shows that it runs")
+    parser = BENCHMARK.parser(__doc__, quick="a tiny model and few rounds")
     parser.add_argument("--minutes", type=float, default=6.0, help="no round begins after this (default: 6)")
-    parser.add_argument("--write", action="store_true", help=f"keep the result in {RESULT.name} and {PAGE.name}")
-    parser.add_argument("--report", action="store_true", help=f"measure nothing: show what {RESULT.name} has")
     arguments = parser.parse_args()
-    if arguments.report:
-        result = json.loads(RESULT.read_text())
-    elif not arguments.quick and available_gb() < NEEDED_GB:
+    if not (arguments.report or arguments.quick) and available_gb() < NEEDED_GB:
         parser.error(f"{available_gb():.1f} GB of memory are available, but {NEEDED_GB:.0f} GB are needed: free some")
-    else:
-        result = measured(quick=arguments.quick, seconds=arguments.minutes * 60)
-    page = report(result)
-    print("\n".join(page))
-    if arguments.write:
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
-        PAGE.write_text("\n".join(page) + "\n")
+    seconds = arguments.minutes * 60
+    result = BENCHMARK.result(arguments, lambda: measured(quick=arguments.quick, seconds=seconds))
+    BENCHMARK.show(arguments, result, report(result))
     return 0 if stall_share(result, "sparse") <= MOST_STALL and unevenness(result) <= MOST_UNEVEN else 1
 
 
@@ -110,7 +96,7 @@ def report(result: dict[str, Any]) -> list[str]:
     ]
     for name, rows in found["rows"].items():
         if name != "none":
-            stalls = [100 * row["stall_s"] / one for row, one in zip(rows, base, strict=True)]
+            stalls = [100 * row["stall_s"] / base_s for row, base_s in zip(rows, base, strict=True)]
             pairs = zip(rows, found["rows"]["none"], strict=True)
             longer = [100 * (row["turn_s"] / plain["turn_s"] - 1) for row, plain in pairs]
             gigabytes = statistics.median(row["bytes"] for row in rows) / 1e9

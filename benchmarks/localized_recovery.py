@@ -9,7 +9,6 @@ data and as a page.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -20,12 +19,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from snapshot import machine
-from snapshot_page import spread
+from harness import ROOT, Benchmark, machine, spread
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULT = Path(__file__).resolve().parent / "results" / "localized_recovery.json"
-PAGE = ROOT / "docs" / "results" / "localized-recovery.md"
+BENCHMARK = Benchmark("localized_recovery", "localized-recovery.md")
 
 LAYOUTS = {"PP=2, EP=2": {"NPROC": "4", "PP": "2", "EP": "2"}, "PP=4": {"NPROC": "4", "PP": "4", "EP": "1"}}
 WINDOW = 4
@@ -43,19 +39,12 @@ ITERATIONS = 30
 
 def main() -> int:
     """Measure; exit code 1 unless the failed stage alone was back sooner, by the median, in every layout."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = BENCHMARK.parser(__doc__, quick="a tiny model and one pair")
     parser.add_argument("--pairs", type=int, default=5, help="pairs of jobs in each layout, 3 faults each (default: 5)")
-    parser.add_argument("--quick", action="store_true", help="a tiny model and one pair: shows that it runs")
-    parser.add_argument("--write", action="store_true", help=f"keep the result in {RESULT.name} and {PAGE.name}")
-    parser.add_argument("--report", action="store_true", help=f"measure nothing: show what {RESULT.name} has")
     arguments = parser.parse_args()
     pairs, model = (1, SMALL) if arguments.quick else (arguments.pairs, LARGE)
-    result = json.loads(RESULT.read_text()) if arguments.report else measured(pairs, model)
-    lines = page(result)
-    print("\n".join(lines))
-    if arguments.write:
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
-        PAGE.write_text("\n".join(lines) + "\n")
+    result = BENCHMARK.result(arguments, lambda: measured(pairs, model))
+    BENCHMARK.show(arguments, result, page(result))
     return 0 if all(statistics.median(ratios(found, "back_s")) < 1 for found in result["layouts"].values()) else 1
 
 
@@ -86,9 +75,9 @@ def run_job(layout: dict[str, str], model: str, scope: str) -> list[dict[str, An
         command = [str(ROOT / "scripts" / "train_cpu.sh"), *flags]
         ended = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    told = [line["recovery"]["scope"] for line in lines if "recovery" in line]
-    if ended.returncode or told != [scope] * len(FAULTS):
-        raise SystemExit(f"{ended.stdout}\n{scope}: {len(FAULTS)} faults led to recoveries of scope {told}")
+    scopes = [line["recovery"]["scope"] for line in lines if "recovery" in line]
+    if ended.returncode or scopes != [scope] * len(FAULTS):
+        raise SystemExit(f"{ended.stdout}\n{scope}: {len(FAULTS)} faults led to recoveries of scope {scopes}")
     return lines
 
 
@@ -99,10 +88,10 @@ def recoveries(lines: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
     newest = 0
     for line in lines:
         if "recovery" in line:
-            one = line["recovery"]
-            replay_s = one["parts"].get("replay", 0.0)
-            times = {"rejoin_s": one["total_s"], "back_s": one["total_s"], "again_s": replay_s}
-            found.append(times | {"again": one["replayed"], "restart_s": one["total_s"] - replay_s})
+            timeline = line["recovery"]
+            total_s, replay_s = timeline["total_s"], timeline["parts"].get("replay", 0.0)
+            times = {"rejoin_s": total_s, "back_s": total_s, "again_s": replay_s}
+            found.append(times | {"again": timeline["replayed"], "restart_s": total_s - replay_s})
         elif not line.get("replayed"):
             if found and line["iteration"] <= newest:
                 for name in ("back_s", "again_s"):
@@ -143,9 +132,9 @@ def page(result: dict[str, Any]) -> list[str]:
     rows = {"back_s": "detection until training is where it was, s", "rejoin_s": "detection to rejoin, s",
             "again_s": "iterations that are run again, s"}  # fmt: skip
     for layout, pairs in result["layouts"].items():
-        for name, told in rows.items():
-            cells = [spread([one[name] for pair in pairs for one in pair[scope]], 2) for scope in SCOPES]
-            lines.append(f"| {layout} | {told} | {' | '.join(cells)} | {spread(ratios(pairs, name), 2)} |")
+        for name, title in rows.items():
+            cells = [spread([recovery[name] for pair in pairs for recovery in pair[scope]], 2) for scope in SCOPES]
+            lines.append(f"| {layout} | {title} | {' | '.join(cells)} | {spread(ratios(pairs, name), 2)} |")
     return [*lines, "", *judgements(result)]
 
 

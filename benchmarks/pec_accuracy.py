@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from demo_jobs import Run, Size, train
+from demo_jobs import DemoRun, Size, train
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1234, 1235], help="default: 1234 1235")
     arguments = parser.parse_args()
     size, seeds = (QUICK, arguments.seeds[:1]) if arguments.quick else (WHOLE, arguments.seeds)
-    runs: list[Run] = []
+    runs: list[DemoRun] = []
     with tempfile.TemporaryDirectory(prefix="pec-accuracy-") as folder:
         results = Path(folder) if arguments.quick else RESULTS
         for seed in seeds:
@@ -55,13 +55,13 @@ def main() -> int:
     return 1 if failures else 0
 
 
-def change(run: Run, runs: Sequence[Run]) -> float:
+def change(run: DemoRun, runs: Sequence[DemoRun]) -> float:
     """How much higher the final validation loss is than that of the fault-free run from the same seed, as a share."""
-    (reference,) = [one for one in runs if one.seed == run.seed and one.name == FAULT_FREE]
+    (reference,) = [other for other in runs if other.seed == run.seed and other.name == FAULT_FREE]
     return run.final / reference.final - 1
 
 
-def broken(runs: Sequence[Run]) -> Iterator[str]:
+def broken(runs: Sequence[DemoRun]) -> Iterator[str]:
     """A sentence for each figure that is not as it must be."""
     for run in runs:
         if run.name == DYNAMIC and run.plt > THRESHOLD:
@@ -70,7 +70,7 @@ def broken(runs: Sequence[Run]) -> Iterator[str]:
             yield f"seed {run.seed}, {run.name}: the validation loss is {change(run, runs):+.2%} off the fault-free one"
 
 
-def write(runs: Sequence[Run], size: Size, folder: Path) -> None:
+def write(runs: Sequence[DemoRun], size: Size, folder: Path) -> None:
     """Figures as JSON, as a picture and as a page."""
     folder.mkdir(parents=True, exist_ok=True)
     data = {"size": asdict(size), "interval": INTERVAL, "threshold": THRESHOLD, "runs": [_data(run) for run in runs]}
@@ -79,11 +79,11 @@ def write(runs: Sequence[Run], size: Size, folder: Path) -> None:
     plot([run for run in runs if run.seed == runs[0].seed], folder / "pec_accuracy.png")
 
 
-def _data(run: Run) -> dict[str, object]:
+def _data(run: DemoRun) -> dict[str, object]:
     return asdict(run) | {"losses": [(iteration, round(loss, 5)) for iteration, loss in run.losses]}
 
 
-def page(runs: Sequence[Run], size: Size) -> str:
+def page(runs: Sequence[DemoRun], size: Size) -> str:
     """The results for people."""
     changes = {name: [change(run, runs) for run in runs if run.name == name] for name in (DYNAMIC, FIXED)}
     plts = {name: [run.plt for run in runs if run.name == name] for name in (DYNAMIC, FIXED)}
@@ -116,7 +116,7 @@ def page(runs: Sequence[Run], size: Size) -> str:
 _HEAD = "| seed | run | faults | PLT | mean snapshot / full | final validation loss | against fault-free |"
 
 
-def _row(run: Run, runs: Sequence[Run]) -> str:
+def _row(run: DemoRun, runs: Sequence[DemoRun]) -> str:
     share = f"{run.mean_snapshot:.0%}" if run.snapshots else "no snapshots"
     cells = (run.seed, run.name, len(run.recoveries), f"{run.plt:.2%}", share, f"{run.final:.4f}")
     return f"| {' | '.join(map(str, cells))} | {change(run, runs):+.2%} |"
@@ -177,7 +177,7 @@ the lowest panel of the picture tell.
 """
 
 
-def plot(runs: Sequence[Run], path: Path) -> None:
+def plot(runs: Sequence[DemoRun], path: Path) -> None:
     """Loss with the faults marked, cumulative PLT, and the size of snapshots; of one seed."""
     import matplotlib
 
@@ -191,7 +191,7 @@ def plot(runs: Sequence[Run], path: Path) -> None:
         top.plot(*zip(*run.validation, strict=True), "o-", color=color, label=f"{run.name}, validation")
         if not run.recoveries:
             continue
-        steps = [(one.restored, 100 * one.plt) for one in run.recoveries]
+        steps = [(recovery.restored, 100 * recovery.plt) for recovery in run.recoveries]
         ends = [(0, 0.0), *steps, (run.losses[-1][0], 100 * run.plt)]
         middle.step(*zip(*ends, strict=True), where="post", color=color, label=run.name)
         bottom.step(*zip(*sorted(run.snapshots), strict=True), where="post", color=color, label=run.name)

@@ -40,6 +40,21 @@ class Contestant(Protocol):
         """The end."""
 
 
+class NoCheckpoints:
+    """Training without any."""
+
+    def before_optimizer(self) -> float:
+        return 0.0
+
+    def step_end(self, iteration: int, journal: Any) -> None:
+        """Nothing is saved."""
+
+    report = settle = tidy = close = lambda self: None
+
+    def written_bytes(self) -> int:
+        return 0
+
+
 def install_nvrx(folder: Path) -> str:
     """Unpack NVRx alone, without what it depends on, unless that was done; why it cannot be, else an empty text."""
     if not (folder / "nvidia_resiliency_ext").is_dir():
@@ -78,12 +93,8 @@ class _Peer:
         if due:
             self._save(iteration)
 
-    def report(self) -> Any:
-        """The loop asks for one."""
-        from megatron.core.dist_checkpointing.moe.policy.lifecycle import Protection
-        from megatron.core.dist_checkpointing.moe.runtime.coordinator import Report
-
-        return Report(0.0, 0, 0, Protection(), None)
+    def report(self) -> None:
+        """A peer has no protection to report."""
 
     def settle(self) -> None:
         """As `Contestant.settle`."""
@@ -103,7 +114,7 @@ class _Peer:
         return sharded_state_dict(self._state, metadata, Parts(optimizer=True, rng=random_shape())), metadata
 
 
-class TorchDist(_Peer):
+class TorchDistSaver(_Peer):
     """Megatron-Core's `dist_checkpointing.save` in the format `torch_dist`, in the foreground or in forks."""
 
     def __init__(self, state: Any, folder: Path, interval: int, *, background: bool) -> None:

@@ -1,6 +1,6 @@
 """Iteration time with frozen operators against an iteration of training: how much cheaper a replay is as it thaws.
 
-One GPT-MoE trains on two processes under the real driver. In each pair of turns it trains as ever and with a part of
+One GPT-MoE trains on two processes under the real driver. In each pair of turns it trains as usual and with a part of
 its operators frozen, one after the other and first one first, then the other; so whatever else the machine does hits
 both. Each rank's processor time is measured too, which other work on the machine hardly changes. Parts are taken in two
 orders: scattered over the model, as popularity has it, and from the bottom up, as the windows of dense models have it,
@@ -10,27 +10,20 @@ gradients and the step of the optimizer. With --write the result is kept as data
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import random
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULT = Path(__file__).resolve().parent / "results" / "replay.json"
-SETTINGS = "REPLAY_BENCHMARK"
+from harness import ENDLESS, SETTINGS, Benchmark, build_job, machine, on_ranks, run_ranks
 
-LAYOUT = {"NPROC": "2", "TP": "1", "PP": "1", "EP": "2", "MAX_RESTARTS": "0"}
-COMMON = "--train-iters 1000000 --log-interval 1000000 --lr-warmup-iters 0 --lr-decay-style constant"
+BENCHMARK = Benchmark("replay")
+
+LAYOUT = {"NPROC": "2", "TP": "1", "PP": "1", "EP": "2"}
 FULL = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --moe-ffn-hidden-size 512 --num-experts 8"
     " --seq-length 128 --micro-batch-size 2 --global-batch-size 8 --untie-embeddings-and-output-weights"
@@ -44,37 +37,20 @@ ALL_BUT_ONE = "all but the embedding"
 
 def main() -> int:
     """Measure, show a table, keep the result if asked to."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = BENCHMARK.parser(__doc__, quick="a tiny model and two pairs")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of turns for each part (default: 20)")
-    parser.add_argument("--quick", action="store_true", help="a tiny model and two pairs: shows that it runs")
-    parser.add_argument("--write", action="store_true", help=f"keep the result in {RESULT.name}")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="replay-benchmark-") as folder:
-        result_path = Path(folder) / "result.json"
-        settings = {"pairs": 2 if arguments.quick else arguments.pairs, "result": str(result_path)}
-        environment = os.environ | LAYOUT | {"PYTHON": sys.executable, "SCRIPT": __file__}
-        environment[SETTINGS] = json.dumps(settings)
-        model = QUICK if arguments.quick else FULL
-        command = [str(ROOT / "scripts" / "train_cpu.sh"), *COMMON.split(), *model.split()]
-        subprocess.run(command, env=environment, check=True)
-        result = {"machine": machine(), "model": model} | json.loads(result_path.read_text())
-    print("\n".join(table(result)))
-    if arguments.write:
-        RESULT.parent.mkdir(exist_ok=True)
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    pairs, model = (2, QUICK) if arguments.quick else (arguments.pairs, FULL)
+    result = BENCHMARK.result(arguments, lambda: measured(pairs, model))
+    BENCHMARK.show(arguments, result, table(result))
     return 0
 
 
-def machine() -> dict[str, Any]:
-    """What the numbers depend on."""
-    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "cpu": cpu[0].split(":")[1].strip() if cpu else platform.processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "torch": version("torch"),
-        "megatron_core": version("megatron-core"),
-        "load": os.getloadavg()[0],
-    }
+def measured(pairs: int, model: str) -> dict[str, Any]:
+    """The machine, and what the ranks measure."""
+    about = machine()
+    own = {name: about[name] for name in ("cpu", "cores", "torch", "megatron_core")} | {"load": about["load_before"]}
+    return {"machine": own, "model": model} | run_ranks(__file__, {"pairs": pairs}, LAYOUT, f"{ENDLESS} {model}")
 
 
 def table(result: dict[str, Any]) -> list[str]:
@@ -86,36 +62,21 @@ def table(result: dict[str, Any]) -> list[str]:
         "| frozen | iteration time | quartiles | processor time |",
         "|---|---:|---:|---:|",
     ]
-    for name, one in result["parts"].items():
-        low, _, high = one["quartiles"]
-        lines.append(f"| {name} | {one['ratio']:.3f} | {low:.3f} to {high:.3f} | {one['cpu_ratio']:.3f} |")
+    for name, part in result["parts"].items():
+        low, _, high = part["quartiles"]
+        lines.append(f"| {name} | {part['ratio']:.3f} | {low:.3f} to {high:.3f} | {part['cpu_ratio']:.3f} |")
     return [*lines, "", "Relative to an iteration of training in the same pair of turns; medians."]
 
 
-def work(argv: Sequence[str]) -> None:
-    """What each rank does."""
-    from megatron.pretrain.config import parse_config
-    from megatron.pretrain.config.validate import resolve
-    from megatron.pretrain.initialize import Launch, initialize, probe_environment, shut_down
-
-    settings = json.loads(os.environ[SETTINGS])
-    launch = Launch.from_environment()
-    config = resolve(parse_config(argv), probe_environment(launch.world_size))
-    initialize(config, launch)
-    result = measured(config, launch, settings["pairs"])
-    if launch.rank == 0:
-        Path(settings["result"]).write_text(json.dumps(result))
-    shut_down()
-
-
-def measured(config: Any, launch: Any, pairs: int) -> dict[str, Any]:
+def work(config: Any, launch: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """All parts against training."""
     from megatron.core.dist_checkpointing.moe.replay.execution import LiveExecution
     from megatron.core.dist_checkpointing.moe.runtime.megatron import operators_of_parameters, read_topology
     from megatron.core.dist_checkpointing.moe.runtime.model_operators import model_operators
     from megatron.core.dist_checkpointing.moe.types import StepJournal
 
-    state, iterate = driver_loop(config, launch)
+    job = build_job(config, launch, Path(settings["folder"]))
+    state, iterate = job.state, job.iterating()
     operator_of = operators_of_parameters(state.chunks, read_topology(launch.world_size))
     execution = LiveExecution(state.chunks, state.optimizer, operator_of)
 
@@ -131,7 +92,7 @@ def measured(config: Any, launch: Any, pairs: int) -> dict[str, Any]:
         timed(turn)
         execution.thaw()
     times: dict[str, list[Any]] = {name: [] for name in parts}
-    for index in range(pairs):
+    for index in range(settings["pairs"]):
         for name, replay in parts.items():
             order = (iterate, replay) if index % 2 else (replay, iterate)
             found = {}
@@ -141,7 +102,7 @@ def measured(config: Any, launch: Any, pairs: int) -> dict[str, Any]:
             times[name].append((found[iterate], found[replay]))
     normal = [training for pairs_of_part in times.values() for training, _ in pairs_of_part]
     return {
-        "pairs": pairs,
+        "pairs": settings["pairs"],
         "iteration_s": statistics.median(wall_s for wall_s, _ in normal),
         "iteration_cpu_s": statistics.median(cpu_s for _, cpu_s in normal),
         "parts": {name: compared(found) for name, found in times.items()},
@@ -184,25 +145,8 @@ def timed(turn: Callable[[], None]) -> tuple[float, float]:
     return time.perf_counter() - started_s, float(cpu_s)
 
 
-def driver_loop(config: Any, launch: Any) -> tuple[Any, Callable[[], None]]:
-    """The training state, and one iteration of the driver."""
-    from megatron.pretrain.assemble import build_faults, build_metrics, build_state
-    from megatron.pretrain.batches import build_splits, training_iterators
-    from megatron.pretrain.loop import Trainer
-    from megatron.pretrain.tokenizer import build_tokenizer
-
-    tokenizer = build_tokenizer("ByteTokenizer", None, None)
-    state, transformer = build_state(config, tokenizer)
-    datasets = build_splits(config, tokenizer)
-    trainer = Trainer(state, transformer, datasets, build_metrics(config), build_faults(config, launch))
-    batches = training_iterators(config, datasets, state.progress)
-    for chunk in state.chunks:
-        chunk.train()
-    return state, lambda: trainer.iterate(batches)
-
-
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        work(sys.argv[1:])
+    if SETTINGS in os.environ:
+        on_ranks(sys.argv[1:], work)
     else:
         sys.exit(main())

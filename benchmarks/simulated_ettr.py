@@ -1,16 +1,15 @@
 """The simulator's ETTR of jobs on this machine beside what they reach under real faults (as MoEvement Table 4).
 
-What the simulator is told is measured first: what each strategy adds to an iteration, and in a job with a few faults at
+What the simulator gets is measured first: what each strategy adds to an iteration, and in a job with a few faults at
 fixed times how long a restart and a replayed iteration take. Then each strategy trains under faults at random times,
 and the simulator is given the same times. A machine whose cores are shared with others changes its speed by more than
-what is compared here, so all is told in iterations of the same job, and becomes seconds by the pace of the run that is
-predicted. With --write the result is kept as data and a page.
+what is compared here, so all is counted in iterations of the same job, and becomes seconds by the pace of the run that
+is predicted. With --write the result is kept as data and a page.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -19,17 +18,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from snapshot import machine
+from harness import ROOT, Benchmark, machine
 
 from megatron.core.dist_checkpointing.moe.simulate.ettr.behaviour import Nodes, RecoveryCost, Steady
 from megatron.core.dist_checkpointing.moe.simulate.ettr.events import simulate
 from megatron.core.dist_checkpointing.moe.simulate.ettr.faults import Fault as SimulatedFault
-from megatron.pretrain.chaos.faults import Fault, Kind, Odds, schedule
-from megatron.pretrain.chaos.job import ROOT, STOP_SIGNAL, Job, Outcome, Plan
-from megatron.pretrain.chaos.reports import ettr
+from moe_ckpt.drills.job import STOP_SIGNAL, DrillJob, DrillOutcome, JobPlan
+from moe_ckpt.drills.reports import ettr
+from moe_ckpt.drills.schedule import Kind, Odds, PlannedKill, schedule
 
-RESULT = Path(__file__).resolve().parent / "results" / "simulated_ettr.json"
-PAGE = ROOT / "docs" / "results" / "simulated-ettr.md"
+BENCHMARK = Benchmark("simulated_ettr", "simulated-ettr.md")
 TARGET = 0.015
 
 LAYOUT = {"NPROC": "2", "PP": "2", "EP": "1", "MAX_RESTARTS": "1000"}
@@ -87,19 +85,13 @@ class Inputs:
 
 def main() -> int:
     """Measure; exit code 1 unless six runs or more are predicted within 1.5 %."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = BENCHMARK.parser(__doc__)
     parser.add_argument("--seeds", type=int, default=2, help="runs of each setup (default: 2)")
     parser.add_argument("--minutes", type=float, default=2.5, help="of a run (default: 2.5)")
     parser.add_argument("--mtbf", type=float, default=75.0, help="seconds between faults (default: 75)")
-    parser.add_argument("--write", action="store_true", help=f"keep the result in {RESULT.name} and {PAGE.name}")
-    parser.add_argument("--report", action="store_true", help=f"measure nothing: show what {RESULT.name} has")
     arguments = parser.parse_args()
-    result = json.loads(RESULT.read_text()) if arguments.report else measured(arguments)
-    lines = list(page(result))
-    print("\n".join(lines))
-    if arguments.write:
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
-        PAGE.write_text("\n".join(lines) + "\n")
+    result = BENCHMARK.result(arguments, lambda: measured(arguments))
+    BENCHMARK.show(arguments, result, list(page(result)))
     return 0 if sum(abs(run["simulated"] - run["measured"]) <= TARGET for run in result["runs"]) >= 6 else 1
 
 
@@ -113,8 +105,8 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
             result["inputs"][name] = asdict(inputs)
             print(f"{name}: {inputs}", flush=True)
             for seed in range(arguments.seeds):
-                faults = schedule(seed, Odds(arguments.mtbf, 0.0, 1, 2), run_s)
-                outcome = job(Path(scratch) / "run", setup.flags, faults=faults, run_s=run_s)
+                kills = schedule(seed, Odds(arguments.mtbf, 0.0, 1, 2), run_s)
+                outcome = job(Path(scratch) / "run", setup.flags, kills=kills, run_s=run_s)
                 found = compared(name, setup, inputs, outcome)
                 result["runs"].append({"setup": name, "seed": seed} | found)
                 print(
@@ -129,10 +121,10 @@ def job(
     folder: Path,
     flags: Sequence[str],
     *,
-    faults: Sequence[Fault] = (),
+    kills: Sequence[PlannedKill] = (),
     run_s: float | None = None,
     exit_at: int | None = None,
-) -> Outcome:
+) -> DrillOutcome:
     """A job to its end, in a folder of its own that is removed."""
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=folder.name) as own:
         ending = ("--exit-interval", str(exit_at)) if exit_at else ()
@@ -140,25 +132,25 @@ def job(
         saved = ("--save", f"{own}/ckpt", "--load", f"{own}/ckpt") if "--save-interval" in flags else ()
         memory = ("--moe-ckpt-memory-dir", f"{own}/memory") if "--moe-ckpt-strategy" in flags else ()
         command = [str(ROOT / "scripts" / "train_cpu.sh"), *MODEL, *flags, *ending, *stop, *saved, *memory]
-        plan = Plan(folder.name, command, LAYOUT, faults, run_s)
-        with Job(plan, Path(own) / "job", Path(own) / "memory", lambda text: None) as running:
+        plan = JobPlan(folder.name, command, LAYOUT, kills, run_s)
+        with DrillJob(plan, Path(own) / "job", Path(own) / "memory", lambda text: None) as running:
             return running.run()
 
 
-def pace_s(outcome: Outcome, between: float) -> float:
+def pace_s(outcome: DrillOutcome, between: float) -> float:
     """Mean seconds from one trained iteration to the next, without the first ones. between: see `Inputs`."""
-    return between * statistics.fmean(one["iteration_time_s"] for one in outcome.journal.trained[WARM:])
+    return between * statistics.fmean(report["iteration_time_s"] for report in outcome.journal.trained[WARM:])
 
 
 def inputs_of(setup: Setup, folder: Path) -> Inputs:
-    """What the simulator is told of a setup."""
+    """What the simulator gets of a setup."""
     turns = [[job(folder, flags, exit_at=PACED) for flags in ((), setup.flags)] for _ in range(TURNS)]
     between = statistics.median(walls(paced) for _, paced in turns)
     ratios = [pace_s(without, walls(without)) / pace_s(paced, between) for without, paced in turns]
-    faults = [Fault(15.0 * (number + 1), Kind.RANK, number % 2) for number in range(CALIBRATION_FAULTS)]
-    outcome = job(folder, setup.flags, faults=faults, run_s=15.0 * (CALIBRATION_FAULTS + 1))
-    replayed = sum(one["replayed"] for one in outcome.journal.recoveries)
-    replay_s = sum(one["parts"].get("replay", 0.0) for one in outcome.journal.recoveries)
+    kills = [PlannedKill(15.0 * (number + 1), Kind.RANK, number % 2) for number in range(CALIBRATION_FAULTS)]
+    outcome = job(folder, setup.flags, kills=kills, run_s=15.0 * (CALIBRATION_FAULTS + 1))
+    replayed = sum(timeline["replayed"] for timeline in outcome.journal.recoveries)
+    replay_s = sum(timeline["parts"].get("replay", 0.0) for timeline in outcome.journal.recoveries)
     pace = pace_s(outcome, between)
     # A fault cuts off half an iteration on average, which the simulator counts by itself.
     down_s = outcome.wall_s - (len(outcome.journal.trained) - 1) * pace - replay_s
@@ -166,12 +158,12 @@ def inputs_of(setup: Setup, folder: Path) -> Inputs:
     return Inputs(min(1.0, statistics.median(ratios)), between, restart, replay_s / max(1, replayed) / pace)
 
 
-def walls(outcome: Outcome) -> float:
+def walls(outcome: DrillOutcome) -> float:
     """Of a job without faults: the time that passed by that in its iterations."""
-    return outcome.wall_s / sum(one["iteration_time_s"] for one in outcome.journal.reports[1:])
+    return outcome.wall_s / sum(report["iteration_time_s"] for report in outcome.journal.reports[1:])
 
 
-def compared(name: str, setup: Setup, inputs: Inputs, outcome: Outcome) -> dict[str, float]:
+def compared(name: str, setup: Setup, inputs: Inputs, outcome: DrillOutcome) -> dict[str, float]:
     """ETTR of a run, simulated with the faults as they struck, and measured."""
     pace = pace_s(outcome, inputs.between)
     useful_s = inputs.plain * pace
@@ -205,7 +197,7 @@ def recovery_of(setup: Setup, inputs: Inputs, first: int, pace: float) -> Callab
 def page(result: dict[str, Any]) -> Iterator[str]:
     """The result for people."""
     yield from ("# Simulated and measured ETTR", "")
-    yield f"Made by `benchmarks/simulated_ettr.py --write`; all figures are in `benchmarks/results/{RESULT.name}`."
+    yield "Made by `benchmarks/simulated_ettr.py --write`; all figures are in `benchmarks/results/simulated_ettr.json`."
     yield (
         f"2 processes on 2 cores, PP = 2; each run {result['run_s']:.0f} s with faults every"
         f" {result['mtbf_s']:.0f} s on average. The simulator got the costs of the second table, which were measured in"
@@ -229,8 +221,8 @@ def page(result: dict[str, Any]) -> Iterator[str]:
         "| setup | an iteration without checkpoints | a restart | a replayed iteration |",
         "|---|---|---|---|",
     )
-    for name, one in result["inputs"].items():
-        yield f"| {name} | {one['plain']:.3f} | {one['restart']:.1f} | {one['replayed'] or '-':.3} |"
+    for name, inputs in result["inputs"].items():
+        yield f"| {name} | {inputs['plain']:.3f} | {inputs['restart']:.1f} | {inputs['replayed'] or '-':.3} |"
     near = sum(abs(run["simulated"] - run["measured"]) <= TARGET for run in result["runs"])
     yield from ("", f"{near} of {len(result['runs'])} runs are predicted within {100 * TARGET:.1f} %.")
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from typing import Any
 
+from harness import spread
 from peers import NVRX, OURS
 
 LEAST_BANDWIDTH_RATIO = 0.60
@@ -28,12 +28,6 @@ def _pair_ratios(rows: dict[str, list[float]]) -> list[float]:
     return [ours / plain for ours, plain in zip(rows["capture_gb_per_s"], rows["memcpy_gb_per_s"], strict=True)]
 
 
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median, upper quartile."""
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, median, high
-
-
 def per_checkpoint(result: dict[str, Any], name: str, key: str) -> list[float]:
     """By how much `key` of the contestant's turns exceeds that of the turns without checkpoints, by round."""
     found, turns = result["checkpoints"], result["checkpoints"]["rows"]
@@ -48,12 +42,6 @@ def costs(result: dict[str, Any], name: str) -> dict[str, list[float]]:
         "stall": [row["stall_s"] for row in result["checkpoints"]["rows"][name]],
         "processor time": per_checkpoint(result, name, "cpu_s"),
     }
-
-
-def spread(values: Sequence[float], digits: int = 3) -> str:
-    """The median, and the quartiles in brackets."""
-    low, median, high = quartiles(values)
-    return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def report(result: dict[str, Any]) -> list[str]:
@@ -172,14 +160,14 @@ def _quotients(result: dict[str, Any], ours: str, peer: str) -> list[str]:
     turns = result["checkpoints"]["rows"]
     mine, theirs = costs(result, ours), costs(result, peer)
     mine["bytes"], theirs["bytes"] = ([row["bytes"] for row in turns[name]] for name in (ours, peer))
-    told = []
+    cells = []
     for key in mine:
         if min(theirs[key]) > 0:
-            told.append(spread([own / other for own, other in zip(mine[key], theirs[key], strict=True)], 2))
+            cells.append(spread([own / other for own, other in zip(mine[key], theirs[key], strict=True)], 2))
         else:
             other = statistics.median(theirs[key])
-            told.append(f"{statistics.median(mine[key]) / other:.2f} of medians" if other > 0 else "lost in noise")
-    return told
+            cells.append(f"{statistics.median(mine[key]) / other:.2f} of medians" if other > 0 else "lost in noise")
+    return cells
 
 
 def _peers(result: dict[str, Any]) -> list[str]:

@@ -1,7 +1,4 @@
-"""What each rank of `snapshot.py` does: copies alone, memory over many snapshots, checkpoints in turns.
-
-Started by scripts/train_cpu.sh; what to measure and where rank 0 leaves the result comes as JSON in SNAPSHOT_BENCHMARK.
-"""
+"""What each rank of `snapshot.py` does: copies alone, memory over many snapshots, checkpoints in turns."""
 
 from __future__ import annotations
 
@@ -10,51 +7,39 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness import SETTINGS, BenchmarkJob, build_job, on_ranks
 from peers import OURS, import_nvrx
-from snapshot_job import Job, Ours, build_job, live_tensors, sum_and_max
+from snapshot_session import Ours, live_tensors, sum_and_max
 from snapshot_turns import PEERS, checkpoints_in_turns, every_iteration
 
-SETTINGS = "SNAPSHOT_BENCHMARK"
 
-
-def main(argv: Sequence[str]) -> None:
-    """Build the training, measure what was asked for, leave the result."""
-    settings = json.loads(os.environ[SETTINGS])
-    has_nvrx = import_nvrx(Path(settings["nvrx"]))
-
-    from megatron.pretrain.config import parse_config
-    from megatron.pretrain.config.validate import resolve
-    from megatron.pretrain.initialize import Launch, initialize, probe_environment, shut_down
-
-    launch = Launch.from_environment()
-    config = resolve(parse_config(argv), probe_environment(launch.world_size))
-    initialize(config, launch)
+def measured(config: Any, launch: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Build the training, and measure what was asked for."""
     job = build_job(config, launch, Path(settings["folder"]))
     if settings["part"] == "memory":
-        result: dict[str, Any] = {"memory": _memory(job, settings["warm"], settings["iterations"])}
-    elif settings["part"] == "every iteration":
-        result = {"state": _state_facts(job)} | every_iteration(job, settings)
-    else:
-        names = [*OURS, *(name for name in PEERS if has_nvrx or not name.startswith("NVRx"))]
-        result = {"state": _state_facts(job), "bandwidth": _bandwidth(job, settings["copies"])}
-        result["checkpoints"] = checkpoints_in_turns(job, names, settings)
-    if launch.rank == 0:
-        Path(settings["result"]).write_text(json.dumps(result))
-    shut_down()
+        return {"memory": _memory(job, settings["warm"], settings["iterations"])}
+    if settings["part"] == "every iteration":
+        return {"state": _state_facts(job)} | every_iteration(job, settings)
+    names = [*OURS, *(name for name in PEERS if HAS_NVRX or not name.startswith("NVRx"))]
+    return {
+        "state": _state_facts(job),
+        "bandwidth": _bandwidth(job, settings["copies"]),
+        "checkpoints": checkpoints_in_turns(job, names, settings),
+    }
 
 
-def _state_facts(job: Job) -> dict[str, Any]:
+def _state_facts(job: BenchmarkJob) -> dict[str, Any]:
     """Bytes of the training state, by part: each value once, on the first of the ranks that have it."""
     sizes: dict[str, int] = {}
-    for one in live_tensors(job):
-        own = one.holders[0] == job.launch.rank if one.holders else True
-        name = one.part.name.lower()
-        sizes[name] = sizes.get(name, 0) + own * one.tensor.nbytes
+    for live in live_tensors(job):
+        own = live.holders[0] == job.launch.rank if live.holders else True
+        name = live.part.name.lower()
+        sizes[name] = sizes.get(name, 0) + own * live.tensor.nbytes
     parts = ("master", "moments", "compute")
     total, _ = sum_and_max([sizes.get(name, 0) for name in parts])
     parameters = sum(parameter.numel() for chunk in job.state.chunks for parameter in chunk.parameters())
@@ -65,7 +50,7 @@ def _state_facts(job: Job) -> dict[str, Any]:
     }
 
 
-def _bandwidth(job: Job, copies: int) -> dict[str, Any]:
+def _bandwidth(job: BenchmarkJob, copies: int) -> dict[str, Any]:
     """Capture of all of a rank's state into the memory tier against one memcpy of as many bytes, in pairs."""
     import torch
 
@@ -116,7 +101,7 @@ def _copied(capturer: Any, store: Any, layout: Any, arrays: tuple[Any, Any], ite
     return times[memcpy], times[capture]
 
 
-def _memory(job: Job, warm: int, iterations: int) -> dict[str, Any]:
+def _memory(job: BenchmarkJob, warm: int, iterations: int) -> dict[str, Any]:
     """Resident bytes of each rank without shared ones, after each iteration, with a snapshot at each."""
     found = {}
     _iterated(job.iterating(None), warm)
@@ -156,4 +141,6 @@ def _private_bytes() -> int:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    # Before Megatron-Core is imported, which looks for it once.
+    HAS_NVRX = import_nvrx(Path(json.loads(os.environ[SETTINGS])["nvrx"]))
+    on_ranks(sys.argv[1:], measured)

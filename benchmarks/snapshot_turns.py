@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import resource
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from peers import Contestant, NvrxLocal, TorchDist
-from snapshot_job import Job, Ours, sum_and_max
+from harness import BenchmarkJob
+from peers import Contestant, NoCheckpoints, NvrxLocal, TorchDistSaver
+from snapshot_session import Ours, sum_and_max
 
 PEERS: dict[str, Callable[..., Contestant]] = {
-    "torch_dist": lambda *where: TorchDist(*where, background=False),
-    "torch_dist async": lambda *where: TorchDist(*where, background=True),
+    "torch_dist": lambda *where: TorchDistSaver(*where, background=False),
+    "torch_dist async": lambda *where: TorchDistSaver(*where, background=True),
     "NVRx local": lambda *where: NvrxLocal(*where, background=False),
     "NVRx local async": lambda *where: NvrxLocal(*where, background=True),
 }
@@ -25,106 +25,75 @@ MIN_ROUNDS = 2
 class Timed:
     """A contestant between two clocks: what the thread that trains spends in it is the stall.
 
-    The loop tells a session more than peers want to know; `Ours` has one, to which that goes on.
+    Calls of the loop that peers have no use for go to the session of `Ours`, or to one that protects nothing.
     """
 
-    is_replaying = replays_alone = False
+    def __init__(self, contestant: Contestant) -> None:
+        from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected
 
-    def __init__(self, inner: Contestant) -> None:
-        self._inner, self.stall_s = inner, 0.0
-        self._session: Any = getattr(inner, "session", None)
+        self.contestant, self.stall_s = contestant, 0.0
+        self.session: Any = getattr(contestant, "session", Unprotected())
+        self.report = contestant.report
+        self.before_optimizer = self._timed(contestant.before_optimizer)
+        self.step_end = self._timed(contestant.step_end)
+        for name in ("passes", "reduced", "whole", "reported"):
+            setattr(self, name, self._timed(getattr(self.session, name)))
 
-    @property
-    def communicator(self) -> Any:
-        """The session's, if there is one."""
-        return self._session.communicator if self._session is not None else None
+    def __getattr__(self, name: str) -> Any:
+        """What takes no time: the state of the session, its communicator, its block around the optimizer's step."""
+        return getattr(self.session, name)
 
-    def stepping(self, *told: Any) -> Any:
-        """The session's, if there is one."""
-        return self._session.stepping(*told) if self._session is not None else contextlib.nullcontext()
-
-    def passes(self, *told: Any) -> None:
-        """As the session."""
-        self._tell("passes", *told)
-
-    def reduced(self, *told: Any) -> None:
-        """As the session."""
-        self._tell("reduced", *told)
-
-    def whole(self, *told: Any) -> None:
-        """As the session."""
-        self._tell("whole", *told)
-
-    def reported(self, *told: Any) -> None:
-        """As the session."""
-        self._tell("reported", *told)
-
-    def _tell(self, name: str, *told: Any) -> None:
-        if self._session is not None:
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
             started_s = time.perf_counter()
-            getattr(self._session, name)(*told)
-            self.stall_s += time.perf_counter() - started_s
+            try:
+                return call(*arguments)
+            finally:
+                self.stall_s += time.perf_counter() - started_s
 
-    def before_optimizer(self) -> float:
-        """As the contestant."""
-        started_s = time.perf_counter()
-        self._inner.before_optimizer()
-        waited_s = time.perf_counter() - started_s
-        self.stall_s += waited_s
-        return waited_s
-
-    def step_end(self, iteration: int, journal: Any) -> None:
-        """As the contestant."""
-        started_s = time.perf_counter()
-        self._inner.step_end(iteration, journal)
-        self.stall_s += time.perf_counter() - started_s
-
-    def report(self) -> Any:
-        """As the contestant."""
-        return self._inner.report()
+        return timed
 
 
-def checkpoints_in_turns(job: Job, names: Sequence[str], settings: dict[str, Any]) -> dict[str, Any]:
+def checkpoints_in_turns(job: BenchmarkJob, names: Sequence[str], settings: dict[str, Any]) -> dict[str, Any]:
     """Turns of all contestants and of training without checkpoints, in another order in each round."""
     return _in_turns(job, _contestants(job, names, settings["interval"]), settings)
 
 
-def every_iteration(job: Job, settings: dict[str, Any]) -> dict[str, Any]:
+def every_iteration(job: BenchmarkJob, settings: dict[str, Any]) -> dict[str, Any]:
     """The same with a checkpoint after each iteration; and the bytes of each window of `sparse`, by name and rank."""
     import torch
 
     entered = _contestants(job, ("sparse", "sparse/4", "full", "torch_dist async"), interval=1)
     found = _in_turns(job, entered, settings)
     windows: dict[str, list[Any]] = {}
-    for name, (_, one) in entered.items():
-        if isinstance(one, Ours) and name.startswith("sparse"):
+    for name, (_, contestant) in entered.items():
+        if isinstance(contestant, Ours) and name.startswith("sparse"):
             windows[name] = [None] * job.launch.world_size
-            torch.distributed.all_gather_object(windows[name], one.windows())
+            torch.distributed.all_gather_object(windows[name], contestant.windows())
     return {"checkpoints": found, "windows": windows}
 
 
-def _contestants(job: Job, names: Sequence[str], interval: int) -> dict[str, tuple[Job, Contestant | None]]:
-    """Each contestant with the training as it counts it; `none` checkpoints nothing."""
-    entered: dict[str, tuple[Job, Contestant | None]] = {"none": (job.counting_anew(), None)}
+Entered = dict[str, tuple[BenchmarkJob, Contestant]]
+"""Each contestant with the training as it counts it; `none` checkpoints nothing."""
+
+
+def _contestants(job: BenchmarkJob, names: Sequence[str], interval: int) -> Entered:
+    entered: Entered = {"none": (job.counting_anew(), NoCheckpoints())}
     for name in names:
         own = job.counting_anew()
-        entered[name] = (
-            own,
-            (
-                PEERS[name](own.state, job.folder / name.replace(" ", "-"), interval)
-                if name in PEERS
-                else Ours(own, name, interval)
-            ),
-        )
+        if name in PEERS:
+            entered[name] = own, PEERS[name](own.state, job.folder / name.replace(" ", "-"), interval)
+        else:
+            entered[name] = own, Ours(own, name, interval)
     return entered
 
 
-def _in_turns(job: Job, entered: dict[str, tuple[Job, Contestant | None]], settings: dict[str, Any]) -> dict[str, Any]:
+def _in_turns(job: BenchmarkJob, entered: Entered, settings: dict[str, Any]) -> dict[str, Any]:
     interval, per_turn = settings["interval"], settings["checkpoints_per_turn"]
     jobs, contestants = ({name: both[at] for name, both in entered.items()} for at in (0, 1))
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in contestants}
     order, shuffled = list(contestants), random.Random(0)
-    clocks = {name: Timed(one) if one is not None else None for name, one in contestants.items()}
+    clocks = {name: Timed(contestant) for name, contestant in contestants.items()}
     loops = {name: jobs[name].iterating(clock) for name, clock in clocks.items()}
     until_s = time.monotonic() + settings["seconds"]
     for at in range(settings["rounds"] + 1):
@@ -132,31 +101,28 @@ def _in_turns(job: Job, entered: dict[str, tuple[Job, Contestant | None]], setti
         if late and at > MIN_ROUNDS:
             break
         for name in order:
-            turn = _turn(loops[name], (contestants[name], clocks[name]), interval, per_turn)
+            turn = _turn(loops[name], clocks[name], interval, per_turn)
             if at:  # the first round fills caches
                 rows[name].append(turn)
         if job.launch.rank == 0:
             print(f"round {at}: " + ", ".join(f"{name} {r[-1]['turn_s']:.2f} s" for name, r in rows.items() if r))
         shuffled.shuffle(order)
-    for one in contestants.values():
-        if one is not None:
-            one.close()
+    for contestant in contestants.values():
+        contestant.close()
     return {"interval": interval, "checkpoints_per_turn": per_turn, "rows": rows}
 
 
-def _turn(
-    iterate: Callable[[], None], contestant: tuple[Contestant | None, Timed | None], interval: int, checkpoints: int
-) -> dict[str, float]:
+def _turn(iterate: Callable[[], None], clock: Timed, interval: int, checkpoints: int) -> dict[str, float]:
     """Time iterations with `checkpoints` checkpoints in steady state: what is still written of the one before the first
     is inside, what is written after the last is not."""
     import torch
 
-    one, clock = contestant
-    if isinstance(one, Ours):
-        one.begin_turn()
+    contestant = clock.contestant
+    if isinstance(contestant, Ours):
+        contestant.begin_turn()
     for _ in range(interval):
         iterate()
-    stall_s = clock.stall_s if clock else 0.0
+    stall_s = clock.stall_s
     torch.distributed.barrier()
     cpu_s, started_s = _cpu_s(), time.perf_counter()
     for _ in range(interval * checkpoints):
@@ -164,13 +130,11 @@ def _turn(
     torch.distributed.barrier()
     elapsed_s = time.perf_counter() - started_s
     cpu_s = _cpu_s() - cpu_s
-    stall_s = (clock.stall_s if clock else 0.0) - stall_s
-    if one is not None:
-        one.settle()
+    stall_s = clock.stall_s - stall_s
+    contestant.settle()
     _rest()
-    nbytes = one.written_bytes() if one is not None else 0
-    if one is not None:
-        one.tidy()
+    nbytes = contestant.written_bytes()
+    contestant.tidy()
     (all_cpu_s, written, _), (_, _, most_stall_s) = sum_and_max([cpu_s, nbytes, stall_s])
     return {
         "turn_s": elapsed_s,

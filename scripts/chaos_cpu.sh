@@ -7,4 +7,4 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}
-exec "$python" -m megatron.pretrain.chaos "$@"
+exec "$python" -m moe_ckpt.drills "$@"

@@ -50,8 +50,9 @@ def main() -> int:
         flags = (*COMMON, *PROTECTED, "--moe-ckpt-memory-dir", memory, "--moe-ckpt-inject-fault", fault)
         killed, recoveries = train(folder / "killed.jsonl", flags)
 
-    if [one["scope"] for one in recoveries] != ["local"]:
-        say(f"One recovery of one stage was expected, but there were {[one['scope'] for one in recoveries]}.")
+    scopes = [recovery["scope"] for recovery in recoveries]
+    if scopes != ["local"]:
+        say(f"One recovery of one stage was expected, but there were {scopes}.")
         return 1
     show_timeline(recoveries[0])
     equal = compare({report["iteration"]: report["lm_loss"] for report in undisturbed}, killed)
@@ -100,8 +101,8 @@ def compare(undisturbed: dict[int, float], killed: Sequence[Report]) -> bool:
         equal = undisturbed[iteration] == loss
         unequal += not equal
         if (again and again[0] - 3 <= index <= again[-1] + 3) or not equal:
-            told = f"{'yes' if equal else 'NO'}{', replayed' if report['replayed'] else ''}"
-            say(f"{iteration:>9}  {undisturbed[iteration]!r:>20}  {loss!r:>20}  {told}")
+            verdict = f"{'yes' if equal else 'NO'}{', replayed' if report['replayed'] else ''}"
+            say(f"{iteration:>9}  {undisturbed[iteration]!r:>20}  {loss!r:>20}  {verdict}")
     trained = [report["iteration"] for report in killed if not report["replayed"]]
     once = trained == list(range(1, ITERATIONS + 1))
     say(f"\n{len(killed)} losses, {len(again)} of them replayed: {f'{unequal} NOT' if unequal else 'all'} bit-equal.")

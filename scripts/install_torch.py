@@ -10,7 +10,7 @@ TORCH = "torch==2.13.0"
 
 
 def main() -> int:
-    """Exit code: 0 installed, 1 refused or failed; what to do is said on standard error."""
+    """Exit code: 0 installed, 1 refused or failed; standard error gets what to do."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet"]
     index = ["--index-url", os.environ["TORCH_INDEX_URL"]] if "TORCH_INDEX_URL" in os.environ else []
     if not _has_gpu():

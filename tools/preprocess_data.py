@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from megatron.pretrain.errors import PretrainError, UsageError
+from megatron.pretrain.errors import InvalidInput, PretrainError
 from megatron.pretrain.preprocess import PreprocessRequest, preprocess
 from megatron.pretrain.tokenizer import TOKENIZER_TYPES
 
@@ -29,7 +29,7 @@ def parse_arguments(arguments: list[str]) -> tuple[PreprocessRequest, int]:
     parser.add_argument("--log-interval", type=int, default=1000, help="documents between two progress lines")
     flags = parser.parse_args(arguments)
     if flags.log_interval < 1:
-        raise UsageError(f"--log-interval {flags.log_interval}: at least 1 is needed")
+        raise InvalidInput(f"--log-interval {flags.log_interval}: at least 1 is needed")
     request = PreprocessRequest(
         inputs=tuple(flags.input),
         json_keys=tuple(dict.fromkeys(flags.json_keys)),
@@ -59,16 +59,16 @@ def progress_printer(log_interval: int) -> Callable[[int, int], None]:
 def main(arguments: list[str]) -> int:
     try:
         request, log_interval = parse_arguments(arguments)
-        summaries = preprocess(request, progress_printer(log_interval))
+        corpora = preprocess(request, progress_printer(log_interval))
     except PretrainError as error:
         print(f"preprocess_data: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
         print(f"preprocess_data: {error}; nothing was replaced", file=sys.stderr)
         return 1
-    for summary in summaries:
-        empty = f" ({summary.empty_documents} empty left out)" if summary.empty_documents else ""
-        print(f"{summary.prefix}: {summary.documents} documents{empty}, {summary.tokens} tokens")
+    for corpus in corpora:
+        empty = f" ({corpus.empty_documents} empty left out)" if corpus.empty_documents else ""
+        print(f"{corpus.prefix}: {corpus.documents} documents{empty}, {corpus.tokens} tokens")
     return 0
 
 

@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.pretrain.errors import PretrainError, UsageError
+from megatron.pretrain.errors import InvalidInput, PretrainError
 from megatron.pretrain.indexed_corpus import IndexedCorpus, open_corpus
 from megatron.pretrain.preprocess import corpus_writer, encode_document, read_documents
 from megatron.pretrain.tokenizer import ByteTokenizer
@@ -42,7 +42,7 @@ def build(output_prefix: str, max_bytes: int) -> str:
     tokenizer = ByteTokenizer()
     paths = tuple(stdlib_sources(root, max_bytes))
     if not paths:
-        raise UsageError(f"no standard library source below {max_bytes} bytes under {root}; raise --max-mb")
+        raise InvalidInput(f"no standard library source below {max_bytes} bytes under {root}; raise --max-mb")
     with corpus_writer(output_prefix, tokenizer.vocab_size) as writer:
         for path in paths:
             for document in read_documents(path, ("text",)):
@@ -53,7 +53,7 @@ def build(output_prefix: str, max_bytes: int) -> str:
 def _whole_corpus(prefix: str) -> IndexedCorpus | None:
     try:
         return open_corpus(prefix)
-    except UsageError:  # missing or torn
+    except InvalidInput:  # missing or torn
         return None
 
 

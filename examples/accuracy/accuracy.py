@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from demo_jobs import Run, Size, train  # noqa: E402
+from demo_jobs import DemoRun, Size, train  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
 SEED = 1234
@@ -57,7 +57,7 @@ def _size(iterations: int, eval_interval: int, eval_iters: int) -> Size:
     return Size(iterations, eval_interval, eval_iters, tuple(points))
 
 
-def broken(runs: Sequence[Run]) -> Iterator[str]:
+def broken(runs: Sequence[DemoRun]) -> Iterator[str]:
     """A sentence for each run that must be exact and is not: in a loss of any iteration, or of an evaluation."""
     reference = runs[0]
     for run in runs:
@@ -71,7 +71,7 @@ def broken(runs: Sequence[Run]) -> Iterator[str]:
         yield "sparse: nothing was replayed, so nothing was shown"
 
 
-def write(runs: Sequence[Run], size: Size, folder: Path) -> None:
+def write(runs: Sequence[DemoRun], size: Size, folder: Path) -> None:
     """Figures as JSON, as a picture and as a page."""
     folder.mkdir(parents=True, exist_ok=True)
     data = {"size": asdict(size), "seed": SEED, "runs": [asdict(run) for run in runs]}
@@ -80,7 +80,7 @@ def write(runs: Sequence[Run], size: Size, folder: Path) -> None:
     plot(runs, folder / "accuracy.png")
 
 
-def page(runs: Sequence[Run], size: Size) -> str:
+def page(runs: Sequence[DemoRun], size: Size) -> str:
     """The results for people."""
     head = "| strategy | trained again | of these replayed | mean snapshot | lost tokens | validation loss | losses |"
     rows = [_row(run, runs[0]) for run in runs]
@@ -89,13 +89,13 @@ def page(runs: Sequence[Run], size: Size) -> str:
     return _PAGE.format(table=table, iterations=size.iterations, points=points, full=FULL_INTERVAL, window=WINDOW)
 
 
-def _row(run: Run, reference: Run) -> str:
+def _row(run: DemoRun, reference: DemoRun) -> str:
     again = len(run.losses) - len(dict(run.losses))
     snapshot = f"{run.mean_snapshot * run.largest_bytes / 1e6:.2f} MB" if run.snapshots else "none"
     equal = all(loss == dict(reference.losses)[iteration] for iteration, loss in run.losses)
-    told = "bit-equal" if equal else "other"
+    losses = "bit-equal" if equal else "other"
     change = f"{run.final:.4f} ({run.final / reference.final - 1:+.2%})"
-    cells = (run.name, again, run.replayed, snapshot, f"{run.plt:.2%}", change, "" if run is reference else told)
+    cells = (run.name, again, run.replayed, snapshot, f"{run.plt:.2%}", change, "" if run is reference else losses)
     return f"| {' | '.join(map(str, cells))} |"
 
 
@@ -124,7 +124,7 @@ large ones. That `full` and `sparse` end exactly where it does holds for any mod
 """
 
 
-def plot(runs: Sequence[Run], path: Path) -> None:
+def plot(runs: Sequence[DemoRun], path: Path) -> None:
     """Validation loss over training, and by how much it is off the fault-free run; faults are dotted."""
     import matplotlib
 

@@ -14,11 +14,11 @@ from pathlib import Path
 LAST = 5
 """Iterations whose mean loss counts as the loss at the end."""
 HEAD = re.compile(r"(recovered iteration \d+ .*) in \S+ s( \(\w+ rollback\)):")
-TOLD = re.compile(r"  (?:not local|stage|window|ranks|lost in|proportion)")
+DETAIL = re.compile(r"  (?:not local|stage|window|ranks|lost in|proportion)")
 
 
 @dataclass(frozen=True)
-class Run:
+class ComparedRun:
     """A run: (iteration, loss, gradient norm, whether replayed) in the order of training, and its log."""
 
     steps: tuple[tuple[int, float, float, bool], ...]
@@ -48,18 +48,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--lossy", type=float, metavar="SHARE", help="by how much the loss at the end may differ")
     arguments = parser.parse_args(argv)
     undisturbed, killed = read(arguments.undisturbed), read(arguments.killed)
-    told = list(recoveries(killed.log))
-    print("\n".join(told) or "Nothing was recovered: there was no fault, or the run was started anew.")
+    found = list(recoveries(killed.log))
+    print("\n".join(found) or "Nothing was recovered: there was no fault, or the run was started anew.")
     print(f"{len(killed.steps)} iterations run, {killed.again} of them again; loss at the end {killed.end:.2f}")
     if arguments.lossy is None:
         verdict, good = exact(undisturbed, killed)
     else:
         verdict, good = close(undisturbed, killed, arguments.lossy)
     print(verdict)
-    return 0 if told and good else 1
+    return 0 if found and good else 1
 
 
-def read(run: Path) -> Run:
+def read(run: Path) -> ComparedRun:
     """A run from the files that it left."""
     reports = map(json.loads, run.with_suffix(".jsonl").read_text().splitlines())
     steps = (
@@ -67,7 +67,7 @@ def read(run: Path) -> Run:
         for report in reports
         if "recovery" not in report
     )
-    return Run(tuple(steps), run.with_suffix(".log").read_text())
+    return ComparedRun(tuple(steps), run.with_suffix(".log").read_text())
 
 
 def recoveries(log: str) -> Iterator[str]:
@@ -75,11 +75,11 @@ def recoveries(log: str) -> Iterator[str]:
     for line in log.splitlines():
         if head := HEAD.fullmatch(line):
             yield "".join(head.groups())
-        elif TOLD.match(line):
+        elif DETAIL.match(line):
             yield line
 
 
-def exact(undisturbed: Run, killed: Run) -> tuple[str, bool]:
+def exact(undisturbed: ComparedRun, killed: ComparedRun) -> tuple[str, bool]:
     """Whether every iteration, those that were run again included, has the bits of the undisturbed run."""
     expected = undisturbed.computed
     unlike = sorted({step[0] for step in killed.steps if step[1:3] != expected.get(step[0])})
@@ -89,7 +89,7 @@ def exact(undisturbed: Run, killed: Run) -> tuple[str, bool]:
     return "Every loss and gradient norm is that of the undisturbed run, to the last bit.", True
 
 
-def close(undisturbed: Run, killed: Run, share: float) -> tuple[str, bool]:
+def close(undisturbed: ComparedRun, killed: ComparedRun, share: float) -> tuple[str, bool]:
     """Whether the loss at the end is near that of the undisturbed run."""
     off = killed.end / undisturbed.end - 1
     good = abs(off) <= share and killed.computed.keys() == undisturbed.computed.keys()

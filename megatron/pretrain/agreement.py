@@ -1,4 +1,4 @@
-"""Outcomes that all ranks share: what fails on one rank fails on all of them, with the same words."""
+"""Outcomes that all ranks share: what fails on one rank is raised on all of them, with the same words."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron.pretrain.errors import UsageError
+from megatron.pretrain.errors import InvalidInput
 
-Value = TypeVar("Value")
+T = TypeVar("T")
 
 
 class RankFailure(Exception):
     """Something failed on at least one rank; the text names the ranks and the first reason."""
 
 
-def on_rank_zero(action: Callable[[], Value], errors: tuple[type[Exception], ...] = (OSError,)) -> Value:
+def on_rank_zero(action: Callable[[], T], errors: tuple[type[Exception], ...] = (OSError,)) -> T:
     """Run `action` on rank 0 and return its value on every rank.
 
     If it raises one of `errors`, every rank raises an equal exception: the same type and arguments.
@@ -31,21 +31,20 @@ def on_rank_zero(action: Callable[[], Value], errors: tuple[type[Exception], ...
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         raise outcome[1]
-    value: Value = outcome[0]
+    value: T = outcome[0]
     return value
 
 
-def raise_together(problem: str | None) -> None:
+def raise_on_all_ranks(problem: str | None) -> None:
     """Raise RankFailure on every rank if `problem` is given on any; a collective over all ranks."""
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    failed = [rank for rank, text in enumerate(problems) if text is not None]
+    failed = _gathered(problem)
     if failed:
-        raise RankFailure(f"{problems[failed[0]]} (on {_named(failed)})")
+        ranks = ", ".join(map(str, failed))
+        raise RankFailure(f"{next(iter(failed.values()))} (on rank{'s' if len(failed) > 1 else ''} {ranks})")
 
 
 def all_done(is_done: bool) -> bool:
-    """Whether `is_done` is said on every rank; a short collective over all ranks.
+    """Whether `is_done` holds on every rank; a short collective over all ranks.
 
     Asked again and again while work goes on beside it, so that no collective waits as long as the slowest rank takes.
     """
@@ -54,23 +53,23 @@ def all_done(is_done: bool) -> bool:
     return not unfinished.item()
 
 
-def usage_errors_together(action: Callable[[], Value]) -> Value:
-    """Run `action` on every rank; a UsageError on any becomes a UsageError on all. A collective over all ranks.
+def raise_invalid_input_on_all_ranks(action: Callable[[], T]) -> T:
+    """Run `action` on every rank; an InvalidInput on any becomes an InvalidInput on all. A collective over all ranks.
 
     `action` must not raise it between collectives of its own, where other ranks would wait.
     """
     problem, value = None, None
     try:
         value = action()
-    except UsageError as error:
+    except InvalidInput as error:
         problem = str(error)
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for text in problems:
-        if text is not None:
-            raise UsageError(text)
+    for text in _gathered(problem).values():
+        raise InvalidInput(text)
     return value  # type: ignore[return-value]
 
 
-def _named(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+def _gathered(problem: str | None) -> dict[int, str]:
+    """The problems of all ranks, by rank; a collective."""
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    return {rank: text for rank, text in enumerate(problems) if text is not None}

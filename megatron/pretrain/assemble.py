@@ -9,10 +9,10 @@ import torch
 
 from megatron.core.dist_checkpointing.moe.runtime.faults import FaultInjector, parse_fault
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.pretrain.agreement import usage_errors_together
+from megatron.pretrain.agreement import raise_invalid_input_on_all_ranks
 from megatron.pretrain.checkpoint.state import Progress, TrainingState
 from megatron.pretrain.config import PretrainConfig
-from megatron.pretrain.errors import UsageError
+from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.initialize import Launch
 from megatron.pretrain.metrics import Metrics
 from megatron.pretrain.model import build_model, build_transformer_config
@@ -33,7 +33,7 @@ def build_state(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[TrainingS
 
 
 def build_metrics(config: PretrainConfig) -> Metrics:
-    """The writer of this rank's numbers; a collective. Raises UsageError on all ranks if a file cannot be opened."""
+    """The writer of this rank's numbers; a collective. Raises InvalidInput on all ranks if a file cannot be opened."""
     training = config.training
 
     def opened() -> Metrics:
@@ -45,9 +45,9 @@ def build_metrics(config: PretrainConfig) -> Metrics:
                 tensorboard_dir=training.tensorboard_dir,
             )
         except OSError as error:
-            raise UsageError(f"--metrics-jsonl or --tensorboard-dir cannot be written: {error}") from error
+            raise InvalidInput(f"--metrics-jsonl or --tensorboard-dir cannot be written: {error}") from error
 
-    return usage_errors_together(opened)
+    return raise_invalid_input_on_all_ranks(opened)
 
 
 def build_faults(config: PretrainConfig, launch: Launch) -> FaultInjector:

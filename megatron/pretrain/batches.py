@@ -12,7 +12,7 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.utils import get_batch_on_this_cp_rank
-from megatron.pretrain.agreement import on_rank_zero, usage_errors_together
+from megatron.pretrain.agreement import on_rank_zero, raise_invalid_input_on_all_ranks
 from megatron.pretrain.checkpoint.state import Progress
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.config.derived import virtual_pipeline_size
@@ -36,9 +36,9 @@ class Datasets:
 
 
 def build_splits(config: PretrainConfig, tokenizer: Tokenizer) -> Datasets:
-    """Build the datasets that this rank reads; a collective over all ranks. Raises UsageError for a bad corpus."""
+    """Build the datasets that this rank reads; a collective over all ranks. Raises InvalidInput for a bad corpus."""
     train, valid, test = build_datasets(
-        _request(config), tokenizer, lambda: _needs_data(config), agree=usage_errors_together
+        _request(config), tokenizer, lambda: _needs_data(config), agree=raise_invalid_input_on_all_ranks
     )
     # Rank 0 is on the first pipeline stage, which reads every split that exists.
     splits = {"train": train, "valid": valid, "test": test}

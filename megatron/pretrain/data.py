@@ -17,7 +17,7 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.pretrain.data_request import SPLIT_NAMES, Blend, DatasetRequest, parse_blend, parse_split
-from megatron.pretrain.errors import PretrainError, UsageError
+from megatron.pretrain.errors import InvalidInput, PretrainError
 from megatron.pretrain.indexed_corpus import (
     IndexedCorpus,
     check_token_ids,
@@ -51,8 +51,8 @@ def build_datasets(
     others read. Items are dicts of `tokens`, `labels`, `position_ids` (int64, [sequence_length]), `loss_mask` (float32,
     [sequence_length]) and, if asked for, `attention_mask` (bool, [1, sequence_length, sequence_length], true = masked).
 
-    Raises `UsageError` for missing, foreign or truncated files, tokens beyond the vocabulary, a bad split or blend, and
-    too few tokens, before anything is built; `agree` makes what one rank raises there the error of all ranks.
+    Raises `InvalidInput` for missing, foreign or truncated files, tokens beyond the vocabulary, a bad split or blend,
+    and too few tokens, before anything is built; `agree` makes what one rank raises there the error of all ranks.
     """
     config, wanted = agree(lambda: _prepare(request, tokenizer))
     if not any(wanted):
@@ -74,7 +74,7 @@ def _prepare(request: DatasetRequest, tokenizer: Tokenizer) -> Prepared:
         for samples, span, blend in zip(request.num_samples, spans, blends, strict=True)
     ]
     if request.num_samples[0] > 0 and not wanted[0]:
-        raise UsageError("training has no data: give --train-data-path, or --split a first share above 0")
+        raise InvalidInput("training has no data: give --train-data-path, or --split a first share above 0")
     if any(wanted) and not request.mock:
         corpora = {prefix: open_corpus(prefix) for blend in blends if blend for prefix in blend.prefixes}
         for corpus in corpora.values():
@@ -124,11 +124,11 @@ def build_data_iterator(
     """Micro-batches of `dataset` for one data-parallel rank, behind the `consumed_samples` of the whole job.
 
     Each is a dict of a sample's tensors stacked along a first axis of `micro_batch_size`. `num_workers` processes load
-    ahead, 0 loads in this one. No global random state is drawn. Raises `UsageError` for sizes that make no sense.
+    ahead, 0 loads in this one. No global random state is drawn. Raises `InvalidInput` for sizes that make no sense.
     Take the first batch on the main thread: workers end with the thread that started them.
     """
     if num_workers < 0:
-        raise UsageError(f"--num-workers {num_workers}: must not be negative")
+        raise InvalidInput(f"--num-workers {num_workers}: must not be negative")
     sampler = PretrainingSampler(
         len(dataset),  # type: ignore[arg-type]
         consumed_samples,
@@ -205,14 +205,14 @@ def _check_size(
     for corpus in corpora:
         tokens = corpus.tokens_between(*span)
         if tokens < needed_tokens:
-            raise UsageError(
+            raise InvalidInput(
                 f"data prefix {corpus.prefix} is too small: {source} has {tokens} tokens and a sample takes "
                 f"{needed_tokens}; add text, shorten --seq-length or change the split"
             )
         available_samples += (tokens - 1) // request.sequence_length
     asked_samples = request.num_samples[split]
     if len(corpora) > 1 and blend.weights is None and available_samples < asked_samples:
-        raise UsageError(
+        raise InvalidInput(
             f"a blend without weights is read once: {source} has {available_samples} samples and {asked_samples} are "
             "needed; put a weight before each prefix, or ask for fewer iterations"
         )
@@ -231,7 +231,7 @@ def _prepare_cache(request: DatasetRequest, corpora: tuple[IndexedCorpus, ...]) 
             directory.mkdir(parents=True, exist_ok=True)
             discard_torn_indices(directory)
         except OSError as error:
-            raise UsageError(
+            raise InvalidInput(
                 f"sample indices cannot be kept in {root}: {error.strerror}; name another place with --data-cache-path"
             ) from error
     return directory

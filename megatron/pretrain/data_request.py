@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron.pretrain.errors import UsageError
+from megatron.pretrain.errors import InvalidInput
 
 SPLIT_NAMES = ("training", "validation", "test")
 
@@ -52,38 +52,38 @@ class DatasetRequest:
         return self.train_data_path, self.valid_data_path, self.test_data_path
 
     def check(self) -> None:
-        """Raise `UsageError` when the fields contradict each other or make no sense by themselves."""
+        """Raise `InvalidInput` when the fields contradict each other or make no sense by themselves."""
         given = [bool(self.data_path), any(self.per_split_paths), self.mock]
         if sum(given) > 1:
-            raise UsageError("--data-path, --train/valid/test-data-path and --mock-data exclude each other; give one")
+            raise InvalidInput("--data-path, --train/valid/test-data-path and --mock-data exclude each other; give one")
         if not any(given):
-            raise UsageError("no data: give --data-path, --train-data-path or --mock-data")
+            raise InvalidInput("no data: give --data-path, --train-data-path or --mock-data")
         if self.sequence_length < 1:
-            raise UsageError(f"--seq-length {self.sequence_length}: at least 1 is needed")
+            raise InvalidInput(f"--seq-length {self.sequence_length}: at least 1 is needed")
         if min(self.num_samples) < 0:
-            raise UsageError(f"sample counts {self.num_samples} must not be negative")
+            raise InvalidInput(f"sample counts {self.num_samples} must not be negative")
 
 
 def parse_split(split: str) -> str:
     """The split in Megatron's spelling: up to three shares separated by commas, none negative, not all zero.
 
-    Raises `UsageError` otherwise; Megatron would read any digits it finds and divide by zero.
+    Raises `InvalidInput` otherwise; Megatron would read any digits it finds and divide by zero.
     """
     try:
         shares = [float(share) for share in split.split(",")]
     except ValueError as error:
-        raise UsageError(f'--split "{split}" is not numbers separated by commas, such as 969,30,1') from error
+        raise InvalidInput(f'--split "{split}" is not numbers separated by commas, such as 969,30,1') from error
     if len(shares) > len(SPLIT_NAMES) or not all(math.isfinite(share) and share >= 0 for share in shares):
-        raise UsageError(f'--split "{split}" needs one to three shares (training,validation,test), none negative')
+        raise InvalidInput(f'--split "{split}" needs one to three shares (training,validation,test), none negative')
     if sum(shares) == 0:
-        raise UsageError(f'--split "{split}" sums to 0; give at least one share that is not 0')
+        raise InvalidInput(f'--split "{split}" sums to 0; give at least one share that is not 0')
     return ",".join(f"{share:f}" for share in shares)
 
 
 def parse_blend(paths: tuple[str, ...], flag: str) -> Blend | None:
     """The blend a path tuple spells, `None` for an empty one; `flag` names it in errors.
 
-    Weights are recognised when every other entry, from the first, is a number. Raises `UsageError` when only some
+    Weights are recognised when every other entry, from the first, is a number. Raises `InvalidInput` when only some
     are, or when a weight is not positive.
     """
     if not paths:
@@ -96,7 +96,7 @@ def parse_blend(paths: tuple[str, ...], flag: str) -> Blend | None:
     chosen = []
     for entry, weight in zip(paths[::2], weights, strict=True):
         if weight is None or not math.isfinite(weight) or weight <= 0:
-            raise UsageError(f"{flag} {' '.join(paths)}: `{entry}` stands where a positive weight is expected")
+            raise InvalidInput(f"{flag} {' '.join(paths)}: `{entry}` stands where a positive weight is expected")
         chosen.append(weight)
     if len(chosen) == 1:
         return Blend(paths[1:], None)

@@ -1,18 +1,17 @@
 """Recovers from snapshots in storage, replays what they need, saves a dense checkpoint, ends: `moe-ckpt convert`."""
 
 import sys
-from collections.abc import Sequence
 
 import megatron.pretrain.core_import  # noqa: F401  # before all that imports Megatron-Core
-from megatron.pretrain.config import PretrainConfig, parse_config
-from megatron.pretrain.config.validate import resolve
-from megatron.pretrain.ending import exit_code_of
-from megatron.pretrain.errors import UsageError
-from megatron.pretrain.initialize import Launch, initialize, probe_environment, shut_down
-from megatron.pretrain.logs import configure_logging
+from megatron.core.dist_checkpointing.moe.recover.marks import Timestamps
+from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected
+from megatron.pretrain.config import PretrainConfig
+from megatron.pretrain.errors import InvalidInput
+from megatron.pretrain.initialize import Launch, initialize
+from megatron.pretrain.worker import run_worker
 
 
-def densify(config: PretrainConfig, launch: Launch) -> None:
+def densify(config: PretrainConfig, launch: Launch, _marks: Timestamps) -> None:
     """Write the newest state in `--moe-ckpt-persist-dir` into `--save`."""
     initialize(config, launch)
 
@@ -28,8 +27,10 @@ def densify(config: PretrainConfig, launch: Launch) -> None:
     tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size)
     state, transformer = build_state(config, tokenizer)
     session = resume(state, launch)
-    if session is None or not (session.is_replaying or state.progress.iteration):
-        raise UsageError(f"no state can be recovered from {config.moe_checkpoint.persist_dir}; the lines above say why")
+    if isinstance(session, Unprotected) or not (session.is_replaying or state.progress.iteration):
+        raise InvalidInput(
+            f"no state can be recovered from {config.moe_checkpoint.persist_dir}; the lines above say why"
+        )
     with driver_errors():
         if session.is_replaying:
             datasets = build_splits(config, tokenizer)
@@ -40,19 +41,5 @@ def densify(config: PretrainConfig, launch: Launch) -> None:
         session.shutdown(keep_memory=False)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Exit code: 0 written, 1 failed, 2 flags or inputs that cannot work."""
-    launch = Launch.from_environment()
-    configure_logging(launch)
-    try:
-        config = resolve(parse_config(argv), probe_environment(launch.world_size))
-        densify(config, launch)
-    except Exception as error:
-        return exit_code_of(error, launch)
-    finally:
-        shut_down()
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_worker(sys.argv[1:], densify))

@@ -12,7 +12,7 @@ class PretrainError(Exception):
     exit_code = 1
 
 
-class UsageError(PretrainError):
+class InvalidInput(PretrainError):
     """Flags or inputs that cannot work; nothing was changed."""
 
     exit_code = 2
@@ -22,5 +22,5 @@ class TrainingFailure(PretrainError):
     """Training cannot go on; raised where it is noticed, which may be one rank only."""
 
 
-class ToldToEnd(TrainingFailure):
+class Terminated(TrainingFailure):
     """The launcher asked this rank to end (SIGTERM), as it does with all when one has failed."""

@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megatron.pretrain.errors import UsageError
+from megatron.pretrain.errors import InvalidInput
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _TOKEN_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 _SCANNED_BYTES = 16 * 2**20
+_TOOL = "tools/preprocess_data.py"
 
 
 @dataclass(frozen=True)
@@ -32,51 +33,49 @@ class IndexedCorpus:
 
     @property
     def tokens(self) -> int:
-        return int(self.sequence_lengths.sum(dtype=np.int64))
+        return self.tokens_between(0.0, 1.0)
 
     def tokens_between(self, begin: float, end: float) -> int:
         """Tokens of the sequences between two fractions of the corpus, rounded as Megatron's split is."""
         count = len(self.sequence_lengths)
-        part = self.sequence_lengths[round(begin * count) : round(end * count)]
-        return int(part.sum(dtype=np.int64))
+        return int(self.sequence_lengths[round(begin * count) : round(end * count)].sum(dtype=np.int64))
 
 
 def open_corpus(prefix: str) -> IndexedCorpus:
-    """The corpus at `prefix`; raises `UsageError` when a file is missing, foreign, truncated or empty."""
+    """The corpus at `prefix`; raises `InvalidInput` when a file is missing, foreign, truncated or empty."""
     index_path, data_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     for path in (index_path, data_path):
         if not path.is_file():
-            raise UsageError(f"data prefix {prefix}: {path} does not exist; make it with tools/preprocess_data.py")
+            raise InvalidInput(f"data prefix {prefix}: {path} does not exist; make it with {_TOOL}")
     try:
         index, data_bytes = np.memmap(index_path, mode="r", dtype=np.uint8), data_path.stat().st_size
     except ValueError as error:  # an empty file cannot be mapped
-        raise UsageError(f"{index_path} is empty; make it again with tools/preprocess_data.py") from error
+        raise InvalidInput(f"{index_path} is empty; make it again with {_TOOL}") from error
     except OSError as error:
-        raise UsageError(f"{index_path} cannot be read: {error.strerror}") from error
-    code, sequences, documents = _parse_header(index[: _HEADER.size].tobytes(), index_path)
+        raise InvalidInput(f"{index_path} cannot be read: {error.strerror}") from error
+    dtype, sequences, documents = _parse_header(index[: _HEADER.size].tobytes(), index_path)
     lengths_end = _HEADER.size + 4 * sequences
     pointers_end = lengths_end + 8 * sequences
-    if index.size < pointers_end + 8 * documents:
-        raise UsageError(
-            f"{index_path} is truncated ({index.size} of {pointers_end + 8 * documents} bytes); "
-            "make it again with tools/preprocess_data.py"
+    index_bytes = pointers_end + 8 * documents
+    if index.size < index_bytes:
+        raise InvalidInput(
+            f"{index_path} is truncated ({index.size} of {index_bytes} bytes); make it again with {_TOOL}"
         )
     lengths = index[_HEADER.size : lengths_end].view(np.int32)
     pointers = index[lengths_end:pointers_end].view(np.int64)
-    dtype = np.dtype(_TOKEN_DTYPES[code])
     if sequences == 0 or not lengths.any():
-        raise UsageError(f"data prefix {prefix} holds no tokens; give tools/preprocess_data.py some text")
+        raise InvalidInput(f"data prefix {prefix} holds no tokens; give {_TOOL} some text")
     needed_bytes = int((pointers + lengths.astype(np.int64) * dtype.itemsize).max())
     if data_bytes < needed_bytes:
-        raise UsageError(
+        raise InvalidInput(
             f"{data_path} is truncated or belongs to another index ({data_bytes} of {needed_bytes} bytes); "
-            "make both again with tools/preprocess_data.py"
+            f"make both again with {_TOOL}"
         )
     return IndexedCorpus(prefix=prefix, sequence_lengths=lengths, token_dtype=dtype)
 
 
 def check_token_ids(corpus: IndexedCorpus, vocab_size: int) -> None:
-    """Raise `UsageError` when one of the first 16 MiB of tokens is not an id of a vocabulary of `vocab_size`.
+    """Raise `InvalidInput` when one of the first 16 MiB of tokens is not an id of a vocabulary of `vocab_size`.
 
     A corpus made with a larger tokenizer shows there; reading all of a large one would cost more than it is worth.
     """
@@ -86,7 +85,7 @@ def check_token_ids(corpus: IndexedCorpus, vocab_size: int) -> None:
     lowest, highest = int(tokens.min()), int(tokens.max())
     if lowest < 0 or highest >= vocab_size:
         wrong = lowest if lowest < 0 else highest
-        raise UsageError(
+        raise InvalidInput(
             f"{corpus.prefix}.bin holds token id {wrong}, the tokenizer has {vocab_size} ids; "
             "train with the tokenizer that made the corpus"
         )
@@ -101,33 +100,27 @@ def fingerprint(corpora: tuple[IndexedCorpus, ...]) -> str:
     return digest.hexdigest()
 
 
-def discard_torn_indices(cache_directory: Path) -> tuple[Path, ...]:
-    """Remove cached `.npy` indices that were cut short while being written, and return their paths.
+def discard_torn_indices(cache_directory: Path) -> None:
+    """Remove cached `.npy` indices that were cut short while being written.
 
     Megatron takes a file that exists for a file that is whole, and would fail on it at every later start.
     """
-    torn = tuple(path for path in sorted(cache_directory.glob("*.npy")) if not _is_whole(path))
-    for path in torn:
-        path.unlink()
-    return torn
+    for path in sorted(cache_directory.glob("*.npy")):
+        try:
+            np.lib.format.open_memmap(path, mode="r")
+        except (ValueError, EOFError):
+            path.unlink()
 
 
-def _parse_header(header: bytes, path: Path) -> tuple[int, int, int]:
+def _parse_header(header: bytes, path: Path) -> tuple[np.dtype[np.generic], int, int]:
+    """Type of the tokens, and the numbers of sequences and documents."""
     if not header.startswith(_MAGIC[: len(header)]):
-        raise UsageError(f"{path} is not a Megatron index; give the prefix of files made by tools/preprocess_data.py")
+        raise InvalidInput(f"{path} is not a Megatron index; give the prefix of files made by {_TOOL}")
     if len(header) < _HEADER.size:
-        raise UsageError(f"{path} is truncated ({len(header)} bytes); make it again with tools/preprocess_data.py")
+        raise InvalidInput(f"{path} is truncated ({len(header)} bytes); make it again with {_TOOL}")
     _, version, code, sequences, documents = _HEADER.unpack(header)
     if version != 1 or code not in _TOKEN_DTYPES:
-        raise UsageError(
+        raise InvalidInput(
             f"{path} has index version {version} and token type {code}; only version 1 with integer tokens is read"
         )
-    return code, sequences, documents
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        np.lib.format.open_memmap(path, mode="r")
-    except (ValueError, EOFError):
-        return False
-    return True
+    return np.dtype(_TOKEN_DTYPES[code]), sequences, documents

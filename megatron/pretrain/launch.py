@@ -1,4 +1,4 @@
-"""Starts a job on this machine with torchrun's elastic agents: flags are judged first, failures are told in a line."""
+"""Starts a job on this machine with torchrun's elastic agents: checks flags first, and reports failures in a line."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megatron.pretrain.errors import PretrainError
-from megatron.pretrain.meeting import BACKEND, register_backend
 from megatron.pretrain.nodes import run_nodes
 from megatron.pretrain.processes import NODE_NAME, VERDICT_FILE
+from megatron.pretrain.rendezvous import BACKEND, register_backend
 from moe_ckpt import skip_megatron_core
 
 MONITOR_INTERVAL_S = 0.1
 SHUTDOWN_TIMEOUT_S = 60
-"""How long workers that were told to end may take: an iteration and a save."""
+"""How long workers may take to end after SIGTERM: an iteration and a save."""
 JOIN_TIMEOUT_S = 300
 """How long a node waits for the others, which may have to end their workers first."""
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     if options.rdzv_endpoint is not None:
         return _run_agent(options)
     try:
-        _judge(options)
+        _check_flags(options)
     except PretrainError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
@@ -43,11 +43,11 @@ def main(argv: Sequence[str]) -> int:
         verdict = Path(folder) / "verdict"
         os.environ[VERDICT_FILE] = str(verdict)
         code = _run_nodes(options)
-        # A verdict of workers that then ended in peace; one of an attempt that failed otherwise does not count.
+        # Workers that leave a verdict end with 0; one of an attempt that failed in another way does not count.
         return int(verdict.read_text()) if code == 0 and verdict.exists() else code
 
 
-def _judge(options: argparse.Namespace) -> None:
+def _check_flags(options: argparse.Namespace) -> None:
     """Raises PretrainError for flags of the training script that cannot work."""
     from megatron.pretrain.config import parse_config
     from megatron.pretrain.config.validate import resolve
@@ -77,13 +77,9 @@ def _run_nodes(options: argparse.Namespace) -> int:
     for name in ("nproc_per_node", "nnodes", "max_restarts", "rdzv_endpoint", "rdzv_id"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     command += [options.script, *options.flags]
+    patience_s, endpoint = SHUTDOWN_TIMEOUT_S + 10, options.rdzv_endpoint
     return run_nodes(
-        command,
-        options.rdzv_endpoint,
-        options.nnodes,
-        options.max_restarts,
-        run_id=options.rdzv_id,
-        patience_s=SHUTDOWN_TIMEOUT_S + 10,
+        command, endpoint, options.nnodes, options.max_restarts, run_id=options.rdzv_id, patience_s=patience_s
     )
 
 
@@ -98,7 +94,7 @@ def _run_agent(options: argparse.Namespace) -> int:
         run_id=options.rdzv_id,
         rdzv_backend=BACKEND,
         rdzv_endpoint=options.rdzv_endpoint,
-        # Several agents meet at the launcher that started them, see nodes.py.
+        # Several agents meet at the store of the launcher that started them, see nodes.py.
         rdzv_configs={"join_timeout": JOIN_TIMEOUT_S} | ({"is_host": False} if options.nnodes > 1 else {}),
         max_restarts=options.max_restarts,
         monitor_interval=MONITOR_INTERVAL_S,

@@ -1,8 +1,22 @@
-"""The training loop: iterations, evaluation, checkpoints, the end."""
+"""The training loop: iterations, evaluation, checkpoints, the end.
+
+An iteration, and the calls of its session on the way:
+
+    passes              before the first forward pass
+    reduced             after the last backward pass, when gradients are reduced
+    before_optimizer    waits until snapshots have copied what the step is going to change
+    stepping            around the optimizer's step, so that a rank that fails inside knows how far it came
+    whole               when the state after the iteration is complete
+    step_end            after evaluation and dense checkpoint: the snapshot, if one is due
+    reported            when the numbers of the iteration are written
+
+A replayed iteration has `stepped` in place of `step_end`, which also takes progress, schedules and random states from
+the record of the iteration; nothing is evaluated or saved then. Faults are injected, and SIGTERM is acted on, between
+these calls only (`Phase`).
+"""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
@@ -15,6 +29,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.moe.runtime.communicator import process_groups
 from megatron.core.dist_checkpointing.moe.runtime.faults import FaultInjector, Phase
 from megatron.core.dist_checkpointing.moe.runtime.session import Session
+from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected
 from megatron.core.dist_checkpointing.moe.types import StepJournal
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
@@ -31,27 +46,23 @@ from megatron.pretrain.stopping import StopConditions, Termination
 
 log = logging.getLogger(__name__)
 
+UNPROTECTED = Unprotected()
+
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """Outcome of one optimizer step on this rank."""
+    """One optimizer step on this rank: what a replay of it has to come out with, and how long training waited."""
 
-    lm_loss: float | None
-    grad_norm: float | None
-    skipped: bool
+    journal: StepJournal
     stall_s: float
-    num_tokens: int | None
-
-    @property
-    def journal(self) -> StepJournal:
-        """What a replay of the iteration has to come out with."""
-        return StepJournal(self.grad_norm, self.skipped, self.lm_loss, self.num_tokens)
 
 
 class Trainer:
     """Trains to `--train-iters`; all methods are collectives over all ranks.
 
-    ending: tells when this process was told to end, which it then does between two phases of a step.
+    Args:
+        session: Protects the training; called in a fixed order around each phase of an iteration.
+        termination: Knows whether SIGTERM has come; training then ends between two phases of a step.
     """
 
     def __init__(
@@ -61,11 +72,11 @@ class Trainer:
         datasets: Datasets,
         metrics: Metrics,
         faults: FaultInjector,
-        session: Session | None = None,
-        ending: Termination | None = None,
+        session: Session | Unprotected = UNPROTECTED,
+        termination: Termination | None = None,
     ) -> None:
         training = state.config.training
-        self._session, self._ending = session, ending or Termination()
+        self._session, self._termination = session, termination or Termination()
         self._state, self._transformer, self._datasets = state, transformer, datasets
         self._metrics, self._faults = metrics, faults
         self._checkpoints = Checkpoints(state, faults)
@@ -75,7 +86,7 @@ class Trainer:
         self._microbatches = training.global_batch_size // (training.micro_batch_size * data_parallel)
         transformer.grad_scale_func = state.optimizer.scale_loss
         transformer.finalize_model_grads_func = self._finalize
-        self._boundary = session.communicator if session is not None else None
+        self._boundary = session.communicator
         self._num_tokens: int | None = None
 
     def run(self) -> None:
@@ -88,9 +99,8 @@ class Trainer:
         if reason is not None:
             log.info("leaving training at iteration %d: %s", progress.iteration, reason)
         self._checkpoints.finish()
-        if self._session is not None:
-            # Left early without a checkpoint of this iteration, only the memory has it.
-            self._session.shutdown(keep_memory=reason is not None and not self._checkpoints.has_newest)
+        # Left early without a checkpoint of this iteration, only the memory has it.
+        self._session.shutdown(keep_memory=reason is not None and not self._checkpoints.has_newest)
         if reason is None:
             self._evaluate("test", self._datasets.test, 0)
 
@@ -98,28 +108,24 @@ class Trainer:
         """Run the iterations that make the recovered state dense, save it, and end."""
         self._recover()
         self._checkpoints.finish()
-        if self._session is not None:
-            self._session.shutdown(keep_memory=False)
+        self._session.shutdown(keep_memory=False)
 
     def _recover(self) -> Any:
-        """Run again what makes this rank's state dense, wait for the stages that still do, make up for the rest of the
-        iteration at which all stand then, and protect training from there on; the batches that follow."""
+        """Make this rank's state dense by replaying iterations, wait for the stages that still do, and finish the
+        iteration that all have reached; returns the batches that follow."""
         session = self._session
-        if session is not None:
-            session.begin(self._state.progress.iteration)  # may make a step: batches are counted from behind it
+        session.begin(self._state.progress.iteration)  # may make a step: batches are counted from behind it
         batches = self._begin()
-        if session is not None:
-            while self._is_replaying:
-                # In the middle of a replay there is no state to leave behind, so no stop is asked for.
-                self.iterate(batches)
-            if session.rejoin():
-                self._make_up()
+        while session.is_replaying:
+            # In the middle of a replay there is no state to leave behind, so no stop is asked for.
+            self.iterate(batches)
+        if session.rejoin():
+            self._catch_up()
         return batches
 
-    def _make_up(self) -> None:
+    def _catch_up(self) -> None:
         """What the fault kept from following the last iteration's step: its report, evaluation and checkpoint."""
         progress, session = self._state.progress, self._session
-        assert session is not None
         if session.episode is not None:
             self._metrics.recovered(session.episode.to_data())
         if session.unreported is not None:
@@ -143,9 +149,9 @@ class Trainer:
     def iterate(self, batches: Any) -> None:
         """One iteration with all that belongs to it: faults, checkpoint, report, evaluation."""
         progress, started_at = self._state.progress, time.monotonic()
-        iteration, replayed = progress.iteration + 1, self._is_replaying
+        iteration, replayed = progress.iteration + 1, self._session.is_replaying
         self._faults.reached(iteration, Phase.START)
-        self._ending.check()
+        self._termination.check()
         step = self._train_step(iteration, batches)
         trained_at = time.monotonic()
         if not replayed:
@@ -163,13 +169,12 @@ class Trainer:
             **protection,
         )
         self._metrics.record(report)
-        if self._session is not None:
-            self._session.reported(iteration)
+        self._session.reported(iteration)
         self._log(report)
         self._faults.reached(iteration, Phase.END)
 
     def _report(self, journal: StepJournal, *, replayed: bool) -> IterationReport:
-        """What is to be said of the iteration at which training stands, but for times and checkpoints."""
+        """The report of the newest iteration, without times and checkpoints."""
         state, progress = self._state, self._state.progress
         return IterationReport(
             iteration=progress.iteration,
@@ -193,31 +198,29 @@ class Trainer:
 
     def _train_step(self, iteration: int, batches: Any) -> _Step:
         state, progress, session = self._state, self._state.progress, self._session
-        if session is not None:
-            session.passes(iteration)
+        session.passes(iteration)
         for chunk in state.chunks:
             chunk.zero_grad_buffer()
         state.optimizer.zero_grad()
         losses = self._forward_backward(batches, forward_only=False)
-        if session is not None:
-            session.reduced()
+        session.reduced()
         # Known before the step: whoever is parked after it can still tell the loss.
         loss = _mean_loss(losses)
         self._faults.reached(iteration, Phase.FORWARD_BACKWARD)
-        self._ending.check()
-        stall_s = session.before_optimizer() if session is not None else 0.0
-        with session.stepping(iteration, loss, self._num_tokens) if session is not None else contextlib.nullcontext():
+        self._termination.check()
+        stall_s = session.before_optimizer()
+        with session.stepping(iteration, loss, self._num_tokens):
             updated, grad_norm, _ = state.optimizer.step()
             if updated:
                 state.scheduler.step(increment=state.config.training.global_batch_size)
             progress.iteration = iteration
             progress.consumed_train_samples += state.config.training.global_batch_size or 0
-        step = _Step(loss, None if grad_norm is None else float(grad_norm), not updated, stall_s, self._num_tokens)
-        if session is not None:
-            session.whole(iteration, step.journal)
+        norm = None if grad_norm is None else float(grad_norm)
+        step = _Step(StepJournal(norm, not updated, loss, self._num_tokens), stall_s)
+        session.whole(iteration, step.journal)
         self._faults.reached(iteration, Phase.STEP)
-        self._ending.check()
-        checked = state.config.training.check_for_nan_in_loss_and_grad and not self._is_replaying
+        self._termination.check()
+        checked = state.config.training.check_for_nan_in_loss_and_grad and not session.is_replaying
         if loss is not None and math.isnan(loss) and checked:
             raise TrainingFailure(
                 f"the loss of iteration {iteration} is NaN; lower --lr or resume from an earlier checkpoint with "
@@ -245,27 +248,18 @@ class Trainer:
         )
         return losses
 
-    @property
-    def _is_replaying(self) -> bool:
-        return self._session is not None and self._session.is_replaying
-
-    @property
-    def _replays_alone(self) -> bool:
-        """Whether other stages wait meanwhile, so that nothing may be computed together with them."""
-        return self._session is not None and self._session.replays_alone
-
     def _protect(self, iteration: int, journal: StepJournal) -> dict[str, Any]:
         """Snapshot the iteration if that is due; what checkpointing did, for the report.
 
         After a replayed iteration, take what its snapshot has instead: progress, schedules and random states too.
         """
-        if self._session is None:
-            return {}
         if self._session.is_replaying:
             self._session.stepped(journal)
             return {}
         self._session.step_end(iteration, journal)
         done = self._session.report()
+        if done is None:
+            return {}
         return {
             "snapshot_bytes": done.snapshot_bytes,
             "replicated_bytes": done.replicated_bytes,
@@ -280,7 +274,8 @@ class Trainer:
         config, losses = self._state.config, {}
         due = report.iteration % config.training.log_interval == 0
         if config.moe.num_experts is not None:
-            if due and not self._replays_alone:
+            # Stages that replay alone have no others to sum these losses up with.
+            if due and not self._session.replays_alone:
                 board = self._metrics.board
                 losses = auxiliary_losses(config.moe, self._transformer, self._microbatches, report.iteration, board)
             else:

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.config.derived import moe_layer_pattern, virtual_pipeline_size
-from megatron.pretrain.errors import UsageError
+from megatron.pretrain.errors import InvalidInput
 
 _SAME_NAME_MODEL = (
     "num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels num_query_groups normalization "
@@ -53,7 +53,7 @@ class LocalNorm:
 
 
 def build_transformer_config(config: PretrainConfig) -> TransformerConfig:
-    """Megatron-Core's configuration for these flags; raises UsageError where core refuses the combination."""
+    """Megatron-Core's configuration for these flags; raises InvalidInput where core refuses the combination."""
     values = _copied(config.model, _SAME_NAME_MODEL) | _copied(config.parallel, _SAME_NAME_PARALLEL)
     values |= _activation(config) | _precision(config) | _execution(config)
     if config.moe.num_experts is not None:
@@ -61,7 +61,7 @@ def build_transformer_config(config: PretrainConfig) -> TransformerConfig:
     try:
         return TransformerConfig(**values)
     except (ValueError, AssertionError) as error:
-        raise UsageError(f"Megatron-Core refuses this model: {error}") from error
+        raise InvalidInput(f"Megatron-Core refuses this model: {error}") from error
 
 
 def build_model(

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
 
 from torch.distributed import TCPStore
@@ -18,87 +18,89 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.1
 RUN_ID = "TORCHELASTIC_RUN_ID"
-"""Environment variable in which an agent tells its workers the job's name."""
-
-Agent = subprocess.Popen[bytes]
+"""Environment variable in which an agent hands the job's name to its workers."""
 
 
 def run_nodes(command: Sequence[str], endpoint: str, nodes: int, spares: int, *, run_id: str, patience_s: float) -> int:
-    """Run `command` as the agent of each node until all have ended; 0, the exit code of one that failed, or 128 + N
-    when signal N told this process to end.
+    """Run `command` as the agent of each node until all have ended.
 
-    The rendezvous is kept here and not by an agent, so that it survives the loss of any node. An agent that is killed
-    is a node that is lost: what is left of its workers, of job `run_id`, is killed too, and another agent, with another
+    The store of the rendezvous is kept here and not by an agent, so that it survives the loss of any node. An agent
+    that is killed is a node that is lost: what is left of its workers is killed too, and another agent, with another
     name and so with an empty memory tier, takes its place, `spares` times at most. When an agent fails for good the
-    others cannot go on: they have `patience_s` to see that by themselves, then they are told to end, then killed.
+    others cannot continue: they have `patience_s` to see that by themselves, then get SIGTERM, then SIGKILL.
+
+    Args:
+        endpoint: HOST:PORT of the store, on this machine.
+        run_id: of the job; its workers are found by it.
+
+    Returns:
+        0, the exit code of an agent that failed, or 128 + N when signal N ended this process.
     """
     host, _, port = endpoint.rpartition(":")
-    rendezvous = TCPStore(host, int(port), is_master=True, wait_for_workers=False)
-    fleet = _Fleet(command, nodes, spares, run_id)
+    store = TCPStore(host, int(port), is_master=True, wait_for_workers=False)
+    agents = _Agents(command, nodes, spares, run_id)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, fleet.forward)
-    ends = [
-        (patience_s, "told to end", lambda agent: agent.send_signal(signal.SIGTERM)),
-        (2 * patience_s, "killed", lambda agent: agent.kill()),
-    ]
-    while fleet.agents:
+        signal.signal(number, agents.forward)
+    steps = [(patience_s, "told to end", signal.SIGTERM), (2 * patience_s, "killed", signal.SIGKILL)]
+    while agents.running:
         time.sleep(POLL_S)
-        fleet.poll()
-        if fleet.waited_s and ends and fleet.waited_s > ends[0][0]:
-            limit_s, what, act = ends.pop(0)
-            fleet.end(f"did not end within {limit_s:.0f} s after the job had failed; {what}", act)
-    del rendezvous
-    return 128 + fleet.stopped_by if fleet.stopped_by else fleet.failure
+        agents.poll()
+        if steps and agents.failed_since_s > steps[0][0]:
+            limit_s, what, number = steps.pop(0)
+            for name in agents.running:
+                log.error("%s did not end within %.0f s after the job had failed; %s", name, limit_s, what)
+            agents.send(number)
+    del store
+    return 128 + agents.stopped_by if agents.stopped_by else agents.failure
 
 
-class _Fleet:
+class _Agents:
     """The agents that run. failure: the exit code of the first that failed for good. stopped_by: the signal that ended
-    all. started: how many nodes there were so far."""
+    all."""
 
     def __init__(self, command: Sequence[str], nodes: int, spares: int, run_id: str) -> None:
         self._command, self._run_id, self._most = command, run_id, nodes + spares
-        self.started, self.failure, self.stopped_by = 0, 0, 0
+        self._started = self.failure = self.stopped_by = 0
         self._failed_at_s = 0.0
-        self.agents: dict[str, Agent] = {}
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
         for _ in range(nodes):
             self._start()
 
     @property
-    def waited_s(self) -> float:
-        """Since an agent failed for good; 0 while none has."""
+    def failed_since_s(self) -> float:
+        """Seconds since an agent failed for good; 0 while none has."""
         return time.monotonic() - self._failed_at_s if self._failed_at_s else 0.0
 
     def poll(self) -> None:
-        """Note who has ended, and replace whom that helps."""
-        for name, agent in list(self.agents.items()):
+        """Note which have ended, and replace those that were lost."""
+        for name, agent in list(self.running.items()):
             code = agent.poll()
             if code is None:
                 continue
-            del self.agents[name]
-            if code == -signal.SIGKILL:
+            del self.running[name]
+            is_lost = code == -signal.SIGKILL
+            if is_lost:
                 # What a real node takes along when it is lost.
                 kill_processes_with({NODE_NAME: name, RUN_ID: self._run_id})
-            if code == -signal.SIGKILL and self.started < self._most and not self.stopped_by and not self.failure:
-                log.warning("%s is lost; node-%d takes its place", name, self.started)
+            if is_lost and self._started < self._most and not self.stopped_by and not self.failure:
+                log.warning("%s is lost; node-%d takes its place", name, self._started)
                 self._start()
             elif code and not self.failure:
-                if code == -signal.SIGKILL and not self.stopped_by:
+                if is_lost and not self.stopped_by:
                     log.error("%s is lost, and all %d nodes have been used up", name, self._most)
                 self.failure, self._failed_at_s = max(code, 1), time.monotonic()
 
     def forward(self, number: int, _frame: FrameType | None) -> None:
         """Hand a signal on to all agents; no node is replaced from here on."""
         self.stopped_by = number
-        for agent in list(self.agents.values()):
+        self.send(number)
+
+    def send(self, number: int) -> None:
+        """A signal to all agents that run."""
+        for agent in list(self.running.values()):
             agent.send_signal(number)
 
-    def end(self, why: str, act: Callable[[Agent], None]) -> None:
-        """Act on all agents that are left."""
-        for name, agent in list(self.agents.items()):
-            log.error("%s %s", name, why)
-            act(agent)
-
     def _start(self) -> None:
-        name = f"node-{self.started}"
-        self.started += 1
-        self.agents[name] = subprocess.Popen(self._command, env={**os.environ, NODE_NAME: name})
+        name = f"node-{self._started}"
+        self._started += 1
+        self.running[name] = subprocess.Popen(self._command, env={**os.environ, NODE_NAME: name})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import json
 import multiprocessing
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.pretrain.errors import UsageError
+from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.tokenizer import Tokenizer, build_tokenizer
 
 _JSON_SUFFIXES = (".jsonl", ".json")
@@ -45,18 +46,8 @@ class Document:
     origin: str
 
 
-@dataclass(frozen=True)
-class CorpusSummary:
-    """What was written: the prefix, the documents and tokens in it, and the empty documents left out."""
-
-    prefix: str
-    documents: int
-    tokens: int
-    empty_documents: int
-
-
 class CorpusWriter:
-    """Collects documents into the indexed corpus that `corpus_writer` puts in place."""
+    """Collects documents into the indexed corpus that `corpus_writer` puts in place; counts what it wrote."""
 
     def __init__(self, prefix: str, data_path: Path, vocab_size: int) -> None:
         # Imported here: it brings torch, and the tokenizing workers, which import this module, never write.
@@ -65,9 +56,9 @@ class CorpusWriter:
             warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
             from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder  # type: ignore[import-untyped,unused-ignore]
 
-        self._prefix = prefix
+        self.prefix = prefix
         self._dtype = DType.optimal_dtype(vocab_size)
-        self._builder = IndexedDatasetBuilder(str(data_path), dtype=self._dtype)
+        self.builder = IndexedDatasetBuilder(str(data_path), dtype=self._dtype)
         self.documents = self.tokens = self.empty_documents = 0
 
     def add(self, ids: list[int]) -> None:
@@ -75,22 +66,14 @@ class CorpusWriter:
         if not ids:
             self.empty_documents += 1
             return
-        self._builder.add_document(np.asarray(ids, dtype=self._dtype), [len(ids)])
+        self.builder.add_document(np.asarray(ids, dtype=self._dtype), [len(ids)])
         self.documents += 1
         self.tokens += len(ids)
 
     def require_documents(self) -> None:
-        """Raise `UsageError` when no document came: Megatron cannot map an empty corpus."""
+        """Raise `InvalidInput` when no document came: Megatron cannot map an empty corpus."""
         if self.documents == 0:
-            raise UsageError(f"nothing to write to {self._prefix}: every input document is empty")
-
-    def finish(self, index_path: Path) -> None:
-        """Close the data file and write its index to `index_path`."""
-        self._builder.finalize(str(index_path))
-
-    def abandon(self) -> None:
-        """Close the data file without an index."""
-        self._builder.data_file.close()
+            raise InvalidInput(f"nothing to write to {self.prefix}: every input document is empty")
 
 
 @contextmanager
@@ -98,7 +81,7 @@ def corpus_writer(prefix: str, vocab_size: int) -> Iterator[CorpusWriter]:
     """A writer for `prefix.bin` and `prefix.idx`, put in place together when the block ends without an error.
 
     Files are written under temporary names, synced, and renamed, the index last: a reader sees the new corpus,
-    or no index. Raises `UsageError` when the place cannot be written or no document came.
+    or no index. Raises `InvalidInput` when the place cannot be written or no document came.
     """
     data_path, index_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     temporary_data, temporary_index = (Path(f"{path}.{os.getpid()}.tmp") for path in (data_path, index_path))
@@ -106,19 +89,20 @@ def corpus_writer(prefix: str, vocab_size: int) -> Iterator[CorpusWriter]:
         data_path.parent.mkdir(parents=True, exist_ok=True)
         writer = CorpusWriter(prefix, temporary_data, vocab_size)
     except OSError as error:
-        raise UsageError(f"--output-prefix {prefix} cannot be written: {error.strerror}") from error
+        raise InvalidInput(f"--output-prefix {prefix} cannot be written: {error.strerror}") from error
     try:
         yield writer
         writer.require_documents()
-        writer.finish(temporary_index)
+        writer.builder.finalize(str(temporary_index))
         _sync(temporary_data)
         _sync(temporary_index)
+        # Without an index the old data are no corpus any more; with the new one the new data are.
         index_path.unlink(missing_ok=True)
         temporary_data.replace(data_path)
         temporary_index.replace(index_path)
         _sync(data_path.parent)
     finally:
-        writer.abandon()
+        writer.builder.data_file.close()
         temporary_data.unlink(missing_ok=True)
         temporary_index.unlink(missing_ok=True)
 
@@ -126,15 +110,14 @@ def corpus_writer(prefix: str, vocab_size: int) -> Iterator[CorpusWriter]:
 def find_inputs(patterns: Iterable[str]) -> tuple[Path, ...]:
     """The files that paths, globs and directories name, each once, in a fixed order.
 
-    Directories are read recursively, without hidden files.
-    Raises `UsageError` for a pattern that names nothing.
+    Directories are read recursively, without hidden files. Raises `InvalidInput` for a pattern that names nothing.
     """
     found: dict[Path, None] = {}
     for pattern in patterns:
         matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
         files = [file for match in matches for file in _files_of(Path(match))]
         if not files:
-            raise UsageError(f"--input {pattern}: no such file, or a directory or glob without files")
+            raise InvalidInput(f"--input {pattern}: no such file, or a directory or glob without files")
         found.update(dict.fromkeys(files))
     return tuple(found)
 
@@ -142,36 +125,39 @@ def find_inputs(patterns: Iterable[str]) -> tuple[Path, ...]:
 def read_documents(path: Path, json_keys: tuple[str, ...]) -> Iterator[Document]:
     """The documents of one file: each line and key of a `.jsonl` or `.json` file, any other file whole as key `text`.
 
-    Raises `UsageError`, naming file and line, for what is not JSON, or has no text under a key.
+    Raises `InvalidInput`, naming file and line, for what is not JSON, or has no text under a key.
     """
-    if path.suffix not in _JSON_SUFFIXES:
-        if "text" not in json_keys:
-            raise UsageError(
-                f"{path} is plain text, whose only key is `text`; --json-keys asks for {' '.join(json_keys)}"
-            )
-        yield Document("text", _read_text(path), str(path))
+    if path.suffix in _JSON_SUFFIXES:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield from _parse_line(line, json_keys, f"{path}:{number}")
         return
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield from _parse_line(line, json_keys, f"{path}:{number}")
+    if "text" not in json_keys:
+        raise InvalidInput(
+            f"{path} is plain text, whose only key is `text`; --json-keys asks for {' '.join(json_keys)}"
+        )
+    try:
+        yield Document("text", path.read_bytes().decode("utf-8", errors="surrogateescape"), str(path))
+    except OSError as error:
+        raise InvalidInput(f"--input {path} cannot be read: {error.strerror}") from error
 
 
-def preprocess(request: PreprocessRequest, on_progress: Callable[[int, int], None]) -> tuple[CorpusSummary, ...]:
+def preprocess(request: PreprocessRequest, on_progress: Callable[[int, int], None]) -> tuple[CorpusWriter, ...]:
     """Tokenize the inputs and write one corpus per JSON key at `{output_prefix}_{key}_document`.
 
     `on_progress(documents, tokens)` is called with the totals so far after every document.
-    Raises `UsageError` for bad input; then nothing is written.
+    Raises `InvalidInput` for bad input; then nothing is written.
     """
     if request.workers < 1:
-        raise UsageError(f"--workers {request.workers}: at least 1 is needed")
+        raise InvalidInput(f"--workers {request.workers}: at least 1 is needed")
     files = find_inputs(request.inputs)
     tokenizer = build_tokenizer(request.tokenizer_type, request.tokenizer_model, request.vocab_size)
     documents = (document for path in files for document in read_documents(path, request.json_keys))
-    prefixes = {key: f"{request.output_prefix}_{key}_document" for key in request.json_keys}
     with ExitStack() as stack:
         writers = {
-            key: stack.enter_context(corpus_writer(prefix, tokenizer.vocab_size)) for key, prefix in prefixes.items()
+            key: stack.enter_context(corpus_writer(f"{request.output_prefix}_{key}_document", tokenizer.vocab_size))
+            for key in request.json_keys
         }
         done = tokens = 0
         for key, ids in _encode_all(documents, tokenizer, request):
@@ -180,21 +166,7 @@ def preprocess(request: PreprocessRequest, on_progress: Callable[[int, int], Non
             on_progress(done, tokens)
         for writer in writers.values():  # all of them before any is put in place
             writer.require_documents()
-    return tuple(summarize(prefixes[key], writer) for key, writer in writers.items())
-
-
-def encode_document(tokenizer: Tokenizer, document: Document, append_eod: bool) -> list[int]:
-    """Token ids of a document, with the end-of-document id behind a document that is not empty if asked for."""
-    try:
-        ids = tokenizer.tokenize(document.text)
-    except UsageError as error:
-        raise UsageError(f"{document.origin}: {error}") from error
-    return [*ids, tokenizer.eod] if ids and append_eod else ids
-
-
-def summarize(prefix: str, writer: CorpusWriter) -> CorpusSummary:
-    """What `writer` put at `prefix`."""
-    return CorpusSummary(prefix, writer.documents, writer.tokens, writer.empty_documents)
+    return tuple(writers.values())
 
 
 def _encode_all(
@@ -205,26 +177,27 @@ def _encode_all(
             yield document.key, encode_document(tokenizer, document, request.append_eod)
         return
     # Spawned, not forked: the parent has torch's threads by now. In rounds, so that memory stays bounded.
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(request.workers, initializer=_start_worker, initargs=(request,)) as pool:
+    with multiprocessing.get_context("spawn").Pool(request.workers) as pool:
         while round_ := list(islice(documents, _DOCUMENTS_PER_ROUND * request.workers)):
-            encoded = pool.map(_encode_in_worker, round_, chunksize=16)
+            encoded = pool.map(functools.partial(_encode_in_worker, request), round_, chunksize=16)
             yield from zip((document.key for document in round_), encoded, strict=True)
 
 
-_worker_tokenizer: Tokenizer | None = None
-_worker_appends_eod = False
+_tokenizer_of_worker = functools.cache(build_tokenizer)
 
 
-def _start_worker(request: PreprocessRequest) -> None:
-    global _worker_tokenizer, _worker_appends_eod
-    _worker_tokenizer = build_tokenizer(request.tokenizer_type, request.tokenizer_model, request.vocab_size)
-    _worker_appends_eod = request.append_eod
+def _encode_in_worker(request: PreprocessRequest, document: Document) -> list[int]:
+    tokenizer = _tokenizer_of_worker(request.tokenizer_type, request.tokenizer_model, request.vocab_size)
+    return encode_document(tokenizer, document, request.append_eod)
 
 
-def _encode_in_worker(document: Document) -> list[int]:
-    assert _worker_tokenizer is not None
-    return encode_document(_worker_tokenizer, document, _worker_appends_eod)
+def encode_document(tokenizer: Tokenizer, document: Document, append_eod: bool) -> list[int]:
+    """Token ids of a document, with the end-of-document id behind a document that is not empty if asked for."""
+    try:
+        ids = tokenizer.tokenize(document.text)
+    except InvalidInput as error:
+        raise InvalidInput(f"{document.origin}: {error}") from error
+    return [*ids, tokenizer.eod] if ids and append_eod else ids
 
 
 def _files_of(path: Path) -> list[Path]:
@@ -234,22 +207,15 @@ def _files_of(path: Path) -> list[Path]:
     return sorted(file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts))
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8", errors="surrogateescape")
-    except OSError as error:
-        raise UsageError(f"--input {path} cannot be read: {error.strerror}") from error
-
-
 def _parse_line(line: bytes, json_keys: tuple[str, ...], origin: str) -> Iterator[Document]:
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise UsageError(f"{origin}: not a line of JSON: {error}") from error
+        raise InvalidInput(f"{origin}: not a line of JSON: {error}") from error
     for key in json_keys:
         text = record.get(key) if isinstance(record, dict) else None
         if not isinstance(text, str):
-            raise UsageError(f"{origin}: no text under key `{key}`; name the keys that hold text with --json-keys")
+            raise InvalidInput(f"{origin}: no text under key `{key}`; name the keys that hold text with --json-keys")
         yield Document(key, text, origin)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.pretrain.errors import UsageError
+from megatron.pretrain.errors import InvalidInput
 
 
 class PretrainingSampler:
@@ -14,7 +14,7 @@ class PretrainingSampler:
     `micro_batch_size * data_parallel_size` samples after `consumed_samples`, and rank r reads slice r of them.
     Iterating yields lists of `micro_batch_size` indices and ends where no full micro-batch is left for every rank.
 
-    Raises `UsageError` for sizes below 1, a rank outside the group, or negative counts.
+    Raises `InvalidInput` for sizes below 1, a rank outside the group, or negative counts.
     """
 
     def __init__(
@@ -26,13 +26,13 @@ class PretrainingSampler:
         data_parallel_size: int,
     ) -> None:
         if micro_batch_size < 1 or data_parallel_size < 1:
-            raise UsageError(
+            raise InvalidInput(
                 f"micro batch size {micro_batch_size} and data-parallel size {data_parallel_size} must be at least 1"
             )
         if not 0 <= data_parallel_rank < data_parallel_size:
-            raise UsageError(f"data-parallel rank {data_parallel_rank} is outside 0..{data_parallel_size - 1}")
+            raise InvalidInput(f"data-parallel rank {data_parallel_rank} is outside 0..{data_parallel_size - 1}")
         if total_samples < 0 or consumed_samples < 0:
-            raise UsageError(f"sample counts are negative: total {total_samples}, consumed {consumed_samples}")
+            raise InvalidInput(f"sample counts are negative: total {total_samples}, consumed {consumed_samples}")
         self.total_samples = total_samples
         self.consumed_samples = consumed_samples
         self.micro_batch_size = micro_batch_size

@@ -10,7 +10,7 @@ from types import FrameType
 import torch
 
 from megatron.pretrain.config.training import TrainingConfig
-from megatron.pretrain.errors import ToldToEnd
+from megatron.pretrain.errors import Terminated
 
 
 class StopConditions:
@@ -43,13 +43,13 @@ class StopConditions:
 
 
 class Termination:
-    """SIGTERM as a note to be read between the phases of a step, so that state can be put aside before the end.
+    """SIGTERM, noted and acted on between the phases of a step, so that state can be put aside before the end.
 
     A launcher sends it to all ranks when one has failed, and kills those that are still there after a while.
     """
 
     def __init__(self) -> None:
-        self._told, self._process = False, 0
+        self._requested, self._process = False, 0
 
     def install(self) -> None:
         """Catch the signal from here on, unless a handler is there already, which has its own idea of the end.
@@ -66,18 +66,18 @@ class Termination:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     @property
-    def told(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether the signal has come."""
-        return self._told
+        return self._requested
 
     def check(self) -> None:
-        """Raises ToldToEnd when the signal has come."""
-        if self._told:
-            raise ToldToEnd("told to end by SIGTERM; leaving, so that the job can be restarted")
+        """Raises Terminated when the signal has come."""
+        if self._requested:
+            raise Terminated("told to end by SIGTERM; leaving, so that the job can be restarted")
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() == self._process:
-            self._told = True
-        else:  # a forked helper, such as a reader of data, ends as ever
+            self._requested = True
+        else:  # a forked helper, such as a reader of data, ends at once
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

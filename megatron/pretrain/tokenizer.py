@@ -1,4 +1,8 @@
-"""Tokenizers: text to token ids and back, in the shape Megatron's datasets read."""
+"""Tokenizers: text to token ids and back, in the shape Megatron's datasets read.
+
+Those of `megatron.core.tokenizers` do not do: the Hugging Face one needs `transformers` and may ask the network, the
+byte one has other ids, the null one checks nothing, and all would change the keys of cached indices.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron.pretrain.errors import UsageError
+from megatron.pretrain.errors import InvalidInput
 
 TOKENIZER_TYPES = ("ByteTokenizer", "HuggingFaceTokenizer", "NullTokenizer")
 
@@ -27,26 +31,21 @@ _END_OF_DOCUMENT_NAMES = (
 
 
 class Tokenizer(ABC):
-    """What the driver, the preprocessor and `GPTDatasetConfig.tokenizer` need of a tokenizer."""
+    """What the driver, the preprocessor and `GPTDatasetConfig.tokenizer` need of a tokenizer.
 
-    @property
-    @abstractmethod
-    def vocab_size(self) -> int:
-        """Number of token ids, the end-of-document id included; every id is below it."""
+    Args:
+        vocab_size: number of token ids, the end-of-document id included; every id is below it.
+        eod: the id that ends a document.
+        identifiers: tells two tokenizers of one class apart; part of the key of Megatron's index caches.
+    """
 
-    @property
-    @abstractmethod
-    def eod(self) -> int:
-        """The id that ends a document."""
-
-    @property
-    @abstractmethod
-    def unique_identifiers(self) -> Mapping[str, str]:
-        """What tells two tokenizers apart; part of the key of Megatron's index caches."""
+    def __init__(self, vocab_size: int, eod: int, identifiers: Mapping[str, str]) -> None:
+        self.vocab_size, self.eod = vocab_size, eod
+        self.unique_identifiers = {"class": type(self).__name__, **identifiers}
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
-        """The token ids of `text`, without an end-of-document id. Raises `UsageError` for text it cannot encode."""
+        """The token ids of `text`, without an end-of-document id. Raises `InvalidInput` for text it cannot encode."""
 
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:
@@ -59,23 +58,14 @@ class ByteTokenizer(Tokenizer):
     Bytes that are not UTF-8 travel as surrogate escapes, so any file makes the round trip unchanged.
     """
 
-    @property
-    def vocab_size(self) -> int:
-        return 257
-
-    @property
-    def eod(self) -> int:
-        return 256
-
-    @property
-    def unique_identifiers(self) -> Mapping[str, str]:
-        return {"class": "ByteTokenizer"}
+    def __init__(self) -> None:
+        super().__init__(257, 256, {})
 
     def tokenize(self, text: str) -> list[int]:
         try:
             return list(text.encode("utf-8", errors="surrogateescape"))
         except UnicodeEncodeError as error:
-            raise UsageError(f"text holds a lone surrogate at character {error.start}; it is not Unicode") from error
+            raise InvalidInput(f"text holds a lone surrogate at character {error.start}; it is not Unicode") from error
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of `ids`; the end-of-document id has no text and is left out."""
@@ -85,7 +75,7 @@ class ByteTokenizer(Tokenizer):
 class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizer.json` read from disk with the `tokenizers` library; never asks the network.
 
-    `path` is the file or a directory that holds it. Raises `UsageError` when the file is missing or unreadable,
+    `path` is the file or a directory that holds it. Raises `InvalidInput` when the file is missing or unreadable,
     or when none of the usual end-of-document names is in its vocabulary.
     """
 
@@ -93,38 +83,31 @@ class HuggingFaceTokenizer(Tokenizer):
         try:
             from tokenizers import Tokenizer as Backend
         except ImportError as error:
-            raise UsageError("HuggingFaceTokenizer needs the `tokenizers` package: pip install tokenizers") from error
+            raise InvalidInput("HuggingFaceTokenizer needs the `tokenizers` package: pip install tokenizers") from error
         file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
         if not file.is_file():
-            raise UsageError(f"--tokenizer-model {path}: no tokenizer.json there; give the file or its directory")
+            raise InvalidInput(f"--tokenizer-model {path}: no tokenizer.json there; give the file or its directory")
         content = file.read_bytes()
         try:
             self._backend = Backend.from_str(content.decode("utf-8"))
         except Exception as error:  # the library raises bare Exception for a file it cannot parse
-            raise UsageError(f"--tokenizer-model {file} is not a Hugging Face tokenizer.json: {error}") from error
+            raise InvalidInput(f"--tokenizer-model {file} is not a Hugging Face tokenizer.json: {error}") from error
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        eod = next((vocabulary[name] for name in _END_OF_DOCUMENT_NAMES if name in vocabulary), None)
+        if eod is None:
+            known = ", ".join(_END_OF_DOCUMENT_NAMES[:4])
+            raise InvalidInput(
+                f"--tokenizer-model {file} has no end-of-document token ({known}, ...); add one to its vocabulary"
+            )
         # Ids may have gaps, so the count of entries is not a bound on them.
-        self._vocab_size = max(vocabulary.values(), default=-1) + 1
-        self._eod = _find_end_of_document(vocabulary, file)
-        self._digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def eod(self) -> int:
-        return self._eod
-
-    @property
-    def unique_identifiers(self) -> Mapping[str, str]:
-        return {"class": "HuggingFaceTokenizer", "content": self._digest}
+        vocab_size = max(vocabulary.values()) + 1
+        super().__init__(vocab_size, eod, {"content": hashlib.blake2b(content, digest_size=16).hexdigest()})
 
     def tokenize(self, text: str) -> list[int]:
         try:
             return list(self._backend.encode(text, add_special_tokens=False).ids)
         except (UnicodeEncodeError, TypeError) as error:
-            raise UsageError(
+            raise InvalidInput(
                 "text is not valid UTF-8, which a Hugging Face tokenizer needs; convert it first"
             ) from error
 
@@ -137,30 +120,17 @@ class NullTokenizer(Tokenizer):
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 1:
-            raise UsageError(f"--vocab-size {vocab_size}: NullTokenizer needs at least 1")
-        self._eod = vocab_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self._eod + 1
-
-    @property
-    def eod(self) -> int:
-        return self._eod
-
-    @property
-    def unique_identifiers(self) -> Mapping[str, str]:
-        return {"class": "NullTokenizer", "vocab_size": str(self._eod)}
+            raise InvalidInput(f"--vocab-size {vocab_size}: NullTokenizer needs at least 1")
+        super().__init__(vocab_size + 1, vocab_size, {"vocab_size": str(vocab_size)})
 
     def tokenize(self, text: str) -> list[int]:
-        words = text.split()
         try:
-            ids = [int(word) for word in words]
+            ids = [int(word) for word in text.split()]
         except ValueError as error:
-            raise UsageError(f"NullTokenizer reads token ids separated by spaces, not words: {error}") from error
+            raise InvalidInput(f"NullTokenizer reads token ids separated by spaces, not words: {error}") from error
         for i in ids:
-            if not 0 <= i < self._eod:
-                raise UsageError(f"token id {i} is outside 0..{self._eod - 1}; raise --vocab-size or fix the text")
+            if not 0 <= i < self.eod:
+                raise InvalidInput(f"token id {i} is outside 0..{self.eod - 1}; raise --vocab-size or fix the text")
         return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
@@ -170,27 +140,27 @@ class NullTokenizer(Tokenizer):
 def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None, vocab_size: int | None) -> Tokenizer:
     """The tokenizer that `--tokenizer-type`, `--tokenizer-model` and `--vocab-size` ask for.
 
-    Raises `UsageError` for an unknown type, a flag the type needs and lacks, or one that contradicts it.
+    Raises `InvalidInput` for an unknown type, a flag the type needs and lacks, or one that contradicts it.
     """
     if tokenizer_type not in TOKENIZER_TYPES:
-        raise UsageError(f"--tokenizer-type {tokenizer_type} is unknown; choose one of {', '.join(TOKENIZER_TYPES)}")
+        raise InvalidInput(f"--tokenizer-type {tokenizer_type} is unknown; choose one of {', '.join(TOKENIZER_TYPES)}")
     if tokenizer_type == "HuggingFaceTokenizer":
         if tokenizer_model is None:
-            raise UsageError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model (a tokenizer.json)")
+            raise InvalidInput("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model (a tokenizer.json)")
         return _refuse_other_size(HuggingFaceTokenizer(tokenizer_model), vocab_size)
     if tokenizer_model is not None:
-        raise UsageError(f"--tokenizer-model {tokenizer_model}: {tokenizer_type} reads no file; drop the flag")
+        raise InvalidInput(f"--tokenizer-model {tokenizer_model}: {tokenizer_type} reads no file; drop the flag")
     if tokenizer_type == "ByteTokenizer":
         return _refuse_other_size(ByteTokenizer(), vocab_size)
     if vocab_size is None:
-        raise UsageError("--tokenizer-type NullTokenizer needs --vocab-size")
+        raise InvalidInput("--tokenizer-type NullTokenizer needs --vocab-size")
     return NullTokenizer(vocab_size)
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) -> int:
     """`vocab_size` rounded up to a multiple of `divisible_by * tensor_parallel`, as Megatron pads its embedding."""
     if min(vocab_size, divisible_by, tensor_parallel) < 1:
-        raise UsageError(
+        raise InvalidInput(
             f"vocabulary of {vocab_size}, --make-vocab-size-divisible-by {divisible_by}, "
             f"--tensor-model-parallel-size {tensor_parallel}: each must be at least 1"
         )
@@ -198,17 +168,9 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) 
     return -(-vocab_size // multiple) * multiple
 
 
-def _find_end_of_document(vocabulary: Mapping[str, int], file: Path) -> int:
-    for name in _END_OF_DOCUMENT_NAMES:
-        if name in vocabulary:
-            return vocabulary[name]
-    known = ", ".join(_END_OF_DOCUMENT_NAMES[:4])
-    raise UsageError(f"--tokenizer-model {file} has no end-of-document token ({known}, ...); add one to its vocabulary")
-
-
 def _refuse_other_size(tokenizer: Tokenizer, vocab_size: int | None) -> Tokenizer:
     if vocab_size is not None and vocab_size != tokenizer.vocab_size:
-        raise UsageError(
+        raise InvalidInput(
             f"--vocab-size {vocab_size} contradicts {type(tokenizer).__name__}, "
             f"which has {tokenizer.vocab_size} ids; drop the flag"
         )

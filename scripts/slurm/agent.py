@@ -1,6 +1,6 @@
 """torchrun for one node of a job with spare nodes: `agent.py [options of torchrun] SCRIPT [flags]`.
 
-It adds four things: the rendezvous of `megatron.pretrain.meeting`, which survives a node that is lost while all meet;
+It adds four things: a rendezvous that survives a node that is lost while all meet (`megatron.pretrain.rendezvous`);
 spares that wait until they are needed; a word to `rendezvous.py` about how the job has ended; and memory of the node
 that is given back at the end. It is the task that Slurm starts and signals.
 """
@@ -28,8 +28,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.run import parse_args, run
 
-from megatron.pretrain.meeting import BACKEND, NodesHandler, register_backend
 from megatron.pretrain.processes import NODE_NAME, VERDICT_FILE
+from megatron.pretrain.rendezvous import BACKEND, NodesHandler, register_backend
 
 
 class NotNeeded(Exception):

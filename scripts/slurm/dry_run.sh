@@ -39,11 +39,12 @@ TMPFS=$(mktemp -d /dev/shm/moe-ckpt-dry-run-XXXXXX)
 trap 'rm -rf "$TMPFS"' EXIT
 RDZV_PORT=${RDZV_PORT:-$("$PYTHON" -c 'import socket; s = socket.create_server(("", 0)); print(s.getsockname()[1])')}
 export PYTHON TMPFS RDZV_PORT RDZV_HOST=${RDZV_HOST:-localhost} STAND_IN_CLUSTER=$folder/cluster
-export PATH=$root/scripts/slurm/stand_ins:$PATH
+stand_ins=$root/tests/process/slurm_stand_ins
+export PATH=$stand_ins:$PATH
 cd "$root"
 "$@" --metrics-jsonl "$reports"
 code=0
-"$PYTHON" scripts/slurm/stand_ins/controller.py "${events[@]}" --reports "$reports" || code=$?
+"$PYTHON" "$stand_ins/controller.py" "${events[@]}" --reports "$reports" || code=$?
 left=$(ls "$TMPFS")
 [ -z "$left" ] || { echo "left in memory: $left"; code=$((code > 0 ? code : 1)); }
 echo "reports of all iterations: $reports; jobs: $STAND_IN_CLUSTER"

@@ -29,8 +29,8 @@ def chained(folder: str, hangs_up: bool) -> Iterator[None]:
 
 def waited(hangs_up: bool) -> dict[str, object]:
     """How long this rank waited for the one before it, and what it heard then."""
-    from megatron.pretrain.ending import is_lost_peer
-    from megatron.pretrain.hang_up import hang_up
+    from megatron.pretrain.disconnect import close_connections
+    from megatron.pretrain.worker import is_lost_peer
 
     rank, heard, is_peer = torch.distributed.get_rank(), "", False
     # Pairs that share nothing but rank 1: rank 2 cannot hear of rank 0 by itself.
@@ -42,12 +42,12 @@ def waited(hangs_up: bool) -> dict[str, object]:
     begun_s = time.monotonic()
     try:
         if rank == 0:
-            return {"closed": hang_up()}
+            return {"closed": close_connections()}
         torch.distributed.all_reduce(torch.ones(4), group=pairs[rank - 1])
     except RuntimeError as error:
         heard, is_peer = str(error), is_lost_peer(error)
     waited_s = time.monotonic() - begun_s
-    closed = hang_up() if hangs_up else 0
+    closed = close_connections() if hangs_up else 0
     if rank == 1:
         time.sleep(BUSY_S)
     return {"heard": heard, "is_peer": is_peer, "waited_s": waited_s, "closed": closed}

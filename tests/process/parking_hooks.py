@@ -210,7 +210,7 @@ class Parking(Frozen):
     def train(self, session: Any = None) -> Any:
         """The passes and the step of one iteration, with or without the guard; returns its journal."""
         iteration = self.state.progress.iteration + 1
-        with mock.patch.object(self.trainer, "_session", session):
+        with mock.patch.object(self.trainer, "_session", session or self.trainer._session):
             return self.trainer._train_step(iteration, self.batches).journal
 
     def facts(self) -> dict[str, Any]:

@@ -183,7 +183,7 @@ class Alone(Frozen):
         before, found = Counter(self.done), dict[str, Any]()
         self.replayed_iterations = 0
         if self.rank in ranks:
-            with mock.patch.object(type(self.trainer), "_replays_alone", True):
+            with mock.patch.object(type(self.trainer._session), "replays_alone", True):
                 for name, work in {"confused": self.confused, "dense": self.dense, "sparse": self.sparse}.items():
                     found[name] = work(stages, moments)
         else:

@@ -18,9 +18,9 @@ from runs import Layout, flags
 from world import ROOT, World
 
 from megatron.core.dist_checkpointing.moe.ports import PeerLost
-from megatron.pretrain.ending import is_lost_peer
-from megatron.pretrain.errors import ToldToEnd, TrainingFailure
+from megatron.pretrain.errors import Terminated, TrainingFailure
 from megatron.pretrain.stopping import Termination
+from megatron.pretrain.worker import is_lost_peer
 
 LAYOUT = Layout(pp=1, ep=1, ranks=3)
 
@@ -53,13 +53,13 @@ def test_only_connected_tcp_sockets_are_closed() -> None:
     """In a process of its own: a listener and a local pair go on, a connection does not."""
     code = """
 import socket
-from megatron.pretrain.hang_up import hang_up
+from megatron.pretrain.disconnect import close_connections
 listener = socket.create_server(("127.0.0.1", 0))
 caller = socket.create_connection(listener.getsockname())
 called, _ = listener.accept()
 one, two = socket.socketpair()
 called.sendall(b"before")
-assert hang_up() == 2
+assert close_connections() == 2
 assert caller.recv(9) == b"before" and caller.recv(9) == b""
 one.sendall(b"x")
 assert two.recv(1) == b"x"
@@ -94,8 +94,8 @@ def test_sigterm_is_noted_and_told_when_it_is_asked_for() -> None:
         ending.install()
         ending.check()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert ending.told
-        with pytest.raises(ToldToEnd, match="SIGTERM"):
+        assert ending.is_requested
+        with pytest.raises(Terminated, match="SIGTERM"):
             ending.check()
         ending.uninstall()
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -111,7 +111,7 @@ def test_a_handler_that_is_there_already_is_left_alone() -> None:
         ending.install()
         os.kill(os.getpid(), signal.SIGTERM)
         assert seen == [signal.SIGTERM]
-        assert not ending.told
+        assert not ending.is_requested
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -24,6 +24,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from world import HANG_TIMEOUT_S, ROOT, free_port
 
 SLURM = ROOT / "scripts" / "slurm"
+STAND_INS = ROOT / "tests" / "process" / "slurm_stand_ins"
 TRAIN = "scripts/slurm/train.sbatch"
 ITERATIONS = 45
 JOIN_S = 25
@@ -212,7 +213,7 @@ def test_a_chain_goes_on_after_each_job_and_ends_with_the_training(play: Play) -
 def test_a_chain_without_a_name_of_its_own_is_refused(behind: tuple[str, ...], tmp_path: Path) -> None:
     ended = subprocess.run(
         [str(SLURM / "chain.sh"), "3", "--nodes=3", TRAIN, *behind], cwd=ROOT, capture_output=True, text=True,
-        env=os.environ | {"PATH": f"{SLURM / 'stand_ins'}:{os.environ['PATH']}", "STAND_IN_CLUSTER": str(tmp_path)},
+        env=os.environ | {"PATH": f"{STAND_INS}:{os.environ['PATH']}", "STAND_IN_CLUSTER": str(tmp_path)},
     )  # fmt: skip
     assert ended.returncode == 2
     assert len(ended.stderr.splitlines()) == 1
@@ -318,7 +319,7 @@ def tmpfs(tmp_path: Path) -> Iterator[Path]:
 
 def epilog(tmpfs: Path, job: str) -> list[str]:
     """Which jobs have memory left after the epilog of one of them, which slurmd runs without a PATH."""
-    commands = f"{SLURM / 'stand_ins'}:{Path(sys.executable).parent}"
+    commands = f"{STAND_INS}:{Path(sys.executable).parent}"
     own = {"TMPFS": str(tmpfs), "STAND_IN_CLUSTER": str(tmpfs / "cluster"), "SLURM_JOB_ID": job, "SLURM_BIN": commands}
     subprocess.run(["/usr/bin/env", "-i", *(f"{name}={value}" for name, value in own.items()), SLURM / "epilog.sh"],
                    check=True)  # fmt: skip
@@ -343,7 +344,7 @@ def test_the_epilog_frees_what_jobs_left_that_slurm_has_ended(state: str, tmpfs:
 
 def test_the_stand_ins_refuse_options_that_they_do_not_play(tmp_path: Path) -> None:
     ended = subprocess.run(
-        [str(SLURM / "stand_ins" / "srun"), "--no-kil", "true"], env=os.environ | {"STAND_IN_CLUSTER": str(tmp_path)},
+        [str(STAND_INS / "srun"), "--no-kil", "true"], env=os.environ | {"STAND_IN_CLUSTER": str(tmp_path)},
         capture_output=True, text=True,
     )  # fmt: skip
     assert ended.returncode == 1

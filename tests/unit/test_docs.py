@@ -18,7 +18,7 @@ import pytest
 
 from megatron.core.dist_checkpointing.moe.cli.main import commands
 from megatron.pretrain.config import parse_config
-from megatron.pretrain.errors import UsageError
+from megatron.pretrain.errors import InvalidInput
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("benchmarks", "docs", "examples", "scripts", "tests", "tools")
@@ -144,7 +144,7 @@ def misuse_of_moe_ckpt(words: list[str], *, typed: bool) -> str:
 def misuse_of_driver(flags: list[str]) -> str:
     try:
         parse_config(flags)
-    except UsageError as error:
+    except InvalidInput as error:
         return str(error)
     return ""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.moe.store.integrity import FileSum, damaged, shares
-from megatron.pretrain.agreement import all_done, raise_together
+from megatron.pretrain.agreement import all_done, raise_on_all_ranks
 
 POLL_INTERVAL_S = 0.05
 
@@ -28,4 +28,4 @@ def require_intact(sums: Mapping[Path, FileSum]) -> None:
             if all_done(summing.done()):
                 break
         found = summing.result()
-    raise_together(f"{found[0]}; restore the file or take another iteration" if found else None)
+    raise_on_all_ranks(f"{found[0]}; restore the file or take another iteration" if found else None)

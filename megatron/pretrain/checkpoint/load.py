@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadSt
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.safe_globals import register_safe_globals
-from megatron.pretrain.agreement import RankFailure, on_rank_zero, raise_together
+from megatron.pretrain.agreement import RankFailure, on_rank_zero, raise_on_all_ranks
 from megatron.pretrain.checkpoint.directory import RELEASE, CheckpointDirectory, Step
 from megatron.pretrain.checkpoint.integrity import require_intact
 from megatron.pretrain.checkpoint.partial import MergingLoadStrategy, Sources, content_of, report_staleness
@@ -37,7 +37,7 @@ from megatron.pretrain.checkpoint.state import (
     sharded_state_dict,
 )
 from megatron.pretrain.config import PretrainConfig
-from megatron.pretrain.errors import UsageError
+from megatron.pretrain.errors import InvalidInput
 
 log = logging.getLogger(__name__)
 
@@ -78,13 +78,13 @@ class _Found:
 def load_checkpoint(state: TrainingState) -> bool:
     """Load what `--load` and `--ckpt-step` name into the live state; False if there is nothing to load.
 
-    A collective over all ranks. Raises UsageError if the directory holds checkpoints but none of them can be used:
+    A collective over all ranks. Raises InvalidInput if the directory holds checkpoints but none of them can be used:
     starting over silently would throw the training done so far away.
     """
     register_safe_globals()
     refused: dict[Step, str] = {}
     while True:
-        found = on_rank_zero(lambda: _find(state.config, refused), errors=(UsageError,))
+        found = on_rank_zero(lambda: _find(state.config, refused), errors=(InvalidInput,))
         if found is None:
             return False
         try:
@@ -117,7 +117,7 @@ def _find(config: PretrainConfig, refused: Mapping[Step, str]) -> _Found | None:
     try:
         candidates = directory.candidates() if flags.ckpt_step is None else [flags.ckpt_step]
     except (UnreadableCheckpoint, OSError) as error:
-        raise UsageError(f"--load {flags.load}: {error}; repair the tracker or give --ckpt-step") from error
+        raise InvalidInput(f"--load {flags.load}: {error}; repair the tracker or give --ckpt-step") from error
     torn: list[str] = []
     for step in candidates:
         try:
@@ -131,7 +131,7 @@ def _find(config: PretrainConfig, refused: Mapping[Step, str]) -> _Found | None:
             log.warning("falling back to %s of %s; refused %s", found.name, flags.load, "; ".join(torn))
         return found
     if torn:
-        raise UsageError(f"--load {flags.load}: no usable checkpoint; {'; '.join(torn)}; nothing was loaded")
+        raise InvalidInput(f"--load {flags.load}: no usable checkpoint; {'; '.join(torn)}; nothing was loaded")
     _report_nothing(directory, flags.exit_on_missing_checkpoint)
     return None
 
@@ -145,7 +145,7 @@ def _report_nothing(directory: CheckpointDirectory, is_error: bool) -> None:
     else:
         reason = "the directory is empty"
     if is_error:
-        raise UsageError(
+        raise InvalidInput(
             f"--load {root}: {reason}; check the path, or drop --exit-on-missing-checkpoint to start fresh"
         )
     log.warning("--load %s: %s; starting fresh from iteration 0", root, reason)
@@ -159,7 +159,7 @@ def _examine(directory: CheckpointDirectory, step: Step) -> _Found:
     folder = directory.folder(step)
     if any(folder.glob("mp_rank_0*")):
         # Not torn, so an older iteration is no substitute for it.
-        raise UsageError(
+        raise InvalidInput(
             f"--load {directory.root}: {folder.name} is in Megatron's legacy format 'torch' (mp_rank_*/*.pt), only "
             "torch_dist can be loaded; convert it with Megatron-LM, or choose another iteration with --ckpt-step"
         )
@@ -180,11 +180,11 @@ def _examine(directory: CheckpointDirectory, step: Step) -> _Found:
 
 
 def _loadable_parts(found: _Found, config: PretrainConfig) -> Parts:
-    """What of this checkpoint fits the running job; raises UsageError where a mismatch cannot be bridged."""
+    """What of this checkpoint fits the running job; raises InvalidInput where a mismatch cannot be bridged."""
     flags, saved, running = config.checkpoint, found.arguments, config.flat
     for name in _FIXED_ARGUMENTS:
         if hasattr(saved, name) and getattr(saved, name) != getattr(running, name):
-            raise UsageError(
+            raise InvalidInput(
                 f"{found.folder} was saved with {name}={getattr(saved, name)}, this job has {getattr(running, name)}; "
                 f"use {_matching_flags(name, saved, config)}"
             )
@@ -210,7 +210,7 @@ def _require_loadable_optimizer(found: _Found, config: PretrainConfig) -> None:
     kind = found.metadata.get("distrib_optim_sharding_type")
     was_distributed = bool(getattr(saved, "use_distributed_optimizer", kind is not None))
     if was_distributed != config.parallel.use_distributed_optimizer:
-        raise UsageError(
+        raise InvalidInput(
             f"{found.folder} was saved {'with' if was_distributed else 'without'} --use-distributed-optimizer; "
             "train with the same choice, or pass --no-load-optim"
         )
@@ -220,7 +220,7 @@ def _require_loadable_optimizer(found: _Found, config: PretrainConfig) -> None:
         now = getattr(running, name)
         before = getattr(saved, name, now)
         if before != now:
-            raise UsageError(
+            raise InvalidInput(
                 f"{found.folder} holds optimizer state as {kind}, which loads only under the same layout, but {name} "
                 f"was {before} and is {now}; save with --dist-ckpt-optim-fully-reshardable, or pass --no-load-optim"
             )
@@ -289,6 +289,6 @@ def _load(found: _Found, state: TrainingState, parts: Parts) -> None:
         KeyError,
     ) as error:
         problem = _first_reason(error)
-    raise_together(problem)
+    raise_on_all_ranks(problem)
     apply_state_dict(state, loaded, parts)
     torch.distributed.barrier()

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.moe.store.chain import (
 )
 from megatron.core.dist_checkpointing.moe.store.merged import MergedCheckpoint
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
-from megatron.pretrain.agreement import on_rank_zero, raise_together
+from megatron.pretrain.agreement import on_rank_zero, raise_on_all_ranks
 from megatron.pretrain.checkpoint.directory import CheckpointDirectory
 from megatron.pretrain.config import PretrainConfig
 
@@ -221,7 +221,7 @@ class MergingLoadStrategy(TorchDistLoadShardedStrategy):
                 unnamed = error.args[0]
             else:
                 asked[iteration][str(index)] = wanted
-        raise_together(unnamed)
+        raise_on_all_ranks(unnamed)
         loaded: dict[str, Any] = {}
         for iteration, shards in asked.items():
             loaded |= super().load(shards, self._sources.folders[iteration])

@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.moe.runtime.places import Place
 from megatron.core.dist_checkpointing.moe.runtime.session import Session
 from megatron.core.dist_checkpointing.moe.runtime.standby import Passes
 from megatron.core.dist_checkpointing.moe.runtime.training import Training
+from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from megatron.pretrain.agreement import on_rank_zero
@@ -28,16 +29,16 @@ from megatron.pretrain.checkpoint.trainer_state import LiveTrainerState
 from megatron.pretrain.config import PretrainConfig, parse_config
 from megatron.pretrain.config.model import ModelConfig, MoEConfig
 from megatron.pretrain.config.training import OptimizerFlags
-from megatron.pretrain.ending import is_lost_peer
-from megatron.pretrain.errors import PretrainError, ToldToEnd, TrainingFailure, UsageError
-from megatron.pretrain.hang_up import hang_up
+from megatron.pretrain.disconnect import close_connections
+from megatron.pretrain.errors import InvalidInput, PretrainError, Terminated, TrainingFailure
 from megatron.pretrain.initialize import Launch
+from megatron.pretrain.worker import is_lost_peer
 
 log = logging.getLogger(__name__)
 
 
-def resume(state: TrainingState, launch: Launch, marks: Timestamps | None = None) -> Session | None:
-    """Bring the state to where training goes on; None with `--moe-ckpt-strategy none`.
+def resume(state: TrainingState, launch: Launch, marks: Timestamps | None = None) -> Session | Unprotected:
+    """Bring the state to where training goes on.
 
     A collective. Of what an earlier attempt left in memory and storage, and the checkpoints of `--load`, the newest
     usable one is taken. The session has to begin yet: it may have to run iterations again, or to wait for stages that
@@ -46,7 +47,7 @@ def resume(state: TrainingState, launch: Launch, marks: Timestamps | None = None
     if state.config.moe_checkpoint.strategy == "none":
         if state.config.checkpoint.load is not None:
             load_checkpoint(state)
-        return None
+        return Unprotected()
     trainer = LiveTrainerState(state)
     with driver_errors():
         session = _open(state, launch, trainer, marks)
@@ -66,31 +67,33 @@ def driver_errors() -> Iterator[None]:
     except CheckpointFailure as error:
         raise PretrainError(str(error)) from error
     except MoECheckpointError as error:
-        raise UsageError(str(error)) from error
+        raise InvalidInput(str(error)) from error
 
 
-def leave(session: Session, error: BaseException) -> None:
+def leave(session: Session | Unprotected, error: BaseException) -> None:
     """Training ends here with an error: let the other ranks know at once, and put aside what is whole."""
-    if isinstance(error, ToldToEnd):
+    if isinstance(session, Unprotected):
+        return  # with nothing to put aside this rank is gone soon enough
+    if isinstance(error, Terminated):
         cause = Cause.TOLD_TO_END
     else:
         cause = Cause.PEER_LOST if is_lost_peer(error) else Cause.OWN_ERROR
-    hang_up()
+    close_connections()
     session.failure(cause)
 
 
 def refuse_other_flags(recorded: Sequence[str], given: Sequence[str]) -> None:
-    """Iterations that are run again must be run as they were. Raises UsageError for flags that shape them otherwise."""
+    """Iterations that are run again must be run as they were. Raises InvalidInput for flags that change them."""
     was, now = parse_config(recorded), parse_config(given)
     changed = [
-        f"{flag_name(field)} was {getattr(one, field.name)} and is {getattr(two, field.name)}"
-        for one, two in zip(was.groups(), now.groups(), strict=True)
-        for field in dataclasses.fields(one)
-        if (type(one) in _SHAPING or field.name in _SHAPING_FIELDS)
-        and getattr(one, field.name) != getattr(two, field.name)
+        f"{flag_name(field)} was {getattr(before, field.name)} and is {getattr(after, field.name)}"
+        for before, after in zip(was.groups(), now.groups(), strict=True)
+        for field in dataclasses.fields(before)
+        if (type(before) in _SHAPING or field.name in _SHAPING_FIELDS)
+        and getattr(before, field.name) != getattr(after, field.name)
     ]
     if changed:
-        raise UsageError(
+        raise InvalidInput(
             f"iterations have to be run again as they were, but {'; '.join(changed)}: start with the flags of before"
             " until a checkpoint is saved (or use moe-ckpt convert), and change them then"
         )
@@ -128,20 +131,20 @@ def _passes(config: PretrainConfig, transformer: TransformerConfig) -> Passes:
 
 def _restore(state: TrainingState, session: Session) -> None:
     plan, checkpoint = session.look(), state.config.checkpoint
-    dense = on_rank_zero(lambda: _newest_dense(state), errors=(UsageError,))
+    dense = on_rank_zero(lambda: _newest_dense(state), errors=(InvalidInput,))
     # A restart goes on from what its own job did; which checkpoint was asked for matters to the first start.
     asked = checkpoint.ckpt_step is not None or checkpoint.finetune
     if plan is not None and (session.is_own if asked else plan.target >= dense):
         if session.carry_out() is not None:
             return
         if checkpoint.load is None:
-            raise UsageError(
+            raise InvalidInput(
                 "all copies of the training state in memory and storage are damaged or lost, see the reasons above;"
                 " give --load with an older checkpoint, or remove them to begin at iteration 0"
             )
         session.clear_counters()
     if plan is None and session.unusable and checkpoint.load is None:
-        raise UsageError(
+        raise InvalidInput(
             f"--moe-ckpt-persist-dir has snapshots that this job cannot use: {session.unusable}; give --load, or"
             " another folder to begin at iteration 0"
         )
@@ -159,5 +162,5 @@ def _newest_dense(state: TrainingState) -> int:
     try:
         candidates = CheckpointDirectory(checkpoint.load).candidates()
     except (UnreadableCheckpoint, OSError) as error:
-        raise UsageError(f"--load {checkpoint.load}: {error}; repair the tracker or give --ckpt-step") from error
+        raise InvalidInput(f"--load {checkpoint.load}: {error}; repair the tracker or give --ckpt-step") from error
     return max((step for step in candidates if isinstance(step, int)), default=-1)

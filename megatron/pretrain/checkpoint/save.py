@@ -15,14 +15,14 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
-from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, format_error
 from megatron.core.dist_checkpointing.moe.store.atomic import write_atomically
 from megatron.core.dist_checkpointing.moe.store.chain import MANIFEST, PARTIAL_BACKEND_VERSION, Chain, encode
 from megatron.core.dist_checkpointing.moe.store.dense import open_dense
 from megatron.core.dist_checkpointing.moe.store.integrity import FORMAT_VERSION, MARK, Sums, seal
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from megatron.pretrain.agreement import RankFailure, all_done, on_rank_zero, raise_together
+from megatron.pretrain.agreement import RankFailure, all_done, on_rank_zero, raise_on_all_ranks
 from megatron.pretrain.checkpoint.directory import CheckpointDirectory
 from megatron.pretrain.checkpoint.partial import next_chain, selected_shards
 from megatron.pretrain.checkpoint.state import (
@@ -118,7 +118,7 @@ class Saver:
         """Stage everything but the shards, and plan those; with `--save-experts` the chain says which experts."""
         config = self._state.config
         folder = Path(on_rank_zero(lambda: str(self._directory.stage(iteration))))
-        raise_together(_refusal(folder))
+        raise_on_all_ranks(_refusal(folder))
         gather_parameters(self._state)
         metadata = content_metadata(config)
         rng = random_shape() if config.checkpoint.save_rng else None
@@ -180,7 +180,7 @@ def _refusal(folder: Path) -> str | None:
         with tempfile.TemporaryFile(dir=folder):
             return None
     except OSError as error:
-        return f"{type(error).__name__}: {error}"
+        return format_error(error)
 
 
 def _serialized(value: Any) -> bytes:

@@ -18,7 +18,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 from megatron.pretrain.config import PretrainConfig
-from megatron.pretrain.errors import UsageError
+from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.optimization import separate_steps
 
 CHECKPOINT_VERSION = 3.0
@@ -114,7 +114,7 @@ def apply_state_dict(state: TrainingState, loaded: dict[str, Any], parts: Parts)
     if parts.optimizer:
         state.optimizer.load_state_dict(loaded["optimizer"])
         separate_steps(state.optimizer)
-        _load_schedules(state.scheduler, loaded["opt_param_scheduler"])
+        load_schedules(state.scheduler, loaded["opt_param_scheduler"], "checkpoint")
     else:
         # Master weights are still those of the initialization; take them from the loaded compute weights.
         state.optimizer.reload_model_params()
@@ -128,12 +128,13 @@ def apply_state_dict(state: TrainingState, loaded: dict[str, Any], parts: Parts)
         state.progress.consumed_valid_samples = getattr(recorded, "consumed_valid_samples", 0)
 
 
-def _load_schedules(scheduler: OptimizerParamScheduler, saved: dict[str, Any]) -> None:
+def load_schedules(scheduler: OptimizerParamScheduler, saved: dict[str, Any], source: str) -> None:
+    """Raises InvalidInput when this job's schedules are others than those of `source`."""
     try:
         scheduler.load_state_dict(saved)
     except AssertionError as error:
-        raise UsageError(
-            f"the schedules of this job are not those of the checkpoint ({error}); give the same --train-iters, "
+        raise InvalidInput(
+            f"the schedules of this job are not those of the {source} ({error}); give the same --train-iters, "
             "--lr-decay-iters and learning rates, or --override-opt_param-scheduler to take the new ones, or "
             "--use-checkpoint-opt_param-scheduler to keep the old ones"
         ) from error

@@ -14,8 +14,8 @@ from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.ports import Json
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.pretrain.checkpoint.state import TrainingState
-from megatron.pretrain.errors import UsageError
+from megatron.pretrain.checkpoint.state import TrainingState, load_schedules
+from megatron.pretrain.errors import InvalidInput
 
 _COUNTS = ("iteration", "consumed_train_samples", "consumed_valid_samples", "evaluated_iteration")
 _GROUP_FIELDS = ("lr", "weight_decay", "step")
@@ -61,7 +61,7 @@ class LiveTrainerState:
     def restore(self, scalars: Mapping[str, Json], tensors: Mapping[str, memoryview]) -> None:
         """As `ports.TrainerState.restore`; nothing is changed when something is missing.
 
-        Raises UsageError when the schedules of this job are others than those of the snapshot.
+        Raises InvalidInput when the schedules of this job are others than those of the snapshot.
         """
         self._check(scalars, tensors)
         saved = dict[str, Any](scalars)
@@ -162,21 +162,17 @@ def _load_schedules(state: TrainingState, saved: dict[str, Any]) -> None:
     before = state.scheduler.num_steps
     state.scheduler.num_steps = 0  # core adds what it loads to what was counted before
     try:
-        state.scheduler.load_state_dict(saved)
-    except AssertionError as error:
+        load_schedules(state.scheduler, saved, "snapshot")
+    except InvalidInput:
         state.scheduler.num_steps = before
-        raise UsageError(
-            f"the schedules of this job are not those of the snapshot ({error}); give the same --train-iters, "
-            "--lr-decay-iters and learning rates, or --override-opt_param-scheduler to take the new ones, or "
-            "--use-checkpoint-opt_param-scheduler to keep the old ones"
-        ) from error
+        raise
 
 
 def _tracked() -> dict[str, torch.Tensor]:
     states: dict[str, Any] = tensor_parallel.get_cuda_rng_tracker().get_states()
     for name, tracked in states.items():
         if not isinstance(tracked, torch.Tensor):
-            raise UsageError(f"random state {name} is a generator, as CUDA graphs need it, and cannot be captured")
+            raise InvalidInput(f"random state {name} is a generator, as CUDA graphs need it, and cannot be captured")
     return states
 
 

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.core.dist_checkpointing.moe.errors import format_error
 from megatron.core.dist_checkpointing.moe.store.integrity import FileSum, Sums, file_sum
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from megatron.pretrain.agreement import on_rank_zero, raise_together
+from megatron.pretrain.agreement import on_rank_zero, raise_on_all_ranks
 from megatron.pretrain.processes import live_and_die_with_parent
 
 WRITE_TIMEOUT_S = 3600.0
@@ -44,11 +45,11 @@ class ShardWriter:
         self._deadline_s = time.monotonic() + WRITE_TIMEOUT_S
 
     def run(self) -> None:
-        """Write now, in this process; what fails is told by `finish`, to all ranks."""
+        """Write now, in this process; `finish` raises on all ranks what fails."""
         try:
             self._outcome = _write_buckets(self._staged(), self._transforms())
         except Exception as error:
-            self._outcome = _reason(error)
+            self._outcome = format_error(error)
 
     def start(self) -> None:
         """Write in a forked process, which holds the memory as it is at this moment; failures as in `run`."""
@@ -62,7 +63,7 @@ class ShardWriter:
             remote.close()
             self._process = process
         except Exception as error:
-            self._outcome = _reason(error)
+            self._outcome = format_error(error)
 
     def is_done(self) -> bool:
         """Whether this rank has nothing left to write, or gave up after WRITE_TIMEOUT_S."""
@@ -82,11 +83,11 @@ class ShardWriter:
         if self._process is not None:
             self._process.join()
         failed = isinstance(self._outcome, str)
-        raise_together(self._outcome if failed else None)
+        raise_on_all_ranks(self._outcome if failed else None)
         written: list[Any] = [None] * dist.get_world_size()
         dist.gather_object(self._outcome, written if dist.get_rank() == 0 else None, dst=0)
         on_rank_zero(lambda: self._writer.finish(self._metadata, [results for results, _ in written]))
-        return {name: one for _, sums in filter(None, written) for name, one in sums.items()}
+        return {name: found for _, sums in filter(None, written) for name, found in sums.items()}
 
     def _staged(self) -> list[Any]:
         buckets: list[Any] = FileSystemWriterAsync.preload_tensors(self._writer.write_buckets or [])
@@ -157,18 +158,14 @@ def _write_buckets(buckets: list[Any], transforms: list[Any]) -> Any:
         FileSystemWriterAsync.write_preloaded_data(transforms, 0, bucket, answers, counter, use_fsync=True)
         _, answer = answers.get_nowait()
         if isinstance(answer, Exception):
-            return _reason(answer)
+            return format_error(answer)
         results.extend(answer)
         path, name, _ = bucket
         try:
             sums[name] = file_sum(Path(path))
         except OSError as error:
-            return _reason(error)
+            return format_error(error)
     return results, sums
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _write_and_send(buckets: list[Any], transforms: list[Any], remote: multiprocessing.connection.Connection) -> None:

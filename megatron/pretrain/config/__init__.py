@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES
 from megatron.pretrain.config.model import ModelConfig, MoEConfig
 from megatron.pretrain.config.parallel import ParallelConfig
 from megatron.pretrain.config.training import CheckpointConfig, DataConfig, OptimizerFlags, TrainingConfig
-from megatron.pretrain.errors import UsageError
+from megatron.pretrain.errors import InvalidInput
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +53,11 @@ _GROUPS = {
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see --help")
+        raise InvalidInput(f"{message}; see --help")
 
 
 def parse_config(argv: Sequence[str]) -> PretrainConfig:
-    """Parse flags without judging them; raises UsageError for an unknown flag or a value of the wrong type."""
+    """Parse flags without judging them; raises InvalidInput for an unknown flag or a value of the wrong type."""
     parser = _Parser(
         prog="pretrain_gpt_moe.py",
         description="Train a GPT with Mixture-of-Experts layers on Megatron-Core; flags are Megatron's own.",

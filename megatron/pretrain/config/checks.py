@@ -1,4 +1,4 @@
-"""Contradictions in a command line, each told with the values in it and what to change."""
+"""Contradictions in a command line, each with the values in it and what to change."""
 
 from __future__ import annotations
 

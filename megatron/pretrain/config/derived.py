@@ -6,7 +6,7 @@ import ast
 import dataclasses
 
 from megatron.pretrain.config import PretrainConfig
-from megatron.pretrain.errors import UsageError
+from megatron.pretrain.errors import InvalidInput
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +31,12 @@ def moe_layer_pattern(text: str) -> int | list[int]:
     try:
         value = _evaluated(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError) as error:
-        raise UsageError(f"--moe-layer-freq {text!r} is neither a number nor a list such as ([0]*1+[1]*3)") from error
+        raise InvalidInput(f"--moe-layer-freq {text!r} is neither a number nor a list such as ([0]*1+[1]*3)") from error
     if isinstance(value, list) and set(value) <= {0, 1}:
         return value
     if isinstance(value, int) and value > 0:
         return value
-    raise UsageError(f"--moe-layer-freq {text!r} must be a positive number or a list of 0 and 1")
+    raise InvalidInput(f"--moe-layer-freq {text!r} must be a positive number or a list of 0 and 1")
 
 
 def _evaluated(node: ast.expr) -> int | list[int]:

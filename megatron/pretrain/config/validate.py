@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 from megatron.pretrain.config import PretrainConfig, checks
 from megatron.pretrain.config.derived import Environment, data_parallel_size, moe_layer_pattern, virtual_pipeline_size
-from megatron.pretrain.errors import UsageError
+from megatron.pretrain.errors import InvalidInput
 
 
 def resolve(config: PretrainConfig, environment: Environment) -> PretrainConfig:
     """The configuration with every default filled in.
 
-    Raises UsageError naming the first contradiction, the values in it and what to change.
+    Raises InvalidInput naming the first contradiction, the values in it and what to change.
     """
     for check in checks.BEFORE_DEFAULTS:
         _refuse_first(check(config, environment))
@@ -26,7 +26,7 @@ def resolve(config: PretrainConfig, environment: Environment) -> PretrainConfig:
 
 def _refuse_first(problems: Iterator[str]) -> None:
     for problem in problems:
-        raise UsageError(problem)
+        raise InvalidInput(problem)
 
 
 def _with_defaults(config: PretrainConfig, environment: Environment) -> PretrainConfig:

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.moe.types import (
 )
 from megatron.pretrain.config import parse_config
 from megatron.pretrain.config.validate import Environment, resolve
-from megatron.pretrain.errors import UsageError as PretrainUsageError
+from megatron.pretrain.errors import InvalidInput
 
 SHAPE = ModelShape("small", 2, 8, 2, 24, 16, num_experts=4, moe_ffn_hidden_size=7, gated_linear_unit=True)
 FIELDS = ("master", "exp_avg", "exp_avg_sq")
@@ -175,5 +175,5 @@ def test_the_distributed_optimizer_which_shards_already_is_refused() -> None:
     ).split()
     machine = Environment(world_size=2, cuda=False, transformer_engine=False)
     assert resolve(parse_config(given), machine).moe_checkpoint.shard == "adaptive"
-    with pytest.raises(PretrainUsageError, match=r"--moe-ckpt-shard adaptive .* sharded already"):
+    with pytest.raises(InvalidInput, match=r"--moe-ckpt-shard adaptive .* sharded already"):
         resolve(parse_config([*given, "--use-distributed-optimizer"]), machine)

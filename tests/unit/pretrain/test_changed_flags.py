@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.pretrain.checkpoint.protect import refuse_other_flags
-from megatron.pretrain.errors import UsageError
+from megatron.pretrain.errors import InvalidInput
 
 BEFORE = ("--lr", "1e-3", "--clip-grad", "1.0", "--num-layers", "4", "--seq-length", "32", "--data-path", "here")
 
@@ -32,5 +32,5 @@ def test_flags_that_leave_iterations_as_they_are_may_change(other: tuple[str, st
     ],
 )
 def test_flags_that_shape_an_iteration_may_not(other: tuple[str, ...], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(InvalidInput, match=told):
         refuse_other_flags(BEFORE, (*BEFORE, *other))

@@ -17,7 +17,7 @@ import torch
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.pretrain.data import DatasetRequest, build_data_iterator, build_datasets
-from megatron.pretrain.errors import PretrainError, UsageError
+from megatron.pretrain.errors import InvalidInput, PretrainError
 from megatron.pretrain.preprocess import corpus_writer
 from megatron.pretrain.tokenizer import ByteTokenizer, NullTokenizer
 
@@ -217,20 +217,20 @@ def cut(path: str, keep_bytes: int) -> None:
 )
 def test_a_file_cut_short_is_refused(corpus: str, suffix: str, keep_bytes: int, message: str) -> None:
     cut(corpus + suffix, keep_bytes)
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(InvalidInput, match=message):
         build(request_for(corpus))
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_a_missing_file_is_named(corpus: str, suffix: str) -> None:
     Path(corpus + suffix).unlink()
-    with pytest.raises(UsageError, match=rf"corpus\{suffix} does not exist"):
+    with pytest.raises(InvalidInput, match=rf"corpus\{suffix} does not exist"):
         build(request_for(corpus))
 
 
 def test_a_foreign_index_is_refused(corpus: str) -> None:
     Path(corpus + ".idx").write_text("this is a text file that has nothing to do with an index")
-    with pytest.raises(UsageError, match="not a Megatron index"):
+    with pytest.raises(InvalidInput, match="not a Megatron index"):
         build(request_for(corpus))
 
 
@@ -238,24 +238,26 @@ def test_an_index_of_numbers_that_are_no_tokens_is_refused(tmp_path: Path) -> No
     builder = IndexedDatasetBuilder(str(tmp_path / "floats.bin"), dtype=np.float32)
     builder.add_document(np.ones(100, dtype=np.float32), [100])
     builder.finalize(str(tmp_path / "floats.idx"))
-    with pytest.raises(UsageError, match="token type 7"):
+    with pytest.raises(InvalidInput, match="token type 7"):
         build(request_for(str(tmp_path / "floats")))
 
 
 def test_a_corpus_without_tokens_is_refused(tmp_path: Path) -> None:
     IndexedDatasetBuilder(str(tmp_path / "empty.bin"), dtype=np.uint16).finalize(str(tmp_path / "empty.idx"))
-    with pytest.raises(UsageError, match="holds no tokens"):
+    with pytest.raises(InvalidInput, match="holds no tokens"):
         build(request_for(str(tmp_path / "empty")))
 
 
 def test_tokens_beyond_the_vocabulary_are_refused(corpus: str) -> None:
-    with pytest.raises(UsageError, match="holds token id 256, the tokenizer has 101 ids"):
+    with pytest.raises(InvalidInput, match="holds token id 256, the tokenizer has 101 ids"):
         build_datasets(request_for(corpus), NullTokenizer(100), lambda: True)
 
 
 def test_a_corpus_one_token_short_of_a_sample_is_refused_and_one_more_is_enough(tmp_path: Path) -> None:
     short = write_corpus(tmp_path / "short", ["x" * (LENGTH - 1)])
-    with pytest.raises(UsageError, match=f"the training split .* has {LENGTH} tokens and a sample takes {LENGTH + 1}"):
+    with pytest.raises(
+        InvalidInput, match=f"the training split .* has {LENGTH} tokens and a sample takes {LENGTH + 1}"
+    ):
         build(request_for(short, split="1"))
     enough = write_corpus(tmp_path / "enough", ["x" * LENGTH])
     train, _, _ = build(request_for(enough, split="1"))
@@ -263,13 +265,13 @@ def test_a_corpus_one_token_short_of_a_sample_is_refused_and_one_more_is_enough(
 
 
 def test_a_validation_split_too_small_for_one_sample_is_refused(corpus: str) -> None:
-    with pytest.raises(UsageError, match=r"the validation split .* has 0 tokens"):
+    with pytest.raises(InvalidInput, match=r"the validation split .* has 0 tokens"):
         build(request_for(corpus, split="998,1,1"))
 
 
 def test_a_blend_without_weights_that_ends_before_the_run_is_refused(tmp_path: Path) -> None:
     prefixes = [write_corpus(tmp_path / letter, [letter * 15] * 20) for letter in "ab"]
-    with pytest.raises(UsageError, match="put a weight before each prefix"):
+    with pytest.raises(InvalidInput, match="put a weight before each prefix"):
         build(request_for(*prefixes, split="1", num_samples=(50, 0, 0)))
 
 
@@ -293,13 +295,13 @@ def test_a_blend_without_weights_that_ends_before_the_run_is_refused(tmp_path: P
     ],
 )
 def test_flags_that_cannot_work_are_refused(corpus: str, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(InvalidInput, match=message):
         build(request_for(corpus, **changes))
 
 
 def test_a_cache_place_taken_by_a_file_is_refused(corpus: str) -> None:
     Path(corpus).write_text("the text the corpus was made from")
-    with pytest.raises(UsageError, match="--data-cache-path"):
+    with pytest.raises(InvalidInput, match="--data-cache-path"):
         build(request_for(corpus))
 
 
@@ -379,7 +381,7 @@ def test_loading_draws_nothing_from_the_global_random_state(corpus: str) -> None
 
 
 def test_a_negative_number_of_workers_is_refused(corpus: str) -> None:
-    with pytest.raises(UsageError, match="--num-workers -1"):
+    with pytest.raises(InvalidInput, match="--num-workers -1"):
         batches_of(build(request_for(corpus))[0], workers=-1)
 
 

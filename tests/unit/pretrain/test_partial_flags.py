@@ -6,7 +6,7 @@ import pytest
 
 from megatron.pretrain.config import PretrainConfig, parse_config
 from megatron.pretrain.config.validate import Environment, resolve
-from megatron.pretrain.errors import UsageError
+from megatron.pretrain.errors import InvalidInput
 
 DENSE = (
     "--device cpu --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
@@ -32,7 +32,7 @@ def resolved(flags: str) -> PretrainConfig:
     ],
 )
 def test_flags_that_cannot_leave_experts_out_are_refused(flags: str, reason: str) -> None:
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(InvalidInput) as caught:
         resolved(flags)
     assert reason in str(caught.value)
 

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.pretrain.errors import UsageError
+from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.preprocess import PreprocessRequest, find_inputs, preprocess
 
 TOOLS = Path(__file__).resolve().parents[3] / "tools"
@@ -120,7 +120,7 @@ def test_a_bad_line_is_named_and_an_older_corpus_stays_as_it_was(tmp_path: Path,
     request = replace(request_for([tmp_path / "in.jsonl"], tmp_path / "out"), workers=workers)
     preprocess(request, ignore_progress)
     (tmp_path / "in.jsonl").write_text('{"text": "new"}\n{"text": oops}\n')
-    with pytest.raises(UsageError, match=r"in\.jsonl:2: not a line of JSON"):
+    with pytest.raises(InvalidInput, match=r"in\.jsonl:2: not a line of JSON"):
         preprocess(request, ignore_progress)
     assert documents_at(tmp_path / "out_text_document") == [b"old"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -135,7 +135,7 @@ def test_a_document_a_worker_cannot_tokenize_is_named(tmp_path: Path) -> None:
     request = replace(
         request_for([tmp_path / "in.jsonl"], tmp_path / "out"), tokenizer_type="NullTokenizer", vocab_size=9, workers=2
     )
-    with pytest.raises(UsageError, match=r"in\.jsonl:2: NullTokenizer"):
+    with pytest.raises(InvalidInput, match=r"in\.jsonl:2: NullTokenizer"):
         preprocess(request, ignore_progress)
 
 
@@ -143,7 +143,7 @@ def test_one_key_without_text_keeps_every_key_from_being_written(tmp_path: Path)
     (tmp_path / "in.jsonl").write_text('{"a": "full", "b": ""}\n')
     for keys in (("a", "b"), ("b", "a")):
         request = replace(request_for([tmp_path / "in.jsonl"], tmp_path / "out"), json_keys=keys)
-        with pytest.raises(UsageError, match="every input document is empty"):
+        with pytest.raises(InvalidInput, match="every input document is empty"):
             preprocess(request, ignore_progress)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
@@ -154,24 +154,24 @@ def test_one_key_without_text_keeps_every_key_from_being_written(tmp_path: Path)
 )
 def test_a_line_without_the_key_is_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "in.jsonl").write_text(content)
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(InvalidInput, match=message):
         preprocess(request_for([tmp_path / "in.jsonl"], tmp_path / "out"), ignore_progress)
 
 
 def test_plain_text_has_no_other_key_than_text(tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("x")
-    with pytest.raises(UsageError, match="whose only key is `text`"):
+    with pytest.raises(InvalidInput, match="whose only key is `text`"):
         preprocess(replace(request_for([tmp_path / "in.txt"], tmp_path / "o"), json_keys=("body",)), ignore_progress)
 
 
 def test_an_input_that_names_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no such file"):
+    with pytest.raises(InvalidInput, match="no such file"):
         find_inputs([str(tmp_path / "*.txt")])
 
 
 def test_an_output_place_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("x")
-    with pytest.raises(UsageError, match="cannot be written"):
+    with pytest.raises(InvalidInput, match="cannot be written"):
         preprocess(request_for([tmp_path / "in.txt"], tmp_path / "in.txt" / "out"), ignore_progress)
 
 

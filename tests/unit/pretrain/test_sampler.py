@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pretrain.errors import UsageError
+from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.sampler import PretrainingSampler
 
 sizes = st.integers(1, 5)
@@ -73,5 +73,5 @@ def test_iterating_twice_starts_again_behind_what_was_consumed() -> None:
     ],
 )
 def test_sizes_that_make_no_sense_are_refused(arguments: tuple[int, int, int, int, int], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(InvalidInput, match=message):
         PretrainingSampler(*arguments)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pretrain.errors import UsageError
+from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, padded_vocab_size
 
 WORDS = {"<unk>": 0, "hello": 1, "world": 2, "<|endoftext|>": 3}
@@ -41,7 +41,7 @@ def test_the_end_of_document_id_has_no_text() -> None:
 
 
 def test_text_with_a_lone_surrogate_is_refused() -> None:
-    with pytest.raises(UsageError, match="lone surrogate at character 1"):
+    with pytest.raises(InvalidInput, match="lone surrogate at character 1"):
         ByteTokenizer().tokenize("a\ud800")
 
 
@@ -54,7 +54,7 @@ def test_a_null_tokenizer_reads_ids_and_adds_one_for_end_of_document() -> None:
 
 @pytest.mark.parametrize("text", ["100", "-1", "seven"])
 def test_a_null_tokenizer_refuses_what_is_not_an_id(text: str) -> None:
-    with pytest.raises(UsageError):
+    with pytest.raises(InvalidInput):
         build_tokenizer("NullTokenizer", None, 100).tokenize(text)
 
 
@@ -82,13 +82,13 @@ def test_gaps_between_hugging_face_ids_do_not_put_an_id_beyond_the_vocabulary(tm
 
 def test_a_hugging_face_file_without_an_end_of_document_is_refused(tmp_path: Path) -> None:
     file = write_word_tokenizer(tmp_path / "tokenizer.json", {"<unk>": 0, "hello": 1})
-    with pytest.raises(UsageError, match="no end-of-document token"):
+    with pytest.raises(InvalidInput, match="no end-of-document token"):
         build_tokenizer("HuggingFaceTokenizer", str(file), None)
 
 
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(b"\xff not json")
-    with pytest.raises(UsageError, match="not a Hugging Face"):
+    with pytest.raises(InvalidInput, match="not a Hugging Face"):
         build_tokenizer("HuggingFaceTokenizer", str(tmp_path), None)
 
 
@@ -96,7 +96,7 @@ def test_text_that_is_not_utf8_is_refused_by_a_hugging_face_tokenizer(tmp_path: 
     tokenizer = build_tokenizer(
         "HuggingFaceTokenizer", str(write_word_tokenizer(tmp_path / "tokenizer.json", WORDS)), None
     )
-    with pytest.raises(UsageError, match="not valid UTF-8"):
+    with pytest.raises(InvalidInput, match="not valid UTF-8"):
         tokenizer.tokenize(b"\xff".decode("utf-8", errors="surrogateescape"))
 
 
@@ -124,7 +124,7 @@ def test_different_tokenizers_have_different_identifiers(tmp_path: Path) -> None
 def test_flags_that_cannot_work_are_refused(
     tokenizer_type: str, model: str | None, vocab_size: int | None, message: str
 ) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(InvalidInput, match=message):
         build_tokenizer(tokenizer_type, model, vocab_size)
 
 
@@ -142,5 +142,5 @@ def test_a_padded_vocabulary_is_the_next_multiple_every_tensor_rank_can_share(si
 
 
 def test_a_vocabulary_cannot_be_padded_to_a_multiple_of_nothing() -> None:
-    with pytest.raises(UsageError, match="at least 1"):
+    with pytest.raises(InvalidInput, match="at least 1"):
         padded_vocab_size(257, 0, 1)

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.pretrain.config import PretrainConfig, parse_config
 from megatron.pretrain.config.validate import Environment, resolve
-from megatron.pretrain.errors import UsageError
+from megatron.pretrain.errors import InvalidInput
 
 GOOD = (
     "--device cpu --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
@@ -22,7 +22,7 @@ def resolved(flags: str, environment: Environment = FOUR_CPU_RANKS) -> PretrainC
 
 
 def refusal(flags: str, environment: Environment = FOUR_CPU_RANKS) -> str:
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(InvalidInput) as caught:
         resolved(flags, environment)
     return str(caught.value)
 
@@ -124,7 +124,7 @@ def test_a_contradiction_is_refused_in_one_line_that_names_it(flags: str) -> Non
 def test_a_flag_that_has_no_default_is_asked_for_by_name(name: str) -> None:
     flags = GOOD.split()
     at = flags.index(name)
-    with pytest.raises(UsageError, match=name):
+    with pytest.raises(InvalidInput, match=name):
         resolve(parse_config([*flags[:at], *flags[at + 2 :]]), FOUR_CPU_RANKS)
 
 
@@ -158,7 +158,7 @@ def test_later_flags_win() -> None:
 
 def test_partial_experts_need_experts() -> None:
     flags = GOOD.replace("--num-experts 4", "").replace("--expert-model-parallel-size 2", "").split()
-    with pytest.raises(UsageError, match="pec needs --num-experts"):
+    with pytest.raises(InvalidInput, match="pec needs --num-experts"):
         resolve(parse_config([*flags, "--moe-ckpt-strategy", "pec"]), FOUR_CPU_RANKS)
 
 

@@ -14,24 +14,24 @@ from typing import Any
 
 import pytest
 
-from megatron.pretrain.chaos.__main__ import is_right, page
-from megatron.pretrain.chaos.contest import UNTIED, Settings
-from megatron.pretrain.chaos.faults import Kind, Odds, schedule
-from megatron.pretrain.chaos.job import ChaosFailure, Job, Plan
-from megatron.pretrain.chaos.oracle import Costs, best_interval, reached
-from megatron.pretrain.chaos.processes import TOKEN, Running
-from megatron.pretrain.chaos.reports import (
+from megatron.pretrain.processes import processes_with
+from moe_ckpt.drills.__main__ import is_right, page
+from moe_ckpt.drills.drill import UNTIED, DrillSettings
+from moe_ckpt.drills.job import DrillFailure, DrillJob, JobPlan
+from moe_ckpt.drills.processes import TOKEN, Running
+from moe_ckpt.drills.reports import (
     Journal,
     checkpoint_cost_s,
+    differences,
     ettr,
     iteration_s,
     read_journal,
     recoveries_in,
     trained_again,
-    unlike,
     unlike_components,
 )
-from megatron.pretrain.processes import processes_with
+from moe_ckpt.drills.schedule import Kind, Odds, schedule
+from moe_ckpt.drills.stock import StockCosts, best_interval, reached
 
 ODDS = Odds(mtbf_s=30.0, node_share=0.2, nodes=2, ranks=8)
 
@@ -56,7 +56,7 @@ def test_only_what_was_trained_more_than_once_was_trained_again() -> None:
 
 
 def test_times_between_faults_are_exponential_with_the_mean_that_was_asked_for() -> None:
-    times = [fault.at_s for fault in schedule(1, ODDS, 300_000.0)]
+    times = [kill.at_s for kill in schedule(1, ODDS, 300_000.0)]
     gaps = [later - earlier for earlier, later in zip([0.0, *times], times, strict=False)]
     assert statistics.fmean(gaps) == pytest.approx(30.0, rel=0.05)
     assert statistics.pstdev(gaps) == pytest.approx(30.0, rel=0.05)
@@ -80,17 +80,17 @@ def test_a_seed_repeats_its_faults_and_a_longer_schedule_begins_with_the_shorter
 
 def test_another_share_of_nodes_leaves_the_times_alone() -> None:
     ranks_only = Odds(30.0, 0.0, 2, 8)
-    assert [one.at_s for one in schedule(5, ODDS, 900.0)] == [one.at_s for one in schedule(5, ranks_only, 900.0)]
-    assert {one.kind for one in schedule(5, ranks_only, 900.0)} == {Kind.RANK}
+    assert [kill.at_s for kill in schedule(5, ODDS, 900.0)] == [kill.at_s for kill in schedule(5, ranks_only, 900.0)]
+    assert {kill.kind for kill in schedule(5, ranks_only, 900.0)} == {Kind.RANK}
 
 
 def test_a_job_on_one_node_loses_no_nodes() -> None:
-    assert {one.kind for one in schedule(6, Odds(30.0, 1.0, 1, 8), 900.0)} == {Kind.RANK}
+    assert {kill.kind for kill in schedule(6, Odds(30.0, 1.0, 1, 8), 900.0)} == {Kind.RANK}
 
 
 def test_iterations_that_were_repeated_and_replayed_with_the_same_outcome_are_alike() -> None:
     struck = journal(report(1), report(2), report(2, replayed=True), report(3))
-    assert unlike(struck, REFERENCE) == ()
+    assert not list(differences(struck, REFERENCE))
 
 
 @pytest.mark.parametrize("name", ["lm_loss", "grad_norm", "learning_rate", "loss_scale", "skipped"])
@@ -98,17 +98,17 @@ def test_a_difference_in_the_last_bit_of_any_report_is_found(name: str) -> None:
     right = report(2)[name]
     wrong = True if name == "skipped" else right * (1 + 2**-52)
     struck = journal(report(1), report(2, **{name: wrong}), report(2), report(3))
-    (told,) = unlike(struck, REFERENCE)
+    (told,) = differences(struck, REFERENCE)
     assert told == f"iteration 2: {name} is {wrong!r}, but {right!r} without faults"
 
 
 def test_a_replayed_iteration_is_named_as_such() -> None:
-    (told,) = unlike(journal(report(3, replayed=True, lm_loss=float("nan"))), REFERENCE)
+    (told,) = differences(journal(report(3, replayed=True, lm_loss=float("nan"))), REFERENCE)
     assert told.startswith("iteration 3 (replayed): lm_loss is nan")
 
 
 def test_an_iteration_that_the_reference_does_not_have_is_not_taken_for_alike() -> None:
-    assert unlike(journal(report(9)), REFERENCE) == ("iteration 9 is not in the reference, which ends at 8",)
+    assert list(differences(journal(report(9)), REFERENCE)) == ["iteration 9 is not in the reference, which ends at 8"]
 
 
 def test_components_that_differ_or_are_missing_on_either_side_are_found() -> None:
@@ -156,7 +156,7 @@ def test_recoveries_are_counted_by_their_scope() -> None:
 
 def test_flags_of_checkpoints_go_to_the_job_that_is_examined_only() -> None:
     given = ("--hidden-size", "32", "--moe-ckpt-window", "2", "--bf16", "--moe-ckpt-strict")
-    settings = Settings(Path(), Path(), 2, 2, 60.0, 30.0, 100.0, (), given)
+    settings = DrillSettings(Path(), Path(), 2, 2, 60.0, 30.0, 100.0, (), given)
     assert settings.common == ("--train-iters", "1200", *UNTIED, "--hidden-size", "32", "--bf16")
     assert settings.subject[-3:] == ("--moe-ckpt-window", "2", "--moe-ckpt-strict")
 
@@ -229,14 +229,14 @@ def test_a_node_is_lost_with_its_ranks_and_its_memory(running: Running) -> None:
     assert running.lose_node(1) == ""
 
 
-def fake_job(tmp_path: Path, script: str, **plan: Any) -> Job:
+def fake_job(tmp_path: Path, script: str, **plan: Any) -> DrillJob:
     command = [sys.executable, "-u", "-c", script]
-    return Job(Plan("job", command, {}, **plan), tmp_path / "job", tmp_path / "memory", lambda text: None)
+    return DrillJob(JobPlan("job", command, {}, **plan), tmp_path / "job", tmp_path / "memory", lambda text: None)
 
 
 def test_a_job_that_gets_nowhere_is_ended_and_what_was_waited_for_is_told(tmp_path: Path) -> None:
     with fake_job(tmp_path, SLEEPER, patience_s=2.0) as job:
-        with pytest.raises(ChaosFailure, match="in vain for 2 s: its first iteration"):
+        with pytest.raises(DrillFailure, match="made no progress for 2 s while waiting for its first iteration"):
             job.run()
         token = job.token
     assert not list(processes_with({TOKEN: token}))
@@ -246,7 +246,7 @@ def test_a_job_that_fails_is_told_with_its_last_lines(tmp_path: Path) -> None:
     script = "import sys; print('out of luck'); sys.exit(3)"
     with (
         fake_job(tmp_path, script) as job,
-        pytest.raises(ChaosFailure, match=r"(?s)ended with exit code 3.*out of luck"),
+        pytest.raises(DrillFailure, match=r"(?s)ended with exit code 3.*out of luck"),
     ):
         job.run()
 
@@ -267,7 +267,7 @@ def test_the_time_of_a_job_is_that_between_its_first_and_its_last_report(tmp_pat
     assert 1.3 < outcome.wall_s < whole_s - 1.9
 
 
-COSTS = Costs(iteration_s=1.0, checkpoint_s=0.5, restart_s=20.0)
+COSTS = StockCosts(iteration_s=1.0, checkpoint_s=0.5, restart_s=20.0)
 
 
 def test_a_job_without_faults_reaches_what_its_time_allows() -> None:

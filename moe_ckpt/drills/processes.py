@@ -20,30 +20,18 @@ GONE_S = 60.0
 
 
 @dataclass(frozen=True)
-class Worker:
-    """A rank's process. agent: its parent's, which is its node's."""
-
-    pid: int
-    rank: int
-    agent: int
-
-
-@dataclass(frozen=True)
 class Running:
     """The processes of the job with this token, as they are when asked. memory: the folder of all nodes' folders."""
 
     token: str
     memory: Path
 
-    def workers(self) -> dict[int, Worker]:
-        """By rank. Helpers of a rank have its variables too, but its agent is the parent of the rank alone."""
+    def workers(self) -> dict[int, int]:
+        """Process of each rank."""
         found = {pid: variables for pid, variables in processes_with({TOKEN: self.token}) if "RANK" in variables}
         parents = {pid: _parent(pid) for pid in found}
-        return {
-            int(found[pid]["RANK"]): Worker(pid, int(found[pid]["RANK"]), parent)
-            for pid, parent in parents.items()
-            if parent and parent not in found
-        }
+        # Helpers of a rank have its variables too, but only the rank itself is a child of the agent.
+        return {int(found[pid]["RANK"]): pid for pid, parent in parents.items() if parent and parent not in found}
 
     def agents(self) -> list[tuple[int, str]]:
         """Process and node of each agent, in the order of the nodes' numbers; only where there are several."""
@@ -52,12 +40,12 @@ class Running:
             for pid, variables in processes_with({TOKEN: self.token})
             if NODE_NAME in variables and "RANK" not in variables
         ]
-        return sorted(found, key=lambda one: int(one[1].rpartition("-")[2]))
+        return sorted(found, key=lambda agent: int(agent[1].rpartition("-")[2]))
 
     def lose_rank(self, rank: int) -> bool:
         """Kill a rank; False if it is not there now."""
-        worker = self.workers().get(rank)
-        return worker is not None and _kill(worker.pid) and _gone(worker.pid)
+        pid = self.workers().get(rank)
+        return pid is not None and _kill(pid) and _gone(pid)
 
     def lose_node(self, number: int) -> str:
         """Kill the agent of a node and all processes on it, and delete its memory, as a power cut does; its name, or
@@ -73,20 +61,21 @@ class Running:
         shutil.rmtree(self.memory / name, ignore_errors=True)
         return name
 
-    def signal(self, rank: int, number: signal.Signals) -> bool:
-        """Send a signal to a rank; False if it is not there now."""
-        worker = self.workers().get(rank)
-        return worker is not None and _kill(worker.pid, number)
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        """Send a signal to a rank, if it is there now."""
+        pid = self.workers().get(rank)
+        if pid is not None:
+            _kill(pid, number)
 
     def kill_all(self) -> None:
-        """The end of the job, whatever its state; also of what a launcher started while it was being killed."""
+        """Kill the job whatever its state, also what a launcher started while it was being killed."""
         deadline_s = time.monotonic() + GONE_S
         while kill_processes_with({TOKEN: self.token}) and time.monotonic() < deadline_s:
             time.sleep(0.02)
 
 
 def _parent(pid: int) -> int:
-    """0 for a process that is gone, or over and only not waited for."""
+    """0 for a process that is gone, or has ended and was only not waited for."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         if process.status() != psutil.STATUS_ZOMBIE and environment_of(pid):

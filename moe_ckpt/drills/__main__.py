@@ -1,4 +1,4 @@
-"""Kills random ranks and nodes of a running job, and checks that it comes out as if nothing had happened.
+"""Kills random ranks and nodes of a running job, and checks that it ends as if nothing had happened.
 
 The job trains for --minutes while faults strike at exponentially distributed times, then ends with a checkpoint. A run
 without faults to the same iteration gives what every loss and the digest of the checkpoint must be, to the last bit.
@@ -22,28 +22,30 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megatron.pretrain.chaos.contest import MOST_TOLD, Drill, Settings, judged, wrong_components
-from megatron.pretrain.chaos.faults import Odds, schedule
-from megatron.pretrain.chaos.job import ChaosFailure, Outcome
-from megatron.pretrain.chaos.reports import iteration_s
+from moe_ckpt.drills.drill import Drill, DrillSettings, judged, wrong_components
+from moe_ckpt.drills.job import DrillFailure, DrillOutcome
+from moe_ckpt.drills.reports import iteration_s
+from moe_ckpt.drills.schedule import Odds, schedule
 
 TMPFS = Path("/dev/shm")
+SHOWN = 5
+"""Differences that are shown of many."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0 if all came out as without faults, 1 if not, or if a job hung or failed."""
-    own, flags = _split(argv)
-    arguments = _parser().parse_args(own)
+    at = argv.index("--") if "--" in argv else len(argv)
+    arguments, flags = _parser().parse_args(argv[:at]), tuple(argv[at + 1 :])
     signal.signal(signal.SIGTERM, _interrupt)  # so that what was started is ended too
     with tempfile.TemporaryDirectory(prefix="moe-ckpt-chaos-", dir=TMPFS if TMPFS.is_dir() else None) as memory:
         folder = arguments.folder or Path(tempfile.mkdtemp(prefix="moe-ckpt-chaos-"))
         for name in ("subject", "baseline", "calibration-plain", "calibration-saving"):
             shutil.rmtree(folder / name, ignore_errors=True)
-        settings = settings_of(arguments, folder, Path(memory), flags)
-        _say(f"{len(settings.faults)} faults in {settings.run_s:.0f} s; jobs are kept in {folder}")
+        settings = _settings(arguments, folder, Path(memory), flags)
+        _say(f"{len(settings.kills)} faults in {settings.run_s:.0f} s; jobs are kept in {folder}")
         try:
             result = run(settings, arguments)
-        except (ChaosFailure, KeyboardInterrupt) as error:
+        except (DrillFailure, KeyboardInterrupt) as error:
             sys.stderr.write(f"{error or 'interrupted'}\n")
             return 1
     (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -51,23 +53,23 @@ def main(argv: Sequence[str]) -> int:
     return int(not is_right(result))
 
 
-def run(settings: Settings, arguments: argparse.Namespace) -> dict[str, Any]:
-    """All jobs, and what came of them. Raises ChaosFailure when the subject or the reference hangs or fails."""
+def run(settings: DrillSettings, arguments: argparse.Namespace) -> dict[str, Any]:
+    """All jobs, and what came of them. Raises DrillFailure when the subject or the reference hangs or fails."""
     drill = Drill(settings, _say)
     subject = drill.subject()
-    baseline: Outcome | None = None
+    baseline: DrillOutcome | None = None
     stock: dict[str, Any] = {}
     if arguments.baseline:
         try:
             stock |= drill.best_interval()
             baseline = drill.baseline(int(stock["interval"]))
-        except ChaosFailure as error:
+        except DrillFailure as error:
             stock["failed"] = str(error)
-    place = arguments.reference or settings.folder / "reference"
+    reference_folder = arguments.reference or settings.folder / "reference"
     last = max(subject.last, baseline.last if baseline else 0)
-    reference = drill.reference(place, last, subject.last)
+    reference = drill.reference(reference_folder, last, subject.last)
     # The machine may have been busy during one of them; the same figure for both jobs keeps them comparable.
-    useful_s = min([iteration_s(reference), *([stock["iteration_s"]] if "iteration_s" in stock else [])])
+    useful_s = min(iteration_s(reference), stock.get("iteration_s", float("inf")))
     result = {
         "seed": arguments.seed,
         "mtbf_s": settings.mtbf_s,
@@ -77,27 +79,10 @@ def run(settings: Settings, arguments: argparse.Namespace) -> dict[str, Any]:
         "flags": list(settings.flags),
         "subject": judged(subject, reference, useful_s),
     }
-    result["subject"]["wrong_components"] = list(wrong_components(subject.folder, place, subject.last))
+    result["subject"]["wrong_components"] = list(wrong_components(subject.folder, reference_folder, subject.last))
     if arguments.baseline:
         result["baseline"] = stock | (judged(baseline, reference, useful_s) if baseline else {})
     return result
-
-
-def settings_of(arguments: argparse.Namespace, folder: Path, memory: Path, flags: Sequence[str]) -> Settings:
-    """What the flags ask for."""
-    run_s = 60 * arguments.minutes
-    odds = Odds(arguments.mtbf, arguments.node_share, arguments.nodes, arguments.nodes * arguments.nproc)
-    return Settings(
-        folder.resolve(),
-        memory,
-        arguments.nodes,
-        arguments.nproc,
-        run_s,
-        arguments.mtbf,
-        arguments.patience,
-        schedule(arguments.seed, odds, run_s),
-        tuple(flags),
-    )
 
 
 def is_right(result: Mapping[str, Any]) -> bool:
@@ -107,33 +92,50 @@ def is_right(result: Mapping[str, Any]) -> bool:
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
     """The result for people."""
-    subject = result["subject"]
+    subject, stock = result["subject"], result.get("baseline", {})
     yield (
         f"seed {result['seed']}, {result['nodes']} nodes x {result['nproc']} ranks, a fault every"
         f" {result['mtbf_s']:g} s on average:"
     )
-    yield from _told("this subsystem", subject)
-    if "baseline" in result:
-        stock = result["baseline"]
-        if "interval" in stock:
-            yield (
-                f"stock torch_dist, asynchronous: a checkpoint costs {stock['checkpoint_s']:.3f} s and a restart"
-                f" {stock['restart_s']:.1f} s, so under these faults one every {stock['interval']} iterations is best"
-            )
-        yield from [f"stock torch_dist failed: {stock['failed']}"] if "failed" in stock else []
-        yield from _told("stock torch_dist", stock) if "ettr" in stock else []
-    for text in [*subject["wrong"][:MOST_TOLD], *(f"digest of {name} differs" for name in subject["wrong_components"])]:
+    yield _line("this subsystem", subject)
+    if "interval" in stock:
+        yield (
+            f"stock torch_dist, asynchronous: a checkpoint costs {stock['checkpoint_s']:.3f} s and a restart"
+            f" {stock['restart_s']:.1f} s, so under these faults one every {stock['interval']} iterations is best"
+        )
+    if "failed" in stock:
+        yield f"stock torch_dist failed: {stock['failed']}"
+    if "ettr" in stock:
+        yield _line("stock torch_dist", stock)
+    for text in [*subject["wrong"][:SHOWN], *(f"digest of {name} differs" for name in subject["wrong_components"])]:
         yield f"WRONG: {text}"
     yield "as without faults, to the last bit" if is_right(result) else "NOT as without faults"
 
 
-def _told(name: str, one: Mapping[str, Any]) -> Iterator[str]:
-    recoveries = ", ".join(f"{count} {scope}" for scope, count in one["recoveries"].items()) or "none"
-    kinds = [fault["kind"] for fault in one["faults"]]
-    yield (
-        f"{name}: ETTR {one['ettr']:.3f} (iteration {one['iterations']} in {one['wall_s']:.1f} s;"
+def _line(name: str, job: Mapping[str, Any]) -> str:
+    recoveries = ", ".join(f"{count} {scope}" for scope, count in job["recoveries"].items()) or "none"
+    kinds = [fault["kind"] for fault in job["faults"]]
+    return (
+        f"{name}: ETTR {job['ettr']:.3f} (iteration {job['iterations']} in {job['wall_s']:.1f} s;"
         f" {kinds.count('rank')} ranks and {kinds.count('node')} nodes killed; recoveries: {recoveries};"
-        f" {one['trained_again']} iterations trained again, {one['replayed']} replayed)"
+        f" {job['trained_again']} iterations trained again, {job['replayed']} replayed)"
+    )
+
+
+def _settings(arguments: argparse.Namespace, folder: Path, memory: Path, flags: tuple[str, ...]) -> DrillSettings:
+    run_s = 60 * arguments.minutes
+    odds = Odds(arguments.mtbf, arguments.node_share, arguments.nodes, arguments.nodes * arguments.nproc)
+    kills = schedule(arguments.seed, odds, run_s)
+    return DrillSettings(
+        folder.resolve(),
+        memory,
+        arguments.nodes,
+        arguments.nproc,
+        run_s,
+        arguments.mtbf,
+        arguments.patience,
+        kills,
+        flags,
     )
 
 
@@ -162,12 +164,6 @@ def _positive(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value
-
-
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our flags, and those of the training script."""
-    at = argv.index("--") if "--" in argv else len(argv)
-    return list(argv[:at]), list(argv[at + 1 :])
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import cluster
-from cluster import JOB, NODE, STEP, Refused
+from cluster import JOB, NODE, STEP, SubmissionRefused
 
 POLL_S = 0.05
 
@@ -22,9 +22,9 @@ POLL_S = 0.05
 def sbatch(given: dict[str, str], rest: list[str]) -> int:
     """Put a copy of the script into the queue."""
     if not rest or not Path(rest[0]).is_file():
-        raise Refused(f"Unable to open file {rest[:1]}")
+        raise SubmissionRefused(f"Unable to open file {rest[:1]}")
     number = len(cluster.jobs()) + 1
-    job = cluster.Job(cluster.folder() / "jobs" / str(number))
+    job = cluster.SlurmJob(cluster.folder() / "jobs" / str(number))
     job.folder.mkdir(parents=True)
     shutil.copy(rest[0], job.folder / "slurm_script")
     options = cluster.directives(job.folder / "slurm_script") | given
@@ -54,7 +54,7 @@ def srun(given: dict[str, str], rest: list[str]) -> int:
     job = cluster.job(os.environ[JOB])
     nodes = [given["nodelist"]] if "nodelist" in given else job.read()["nodes"]
     if len(nodes) != int(given["nodes"]):
-        raise Refused(f"Requested node configuration is not available: {given['nodes']} nodes of {nodes}")
+        raise SubmissionRefused(f"Requested node configuration is not available: {given['nodes']} nodes of {nodes}")
     step = job.folder / f"step-{time.monotonic_ns()}"
     step.write_text("\n".join([*(f"{name}={value}" for name, value in given.items()), *rest]))
     environment = cluster.exported(given.get("export", os.environ.get("SLURM_EXPORT_ENV", "ALL")), os.environ)
@@ -92,7 +92,7 @@ def srun(given: dict[str, str], rest: list[str]) -> int:
 def scontrol(_given: dict[str, str], rest: list[str]) -> int:
     """`requeue JOB`."""
     if rest[:1] != ["requeue"] or len(rest) != 2:
-        raise Refused(f"invalid keyword: {' '.join(rest)}")
+        raise SubmissionRefused(f"invalid keyword: {' '.join(rest)}")
     cluster.job(rest[1]).requeued.touch()
     return 0
 
@@ -107,7 +107,7 @@ def scancel(given: dict[str, str], rest: list[str]) -> int:
             if job.read()["state"] == "PENDING" and job.read()["name"] == given["name"]:
                 job.update(state="CANCELLED")
     else:
-        raise Refused(f"not played: {given} {rest}")
+        raise SubmissionRefused(f"not played: {given} {rest}")
     return 0
 
 
@@ -123,7 +123,7 @@ def main() -> int:
     try:
         play = {"sbatch": sbatch, "srun": srun, "scontrol": scontrol, "scancel": scancel, "squeue": squeue}[command]
         return play(*cluster.options(command, sys.argv[1:]))
-    except Refused as error:
+    except SubmissionRefused as error:
         sys.stderr.write(f"{command}: error: {error}\n")
         return 1
 

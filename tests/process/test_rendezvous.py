@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvou
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from world import HANG_TIMEOUT_S, free_port
 
-from megatron.pretrain.meeting import BACKEND, NodesHandler, register_backend
+from megatron.pretrain.rendezvous import BACKEND, NodesHandler, register_backend
 
 
 class Lost(Exception):

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 _DESCRIPTORS = Path("/proc/self/fd")
 _ABORT_TIMEOUT_S = 5.0
-_STDERR = 2  # words may still have to be said, over whatever the standard streams are
+_STDERR = 2  # the last messages still go there, whatever the standard streams are
 
 
-def hang_up() -> int:
+def close_connections() -> int:
     """Close this process's connections to other processes; returns how many there were.
 
     A rank that waits for this one in a collective fails at once, instead of after this process has ended: otherwise a
@@ -25,7 +25,7 @@ def hang_up() -> int:
     """
     _abort_communicators()
     descriptors = [int(entry.name) for entry in _DESCRIPTORS.iterdir() if entry.name.isdecimal()]
-    return sum(_shut(one) for one in sorted(descriptors) if one > _STDERR)
+    return sum(_shut(descriptor) for descriptor in sorted(descriptors) if descriptor > _STDERR)
 
 
 def _shut(descriptor: int) -> bool:
@@ -56,7 +56,7 @@ def _abort_communicators() -> None:
         return
 
     def abort() -> None:
-        # What a group that is broken already says of its end helps nobody.
+        # A group that is broken already may raise; nobody needs to know.
         with contextlib.suppress(RuntimeError):
             dist.distributed_c10d._abort_process_group()
 

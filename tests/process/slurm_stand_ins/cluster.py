@@ -29,12 +29,12 @@ PLAIN = {"sbatch": {"exclusive", "requeue", "no-requeue", "no-kill"}, "srun": {"
 """Options that are played; all others are refused, so that a misspelt one does not pass."""
 
 
-class Refused(Exception):
+class SubmissionRefused(Exception):
     """What the command that is played would not do, and why."""
 
 
 @dataclass(frozen=True)
-class Job:
+class SlurmJob:
     """One job of the cluster. Its record: state, restarts, nodes, name, options, script, arguments, environment."""
 
     folder: Path
@@ -63,27 +63,27 @@ def folder() -> Path:
     return Path(os.environ[CLUSTER])
 
 
-def jobs() -> list[Job]:
+def jobs() -> list[SlurmJob]:
     """All jobs, oldest first."""
-    return sorted((Job(path) for path in (folder() / "jobs").glob("[0-9]*")), key=lambda job: job.number)
+    return sorted((SlurmJob(path) for path in (folder() / "jobs").glob("[0-9]*")), key=lambda job: job.number)
 
 
-def job(number: str) -> Job:
-    found = Job(folder() / "jobs" / number)
+def job(number: str) -> SlurmJob:
+    found = SlurmJob(folder() / "jobs" / number)
     if not number.isdecimal() or not found.folder.is_dir():
-        raise Refused("Invalid job id specified")
+        raise SubmissionRefused("Invalid job id specified")
     return found
 
 
 def options(command: str, arguments: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The options of a command that come first, and what follows them. Raises Refused for what is not known."""
+    """The options of a command that come first, and the rest. Raises SubmissionRefused for unknown ones."""
     found: dict[str, str] = {}
     for position, argument in enumerate(arguments):
         if not argument.startswith("-"):
             return found, arguments[position:]
         name, equals, value = argument.removeprefix("--").partition("=")
         if name not in (VALUED if equals else PLAIN).get(command, set()):
-            raise Refused(f"unrecognized option '{argument}'")
+            raise SubmissionRefused(f"unrecognized option '{argument}'")
         found[name] = value
     return found, []
 

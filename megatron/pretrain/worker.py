@@ -1,22 +1,41 @@
-"""How a worker ends: what it says, and with which exit code, when training did not reach its end."""
+"""A worker process from its flags to its exit code: what it says, and how it ends, when it cannot do its work."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.moe.ports import PeerLost
+from megatron.core.dist_checkpointing.moe.recover.marks import Timestamps
+from megatron.pretrain.config import PretrainConfig, parse_config
+from megatron.pretrain.config.validate import resolve
 from megatron.pretrain.errors import PretrainError, TrainingFailure
-from megatron.pretrain.initialize import Launch
+from megatron.pretrain.initialize import Launch, marks_of_this_process, probe_environment, shut_down
+from megatron.pretrain.logs import configure_logging
 from megatron.pretrain.processes import VERDICT_FILE
 
 log = logging.getLogger(__name__)
 
+# What gloo and NCCL say when the process at the other end is gone.
 _LOST_PEER = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Timed out"),
     *("Application timeout caused pair closure", "Socket Timeout", "ncclRemoteError", "NCCL communicator was aborted"),
 )
+
+
+def run_worker(argv: Sequence[str], work: Callable[[PretrainConfig, Launch, Timestamps], None]) -> int:
+    """Do `work` with these flags; exit code: 0 done or left as asked, 1 failed, 2 flags or inputs that cannot work."""
+    marks, launch = marks_of_this_process(), Launch.from_environment()
+    configure_logging(launch)
+    try:
+        work(resolve(parse_config(argv), probe_environment(launch.world_size)), launch, marks)
+    except Exception as error:
+        return exit_code_of(error, launch)
+    finally:
+        shut_down()
+    return 0
 
 
 def exit_code_of(error: Exception, launch: Launch) -> int:
@@ -29,7 +48,7 @@ def exit_code_of(error: Exception, launch: Launch) -> int:
         return error.exit_code
     if isinstance(error, PretrainError):
         log.error("%s", error)
-        return _final(error.exit_code, launch)
+        return _final(error.exit_code)
     if is_lost_peer(error):
         log.critical("rank %d: lost a peer in a collective; leaving, so that the job can be restarted", launch.rank)
         return TrainingFailure.exit_code
@@ -39,18 +58,19 @@ def exit_code_of(error: Exception, launch: Launch) -> int:
 def is_lost_peer(error: BaseException | None) -> bool:
     """Whether an error, or what it was raised from, says that another rank is gone: nothing is wrong with this one."""
     while error is not None:
-        told = isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_PEER)
-        if told or isinstance(error, PeerLost):
+        if isinstance(error, PeerLost):
+            return True
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_PEER):
             return True
         error = error.__cause__
     return False
 
 
-def _final(exit_code: int, launch: Launch) -> int:
+def _final(exit_code: int) -> int:
     """An exit code that no restart can change: handed to our launcher if that started the job.
 
-    torchrun restarts workers that fail, whatever the reason; so they end as if in peace, and the launcher, which
-    reads the verdict, ends with the code.
+    torchrun restarts workers that fail, whatever the reason; so they end with 0, and the launcher, which reads the
+    verdict, ends with the code.
     """
     verdict = os.environ.get(VERDICT_FILE)
     if verdict is None:

@@ -9,7 +9,7 @@ LONGEST = 500
 
 
 @dataclass(frozen=True)
-class Costs:
+class StockCosts:
     """Seconds: of an iteration, of a checkpoint as training feels it, and from a fault until training goes on."""
 
     iteration_s: float
@@ -17,16 +17,16 @@ class Costs:
     restart_s: float
 
 
-def best_interval(faults_s: Sequence[float], run_s: float, costs: Costs) -> int:
-    """Iterations between checkpoints with which a job is furthest after `run_s` seconds; of equals the smallest.
+def best_interval(faults_s: Sequence[float], run_s: float, costs: StockCosts) -> int:
+    """Iterations between checkpoints with which a job gets furthest in `run_s` seconds; the smallest of equals.
 
     Daly's estimate takes a restart to be short against the time between faults; where it is not, only trying helps.
     """
     return max(range(1, LONGEST + 1), key=lambda interval: (reached(faults_s, run_s, costs, interval), -interval))
 
 
-def reached(faults_s: Sequence[float], run_s: float, costs: Costs, interval: int) -> int:
-    """The iteration at which the job ends that has a checkpoint every `interval` iterations, starting with none done.
+def reached(faults_s: Sequence[float], run_s: float, costs: StockCosts, interval: int) -> int:
+    """The iteration at which a job ends that has a checkpoint every `interval` iterations, starting with none done.
 
     A fault takes it back to its newest checkpoint, and one that strikes during a restart begins that anew.
     """
@@ -39,8 +39,8 @@ def reached(faults_s: Sequence[float], run_s: float, costs: Costs, interval: int
     return saved + (_trained(run_s - begun_s, costs, interval) if begun_s < run_s else 0)
 
 
-def _trained(seconds: float, costs: Costs, interval: int) -> int:
-    """Iterations that so much time is enough for; the time of a checkpoint goes by after the last of an interval."""
+def _trained(seconds: float, costs: StockCosts, interval: int) -> int:
+    """Iterations that fit into so much time; a checkpoint's time passes after the last iteration of an interval."""
     round_s = interval * costs.iteration_s + costs.checkpoint_s
     rounds = int(seconds / round_s)
     return rounds * interval + min(interval - 1, int((seconds - rounds * round_s) / costs.iteration_s))

@@ -1,7 +1,7 @@
 """Plays Slurm's controller: runs the jobs of the queue one after another, and what befalls them on the way.
 
 `controller.py [--lose N] [--stop N] [--cancel N] ... --reports FILE` acts, in the order of the options, once training
-has reported iteration N: a node that trains is lost with all that is in its memory; the job is told that its time is
+has reported iteration N: a node that trains is lost with all that is in its memory; the job is warned that its time is
 nearly up; the job is cancelled. A job that does not end then is killed. The exit code is that of the last job.
 """
 
@@ -44,16 +44,16 @@ class Controller:
         while waiting := [job for job in cluster.jobs() if job.read()["state"] == "PENDING"]:
             code = self._run(waiting[0])
         for what, iteration in self._events:
-            said(f"nothing to {what}: iteration {iteration} was not reported in time")
+            say(f"nothing to {what}: iteration {iteration} was not reported in time")
         return code or int(bool(self._events))
 
-    def _run(self, job: cluster.Job) -> int:
+    def _run(self, job: cluster.SlurmJob) -> int:
         record = job.read()
         healthy = [f"node-{n}" for n in range(POOL) if f"node-{n}" not in self._lost]
         nodes = healthy[: int(record["options"]["nodes"])]
         job.update(state="RUNNING", nodes=nodes)
         job.requeued.unlink(missing_ok=True)
-        said(f"job {job.number} starts on {' '.join(nodes)}")
+        say(f"job {job.number} starts on {' '.join(nodes)}")
         batch = subprocess.Popen(
             ["bash", str(job.folder / "slurm_script"), *record["arguments"]],
             env=_environment(job, nodes),
@@ -64,13 +64,13 @@ class Controller:
             code = self._watch(job, batch)
         if job.requeued.exists():
             job.update(state="PENDING", restarts=record["restarts"] + 1)
-            said(f"job {job.number} is requeued")
+            say(f"job {job.number} is requeued")
         else:
             job.update(state="COMPLETED" if code == 0 else "FAILED")
-            said(f"job {job.number} has ended with exit code {code}")
+            say(f"job {job.number} has ended with exit code {code}")
         return code
 
-    def _watch(self, job: cluster.Job, batch: subprocess.Popen[bytes]) -> int:
+    def _watch(self, job: cluster.SlurmJob, batch: subprocess.Popen[bytes]) -> int:
         deadline_s: float | None = None
         while batch.poll() is None:
             time.sleep(POLL_S)
@@ -78,17 +78,17 @@ class Controller:
                 batch.send_signal(signal.SIGTERM)
                 deadline_s = time.monotonic() + KILL_WAIT_S
             if deadline_s is not None and time.monotonic() > deadline_s:
-                said(f"job {job.number} did not end in time")
+                say(f"job {job.number} did not end in time")
                 return 1
             if self._events and _newest(self._reports) >= self._events[0][1]:
                 what = self._events[0][0]
                 if what == "stop":
                     number, lead_s = _warning(job)
-                    said(f"job {job.number} is told that its time is up in {lead_s:.0f} s")
+                    say(f"job {job.number} is told that its time is up in {lead_s:.0f} s")
                     batch.send_signal(number)
                     deadline_s = time.monotonic() + lead_s
                 elif what == "cancel":
-                    said(f"job {job.number} is cancelled")
+                    say(f"job {job.number} is cancelled")
                     cluster.signal_to_steps(signal.SIGTERM, str(job.number))
                     batch.send_signal(signal.SIGTERM)
                     deadline_s = time.monotonic() + KILL_WAIT_S
@@ -97,7 +97,7 @@ class Controller:
                 self._events.pop(0)
         return batch.returncode if batch.returncode >= 0 else 128 - batch.returncode
 
-    def _lose_a_node(self, job: cluster.Job) -> bool:
+    def _lose_a_node(self, job: cluster.SlurmJob) -> bool:
         """Take a node away that trains, other than the one with the batch script; whether there is one just now."""
         head, *others = job.read()["nodes"]
         training = {found[NODE] for _, found in cluster.processes(**{JOB: str(job.number)}) if "RANK" in found}
@@ -105,14 +105,14 @@ class Controller:
         if node is None:
             return False
         self._lost.add(node)
-        said(f"{node} is lost; {head} and the others go on")
+        say(f"{node} is lost; {head} and the others go on")
         cluster.send(signal.SIGKILL, **{JOB: str(job.number), NODE: node})
         for memory in self._tmpfs.glob(f"moe-ckpt-job-{job.number}/{node}"):
             shutil.rmtree(memory)
         return True
 
 
-def _environment(job: cluster.Job, nodes: list[str]) -> dict[str, str]:
+def _environment(job: cluster.SlurmJob, nodes: list[str]) -> dict[str, str]:
     record = job.read()
     restarts = {"SLURM_RESTART_COUNT": str(record["restarts"])} if record["restarts"] else {}
     return {
@@ -128,7 +128,7 @@ def _environment(job: cluster.Job, nodes: list[str]) -> dict[str, str]:
     }
 
 
-def _warning(job: cluster.Job) -> tuple[int, float]:
+def _warning(job: cluster.SlurmJob) -> tuple[int, float]:
     """Number and lead of `--signal=B:USR1@180`, in seconds."""
     match = re.fullmatch(r"B:(\w+)@(\d+)", job.read()["options"]["signal"])
     assert match, job.read()["options"]["signal"]
@@ -136,7 +136,7 @@ def _warning(job: cluster.Job) -> tuple[int, float]:
 
 
 @contextmanager
-def _nothing_left_of(job: cluster.Job) -> Iterator[None]:
+def _nothing_left_of(job: cluster.SlurmJob) -> Iterator[None]:
     """Slurm ends what a job leaves behind."""
     try:
         yield
@@ -156,7 +156,7 @@ def _event(what: str, iteration: str) -> Event:
     return what, int(iteration)
 
 
-def said(text: str) -> None:
+def say(text: str) -> None:
     print(f"slurm: {text}", flush=True)
 
 

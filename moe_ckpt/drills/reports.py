@@ -6,26 +6,24 @@ import json
 import re
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-WEIGHED = ("lm_loss", "grad_norm", "learning_rate", "loss_scale", "skipped", "consumed_train_samples")
-"""What must come out the same to the last bit, in every report of an iteration, repeated and replayed ones too."""
+COMPARED = ("lm_loss", "grad_norm", "learning_rate", "loss_scale", "skipped", "consumed_train_samples")
+"""What must be the same to the last bit in every report of an iteration, repeated and replayed ones too."""
 
 _RECOVERED = re.compile(r"recovered iteration \d+ .* \((\w+) rollback\)")
 _LOADED = "loaded checkpoint of iteration"
-
-Report = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Journal:
     """The lines of a --metrics-jsonl file: reports of iterations, and timelines of recoveries."""
 
-    reports: tuple[Report, ...]
-    recoveries: tuple[Report, ...] = ()
+    reports: tuple[Mapping[str, Any], ...]
+    recoveries: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def newest(self) -> int:
@@ -33,7 +31,7 @@ class Journal:
         return int(self.reports[-1]["iteration"]) if self.reports else 0
 
     @property
-    def trained(self) -> tuple[Report, ...]:
+    def trained(self) -> tuple[Mapping[str, Any], ...]:
         """Reports of iterations that were trained, some perhaps again; replayed ones are not here."""
         return tuple(report for report in self.reports if not report.get("replayed"))
 
@@ -48,23 +46,19 @@ def read_journal(path: Path) -> Journal:
     )
 
 
-def unlike(journal: Journal, reference: Journal) -> tuple[str, ...]:
+def differences(journal: Journal, reference: Journal) -> Iterator[str]:
     """A sentence for each report that differs from that of the reference; also where the reference has none."""
     expected = {report["iteration"]: report for report in reference.reports}
-    return tuple(_unlike(journal.reports, expected))
-
-
-def _unlike(reports: Sequence[Report], expected: Mapping[int, Report]) -> Iterator[str]:
-    for report in reports:
+    for report in journal.reports:
         iteration = report["iteration"]
-        told = f"iteration {iteration}{' (replayed)' if report.get('replayed') else ''}"
+        name = f"iteration {iteration}{' (replayed)' if report.get('replayed') else ''}"
         if iteration not in expected:
-            yield f"{told} is not in the reference, which ends at {max(expected, default=0)}"
+            yield f"{name} is not in the reference, which ends at {max(expected, default=0)}"
             continue
-        for name in WEIGHED:
-            found, right = report.get(name), expected[iteration].get(name)
+        for key in COMPARED:
+            found, right = report.get(key), expected[iteration].get(key)
             if repr(found) != repr(right):
-                yield f"{told}: {name} is {found!r}, but {right!r} without faults"
+                yield f"{name}: {key} is {found!r}, but {right!r} without faults"
 
 
 def unlike_components(found: Mapping[str, str], expected: Mapping[str, str]) -> tuple[str, ...]:
@@ -103,20 +97,23 @@ def checkpoint_cost_s(plain: Journal, saving: Journal, interval: int) -> tuple[f
     iterations from the first checkpoint on took longer, so what is written beside training counts too; at least what
     training waited for, which a busy machine does not hide.
     """
-    tails = [[one for one in journal.reports if one["iteration"] >= interval] for journal in (plain, saving)]
-    training_s, slowed_s = (statistics.fmean(one["iteration_time_s"] for one in tail) for tail in tails)
-    saves = sum(one["iteration"] % interval == 0 for one in tails[1])
-    waited_s = sum(one["stall_s"] for one in tails[1]) / saves
+    tails = [[report for report in journal.reports if report["iteration"] >= interval] for journal in (plain, saving)]
+    training_s, slowed_s = (statistics.fmean(report["iteration_time_s"] for report in tail) for tail in tails)
+    saves = sum(report["iteration"] % interval == 0 for report in tails[1])
+    waited_s = sum(report["stall_s"] for report in tails[1]) / saves
     return max((slowed_s - training_s) * interval, waited_s), training_s
 
 
 def ettr(iterations: int, useful_iteration_s: float, wall_s: float) -> float:
     """Effective training time ratio, measured (MoEvement 2.4: useful training time over wall time).
 
-    iterations: those that the final state consists of, each counted once, whether it was trained, trained again or
-    replayed. useful_iteration_s: what each would take without faults and without any checkpoints, by the fault-free
-    run. So all else lowers the ratio: stalls and slower iterations for checkpoints, waiting for the restart, recovery,
-    and iterations that were run again. wall_s: from the end of the first iteration counted to the end of the last one,
-    so that the start of the job, which is the same for all, does not count. Noise can lift it a little above 1.
+    All else lowers it: stalls and slower iterations for checkpoints, waiting for the restart, recovery, and iterations
+    that were run again. Noise can lift it a little above 1.
+
+    Args:
+        iterations: those that the final state consists of, each counted once however often it was run.
+        useful_iteration_s: what each would take without faults and without any checkpoints, by the fault-free run.
+        wall_s: from the end of the first iteration counted to the end of the last one, so that the start of the job,
+            which is the same for all, does not count.
     """
     return iterations * useful_iteration_s / wall_s

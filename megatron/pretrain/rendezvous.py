@@ -1,8 +1,8 @@
-"""How the agents of several nodes meet: torchrun's own rendezvous, which here survives the loss of a node half way.
+"""torchrun's rendezvous of the agents of several nodes, made to survive the loss of a node half way.
 
-Once all nodes have met, the first of them tells the others where its workers will listen. If that node is lost in
-between, or was so busy that the others took it for lost, torchrun's handler fails after a while, and closes the
-rendezvous for everybody. Here the others meet again.
+Once all nodes have joined, the first of them writes where its workers will listen. If that node is lost in between, or
+was so busy that the others took it for lost, torchrun's handler fails after a while, and closes the rendezvous for
+everybody. Here the others join again.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 log = logging.getLogger(__name__)
 
 BACKEND = "moe-ckpt-nodes"
-KEEP_ALIVE_S = 1
-MISSED = 5
-"""A node that is not heard of for so many intervals is lost; on a busy machine an agent is late by seconds."""
+HEARTBEAT_S = 1
+MISSED_HEARTBEATS = 5
+"""After so many a node counts as lost; on a busy machine an agent is late by seconds."""
 ANSWER_S = 20
-"""How long the others wait for the first node to tell where to listen: it has nothing else to do."""
-MEETINGS = 10
+"""How long the others wait for the first node to write where to listen: it has nothing else to do."""
+ATTEMPTS = 10
 
 
 class NodesHandler(DynamicRendezvousHandler):
-    """Torchrun's handler, but a meeting that comes to nothing is followed by another one, `MEETINGS` times at most."""
+    """Torchrun's handler, but a rendezvous that fails is followed by another one, `ATTEMPTS` at most."""
 
     def get_backend(self) -> str:
         """As `DynamicRendezvousHandler.get_backend`."""
@@ -37,7 +37,7 @@ class NodesHandler(DynamicRendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """As `DynamicRendezvousHandler.next_rendezvous`."""
-        for _ in range(MEETINGS - 1):
+        for _ in range(ATTEMPTS - 1):
             try:
                 return super().next_rendezvous()
             except DistStoreError as error:
@@ -57,14 +57,7 @@ def _handler(kind: type[NodesHandler], params: RendezvousParameters) -> NodesHan
     backend, store = create_backend(params)
     timeout = RendezvousTimeout(join=timedelta(seconds=params.get_as_int("join_timeout", 600) or 600))
     handler: NodesHandler = kind.from_backend(
-        params.run_id,
-        store,
-        backend,
-        params.min_nodes,
-        params.max_nodes,
-        params.local_addr,
-        timeout,
-        keep_alive_interval=KEEP_ALIVE_S,
-        keep_alive_max_attempt=MISSED,
-    )
+        params.run_id, store, backend, params.min_nodes, params.max_nodes, params.local_addr, timeout,
+        keep_alive_interval=HEARTBEAT_S, keep_alive_max_attempt=MISSED_HEARTBEATS,
+    )  # fmt: skip
     return handler

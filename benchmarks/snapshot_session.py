@@ -1,55 +1,13 @@
-"""The live training that `snapshot.py` measures on, and our sessions around it."""
+"""Our sessions around the live training, for `snapshot.py`, and sums over ranks."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """The live training that everything is measured on."""
-
-    config: Any
-    launch: Any
-    state: Any
-    transformer: Any
-    datasets: Any
-    batches: Any
-    folder: Path
-
-    def counting_anew(self) -> Job:
-        """The same training, whose iterations are counted apart: a session wants each of its iterations."""
-        from megatron.pretrain.checkpoint.state import Progress
-
-        return dataclasses.replace(self, state=dataclasses.replace(self.state, progress=Progress()))
-
-    def iterating(self, session: Any) -> Callable[[], None]:
-        """One iteration of the driver's loop around a checkpointing session, or none."""
-        from megatron.pretrain.assemble import build_faults, build_metrics
-        from megatron.pretrain.loop import Trainer
-
-        metrics, faults = build_metrics(self.config), build_faults(self.config, self.launch)
-        trainer = Trainer(self.state, self.transformer, self.datasets, metrics, faults, session)
-        return lambda: trainer.iterate(self.batches)
-
-
-def build_job(config: Any, launch: Any, folder: Path) -> Job:
-    """Everything as the driver builds it."""
-    from megatron.pretrain.assemble import build_state
-    from megatron.pretrain.batches import build_splits, training_iterators
-    from megatron.pretrain.tokenizer import build_tokenizer
-
-    tokenizer = build_tokenizer("ByteTokenizer", None, None)
-    state, transformer = build_state(config, tokenizer)
-    datasets = build_splits(config, tokenizer)
-    batches = training_iterators(config, datasets, state.progress)
-    for chunk in state.chunks:
-        chunk.train()
-    return Job(config, launch, state, transformer, datasets, batches, folder)
+from harness import BenchmarkJob
 
 
 def sum_and_max(values: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -63,7 +21,7 @@ def sum_and_max(values: Sequence[float]) -> tuple[list[float], list[float]]:
     return total.tolist(), most.tolist()
 
 
-def live_tensors(job: Job) -> tuple[Any, ...]:
+def live_tensors(job: BenchmarkJob) -> tuple[Any, ...]:
     """All training state of this rank."""
     from megatron.core.dist_checkpointing.moe.runtime.megatron import read_topology, state_tensors
 
@@ -78,7 +36,7 @@ class Ours:
 
     is_replaying = False
 
-    def __init__(self, job: Job, name: str, interval: int) -> None:
+    def __init__(self, job: BenchmarkJob, name: str, interval: int) -> None:
         from torch.distributed import PrefixStore
         from torch.distributed.distributed_c10d import _get_default_store
 
@@ -102,7 +60,6 @@ class Ours:
         own = PrefixStore(f"benchmark-{own_name}-{interval}", _get_default_store())
         with mock.patch.object(sessions, "_get_default_store", return_value=own):
             session = resume(dataclasses.replace(job.state, config=config), launch)
-        assert session is not None
         session.begin(job.state.progress.iteration)
         self.session = session
         self._newest_bytes = 0
@@ -111,7 +68,7 @@ class Ours:
         self._note_spans(session._strategy)
 
     def __getattr__(self, name: str) -> Any:
-        """What else the loop tells a session goes to it."""
+        """All other calls of the loop."""
         return getattr(self.session, name)
 
     def before_optimizer(self) -> float:
