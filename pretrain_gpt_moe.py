@@ -7,11 +7,7 @@ import megatron.pretrain.core_import  # noqa: F401  # before all that imports Me
 from megatron.core.dist_checkpointing.moe.recover.marks import Timestamps
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.errors import PretrainError, TrainingFailure
-from megatron.pretrain.initialize import (
-    Launch,
-    Timestamps,
-    initialize,
-)
+from megatron.pretrain.initialize import Launch, initialize
 from megatron.pretrain.worker import run_worker
 
 
