@@ -71,7 +71,6 @@ class FilesystemStore:
         return FilesystemWriter(self, snapshot, layout, aside, descriptor)
 
     def snapshots(self) -> Listing:
-        """As `ports.Store.snapshots`."""
         sealed, torn = [], []
         for name in self._names():
             snapshot, path = SnapshotId.parse(name), self.directory / name
@@ -89,7 +88,6 @@ class FilesystemStore:
         return Listing(tuple(sorted(sealed)), tuple(sorted(torn, key=lambda item: (item.snapshot, item.path))))
 
     def open(self, snapshot: SnapshotId) -> FilesystemReader:
-        """As `ports.Store.open`."""
         path = self.directory / snapshot.name / SEGMENT
         manifest = self._manifest(snapshot)
         try:
@@ -114,7 +112,6 @@ class FilesystemStore:
             self._delete_left(snapshot)
 
     def sweep(self) -> None:
-        """As `ports.Store.sweep`."""
         with failing_as(f"remove torn snapshots in {self.directory}"):
             self._delete_left()
 

@@ -75,7 +75,6 @@ class MemoryStore:
                 self._exchange(sizes)
 
     def reserve(self, snapshot: SnapshotId, layout: Layout) -> MemoryWriter:
-        """As `ports.Store.reserve`."""
         with self._mutex:
             entries = self._slot.entries()
             if snapshot in self._writing.values():
@@ -93,15 +92,12 @@ class MemoryStore:
         return MemoryWriter(self, snapshot, layout, self._segments[name], lock)
 
     def snapshots(self) -> Listing:
-        """As `ports.Store.snapshots`."""
         return self._slot.snapshots()
 
     def open(self, snapshot: SnapshotId) -> MemoryReader:
-        """As `ports.Store.open`."""
         return self._slot.open(snapshot)
 
     def free(self, snapshot: SnapshotId) -> None:
-        """As `ports.Store.free`."""
         with self._mutex, failing_as(f"free the {snapshot} in {self.directory}"):
             for entry in self._slot.entries():
                 if entry.snapshot == snapshot and entry.segment not in self._writing:
@@ -112,14 +108,12 @@ class MemoryStore:
                         (self.directory / f"{entry.segment}.bin").unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """As `ports.Store.sweep`."""
         with self._mutex, failing_as(f"remove torn snapshots in {self.directory}"):
             for entry in self._slot.entries():
                 if entry.state == WRITING and entry.segment not in self._writing:
                     self.system.unlink(self.directory / entry.name)
 
     def close(self) -> None:
-        """As `ports.Store.close`."""
         self._claim.release()
 
     def remove(self) -> None:
