@@ -151,6 +151,7 @@ class ProcessGroupTransport:
         deadline = time.monotonic() + patience_s
         try:
             number = self._meeting.meet(patience_s)
+            # All are there by now, perhaps at the last moment: what is left must still suffice to connect.
             left_s = max(deadline - time.monotonic(), _CONNECT_AT_LEAST_S)
             # A prefix of its own: gloo would find the addresses of the old connections under the old one.
             place = PrefixStore(str(number), self._store)
@@ -160,6 +161,7 @@ class ProcessGroupTransport:
             raise
         except RuntimeError as error:
             raise self.broken(f"connect to all {self.world_size} ranks", error) from None
+        # Tags count from 0 again on all ranks, for all have just connected.
         ranks = range(self.world_size)
         self._group, self._sent, self._received = group, [count() for _ in ranks], [count() for _ in ranks]
 

@@ -90,6 +90,8 @@ class FilesystemStore:
     def open(self, snapshot: SnapshotId) -> FilesystemReader:
         path = self.directory / snapshot.name / SEGMENT
         manifest = self._manifest(snapshot)
+        # From here on the descriptor keeps the bytes, whatever happens to their name. Should the snapshot be freed and
+        # written anew between the two lines, checksums of the old manifest refuse the new bytes.
         try:
             descriptor = self.system.open(path, os.O_RDONLY)
         except OSError as error:
@@ -148,6 +150,7 @@ class FilesystemStore:
                 self._delete(self.directory / name)
 
     def _allocated(self, path: Path, nbytes: int) -> int:
+        # EXCL: another attempt's file must never be written to, however unlikely its name.
         descriptor = self.system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             if nbytes:
@@ -158,7 +161,7 @@ class FilesystemStore:
         return descriptor
 
     def _delete(self, folder: Path) -> None:
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):  # a restarted process of this rank may be deleting it too
             if folder.is_symlink():  # what it leads to is not ours
                 self.system.unlink(folder)
                 return
@@ -209,6 +212,7 @@ class FilesystemWriter(DurableWriter):
         self._store.discard(self._aside)
 
     def _close(self) -> None:
+        # What is sealed was synced before, what is not is removed: an error of close changes neither.
         with suppress(OSError):
             self._store.system.close(self._descriptor)
 
@@ -221,6 +225,7 @@ class FilesystemReader(SnapshotReader):
         self._descriptor, self._system = descriptor, system
 
     def _bytes(self, record: Record) -> memoryview:
+        # Read, not mapped: if another node truncates the file, a mapping would kill the process.
         into = np.empty(record.nbytes, np.uint8).data
         try:
             found = read_up_to(self._system, self._descriptor, into, record.offset)
