@@ -35,6 +35,9 @@ KILLING = (Fault.KILL, Fault.KILL_AFTER, Fault.POWER_CUT)
 _ERRORS = {Fault.NO_SPACE: errno.ENOSPC, Fault.IO_ERROR: errno.EIO, Fault.SHORT: errno.EINTR}
 
 
+_WORKING = OperatingSystem()
+
+
 class FaultySystem(OperatingSystem):
     """Counts its calls, and lets the fault happen at call number `at` (from 1)."""
 
@@ -48,14 +51,14 @@ class FaultySystem(OperatingSystem):
         self.calls += 1
         if self.calls == self.at and self.fault is not Fault.NONE:
             return self._fail(name, *arguments)
-        result = getattr(OperatingSystem, name)(self, *arguments)
+        result = getattr(_WORKING, name)(*arguments)
         self._remember(name, result, *arguments)
         return result
 
     def _fail(self, name: str, *arguments: Any) -> Any:
         if self.fault is Fault.SHORT and name in ("pread", "pwrite"):
             descriptor, data, offset = arguments
-            return getattr(OperatingSystem, name)(self, descriptor, data[: max(1, len(data) // 2)], offset)
+            return getattr(_WORKING, name)(descriptor, data[: max(1, len(data) // 2)], offset)
         if self.fault is Fault.KILL_AFTER:
             self._half(name, *arguments)
         if self.fault is Fault.POWER_CUT:
@@ -63,21 +66,21 @@ class FaultySystem(OperatingSystem):
         if self.fault in KILLING:
             os.kill(os.getpid(), signal.SIGKILL)
         if name == "copy":
-            return OperatingSystem.copy(self, *arguments)  # memcpy does not fail
+            return _WORKING.copy(*arguments)  # memcpy does not fail
         if name == "close":
-            OperatingSystem.close(self, *arguments)  # after an error the descriptor is closed all the same
+            _WORKING.close(*arguments)  # after an error the descriptor is closed all the same
         raise OSError(_ERRORS[self.fault], os.strerror(_ERRORS[self.fault]))
 
     def _half(self, name: str, *arguments: Any) -> None:
         if name == "pwrite":
             descriptor, data, offset = arguments
-            OperatingSystem.pwrite(self, descriptor, data[: len(data) // 2], offset)
+            _WORKING.pwrite(descriptor, data[: len(data) // 2], offset)
         elif name == "copy":
             into, data = arguments
             if len(data) > 1:
-                OperatingSystem.copy(self, into[: len(data) // 2], data[: len(data) // 2])
+                _WORKING.copy(into[: len(data) // 2], data[: len(data) // 2])
         else:
-            getattr(OperatingSystem, name)(self, *arguments)
+            getattr(_WORKING, name)(*arguments)
 
     def _remember(self, name: str, result: Any, *arguments: Any) -> None:
         if name == "pwrite":

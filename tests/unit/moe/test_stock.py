@@ -8,7 +8,6 @@ import pytest
 
 from megatron.core.dist_checkpointing.moe.policy.timelines import Timeline
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, SnapshotId
-from megatron.core.dist_checkpointing.moe.replication.replica_receiver import HostReplica
 from megatron.core.dist_checkpointing.moe.runtime.keeper import Identity
 from megatron.core.dist_checkpointing.moe.runtime.stock import LocalInventory
 from megatron.core.dist_checkpointing.moe.simulate.memory import Memory
@@ -87,11 +86,17 @@ def test_parked_state_that_arrived_outside_takes_the_place_of_what_is_given_up()
     slot, elsewhere = Slot(segments=1), Slot()
     arrived = elsewhere.seal(PARKED, 4)
     reader = elsewhere.store.open(arrived)
-    arrival = HostReplica(0, reader.manifest)
+    arrival = HostBuffer(0, reader.manifest)
     arrival.buffer[:] = reader.raw()[: len(arrival.buffer)]
     arrival.seal()
     slot.seal(PARKED, 4, rank=0)
+<<<<<<< HEAD
     slot.inventory.collect_standby_garbage({arrived}, range(0), [cast("HostBuffer", arrival.reader())], timeline=FIRST)
+||||||| 9fe8aba
+    slot.stock.tidy_standby({arrived}, range(0), [cast("HostBuffer", arrival.reader())], timeline=FIRST)
+=======
+    slot.stock.tidy_standby({arrived}, range(0), [arrival], timeline=FIRST)
+>>>>>>> storage
     assert slot.held == [arrived]
     with slot.store.open(arrived) as moved:
         assert bytes(moved.read("w")) == bytes(range(10))

@@ -107,9 +107,10 @@ def decode_table(header: Header, data: bytes) -> tuple[ReplicaPiece, ...]:
     return tuple(pieces)
 
 
-def decode_replies(data: bytes, allowed: frozenset[Reply]) -> list[Reply]:
+def decode_replies(data: Buffer, allowed: frozenset[Reply]) -> list[Reply]:
     """One reply for each byte. Raises Garbled for any that is not `allowed` now."""
-    unknown = [byte for byte in data if byte not in allowed]
+    received = bytes(data)
+    unknown = [byte for byte in received if byte not in allowed]
     if unknown:
         raise Garbled(f"an answer has the value {unknown[0]}, which means nothing at this point")
-    return list(map(Reply, data))
+    return list(map(Reply, received))

@@ -98,7 +98,7 @@ class ProcessGroupTransport:
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, name: str, timeout_s: float) -> None:
-        self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
+        self.rank, self.world_size, self._timeout_s = rank, world_size, timeout_s
         self.timeout = timedelta(seconds=timeout_s)
         # A clone has a connection of its own: on a shared one each call waits for those of other threads.
         own = store.clone()
@@ -111,16 +111,6 @@ class ProcessGroupTransport:
         self._under_way: weakref.WeakSet[_Transfer] = weakref.WeakSet()
         self.renew()
 
-    @property
-    def rank(self) -> int:
-        """As `ports.Transport.rank`."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """As `ports.Transport.world_size`."""
-        return self._world_size
-
     def send(self, to: int, data: Buffer) -> _Transfer:
         """As `ports.Transport.send`. Dropping the transfer without `wait` cancels it and breaks the connection."""
         return self._transfer("send {} bytes to rank {}", to, data, is_send=True)
@@ -128,15 +118,13 @@ class ProcessGroupTransport:
     def receive(self, source: int, into: memoryview) -> _Transfer:
         """As `ports.Transport.receive`. Dropping the transfer without `wait` cancels it and breaks the connection."""
         if into.readonly:
-            raise UsageError(f"rank {self._rank} cannot receive from rank {source} into read-only memory")
+            raise UsageError(f"rank {self.rank} cannot receive from rank {source} into read-only memory")
         return self._transfer("receive {} bytes from rank {}", source, into, is_send=False)
 
     def least(self, values: Sequence[int]) -> tuple[int, ...]:
-        """As `ports.Transport.least`."""
         return self._reduced(values, ReduceOp.MIN, "find the least")
 
     def total(self, values: Sequence[int]) -> tuple[int, ...]:
-        """As `ports.Transport.total`."""
         return self._reduced(values, ReduceOp.SUM, "add up")
 
     def gather(self, value: Json) -> list[Json]:
@@ -163,16 +151,18 @@ class ProcessGroupTransport:
         deadline = time.monotonic() + patience_s
         try:
             number = self._meeting.meet(patience_s)
+            # All are there by now, perhaps at the last moment: what is left must still suffice to connect.
             left_s = max(deadline - time.monotonic(), _CONNECT_AT_LEAST_S)
             # A prefix of its own: gloo would find the addresses of the old connections under the old one.
             place = PrefixStore(str(number), self._store)
-            group = ProcessGroupGloo(place, self._rank, self._world_size, timedelta(seconds=left_s))
+            group = ProcessGroupGloo(place, self.rank, self.world_size, timedelta(seconds=left_s))
         except PeerLost as error:
             self._drop(str(error))
             raise
         except RuntimeError as error:
-            raise self.broken(f"connect to all {self._world_size} ranks", error) from None
-        ranks = range(self._world_size)
+            raise self.broken(f"connect to all {self.world_size} ranks", error) from None
+        # Tags count from 0 again on all ranks, for all have just connected.
+        ranks = range(self.world_size)
         self._group, self._sent, self._received = group, [count() for _ in ranks], [count() for _ in ranks]
 
     def close(self) -> None:
@@ -181,11 +171,11 @@ class ProcessGroupTransport:
 
     def refuse(self, what: str) -> NoReturn:
         """For transfers too: nothing can be done until the next renewal."""
-        raise PeerLost(f"rank {self._rank} cannot {what} before connections are renewed: {self._why}")
+        raise PeerLost(f"rank {self.rank} cannot {what} before connections are renewed: {self._why}")
 
     def broken(self, what: str, error: RuntimeError) -> PeerLost:
         """The error to raise after gloo failed; all transfers are void and the other ranks see closed connections."""
-        sentence = f"rank {self._rank} failed to {what} (timeout {self._timeout_s:g} s): {_reason(error)}"
+        sentence = f"rank {self.rank} failed to {what} (timeout {self._timeout_s:g} s): {_reason(error)}"
         self._drop(sentence)
         return PeerLost(sentence)
 
@@ -200,8 +190,8 @@ class ProcessGroupTransport:
         """A message that has begun; void from the start when connections are to be renewed first."""
         memory = _as_tensor(data)
         what = what.format(memory.numel(), other)
-        if other == self._rank or not 0 <= other < self._world_size:
-            raise UsageError(f"rank {self._rank} cannot {what} in a world of {self._world_size} ranks")
+        if other == self.rank or not 0 <= other < self.world_size:
+            raise UsageError(f"rank {self.rank} cannot {what} in a world of {self.world_size} ranks")
         transfer = _Transfer(self, what, is_void=self._group is None)
         if self._group is not None:
             self._under_way.add(transfer)
@@ -217,7 +207,7 @@ class ProcessGroupTransport:
         return self._group
 
     def _reduced(self, values: Sequence[int], operation: Any, what: str) -> tuple[int, ...]:
-        what = f"{what} of {len(values)} numbers with all {self._world_size} ranks"
+        what = f"{what} of {len(values)} numbers with all {self.world_size} ranks"
         group = self._connected(what)
         # The connection is asked for even with no values, so that a call between failure and renewal never succeeds.
         numbers, options = torch.tensor(values, dtype=torch.int64), AllreduceOptions()
@@ -231,10 +221,10 @@ class ProcessGroupTransport:
         return tuple(numbers.tolist())
 
     def _gathered(self, own: torch.Tensor, what: str) -> list[torch.Tensor]:
-        what = f"{what} with all {self._world_size} ranks"
+        what = f"{what} with all {self.world_size} ranks"
         group, options = self._connected(what), AllgatherOptions()
         options.timeout = self.timeout
-        rows = list(torch.empty(self._world_size, own.numel(), dtype=own.dtype))
+        rows = list(torch.empty(self.world_size, own.numel(), dtype=own.dtype))
         try:
             group.allgather([rows], [own], options).wait()
         except RuntimeError as error:

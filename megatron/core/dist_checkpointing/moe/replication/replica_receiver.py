@@ -33,28 +33,6 @@ class StoreReplica:
         return self._store.open(self._manifest.snapshot)
 
 
-class HostReplica:
-    """A snapshot that is being received into ordinary memory, for one recovery."""
-
-    def __init__(self, owner: int, manifest: Manifest) -> None:
-        self.buffer = memoryview(bytearray(manifest.layout.nbytes))
-        self._reader = HostBuffer(manifest, f"{manifest.snapshot} as rank {owner} sent it", self.buffer)
-
-    def seal(self) -> None:
-        """Verify all bytes. Raises UnreadableCheckpoint."""
-        damaged = self._reader.verify()
-        if damaged:
-            raise UnreadableCheckpoint(f"{self._reader.manifest.snapshot}: {damaged[0].key} arrived damaged")
-
-    def abandon(self) -> None:
-        """Give up."""
-        self._reader.close()
-
-    def reader(self) -> Reader:
-        """A reader of what arrived."""
-        return self._reader
-
-
 class ReplicaReceiver:
     """Takes snapshots of other ranks into a memory store."""
 
@@ -94,7 +72,7 @@ class ReplicaReceiver:
                     return None
                 self._clock.sleep(PAUSE_S)
 
-    def begin_for_recovery(self, source: int, manifest: bytes) -> StoreReplica | HostReplica:
+    def begin_for_recovery(self, source: int, manifest: bytes) -> StoreReplica | HostBuffer:
         """Space for a snapshot that a recovery fetches from `source`: in the store, or in host memory where the store
         has none. Raises UnreadableCheckpoint, StoreFailure."""
         wanted = decode(manifest, f"manifest from rank {source}")
@@ -102,4 +80,4 @@ class ReplicaReceiver:
         try:
             return StoreReplica(self._store, self._store.reserve(wanted.snapshot, wanted.layout), wanted)
         except (NoRoom, UsageError):  # segments are too small until the strategy knows how large its snapshots are
-            return HostReplica(source, wanted)
+            return HostBuffer(source, wanted)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from ..errors import UsageError
 from ..ports import Transport
-from .replicas import Exchange, Offer, Receiver
+from .replica_receiver import ReplicaReceiver
+from .replicas import Exchange, Offer
 from .round import ReplicationRound
 
 
@@ -26,7 +27,7 @@ class Replicator:
                 )
         self._transport, self._peers, self._owners = transport, tuple(peers), tuple(owners)
 
-    def exchange(self, iteration: int, offers: Sequence[Offer] | None, receiver: Receiver) -> Exchange:
+    def exchange(self, iteration: int, offers: Sequence[Offer] | None, receiver: ReplicaReceiver) -> Exchange:
         """One round: every rank calls it for the same iterations in the same order, None for having nothing to give.
 
         Blocks until all pairs of this rank are through; raw bytes go straight from and to the given memory. A piece

@@ -13,7 +13,8 @@ need no names: each step receives and sends for all pairs, and ends only when al
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,8 @@ from ..replicate.messages import (
     encode_header,
     encode_table,
 )
-from .replicas import Exchange, IncomingReplica, Offer, Receiver
+from .replica_receiver import ReplicaReceiver, StoreReplica
+from .replicas import Exchange, Offer
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -53,7 +55,7 @@ class _IncomingPiece:
 
     piece: ReplicaPiece
     reply: Reply = Reply.REFUSED
-    replica: IncomingReplica | None = None
+    replica: StoreReplica | None = None
     transfer: Transfer | None = None
 
     def abandon(self) -> None:
@@ -71,7 +73,7 @@ class ReplicationRound:
         self,
         transport: Transport,
         iteration: int,
-        receiver: Receiver,
+        receiver: ReplicaReceiver,
         offers: Sequence[Offer] | None,
         peers: Sequence[int],
         owners: Sequence[int],
@@ -92,10 +94,8 @@ class ReplicationRound:
         headers = {owner: self._header(owner, data) for owner, data in found.items()}
         sizes = {owner: header.table_bytes for owner, header in headers.items()}
         for owner, data in self._swap(dict.fromkeys(self._replies, table), sizes).items():
-            try:
+            with self._understanding(owner):
                 self._incoming[owner] = [_IncomingPiece(piece) for piece in decode_table(headers[owner], data)]
-            except Garbled as error:
-                raise self._misunderstood(owner, error) from None
 
     def answer(self) -> None:
         """Peers reply what they want; space is taken before, so that what is wanted can be received at once."""
@@ -104,7 +104,8 @@ class ReplicationRound:
                 item.reply = self._first_reply(owner, item)
         replies = {owner: bytes(item.reply for item in items) for owner, items in self._incoming.items()}
         for peer, data in self._swap(replies, dict.fromkeys(self._replies, len(self._offers))).items():
-            self._replies[peer] = self._decoded(peer, data, BEFORE)
+            with self._understanding(peer):
+                self._replies[peer] = decode_replies(data, BEFORE)
 
     def move(self) -> None:
         """Raw bytes of what is wanted go to peers, which verify, seal and acknowledge; the second time what arrived
@@ -132,8 +133,9 @@ class ReplicationRound:
             self._send(owner, bytes([self._taken(owner, item) for item in items]))
         self._finish()
         for peer, receipt in receipts.items():
-            for at, reply in zip(due[peer], self._decoded(peer, receipt, AFTER), strict=True):
-                self._replies[peer][at] = reply
+            with self._understanding(peer):
+                for at, reply in zip(due[peer], decode_replies(receipt, AFTER), strict=True):
+                    self._replies[peer][at] = reply
 
     def outcome(self) -> Exchange:
         """The result of the round."""
@@ -223,10 +225,8 @@ class ReplicationRound:
 
     def _header(self, owner: int, data: Buffer) -> Header:
         """The header of an owner in the same round."""
-        try:
+        with self._understanding(owner):
             header = decode_header(data)
-        except Garbled as error:
-            raise self._misunderstood(owner, error) from None
         if header.iteration != self._iteration:
             raise PeerLost(
                 f"rank {owner} replicates iteration {header.iteration}, but rank {self._transport.rank} is at iteration"
@@ -234,17 +234,16 @@ class ReplicationRound:
             )
         return header
 
-    def _decoded(self, peer: int, data: Buffer, allowed: frozenset[Reply]) -> list[Reply]:
+    @contextmanager
+    def _understanding(self, other: int) -> Iterator[None]:
+        """Turns Garbled into PeerLost: with a rank that speaks otherwise, nothing can be agreed upon any more."""
         try:
-            return decode_replies(bytes(data), allowed)
+            yield
         except Garbled as error:
-            raise self._misunderstood(peer, error) from None
-
-    def _misunderstood(self, other: int, error: Garbled) -> PeerLost:
-        return PeerLost(
-            f"rank {other} and rank {self._transport.rank} do not understand each other about iteration"
-            f" {self._iteration}: {error}"
-        )
+            raise PeerLost(
+                f"rank {other} and rank {self._transport.rank} do not understand each other about iteration"
+                f" {self._iteration}: {error}"
+            ) from None
 
     def _swap(self, send: Mapping[int, bytes], receive: Mapping[int, int]) -> dict[int, bytes]:
         """Small messages to and from all pairs at once; `receive` has their sizes."""

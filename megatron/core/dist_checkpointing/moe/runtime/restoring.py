@@ -27,7 +27,7 @@ from ..recover.fetch import Carrier, Need
 from ..recover.inventory import Found, Place
 from ..recover.marks import Milestone, Timestamps
 from ..replay.densify import Load, Logs, Replay, ReplayPorts, ReplayStep, StageFeed, restore_trainer
-from ..replication.replica_receiver import HostReplica, ReplicaReceiver, StoreReplica
+from ..replication.replica_receiver import ReplicaReceiver, StoreReplica
 from ..storage.host_buffer import HostBuffer
 from ..store.manifest import decode, encode
 from ..strategies import Job
@@ -175,12 +175,12 @@ class Attempt:
         self._open.close()
         self._held, self._arrived = [], {}
 
-    def _land(self, source: int, manifest: bytes) -> StoreReplica | HostReplica:
+    def _land(self, source: int, manifest: bytes) -> StoreReplica | HostBuffer:
         """Where a snapshot arrives: state in the store where it belongs, what only this recovery needs outside."""
         wanted = decode(manifest, f"manifest from rank {source}")
         ports, kind = self._ports, wanted.snapshot.kind
         if kind in (LOG, GRADIENTS):
-            return HostReplica(source, wanted)
+            return HostBuffer(source, wanted)
         store = ports.standby if kind in STANDBY else ports.memory
         assert store is not None
         return ReplicaReceiver(store, ports.clock).begin_for_recovery(source, manifest)

@@ -284,14 +284,14 @@ class FakeReader(SnapshotReader):
 
     def raw(self) -> memoryview:
         """As `ports.MappedReader.raw`."""
-        self._store.event(f"read the whole {self._manifest.snapshot}")
+        self._store.event(f"read the whole {self.manifest.snapshot}")
         self._require_open()
         return self._view[:]
 
     def _bytes(self, record: Record) -> memoryview:
-        self._store.event(f"read {record.key} of the {self._manifest.snapshot}")
+        self._store.event(f"read {record.key} of the {self.manifest.snapshot}")
         return self._view[record.offset : record.offset + record.nbytes]
 
     def _let_go(self) -> None:
-        self._store.event(f"let go of the {self._manifest.snapshot}")
+        self._store.event(f"let go of the {self.manifest.snapshot}")
         self._view = memoryview(b"")

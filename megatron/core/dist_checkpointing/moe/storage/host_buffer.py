@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+from ..errors import UnreadableCheckpoint
 from ..store.reading import SnapshotReader
 from ..types.layout import Manifest, Record
 
 
 class HostBuffer(SnapshotReader):
-    """Reads a snapshot from `data`, its whole segment."""
+    """A snapshot that rank `owner` sends: received into `buffer`, sealed, then read. It ends with the recovery."""
 
-    def __init__(self, manifest: Manifest, where: str, data: memoryview) -> None:
-        super().__init__(manifest, where)
-        self._data = data.toreadonly()
+    def __init__(self, owner: int, manifest: Manifest) -> None:
+        super().__init__(manifest, f"{manifest.snapshot} as rank {owner} sent it")
+        self.buffer = memoryview(bytearray(manifest.layout.nbytes))
+
+    def seal(self) -> None:
+        """Verify all bytes. Raises UnreadableCheckpoint."""
+        if damaged := self.verify():
+            raise UnreadableCheckpoint(f"{self.manifest.snapshot}: {damaged[0].key} arrived damaged")
+
+    def abandon(self) -> None:
+        """Give up what arrived."""
+        self.close()
+
+    def reader(self) -> HostBuffer:
+        """A reader of what arrived."""
+        return self
 
     def _bytes(self, record: Record) -> memoryview:
-        return self._data[record.offset : record.offset + record.nbytes]
+        return self.buffer[record.offset : record.offset + record.nbytes].toreadonly()
 
     def _let_go(self) -> None:
-        self._data = memoryview(b"")
+        self.buffer = memoryview(b"")

@@ -53,13 +53,11 @@ class MemoryWriter(SnapshotWriter):
         self._entry = SlotEntry(segment.path.stem, snapshot, WRITING)
 
     def buffer(self, key: str) -> memoryview:
-        """As `ports.MappedWriter.buffer`."""
         field, offset = self._claim(key)
         self._missing.remove(key)
         return self._lend(offset, field.nbytes)
 
     def whole(self) -> memoryview:
-        """As `ports.MappedWriter.whole`."""
         self._require_open()
         self._missing.clear()
         return self._lend(0, self._layout.nbytes)

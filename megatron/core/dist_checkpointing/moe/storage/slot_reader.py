@@ -58,7 +58,6 @@ class MemoryReader(SnapshotReader):
         self._view = (memoryview(mapped) if mapped else memoryview(b"")).toreadonly()
 
     def raw(self) -> memoryview:
-        """As `ports.MappedReader.raw`."""
         self._require_open()
         return self._view[:]
 
@@ -88,7 +87,6 @@ class SlotReader:
         return tuple(entry for entry in map(SlotEntry.parse, names) if entry)
 
     def snapshots(self) -> Listing:
-        """As `ports.Store.snapshots`."""
         sealed, torn = [], []
         for entry in self.entries():
             try:
@@ -100,7 +98,6 @@ class SlotReader:
         return Listing(tuple(sorted(sealed)), tuple(sorted(torn, key=lambda one: (one.snapshot, one.path))))
 
     def open(self, snapshot: SnapshotId) -> MemoryReader:
-        """As `ports.Store.open`."""
         for entry in self.entries():
             if entry.snapshot == snapshot and entry.state == SEALED:
                 lock = self._pin(entry)

@@ -71,7 +71,6 @@ class FilesystemStore:
         return FilesystemWriter(self, snapshot, layout, aside, descriptor)
 
     def snapshots(self) -> Listing:
-        """As `ports.Store.snapshots`."""
         sealed, torn = [], []
         for name in self._names():
             snapshot, path = SnapshotId.parse(name), self.directory / name
@@ -89,9 +88,10 @@ class FilesystemStore:
         return Listing(tuple(sorted(sealed)), tuple(sorted(torn, key=lambda item: (item.snapshot, item.path))))
 
     def open(self, snapshot: SnapshotId) -> FilesystemReader:
-        """As `ports.Store.open`."""
         path = self.directory / snapshot.name / SEGMENT
         manifest = self._manifest(snapshot)
+        # From here on the descriptor keeps the bytes, whatever happens to their name. Should the snapshot be freed and
+        # written anew between the two lines, checksums of the old manifest refuse the new bytes.
         try:
             descriptor = self.system.open(path, os.O_RDONLY)
         except OSError as error:
@@ -114,7 +114,6 @@ class FilesystemStore:
             self._delete_left(snapshot)
 
     def sweep(self) -> None:
-        """As `ports.Store.sweep`."""
         with failing_as(f"remove torn snapshots in {self.directory}"):
             self._delete_left()
 
@@ -151,6 +150,7 @@ class FilesystemStore:
                 self._delete(self.directory / name)
 
     def _allocated(self, path: Path, nbytes: int) -> int:
+        # EXCL: another attempt's file must never be written to, however unlikely its name.
         descriptor = self.system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             if nbytes:
@@ -161,7 +161,7 @@ class FilesystemStore:
         return descriptor
 
     def _delete(self, folder: Path) -> None:
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):  # a restarted process of this rank may be deleting it too
             if folder.is_symlink():  # what it leads to is not ours
                 self.system.unlink(folder)
                 return
@@ -212,6 +212,7 @@ class FilesystemWriter(DurableWriter):
         self._store.discard(self._aside)
 
     def _close(self) -> None:
+        # What is sealed was synced before, what is not is removed: an error of close changes neither.
         with suppress(OSError):
             self._store.system.close(self._descriptor)
 
@@ -224,6 +225,7 @@ class FilesystemReader(SnapshotReader):
         self._descriptor, self._system = descriptor, system
 
     def _bytes(self, record: Record) -> memoryview:
+        # Read, not mapped: if another node truncates the file, a mapping would kill the process.
         into = np.empty(record.nbytes, np.uint8).data
         try:
             found = read_up_to(self._system, self._descriptor, into, record.offset)

@@ -70,12 +70,12 @@ class MemoryStore:
         """As `ports.MappedStore.resize`; a segment that is still read or written counts as long as that lasts."""
         sizes = sorted(aligned(size, mmap.PAGESIZE) for size in segment_bytes)
         with self._mutex:
+            # Larger segments will do: giving them up would cost an allocation, and perhaps snapshots, for nothing.
             if not suffice([segment.nbytes for segment in self._segments.values()], sizes):
                 before()
                 self._exchange(sizes)
 
     def reserve(self, snapshot: SnapshotId, layout: Layout) -> MemoryWriter:
-        """As `ports.Store.reserve`."""
         with self._mutex:
             entries = self._slot.entries()
             if snapshot in self._writing.values():
@@ -85,6 +85,8 @@ class MemoryStore:
             name, lock = self._free_segment(entries, layout.nbytes)
             self._writing[name] = snapshot
             try:
+                # Marked while the lock is held: who finds the mark from another process finds the lock too, and so
+                # takes the snapshot for one that is being written, not for a torn one.
                 self._mark(entries, SlotEntry(name, snapshot, WRITING))
             except StoreFailure:
                 del self._writing[name]
@@ -93,15 +95,12 @@ class MemoryStore:
         return MemoryWriter(self, snapshot, layout, self._segments[name], lock)
 
     def snapshots(self) -> Listing:
-        """As `ports.Store.snapshots`."""
         return self._slot.snapshots()
 
     def open(self, snapshot: SnapshotId) -> MemoryReader:
-        """As `ports.Store.open`."""
         return self._slot.open(snapshot)
 
     def free(self, snapshot: SnapshotId) -> None:
-        """As `ports.Store.free`."""
         with self._mutex, failing_as(f"free the {snapshot} in {self.directory}"):
             for entry in self._slot.entries():
                 if entry.snapshot == snapshot and entry.segment not in self._writing:
@@ -112,14 +111,13 @@ class MemoryStore:
                         (self.directory / f"{entry.segment}.bin").unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """As `ports.Store.sweep`."""
         with self._mutex, failing_as(f"remove torn snapshots in {self.directory}"):
             for entry in self._slot.entries():
+                # Only this process writes here, so a mark that no writer of it has is of an attempt that died.
                 if entry.state == WRITING and entry.segment not in self._writing:
                     self.system.unlink(self.directory / entry.name)
 
     def close(self) -> None:
-        """As `ports.Store.close`."""
         self._claim.release()
 
     def remove(self) -> None:
@@ -134,6 +132,7 @@ class MemoryStore:
         with self._mutex:
             self._writing.pop(segment.stem, None)
             sealed = {entry.segment for entry in self._slot.entries() if entry.state == SEALED}
+            # A resize during the writing has dropped this segment, and left its file to the writer.
             if segment.stem not in self._segments and segment.stem not in sealed:
                 segment.unlink(missing_ok=True)
 
@@ -174,6 +173,7 @@ class MemoryStore:
         entries = self._slot.entries()
         sealed = {entry.segment for entry in entries if entry.state == SEALED}
         chosen, missing = _matched(sizes, existing, sealed)
+        # What is sealed stays in whatever segment it is: a restart may not cost the snapshots that it needs.
         with failing_as(f"tidy {self.directory}"):
             for name in existing.keys() - chosen.keys() - sealed:
                 self.system.unlink(self.directory / f"{name}.bin")
@@ -239,7 +239,7 @@ class MemoryStore:
             for name, size in zip(names, sizes, strict=True):
                 made[name] = self._allocated(self.directory / f"{name}.bin", size)
         except StoreFailure:
-            made.clear()
+            made.clear()  # the mappings first: a file's pages are free when both its name and its mappings are gone
             for name in names:
                 (self.directory / f"{name}.bin").unlink(missing_ok=True)
             raise

@@ -54,7 +54,6 @@ class ObjectStore:
         self._writing: dict[str, SnapshotId] = {}
 
     def reserve(self, snapshot: SnapshotId, layout: Layout) -> ObjectWriter:
-        """As `ports.Store.reserve`."""
         folder, segment = self._folder(snapshot), f"segment-{self.rank:05d}-{os.urandom(4).hex()}.bin"
         with self._mutex, failing_as(f"reserve {layout.nbytes} bytes in {folder}"):
             if snapshot in tuple(self._writing.values()):
@@ -67,7 +66,6 @@ class ObjectStore:
         return ObjectWriter(self, snapshot, layout, segment, stream)
 
     def snapshots(self) -> Listing:
-        """As `ports.Store.snapshots`."""
         sealed, torn = [], []
         with failing_as(f"list {self.root}"), remote(self.root):
             for snapshot in filter(None, map(SnapshotId.parse, self._names(self.root))):
@@ -83,7 +81,6 @@ class ObjectStore:
         return Listing(tuple(sorted(sealed)), tuple(sorted(torn, key=lambda item: item.snapshot)))
 
     def open(self, snapshot: SnapshotId) -> ObjectReader:
-        """As `ports.Store.open`."""
         with remote(self._folder(snapshot)):
             manifest = self._manifest(snapshot)
         return ObjectReader(manifest, f"{self._folder(snapshot)}/{manifest.segment}", self.files)
@@ -104,7 +101,6 @@ class ObjectStore:
             self._remove_empty(folder)
 
     def sweep(self) -> None:
-        """As `ports.Store.sweep`."""
         with failing_as(f"remove torn snapshots in {self.root}"):
             for snapshot in filter(None, map(SnapshotId.parse, self._names(self.root))):
                 folder = self._folder(snapshot)

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
+
 from ..errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -130,14 +132,9 @@ def warn_unless_in_memory(memory_dir: Path) -> None:
 
 
 def _file_system(path: Path) -> str:
-    resolved, best, kind = path.resolve(), "", "an unknown file system"
-    with suppress(OSError):
-        for line in Path("/proc/self/mounts").read_text().splitlines():
-            _, mount, found, *_ = line.split()
-            mount = mount.replace("\\040", " ")
-            if resolved.is_relative_to(mount) and len(mount) >= len(best):
-                best, kind = mount, found
-    return kind
+    """The kind of the innermost, last mounted file system that `path` is in."""
+    mounts = [found for found in psutil.disk_partitions(all=True) if path.resolve().is_relative_to(found.mountpoint)]
+    return str(max(reversed(mounts), key=lambda found: len(found.mountpoint)).fstype) if mounts else "an unknown device"
 
 
 def _refuse_other_jobs(memory_dir: Path, job: str) -> None:

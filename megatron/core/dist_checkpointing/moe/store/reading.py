@@ -18,7 +18,7 @@ class SnapshotReader(ABC):
     """The sequence of `ports.Reader`; where bytes come from is left to the stores."""
 
     def __init__(self, manifest: Manifest, where: str) -> None:
-        self._manifest, self._where = manifest, where
+        self.manifest, self._where = manifest, where
         self._closed = False
 
     @abstractmethod
@@ -29,26 +29,18 @@ class SnapshotReader(ABC):
     def _let_go(self) -> None:
         """End the reader's own hold on the snapshot; called once."""
 
-    @property
-    def manifest(self) -> Manifest:
-        """The verified manifest."""
-        return self._manifest
-
     def read(self, key: str) -> memoryview:
-        """As `ports.Reader.read`."""
         self._require_open()
-        record = self._manifest.by_key.get(key)
+        record = self.manifest.by_key.get(key)
         if record is None:
             raise UsageError(f"{self._where}: there is no record {key}")
         return verified(self._bytes(record), record, self._where)
 
     def verify(self) -> tuple[Record, ...]:
-        """As `ports.Reader.verify`."""
         self._require_open()
-        return tuple(record for record in self._manifest.records if not self._intact(record))
+        return tuple(record for record in self.manifest.records if not self._intact(record))
 
     def close(self) -> None:
-        """As `ports.Reader.close`."""
         if not self._closed:
             self._closed = True
             self._let_go()
@@ -68,4 +60,4 @@ class SnapshotReader(ABC):
 
     def _require_open(self) -> None:
         if self._closed:
-            raise UsageError(f"{self._where}: the reader of {self._manifest.snapshot} was closed")
+            raise UsageError(f"{self._where}: the reader of {self.manifest.snapshot} was closed")

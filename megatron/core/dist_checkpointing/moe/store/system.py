@@ -19,37 +19,24 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class OperatingSystem:
-    """Linux. All methods raise OSError; numbers of bytes may come out smaller than asked for."""
+    """Linux. All calls raise OSError; numbers of bytes may come out smaller than asked for."""
+
+    close = staticmethod(os.close)
+    pwrite = staticmethod(os.pwrite)
+    sync = staticmethod(os.fsync)
+    rename = staticmethod(os.rename)
+    unlink = staticmethod(os.unlink)
+    make_directory = staticmethod(os.mkdir)
+    remove_directory = staticmethod(os.rmdir)
 
     def open(self, path: Path, flags: int) -> int:
         return os.open(path, flags | os.O_CLOEXEC, 0o644)
 
-    def close(self, descriptor: int) -> None:
-        os.close(descriptor)
-
     def pread(self, descriptor: int, into: memoryview, offset: int) -> int:
         return os.preadv(descriptor, [into], offset)
 
-    def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
-        return os.pwrite(descriptor, data, offset)
-
     def allocate(self, descriptor: int, nbytes: int) -> None:
         os.posix_fallocate(descriptor, 0, nbytes)
-
-    def sync(self, descriptor: int) -> None:
-        os.fsync(descriptor)
-
-    def rename(self, old: Path, new: Path) -> None:
-        os.rename(old, new)
-
-    def unlink(self, path: Path) -> None:
-        os.unlink(path)
-
-    def make_directory(self, path: Path) -> None:
-        os.mkdir(path)
-
-    def remove_directory(self, path: Path) -> None:
-        os.rmdir(path)
 
     def list_directory(self, path: Path) -> list[str]:
         return sorted(os.listdir(path))

@@ -43,13 +43,11 @@ class SnapshotWriter(ABC):
         """Remove what was kept, as far as the storage lets it. Raises nothing; called once, never after success."""
 
     def put(self, key: str, data: Buffer) -> None:
-        """As `ports.Writer.put`."""
         field, offset = self._claim(key)
         self._keep(field, offset, flat_bytes(data, field))
         self._missing.remove(key)
 
     def seal(self, facts: Facts, expect: Sequence[str] = ()) -> Manifest:
-        """As `ports.Writer.seal`."""
         self._require_open()
         if self._missing:
             raise UsageError(
@@ -68,7 +66,6 @@ class SnapshotWriter(ABC):
         return manifest
 
     def abandon(self) -> None:
-        """As `ports.Writer.abandon`."""
         if not self._ended:
             self._ended = True
             self._discard()
