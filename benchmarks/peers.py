@@ -81,9 +81,9 @@ class _Peer:
     def report(self) -> Any:
         """The loop asks for one."""
         from megatron.core.dist_checkpointing.moe.policy.lifecycle import Protection
-        from megatron.core.dist_checkpointing.moe.runtime.coordinator import Report
+        from megatron.core.dist_checkpointing.moe.runtime.coordinator import ProtectionReport
 
-        return Report(0.0, 0, 0, Protection(), None)
+        return ProtectionReport(0.0, 0, 0, Protection(), None)
 
     def settle(self) -> None:
         """As `Contestant.settle`."""

@@ -9,10 +9,10 @@ import pytest
 from megatron.core.dist_checkpointing.moe.policy.timelines import Timeline
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.runtime.inbox import HeapArrival
-from megatron.core.dist_checkpointing.moe.runtime.keeper import Identity
 from megatron.core.dist_checkpointing.moe.runtime.stock import Stock
 from megatron.core.dist_checkpointing.moe.simulate.memory import Memory
 from megatron.core.dist_checkpointing.moe.simulate.storage import FakeStore
+from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
 from megatron.core.dist_checkpointing.moe.store.heap import HeapReader
 from megatron.core.dist_checkpointing.moe.types import GRADIENTS, LOG, PARKED
 

@@ -13,6 +13,10 @@ class UsageError(MoECheckpointError):
     """A flag or an argument that cannot work; nothing was changed."""
 
 
+class CheckpointFailure(MoECheckpointError):
+    """Protection was lost and `--moe-ckpt-strict` says that training must not go on without it."""
+
+
 class UnreadableCheckpoint(MoECheckpointError):
     """A checkpoint that is missing, torn, foreign or damaged."""
 
@@ -31,3 +35,8 @@ class RecoveryImpossible(MoECheckpointError):
     def __init__(self, sentence: str, iteration: int | None, missing: tuple[Any, ...], asked: tuple[int, ...]) -> None:
         super().__init__(sentence)
         self.iteration, self.missing, self.asked = iteration, missing, asked
+
+
+def format_error(error: BaseException) -> str:
+    """One sentence: errors of this subsystem speak for themselves, others by their type."""
+    return str(error) if isinstance(error, MoECheckpointError) else f"{type(error).__name__}: {error}"

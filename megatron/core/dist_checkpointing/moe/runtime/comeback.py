@@ -8,8 +8,8 @@ from dataclasses import replace
 from ..policy.parking import StepPhase
 from ..policy.strategies import Strategy
 from ..replay.densify import Replay
+from ..snapshot.identity import Identity
 from ..types import RecoveryPlan, StepJournal
-from .keeper import Identity
 from .recovery import Outcome, Recovery, Waiting
 from .standby import Standby
 

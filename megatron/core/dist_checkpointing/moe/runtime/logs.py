@@ -23,8 +23,8 @@ from ..ports import (
     StoreFailure,
     Task,
 )
+from ..snapshot.identity import Identity
 from ..types import LOG, SnapshotPlan, StepJournal
-from .keeper import Identity
 from .log_plan import LogPlan
 
 __all__ = ["BoundaryLogs", "Coverage", "LogPlan", "LogPorts", "Recorder"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ..policy.strategies import Piece
 from ..policy.timelines import Timeline
+from ..policy.tracking import RestoredState
 from ..ports import Json, Reader
 from ..recover.table import RecoveryTable
 from ..types import RecoveryPlan, SnapshotPlan, StepJournal
@@ -27,6 +28,11 @@ class Outcome:
     persisted: tuple[tuple[SnapshotPlan, ...], ...]
     spare: frozenset[tuple[int, str]]
     table: RecoveryTable = field(repr=False)
+
+    @property
+    def restored(self) -> RestoredState:
+        """What protection goes on from."""
+        return RestoredState(self.plan.target, self.kept, self.persisted, self.spare)
 
 
 @dataclass(frozen=True)

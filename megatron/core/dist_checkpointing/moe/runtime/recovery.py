@@ -17,10 +17,10 @@ from ..recover.inventory import Catalogue, Place
 from ..recover.marks import Mark
 from ..recover.table import RecoveryTable
 from ..replay.densify import Replay
+from ..snapshot.identity import Identity
 from ..store.heap import HeapReader
 from ..types import GRADIENTS, PARKED, Lost, OperatorId, Part, RecoveryPlan, SnapshotPlan, Tier
 from .hearsay import Heard, hear
-from .keeper import Identity
 from .outcomes import Outcome, RollForward, Waiting
 from .restoring import Attempt, RecoveryPorts, Refused, absent
 from .stock import Stock

@@ -24,12 +24,13 @@ from ..replay.densify import Replay
 from ..replay.stage import StageSource
 from ..replicate.process_group import ProcessGroupTransport
 from ..replicate.replicator import Replicator
+from ..snapshot.identity import Identity
+from ..snapshot.replication_worker import ReplicationWorker
 from ..types import RecoveryPlan, StepJournal
 from .clock import SystemClock
 from .comeback import Comeback
 from .communicator import BoundaryCommunicator
-from .coordinator import Coordinator, Ports, Report
-from .keeper import Identity, Keeper
+from .coordinator import Coordinator, Ports, ProtectionReport
 from .lanes import ThreadLane
 from .model_operators import model_operators
 from .opening import layout_told, opened_memory, placed_topology, together
@@ -222,7 +223,7 @@ class Session:
         identity = replace(self._identity, timeline=continued(before, self._attempt, iteration))
         self._coordinator = self._protection(identity)
         if self._outcome is not None:
-            self._coordinator.resume(self._outcome)
+            self._coordinator.resume(self._outcome.restored)
         if self._standby is not None:
             self._standby.attend(identity, iteration)
             self._standby.fit(self._strategy.lookback)
@@ -250,7 +251,7 @@ class Session:
             self._log_bytes,
         )
         replicator = Replicator(self._data, self._peers, owners) if self._peers or owners else None
-        keeper = Keeper(memory, replicator, self._data, clock, identity, owners=owners)
+        worker = ReplicationWorker(memory, replicator, self._data, clock, identity, owners=owners)
         persister = None
         if self._persistent is not None:
             persister = Persister(
@@ -261,7 +262,7 @@ class Session:
                 lambda piece, index: capturer.layout(piece.plan, trainer=index == 0),
                 clock=clock,
             )
-        return Coordinator(self._job, self._strategy, ports, keeper, persister)
+        return Coordinator(self._job, self._strategy, ports, worker, persister)
 
     def passes(self, iteration: int) -> None:
         """The passes of an iteration begin."""
@@ -314,7 +315,7 @@ class Session:
         """The timeline of the recovery that training goes on from."""
         return self._episode
 
-    def report(self) -> Report:
+    def report(self) -> ProtectionReport:
         """See `Coordinator.report`."""
         assert self._coordinator is not None
         return self._coordinator.report()

@@ -20,11 +20,11 @@ from ..policy.boundary import tensor_shape
 from ..policy.parking import Cause, StepPhase
 from ..ports import RANDOM, Capturer, Clock, Json, SnapshotId, StoreFailure, TrainerState
 from ..recover.park import Parker, ParkPorts
+from ..snapshot.identity import Identity
 from ..store.memory import MemoryStore
 from ..types import PARKED, StepJournal, Topology
 from .communicator import BoundaryCommunicator
 from .gradients import LiveBuffers, LiveGradients, roll_forward
-from .keeper import Identity
 from .lanes import ThreadLane
 from .logs import BoundaryLogs, LogPlan, LogPorts
 from .recovery import RollForward

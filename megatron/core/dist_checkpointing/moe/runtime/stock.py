@@ -13,9 +13,9 @@ from ..policy.strategies import Piece
 from ..policy.timelines import Timeline
 from ..ports import Json, MappedStore, SnapshotId, Store, StoreFailure, Transport
 from ..recover.inventory import Catalogue, catalogue, is_past, listing, operators_told
+from ..snapshot.identity import Identity
 from ..store.heap import HeapReader
 from ..types import LOG, OperatorId, SnapshotPlan, Tier
-from .keeper import Identity
 
 log = logging.getLogger(__name__)
 
