@@ -1,4 +1,4 @@
-"""The message of an iteration: minima, maxima and equality through one collective that gives the least of each number."""
+"""The message of an iteration: minima, maxima and equality through one collective that gives the least."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.moe.snapshot.iteration_message import (
 )
 from megatron.core.dist_checkpointing.moe.types import SnapshotPlan, expert, full_plan
 
+COSTS = Costs(1.0, 0.5, 0.25)
 PLAN = full_plan(7, (expert(0, 0), expert(0, 1)))
 
 
@@ -48,7 +49,7 @@ class Others:
 
 
 def message(
-    plan: SnapshotPlan | None = PLAN, costs: Costs = Costs(1.0, 0.5, 0.25), statuses: Sequence[int] = (), **more: Any
+    plan: SnapshotPlan | None = PLAN, costs: Costs = COSTS, statuses: Sequence[int] = (), **more: Any
 ) -> IterationMessage:
     return IterationMessage(7, plan, costs, lambda: statuses, more.pop("counts", ()), **more)
 
@@ -91,7 +92,8 @@ def test_costs_are_those_of_the_slowest_rank_and_the_pace_is_the_least(
         for iteration, stall, round_, copy, bandwidth in ranks
     ]
     news = exchanged(*messages)
-    highest, least = [max(column) for column in zip(*ranks, strict=True)], [min(column) for column in zip(*ranks)]
+    columns = list(zip(*ranks, strict=True))
+    highest, least = list(map(max, columns)), list(map(min, columns))
     assert (news.costs.iteration_s, news.costs.stall_s, news.costs.round_s) == pytest.approx(highest[:3], abs=1e-6)
     assert (news.pace.iteration_s, news.pace.bandwidth_bytes_per_s) == pytest.approx(least[3:], abs=1e-6)
 

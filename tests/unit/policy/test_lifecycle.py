@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.moe.policy.lifecycle import (
     PROTECTION,
     TABLES,
     WINDOW,
+    PersistState,
     Protection,
     ProtectionEvent,
     ProtectionState,
@@ -245,6 +246,17 @@ def test_a_restored_window_without_all_replicas_gives_way_to_the_next_protected_
     run(rank, then_protected=3)
     assert range(1, 4) not in rank.tracker.windows
     assert rank.tracker.protection.state is ProtectionState.PROTECTED
+
+
+def test_a_copy_that_is_begun_in_the_message_that_ends_the_one_before_is_not_removed_with_it() -> None:
+    rank = Rank(job_of(replace(CONFIG, window="1", persist_interval=1, persist_keep=1)))
+    run(rank, Status.PENDING, lambda at: Status.PENDING if at else Status.PROTECTED, protected, then_protected=0)
+    states = {span[-1]: copy.state for span, copy in rank.tracker.persisted.items()}
+    assert states == {1: PersistState.PERSISTENT, 2: PersistState.WRITING}
+    assert rank.tiers.storage == {1, 2}
+    run(rank, then_protected=1)
+    assert 1 not in rank.tiers.storage
+    assert 2 in rank.tiers.storage
 
 
 # Protection

@@ -212,7 +212,7 @@ class SnapshotTracker:
         """Nothing can be made of this window any more: what there is of it is freed, and what comes of it later."""
         window, iteration = self.windows[round_.span], round_.plan.iteration
         self._strategy.settled(round_.plan, Level.SNAPSHOT, False)
-        freed = {piece.name for piece in window.pieces if piece.agreed >= Status.SEALED or piece.iteration == iteration}
+        freed = {piece.name for piece in window.pieces if piece in window.sealed or piece.iteration == iteration}
         self._put(window.ended(iteration, round_.agreed))
         # Behind the round itself on its thread: a replica may still be arriving here.
         self._background.replicate(lambda: self._worker.free(freed))
@@ -259,7 +259,7 @@ class SnapshotTracker:
         plans = self._strategy.persistent(plan) if persister else ()
         if persister is None or not plans or self.durable is None:
             return
-        if any(copy.state is PersistState.WRITING for copy in self.persisted.values()):
+        if any(round_.level is Level.PERSIST for round_ in self.rounds.open):
             log.warning(
                 "the snapshot of iteration %d is not persisted: the one before is still written", plan.iteration
             )
@@ -293,11 +293,12 @@ class SnapshotTracker:
         """Remove from storage what the last states there do not need."""
         persister = self._persister
         assert persister is not None
-        known = [piece for copy in self.persisted.values() for piece in copy.pieces]
+        copies = {span: copy for span, copy in self.persisted.items() if copy.state is PersistState.PERSISTENT}
+        known = [piece for copy in copies.values() for piece in copy.pieces]
         kept = {piece.span for piece in kept_in_storage(known, self._persist_keep)}
         freed = {piece.plan.iteration for piece in known if piece.span not in kept}
-        for span in self.persisted.keys() - kept:
-            self._put_copy(span, self.persisted[span].after(PersistEvent.SUPERSEDED))
+        for span in copies.keys() - kept:
+            self._put_copy(span, copies[span].after(PersistEvent.SUPERSEDED))
         self._background.persist(lambda: persister.free(freed))
 
     def _put_copy(self, span: range, copy: PersistedWindow) -> None:
