@@ -155,8 +155,8 @@ class Logged:
     def begin_logs(self) -> None:
         """Logs of a turn; those of turns before stay until they are superseded."""
         from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
-        from megatron.core.dist_checkpointing.moe.runtime.keeper import Identity
         from megatron.core.dist_checkpointing.moe.runtime.logs import BoundaryLogs, LogPorts
+        from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
 
         ports = LogPorts(self.store, self.lane, self.recorder, SystemClock())
         self.logs = BoundaryLogs(self.plan, Identity("job", {}, frozenset()), ports, timeout_s=60.0)

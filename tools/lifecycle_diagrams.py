@@ -12,56 +12,65 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.policy import parking
-from megatron.core.dist_checkpointing.moe.policy.lifecycle import MACHINES, Machine
+from megatron.core.dist_checkpointing.moe.policy.lifecycle import TABLES, TransitionTable
 from megatron.core.dist_checkpointing.moe.policy.parking import PARKING, Cause, Keep, StepPhase
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "lifecycle.md"
 HEADING = """# Lifecycles
 
 Made by `python tools/lifecycle_diagrams.py` from the tables in `lifecycle.py` and `parking.py` of
-`megatron/core/dist_checkpointing/moe/policy/`; change them there. An event that no arrow from a state names is an error
-in that state.
+`megatron/core/dist_checkpointing/moe/policy/`; change them there. They are what runs: `snapshot/tracker.py` and
+`step_guard.py` ask them for every change, and an event that no arrow from a state names is an error in that state.
 """
 
 
 def render() -> str:
     """The whole page."""
-    return "\n".join([HEADING, *map(section, MACHINES), *parking_section()])
+    return "\n".join([HEADING, *map(section, TABLES), *parking_section()])
 
 
-def section(machine: Machine[Any, Any]) -> str:
-    """Heading, what the machine stands for, diagram, and a line for each state and event."""
+def section(table: TransitionTable[Any, Any]) -> str:
+    """Heading, what the table stands for, diagram, and a line for each state, event and transition."""
+    states, (_, event) = type(table.starts[0]), next(iter(table.rows))
     return "\n".join(
         [
-            f"## {machine.title}",
+            f"## {table.title}",
             "",
-            inspect.cleandoc(type(machine.start).__doc__ or ""),
+            inspect.cleandoc(states.__doc__ or ""),
             "",
             "```mermaid",
-            *diagram(machine),
+            *diagram(table),
             "```",
             "",
-            *meanings("State", type(machine.start)),
+            *meanings("State", states),
             "",
-            *meanings("Event", type(next(iter(machine.transitions))[1])),
+            *meanings("Event", type(event)),
+            "",
+            "| In | At | Follows | Because |",
+            "|---|---|---|---|",
+            *(
+                f"| `{before.name}` | `{event.name}` | `{after.name}` | {why} |"
+                for (before, event), (after, why) in table.rows.items()
+            ),
             "",
         ]
     )
 
 
-def diagram(machine: Machine[Any, Any]) -> Iterator[str]:
+def diagram(table: TransitionTable[Any, Any]) -> Iterator[str]:
     """Mermaid's lines; events with the same way from state to state share an arrow."""
     arrows: dict[tuple[enum.Enum, enum.Enum], list[str]] = {}
-    for (state, event), after in machine.transitions.items():
+    for (state, event), (after, _) in table.rows.items():
         arrows.setdefault((state, after), []).append(event.name)
-    order = list(type(machine.start))
+    order = list(type(table.starts[0]))
     yield "stateDiagram-v2"
-    yield f"    [*] --> {machine.start.name}"
+    for start in table.starts:
+        yield f"    [*] --> {start.name}"
     for state, after in sorted(arrows, key=lambda arrow: (order.index(arrow[0]), order.index(arrow[1]))):
         yield f"    {state.name} --> {after.name}: {', '.join(arrows[state, after])}"
-    with_exits = {state for state, _ in machine.transitions}
+    with_exits = {state for state, _ in table.rows}
     for state in order:
-        if state in machine.ends and state not in with_exits:
+        if state not in with_exits:
             yield f"    {state.name} --> [*]"
 
 

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.moe.ports import RANDOM, Field, Json, Layo
 from megatron.core.dist_checkpointing.moe.recover.park import Parked, Parker, ParkPorts
 from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
 from megatron.core.dist_checkpointing.moe.runtime.gradients import LiveBuffers
-from megatron.core.dist_checkpointing.moe.runtime.keeper import Identity
+from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
 from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import GRADIENTS, LOG, PARKED, OperatorId, OperatorKind, Part, expert
 

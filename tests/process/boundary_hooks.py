@@ -95,9 +95,9 @@ class Logged:
         from megatron.core.dist_checkpointing.moe.policy.boundary import tensor_shape
         from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
         from megatron.core.dist_checkpointing.moe.runtime.communicator import BoundaryCommunicator
-        from megatron.core.dist_checkpointing.moe.runtime.keeper import Identity
         from megatron.core.dist_checkpointing.moe.runtime.lanes import ThreadLane
         from megatron.core.dist_checkpointing.moe.runtime.logs import BoundaryLogs, LogPlan, LogPorts
+        from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
         from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
 
         config, training = self.trainer._transformer, self.trainer._state.config.training

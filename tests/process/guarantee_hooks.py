@@ -58,7 +58,7 @@ def watching_sealed_bytes(folder: str) -> Iterator[None]:
 def _fingerprints(slot: Path) -> dict[str, str]:
     """Of each manifest that is there, together with all bytes that it speaks of.
 
-    Files are read as they are, so that looking does not pin what a keeper would reuse. What is freed in between does
+    Files are read as they are, so that looking does not pin what training would reuse. What is freed in between does
     not count.
     """
     found = {}
@@ -80,24 +80,24 @@ def no_joint_snapshot_after(iteration: int) -> Iterator[None]:
     One iteration later all that was begun before is waited for, so that from there on it is seen at each look, however
     slowly the work beside training runs.
     """
-    from megatron.core.dist_checkpointing.moe.runtime.keeper import Keeper
     from megatron.core.dist_checkpointing.moe.runtime.session import Session
+    from megatron.core.dist_checkpointing.moe.snapshot.replication_worker import ReplicationWorker
 
-    original, step_end = Keeper._seal, Session.step_end
+    original, step_end = ReplicationWorker._seal, Session.step_end
 
     def waiting_step_end(self: Any, at: int, *journal: Any) -> None:
         step_end(self, at, *journal)
         if at == iteration + 1:
-            self._coordinator._custody.drain()
+            self._coordinator._background.drain()
 
-    def seal(self: Any, work: Any) -> bool:
-        turn = work.plan.iteration % int(os.environ["WORLD_SIZE"])
-        if work.plan.iteration > iteration and int(os.environ["RANK"]) == turn:
-            work.abandon()
+    def seal(self: Any, task: Any) -> bool:
+        turn = task.plan.iteration % int(os.environ["WORLD_SIZE"])
+        if task.plan.iteration > iteration and int(os.environ["RANK"]) == turn:
+            task.abandon()
             raise StoreFailure(f"sealing after iteration {iteration} failed as asked")
-        return bool(original(self, work))
+        return bool(original(self, task))
 
-    with mock.patch.object(Keeper, "_seal", seal), mock.patch.object(Session, "step_end", waiting_step_end):
+    with mock.patch.object(ReplicationWorker, "_seal", seal), mock.patch.object(Session, "step_end", waiting_step_end):
         yield
 
 

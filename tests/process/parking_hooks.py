@@ -184,7 +184,7 @@ class Parking(Frozen):
         from megatron.core.dist_checkpointing.moe.recover.park import Parker, ParkPorts
         from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
         from megatron.core.dist_checkpointing.moe.runtime.gradients import LiveBuffers, LiveGradients
-        from megatron.core.dist_checkpointing.moe.runtime.keeper import Identity
+        from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
         from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
 
         capturer = LiveCapturer(self.tensors, self.trainer_state, ThreadEngine())

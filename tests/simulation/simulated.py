@@ -1,4 +1,4 @@
-"""Whole simulated jobs under the real coordinator, keeper and recovery."""
+"""Whole simulated jobs under the real coordinator, tracker and recovery."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
-from megatron.core.dist_checkpointing.moe.policy.lifecycle import ProtectionState
+from megatron.core.dist_checkpointing.moe.policy.lifecycle import ProtectionState, WindowState
 from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
 from megatron.core.dist_checkpointing.moe.policy.timelines import Timeline, continued
 from megatron.core.dist_checkpointing.moe.replay.densify import Replay
 from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
-from megatron.core.dist_checkpointing.moe.runtime.coordinator import Coordinator, Ports, Report
-from megatron.core.dist_checkpointing.moe.runtime.keeper import Identity, Keeper
+from megatron.core.dist_checkpointing.moe.runtime.coordinator import Coordinator, Ports, ProtectionReport
 from megatron.core.dist_checkpointing.moe.runtime.persister import Persister
 from megatron.core.dist_checkpointing.moe.runtime.recovery import Recovery, RecoveryOutcome, RecoveryPorts
 from megatron.core.dist_checkpointing.moe.runtime.rooms import fit_memory, gathered_sizes, segment_sizes
@@ -21,6 +20,8 @@ from megatron.core.dist_checkpointing.moe.simulate.model import FakeModel, expec
 from megatron.core.dist_checkpointing.moe.simulate.network import Network
 from megatron.core.dist_checkpointing.moe.simulate.rank import FakeExecution
 from megatron.core.dist_checkpointing.moe.simulate.world import World
+from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
+from megatron.core.dist_checkpointing.moe.snapshot.replication_worker import ReplicationWorker
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Room
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, StepJournal, Topology, expert
 
@@ -46,7 +47,7 @@ class Told:
 
     outcomes: list[tuple[int, RecoveryOutcome]] = field(default_factory=list)
     recovered: set[int] = field(default_factory=set)
-    reports: dict[int, Report] = field(default_factory=dict)
+    reports: dict[int, ProtectionReport] = field(default_factory=dict)
     began_anew: int = 0
     unusable: int = 0
     replayed: list[tuple[int, range]] = field(default_factory=list)
@@ -62,10 +63,8 @@ def load_the_beginning(model: FakeModel) -> None:
 
 def protected(coordinator: Coordinator) -> list[int]:
     """The iterations whose state a rank knows to be whole in memory, with all replicas."""
-    kept = [one for one in coordinator._custody._kept if one.protected]
-    there = {(one.piece.kind, one.piece.plan.iteration) for one in kept}
-    spans = {one.held for one in kept}
-    return [span[-1] for kind, span in spans if all((kind, iteration) in there for iteration in span)]
+    windows = coordinator._tracker.windows.values()
+    return [window.span[-1] for window in windows if window.state is WindowState.PROTECTED]
 
 
 def journal_of(rank: int, iteration: int) -> StepJournal:
@@ -159,7 +158,7 @@ class Rank:
         coordinator = self._coordinator(continued(before, f"{ports.start:06d}", ports.model.iteration))
         self._told.coordinators[self._rank] = coordinator
         if outcome is not None:
-            coordinator.resume(outcome)
+            coordinator.resume(outcome.restored)
             is_protected = coordinator.report().protection.state is not ProtectionState.UNPROTECTED
             assert is_protected == bool(outcome.kept), "what was restored from memory has copies there"
         for iteration in range(ports.model.iteration + 1, simulation.iterations + 1):
@@ -226,7 +225,7 @@ class Rank:
     def _coordinator(self, timeline: Timeline) -> Coordinator:
         ports, identity = self._ports, replace(self._identity, timeline=timeline)
         replicator = Replicator(self._data, self._peers, self._owners) if self._config.replicas else None
-        keeper = Keeper(ports.memory, replicator, self._data, ports.clock, identity, owners=self._owners)
+        worker = ReplicationWorker(ports.memory, replicator, self._data, ports.clock, identity, owners=self._owners)
         persister = None
         if self._persistent is not None:
             persister = Persister(
@@ -238,7 +237,7 @@ class Rank:
             ports.memory, ports.capturer, ports.trainer, self._control, ports.lane, ports.clock, self._owners,
             self._rooms,
         )  # fmt: skip
-        return Coordinator(self._job, self._strategy, used, keeper, persister)
+        return Coordinator(self._job, self._strategy, used, worker, persister)
 
     def _make_room(self) -> None:
         """Segments as large as a session takes them, and not one more."""

@@ -16,7 +16,6 @@ from megatron.core.dist_checkpointing.moe.recover.park import Parker, ParkPorts
 from megatron.core.dist_checkpointing.moe.replay.densify import Replay
 from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
 from megatron.core.dist_checkpointing.moe.runtime.coordinator import Coordinator, Ports
-from megatron.core.dist_checkpointing.moe.runtime.keeper import Identity, Keeper
 from megatron.core.dist_checkpointing.moe.runtime.logs import BoundaryLogs, LogPlan, LogPorts
 from megatron.core.dist_checkpointing.moe.runtime.recovery import Recovery, RecoveryOutcome, RecoveryPorts, Waiting
 from megatron.core.dist_checkpointing.moe.runtime.rooms import fit_memory, gathered_sizes, segment_sizes
@@ -31,6 +30,8 @@ from megatron.core.dist_checkpointing.moe.simulate.pipeline import (
 )
 from megatron.core.dist_checkpointing.moe.simulate.rank import FakeExecution
 from megatron.core.dist_checkpointing.moe.simulate.world import World
+from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
+from megatron.core.dist_checkpointing.moe.snapshot.replication_worker import ReplicationWorker
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Room
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Scope, StepJournal, Topology, expert
 
@@ -170,7 +171,7 @@ class StagedRank:
         timeline = continued(outcome.timeline if outcome else (), f"{ports.start:06d}", model.iteration)
         coordinator = self._coordinator = self._protected(timeline)
         if outcome is not None:
-            coordinator.resume(outcome)
+            coordinator.resume(outcome.restored)
         self._attend(timeline)
         self._stands(model.iteration, self._journal)
         for iteration in range(model.iteration + 1, self._of.iterations + 1):
@@ -288,12 +289,12 @@ class StagedRank:
     def _protected(self, timeline: Timeline) -> Coordinator:
         ports, identity = self._ports, replace(self._identity, timeline=timeline)
         replicator = Replicator(self._data, self._peers, self._owners) if self._of.replicas else None
-        keeper = Keeper(ports.memory, replicator, self._data, ports.clock, identity, owners=self._owners)
+        worker = ReplicationWorker(ports.memory, replicator, self._data, ports.clock, identity, owners=self._owners)
         used = Ports(
             ports.memory, ports.capturer, ports.trainer, self._control, ports.lane, ports.clock, self._owners,
             self._rooms,
         )  # fmt: skip
-        return Coordinator(self._job, self._strategy, used, keeper, None)
+        return Coordinator(self._job, self._strategy, used, worker, None)
 
     def _make_room(self) -> None:
         rooms = self._strategy.rooms()

@@ -1,4 +1,4 @@
-"""The real coordinator, keeper and recovery in a simulated world: crashes at every event, lost nodes, bad wires."""
+"""The real coordinator, tracker and recovery in a simulated world: crashes at every event, lost nodes, bad wires."""
 
 from __future__ import annotations
 

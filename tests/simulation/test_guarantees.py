@@ -176,11 +176,11 @@ class Claims:
         if simulation.job is None or any(simulation.job.world.is_dead(one) for one in range(RANKS)):
             return False
         for one, coordinator in simulation.told.coordinators.items():
-            custody = coordinator._custody
-            self.unprotected += custody.protection.state is not ProtectionState.PROTECTED
+            tracker = coordinator._tracker
+            self.unprotected += tracker.protection.state is not ProtectionState.PROTECTED
             claims = protected(coordinator)
-            if self.window == 1 and custody.protection.state is ProtectionState.PROTECTED:
-                claims.append(custody.protection.since_iteration or -1)
+            if self.window == 1 and tracker.protection.state is ProtectionState.PROTECTED:
+                claims.append(tracker.protection.since_iteration or -1)
             key, newest = (simulation.job.world.life_of(one), one), max(claims, default=-1)
             if self.said.get(key, -1) < newest:
                 self.said[key] = newest

@@ -9,11 +9,10 @@ from collections.abc import Iterator, Sequence
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.moe.config import flag_name
-from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError, UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.errors import CheckpointFailure, MoECheckpointError, UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause
 from megatron.core.dist_checkpointing.moe.ports import PeerLost, StoreFailure
 from megatron.core.dist_checkpointing.moe.recover.marks import Timestamps
-from megatron.core.dist_checkpointing.moe.runtime.custody import CheckpointFailure
 from megatron.core.dist_checkpointing.moe.runtime.places import Place
 from megatron.core.dist_checkpointing.moe.runtime.session import Session
 from megatron.core.dist_checkpointing.moe.runtime.standby import Passes

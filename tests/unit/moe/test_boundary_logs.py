@@ -14,9 +14,9 @@ import torch
 from megatron.core.dist_checkpointing.moe.capture.boundary import BoundaryRecorder, ThreadCopies
 from megatron.core.dist_checkpointing.moe.ports import Layout, SnapshotId, StoreFailure
 from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
-from megatron.core.dist_checkpointing.moe.runtime.keeper import Identity
 from megatron.core.dist_checkpointing.moe.runtime.lanes import ThreadLane
 from megatron.core.dist_checkpointing.moe.runtime.logs import BoundaryLogs, LogPlan, LogPorts
+from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
 from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import LOG, PARKED, Direction, StepJournal, Topology, boundary_key
 

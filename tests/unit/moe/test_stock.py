@@ -8,10 +8,10 @@ import pytest
 
 from megatron.core.dist_checkpointing.moe.policy.timelines import Timeline
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, SnapshotId
-from megatron.core.dist_checkpointing.moe.runtime.keeper import Identity
 from megatron.core.dist_checkpointing.moe.runtime.stock import LocalInventory
 from megatron.core.dist_checkpointing.moe.simulate.memory import Memory
 from megatron.core.dist_checkpointing.moe.simulate.storage import FakeStore
+from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
 from megatron.core.dist_checkpointing.moe.storage.host_buffer import HostBuffer
 from megatron.core.dist_checkpointing.moe.types import GRADIENTS, LOG, PARKED
 
@@ -90,13 +90,7 @@ def test_parked_state_that_arrived_outside_takes_the_place_of_what_is_given_up()
     arrival.buffer[:] = reader.raw()[: len(arrival.buffer)]
     arrival.seal()
     slot.seal(PARKED, 4, rank=0)
-<<<<<<< HEAD
     slot.inventory.collect_standby_garbage({arrived}, range(0), [cast("HostBuffer", arrival.reader())], timeline=FIRST)
-||||||| 9fe8aba
-    slot.stock.tidy_standby({arrived}, range(0), [cast("HostBuffer", arrival.reader())], timeline=FIRST)
-=======
-    slot.stock.tidy_standby({arrived}, range(0), [arrival], timeline=FIRST)
->>>>>>> storage
     assert slot.held == [arrived]
     with slot.store.open(arrived) as moved:
         assert bytes(moved.read("w")) == bytes(range(10))

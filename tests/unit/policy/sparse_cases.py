@@ -1,4 +1,4 @@
-"""One rank of a job under `sparse` with the real custody: what it holds in memory and storage, whatever the news."""
+"""One rank of a job under `sparse` with the real tracker: what it holds in memory and storage, whatever the news."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.policy.copies import Level
 from megatron.core.dist_checkpointing.moe.policy.rounds import Status
-from megatron.core.dist_checkpointing.moe.runtime.custody import Custody
-from megatron.core.dist_checkpointing.moe.runtime.keeper import Work
-from megatron.core.dist_checkpointing.moe.runtime.persister import PersistWork
+from megatron.core.dist_checkpointing.moe.runtime.persister import PersistTask
+from megatron.core.dist_checkpointing.moe.snapshot.background import BackgroundWork
+from megatron.core.dist_checkpointing.moe.snapshot.replication_worker import SnapshotTask
+from megatron.core.dist_checkpointing.moe.snapshot.tracker import SnapshotTracker
 from megatron.core.dist_checkpointing.moe.strategies import Costs, Job, Pace, Sparse
 from megatron.core.dist_checkpointing.moe.strategies.sparse.windows import timetable
 from megatron.core.dist_checkpointing.moe.types import (
@@ -75,28 +76,31 @@ class DoneAtOnce:
 
 @dataclass
 class Tiers:
-    """What lies in memory and in storage, by iteration; takes the place of the keeper and of the persister."""
+    """What lies in memory and in storage, by iteration; takes the place of the worker and of the persister."""
 
     memory: set[int] = field(default_factory=set)
     replicas: set[int] = field(default_factory=set)
     storage: set[int] = field(default_factory=set)
 
-    def persist(self, work: PersistWork) -> None:
-        assert work.iterations <= self.memory, "what is persisted is still in memory"
-        self.storage |= work.iterations
+    def persist(self, task: PersistTask) -> None:
+        iterations = {plan.iteration for plan in task.plans}
+        assert iterations <= self.memory, "what is persisted is still in memory"
+        self.storage |= iterations
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The keeper's or the persister's view of the tiers."""
+    """The worker's or the persister's view of the tiers."""
 
     tiers: Tiers
     storage: bool = False
 
-    def protect(self, work: Work) -> None: ...
+    def protect(self, task: SnapshotTask) -> None: ...
 
-    def persist(self, work: PersistWork) -> None:
-        self.tiers.persist(work)
+    def protect_again(self, task: SnapshotTask, snapshots: Collection[Any]) -> None: ...
+
+    def persist(self, task: PersistTask) -> None:
+        self.tiers.persist(task)
 
     def free(self, names: Collection[Any], *, own: bool = True) -> None:
         if self.storage:
@@ -115,8 +119,9 @@ class Rank:
         self.job, self.strategy = job, strategy or Sparse(job)
         self.twin = Sparse(job)
         self.tiers = Tiers()
-        self.custody = Custody(
-            job, self.strategy, Memory(self.tiers), Memory(self.tiers, storage=True), lambda _: DoneAtOnce()
+        background = BackgroundWork(lambda _: DoneAtOnce(), timeout_s=1.0, strict=False)  # type: ignore[arg-type]
+        self.tracker = SnapshotTracker(
+            job, self.strategy, Memory(self.tiers), Memory(self.tiers, storage=True), background
         )  # type: ignore[arg-type]
         self.iteration = 0
         self.plans: dict[int, SnapshotPlan] = {}
@@ -128,7 +133,7 @@ class Rank:
         """One iteration: plan, copy, hear."""
         self.iteration += 1
         now, plan = self.iteration, None
-        if self.custody.may_begin(now):
+        if self.tracker.may_begin(now):
             plan = self.strategy.plan(now)
         if plan is not None:
             self.plans[now] = plan
@@ -136,19 +141,19 @@ class Rank:
             self.spans[now] = piece.span
             self.tiers.memory.add(now)
             assert len(self.tiers.memory) <= self.strategy.rooms()[0].own, (now, sorted(self.tiers.memory))
-            work = Work(plan, (piece,), None)
-            self.custody.open(work)
-            self.custody.copied(work)
+            task = SnapshotTask(plan, (piece,), None)
+            self.tracker.open(task)
+            self.tracker.copied(task)
         if counts is not None and self.strategy.counts_tokens:
             self.strategy.counted(now, counts)
-        open_ = self.custody.rounds.open
+        open_ = self.tracker.rounds.open
         reports = self._in_order([statuses(at) for at in range(len(open_))])
         self.failed |= {
             one.plan.iteration
             for one, status in zip(open_, reports, strict=True)
             if status is Status.FAILED and one.level is Level.SNAPSHOT
         }
-        if self.custody.hear(reports, now):
+        if self.tracker.update(reports, now):
             self.strategy.measured(Costs(1.0, 0.0, 0.1))
         self._replicate(
             [
@@ -165,9 +170,9 @@ class Rank:
         A copy can fail at any time before it is sealed. Storage knows no replicas.
         """
         possible, waits = [], False
-        for one, status in zip(self.custody.rounds.open, said, strict=True):
+        for one, status in zip(self.tracker.rounds.open, said, strict=True):
             if one.level is Level.PERSIST:
-                possible.append(Status.PENDING if status in (Status.SEALED, Status.EXPOSED) else status)
+                possible.append(Status.PENDING if status in (Status.SEALED, Status.UNDER_REPLICATED) else status)
                 continue
             if one.agreed is Status.SEALED:
                 status = max(status, Status.SEALED)
@@ -191,7 +196,7 @@ class Rank:
         }
 
     def __repr__(self) -> str:
-        return f"iteration {self.iteration}, memory {sorted(self.tiers.memory)}, {self.custody.rounds}"
+        return f"iteration {self.iteration}, memory {sorted(self.tiers.memory)}, {self.tracker.rounds}"
 
 
 def protected(_: int) -> Status:

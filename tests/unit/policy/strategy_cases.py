@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import RecoveryImpossible
 from megatron.core.dist_checkpointing.moe.policy.copies import Level
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import WindowState
-from megatron.core.dist_checkpointing.moe.policy.retention import Agreement, StoredWindow, retain_windows
-from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Strategy
+from megatron.core.dist_checkpointing.moe.policy.retention import covered_pieces
+from megatron.core.dist_checkpointing.moe.policy.tracking import TrackedPiece, TrackedWindow
+from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Piece, Strategy
 from megatron.core.dist_checkpointing.moe.types import (
     Copy,
     Inventory,
@@ -83,8 +84,8 @@ class World:
     partial: bool = False  # whether a fault can leave parts of snapshots that were not agreed on
     iteration: int = 0
     flights: list[Flight] = field(default_factory=list)
-    memory: dict[int, list[StoredWindow]] = field(default_factory=dict)
-    replicas: dict[int, list[StoredWindow]] = field(default_factory=dict)
+    memory: dict[int, list[TrackedWindow]] = field(default_factory=dict)
+    replicas: dict[int, list[TrackedWindow]] = field(default_factory=dict)
     stored: list[SnapshotPlan] = field(default_factory=list)
     data: dict[int, str] = field(default_factory=dict)
     live: dict[OperatorId, dict[int, int]] = field(default_factory=dict)
@@ -154,25 +155,24 @@ class World:
         for rank, windows in self.memory.items():
             self.check_room(windows, "own", rank)
 
-    def keep(self, where: dict[int, list[StoredWindow]], plan: SnapshotPlan, state: WindowState) -> None:
+    def keep(self, where: dict[int, list[TrackedWindow]], plan: SnapshotPlan, state: WindowState) -> None:
         for piece in self.strategy.pieces(plan):
             for rank, operators in self.owned.items():
                 share = {operator: part for operator, part in piece.plan.parts.items() if operator in operators}
                 if share:
-                    name, at = f"{piece.kind}:{plan.iteration}", plan.iteration
-                    window = StoredWindow(name, rank, at, at, state, (SnapshotPlan(at, share),))
-                    where[rank].append(window)
+                    held = TrackedPiece(Piece(piece.kind, SnapshotPlan(plan.iteration, share)))
+                    where[rank].append(TrackedWindow(held.piece.span, state, (held,)))
 
-    def check_room(self, windows: list[StoredWindow], which: str, rank: int) -> None:
+    def check_room(self, windows: list[TrackedWindow], which: str, rank: int) -> None:
         """Each piece has a room that is large enough, and no room is asked for more pieces than it has."""
         number: Counter[str] = Counter()
         for window in windows:
-            kind = room_kind(window.plans[0], self.rooms)
+            kind = room_kind(plan_of(window), self.rooms)
             largest = self.rooms[kind].largest.parts
-            for operator, part in window.plans[0].parts.items():
+            for operator, part in plan_of(window).parts.items():
                 assert part in largest[operator]
             number[kind] += 1
-            assert number[kind] <= getattr(self.rooms[kind], which), (kind, which, rank, [one.name for one in windows])
+            assert number[kind] <= getattr(self.rooms[kind], which), (kind, which, rank, windows)
 
     def settle(self) -> None:
         """The oldest thing under way ends, well or not."""
@@ -203,9 +203,9 @@ class World:
                 self.check_room(windows, "replica", rank)
         for rank, windows in self.memory.items():
             self.memory[rank] = [
-                StoredWindow(w.name, rank, now, now, WindowState.PROTECTED, w.plans) if w.last_iteration == now else w
-                for w in windows
-                if ok or w.last_iteration != now
+                replace(window, state=WindowState.PROTECTED) if now in window.span else window
+                for window in windows
+                if ok or now not in window.span
             ]
 
     def retain(self) -> None:
@@ -213,16 +213,12 @@ class World:
         writing = {flight.plan.iteration for flight in self.flights if flight.level is Level.PERSIST}
         for held in (self.memory, self.replicas):
             for rank, windows in held.items():
-                done = [w.last_iteration for w in windows if w.state is WindowState.PROTECTED]
-                agreed = Agreement(max(done), max(done)) if done else Agreement()
-                used = [
-                    StoredWindow(
-                        w.name, rank, w.last_iteration, w.last_iteration, w.state, w.plans, 0,
-                        held is self.memory and w.last_iteration in writing,
-                    )
-                    for w in windows
-                ]  # fmt: skip
-                held[rank] = [window for window, _ in retain_windows(used, agreed).kept]
+                covered = covered_pieces(windows)
+                held[rank] = [
+                    window
+                    for window in windows
+                    if window.pieces[0].name not in covered or (held is self.memory and window.span[0] in writing)
+                ]
 
     def fault(self, lose_node: bool) -> RecoveryPlan | None:
         """Kill all; the memory of a node may be gone too. All come back, or begin anew."""
@@ -234,11 +230,11 @@ class World:
             node, found = self.job.topology.node(rank), []
             kept = []
             for window in self.memory[rank]:
-                now = window.last_iteration
+                now = window.span[-1]
                 sealed = self.random.random() < 0.7 if self.partial else whole.get(now, True)
                 if node != lost and (now not in under_way or sealed):
                     kept.append(window)
-                    found.append(Copy(rank, window.plans[0], Tier.OWN_MEMORY, node))
+                    found.append(Copy(rank, plan_of(window), Tier.OWN_MEMORY, node))
             self.memory[rank] = kept
             for plan in self.stored:
                 share = {operator: part for operator, part in plan.parts.items() if operator in operators}
@@ -276,9 +272,7 @@ class World:
         for held in (self.memory, self.replicas):
             for rank, windows in held.items():
                 held[rank] = [
-                    StoredWindow(w.name, rank, w.last_iteration, w.last_iteration, WindowState.PROTECTED, w.plans)
-                    for w in windows
-                    if w.last_iteration <= plan.target
+                    replace(window, state=WindowState.PROTECTED) for window in windows if window.span[-1] <= plan.target
                 ]
         self.stored = [one for one in self.stored if one.iteration <= plan.target]
         self.recoveries.append(plan)
@@ -288,6 +282,11 @@ class World:
     def lost_tokens(self) -> tuple[int, ...]:
         """Tokens per MoE layer that the faults on the way to the live state have cost, counted from raw counts."""
         return tuple(sum(tokens[layer] for _, tokens in self.losses) for layer in self.job.moe_layers)
+
+
+def plan_of(window: TrackedWindow) -> SnapshotPlan:
+    """Of a window of one piece."""
+    return window.pieces[0].piece.plan
 
 
 def room_kind(plan: SnapshotPlan, rooms: dict[str, object] | None = None) -> str:

@@ -83,7 +83,7 @@ def test_rooms_suffice_for_any_news_and_the_last_protected_window_is_never_freed
     rank, newest = Rank(job_of(replace(CONFIG, window=window))), 0
     for row in news:
         rank.step(lambda at, row=row: row[at])  # type: ignore[misc]
-        state = rank.custody.protection
+        state = rank.tracker.protection
         if state.state.name == "PROTECTED":
             newest = max(newest, state.since_iteration)
         if newest:
@@ -95,18 +95,18 @@ def test_rooms_suffice_for_any_news_and_the_last_protected_window_is_never_freed
 @settings(max_examples=30, deadline=None)
 def test_training_is_protected_again_as_soon_as_all_goes_well_again(window: str, seed: int) -> None:
     rank = Rank(job_of(replace(CONFIG, window=window)))
-    bad = at_random(seed, {Status.FAILED: 2, Status.EXPOSED: 2, Status.PENDING: 3, Status.SEALED: 3})
+    bad = at_random(seed, {Status.FAILED: 2, Status.UNDER_REPLICATED: 2, Status.PENDING: 3, Status.SEALED: 3})
     for _ in range(25):
         rank.step(bad)
     for _ in range(6 * int(window) + 4):
         rank.step(protected)
-    assert rank.custody.protection.state.name == "PROTECTED"
+    assert rank.tracker.protection.state.name == "PROTECTED"
     assert max(rank.restorable()) >= rank.iteration - 2 * int(window)
 
 
 def test_replicas_of_the_only_window_stay_though_one_of_them_is_missing() -> None:
     rank = Rank(job_of())
-    for status in (Status.PROTECTED, Status.PROTECTED, Status.EXPOSED):
+    for status in (Status.PROTECTED, Status.PROTECTED, Status.UNDER_REPLICATED):
         rank.step(lambda _, status=status: status)  # type: ignore[misc]
     rank.step(lambda _: Status.PENDING)
     assert {1, 2} <= rank.tiers.replicas
@@ -375,7 +375,7 @@ def test_what_is_being_persisted_stays_in_memory_until_that_has_ended(seed: int)
     news = at_random(seed, {Status.PROTECTED: 5, Status.PENDING: 4, Status.SEALED: 2, Status.FAILED: 1})
     for _ in range(40):
         rank.step(news)  # Tiers.persist looks
-        writing = {one.plan.iteration for one in rank.custody.rounds.open if one.level is Level.PERSIST}
+        writing = {one.plan.iteration for one in rank.tracker.rounds.open if one.level is Level.PERSIST}
         for last in writing:
             assert rank.tiers.memory.issuperset(rank.spans[last])
 

@@ -18,6 +18,10 @@ class UsageError(MoECheckpointError):
     """A flag or an argument that cannot work; nothing was changed."""
 
 
+class CheckpointFailure(MoECheckpointError):
+    """Protection was lost and `--moe-ckpt-strict` says that training must not go on without it."""
+
+
 class UnreadableCheckpoint(MoECheckpointError):
     """A checkpoint that is missing, torn, foreign or damaged."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from ..errors import UnreadableCheckpoint
-from ..policy.keeping import keep_persistent
+from ..policy.retention import kept_in_storage
 from ..policy.timelines import Timeline, belongs, newest_first
 from ..ports import Facts, SnapshotId, Store
 from ..strategies import Piece
@@ -187,7 +187,7 @@ def pieces_of(snapshots: Iterable[Stored]) -> list[Piece]:
 
 def needed_pieces(pieces: Sequence[Piece], state: State, keep_last: int = 1) -> tuple[Piece, ...]:
     """Those of `keep_last` states, of which `state` is the newest, and those that these need."""
-    return keep_persistent([piece for piece in pieces if piece.span[-1] <= state.span[-1]], keep_last)
+    return kept_in_storage([piece for piece in pieces if piece.span[-1] <= state.span[-1]], keep_last)
 
 
 def piece_name(piece: Piece) -> tuple[int, str]:

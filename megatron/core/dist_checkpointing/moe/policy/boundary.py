@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable
 from ..errors import UsageError
 from ..types import Direction, Topology, boundary_key
 from .checks import whole
-from .retention import LogRange, retain_logs
 
 
 def sends(
@@ -70,8 +69,8 @@ def kept(held: Iterable[int], oldest_base: int | None, newest: int, lookback: in
     oldest_base: the first iteration of the oldest window that is kept, from whose state the earliest replay starts;
     None: there is no window. Of the `lookback` newest iterations, those after it stay.
     """
-    retained = retain_logs((LogRange(iteration, iteration) for iteration in held), oldest_base).kept
-    return frozenset(log.last_iteration for log, _ in retained if log.last_iteration > newest - lookback)
+    last_unneeded = newest - lookback if oldest_base is None else max(oldest_base, newest - lookback)
+    return frozenset(iteration for iteration in held if iteration > last_unneeded)
 
 
 def covers(logs: Collection[int], oldest_base: int, newest: int) -> str:

@@ -19,9 +19,9 @@ from typing import Protocol
 from ..errors import MoECheckpointError, format_error
 from ..policy.boundary import covered_since, covers, kept
 from ..ports import Clock, Facts, Json, Lane, Layout, MappedStore, MappedWriter, NoRoom, SnapshotId, StoreFailure, Task
+from ..snapshot.identity import Identity
 from ..strategies import Piece
 from ..types import LOG, SnapshotPlan, StepJournal
-from .keeper import Identity
 from .log_plan import LogPlan
 
 __all__ = ["BoundaryLogs", "LogCoverage", "LogPlan", "LogPorts", "Recorder"]

@@ -9,6 +9,7 @@ import msgspec
 
 from ..errors import MoECheckpointError
 from ..policy.timelines import Timeline
+from ..policy.tracking import RestoredState
 from ..ports import Json, Reader, SnapshotId, Transport
 from ..recover.inventory import Place
 from ..recover.table import RecoveryTable
@@ -33,6 +34,11 @@ class RecoveryOutcome:
     persisted: tuple[tuple[SnapshotPlan, ...], ...]
     spare: frozenset[tuple[int, str]]
     table: RecoveryTable = field(repr=False)
+
+    @property
+    def restored(self) -> RestoredState:
+        """What protection goes on from."""
+        return RestoredState(self.plan.target, self.kept, self.persisted, self.spare)
 
 
 @dataclass(frozen=True)

@@ -6,23 +6,25 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from ..errors import NewerFormat, UnreadableCheckpoint
+from ..errors import NewerFormat, UnreadableCheckpoint, format_error
 from ..policy.rounds import Status
-from ..ports import Clock, Layout, Reader, SnapshotId, Store, StoreFailure
+from ..ports import Clock, Layout, Reader, SnapshotId, Store, StoreFailure, Task
+from ..snapshot.identity import Identity
 from ..strategies import Piece
 from ..types import SnapshotPlan
-from .keeper import Identity
 
 ATTEMPTS = 3
 FIRST_PAUSE_S = 1.0
 
 
 @dataclass
-class PersistWork:
+class PersistTask:
     """What becomes persistent together, and how far this rank has come.
 
-    plans: of one snapshot, or of all of a window, oldest first. pieces: of each plan. kinds: of the pieces in memory
-    that have the records of each plan, the one with the trainer state first.
+    Args:
+        plans: of one snapshot, or of all of a window, oldest first.
+        pieces: of each plan.
+        kinds: of the pieces in memory that have the records of each plan, the one with the trainer state first.
     """
 
     plans: tuple[SnapshotPlan, ...]
@@ -30,15 +32,15 @@ class PersistWork:
     kinds: tuple[tuple[str, ...], ...]
     status: Status = Status.PENDING
     failures: list[str] = field(default_factory=list)
-
-    @property
-    def iterations(self) -> frozenset[int]:
-        """Those of the plans."""
-        return frozenset(plan.iteration for plan in self.plans)
+    running: Task[None] | None = None
 
 
 class Persister:
-    """Writes what one rank owns; `layout(piece, index)` gives the records of a piece on this rank."""
+    """Writes what one rank owns.
+
+    Args:
+        layout: gives the records of a piece on this rank, from the piece and its place among those of its plan.
+    """
 
     def __init__(
         self,
@@ -53,21 +55,21 @@ class Persister:
         self._memory, self._storage, self._rank = memory, storage, rank
         self._identity, self._layout, self._clock = identity, layout, clock
 
-    def persist(self, work: PersistWork) -> None:
+    def persist(self, task: PersistTask) -> None:
         """Write the pieces, each sealed on its own; tried again after a pause where storage refuses."""
         pause_s = FIRST_PAUSE_S
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                self._write(work)
-                work.status = Status.PROTECTED
+                self._write(task)
+                task.status = Status.PROTECTED
                 break
-            except Exception as error:  # whatever it is costs this copy, and is told to all ranks
-                work.failures.append(f"{type(error).__name__}: {error}")
+            except Exception as error:  # whatever it is costs this copy, and all ranks hear of it
+                task.failures.append(format_error(error))
                 if attempt < ATTEMPTS and isinstance(error, StoreFailure):
                     self._clock.sleep(pause_s)
                     pause_s *= 4
                 else:
-                    work.status = Status.FAILED
+                    task.status = Status.FAILED
                     break
 
     def free(self, iterations: Collection[int]) -> None:
@@ -76,8 +78,8 @@ class Persister:
             if snapshot.rank == self._rank and snapshot.iteration in iterations:
                 self._storage.free(snapshot)
 
-    def _write(self, work: PersistWork) -> None:
-        for plan, pieces, kinds in zip(work.plans, work.pieces, work.kinds, strict=True):
+    def _write(self, task: PersistTask) -> None:
+        for plan, pieces, kinds in zip(task.plans, task.pieces, task.kinds, strict=True):
             self._write_snapshot(plan.iteration, pieces, kinds)
 
     def _write_snapshot(self, iteration: int, pieces: Sequence[Piece], kinds: Sequence[str]) -> None:
@@ -113,7 +115,7 @@ class Persister:
         scalars = dict(sources[0].manifest.facts.scalars) if index == 0 else {}
         with self._storage.reserve(target, layout) as writer:
             for field_ in layout.fields:
-                source = next((one for one in sources if field_.key in one.manifest.by_key), None)
+                source = next((reader for reader in sources if field_.key in reader.manifest.by_key), None)
                 if source is None:
                     raise UnreadableCheckpoint(f"{target}: record {field_.key} is not in memory; it is not persisted")
                 writer.put(field_.key, source.read(field_.key))

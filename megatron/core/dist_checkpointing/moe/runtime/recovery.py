@@ -34,11 +34,11 @@ from ..recover.inventory import Catalogue, Place
 from ..recover.marks import Milestone
 from ..recover.table import RecoveryTable
 from ..replay.densify import Replay
+from ..snapshot.identity import Identity
 from ..storage.host_buffer import HostBuffer
 from ..strategies import Job, Strategy
 from ..types import GRADIENTS, PARKED, Lost, RecoveryPlan, Tier
 from .hearsay import GatheredMetadata, gather_metadata
-from .keeper import Identity
 from .outcomes import RecoveryOutcome, RefusedCopies, RollForward, Waiting, gather_refused
 from .restoring import Attempt, RecoveryPorts, absent
 from .stock import LocalInventory, by_window

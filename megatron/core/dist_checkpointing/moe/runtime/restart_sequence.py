@@ -16,9 +16,9 @@ from dataclasses import replace
 
 from ..policy.parking import StepPhase
 from ..replay.densify import Replay
+from ..snapshot.identity import Identity
 from ..strategies import Strategy
 from ..types import StepJournal
-from .keeper import Identity
 from .recovery import Recovery, RecoveryOutcome, Waiting
 from .standby import Survivor
 

@@ -33,12 +33,13 @@ from ..replay.densify import Replay
 from ..replay.stage import StageSource
 from ..replication.agreement import raise_on_all_ranks
 from ..replication.replicator import Replicator
+from ..snapshot.identity import Identity
+from ..snapshot.replication_worker import ReplicationWorker
 from ..strategies import GATE_UNIT, STRATEGIES, Job, Piece
 from ..types import RecoveryPlan, StepJournal
 from .clock import SystemClock
 from .communicator import BoundaryCommunicator
-from .coordinator import Coordinator, Ports, Report
-from .keeper import Identity, Keeper
+from .coordinator import Coordinator, Ports, ProtectionReport
 from .lanes import ThreadLane
 from .model_operators import model_operators
 from .opening import Transports, open_memories, parallel_layout, placed_topology
@@ -261,7 +262,7 @@ class Session:
         identity = replace(self._identity, timeline=timeline)
         self._coordinator = self._protection(identity)
         if outcome is not None:
-            self._coordinator.resume(outcome)
+            self._coordinator.resume(outcome.restored)
         if self._survivor is not None:
             self._survivor.attend(identity, iteration)
             self._survivor.fit(self._strategy.lookback)
@@ -281,7 +282,7 @@ class Session:
             memory, capturer, trainer, self._control, ThreadLane, clock, owners, rooms, release, self._log_bytes
         )
         replicator = Replicator(self._data, self._peers, owners) if self._peers or owners else None
-        keeper = Keeper(memory, replicator, self._data, clock, identity, owners=owners)
+        worker = ReplicationWorker(memory, replicator, self._data, clock, identity, owners=owners)
 
         def layout(piece: Piece, index: int) -> Layout:
             return capturer.layout(piece.plan, trainer=index == 0)
@@ -289,7 +290,7 @@ class Session:
         persister = None
         if self._persistent is not None:
             persister = Persister(memory, self._persistent, self._rank, identity, layout, clock=clock)
-        return Coordinator(self._job, self._strategy, ports, keeper, persister)
+        return Coordinator(self._job, self._strategy, ports, worker, persister)
 
     def passes(self, iteration: int) -> None:
         """The passes of an iteration begin."""
@@ -343,7 +344,7 @@ class Session:
         """The timeline of the recovery that training goes on from."""
         return self._episode
 
-    def report(self) -> Report:
+    def report(self) -> ProtectionReport:
         """See `Coordinator.report`."""
         assert self._coordinator is not None
         return self._coordinator.report()

@@ -35,11 +35,11 @@ from ..policy.boundary import tensor_shape
 from ..policy.parking import Cause, StepPhase
 from ..ports import RANDOM, Capturer, Clock, Json, SnapshotId, StoreFailure, TrainerState, Transport
 from ..recover.park import Parker, ParkPorts, park_sizes
+from ..snapshot.identity import Identity
 from ..store.memory import MemoryStore
 from ..types import PARKED, StepJournal, Topology
 from .communicator import BoundaryCommunicator
 from .gradients import LiveBuffers, LiveGradients, Prepared, roll_forward
-from .keeper import Identity
 from .lanes import ThreadLane
 from .log_plan import LogPlan
 from .logs import BoundaryLogs, LogPorts

@@ -16,10 +16,10 @@ from ..ports import Json, MappedStore, SnapshotId, Store, StoreFailure, Transpor
 from ..recover.inventory import Catalogue, Found, catalogue, is_past
 from ..recovery.listing import InventoryRow, listing, rank_inventory
 from ..replication.agreement import raise_on_all_ranks
+from ..snapshot.identity import Identity
 from ..storage.host_buffer import HostBuffer
 from ..strategies import Piece
 from ..types import LOG, OperatorId, Part, SnapshotPlan, Tier
-from .keeper import Identity
 
 log = logging.getLogger(__name__)
 

@@ -9,6 +9,10 @@ A_LINK = "it is a link: remove it by hand"
 """Why a link stays: what it leads to lies in another place, of which nothing was asked."""
 
 
+NEVER_COMPLETED = "it was never completed or is damaged"
+OUTLIVED = "enough newer ones are kept, and none of them lacks what it holds"
+
+
 @dataclass(frozen=True)
 class Item:
     """Something that takes space and is freed as a whole. reason: why it is freed, or why it stays.

@@ -14,13 +14,12 @@ from functools import partial
 from pathlib import Path
 
 from ...errors import UnreadableCheckpoint
-from ...policy.retention import Reason
 from ...store.names import ITERATION, STAGED
 from ..foreign import foreign
 from ..recognition import Content, Recognized
 from ..saves import SavedIteration, saved_iterations, tracked, unjudged
 from ..verification import verify
-from .items import A_LINK, Item, Limits, Surplus
+from .items import A_LINK, OUTLIVED, Item, Limits, Surplus
 from .written import folder_bytes, last_written_s
 
 _MERGING = re.compile(r"\.iter_\d{7,}\.merging")
@@ -75,7 +74,7 @@ def _judged(
         stranger = foreign(one.folder, sorted(os.listdir(one.folder)))
         if stranger:
             return _item(one, f"it is {stranger}")
-        return _item(one, Reason.OLDER.value if one.is_complete else f"it is {one.state}", goes=True)
+        return _item(one, OUTLIVED if one.is_complete else f"it is {one.state}", goes=True)
 
     return loadable[intact].folder.name, [judged(one) for one in published]
 

@@ -1,6 +1,6 @@
 """What of a job's storage may be freed: superseded snapshots, those of timelines that were left, what was never sealed.
 
-Kept are the newest states as `policy.keeping` says, everything down to the newest one whose bytes are all intact, and
+Kept are the newest states as `policy.retention` says, everything down to the newest one whose bytes are all intact, and
 what might be of another job or of one that is running.
 """
 
@@ -16,7 +16,6 @@ from typing import Any, cast
 
 from ...config import MoECheckpointConfig
 from ...errors import NewerFormat, UnreadableCheckpoint
-from ...policy.retention import Reason
 from ...policy.timelines import Timeline
 from ...ports import Json, SnapshotId, Store, Torn
 from ...store.filesystem import FilesystemStore
@@ -37,7 +36,7 @@ from ..windows import (
     restorable,
     timelines,
 )
-from .items import A_LINK, Item, Limits, Surplus
+from .items import A_LINK, NEVER_COMPLETED, OUTLIVED, Item, Limits, Surplus
 from .written import folder_bytes, last_written_s
 
 _KEEP_FLAG = "--moe-ckpt-persist-keep"
@@ -205,7 +204,7 @@ def _judged(one: Stored, standing: _Standing | None, limits: Limits) -> tuple[st
         return "it is newer than the newest state that is whole and intact", False
     if one.name not in standing.complete:
         return "its state was never completed by all ranks, or lost a part", True
-    return Reason.OLDER.value, True
+    return OUTLIVED, True
 
 
 def _elsewhere(one: Stored, standing: _Standing, limits: Limits) -> tuple[str, bool]:
@@ -245,7 +244,7 @@ def _torn(
         path = Path(one.path)
         nbytes = store.files.du(one.path) if isinstance(store, ObjectStore) else folder_bytes(path)
         if _is_hidden(one):
-            item = Item(f"{one.snapshot}, never sealed", nbytes, Reason.TORN.value, partial(shutil.rmtree, one.path))
+            item = Item(f"{one.snapshot}, never sealed", nbytes, NEVER_COMPLETED, partial(shutil.rmtree, one.path))
             stays = ""
         else:
             item = Item(f"{one.snapshot}, damaged", nbytes, one.why, partial(store.free, one.snapshot))

@@ -1,0 +1,1 @@
+"""A snapshot's life on one rank: copied, sealed, replicated, persisted, freed."""

@@ -1,0 +1,145 @@
+"""The one message that each rank sends per iteration, and what the messages of all ranks come to.
+
+All of it goes through a single collective that gives, element by element, the smallest value of all ranks
+(`Transport.least`), and one more that adds the token counts up. Minimum is enough for everything that has to be known:
+
+- a minimum (how far all ranks have come with a round, the time that all of them have for a copy) is sent as it is;
+- a maximum (the costs of the slowest rank) is sent negated: max(x) = -min(-x);
+- whether all ranks have the same value (a digest of their plans) takes both: they do if and only if minimum = maximum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..errors import MoECheckpointError
+from ..ports import Clock, Lane, Task, Transport
+from ..strategies import Costs, Pace
+from ..types import SnapshotPlan
+
+MICROSECONDS = 1e6
+_DIGEST_DIGITS = 15  # hexadecimal ones of the plan's digest: as many as 64-bit integers hold with their sign
+
+
+class _Header(NamedTuple):
+    """The fields of a message that are always there; the statuses of open rounds follow. Costs are in microseconds."""
+
+    least_digest: int
+    negated_digest: int
+    negated_iteration_us: int
+    negated_stall_us: int
+    negated_round_us: int
+    least_copy_us: int
+    least_bandwidth_bytes_per_s: int
+
+    @classmethod
+    def of(cls, plan: SnapshotPlan | None, costs: Costs, pace: Pace) -> _Header:
+        """As one rank sends it."""
+        digest = int(plan.digest()[:_DIGEST_DIGITS], 16) if plan else 0
+        return cls(
+            least_digest=digest,
+            negated_digest=-digest,
+            negated_iteration_us=-round(costs.iteration_s * MICROSECONDS),
+            negated_stall_us=-round(costs.stall_s * MICROSECONDS),
+            negated_round_us=-round(costs.round_s * MICROSECONDS),
+            least_copy_us=round(pace.iteration_s * MICROSECONDS),
+            least_bandwidth_bytes_per_s=int(pace.bandwidth_bytes_per_s),
+        )
+
+    @property
+    def same_plan(self) -> bool:
+        """Whether all ranks planned the same."""
+        return self.least_digest == -self.negated_digest
+
+    @property
+    def costs(self) -> Costs:
+        """Of the slowest rank."""
+        negated_us = (self.negated_iteration_us, self.negated_stall_us, self.negated_round_us)
+        return Costs(*(-cost_us / MICROSECONDS for cost_us in negated_us))
+
+    @property
+    def pace(self) -> Pace:
+        """What all ranks have time for."""
+        return Pace(self.least_copy_us / MICROSECONDS, float(self.least_bandwidth_bytes_per_s))
+
+
+_Reduced = tuple[tuple[int, ...], tuple[int, ...]]
+"""The least values of all ranks, and the sums."""
+
+
+@dataclass(frozen=True)
+class IterationMessage:
+    """What one rank knows after `iteration`.
+
+    Args:
+        plan: what it snapshots of that iteration; None for nothing.
+        costs: what it measured.
+        statuses: gives how far it has come with each open round; called when the message leaves.
+        counts: tokens that its routers sent to the experts of all MoE layers; empty if the strategy does not ask.
+        pace: the time that a copy has, and how fast the last one was; None if the strategy does not ask.
+    """
+
+    iteration: int
+    plan: SnapshotPlan | None
+    costs: Costs
+    statuses: Callable[[], Sequence[int]]
+    counts: Sequence[int]
+    pace: Pace | None = None
+
+
+@dataclass(frozen=True)
+class IterationNews:
+    """What the messages of all ranks come to: the least statuses and pace, the highest costs, the sums of counts."""
+
+    iteration: int
+    statuses: tuple[int, ...]
+    costs: Costs
+    counts: tuple[int, ...]
+    pace: Pace
+
+
+class MessageExchange:
+    """Exchanges on a thread of its own, so that training never waits for a slow rank before it must know."""
+
+    def __init__(self, transport: Transport, lane: Lane, clock: Clock) -> None:
+        self._transport, self._lane, self._clock = transport, lane, clock
+        self._sent: tuple[int, Task[_Reduced]] | None = None
+
+    def send(self, message: IterationMessage, awaiting: Sequence[Task[None]], until_s: float) -> None:
+        """Begin to exchange; work that is almost done is waited for until then: what misses this message takes the
+        one of the next iteration."""
+        header = _Header.of(message.plan, message.costs, message.pace or Pace(0.0, 0.0))
+
+        def exchange() -> _Reduced:
+            for task in awaiting:
+                # How it ended is looked at by training's thread.
+                with suppress(Exception):
+                    task.result(max(0.0, until_s - self._clock.now_s()))
+            least = self._transport.least([*header, *message.statuses()])
+            return least, self._transport.total(message.counts) if message.counts else ()
+
+        self._sent = message.iteration, self._lane.submit(exchange)
+
+    def receive(self, timeout_s: float) -> IterationNews | None:
+        """What came of the message that was sent last; None when there was none.
+
+        Raises:
+            PeerLost, TimeoutError: when it did not come about.
+            MoECheckpointError: when ranks planned differently.
+        """
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return None
+        iteration, task = sent
+        least, counts = task.result(timeout_s)
+        length = len(_Header._fields)
+        header = _Header(*least[:length])
+        if not header.same_plan:
+            raise MoECheckpointError(
+                f"the ranks planned different snapshots of iteration {iteration}: this is a defect, as plans depend"
+                " only on what all ranks know; training cannot be protected"
+            )
+        return IterationNews(iteration, least[length:], header.costs, counts, header.pace)

@@ -1,0 +1,152 @@
+"""Seals, replicates and frees snapshots once they are copied. Runs on a thread beside training."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..errors import UnreadableCheckpoint, format_error
+from ..policy.rounds import Status
+from ..ports import Clock, Json, MappedStore, MappedWriter, PeerLost, SnapshotId, Task, Transport
+from ..replication.replica_receiver import ReplicaReceiver
+from ..replication.replicas import Offer
+from ..replication.replicator import Replicator
+from ..store.manifest import encode
+from ..strategies import Piece
+from ..types import SnapshotPlan
+from .identity import Identity
+
+
+@dataclass
+class SnapshotTask:
+    """One snapshot on this rank, from its copy to the acknowledgements of peers.
+
+    The worker's thread writes `status` and the thread that sends messages reads it; the rest changes hands with
+    `running`, which training's thread sets when it submits the task.
+
+    Args:
+        writers: of each piece, in the order of the strategy; None where this rank has no room: then it only helps
+            others.
+        scalars: the trainer's state, the journal of the step and the strategy's memory, for the first piece.
+        reconnect: connect all ranks anew first, because an earlier round lost a peer.
+    """
+
+    plan: SnapshotPlan
+    pieces: tuple[Piece, ...]
+    writers: tuple[MappedWriter, ...] | None
+    scalars: Mapping[str, Json] = field(default_factory=dict)
+    reconnect: bool = False
+    status: Status = Status.PENDING
+    replicated_bytes: int = 0
+    duration_s: float = 0.0
+    failures: list[str] = field(default_factory=list)
+    running: Task[None] | None = None
+
+    def abandon(self) -> None:
+        """Give up what was not sealed."""
+        for writer in self.writers or ():
+            writer.abandon()
+        self.writers, self.status = None, Status.FAILED
+
+
+class ReplicationWorker:
+    """Works on the snapshots in one memory store: this rank's own, and replicas of the ranks that it keeps them for."""
+
+    def __init__(
+        self,
+        store: MappedStore,
+        replicator: Replicator | None,
+        transport: Transport,
+        clock: Clock,
+        identity: Identity,
+        *,
+        owners: Sequence[int] = (),
+    ) -> None:
+        self._store, self._replicator, self._transport = store, replicator, transport
+        self._clock, self._identity = clock, identity
+        self._owners = tuple(owners)
+        self._receiver = ReplicaReceiver(store, clock)
+        self._connected = True
+
+    def protect(self, task: SnapshotTask) -> None:
+        """Carry one round out as far as it goes; how far, and why not farther, is left in `task`."""
+        begun_s = self._clock.now_s()
+        try:
+            sealed = self._seal(task)
+        except Exception as error:  # whatever it is costs this snapshot, and all ranks hear of it
+            task.failures.append(format_error(error))
+            sealed = False
+        task.status = Status.SEALED if sealed else Status.FAILED
+        pieces = reversed(task.pieces)
+        offered = [SnapshotId(task.plan.iteration, self._transport.rank, piece.kind) for piece in pieces]
+        self._replicate(task, offered if sealed else None)
+        task.duration_s = self._clock.now_s() - begun_s
+
+    def protect_again(self, task: SnapshotTask, snapshots: Sequence[SnapshotId]) -> None:
+        """Replicate sealed snapshots of this rank to peers that lack them, as after a node was replaced."""
+        task.status = Status.SEALED
+        self._replicate(task, list(snapshots))
+
+    def free(self, names: Collection[tuple[int, str]], *, own: bool = True) -> None:
+        """Free these pieces, by iteration and kind: this rank's own unless not `own`, and the replicas of its owners.
+
+        Raises StoreFailure.
+        """
+        ranks = (self._transport.rank, *self._owners) if own else self._owners
+        for iteration, kind in sorted(names):
+            for rank in ranks:
+                self._store.free(SnapshotId(iteration, rank, kind))
+
+    def _seal(self, task: SnapshotTask) -> bool:
+        if task.writers is None:
+            return False
+        writers, task.writers = task.writers, None
+        try:
+            # The first piece last: a recovery goes to the newest iteration that has it, and then wants the others too.
+            for index, piece in reversed([*enumerate(task.pieces)]):
+                scalars = dict(task.scalars) if index == 0 else {}
+                writers[index].seal(self._identity.facts(piece, scalars))
+        finally:
+            for writer in writers:
+                writer.abandon()
+        return True
+
+    def _replicate(self, task: SnapshotTask, offered: Sequence[SnapshotId] | None) -> None:
+        """Exchange with peers; every rank comes here for every round, though it may have nothing to offer itself."""
+        if self._replicator is None:
+            task.status = Status.PROTECTED if offered is not None else Status.FAILED
+            return
+        try:
+            if task.reconnect and not self._connected:
+                task.failures.append("replication is connected anew")
+            if task.reconnect:
+                self._transport.renew()
+                self._connected = True
+            if not self._connected:
+                raise PeerLost("replication waits until all ranks connect anew")
+            self._exchange(self._replicator, task, offered)
+        except Exception as error:  # an exchange that did not end is void for all its ranks
+            self._connected = False
+            task.failures.append(format_error(error))
+        if task.status is Status.SEALED:
+            task.status = Status.UNDER_REPLICATED
+
+    def _exchange(self, replicator: Replicator, task: SnapshotTask, offered: Sequence[SnapshotId] | None) -> None:
+        readers, offers = [], None
+        try:
+            if offered is not None:
+                readers = [self._store.open(snapshot) for snapshot in offered]
+                offers = [
+                    Offer(reader.manifest.snapshot.name, encode(reader.manifest), reader.raw()) for reader in readers
+                ]
+            done = replicator.exchange(task.plan.iteration, offers, self._receiver)
+        except UnreadableCheckpoint as error:
+            task.failures.append(str(error))
+            done = replicator.exchange(task.plan.iteration, None, self._receiver)
+        finally:
+            for reader in readers:
+                reader.close()
+        task.replicated_bytes += done.sent_bytes
+        task.failures += done.failures
+        if offers and task.status is Status.SEALED and all(done.acknowledged.values()):
+            task.status = Status.PROTECTED

@@ -1,0 +1,325 @@
+"""What becomes of each window between its first copy and its end, on one rank and alike on all.
+
+The coordinator reports what was planned (`open`), what was copied (`copied`) and what all ranks have agreed on
+(`update`). The tracker keeps one value per window, changes it through the tables of `policy.lifecycle`, and does what
+follows:
+
+a snapshot is copied         its task goes to the replication worker: sealed here, then sent to peers
+all ranks have sealed it     the strategy may count on it; a whole window replaces older ones that are no safer
+all replicas are verified    the window is protected: older ones are freed, also what a recovery had to keep
+some replica is missing      it stays as it is; with another one protected, it gives its replicas up for the next window
+some rank has no snapshot    the window is given up: what there is of it is freed, and what comes of it later
+the strategy asks for it     the persister writes the window to storage; it stays in memory until that has ended
+
+Which windows cover which, and whether another one may begin, is decided in `policy.retention` and `policy.tracking`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+
+from ..policy.copies import Level
+from ..policy.lifecycle import (
+    PersistEvent,
+    PersistState,
+    Protection,
+    ProtectionEvent,
+    ProtectionState,
+    WindowEvent,
+    WindowState,
+)
+from ..policy.retention import covered_pieces, kept_in_storage
+from ..policy.rounds import CommitRound, CommitRounds, Status
+from ..policy.tracking import (
+    SPARE_SPAN,
+    PersistedWindow,
+    PieceName,
+    RestoredState,
+    TrackedWindow,
+    may_begin,
+    oldest_base,
+    yields_replicas,
+)
+from ..ports import SnapshotId, StoreFailure, Task
+from ..runtime.persister import Persister, PersistTask
+from ..strategies import Job, Piece, Strategy
+from ..types import SnapshotPlan
+from .background import BackgroundWork
+from .replication_worker import ReplicationWorker, SnapshotTask
+
+log = logging.getLogger(__name__)
+
+
+class SnapshotTracker:
+    """The windows of one rank in memory and in storage, and the work on them that is under way."""
+
+    def __init__(
+        self,
+        job: Job,
+        strategy: Strategy,
+        worker: ReplicationWorker,
+        persister: Persister | None,
+        background: BackgroundWork,
+    ) -> None:
+        self._strategy, self._persist_keep = strategy, job.config.persist_keep
+        self._worker, self._persister, self._background = worker, persister, background
+        self.windows: dict[range, TrackedWindow] = {}
+        self.persisted: dict[range, PersistedWindow] = {}
+        self.rounds = CommitRounds()
+        self.protection = Protection()
+        self.durable = Protection() if persister else None
+        self.last_round_s = 0.0
+        self._tasks: dict[tuple[Level, int], SnapshotTask | PersistTask] = {}  # of the open rounds
+        self._replicated_bytes = 0
+        self._reconnect = False
+        self._said_behind = False
+
+    def resume(self, state: RestoredState, rank: int) -> None:
+        """Go on after a recovery; what lost its replicas with a node is replicated again, beside training."""
+        self.windows, self.persisted = state.windows(), state.persisted_windows()
+        if state.persisted and self.durable:
+            self.durable = Protection(ProtectionState.DEGRADED, state.persisted[-1][-1].iteration)
+        if not state.kept:
+            return
+        iteration = max(piece.plan.iteration for piece in state.kept)
+        parts = {operator: part for piece in state.kept for operator, part in piece.plan.parts.items()}
+        task = SnapshotTask(SnapshotPlan(iteration, parts), state.kept, None)
+        # What was restored has copies; whether enough of them is known once they have been counted anew.
+        self.protection = Protection(ProtectionState.DEGRADED, iteration)
+        self._begin_round(Level.SNAPSHOT, task.plan, _newest_span(state.kept), task)
+        mine = [SnapshotId(piece.plan.iteration, rank, piece.kind) for piece in state.kept]
+        task.running = self._background.replicate(lambda: self._worker.protect_again(task, mine))
+
+    @property
+    def oldest_base(self) -> int | None:
+        """The first iteration of the oldest window that is kept; None while none is."""
+        return oldest_base(self.windows.values())
+
+    def may_begin(self, iteration: int) -> bool:
+        """Whether memory has room for a snapshot of this iteration; the same answer on all ranks."""
+        return may_begin(iteration, self.windows.values(), self.rounds)
+
+    def open(self, task: SnapshotTask) -> None:
+        """A snapshot was planned and is being copied, or takes part in its round without a copy."""
+        self._said_behind = False
+        span = _newest_span(task.pieces)
+        self._begin_round(Level.SNAPSHOT, task.plan, span, task)
+        self.windows[span] = self.windows.get(span, TrackedWindow(span)).begun(task.pieces)
+
+    def copied(self, task: SnapshotTask) -> None:
+        """The copy has ended: from here on the worker has it, unless all ranks have given the round up meanwhile."""
+        if (Level.SNAPSHOT, task.plan.iteration) not in self._tasks:
+            task.abandon()
+            return
+        task.reconnect, self._reconnect = self._reconnect, False
+        task.running = self._background.replicate(lambda: self._worker.protect(task))
+
+    def statuses(self) -> Sequence[Status]:
+        """How far this rank has come with each open round. Called on the thread that sends the message.
+
+        Read from the newest to the oldest while the worker's thread goes on: it ends one snapshot before it seals the
+        next, so no report can say that a later snapshot is sealed and an earlier one still under way.
+        """
+        return [self._tasks[round_.key].status for round_ in reversed(self.rounds.open)][::-1]
+
+    def awaited(self) -> list[Task[None]]:
+        """The work under way for open rounds."""
+        running = (self._tasks[round_.key].running for round_ in self.rounds.open)
+        return [task for task in running if task is not None]
+
+    def update(self, statuses: Sequence[int], iteration: int) -> bool:
+        """Take in how far all ranks have come with the open rounds; whether the round of a snapshot ended with that."""
+        self.rounds, updates = self.rounds.after(statuses)
+        for round_ in updates:
+            if round_.level is Level.SNAPSHOT:
+                self._on_snapshot(round_, iteration)
+            else:
+                self._on_persisted(round_, iteration)
+        for window in [*self.windows.values()]:
+            if window.state is WindowState.GIVEN_UP and not window.pieces:
+                self._put(window.after(WindowEvent.DRAINED))
+        return any(round_.agreed.is_final and round_.level is Level.SNAPSHOT for round_ in updates)
+
+    def take_replicated_bytes(self) -> int:
+        """Bytes sent to peers since the last call."""
+        taken, self._replicated_bytes = self._replicated_bytes, 0
+        return taken
+
+    def lost_contact(self, iteration: int, error: Exception) -> None:
+        """Without the reports of the others nothing can be agreed on: what is sealed stays, nothing more is taken."""
+        self.protection = self.protection.after(ProtectionEvent.CONTACT_LOST, iteration)
+        self._background.complain(
+            f"no further snapshots after iteration {iteration} until the job restarts", [str(error)]
+        )
+
+    def behind(self, iteration: int) -> None:
+        """A snapshot is due, but earlier ones are still on their way: said once for each time that it begins."""
+        if self._said_behind:
+            return
+        self._said_behind = True
+        self.protection = self.protection.after(ProtectionEvent.ATTEMPT_FAILED, iteration)
+        open_ = ", ".join(f"{round_.level.value} of iteration {round_.plan.iteration}" for round_ in self.rounds.open)
+        why = f"still under way are {open_}; memory or links are slow" if open_ else "older ones lack their replicas"
+        log.warning("no snapshot of iteration %d: %s", iteration, why)
+
+    def _on_snapshot(self, round_: CommitRound, iteration: int) -> None:
+        window, plan = self.windows[round_.span], round_.plan
+        if round_.agreed >= Status.SEALED and window.awaits_seal(plan.iteration):
+            self._strategy.settled(plan, Level.SNAPSHOT, True)
+            window = window.all_ranks_sealed(plan.iteration)
+            self._put(window)
+            if window.state is WindowState.REPLICATING:
+                self._free_covered()
+        if not round_.agreed.is_final:
+            return
+        task = self._tasks.pop(round_.key)
+        assert isinstance(task, SnapshotTask)
+        self._replicated_bytes += task.replicated_bytes
+        self.last_round_s = task.duration_s
+        self._reconnect = self._reconnect or round_.agreed is not Status.PROTECTED
+        self._on_ended(round_, task, iteration)
+
+    def _on_ended(self, round_: CommitRound, task: SnapshotTask, iteration: int) -> None:
+        """Nothing more happens to a snapshot: its window goes on, is judged, or is given up."""
+        state, failed = self.windows[round_.span].state, round_.agreed is Status.FAILED
+        if failed or (round_.agreed is Status.UNDER_REPLICATED and state is not WindowState.GIVEN_UP):
+            self._degraded(round_, task.failures)
+        if failed or state is WindowState.GIVEN_UP:
+            self._give_up(round_)
+            return
+        is_restored, spans = state is WindowState.RESTORED, [round_.span]
+        if is_restored:  # the windows that a recovery found have one round together
+            spans = [window.span for window in self.windows.values() if window.state is WindowState.RESTORED]
+        for span in spans:
+            self._put(self.windows[span].ended(round_.plan.iteration, round_.agreed))
+        window = self.windows[round_.span]
+        is_protected = window.state is WindowState.PROTECTED
+        if is_protected:
+            self.protection = self.protection.after(ProtectionEvent.COMMITTED, round_.plan.iteration)
+        if is_protected or is_restored:
+            self._free_covered()
+        if is_restored:
+            return
+        if is_protected:
+            self._free_spare()
+        elif yields_replicas(window, self.windows.values()):
+            names = [piece.name for piece in window.pieces]
+            self._background.replicate(lambda: self._worker.free(names, own=False))
+        self._persist(window, round_.plan, iteration)
+
+    def _give_up(self, round_: CommitRound) -> None:
+        """Nothing can be made of this window any more: what there is of it is freed, and what comes of it later."""
+        window, iteration = self.windows[round_.span], round_.plan.iteration
+        self._strategy.settled(round_.plan, Level.SNAPSHOT, False)
+        freed = {piece.name for piece in window.pieces if piece in window.sealed or piece.iteration == iteration}
+        self._put(window.ended(iteration, round_.agreed))
+        # Behind the round itself on its thread: a replica may still be arriving here.
+        self._background.replicate(lambda: self._worker.free(freed))
+
+    def _free_covered(self) -> None:
+        """Free the pieces in memory that newer ones cover: at once, because the next snapshot needs their room.
+
+        What is still being written to storage stays, but its replicas go: peers need their room for newer ones.
+        """
+        covered = covered_pieces(self.windows.values())
+        in_use = {
+            piece.name
+            for span, copy in self.persisted.items()
+            if copy.state is PersistState.WRITING and span in self.windows
+            for piece in self.windows[span].pieces
+        }
+        for window in [*self.windows.values()]:
+            self._put(window.without(covered - in_use))
+        self._free(covered - in_use)
+        self._free(covered & in_use, own=False)
+
+    def _free_spare(self) -> None:
+        """A newer state is protected: no rank needs any more what only some have."""
+        spare = self.windows.get(SPARE_SPAN)
+        if spare is not None:
+            names = {piece.name for piece in spare.pieces}
+            self._put(spare.without(names))
+            self._free(names)
+
+    def _free(self, names: Collection[PieceName], *, own: bool = True) -> None:
+        try:
+            self._worker.free(names, own=own)
+        except StoreFailure as error:
+            self._background.complain("memory could not be freed", [str(error)])
+
+    def _put(self, window: TrackedWindow) -> None:
+        if window.state is WindowState.FREED:
+            del self.windows[window.span]
+        else:
+            self.windows[window.span] = window
+
+    def _persist(self, window: TrackedWindow, plan: SnapshotPlan, iteration: int) -> None:
+        persister = self._persister
+        plans = self._strategy.persistent(plan) if persister else ()
+        if persister is None or not plans or self.durable is None:
+            return
+        if any(round_.level is Level.PERSIST for round_ in self.rounds.open):
+            log.warning(
+                "the snapshot of iteration %d is not persisted: the one before is still written", plan.iteration
+            )
+            self._strategy.settled(plans[-1], Level.PERSIST, False)
+            self.durable = self.durable.after(ProtectionEvent.ATTEMPT_FAILED, iteration)
+            return
+        pieces = tuple(map(self._strategy.pieces, plans))
+        kinds = [tuple(held.piece.kind for held in window.sealed if held.iteration == part.iteration) for part in plans]
+        task = PersistTask(plans, pieces, tuple(kinds))
+        self.persisted[window.span] = PersistedWindow(tuple(piece for some in pieces for piece in some))
+        self._begin_round(Level.PERSIST, plans[-1], window.span, task)
+        task.running = self._background.persist(lambda: persister.persist(task))
+
+    def _on_persisted(self, round_: CommitRound, iteration: int) -> None:
+        task, copy = self._tasks.pop(round_.key), self.persisted[round_.span]
+        assert isinstance(task, PersistTask) and self.durable is not None
+        written = round_.agreed is Status.PROTECTED
+        self._strategy.settled(round_.plan, Level.PERSIST, written)
+        self._put_copy(round_.span, copy.after(PersistEvent.WRITTEN if written else PersistEvent.REFUSED))
+        if written:
+            self.durable = self.durable.after(ProtectionEvent.COMMITTED, round_.plan.iteration)
+            self._free_storage()
+        else:
+            self.durable = self.durable.after(ProtectionEvent.ATTEMPT_FAILED, iteration)
+            self._background.complain(
+                f"the snapshot of iteration {round_.plan.iteration} was NOT persisted", task.failures
+            )
+        self._free_covered()
+
+    def _free_storage(self) -> None:
+        """Remove from storage what the last states there do not need."""
+        persister = self._persister
+        assert persister is not None
+        copies = {span: copy for span, copy in self.persisted.items() if copy.state is PersistState.PERSISTENT}
+        known = [piece for copy in copies.values() for piece in copy.pieces]
+        kept = {piece.span for piece in kept_in_storage(known, self._persist_keep)}
+        freed = {piece.plan.iteration for piece in known if piece.span not in kept}
+        for span in copies.keys() - kept:
+            self._put_copy(span, copies[span].after(PersistEvent.SUPERSEDED))
+        self._background.persist(lambda: persister.free(freed))
+
+    def _put_copy(self, span: range, copy: PersistedWindow) -> None:
+        if copy.state in (PersistState.FAILED, PersistState.REMOVED):
+            del self.persisted[span]
+        else:
+            self.persisted[span] = copy
+
+    def _degraded(self, round_: CommitRound, failures: Sequence[str]) -> None:
+        self.protection = self.protection.after(ProtectionEvent.ATTEMPT_FAILED, round_.plan.iteration)
+        what = "was NOT taken" if round_.agreed is Status.FAILED else "has too few replicas"
+        self._background.complain(
+            f"{self.protection.state.name.lower()} since iteration {self.protection.since_iteration}: the snapshot of"
+            f" iteration {round_.plan.iteration} {what}",
+            failures,
+        )
+
+    def _begin_round(self, level: Level, plan: SnapshotPlan, span: range, task: SnapshotTask | PersistTask) -> None:
+        self.rounds = self.rounds.begun(level, plan, span)
+        self._tasks[level, plan.iteration] = task
+
+
+def _newest_span(pieces: Sequence[Piece]) -> range:
+    return max((piece.span for piece in pieces), key=lambda span: span[-1])
