@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig, add_flags, from_namespace
+from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES
 from megatron.pretrain.config.model import ModelConfig, MoEConfig
 from megatron.pretrain.config.parallel import ParallelConfig
 from megatron.pretrain.config.training import CheckpointConfig, DataConfig, OptimizerFlags, TrainingConfig
@@ -63,7 +64,8 @@ def parse_config(argv: Sequence[str]) -> PretrainConfig:
         allow_abbrev=False,
     )
     for config, title in _GROUPS.values():
-        add_flags(parser, config, title, prefix=getattr(config, "PREFIX", ""))
+        choices = {"strategy": ("none", *STRATEGIES)} if config is MoECheckpointConfig else {}
+        add_flags(parser, config, title, getattr(config, "PREFIX", ""), choices)
     flat = parser.parse_args(argv)
     groups: dict[str, Any] = {
         name: from_namespace(config, flat, prefix=getattr(config, "PREFIX", ""))

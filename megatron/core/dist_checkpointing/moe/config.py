@@ -7,7 +7,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 Config = TypeVar("Config")
@@ -19,7 +19,7 @@ class Flag:
 
     help: str
     name: str | None = None
-    choices: tuple[Any, ...] | None = None
+    choices: Sequence[Any] | None = None
     metavar: str | None = None
     repeatable: bool = False
     minimum: float | None = None
@@ -44,13 +44,23 @@ def flag(
     return dataclasses.field(default=default, metadata={"flag": about})
 
 
-def add_flags(parser: argparse.ArgumentParser, config: type[Any], title: str, prefix: str = "") -> None:
-    """Add one argument group with a flag for each `flag` field of the dataclass `config`."""
+def add_flags(
+    parser: argparse.ArgumentParser,
+    config: type[Any],
+    title: str,
+    prefix: str = "",
+    choices: Mapping[str, Sequence[Any]] = types.MappingProxyType({}),
+) -> None:
+    """Add one argument group with a flag for each `flag` field of the dataclass `config`.
+
+    choices: of fields, by name, that this module cannot know.
+    """
     group = parser.add_argument_group(title)
     hints = typing.get_type_hints(config)
     for field in dataclasses.fields(config):
         about: Flag | None = field.metadata.get("flag")
         if about is not None:
+            about = dataclasses.replace(about, choices=choices.get(field.name, about.choices))
             options = _argument_options(field, about, hints[field.name])
             group.add_argument(flag_name(field, prefix), dest=_destination(field.name, prefix), **options)
 
@@ -132,7 +142,6 @@ class MoECheckpointConfig:
         "none",
         "what is snapshotted: nothing, everything (full), all but experts and K experts per layer (pec), or each "
         "operator once in a window of iterations (sparse)",
-        choices=("none", "full", "pec", "sparse"),
     )
     window: str = flag(
         "auto",

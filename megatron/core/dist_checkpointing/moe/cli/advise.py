@@ -12,7 +12,7 @@ from ..simulate.ettr.advise import Advice, described
 from ..simulate.ettr.advise import advise as advise_on
 from ..simulate.ettr.choices import Choice, Question
 from ..simulate.ettr.systems import SYSTEMS
-from .plan.options import Job, number, plan_command
+from .plan.options import PlannedJob, number, plan_command
 from .training import Duration, machine_of, with_training_flags
 
 HELP = """Say which checkpoint system suits a job, and with which settings.
@@ -36,7 +36,7 @@ recommended where no exact one can be used; what it would gain is said.
 @number("--seeds", default=20, maximum=1000, show_default=True, help="Runs that are simulated of each setting.")
 @click.option("--system", "systems", type=click.Choice(list(SYSTEMS)), multiple=True, help="Repeatable [default: all].")
 def advise(
-    job: Job,
+    job: PlannedJob,
     mtbf_s: float,
     host_memory_gb: int | None,
     run_s: float | None,

@@ -15,7 +15,7 @@ from ..simulate.ettr.events import estimate, simulate
 from ..simulate.ettr.faults import Fault, load_trace, poisson
 from ..simulate.ettr.systems import SYSTEMS
 from ..simulate.ettr.systems.links import SystemSetting
-from .plan.options import Job, number, plan_command
+from .plan.options import PlannedJob, number, plan_command
 from .training import Duration, machine_of, with_training_flags
 
 HELP = """Simulate a training run under failures with each checkpoint system, for any model, layout and cluster.
@@ -44,7 +44,7 @@ ENDLESS = 10**9
 @number("--hours", default=12, maximum=10_000, show_default=True, help="Of a run.")
 @number("--seeds", default=20, maximum=1000, show_default=True, help="Runs of which the mean is reported.")
 def run(
-    job: Job,
+    job: PlannedJob,
     mtbfs_s: tuple[float, ...],
     trace: Path | None,
     systems: str,

@@ -18,7 +18,7 @@ from ..simulate.ettr.cost import MEGATRON_UTILISATION, iteration_cost
 from ..simulate.ettr.inputs import Cluster, TrainingJob
 from ..simulate.ettr.profiles import load_profile
 from ..simulate.ettr.systems.links import SystemSetting
-from .plan.options import Job, number
+from .plan.options import PlannedJob, number
 
 _UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -76,7 +76,7 @@ def with_training_flags(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def training_job(job: Job, global_batch_size: int, micro_batch_size: int, seq_length: int) -> TrainingJob:
+def training_job(job: PlannedJob, global_batch_size: int, micro_batch_size: int, seq_length: int) -> TrainingJob:
     """The job with its batch. Raises UsageError where microbatches of all data-parallel ranks do not make the batch."""
     share = micro_batch_size * job.topology.dp
     if global_batch_size % share:
@@ -90,7 +90,7 @@ def training_job(job: Job, global_batch_size: int, micro_batch_size: int, seq_le
 
 
 def machine_of(
-    job: Job,
+    job: PlannedJob,
     global_batch_size: int,
     micro_batch_size: int,
     seq_length: int,

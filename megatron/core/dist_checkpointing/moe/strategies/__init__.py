@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 from ..types import Piece
 from .base import GATE_UNIT, Job, Pace, Room, Strategy
 from .full import Full
@@ -11,7 +9,11 @@ from .pec import Pec, PecReport
 from .rhythm import Costs
 from .sparse import Sparse
 
-STRATEGIES: Mapping[str, Callable[[Job], Strategy]] = {"full": Full, "pec": Pec, "sparse": Sparse}
+STRATEGIES: dict[str, type[Strategy]] = {
+    "full": Full,
+    "pec": Pec,
+    "sparse": Sparse,
+}
 
 __all__ = [
     "GATE_UNIT",

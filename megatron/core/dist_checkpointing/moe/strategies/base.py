@@ -22,12 +22,13 @@ counts and measures nothing else. A subclass has to give `plan` and `rooms`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from ..config import MoECheckpointConfig
+from ..errors import UsageError
 from ..policy.copies import Level
 from ..policy.recovery import plan_recovery
 from ..types import Inventory, Lost, OperatorId, OperatorSize, Piece, RecoveryPlan, SnapshotPlan, Topology
@@ -113,8 +114,24 @@ class Strategy(ABC):
     replays: bool = False
     """Whether a recovery may have to run iterations again with some operators frozen."""
 
+    at_intervals: ClassVar[bool] = True
+    """Whether `--moe-ckpt-interval` says when a snapshot is taken."""
+
+    settings: ClassVar[tuple[str, ...]] = ()
+    """What the names of the fields of MoECheckpointConfig begin with that have no meaning in other strategies."""
+
+    @classmethod
+    def contradictions(cls, config: MoECheckpointConfig, num_experts: int) -> Iterator[str]:
+        """A sentence for each setting that makes no sense with this strategy, with its value and what to change.
+
+        num_experts: routed experts of each MoE layer; 0 for a dense model.
+        """
+        return iter(())
+
     def __init__(self, job: Job, rhythm: Rhythm | None = None) -> None:
-        """Decide for `job`, snapshotting at `rhythm`; by default at that of its flags."""
+        """Decide for `job`, snapshotting at `rhythm`; by default at that of its flags. Raises UsageError."""
+        for problem in self.contradictions(job.config, job.num_experts):
+            raise UsageError(problem)
         self._job = job
         self._rhythm = Rhythm.of(job.config) if rhythm is None else rhythm
 

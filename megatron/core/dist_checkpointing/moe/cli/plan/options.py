@@ -29,7 +29,7 @@ LAYOUT = {
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedJob:
     """What is planned for."""
 
     shape: ModelShape
@@ -38,7 +38,7 @@ class Job:
 
 
 def plan_command(help: str) -> Callable[[Callable[..., Report]], click.Command]:
-    """Make a command of a function that takes a Job and its own options and returns a Report."""
+    """Make a command of a function that takes a PlannedJob and its own options and returns a Report."""
 
     def decorate(function: Callable[..., Report]) -> click.Command:
         @functools.wraps(function)
@@ -128,7 +128,7 @@ def _degree(short: str) -> str:
     return "By default the tensor-parallel size." if short == "etp" else "Default 1."
 
 
-def _job(given: dict[str, Any]) -> Job:
+def _job(given: dict[str, Any]) -> PlannedJob:
     """Take the shared flags out of `given`."""
     shape, precision = load_model(given.pop("model")), PRECISIONS[given.pop("precision")]
     degrees = {name: given.pop(name) for name in (*LAYOUT, "vpp")}
@@ -136,4 +136,4 @@ def _job(given: dict[str, Any]) -> Job:
     if world is None:
         tp, pp, cp, ep = (max(1, degrees[name]) for name in ("tp", "pp", "cp", "ep"))
         world = pp * math.lcm(tp * cp, max(1, degrees["etp"] or tp) * ep)
-    return Job(shape, precision, Topology(world, **degrees, ranks_per_node=given.pop("ranks_per_node")))
+    return PlannedJob(shape, precision, Topology(world, **degrees, ranks_per_node=given.pop("ranks_per_node")))

@@ -8,20 +8,14 @@ import click
 
 from moe_ckpt.report import Fact, Report, Table
 
+from ...config import MoECheckpointConfig
 from ...errors import UsageError
-from ...policy.partial import (
-    PEC_SCOPES,
-    checkpoint_bytes,
-    load_aware_selection,
-    next_position,
-    pec_plan,
-    persist_selection,
-    sequential_selection,
-)
-from ...policy.sharding import shard_checkpoint
-from ...types import ModelShape, OperatorId, Part, Topology
+from ...policy.partial import PEC_SCOPES, pec_plan, sequential_selection
+from ...policy.sharding import ShardAssignment, shard_checkpoint
+from ...types import ModelShape, OperatorId, Part, SnapshotPlan, Topology
 from . import counts_file
-from .options import Job, number, plan_command
+from .drive import driven, new_strategy
+from .options import PlannedJob, number, plan_command
 
 HELP = """Show partial experts checkpointing (MoC 3, PEC 3.1): the experts that successive checkpoints hold, what they
 weigh, and how evenly the ranks share the work.
@@ -29,10 +23,9 @@ weigh, and how evenly the ranks share the work.
 \b
     $ moe-ckpt plan pec --model GPT-350M-16E --ep 8 --world-size 16 --pec-k-snapshot 4 --pec-k-persist 1
 
+Checkpoint 0 has all experts, as the first one of a job; the facts are about those after it. All go on to storage.
 Bytes are counted as the papers do: compute weights, master weights and moments.
 """
-
-Ages = dict[int, list[int]]
 
 
 @plan_command(HELP)
@@ -41,10 +34,15 @@ Ages = dict[int, list[int]]
 @click.option("--pec-selection", "selection", type=click.Choice(["sequential", "load-aware"]), default="sequential")
 @click.option("--pec-scope", "scope", type=click.Choice(list(PEC_SCOPES)), default="both", show_default=True)
 @click.option("--shard", type=click.Choice(["none", "equal", "adaptive"]), default="adaptive", show_default=True)
-@number("--checkpoints", default=None, maximum=10_000, help="How many to show [default: all experts once].")
+@number(
+    "--checkpoints",
+    default=None,
+    maximum=10_000,
+    help="How many to show [default: the first, then all experts once].",
+)
 @click.option("--counts", type=click.Path(path_type=Path), default=None, metavar="FILE", help=counts_file.HELP)
 def pec(
-    job: Job,
+    job: PlannedJob,
     k: int,
     k_persist: int,
     selection: str,
@@ -57,29 +55,32 @@ def pec(
     if not shape.moe_layers:
         raise UsageError(f"--model {shape.name} has no MoE layers: partial experts need experts")
     check_experts(shape, k, k_persist)
-    partial = checkpoint_bytes(shape, job.precision, k, PEC_SCOPES[scope])
-    full = checkpoint_bytes(shape, job.precision, shape.num_experts)
+    config = MoECheckpointConfig(
+        strategy="pec", persist_dir="storage", persist_interval=1, pec_k_snapshot=k, pec_k_persist=k_persist,
+        pec_selection=selection, pec_scope=scope,
+    )  # fmt: skip
     rotation = -(-shape.num_experts // k)
-    shown = rotation if checkpoints is None else checkpoints
-    rows, covered, worst = [], set[OperatorId](), 0
-    selector = _Selector(shape, topology, k, selection, counts_file.load_counts(counts, shape))
-    ages = {layer: [0] * shape.num_experts for layer in shape.moe_layers}
-    for index in range(shown):
-        selected = selector.next()
-        covered |= set(selected)
-        persisted = _persisted(shape, topology, selected, k_persist, ages)
+    shown = 1 + rotation if checkpoints is None else checkpoints
+    tokens = counts_file.load_counts(counts, shape)
+    rows: list[tuple[int, int, list[int], list[int]]] = []
+    covered: set[OperatorId] = set()
+    partial: list[ShardAssignment] = []
+    for index, taken in enumerate(driven(new_strategy(job, config), range(1, shown + 1), tokens.of)):
+        selected, persisted = (_experts(plan) for plan in (taken.plan, *taken.persisted))
         plan = pec_plan(index, shape.operators, selected, PEC_SCOPES[scope], Part.EVERYTHING)
-        shards = shard_checkpoint(shard, shape, topology, job.precision, plan.parts)
-        worst = max(worst, shards.bottleneck_bytes)
+        if index or shown == 1:
+            covered |= selected
+            partial.append(shard_checkpoint(shard, shape, topology, job.precision, plan.parts))
         rows += [(index, layer, _of(selected, layer), _of(persisted, layer)) for layer in shape.moe_layers]
+    largest = max(one.total_bytes for one in partial)
     whole = shard_checkpoint(shard, shape, topology, job.precision)
     return Report(
         f"Partial experts checkpoints of {shape.name}: {k} of {shape.num_experts} experts per MoE layer",
         (
-            Fact("Checkpoint", partial.total_bytes, "bytes"),
-            Fact("Full checkpoint", full.total_bytes, "bytes"),
-            Fact("Share of the full checkpoint", partial.total_bytes / full.total_bytes, "share"),
-            Fact("Most bytes of a rank", worst, "bytes"),
+            Fact("Checkpoint", largest, "bytes"),
+            Fact("Full checkpoint", whole.total_bytes, "bytes"),
+            Fact("Share of the full checkpoint", largest / whole.total_bytes, "share"),
+            Fact("Most bytes of a rank", max(one.bottleneck_bytes for one in partial), "bytes"),
             Fact("Most bytes of a rank, full", whole.bottleneck_bytes, "bytes"),
             *(
                 (Fact("Checkpoints until all experts are saved", rotation, "count"),)
@@ -119,50 +120,9 @@ def selected_experts(shape: ModelShape, topology: Topology, k: int, position: in
     )
 
 
-class _Selector:
-    """Successive selections, each pipeline stage for its own layers."""
-
-    def __init__(
-        self, shape: ModelShape, topology: Topology, k: int, selection: str, counts: dict[OperatorId, int]
-    ) -> None:
-        self.shape, self.topology, self.k, self.selection, self.counts = shape, topology, k, selection, counts
-        self.unsaved, self.position = dict(counts), 0
-        self.ages = {operator: 0 for operator in counts}
-        moe = set(shape.moe_layers)
-        stages = topology.layers_of_stages(shape.num_layers)
-        self.stages = [tuple(layer for layer in stage if layer in moe) for stage in stages]
-
-    def next(self) -> tuple[OperatorId, ...]:
-        """The next checkpoint's experts; every expert then gets its tokens again."""
-        selected = [operator for layers in self.stages if layers for operator in self._select(layers)]
-        self.position = next_position(self.position, self.k, self.shape.num_experts)
-        for operator, count in self.counts.items():
-            self.unsaved[operator] += count
-            self.ages[operator] += 1
-        for operator in selected:
-            self.unsaved[operator], self.ages[operator] = self.counts[operator], 0
-        return tuple(selected)
-
-    def _select(self, layers: tuple[int, ...]) -> tuple[OperatorId, ...]:
-        experts, ep = self.shape.num_experts, self.topology.ep
-        if self.selection == "sequential":
-            return sequential_selection(layers, experts, self.k, self.position, ep=ep)
-        by_layer = [[operator for operator in self.unsaved if operator.layer == layer] for layer in layers]
-        unsaved = [[self.unsaved[operator] for operator in row] for row in by_layer]
-        ages = [[self.ages[operator] for operator in row] for row in by_layer]
-        return load_aware_selection(layers, unsaved, self.k, ep, ages=ages)
+def _experts(plan: SnapshotPlan) -> frozenset[OperatorId]:
+    return frozenset(operator for operator in plan.anchored if operator.is_expert)
 
 
-def _persisted(
-    shape: ModelShape, topology: Topology, selected: tuple[OperatorId, ...], k: int, ages: Ages
-) -> tuple[OperatorId, ...]:
-    chosen = persist_selection(shape.moe_layers, selected, k, [ages[layer] for layer in shape.moe_layers], topology.ep)
-    for row in ages.values():
-        row[:] = [age + 1 for age in row]
-    for operator in chosen:
-        ages[operator.layer][operator.expert] = 0
-    return chosen
-
-
-def _of(operators: tuple[OperatorId, ...], layer: int) -> list[int]:
-    return [operator.expert for operator in operators if operator.layer == layer]
+def _of(operators: frozenset[OperatorId], layer: int) -> list[int]:
+    return sorted(operator.expert for operator in operators if operator.layer == layer)

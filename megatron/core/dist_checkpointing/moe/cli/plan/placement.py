@@ -6,7 +6,7 @@ from moe_ckpt.report import Fact, Report, Table
 
 from ...policy.placement import coverage, place_replicas, replica_bytes
 from ...types import Part
-from .options import Job, number, plan_command
+from .options import PlannedJob, number, plan_command
 
 HELP = """Show which peers keep the replicas of each rank's snapshot in their memory (MOETION 5.1), how many nodes may
 be lost, and what it costs in memory and on the network.
@@ -21,7 +21,7 @@ be lost, and what it costs in memory and on the network.
 @number(
     "--zero-stage", default=1, minimum=0, maximum=3, show_default=True, help="What data-parallel peers hold anyway."
 )
-def placement(job: Job, replicas: int, zero_stage: int) -> Report:
+def placement(job: PlannedJob, replicas: int, zero_stage: int) -> Report:
     placed = place_replicas(job.topology, replicas)
     facts = coverage(placed, job.topology)
     costs = replica_bytes(job.shape, job.topology, job.precision, zero_stage, placed, part=Part.FULL)

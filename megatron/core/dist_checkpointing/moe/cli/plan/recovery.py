@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,12 @@ import click
 
 from moe_ckpt.report import Columns, Fact, Report, Table
 
+from ...config import MoECheckpointConfig
 from ...errors import UsageError
-from ...policy.lanes import Lane, joint_schedules
-from ...policy.lossy_recovery import plan_lossy_recovery
-from ...policy.ordering import ORDERINGS
-from ...policy.partial import PEC_SCOPES, pec_plan
 from ...policy.placement import Placement, place_replicas
 from ...policy.recovery import plan_recovery
 from ...policy.shards import owned_operators, shard_sizes
+from ...strategies import STRATEGIES, Piece, Strategy
 from ...types import (
     BoundaryLog,
     Copy,
@@ -35,12 +34,13 @@ from ...types import (
     full_plan,
 )
 from . import counts_file
-from .options import Job, number, plan_command, positive
-from .pec import check_experts, selected_experts
+from .counts_file import Counts
+from .drive import Taken, driven, new_strategy, tied_embeddings
+from .options import PlannedJob, number, plan_command, positive
 from .timeline import predicted, taken, timelines_table, without_survivors
 
 LONGEST = 10_000  # iterations; each is a row
-Ordered = dict[Lane, tuple[OperatorId, ...]]
+LAST = 100_000  # iterations that a strategy is driven through, at most
 
 HELP = """Show what a failure would lead to (MoEvement 3.4, App. A): which stages roll back and how far, what they
 replay and from whose logs, and which tier gives every rank its state.
@@ -50,9 +50,9 @@ replay and from whose logs, and which tier gives every rank its state.
     $ moe-ckpt plan recovery --model Mixtral-8x7B --pp 4 --ep 8 --strategy full --interval 20 --lost-ranks 9,17
     $ moe-ckpt plan recovery --model QWen-MoE --pp 6 --ep 4 --strategy pec --pec-k-snapshot 6 --lost-nodes 1
 
-The job stood after --iteration when it failed; windows begin at multiples of their size; the newest complete one is
-replicated. Lost ranks lose their process, lost nodes their memory as well; all others parked. Under pec, --counts are
-the tokens of each iteration.
+The strategy runs as in a job from iteration 1 to --iteration, after which the job failed; every snapshot was replicated
+before the next iteration. Lost ranks lose their process, lost nodes their memory as well; all others parked. Under pec,
+--counts are the tokens of each iteration.
 
 The timeline predicts how long each part takes, beside a rollback of all stages of the same strategy without boundary
 logs and parked state. A job logs the same parts after each recovery: give what they were there.
@@ -60,12 +60,19 @@ logs and parked state. A job logs the same parts after each recovery: give what 
 
 
 @plan_command(HELP)
-@click.option("--strategy", type=click.Choice(["sparse", "full", "pec"]), default="sparse", show_default=True)
+@click.option("--strategy", type=click.Choice(list(STRATEGIES)), default="sparse", show_default=True)
 @number("--window", default=4, maximum=LONGEST, show_default=True, help="Iterations of a sparse window.")
 @number("--interval", default=10, maximum=LONGEST, show_default=True, help="Iterations between full or pec snapshots.")
 @number("--pec-k-snapshot", "k", default=1, show_default=True, metavar="K", help="Experts per MoE layer under pec.")
 @click.option("--counts", type=click.Path(path_type=Path), default=None, metavar="FILE", help=counts_file.HELP)
-@number("--iteration", default=None, minimum=0, metavar="T", help="Last finished iteration [default: the worst one].")
+@number(
+    "--iteration",
+    default=None,
+    minimum=0,
+    maximum=LAST,
+    metavar="T",
+    help="Last finished iteration [default: the worst one].",
+)
 @number("--replicas", default=2, minimum=0, show_default=True, metavar="R", help="Copies in peers' memory.")
 @click.option("--lost-ranks", default="", metavar="R,R-R", help="Ranks whose process was killed.")
 @click.option("--lost-nodes", default="", metavar="N,N-N", help="Nodes that are gone with their memory.")
@@ -76,7 +83,14 @@ logs and parked state. A job logs the same parts after each recovery: give what 
 @positive("--peer-gbps", "GB/S", "How fast a rank reads from another node's memory.", default=2.0)
 @positive("--restart-s", "S", "From parked state to a model that is built anew, on the slowest rank.", default=10.0)
 def recovery(
-    job: Job, lost_ranks: str, lost_nodes: str, replicas: int, logging: bool, counts: Path | None, **given: Any
+    job: PlannedJob,
+    strategy: str,
+    lost_ranks: str,
+    lost_nodes: str,
+    replicas: int,
+    logging: bool,
+    counts: Path | None,
+    **given: Any,
 ) -> Report:
     topology = job.topology
     figures = taken(job, given)
@@ -85,26 +99,22 @@ def recovery(
     if not ranks:
         raise UsageError("nothing is lost: name --lost-ranks or --lost-nodes")
     tokens = counts_file.load_counts(counts, job.shape)
-    history = _History(**given)
-    target = history.target
+    config = _config(strategy, given["window"], given["interval"], given["k"])
+    history = _history(new_strategy(job, config), tokens, given["iteration"])
+    target, lost = history.target, Lost(ranks, nodes)
     sizes = shard_sizes(job.shape, topology, job.precision)
-    snapshots = _snapshots(job, sizes, history)
-    inventory = _inventory(job, snapshots, place_replicas(topology, replicas), ranks, target, logging)
-    if history.strategy == "pec":
-        plan = plan_lossy_recovery(
-            inventory, Lost(ranks, nodes), topology, lambda operator, after, upto: tokens[operator] * (upto - after)
-        )
-        timelines = [predicted(plan, job, figures, sizes, parks=False)]
-    else:
-        tied = not job.shape.untie_embeddings_and_output_weights and topology.pp > 1
-        plan = plan_recovery(inventory, Lost(ranks, nodes), topology, tied_embeddings=tied, target=target)
+    inventory = _inventory(job, history, place_replicas(topology, replicas), ranks, logging)
+    started_again = new_strategy(job, config)
+    plan = started_again.recover(inventory, lost, topology)
+    if plan.target in history.data:
+        plan = started_again.resumed(plan, history.data[plan.target], target)
+    is_exact = started_again.plt is None
+    timelines = [predicted(plan, job, figures, sizes, parks=is_exact and logging)]
+    if is_exact:
         whole = plan_recovery(
-            without_survivors(inventory), Lost(ranks, nodes), topology, tied_embeddings=tied, target=target
+            without_survivors(inventory), lost, topology, tied_embeddings=tied_embeddings(job), target=plan.target
         )
-        timelines = [
-            predicted(plan, job, figures, sizes, parks=logging),
-            predicted(whole, job, figures, sizes, parks=False),
-        ]
+        timelines.append(predicted(whole, job, figures, sizes, parks=False))
     going_back = sum(len(segment.stages) for segment in plan.segments) * topology.ranks_per_stage
     return Report(
         f"Recovery of {job.shape.name} after the loss of {len(ranks)} of {topology.world_size} ranks",
@@ -122,93 +132,89 @@ def recovery(
     )
 
 
-@dataclass(frozen=True)
-class _History:
-    """What was snapshotted when, up to the failure."""
+def _config(name: str, window: int, interval: int, k: int) -> MoECheckpointConfig:
+    """The settings of a job with this strategy; those that only other strategies know are left out."""
+    kind = STRATEGIES[name]
+    given: dict[str, Any] = {"window": str(window), "pec_k_snapshot": k}
+    own = {setting: value for setting, value in given.items() if setting.startswith(kind.settings)}
+    return MoECheckpointConfig(strategy=name, interval=interval if kind.at_intervals else 1, **own)
 
-    strategy: str
-    window: int
-    interval: int
-    k: int
-    iteration: int | None
+
+@dataclass
+class _History:
+    """What a job has in memory when it fails: of each kind of piece the newest ones that together restore a state.
+
+    target: the last iteration that ended. data: what the strategy had to remember, by iteration of a snapshot.
+    """
+
+    target: int = 0
+    kept: dict[str, list[Piece]] = field(default_factory=dict)
+    data: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    states: int = 0
+    under_way: dict[str, list[Piece]] = field(default_factory=dict)
+
+    def take(self, snapshot: Taken) -> None:
+        """One more snapshot, which all ranks have sealed and replicated."""
+        for piece in snapshot.pieces:
+            pieces = [one for one in self.under_way.get(piece.kind, ()) if one.span == piece.span]
+            self.under_way[piece.kind] = [*pieces, piece]
+            if len(pieces) + 1 == len(piece.span):
+                self.kept[piece.kind] = self.under_way.pop(piece.kind)
+        self.states += snapshot.pieces[0].kind not in self.under_way
+        self.data[snapshot.plan.iteration] = snapshot.data
+        oldest = min((piece.plan.iteration for pieces in self.kept.values() for piece in pieces), default=0)
+        self.data = {iteration: data for iteration, data in self.data.items() if iteration >= oldest}
 
     @property
-    def target(self) -> int:
-        """The last finished iteration. By default the one before a newer snapshot or window would be complete."""
-        first = self.window - 1 if self.strategy == "sparse" else 0
-        if self.iteration is None:
-            return 3 * self.window - 2 if self.strategy == "sparse" else 2 * self.interval - 1
-        if self.iteration < first:
-            raise UsageError(
-                f"--iteration is {self.iteration}, but the first snapshot is complete after iteration {first}"
-            )
-        return self.iteration
+    def pieces(self) -> list[Piece]:
+        """All that is kept, oldest first."""
+        return sorted(chain.from_iterable(self.kept.values()), key=lambda piece: piece.plan.iteration)
 
 
-@dataclass(frozen=True)
-class _Snapshots:
-    """The newest complete snapshots of a lane, and its dense state at the target."""
+def _history(strategy: Strategy, tokens: Counts, iteration: int | None) -> _History:
+    """What there is after `iteration`; None takes the worst one.
 
-    taken: tuple[SnapshotPlan, ...]
-    parked: SnapshotPlan
-    operators: frozenset[OperatorId]
-
-
-def _snapshots(job: Job, sizes: dict[OperatorId, OperatorSize], history: _History) -> dict[Lane, _Snapshots]:
-    owned = owned_operators(job.shape, job.topology)
-    ordered = {lane: ORDERINGS["popularity"](operators, {}) for lane, operators in owned.items()}
-    taken = {"sparse": _windows, "full": _full, "pec": _partial}[history.strategy](job, ordered, sizes, history)
-    return {
-        lane: _Snapshots(tuple(taken[lane]), full_plan(history.target, operators), frozenset(operators))
-        for lane, operators in ordered.items()
-    }
-
-
-def _windows(
-    job: Job, ordered: Ordered, sizes: dict[OperatorId, OperatorSize], history: _History
-) -> dict[Lane, list[SnapshotPlan]]:
-    size, target = history.window, history.target
-    first = ((target + 1) // size - 1) * size
-    schedules = joint_schedules(ordered, sizes, sys.maxsize, first_iteration=first, window=size)
-    return {lane: list(map(one.window.plan, range(first, first + size))) for lane, one in schedules.items()}
+    That is the one before another state would be whole, when every kind of piece has been there once more than at the
+    start: the first checkpoint of `pec` has all experts, and only after a whole turn are the others as old as they get.
+    """
+    history, turn = _History(), 0
+    for snapshot in driven(strategy, range(1, (LAST if iteration is None else iteration) + 1), tokens.of):
+        turn = turn or len(snapshot.pieces)
+        completes = snapshot.plan.iteration == snapshot.pieces[0].span[-1]
+        if iteration is None and completes and history.states == turn:
+            return replace(history, target=snapshot.plan.iteration - 1)
+        history.take(snapshot)
+    if iteration is not None and history.states:
+        return replace(history, target=iteration)
+    for snapshot in driven(strategy, range((iteration or 0) + 1, LAST + 1), tokens.of):
+        first = snapshot.pieces[0].span[-1]
+        raise UsageError(f"--iteration is {iteration}, but the first snapshot is complete after iteration {first}")
+    raise UsageError(f"nothing can be recovered: the strategy restores no state within {LAST} iterations")
 
 
-def _full(
-    job: Job, ordered: Ordered, sizes: dict[OperatorId, OperatorSize], history: _History
-) -> dict[Lane, list[SnapshotPlan]]:
-    newest = history.target // history.interval * history.interval
-    return {lane: [full_plan(newest, operators)] for lane, operators in ordered.items()}
-
-
-def _partial(
-    job: Job, ordered: Ordered, sizes: dict[OperatorId, OperatorSize], history: _History
-) -> dict[Lane, list[SnapshotPlan]]:
-    """As many checkpoints as it takes to save all experts, or back to a full one of iteration 0."""
-    check_experts(job.shape, history.k)
-    newest = history.target // history.interval
-    found: dict[Lane, list[SnapshotPlan]] = {lane: [] for lane in ordered}
-    for index in range(max(0, newest - (-(-job.shape.num_experts // history.k) - 1)), newest + 1):
-        selected = selected_experts(job.shape, job.topology, history.k, index * history.k)
-        for lane, operators in ordered.items():
-            own = selected & set(operators) if index else {one for one in operators if one.is_expert}
-            found[lane].append(pec_plan(index * history.interval, operators, own, PEC_SCOPES["all"]))
-    return found
-
-
-def _inventory(
-    job: Job, snapshots: dict[Lane, _Snapshots], placed: Placement, lost: frozenset[int], target: int, logging: bool
-) -> Inventory:
+def _inventory(job: PlannedJob, history: _History, placed: Placement, lost: frozenset[int], logging: bool) -> Inventory:
     """What would be found: every rank's own copies and replicas, the state of those that parked, and the logs."""
+    target, pieces = history.target, history.pieces
+    lanes = {}
+    for lane, operators in owned_operators(job.shape, job.topology).items():
+        own = frozenset(operators)
+        shares = [
+            SnapshotPlan(piece.plan.iteration, {one: part for one, part in piece.plan.parts.items() if one in own})
+            for piece in pieces
+        ]
+        lanes[lane] = own, [share for share in shares if share.parts], full_plan(target, operators)
+    span = range(pieces[0].plan.iteration + 1, target + 1) if logging else range(0)
     required, copies, logs = {}, {}, {}
     for rank, peers in enumerate(placed.peers):
         at = job.topology.coordinates(rank)
-        lane = snapshots[at.pp, at.ep]
-        holders = [(Tier.OWN_MEMORY, at.node), *((Tier.PEER_MEMORY, placed.nodes[peer]) for peer in peers)]
-        found = [Copy(rank, plan, tier, holder) for plan in lane.taken for tier, holder in dict.fromkeys(holders)]
+        required[rank], shares, parked = lanes[at.pp, at.ep]
+        holders = dict.fromkeys(
+            [(Tier.OWN_MEMORY, at.node), *((Tier.PEER_MEMORY, placed.nodes[peer]) for peer in peers)]
+        )
+        found = [Copy(rank, plan, tier, holder) for plan in shares for tier, holder in holders]
         if rank not in lost:
-            found.append(Copy(rank, lane.parked, Tier.PARKED, at.node))
-        required[rank], copies[rank] = lane.operators, tuple(found)
-        span = range(lane.taken[0].iteration + 1, target + 1) if logging else range(0)
+            found.append(Copy(rank, parked, Tier.PARKED, at.node))
+        copies[rank] = tuple(found)
         logs[rank] = tuple(BoundaryLog(rank, direction, span, at.node) for direction in Direction)
     return Inventory(required, copies, logs, frozenset(range(target + 1)))
 
@@ -225,7 +231,7 @@ def _segments(plan: RecoveryPlan) -> Table:
     return Table("Segments", columns, tuple(rows))
 
 
-def _frozen(plan: RecoveryPlan, job: Job) -> Table:
+def _frozen(plan: RecoveryPlan, job: PlannedJob) -> Table:
     stages = job.shape.operators_of_stages(job.topology)
     rows = [
         (

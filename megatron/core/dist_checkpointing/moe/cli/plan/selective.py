@@ -11,7 +11,7 @@ from moe_ckpt.report import Fact, Report, Table
 from ...policy.selective import Budgets, SelectivePlan, selective_plan
 from ...policy.shards import owned_operators, shard_sizes
 from . import counts_file
-from .options import Job, plan_command, positive
+from .options import PlannedJob, plan_command, positive
 
 HELP = """Show selective expert checkpointing (MOETION 4): the experts that fit into one iteration beside everything
 else, to the host's memory and on to a peer, shared among the layers by the tokens at risk.
@@ -30,10 +30,10 @@ The table of layers is that of the ranks that save the fewest experts.
 @positive("--iteration-time", "S", "Seconds of one iteration.")
 @click.option("--counts", type=click.Path(path_type=Path), default=None, metavar="FILE", help=counts_file.HELP)
 def selective(
-    job: Job, budget_local_gbps: float, budget_remote_gbps: float, iteration_time: float, counts: Path | None
+    job: PlannedJob, budget_local_gbps: float, budget_remote_gbps: float, iteration_time: float, counts: Path | None
 ) -> Report:
     budgets = Budgets(budget_local_gbps * 1e9, budget_remote_gbps * 1e9, iteration_time)
-    tokens = counts_file.load_counts(counts, job.shape)
+    tokens = counts_file.load_counts(counts, job.shape).by_expert()
     sizes = shard_sizes(job.shape, job.topology, job.precision)
     plans = {
         lane: selective_plan(0, {operator: sizes[operator] for operator in operators}, tokens, tokens, budgets)
@@ -55,7 +55,7 @@ def selective(
     )
 
 
-def _share(plans: dict[tuple[int, int], SelectivePlan], which: str, job: Job) -> float:
+def _share(plans: dict[tuple[int, int], SelectivePlan], which: str, job: PlannedJob) -> float:
     chosen = sum(sum(getattr(plan, which).experts_per_layer.values()) for plan in plans.values())
     return chosen / max(1, len(job.shape.moe_layers) * job.shape.num_experts)
 

@@ -11,7 +11,7 @@ from moe_ckpt.report import Fact, Report, Table
 from ...policy.partial import PEC_SCOPES, pec_plan
 from ...policy.sharding import SHARDINGS, eq_5_full_bytes, eq_6_pec_bytes, is_balanced, shard_checkpoint
 from ...types import OperatorId, Part
-from .options import Job, number, plan_command
+from .options import PlannedJob, number, plan_command
 from .pec import check_experts, selected_experts
 
 HELP = """Compare how ranks can share the saving of replicated state (MoC 4): the baseline of Megatron-DeepSpeed, equal
@@ -31,7 +31,7 @@ The rank with the most bytes decides how long a checkpoint takes. Bytes are comp
 )
 @number("--pec-k-snapshot", "k", default=None, metavar="K", help="Experts per MoE layer [default: all].")
 @click.option("--use-distributed-optimizer/--no-distributed-optimizer", "sharded", default=True, show_default=True)
-def sharding(job: Job, shard: str, k: int | None, sharded: bool) -> Report:
+def sharding(job: PlannedJob, shard: str, k: int | None, sharded: bool) -> Report:
     shape, topology = job.shape, job.topology
     if k is not None:
         check_experts(shape, k)
@@ -84,6 +84,6 @@ def sharding(job: Job, shard: str, k: int | None, sharded: bool) -> Report:
     )
 
 
-def _partial(job: Job, k: int) -> Mapping[OperatorId, Part]:
+def _partial(job: PlannedJob, k: int) -> Mapping[OperatorId, Part]:
     selected = selected_experts(job.shape, job.topology, k, 0)
     return pec_plan(0, job.shape.operators, selected, PEC_SCOPES["all"], Part.EVERYTHING).parts

@@ -11,10 +11,10 @@ from moe_ckpt.report import Columns, Table
 from ...policy.prediction import Figures, predicted_parts
 from ...policy.shards import owned_operators
 from ...types import Inventory, OperatorId, OperatorSize, Part, RecoveryPlan, Tier
-from .options import Job
+from .options import PlannedJob
 
 
-def taken(job: Job, given: dict[str, Any]) -> Figures:
+def taken(job: PlannedJob, given: dict[str, Any]) -> Figures:
     """Take the figures of the timeline out of what was given."""
     memory, peer = given.pop("memory_gbps") * 1e9, given.pop("peer_gbps") * 1e9
     microbatches = given.pop("microbatches") or 4 * job.topology.pp
@@ -31,7 +31,7 @@ def without_survivors(inventory: Inventory) -> Inventory:
 
 
 def predicted(
-    plan: RecoveryPlan, job: Job, figures: Figures, sizes: dict[OperatorId, OperatorSize], *, parks: bool
+    plan: RecoveryPlan, job: PlannedJob, figures: Figures, sizes: dict[OperatorId, OperatorSize], *, parks: bool
 ) -> dict[str, float]:
     """Seconds by part. parks: whether the survivors put their state aside."""
     read: dict[int, Counter[Tier]] = {}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
-from ...errors import UsageError
+from ...config import MoECheckpointConfig
 from ...policy.checks import not_negative
 from ...policy.copies import Level
 from ...policy.dynamic_k import PltLimit, choose_k, k_ladder
@@ -56,9 +56,26 @@ class Pec(Strategy):
     """
 
     counts_tokens = True
+    settings = ("pec_", "plt_")
+
+    @classmethod
+    def contradictions(cls, config: MoECheckpointConfig, num_experts: int) -> Iterator[str]:
+        if not num_experts:
+            yield "--moe-ckpt-strategy pec needs --num-experts; a dense model is protected with full or sparse"
+        elif config.pec_k_snapshot > num_experts:
+            yield f"--moe-ckpt-pec-k-snapshot {config.pec_k_snapshot} is above --num-experts {num_experts}"
+        if (config.pec_k_persist or 0) > config.pec_k_snapshot:
+            yield (
+                f"--moe-ckpt-pec-k-persist {config.pec_k_persist} is above --moe-ckpt-pec-k-snapshot "
+                f"{config.pec_k_snapshot}: only experts that are in a snapshot can become persistent"
+            )
+        if (config.plt_threshold or 0) > 1:
+            yield (
+                f"--moe-ckpt-plt-threshold {config.plt_threshold} is a share of all tokens, from 0 to 1; 0.0375 is"
+                " 3.75 %"
+            )
 
     def __init__(self, job: Job) -> None:
-        _check(job)
         super().__init__(job)
         config = job.config
         self._scope = PEC_SCOPES[config.pec_scope]
@@ -211,18 +228,3 @@ class Pec(Strategy):
             tokens_per_iteration=scale * self._job.tokens_per_iteration,
         )
         return choice.k == k and choice.holds
-
-
-def _check(job: Job) -> None:
-    config = job.config
-    if not job.num_experts:
-        raise UsageError("--moe-ckpt-strategy pec needs a model with experts, but this one has none: use full")
-    if config.pec_k_snapshot > job.num_experts:
-        raise UsageError(
-            f"--moe-ckpt-pec-k-snapshot {config.pec_k_snapshot} is more than --num-experts {job.num_experts}: lower it"
-        )
-    if config.pec_k_persist is not None and config.pec_k_persist > config.pec_k_snapshot:
-        raise UsageError(
-            f"--moe-ckpt-pec-k-persist {config.pec_k_persist} is more than --moe-ckpt-pec-k-snapshot"
-            f" {config.pec_k_snapshot}: only experts that are in a snapshot can be persisted"
-        )

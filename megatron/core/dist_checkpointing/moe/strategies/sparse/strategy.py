@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...errors import UsageError
+from ...config import MoECheckpointConfig
 from ...policy.copies import Level
-from ...policy.ordering import should_reorder
 from ...policy.rounds import PLACES
 from ...types import Piece, RecoveryPlan, SnapshotPlan, Window
 from ..base import Job, Pace, Room, Strategy
-from ..rhythm import Costs, Rhythm
+from ..rhythm import Costs
 from .budget import Budget
 from .popularity import Popularity
 from .windows import NO_ROOMS, Timetable, ordering_of, timetable
@@ -85,15 +84,37 @@ class Sparse(Strategy):
     """
 
     replays = True
+    at_intervals = False
+    settings = ("window", "ordering", "reorder_", "replay_")
+
+    @classmethod
+    def contradictions(cls, config: MoECheckpointConfig, num_experts: int) -> Iterator[str]:
+        whole = config.window.isascii() and config.window.isdigit() and int(config.window) >= 1
+        if config.window != AUTO and not whole:
+            yield f"--moe-ckpt-window {config.window} is neither auto nor a number of iterations from 1 on"
+        if not 0 < config.reorder_fraction <= 1:
+            yield f"--moe-ckpt-reorder-fraction {config.reorder_fraction} must be above 0, and at most 1"
+        if config.interval != 1 or config.interval_policy != "fixed":
+            given = (
+                f"interval {config.interval}" if config.interval != 1 else f"interval-policy {config.interval_policy}"
+            )
+            yield (
+                f"--moe-ckpt-{given} has no meaning with --moe-ckpt-strategy sparse, which snapshots a part of the"
+                " state after every iteration; --moe-ckpt-window says in how many of them all of it is snapshotted"
+            )
+        if config.shard != "none":
+            yield (
+                f"--moe-ckpt-shard {config.shard} is for snapshots of all operators, but those of --moe-ckpt-strategy"
+                " sparse hold a part of them; use --use-distributed-optimizer to share state out"
+            )
 
     def __init__(self, job: Job) -> None:
         config, ordering = job.config, ordering_of(job)
-        super().__init__(job, Rhythm.of(replace(config, interval=1, interval_policy="fixed")))
+        super().__init__(job)
         self._ordering = ordering
-        should_reorder({}, {}, config.reorder_threshold, config.reorder_fraction)  # refuses what makes no sense
         self.counts_tokens = bool(job.moe_layers) and ordering in _COUNTING
         self.counts_gates = self.counts_tokens and ordering == "soft-count"
-        self._fixed = _fixed_window(config.window)
+        self._fixed = None if config.window == AUTO else int(config.window)
         self.needs_pace = self._fixed is None
         self._popularity = Popularity(job.moe_layers, decays=ordering == "time-decayed")
         self._budget = Budget()
@@ -214,12 +235,3 @@ class Sparse(Strategy):
 
     def _timetable(self, window: int | None) -> Timetable:
         return timetable(self._job, self._popularity.last, window=window, budget_bytes=self._budget.decided_bytes)
-
-
-def _fixed_window(window: str) -> int | None:
-    """The iterations that the flag asks for; None for `auto`. Raises UsageError."""
-    if window == AUTO:
-        return None
-    if not window.isdecimal() or int(window) < 1:
-        raise UsageError(f"--moe-ckpt-window {window} must be {AUTO} or a number of iterations, at least 1")
-    return int(window)
