@@ -15,11 +15,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron.core.dist_checkpointing.moe.capture.boundary import BoundaryRecorder, ThreadCopies
+from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import BoundaryRecorder
 from megatron.core.dist_checkpointing.moe.ports import Layout, SnapshotId, StoreFailure
 from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
 from megatron.core.dist_checkpointing.moe.runtime.keeper import Identity
 from megatron.core.dist_checkpointing.moe.runtime.logs import BoundaryLogs, LogPlan, LogPorts
+from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
 from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import LOG, Direction, StepJournal, Topology
 
@@ -102,7 +103,7 @@ class World:
 
     def start(self) -> None:
         self.store = MemoryStore(self.folder, "job", 0, self.plan.sizes(2), area="standby")
-        self.refusing, self.recorder = Refusing(self.store), BoundaryRecorder(ThreadCopies())
+        self.refusing, self.recorder = Refusing(self.store), BoundaryRecorder(ThreadEngine("boundary-copy"))
         ports = LogPorts(self.refusing, self.lane, self.recorder, SystemClock())
         self.logs = BoundaryLogs(self.plan, Identity("job", {}, frozenset()), ports, timeout_s=WAIT_S)
 

@@ -10,8 +10,8 @@ import torch
 
 from ..errors import UsageError
 from ..ports import RANDOM, Field, Layout, MappedWriter, TrainerState
+from ..snapshot.copy_engines import CopyEngine, Span
 from ..types import OperatorId, Part, SnapshotPlan
-from .engines import CopyEngine, Span
 from .operators import StateTensor
 
 _REMEMBERED_LAYOUTS = 64

@@ -13,13 +13,14 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 
-from ..capture.boundary import BoundaryRecorder, StreamCopies, ThreadCopies
 from ..capture.operators import Shard, StateTensor
 from ..errors import MoECheckpointError
+from ..local_recovery.boundary_copies import BoundaryRecorder
 from ..policy.boundary import tensor_shape
 from ..policy.parking import Cause, StepPhase
 from ..ports import RANDOM, Capturer, Clock, Json, SnapshotId, StoreFailure, TrainerState
 from ..recover.park import Parker, ParkPorts
+from ..snapshot.copy_engines import StreamEngine, ThreadEngine
 from ..store.memory import MemoryStore
 from ..types import PARKED, StepJournal, Topology
 from .communicator import BoundaryCommunicator
@@ -126,7 +127,7 @@ class Standby:
         self.communicator = BoundaryCommunicator(group, passes.config)
         self.communicator.connect()  # while all ranks are here: a replay may be the first to send, without some of them
         on_device = any(one.tensor.is_cuda for one in live.tensors)
-        self._recorder = BoundaryRecorder(StreamCopies() if on_device else ThreadCopies())
+        self._recorder = BoundaryRecorder(StreamEngine() if on_device else ThreadEngine("boundary-copy"))
         self.communicator.sink = self._recorder
         self._guard, self._lane = StepGuard(live.optimizer), ThreadLane("logs")
         self._identity: Identity | None = None

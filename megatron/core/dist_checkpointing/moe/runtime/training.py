@@ -10,10 +10,10 @@ import torch
 
 from megatron.core.optimizer import MegatronOptimizer
 
-from ..capture.engines import CopyEngine, StreamEngine, ThreadEngine
 from ..capture.snapshot import LiveCapturer
 from ..ports import Execution, TrainerState
 from ..replay.execution import LiveExecution
+from ..snapshot.copy_engines import CopyEngine, StreamEngine, ThreadEngine
 from ..types import Topology
 from .completeness import check_complete
 from .megatron import live_restorer, operators_of_parameters, state_tensors, stepped_parameters
