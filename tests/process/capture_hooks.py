@@ -120,7 +120,7 @@ class _Capture:
 
     def _capture(self, capturer: Any, first: bool) -> Any:
         """A snapshot of the state as it is, taken while the next iteration runs."""
-        from megatron.core.dist_checkpointing.moe.runtime.megatron import gather_compute_weights
+        from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import gather_compute_weights
         from megatron.core.dist_checkpointing.moe.store.layout import Facts, SnapshotId
 
         state = self.state

@@ -92,7 +92,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class ShardSpread:
     """How a tensor is spread over ranks.
 
     is_expert: whether over the dimensions of experts (etp, ep, edp) or of all else (tp, cp, dp).
@@ -108,7 +108,7 @@ class Spread:
 
 
 @lru_cache
-def holders(topology: Topology, rank: int, spread: Spread) -> tuple[int, ...]:
+def holders(topology: Topology, rank: int, spread: ShardSpread) -> tuple[int, ...]:
     """The ranks that hold the same values as `rank`, itself among them, ascending."""
     here = topology.coordinates(rank)
 

@@ -45,7 +45,7 @@ class ReplayDiverged(MoECheckpointError):
 
 
 @dataclass(frozen=True)
-class Load:
+class SnapshotLoad:
     """What this rank takes from one sealed snapshot."""
 
     reader: Reader
@@ -65,7 +65,7 @@ class ReplayStep:
     iteration: int
     frozen: frozenset[OperatorId] = field(repr=False)
     journal: StepJournal
-    loads: tuple[Load, ...] = field(repr=False)
+    loads: tuple[SnapshotLoad, ...] = field(repr=False)
     trainer: Reader | Mapping[str, Json] = field(repr=False)
     logs: Logs = field(default_factory=dict, repr=False)
     outside: frozenset[OperatorId] = field(default=frozenset(), repr=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from megatron.core.utils import unwrap_model
 from ..errors import UsageError
 from ..types import OperatorId, StepJournal
 from .gradient_flow import gradients_down_to, lowest_active_layer
-from .patches import ALIGNED_GROUPS, counts_in_groups, journaled_step, journaled_tokens, overlap_off, weights_frozen
+from .patches import counts_in_groups, journaled_step, journaled_tokens, overlap_off, weights_frozen
 
 
 class LiveExecution:
@@ -105,16 +104,20 @@ def _check_tokens(chunks: Sequence[torch.nn.Module], step: StepJournal) -> None:
 
 
 def _refuse_unsupported(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
-    model, wrapping = unwrap_model(chunks[0]), chunks[0].ddp_config
-    reasons = _of_model(model.config) | {
-        "Megatron-FSDP": wrapping.use_megatron_fsdp,
-        "several instances of the distributed optimizer": wrapping.num_distributed_optimizer_instances > 1,
+    """Refuse what frozen operators would break; what no state can be enumerated of `state_tensors` has refused."""
+    config = unwrap_model(chunks[0]).config
+    offloading = config.cpu_offloading or config.fine_grained_activation_offloading
+    reasons = {
+        "multi-token prediction": config.mtp_num_layers,
+        # A captured graph runs the kernels of the iteration that it was captured in, frozen or not.
+        "CUDA graphs": config.cuda_graph_impl != "none",
+        # Each of these computes or moves by its own schedule what a frozen operator no longer has.
+        "activations offloaded to the CPU": offloading,
+        "weight gradients computed later": config.delay_wgrad_compute or config.defer_embedding_wgrad_compute,
+        "expert-parallel communication overlapped across microbatches": config.overlap_moe_expert_parallel_comm,
         f"the optimizer {type(optimizer).__name__}": type(optimizer) is not ChainedOptimizer,
     }
-    for member in getattr(optimizer, "chained_optimizers", []):
-        reasons[f"the optimizer {type(member).__name__}"] = type(member) not in ALIGNED_GROUPS
-        reasons["the precision-aware optimizer"] = member.config.use_precision_aware_optimizer
-        inner = member.optimizer
+    for inner in (member.optimizer for member in getattr(optimizer, "chained_optimizers", [])):
         is_known = inner is None or type(inner) in (torch.optim.Adam, torch.optim.AdamW) or counts_in_groups(inner)
         reasons[f"the inner optimizer {type(inner).__name__}"] = not is_known
     for router in (module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)):
@@ -122,14 +125,3 @@ def _refuse_unsupported(chunks: Sequence[torch.nn.Module], optimizer: MegatronOp
     for reason, applies in reasons.items():
         if applies:
             raise UsageError(f"operators cannot be frozen with {reason}: use --moe-ckpt-strategy full or none")
-
-
-def _of_model(config: Any) -> dict[str, bool]:
-    return {
-        "fp8 or fp4 parameters": bool(config.fp8 or config.fp4),
-        "multi-token prediction": bool(config.mtp_num_layers),
-        "CUDA graphs": config.cuda_graph_impl != "none",
-        "activations offloaded to the CPU": bool(config.cpu_offloading or config.fine_grained_activation_offloading),
-        "weight gradients computed later": bool(config.delay_wgrad_compute or config.defer_embedding_wgrad_compute),
-        "expert-parallel communication overlapped across microbatches": config.overlap_moe_expert_parallel_comm,
-    }

@@ -15,32 +15,15 @@ import torch
 
 from megatron.core.utils import make_viewless_tensor, unwrap_model
 
-from ..types import OperatorId, OperatorKind, expert
+from ..types import OperatorId, iterate_operators
 
 EMBEDDING_LAYER = -1
 
 
 def lowest_active_layer(config: Any, frozen: Collection[OperatorId]) -> int:
     """The lowest layer with an operator that is not frozen, on whatever rank; one past the head where there is none."""
-    head = config.num_layers
-    for layer in range(EMBEDDING_LAYER, head + 1):
-        if any(operator not in frozen for operator in _operators(config, layer)):
-            return layer
-    return int(head) + 1
-
-
-def _operators(config: Any, layer: int) -> Iterator[OperatorId]:
-    if layer == EMBEDDING_LAYER:
-        yield OperatorId(layer, OperatorKind.EMBEDDING)
-    elif layer == config.num_layers:
-        yield OperatorId(layer, OperatorKind.HEAD)
-    else:
-        yield OperatorId(layer, OperatorKind.NON_EXPERT)
-        frequency = config.moe_layer_freq
-        is_moe = layer % frequency == 0 if isinstance(frequency, int) else frequency[layer]
-        if config.num_moe_experts and is_moe:
-            yield OperatorId(layer, OperatorKind.ROUTER)
-            yield from (expert(layer, index) for index in range(config.num_moe_experts))
+    operators = iterate_operators(config.num_layers, config.num_moe_experts or 0, config.moe_layer_freq)
+    return next((operator.layer for operator in operators if operator not in frozen), int(config.num_layers) + 1)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from there with nobody else, to the same bit. Checked against Megatron-Core 0.16
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from ..errors import UnreadableCheckpoint, UsageError
 from ..ports import Field
 from ..replay.patches import replaced
 from ..types import StepJournal
+from .optimizer_state import optimizer_members
 
 GRADIENT = "gradient"
 """The field in the keys of gradients."""
@@ -64,8 +65,8 @@ class Prepared:
     @torch.no_grad()
     def finish(self, optimizer: MegatronOptimizer) -> None:
         """Prepare what was not prepared yet, without the other ranks; loss scales stay as they are."""
-        for member in _members(optimizer):
-            if id(member) in self._ready or member.is_stub_optimizer:
+        for member in optimizer_members(optimizer):
+            if id(member) in self._ready:
                 continue
             _give_gradients(member)
             if getattr(member, "grad_scaler", None):
@@ -174,9 +175,8 @@ def roll_forward(
         return
     if step.grad_norm is None:
         raise UsageError("the journal has no gradient norm: kept gradients cannot be applied without it")
-    for member in _members(optimizer):
-        if not member.is_stub_optimizer:
-            _give_gradients(member)
+    for member in optimizer_members(optimizer):
+        _give_gradients(member)
     for shard, main in stepped:
         key = shard.key(GRADIENT)
         if main.grad is None:
@@ -197,11 +197,6 @@ def roll_forward(
 
 def _nothing(*unused: Any, **options: Any) -> None:
     """In place of a collective that others do not take part in."""
-
-
-def _members(optimizer: MegatronOptimizer) -> Collection[Any]:
-    members: Collection[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
-    return members
 
 
 def _give_gradients(member: Any) -> None:

@@ -26,7 +26,7 @@ from ..ports import (
 from ..recover.fetch import Carrier, Need
 from ..recover.inventory import Found, Place
 from ..recover.marks import Mark, Marks
-from ..replay.densify import Load, Logs, Replay, ReplayPorts, ReplayStep, StageFeed, restore_trainer
+from ..replay.densify import Logs, Replay, ReplayPorts, ReplayStep, SnapshotLoad, StageFeed, restore_trainer
 from ..store.heap import HeapReader
 from ..store.manifest import decode, encode
 from ..types import GRADIENTS, LOG, STANDBY, OperatorId, RecoveryPlan, Segment, StepJournal, Tier, Topology
@@ -211,7 +211,7 @@ class Attempt:
 
     def _step(self, segment: Segment, iteration: int, heard: Heard, outside: frozenset[OperatorId]) -> ReplayStep:
         journal, trainer = self._outcome(iteration, heard.outcomes.get(iteration))
-        loads = tuple(Load(reader, dict(need.parts)) for need, reader in self._of(iteration) if need.parts)
+        loads = tuple(SnapshotLoad(reader, dict(need.parts)) for need, reader in self._of(iteration) if need.parts)
         logs = {
             way: reader
             for need, reader in self._held

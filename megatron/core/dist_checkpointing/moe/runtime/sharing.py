@@ -15,9 +15,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from ..capture.operators import GlobalName, StateTensor
 from ..capture.restore import LiveRestorer
 from ..errors import UsageError
+from ..megatron_state.compute_weights import level_step_counts, recast_compute_weights, settle_gathers
 from ..policy.sharding import ShardAssignment, Stretch, shard_checkpoint
 from ..types import FP32, ModelShape, OperatorId, Part, Topology, full_plan
-from .megatron import level_step_counts, recast_compute_weights, settle_gathers
 from .model_operators import model_shape
 
 _SUMMED_AS = {4: torch.int32, 8: torch.int64}
