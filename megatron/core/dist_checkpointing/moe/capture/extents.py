@@ -60,13 +60,15 @@ class Cover:
 def check_cover(expected: Sequence[Extent], found: Sequence[Extent]) -> None:
     """Check that `found` covers every byte of `expected` exactly once, and nothing else.
 
-    Extents of `expected` may overlap: one tensor may be enumerated in several ways. Raises IncompleteState, naming
-    the first byte range that is wrong and counting the others.
+    Extents of `expected` may overlap: one tensor may be enumerated in several ways.
+
+    Raises:
+        IncompleteState: Names the first byte range that is wrong and counts the others.
     """
     in_order = sorted((extent for extent in found if extent.nbytes), key=_start)
-    for one, next_one in itertools.pairwise(in_order):
-        if next_one.start < one.end:
-            raise IncompleteState(f"state is covered twice: {one.name} and {next_one.name} share memory")
+    for extent, following in itertools.pairwise(in_order):
+        if following.start < extent.end:
+            raise IncompleteState(f"state is covered twice: {extent.name} and {following.name} share memory")
     _raise_for(expected, Cover(found), "belongs to no operator and not to the trainer state")
     _raise_for(found, Cover(expected), "is no live training state; enumerate the state anew after it was replaced")
 

@@ -43,11 +43,9 @@ class _LiveRecord:
     def of(cls, state: StateTensor) -> _LiveRecord:
         """The tensor as it lies now."""
         tensor = state.tensor
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        record = Field(state.key, dtype, tuple(tensor.shape), state.part, state.operator)
         address: int = tensor.data_ptr()
-        source = tensor.view(torch.uint8)
-        return cls(state, record, source, address - tensor.storage_offset() * tensor.element_size(), address)
+        allocation = address - tensor.storage_offset() * tensor.element_size()
+        return cls(state, state.record, tensor.view(torch.uint8), allocation, address)
 
 
 @dataclass(frozen=True, eq=False)

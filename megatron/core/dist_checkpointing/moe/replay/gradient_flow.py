@@ -30,22 +30,25 @@ def lowest_active_layer(config: Any, frozen: Collection[OperatorId]) -> int:
 def gradients_down_to(chunk: torch.nn.Module, lowest: int) -> Iterator[None]:
     """Let gradients flow through a model chunk as in training, but not below layer `lowest` of the whole model.
 
-    There they begin at the input of that layer even if nothing below requires any; a stage below gets zeros.
+    Layer `lowest` still has its input's gradient computed, as in training; a stage below gets zeros.
     """
     model = unwrap_model(chunk)
     with contextlib.ExitStack() as stack:
         entrances = _entrances(model)
         bottom = EMBEDDING_LAYER if model.pre_process or not entrances else entrances[0][0]
         if lowest > bottom and _flow_everywhere(model.config):
+            # All layers run backward as in training; only the embedding is spared.
             if model.pre_process and entrances:
                 stack.enter_context(_input_changed(model.decoder, _beginning))
         elif lowest > bottom and entrances:
             first = entrances[0][1]
             begin = next((module for layer, module in entrances if layer >= lowest), None)
+            # Without this the layers between would be run backward for gradients that nobody takes.
             if begin is not first:
                 stack.enter_context(_input_changed(first, torch.Tensor.detach))
             if begin is not None:
                 stack.enter_context(_input_changed(begin, _beginning))
+            # The stage below waits for a gradient of what it sent, or its own part of the 1F1B schedule hangs.
             if not model.pre_process:
                 handle = chunk.register_forward_hook(lambda _, __, output: _zeros_to(model.decoder, output))
                 stack.callback(handle.remove)
@@ -92,6 +95,7 @@ def _input_changed(module: torch.nn.Module, change: Callable[[torch.Tensor], tor
 
 def _beginning(hidden: torch.Tensor) -> torch.Tensor:
     """The same values, at which gradients end that flow down."""
+    # Kernels may take another way where their input needs no gradient: it needs one in training, so it does here.
     return hidden.detach().requires_grad_()
 
 
@@ -111,7 +115,7 @@ class _ZerosBelow(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-        """The output, as a view."""
+        """The output, as a view: autograd takes an input that is returned as it is for one that was changed."""
         ctx.shape, ctx.dtype, ctx.device = received.shape, received.dtype, received.device
         return output.view_as(output)
 

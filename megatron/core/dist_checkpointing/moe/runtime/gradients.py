@@ -17,7 +17,8 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from ..capture.operators import Shard, StateTensor
-from ..errors import UnreadableCheckpoint, UsageError
+from ..capture.restore import write_record
+from ..errors import UsageError
 from ..ports import Field
 from ..replay.patches import replaced
 from ..types import StepJournal
@@ -117,44 +118,40 @@ class LiveGradients:
 
 
 class LiveBuffers:
-    """The `recover.park.Moving` of live training: what routers count, and expert biases.
+    """The `recover.park.Moving` of live training: what routers count, and expert biases, copied on their own device.
 
-    tensors: all state of this rank. They are copied on their own device.
+    Args:
+        tensors: All state of this rank.
     """
 
     def __init__(self, tensors: Sequence[StateTensor]) -> None:
-        self._tensors = tuple(one for one in tensors if one.field == "buffer")
+        self._buffers = tuple(state for state in tensors if state.field == "buffer")
 
     def fields(self) -> tuple[Field, ...]:
         """As `recover.park.Moving.fields`."""
-        return tuple(
-            Field(
-                one.key, str(one.tensor.dtype).removeprefix("torch."), tuple(one.tensor.shape), one.part, one.operator
-            )
-            for one in self._tensors
-        )
+        return tuple(state.record for state in self._buffers)
 
     def copy(self) -> tuple[torch.Tensor, ...]:
         """As `recover.park.Moving.copy`."""
-        return tuple(one.tensor.clone() for one in self._tensors)
+        return tuple(state.tensor.clone() for state in self._buffers)
 
     def put_back(self, copy: tuple[torch.Tensor, ...]) -> None:
         """As `recover.park.Moving.put_back`."""
         with torch.no_grad():
-            for one, value in zip(self._tensors, copy, strict=True):
-                one.tensor.copy_(value)
+            for state, value in zip(self._buffers, copy, strict=True):
+                state.tensor.copy_(value)
 
     def records(self, copy: tuple[torch.Tensor, ...]) -> Mapping[str, memoryview]:
         """As `recover.park.Moving.records`."""
         return {
-            one.key: memoryview(value.contiguous().view(torch.uint8).cpu().numpy())
-            for one, value in zip(self._tensors, copy, strict=True)
+            state.key: memoryview(value.contiguous().view(torch.uint8).cpu().numpy())
+            for state, value in zip(self._buffers, copy, strict=True)
         }
 
     def restore(self, read: Read) -> None:
         """Copy the records of all buffers, fetched by key, into the live state."""
-        for one in self._tensors:
-            _copy_in(one.key, read(one.key), one.tensor)
+        for state in self._buffers:
+            write_record(state.key, read(state.key), state.tensor)
 
 
 @torch.no_grad()
@@ -181,7 +178,7 @@ def roll_forward(
         key = shard.key(GRADIENT)
         if main.grad is None:
             raise UsageError(f"the master weights of {shard.of.name} take no gradient")
-        _copy_in(key, read(key), main.grad)
+        write_record(key, read(key), main.grad)
     with contextlib.ExitStack() as stack:
         alone: dict[str, Any] = {
             "prepare_grads": lambda: False,
@@ -214,15 +211,3 @@ def _named(dtype: torch.dtype) -> str:
 def _copy_out(tensor: torch.Tensor, into: memoryview) -> None:
     if tensor.numel():
         torch.frombuffer(into, dtype=tensor.dtype).copy_(tensor.reshape(-1))
-
-
-def _copy_in(key: str, data: memoryview, tensor: torch.Tensor) -> None:
-    nbytes = tensor.numel() * tensor.element_size()
-    if data.nbytes != nbytes:
-        raise UnreadableCheckpoint(
-            f"record {key} has {data.nbytes} bytes, but its tensor has {nbytes}: it was kept in another layout of ranks"
-        )
-    if nbytes:
-        with torch.no_grad():
-            flat = torch.frombuffer(bytearray(data), dtype=tensor.dtype)
-            tensor.copy_(flat.view(tensor.shape))

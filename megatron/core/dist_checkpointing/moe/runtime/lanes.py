@@ -62,4 +62,4 @@ class ThreadLane:
                 future.set_exception(error)
             else:
                 future.set_result(value)
-            del item, future, work
+            del item, future, work  # while it waits for the next, this thread keeps nothing alive

@@ -20,8 +20,11 @@ def model_operators(chunks: Sequence[torch.nn.Module]) -> tuple[OperatorId, ...]
 def model_shape(chunks: Sequence[torch.nn.Module]) -> ModelShape:
     """The whole model that these chunks are a part of, as the policies see it; the same on all ranks.
 
-    Raises UsageError for a model that ModelShape cannot describe. What it does not ask for may still make the model
-    larger: compare its counts with live parameters before relying on them.
+    Options that ModelShape does not know may make the live model larger: compare the counts of parameters before
+    relying on them.
+
+    Raises:
+        UsageError: ModelShape cannot describe the model.
     """
     chunk = unwrap_model(list(chunks))[0]
     config = chunk.config
