@@ -10,7 +10,7 @@ import torch
 
 from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import BoundaryFailure, BoundaryRecorder
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
-from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import StreamEngine
+from megatron.core.dist_checkpointing.moe.snapshot.stream_engine import StreamEngine
 from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import LOG, Direction, boundary_key
 

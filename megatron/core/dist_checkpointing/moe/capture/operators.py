@@ -29,10 +29,13 @@ WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 OUTPUT_WEIGHTS = "output_layer.weight"
 
 _IN_LAYER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
+# Experts in a module of their own each (SequentialMLP), and as numbered parameters of one module (TEGroupedMLP).
 _SEQUENTIAL = re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<tensor>linear_fc[12]\.(?:weight|bias))")
 _GROUPED = re.compile(r"mlp\.experts\.(?P<tensor>linear_fc[12]\.(?:weight|bias))(?P<expert>\d+)")
+# Core's GroupedMLP keeps all experts of a rank in one tensor, which cannot be saved expert by expert.
 _LEGACY = re.compile(r"mlp\.experts\.(?:weight|bias)[12]")
 _ROUTER = "mlp.router."
+# Whatever else a layer may have: dense and shared experts' FFN, norms, projections of latent MoE.
 _NON_EXPERT = (
     "input_layernorm.",
     "self_attention.",
@@ -43,6 +46,7 @@ _NON_EXPERT = (
     "mlp.fc1_latent_proj.",
     "mlp.fc2_latent_proj.",
 )
+# The configuration determines rotary angles: they are no training state, though they are registered as buffers.
 _CONSTANT = "rotary_pos_emb."
 
 
@@ -101,6 +105,7 @@ class Shard:
 
     def key(self, field: str) -> str:
         """Unique within a rank; the same key on two ranks names the same values."""
+        # Sizes are part of the key: a snapshot of another layout of ranks has no record of this key at all.
         partition = f"/tp{self.tp_rank}of{self.tp_size}" if self.tp_size > 1 else ""
         own = f"/rank{self.own_of}" if self.own_of is not None else ""
         return f"{self.of.name}{partition}{own}[{self.start}:{self.end}]/{field}"
@@ -141,6 +146,7 @@ def holders(topology: Topology, rank: int, spread: ShardSpread) -> tuple[int, ..
             and (there.ep == here.ep or not spread.is_expert)
         )
 
+    # Tied word embeddings are stepped alike on the first and on the last stage, from one reduced gradient.
     stages = sorted({0, topology.pp - 1}) if spread.tied else (here.pp,)
     return tuple(other for stage in stages for other in topology.stage_ranks(stage) if holds(other))
 
@@ -191,6 +197,7 @@ class StateTensor:
 
     def serves(self, part: Part) -> bool:
         """Whether a snapshot of `part` contains this tensor: COMPUTE takes all that a forward pass reads."""
+        # fp32 masters and buffers serve as compute weights too: there is no second tensor for that.
         return bool(self.part & part) or (self.in_forward and Part.WEIGHTS in part)
 
 
@@ -208,6 +215,7 @@ def locate(name: str, chunk: ChunkPlace) -> GlobalName:
     in_layer = _IN_LAYER.fullmatch(name)
     if in_layer:
         return _in_layer(name, chunk.first_layer + int(in_layer["layer"]), in_layer["rest"], chunk)
+    # The last stage's copy of tied embeddings is the embedding's state, not the head's.
     if name == OUTPUT_WEIGHTS and chunk.tied:
         return GlobalName(OperatorId(-1, OperatorKind.EMBEDDING), WORD_EMBEDDINGS)
     if name.startswith("embedding."):
@@ -224,6 +232,7 @@ def _in_layer(name: str, layer: int, rest: str, chunk: ChunkPlace) -> GlobalName
     prefix = f"decoder.layers.{layer}"
     routed = _SEQUENTIAL.fullmatch(rest) or _GROUPED.fullmatch(rest)
     if routed:
+        # One spelling for both kinds of modules, and global ids: snapshots do not depend on how experts are computed.
         index = chunk.first_expert + int(routed["expert"])
         return GlobalName(expert(layer, index), f"{prefix}.mlp.experts.{index}.{routed['tensor']}")
     if rest.startswith(_ROUTER):

@@ -56,11 +56,13 @@ class LiveRestorer:
     def restore(self, read: Callable[[str], memoryview], parts: Mapping[Part, Collection[OperatorId]]) -> int:
         """As `ports.Restorer.restore`. A part of an operator is what state has any of its components."""
         tensors = self._all()
+        # A gather of compute weights that is under way would overwrite what is written below.
         if not self._is_settled:
             self._settle()
             self._is_settled = True
         chosen = {part: frozenset(operators) for part, operators in parts.items()}
         copied_bytes = 0
+        # A key is asked for where this rank has its tensor: what other ranks own is not fetched.
         for state in tensors:
             if any(state.serves(part) and state.operator in operators for part, operators in chosen.items()):
                 write_record(state.key, read(state.key), state.tensor)
@@ -70,10 +72,9 @@ class LiveRestorer:
         return copied_bytes
 
     def refresh(self) -> None:
-        """As `ports.Restorer.refresh`: the same cast, tensor by tensor, that Megatron's optimizers end their step with.
-
-        Tensors of which nothing was restored are not touched: a frozen operator's master weights may still be NaN.
-        """
+        """As `ports.Restorer.refresh`: tensor by tensor the cast that Megatron's optimizers end their step with."""
+        # Only what was restored since the last call: a frozen operator's master weights may still be NaN, and an
+        # operator that is trained already has compute weights of its own.
         masters = {state.shard: state for state in self._all() if state.field == "master" and state.key in self._fresh}
         with torch.no_grad():
             for state in self._all():
@@ -100,8 +101,9 @@ class LiveRestorer:
         """As `ports.Restorer.complete`; compute weights that were not restored to the last one are derived anew."""
         if why := self.missing():
             raise UnreadableCheckpoint(why)
+        # Compute weights are all that may be missing here; if any are, all are derived: the cast is the same one.
         self._complete(bool(self._not_written()))
-        self._tensors = None
+        self._tensors = None  # enumerated anew next time: an optimizer may replace its state meanwhile
 
     def _not_written(self) -> list[StateTensor]:
         return [state for state in self._all() if state.key not in self._written]
@@ -127,13 +129,14 @@ def write_record(key: str, data: memoryview, tensor: torch.Tensor) -> None:
     if not data.nbytes:
         return
     with torch.no_grad():
-        # numpy, because torch.frombuffer wants writable memory that is aligned to the dtype, which records are not.
+        # Through numpy: records are read-only memory, which torch.frombuffer does not take without a warning.
         host = flat if flat.device.type == "cpu" else torch.empty(flat.numel(), dtype=torch.uint8)
         np.copyto(host.numpy(), np.frombuffer(data, np.uint8))
         if host is not flat:
             flat.copy_(host)
 
 
+# Integers have no NaN: the most improbable value stands in.
 def _poison_of(dtype: torch.dtype) -> float | int | bool:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")

@@ -53,9 +53,9 @@ class _PreparedLayout:
     """What to copy for a layout: spans that the next forward pass changes, the others, and random states by name."""
 
     layout: Layout
-    changing: tuple[Span, ...]
+    changing: tuple[Span, ...]  # router buffers
     lasting: tuple[Span, ...]
-    random: Mapping[str, int]
+    random: Mapping[str, int]  # offsets
 
 
 class LiveCapturer:
@@ -96,6 +96,7 @@ class LiveCapturer:
 
     def layout(self, plan: SnapshotPlan, *, trainer: bool = False) -> Layout:
         """As `ports.Capturer.layout`; the same object for the same parts of this rank's operators."""
+        # Other ranks' operators are left out: plans that differ in those alone share one layout.
         parts = tuple(plan.parts.get(operator, Part.NOTHING) for operator in self._in_order)
         key, known = (trainer, *parts), self._prepared_by_parts
         if key not in known:
@@ -109,7 +110,9 @@ class LiveCapturer:
         """As `ports.Capturer.begin`. Raises UsageError when `end` was not called since the last `begin`."""
         if self._under_way:
             raise UsageError("a capture is under way: end it before the next begins")
+        # Segments first: what can be refused is refused before anything is copied.
         work = [(self._prepared(layout), writer.whole()) for layout, writer in copies]
+        # Random states and buffers come first: the next forward pass, which changes them, may begin once this returns.
         for prepared, segment in work:
             self._copy_random(prepared.random, segment)
         for prepared, segment in work:
@@ -121,7 +124,7 @@ class LiveCapturer:
         """As `ports.Capturer.end`; after TimeoutError it may be called again, and with nothing begun it returns."""
         try:
             self._engine.wait(timeout_s)
-        except TimeoutError:
+        except TimeoutError:  # the copies go on, and so does this capture
             raise
         except BaseException:
             self._under_way = False
@@ -192,15 +195,17 @@ class LiveCapturer:
                 raise UsageError(
                     f"random state {name} has changed its size: it had {expected_bytes} bytes at the start"
                 )
+            # A few KiB on the host, where the trainer has them as copies: no engine is needed.
             segment[offset : offset + expected_bytes] = states[name].cast("B")
 
 
 def _in_memory_order(tensors: Sequence[StateTensor]) -> tuple[_LiveRecord, ...]:
-    """By allocation, in the order of their first tensors, and by place in it: addresses differ from start to start."""
+    """By allocation, in the order of their first tensors, and by place in it."""
     allocations: dict[int, int] = {}
     found = [_LiveRecord.of(tensor) for tensor in tensors]
     for live in found:
         allocations.setdefault(live.allocation, len(allocations))
+    # Not by the addresses of allocations, which differ from start to start, or a restart would change all layouts.
     return tuple(sorted(found, key=lambda live: (allocations[live.allocation], live.address, live.record.key)))
 
 

@@ -81,7 +81,10 @@ class Prepared:
 class LiveGradients:
     """The `recover.park.Gradients` of live training.
 
-    stepped: as `runtime/megatron.py`'s `stepped_parameters` gives it. prepared: how far the step had come.
+    Args:
+        optimizer: What core's `get_megatron_optimizer` gave.
+        stepped: As `stepped_parameters` gives it.
+        prepared: Tells how far the step had come.
     """
 
     def __init__(
@@ -103,8 +106,9 @@ class LiveGradients:
         stepped: Sequence[tuple[Shard, torch.Tensor]],
         prepared: Callable[[], Prepared],
     ) -> LiveGradients | None:
-        """None on GPUs: there a reduction may still run when the host goes on, and to let a device go that waits for a
-        lost peer is to abort it; nobody can tell then whether the gradients are final."""
+        """The gradients of a CPU job; None on GPUs."""
+        # There a reduction may still run when the host goes on, and to let a device go that waits for a lost peer is
+        # to abort it: nobody can tell then whether the gradients are final.
         return None if any(main.is_cuda for _, main in stepped) else cls(optimizer, stepped, prepared)
 
     @torch.no_grad()
@@ -162,9 +166,17 @@ def roll_forward(
 
     Before it the state is that of the iteration before, learning rates and step counts included; afterwards master
     weights and moments are those of the iteration, and the compute weights of what this rank steps. Those of others
-    have to be gathered, schedules and loss scales are the caller's. read: the gradients by key.
-    Raises UsageError for optimizers and journals that this cannot be done with, UnreadableCheckpoint for records that
-    are not of these master weights.
+    have to be gathered, schedules and loss scales are the caller's.
+
+    Args:
+        optimizer: The chain of optimizers.
+        stepped: As `stepped_parameters` gives it.
+        read: Gives the kept gradients by key.
+        step: The journal of the iteration, from a rank that has it.
+
+    Raises:
+        UsageError: It cannot be done with this optimizer or this journal.
+        UnreadableCheckpoint: A record is not of these master weights.
     """
     if type(optimizer) is not ChainedOptimizer:
         raise UsageError(f"kept gradients cannot be applied with the optimizer {type(optimizer).__name__}")
@@ -173,13 +185,14 @@ def roll_forward(
     if step.grad_norm is None:
         raise UsageError("the journal has no gradient norm: kept gradients cannot be applied without it")
     for member in optimizer_members(optimizer):
-        _give_gradients(member)
+        _give_gradients(member)  # every master weight gets a `grad`, whose values are replaced below
     for shard, main in stepped:
         key = shard.key(GRADIENT)
         if main.grad is None:
             raise UsageError(f"the master weights of {shard.of.name} take no gradient")
         write_record(key, read(key), main.grad)
     with contextlib.ExitStack() as stack:
+        # What ranks would compute together: the norm comes from the journal, the rest is known or not wanted.
         alone: dict[str, Any] = {
             "prepare_grads": lambda: False,
             "get_grad_norm": lambda: step.grad_norm,

@@ -1,10 +1,10 @@
-"""The file that knows Megatron's objects: the training state that a rank owns, as views into live storage.
+"""The training state that a rank owns, as views into live storage.
 
-Only few look at them too: `completeness.py`, which judges what this file finds, `optimizer_state.py`, which makes it
-exist, `model_operators.py` and the counter of routed tokens. Checked against Megatron-Core 0.16.1:
-`DistributedOptimizer`, `Float16OptimizerWithFloat16Params` and `FP32Optimizer`, alone or chained, over torch's Adam.
-The views stay valid while training goes on, until `load_state_dict` of an optimizer replaces its moments and step
-counts; then the state has to be enumerated anew.
+Enumerated are, each tensor once: what every inner optimizer steps (compute weights, master weights, moments, step
+counts), parameters that no optimizer was given (frozen ones), and buffers of routers. Checked against Megatron-Core
+0.16.1: `DistributedOptimizer`, `Float16OptimizerWithFloat16Params` and `FP32Optimizer`, alone or chained, over torch's
+Adam. The views stay valid while training goes on, until `load_state_dict` of an optimizer replaces its moments and
+step counts; then the state has to be enumerated anew. `completeness.py` judges what this file finds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ from .optimizer_state import optimizer_members
 
 
 def read_topology(ranks_per_node: int) -> Topology:
-    """The layout of the running job. Raises UsageError where its ranks are not in Megatron's default order."""
+    """The layout of the running job.
+
+    Raises:
+        UsageError: Its ranks are not in Megatron's default order.
+    """
     topology = Topology(
         world_size=torch.distributed.get_world_size(),
         tp=parallel_state.get_tensor_model_parallel_world_size(),
@@ -78,15 +82,20 @@ def state_tensors(
 ) -> tuple[StateTensor, ...]:
     """Every tensor of training state that this rank owns, each once, sorted by operator and key.
 
-    chunks: the model chunks as they are trained, wrapped in DistributedDataParallel; the optimizer's state must exist.
-
     With the distributed optimizer that is the rank's shard of every parameter: the compute weights as a view into the
     parameter buffer, the master weights, both moments and the step count. With fp32 parameters the shard is master and
     compute weights at once: one tensor. Without the distributed optimizer it is every parameter as a whole. Router
     buffers are state on every rank, whether Megatron's own checkpoints have them or not.
 
     Trainer state (iteration, schedules, random states, loss scaler) is not among them.
-    Raises UsageError for models and optimizers whose state cannot be protected, with the reason.
+
+    Args:
+        chunks: The model chunks as they are trained, wrapped in DistributedDataParallel.
+        optimizer: What core's `get_megatron_optimizer` gave for them; its state must exist.
+        topology: The layout of the job.
+
+    Raises:
+        UsageError: The state of this model or optimizer cannot be protected, with the reason.
     """
     model = _Model(chunks, topology)
     _refuse_unsupported(model, optimizer)
@@ -97,7 +106,11 @@ def state_tensors(
 def operators_of_parameters(
     chunks: Sequence[torch.nn.Module], topology: Topology
 ) -> Mapping[torch.nn.Parameter, OperatorId]:
-    """The operator of each parameter of this rank. Raises UsageError for a parameter that belongs to none."""
+    """The operator of each parameter of this rank.
+
+    Raises:
+        UsageError: A parameter belongs to none.
+    """
     return {parameter: of.operator for parameter, of in _Model(chunks, topology).names.items()}
 
 
@@ -114,7 +127,7 @@ def stepped_parameters(
 
 
 def live_restorer(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, topology: Topology) -> LiveRestorer:
-    """Restores this rank's state; also what it holds of other ranks' compute weights is poisoned, and gathered."""
+    """What restores this rank's state; its copies of other ranks' compute weights are poisoned and gathered too."""
 
     def finish(recast: bool) -> None:
         level_step_counts(state_tensors(chunks, optimizer, topology))
@@ -244,6 +257,7 @@ def _optimizer_tensors(model: _Model, optimizer: MegatronOptimizer) -> Iterator[
             ranks = model.holders(shard, sharded=isinstance(member, DistributedOptimizer))
             weights = owned.parameter.data.view(-1)[owned.start : owned.end]
             master = owned.main.detach().view(-1)
+            # fp32 parameters are their own master weights: one tensor, one record.
             is_master = master.data_ptr() == weights.data_ptr()
             if not is_master:
                 yield StateTensor(shard, "compute", Part.COMPUTE, weights, ranks, in_forward=True)

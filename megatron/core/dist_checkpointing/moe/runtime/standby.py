@@ -20,7 +20,8 @@ from ..policy.boundary import tensor_shape
 from ..policy.parking import Cause, StepPhase
 from ..ports import RANDOM, Capturer, Clock, Json, SnapshotId, StoreFailure, TrainerState
 from ..recover.park import Parker, ParkPorts
-from ..snapshot.copy_engines import StreamEngine, ThreadEngine
+from ..snapshot.copy_engines import ThreadEngine
+from ..snapshot.stream_engine import StreamEngine
 from ..store.memory import MemoryStore
 from ..types import PARKED, StepJournal, Topology
 from .communicator import BoundaryCommunicator

@@ -13,7 +13,8 @@ from megatron.core.utils import unwrap_model
 from ..capture.snapshot import LiveCapturer
 from ..ports import Execution, TrainerState
 from ..replay.execution import LiveExecution
-from ..snapshot.copy_engines import CopyEngine, StreamEngine, ThreadEngine
+from ..snapshot.copy_engines import CopyEngine, ThreadEngine
+from ..snapshot.stream_engine import StreamEngine
 from ..types import Topology
 from .completeness import check_complete
 from .megatron import live_restorer, operators_of_parameters, state_tensors, stepped_parameters
