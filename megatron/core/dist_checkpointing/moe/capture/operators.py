@@ -140,6 +140,7 @@ def holders(topology: Topology, rank: int, spread: ShardSpread) -> tuple[int, ..
             same_partition, same_shard = there.etp == here.etp, there.edp == here.edp
         else:
             same_partition, same_shard = there.tp == here.tp, (there.cp, there.dp) == (here.cp, here.dp)
+        # Cut over ranks: the same piece is on the ranks of the same place in the cut. Whole: it is on all of them.
         return (
             (same_partition or not spread.partitioned)
             and (same_shard or not spread.sharded)

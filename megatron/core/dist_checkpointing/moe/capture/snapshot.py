@@ -81,6 +81,7 @@ class LiveCapturer:
         self._operators = frozenset(tensor.operator for tensor in tensors)
         self._in_order = tuple(sorted(self._operators))
         self._trainer, self._engine = trainer, engine
+        # Random states keep their size: their records are made once, and checked at each copy.
         self._random = tuple(
             Field(f"{RANDOM}{name}", "uint8", (value.nbytes,)) for name, value in sorted(trainer.tensors().items())
         )
@@ -141,6 +142,7 @@ class LiveCapturer:
         if measured is not None:
             return measured
         if self._trial is None:
+            # A trial beside the copy would measure half of the bandwidth, and the engine takes one round at a time.
             if self._under_way:
                 raise UsageError("the first copy is under way: ask for the bandwidth before it begins")
             self._trial = self._engine.trial(self._trial_spans())

@@ -31,6 +31,7 @@ class BoundaryFailure(MoECheckpointError):
 class _ExpectedSends:
     """What is still expected of an iteration: by direction, the fields and their offsets in the order of sending."""
 
+    # Schedules mix the two directions (1F1B), each in its own order: so they are counted apart.
     planned: Mapping[Direction, tuple[tuple[Field, int], ...]]
     sent: dict[Direction, int]
     segment: memoryview
@@ -55,10 +56,12 @@ class _ExpectedSends:
 
     def offset_of_next(self, direction: Direction, tensor: torch.Tensor) -> int:
         """Where the next tensor of a direction goes. Raises BoundaryFailure for one that the plan does not have."""
+        # Counted first, so that a tensor that does not fit shows in the counts of `shortfall` all the same.
         index, planned = self.sent[direction], self.planned[direction]
         self.sent[direction] += 1
         if index >= len(planned):
             raise BoundaryFailure(f"more than the {len(planned)} planned tensors were sent {direction.value}")
+        # A shape that differs would be received as another tensor in a replay: better no log than a wrong one.
         (field, offset), dtype = planned[index], str(tensor.dtype).removeprefix("torch.")
         if dtype != field.dtype or tuple(tensor.shape) != field.shape:
             raise BoundaryFailure(
@@ -99,6 +102,7 @@ class BoundaryRecorder:
         """
         if self._expected is not None:
             raise UsageError("boundary tensors are being recorded: end that before the next iteration begins")
+        # No patience: training waits for this call, at the start of an iteration.
         self._engine.wait(0)
         self._expected = _ExpectedSends.of(layout, writer.whole())
 
@@ -113,7 +117,7 @@ class BoundaryRecorder:
             # while the copy still needs the storage, which a view keeps.
             source = tensor.detach().reshape(-1).view(torch.uint8)
             self._engine.add(((Span(source, offset),), expected.segment))
-        except Exception as error:
+        except Exception as error:  # the schedule that called must not see it, and `end` raises it
             is_ours = isinstance(error, MoECheckpointError)
             expected.problem = str(error) if is_ours else f"{type(error).__name__}: {error}"
 
@@ -138,12 +142,13 @@ class BoundaryRecorder:
         """
         if self._expected is None:
             return
+        # Copies of a log that is given up need not be waited for.
         if problem := self._expected.shortfall():
             self.disarm()
             raise BoundaryFailure(problem)
         try:
             self._engine.wait(timeout_s)
-        except TimeoutError:
+        except TimeoutError:  # it stays armed: copies still refer to the memory
             raise
         except Exception as error:
             self._expected = None
@@ -157,10 +162,11 @@ class BoundaryRecorder:
         """
         if self._expected is not None:
             self._expected = None
-            self._engine.drop()
+            self._engine.drop()  # copies that cannot be stopped are waited for in the next `arm`
 
     def release(self) -> None:
         """Let go of all memory, some of which is about to be given back; between two iterations."""
+        # Copies of a round that was given up may still run, to memory that is about to be unmapped.
         self._engine.wait(_RELEASE_S)
         self._engine.release()
 

@@ -139,9 +139,9 @@ class Replay:
         self._ports, self._steps = ports, tuple(steps)
         self._operators, self._tolerance = operators, tolerance
         self.members, self.unlogged = tuple(members), frozenset(unlogged)
-        self._done = 0
-        self._begun_s = 0.0
+        self._done, self._begun_s = 0, 0.0
         self._boundary: StageFeed | None = None
+        # With single stages the other ranks of the job are doing something else: they must not be waited for.
         self._gather = ports.transport.gather
         if members:
             self._gather = Among(ports.transport, members, "say how a replayed iteration came out").gather
@@ -190,13 +190,16 @@ class Replay:
             StoreFailure: A snapshot cannot be read any more, which a restart finds out and plans around; likewise.
         """
         step = self._steps[self._done]
+        # What this snapshot does not thaw is still frozen in the next iteration; after the last one nothing is.
         following = self._steps[self._done + 1].frozen if self._done + 1 < len(self._steps) else frozenset()
+        # A rank that failed alone would leave the others waiting in the collectives of `refresh`.
         self._together(lambda: self._load(step, outcome, following))
         # The loaded masters' compute weights are derived now, and gathered: the next forward pass needs them whole.
         self._ports.restorer.refresh()
         self._done += 1
         self._log_progress(step, len(following))
         if self.is_done:
+            # Training goes on as before the fault: with overlap, with all parameters in the optimizer's lists.
             self._boundary = None
             self._ports.execution.thaw()
             self._ports.ended()
@@ -206,17 +209,19 @@ class Replay:
     def _arm(self) -> None:
         step, boundary = self._steps[self._done], self._ports.boundary
         if step.logs and boundary is None:
-            raise UsageError("a replay is to be fed from logs, but nothing was given that can read them")
+            raise UsageError("a replay needs boundary logs, but nothing was given that can read them")
         self._boundary = boundary(step.logs) if step.logs and boundary else None
+        # Operators of stages outside count as frozen, so that no gradients are computed on their behalf.
         self._ports.execution.freeze(step.frozen | step.outside, step.journal, alone=self.alone)
 
     def _load(self, step: ReplayStep, outcome: StepJournal, following: Collection[OperatorId]) -> None:
         # Before anything is overwritten: a replay that has diverged must not be taken for the state it was meant to be.
         self._compare(step, outcome)
-        if self._boundary is not None:
+        if self._boundary is not None:  # tensors left in a log mean that it was written with other flags
             self._boundary.check_all_taken()
         for load in step.loads:
             self._ports.restorer.restore(load.reader.read, load.parts)
+        # Without a snapshot of this rank's own, random states are those that the iteration has just left behind.
         if isinstance(step.trainer, Mapping):
             self._ports.trainer.restore_common(step.trainer)
         else:
@@ -234,6 +239,7 @@ class Replay:
             )
         if recorded.lm_loss is None or outcome.lm_loss is None:  # only the last stage knows the loss
             return
+        # Bit by bit by default: a loss depends on all weights, so it shows what earlier iterations got wrong.
         if not _is_close(outcome.lm_loss, recorded.lm_loss, self._tolerance):
             raise ReplayDiverged(
                 f"the replay of iteration {step.iteration} gave the loss {outcome.lm_loss!r}, recorded was"
@@ -291,6 +297,7 @@ def _step_taken(step: StepJournal) -> str:
 
 
 def _is_close(found: float, recorded: float, tolerance: float) -> bool:
+    # A loss that was NaN when the iteration ran first has to be NaN again.
     if math.isnan(recorded) or math.isnan(found):
         return math.isnan(recorded) and math.isnan(found)
     return found == recorded or abs(found - recorded) <= tolerance * abs(recorded)

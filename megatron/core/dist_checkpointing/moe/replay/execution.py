@@ -83,6 +83,7 @@ class LiveExecution:
         operators = frozenset(frozen)
         parameters = {parameter for parameter, operator in self._operator_of.items() if operator in operators}
         self._until_next.enter_context(weights_frozen(self._chunks, parameters))
+        # With nothing frozen the ranks compute norm and verdict themselves, as in training.
         if operators or alone:
             journaled = journaled_step(self._optimizer, self._chunks, parameters, step, alone=alone)
             self._until_next.enter_context(journaled)
@@ -102,6 +103,7 @@ class LiveExecution:
 
 def _check_journal(optimizer: ChainedOptimizer, step: StepJournal) -> None:
     members = optimizer.chained_optimizers
+    # The norm is needed for clipping only; a step that was skipped clips nothing.
     clips = any(member.config.clip_grad > 0 for member in members)
     if step.skipped and not any(getattr(member, "grad_scaler", None) for member in members):
         raise UsageError(

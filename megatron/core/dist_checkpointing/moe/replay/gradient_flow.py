@@ -102,7 +102,7 @@ def _beginning(hidden: torch.Tensor) -> torch.Tensor:
 def _zeros_to(decoder: Any, output: torch.Tensor) -> torch.Tensor:
     """The output of a chunk, made to give the chunk's input a gradient of zeros: the stage below waits for one."""
     received = decoder.input_tensor
-    if received is None or not torch.is_grad_enabled():
+    if received is None or not torch.is_grad_enabled():  # nothing was received, or this is an evaluation
         return output
     joined: torch.Tensor = _ZerosBelow.apply(output, received)
     # Core frees the data of what it has sent, which it refuses for views.

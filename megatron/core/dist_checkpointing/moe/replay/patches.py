@@ -274,6 +274,7 @@ def _only_active(member: MegatronOptimizer, frozen: Parameters) -> Iterator[list
             # The lists are aligned: a row is one parameter with its shard and its master weights.
             groups = zip(*(getattr(member, name) for name in names), strict=True)
             rows = [list(zip(*group, strict=True)) for group in groups]
+            # By id, because tensors compare element by element; the tensors live as long as this block.
             removed |= {id(tensor) for group in rows for row in group if row[0] in frozen for tensor in row}
             active = [[row for row in group if row[0] not in frozen] for group in rows]
             columns = {name: [[row[at] for row in group] for group in active] for at, name in enumerate(names)}
