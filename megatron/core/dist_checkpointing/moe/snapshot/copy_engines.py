@@ -64,7 +64,7 @@ CopyJob: TypeAlias = tuple[Sequence[Span], memoryview]
 class CopyEngine(abc.ABC):
     """Copies spans of live memory, one round at a time; all calls come from the thread that trains.
 
-    A round is what is copied between two `wait`s. The sequence of calls is told at the top of this file.
+    A round is what is copied between two `wait`s. The sequence of calls stands at the top of this file.
     """
 
     bandwidth_bytes_per_s: float | None = None
