@@ -47,7 +47,7 @@ class LiveExecution:
         optimizer: MegatronOptimizer,
         operator_of: Mapping[torch.nn.Parameter, OperatorId],
     ) -> None:
-        _refuse_unsupported(chunks, optimizer)
+        _refuse_unfreezable(chunks, optimizer)
         named = [item for chunk in chunks for item in chunk.named_parameters()]
         unknown = [name for name, parameter in named if parameter not in operator_of]
         if unknown:
@@ -125,7 +125,7 @@ def _check_tokens(chunks: Sequence[torch.nn.Module], step: StepJournal) -> None:
         )
 
 
-def _refuse_unsupported(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
+def _refuse_unfreezable(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
     """Refuse what frozen operators would break; what no state can be enumerated of `state_tensors` has refused."""
     config = unwrap_model(chunks[0]).config
     offloading = config.cpu_offloading or config.fine_grained_activation_offloading

@@ -139,20 +139,18 @@ class _CopyRound:
         """Copy all jobs that are there; afterwards neither this object nor its error refers to their segments."""
         # Read before the jobs are taken: of a round that is closed by then, no job can be missed.
         is_closed = self.is_closed
-        while (job := self._next()) is not None:
-            self._copy(*job)
-        # The loop has ended with no job in hand: whoever is woken here may unmap the segments.
+        while self.jobs:
+            self._copy_next()
+        # No frame holds a job any more: whoever is woken here may unmap the segments.
         if is_closed:
             self.ended_s = time.perf_counter()
             self.done.set()
 
-    def _next(self) -> CopyJob | None:
+    def _copy_next(self) -> None:
         try:
-            return self.jobs.popleft()
-        except IndexError:  # none is left, or `drop` has just cleared them
-            return None
-
-    def _copy(self, spans: Sequence[Span], segment: memoryview) -> None:
+            spans, segment = self.jobs.popleft()
+        except IndexError:  # `drop` has just cleared them
+            return
         if self.error is not None:
             return
         try:
@@ -194,7 +192,8 @@ class ThreadEngine(CopyEngine):
     def add(self, job: CopyJob) -> None:
         if self._current is None:
             self._current = _CopyRound()
-        self._current.total_bytes += sum(span.nbytes for span in job[0])
+        for span in job[0]:
+            self._current.total_bytes += span.nbytes
         self._current.jobs.append(job)
         self._rounds.put(self._current)
 
