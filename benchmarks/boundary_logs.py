@@ -129,12 +129,13 @@ class Logged:
 
     def __init__(self, job: Any) -> None:
         from megatron.core import parallel_state
-        from megatron.core.dist_checkpointing.moe.capture.boundary import BoundaryRecorder, ThreadCopies
+        from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import BoundaryRecorder
         from megatron.core.dist_checkpointing.moe.policy.boundary import sent_bytes, tensor_shape
         from megatron.core.dist_checkpointing.moe.runtime.communicator import BoundaryCommunicator
         from megatron.core.dist_checkpointing.moe.runtime.lanes import ThreadLane
         from megatron.core.dist_checkpointing.moe.runtime.logs import LogPlan
         from megatron.core.dist_checkpointing.moe.runtime.megatron import read_topology
+        from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
         from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
 
         self.trainer = job.trainer()
@@ -146,7 +147,7 @@ class Logged:
         self.microbatches = self.trainer._microbatches
         self.predicted_bytes = sent_bytes(topology, topology.stage(self.rank), self.microbatches, shape, 2)
         self.store = MemoryStore(job.folder, "job", self.rank, self.plan.sizes(self.microbatches), area="standby")
-        self.recorder, self.lane = BoundaryRecorder(ThreadCopies()), ThreadLane("logs")
+        self.recorder, self.lane = BoundaryRecorder(ThreadEngine("boundary-copy")), ThreadLane("logs")
         self.communicator = BoundaryCommunicator(parallel_state.get_pipeline_model_parallel_group(), transformer)
         self.communicator.sink = self
         self.iteration, self.inside_s = 0, 0.0

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.moe.capture.engines import ThreadEngine
 from megatron.core.dist_checkpointing.moe.capture.operators import GlobalName, Shard, StateTensor
 from megatron.core.dist_checkpointing.moe.capture.snapshot import LiveCapturer
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
@@ -19,6 +18,7 @@ from megatron.core.dist_checkpointing.moe.ports import RANDOM, Field, Json, Layo
 from megatron.core.dist_checkpointing.moe.recover.park import Parked, Parker, ParkPorts
 from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
 from megatron.core.dist_checkpointing.moe.runtime.gradients import LiveBuffers
+from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
 from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
 from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import GRADIENTS, LOG, PARKED, OperatorId, OperatorKind, Part, expert

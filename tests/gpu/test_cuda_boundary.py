@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.moe.capture.boundary import BoundaryFailure, BoundaryRecorder, StreamCopies
+from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import BoundaryFailure, BoundaryRecorder
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
+from megatron.core.dist_checkpointing.moe.snapshot.stream_engine import StreamEngine
 from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import LOG, Direction, boundary_key
 
@@ -31,7 +32,7 @@ def store(tmp_path: Path) -> Iterator[MemoryStore]:
 
 @pytest.fixture
 def recorder() -> Iterator[BoundaryRecorder]:
-    made = BoundaryRecorder(StreamCopies())
+    made = BoundaryRecorder(StreamEngine())
     yield made
     made.close()
 

@@ -91,12 +91,13 @@ class Logged:
     def prepare(self) -> None:
         """Real logs on a store of its own, fed by what the trainer's communicator is asked to send."""
         from megatron.core import parallel_state
-        from megatron.core.dist_checkpointing.moe.capture.boundary import BoundaryRecorder, ThreadCopies
+        from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import BoundaryRecorder
         from megatron.core.dist_checkpointing.moe.policy.boundary import tensor_shape
         from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
         from megatron.core.dist_checkpointing.moe.runtime.communicator import BoundaryCommunicator
         from megatron.core.dist_checkpointing.moe.runtime.lanes import ThreadLane
         from megatron.core.dist_checkpointing.moe.runtime.logs import BoundaryLogs, LogPlan, LogPorts
+        from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
         from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
         from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
 
@@ -113,7 +114,7 @@ class Logged:
         self.plan = LogPlan(self.topology, self.rank, shape, dtype, 3, config.microbatch_group_size_per_vp_stage)
         sizes = self.plan.sizes(self.microbatches)
         self.store = MemoryStore(self.folder, JOB, self.rank, sizes, area="standby")
-        self.recorder = BoundaryRecorder(ThreadCopies())
+        self.recorder = BoundaryRecorder(ThreadEngine("boundary-copy"))
         ports = LogPorts(self.store, ThreadLane("logs"), self.recorder, SystemClock())
         self.logs = BoundaryLogs(self.plan, Identity(JOB, {}, frozenset()), ports, timeout_s=60.0)
         received = self.received

@@ -67,9 +67,9 @@ def captured(folder: str) -> Iterator[None]:
 
 class _Capture:
     def __init__(self, trainer: Any, folder: str) -> None:
-        from megatron.core.dist_checkpointing.moe.capture.engines import ThreadEngine
         from megatron.core.dist_checkpointing.moe.capture.snapshot import LiveCapturer
         from megatron.core.dist_checkpointing.moe.runtime.megatron import read_topology, state_tensors
+        from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
         from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
         from megatron.core.dist_checkpointing.moe.types import Part
         from megatron.core.dist_checkpointing.moe.types.snapshots import full_plan
@@ -120,7 +120,7 @@ class _Capture:
 
     def _capture(self, capturer: Any, first: bool) -> Any:
         """A snapshot of the state as it is, taken while the next iteration runs."""
-        from megatron.core.dist_checkpointing.moe.runtime.megatron import gather_compute_weights
+        from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import gather_compute_weights
         from megatron.core.dist_checkpointing.moe.types.layout import Facts, SnapshotId
 
         state = self.state

@@ -118,7 +118,7 @@ class Frozen:
 
     def moment(self, journal: Any = None) -> Moment:
         """The state as it is."""
-        from megatron.core.dist_checkpointing.moe.runtime.megatron import gather_compute_weights
+        from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import gather_compute_weights
 
         gather_compute_weights(self.state.chunks)
         return Moment(
@@ -132,7 +132,10 @@ class Frozen:
     @torch.no_grad()
     def restore(self, moment: Moment) -> None:
         """Go back, or forth, to a state."""
-        from megatron.core.dist_checkpointing.moe.runtime.megatron import gather_compute_weights, settle_gathers
+        from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import (
+            gather_compute_weights,
+            settle_gathers,
+        )
 
         settle_gathers(self.state.chunks)
         for one, copy in zip(self.tensors, moment.tensors, strict=True):
@@ -245,6 +248,7 @@ class Frozen:
     def refusals(self) -> dict[str, str]:
         """What is said of models, optimizers and journals that cannot do; an empty string where nothing is."""
         from megatron.core.dist_checkpointing.moe.replay.execution import LiveExecution
+        from megatron.core.dist_checkpointing.moe.runtime.megatron import read_topology, state_tensors
         from megatron.core.dist_checkpointing.moe.types import StepJournal
         from megatron.core.utils import unwrap_model
 
@@ -253,6 +257,8 @@ class Frozen:
         unnamed = dict(list(self.operator_of.items())[1:])
 
         def built(operator_of: Any = self.operator_of) -> None:
+            """As a session does it: what no state can be enumerated of is not frozen either."""
+            state_tensors(chunks, optimizer, read_topology(8))
             LiveExecution(chunks, optimizer, operator_of)
 
         found = {"as it is": _refusal(built), "a parameter of no operator": _refusal(lambda: built(unnamed))}
@@ -262,7 +268,7 @@ class Frozen:
         with mock.patch.object(member.config, "use_precision_aware_optimizer", True):
             found["precision-aware"] = _refusal(built)
         with mock.patch.object(member, "optimizer", torch.optim.SGD([torch.zeros(1)])):
-            found["SGD"] = _refusal(built)
+            found["SGD"] = _refusal(lambda: LiveExecution(chunks, optimizer, self.operator_of))
         for name, journal in {"no norm": StepJournal(None), "skipped": StepJournal(None, True)}.items():
             found[name] = _refusal(lambda journal=journal: self.execution.freeze((), journal))
             self.execution.thaw()

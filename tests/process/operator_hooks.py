@@ -48,11 +48,8 @@ def examined(folder: str, frozen: str = "") -> Iterator[None]:
 
 
 def _examine(trainer: Any) -> dict[str, Any]:
-    from megatron.core.dist_checkpointing.moe.runtime.megatron import (
-        gather_compute_weights,
-        read_topology,
-        state_tensors,
-    )
+    from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import gather_compute_weights
+    from megatron.core.dist_checkpointing.moe.runtime.megatron import read_topology, state_tensors
     from megatron.pretrain.batches import training_iterators
 
     state = trainer._state
@@ -230,7 +227,7 @@ def restore(tensors: Sequence[Any], copies: Sequence[torch.Tensor], chosen: Call
 
 def _restorations(state: Any, tensors: Sequence[Any], copies: Sequence[Any], reference: Any) -> dict[str, Any]:
     """Which parts of the complete state differ from the reference after several ways to restore it."""
-    from megatron.core.dist_checkpointing.moe.runtime.megatron import (
+    from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import (
         gather_compute_weights,
         recast_compute_weights,
         settle_gathers,

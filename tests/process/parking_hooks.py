@@ -179,11 +179,11 @@ class Parking(Frozen):
         self.parker = self._parker()
 
     def _parker(self) -> Any:
-        from megatron.core.dist_checkpointing.moe.capture.engines import ThreadEngine
         from megatron.core.dist_checkpointing.moe.capture.snapshot import LiveCapturer
         from megatron.core.dist_checkpointing.moe.recover.park import Parker, ParkPorts
         from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
         from megatron.core.dist_checkpointing.moe.runtime.gradients import LiveBuffers, LiveGradients
+        from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
         from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
         from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
 

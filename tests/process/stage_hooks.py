@@ -218,7 +218,10 @@ class Alone(Frozen):
 
     def sparse(self, stages: tuple[int, ...], moments: list[Moment]) -> list[str]:
         """What differs when operators come back one part after the other, as a sparse checkpoint gives them."""
-        from megatron.core.dist_checkpointing.moe.runtime.megatron import gather_compute_weights, settle_gathers
+        from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import (
+            gather_compute_weights,
+            settle_gathers,
+        )
 
         parts = [set(self.operators[at :: len(moments)]) for at in range(len(moments))]
         inside = {rank for stage in stages for rank in self.topology.stage_ranks(stage)}

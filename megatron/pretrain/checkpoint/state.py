@@ -12,7 +12,7 @@ import torch
 
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.moe.runtime.megatron import gather_compute_weights
+from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import gather_compute_weights
 from megatron.core.dist_checkpointing.moe.store.chain import Chain
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.moe.capture.boundary import BoundaryFailure, BoundaryRecorder, ThreadCopies
-from megatron.core.dist_checkpointing.moe.capture.engines import Span
 from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import BoundaryFailure, BoundaryRecorder
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, NoRoom, SnapshotId
+from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import CopyJob, Span, ThreadEngine
 from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import LOG, Direction, boundary_key
 
@@ -43,15 +43,16 @@ class HeldSpan(Span):
         return numbers
 
 
-class HeldCopies(ThreadCopies):
+class HeldEngine(ThreadEngine):
     """A thread that copies nothing until it is let go."""
 
     def __init__(self) -> None:
         super().__init__()
         self.go = threading.Event()
 
-    def add(self, span: Span) -> None:
-        super().add(HeldSpan(span.source, span.offset, self.go))
+    def add(self, job: CopyJob) -> None:
+        spans, segment = job
+        super().add(([HeldSpan(span.source, span.offset, self.go) for span in spans], segment))
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def store(tmp_path: Path) -> Iterator[MemoryStore]:
 
 @pytest.fixture
 def recorder() -> Iterator[BoundaryRecorder]:
-    made = BoundaryRecorder(ThreadCopies())
+    made = BoundaryRecorder(ThreadEngine("boundary-copy"))
     yield made
     made.close()
 
@@ -197,7 +198,10 @@ def test_a_tensor_less_than_planned_makes_no_log(store: MemoryStore, recorder: B
 
 def test_a_copy_that_fails_is_told_at_the_end_and_lets_go_of_the_memory(tmp_path: Path) -> None:
     small = Layout.of(LAYOUT.fields[:2])
-    store, recorder = MemoryStore(tmp_path, "job", 0, [small.nbytes], area="standby"), BoundaryRecorder(ThreadCopies())
+    store, recorder = (
+        MemoryStore(tmp_path, "job", 0, [small.nbytes], area="standby"),
+        BoundaryRecorder(ThreadEngine("boundary-copy")),
+    )
     writer = store.reserve(ONE, small)
     recorder.arm(LAYOUT, SimpleNamespace(whole=lambda: writer.whole()[: small.nbytes]))  # type: ignore[arg-type]
     for (way, _), tensor in zip(SENDS, tensors(), strict=True):
@@ -239,21 +243,21 @@ def test_a_layout_of_something_else_is_refused(store: MemoryStore, recorder: Bou
 
 
 def test_an_end_in_time_names_how_far_the_copies_are_and_may_be_called_again(store: MemoryStore) -> None:
-    copies = HeldCopies()
-    recorder, writer, sent = BoundaryRecorder(copies), store.reserve(ONE, LAYOUT), tensors()
+    engine = HeldEngine()
+    recorder, writer, sent = BoundaryRecorder(engine), store.reserve(ONE, LAYOUT), tensors()
     recorder.arm(LAYOUT, writer)
     for (way, _), tensor in zip(SENDS, sent, strict=True):
         recorder.sent(way, tensor)
     with pytest.raises(TimeoutError, match=f"copied 0 of {6 * 512} bytes"):
         recorder.end(0.01)
-    copies.go.set()
+    engine.go.set()
     recorder.end(WAIT_S)
     assert sealed(store, writer) == [raw(tensor) for tensor in sent]
 
 
 def test_memory_of_a_copy_that_is_given_up_late_is_not_used_again_before_it_has_ended(tmp_path: Path) -> None:
-    store, copies = MemoryStore(tmp_path, "job", 0, [LAYOUT.nbytes], area="standby"), HeldCopies()
-    recorder, writer = BoundaryRecorder(copies), store.reserve(ONE, LAYOUT)
+    store, engine = MemoryStore(tmp_path, "job", 0, [LAYOUT.nbytes], area="standby"), HeldEngine()
+    recorder, writer = BoundaryRecorder(engine), store.reserve(ONE, LAYOUT)
     recorder.arm(LAYOUT, writer)
     for (way, _), tensor in zip(SENDS, tensors(), strict=True):
         recorder.sent(way, tensor)
@@ -263,9 +267,9 @@ def test_memory_of_a_copy_that_is_given_up_late_is_not_used_again_before_it_has_
     writer.abandon()
     with pytest.raises(NoRoom):
         store.reserve(SnapshotId(6, 2, LOG), LAYOUT)
-    copies.go.set()
-    copies.begin(memoryview(bytearray(1)))
-    copies.wait(WAIT_S)  # the thread has come past what was dropped
+    engine.go.set()
+    engine.begin([])
+    engine.wait(WAIT_S)  # the thread has come past what was dropped
     (segment,) = store.directory.glob("*.bin")
     assert not any(segment.read_bytes()[LAYOUT.offsets[1] :]), "what had not begun is not copied any more"
     store.reserve(SnapshotId(6, 2, LOG), LAYOUT).abandon()
@@ -274,7 +278,7 @@ def test_memory_of_a_copy_that_is_given_up_late_is_not_used_again_before_it_has_
 
 def test_the_copy_thread_ends_with_the_recorder() -> None:
     before = {thread for thread in threading.enumerate() if thread.name == "boundary-copy"}
-    recorder = BoundaryRecorder(ThreadCopies())
+    recorder = BoundaryRecorder(ThreadEngine("boundary-copy"))
     (thread,) = {thread for thread in threading.enumerate() if thread.name == "boundary-copy"} - before
     recorder.close()
     thread.join(WAIT_S)

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.moe.capture.boundary import BoundaryRecorder, ThreadCopies
+from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import BoundaryRecorder
 from megatron.core.dist_checkpointing.moe.ports import Layout, SnapshotId, StoreFailure
 from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
 from megatron.core.dist_checkpointing.moe.runtime.lanes import ThreadLane
 from megatron.core.dist_checkpointing.moe.runtime.logs import BoundaryLogs, LogPlan, LogPorts
+from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
 from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
 from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import LOG, PARKED, Direction, StepJournal, Topology, boundary_key
@@ -40,7 +41,7 @@ class Rank:
         self.store = ports.get("store") or MemoryStore(
             place, "job", 0, self.plan.sizes(MICROBATCHES), area="standby", system=ports.get("system")
         )
-        self.recorder = BoundaryRecorder(ThreadCopies())
+        self.recorder = BoundaryRecorder(ThreadEngine("boundary-copy"))
         self.lane = ports.get("lane") or ThreadLane("logs")
         identity = Identity("job", {"world_size": 4, "pp": 2}, frozenset(), "sparse", ((0, 0),))
         self.logs = BoundaryLogs(

@@ -15,10 +15,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron.core.dist_checkpointing.moe.capture.boundary import BoundaryRecorder, ThreadCopies
+from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import BoundaryRecorder
 from megatron.core.dist_checkpointing.moe.ports import Layout, SnapshotId, StoreFailure
 from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
 from megatron.core.dist_checkpointing.moe.runtime.logs import BoundaryLogs, LogPlan, LogPorts
+from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
 from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
 from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import LOG, Direction, StepJournal, Topology
@@ -106,7 +107,7 @@ class World:
         for snapshot in self.store.snapshots().sealed:
             if snapshot.iteration > newest:
                 self.store.free(snapshot)
-        self.refusing, self.recorder = Refusing(self.store), BoundaryRecorder(ThreadCopies())
+        self.refusing, self.recorder = Refusing(self.store), BoundaryRecorder(ThreadEngine("boundary-copy"))
         ports = LogPorts(self.refusing, self.lane, self.recorder, SystemClock())
         self.logs = BoundaryLogs(self.plan, Identity("job", {}, frozenset()), ports, timeout_s=WAIT_S)
 

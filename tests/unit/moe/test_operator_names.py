@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.moe.capture.operators import (
     ChunkPlace,
     GlobalName,
     Shard,
-    Spread,
+    ShardSpread,
     holders,
     is_constant,
     locate,
@@ -145,35 +145,35 @@ DENSE, EXPERT = False, True
 @pytest.mark.parametrize(
     ("rank", "spread", "ranks"),
     [
-        (5, Spread(DENSE, partitioned=True, sharded=True), (5,)),
-        (5, Spread(DENSE, partitioned=True, sharded=False), (1, 3, 5, 7)),
-        (5, Spread(DENSE, partitioned=False, sharded=True), (4, 5)),
-        (5, Spread(DENSE, partitioned=False, sharded=False), (0, 1, 2, 3, 4, 5, 6, 7)),
-        (5, Spread(DENSE, partitioned=True, sharded=True, tied=True), (5, 13)),
-        (13, Spread(DENSE, partitioned=True, sharded=True, tied=True), (5, 13)),
-        (13, Spread(DENSE, partitioned=True, sharded=False), (9, 11, 13, 15)),
-        (5, Spread(EXPERT, partitioned=True, sharded=True), (5,)),
-        (5, Spread(EXPERT, partitioned=True, sharded=False), (1, 5)),
-        (5, Spread(EXPERT, partitioned=False, sharded=True), (4, 5)),
-        (5, Spread(EXPERT, partitioned=False, sharded=False), (0, 1, 4, 5)),
+        (5, ShardSpread(DENSE, partitioned=True, sharded=True), (5,)),
+        (5, ShardSpread(DENSE, partitioned=True, sharded=False), (1, 3, 5, 7)),
+        (5, ShardSpread(DENSE, partitioned=False, sharded=True), (4, 5)),
+        (5, ShardSpread(DENSE, partitioned=False, sharded=False), (0, 1, 2, 3, 4, 5, 6, 7)),
+        (5, ShardSpread(DENSE, partitioned=True, sharded=True, tied=True), (5, 13)),
+        (13, ShardSpread(DENSE, partitioned=True, sharded=True, tied=True), (5, 13)),
+        (13, ShardSpread(DENSE, partitioned=True, sharded=False), (9, 11, 13, 15)),
+        (5, ShardSpread(EXPERT, partitioned=True, sharded=True), (5,)),
+        (5, ShardSpread(EXPERT, partitioned=True, sharded=False), (1, 5)),
+        (5, ShardSpread(EXPERT, partitioned=False, sharded=True), (4, 5)),
+        (5, ShardSpread(EXPERT, partitioned=False, sharded=False), (0, 1, 4, 5)),
     ],
 )
-def test_holders_follow_from_how_a_tensor_is_spread(rank: int, spread: Spread, ranks: tuple[int, ...]) -> None:
+def test_holders_follow_from_how_a_tensor_is_spread(rank: int, spread: ShardSpread, ranks: tuple[int, ...]) -> None:
     """Two stages of eight ranks: tp 2, dp 4; experts etp 2, ep 2, edp 2."""
     assert holders(Topology(16, tp=2, pp=2, ep=2), rank, spread) == ranks
 
 
 def test_experts_off_the_tensor_ranks_have_holders_of_their_own() -> None:
     topology = Topology(4, tp=2, ep=2, etp=1)
-    assert holders(topology, 1, Spread(EXPERT, partitioned=False, sharded=False)) == (1, 3)
-    assert holders(topology, 1, Spread(DENSE, partitioned=True, sharded=False)) == (1, 3)
-    assert holders(topology, 1, Spread(DENSE, partitioned=False, sharded=True)) == (0, 1)
+    assert holders(topology, 1, ShardSpread(EXPERT, partitioned=False, sharded=False)) == (1, 3)
+    assert holders(topology, 1, ShardSpread(DENSE, partitioned=True, sharded=False)) == (1, 3)
+    assert holders(topology, 1, ShardSpread(DENSE, partitioned=False, sharded=True)) == (0, 1)
 
 
 def test_context_parallel_ranks_share_what_data_parallel_ranks_share() -> None:
     topology = Topology(8, tp=2, cp=2, ep=2)
-    assert holders(topology, 1, Spread(DENSE, partitioned=True, sharded=False)) == (1, 3, 5, 7)
-    assert holders(topology, 1, Spread(DENSE, partitioned=True, sharded=True)) == (1,)
+    assert holders(topology, 1, ShardSpread(DENSE, partitioned=True, sharded=False)) == (1, 3, 5, 7)
+    assert holders(topology, 1, ShardSpread(DENSE, partitioned=True, sharded=True)) == (1,)
 
 
 spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)).map(lambda span: (span[0], sum(span))), max_size=6)

@@ -13,11 +13,11 @@ import pytest
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.ports import Facts, Json, Reader, SnapshotId, StoreFailure
 from megatron.core.dist_checkpointing.moe.replay.densify import (
-    Load,
     Replay,
     ReplayDiverged,
     ReplayPorts,
     ReplayStep,
+    SnapshotLoad,
     restore_trainer,
 )
 from megatron.core.dist_checkpointing.moe.simulate.lanes import FakeClock
@@ -130,7 +130,7 @@ def resumed(
                 iteration,
                 parts_of(iteration - 1)[Part.WEIGHTS],
                 JOURNALS[iteration],
-                (Load(readers[iteration], parts_of(iteration)),),
+                (SnapshotLoad(readers[iteration], parts_of(iteration)),),
                 readers[iteration],
             )
         )
@@ -167,7 +167,9 @@ def test_frozen_operators_have_no_master_weights_until_their_snapshot_is_loaded(
 
 def test_a_step_over_stale_weights_would_not_have_been_exact() -> None:
     rank = resumed(
-        change=lambda step: replace(step, loads=(Load(step.loads[0].reader, {Part.FULL: parts_of(5)[Part.FULL]}),))
+        change=lambda step: replace(
+            step, loads=(SnapshotLoad(step.loads[0].reader, {Part.FULL: parts_of(5)[Part.FULL]}),)
+        )
     )
     rank.replay.begin()
     rank.iterate()
@@ -237,7 +239,7 @@ def test_a_snapshot_that_went_bad_since_it_was_verified_is_worth_a_restart() -> 
         writer.seal(Facts("job", "", {}, {}))
     memory.flip(SnapshotId(5, 0), layout.offsets[0] + 5)
     reader = damaged.open(SnapshotId(5, 0))
-    rank = resumed(change=lambda step: replace(step, loads=(Load(reader, parts_of(step.iteration)),)))
+    rank = resumed(change=lambda step: replace(step, loads=(SnapshotLoad(reader, parts_of(step.iteration)),)))
     rank.replay.begin()
     with pytest.raises(StoreFailure, match="rank 0: the replay has to begin anew"):
         rank.iterate()

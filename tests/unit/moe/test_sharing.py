@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.moe.capture.operators import GlobalName, Shard, Spread, StateTensor, holders
+from megatron.core.dist_checkpointing.moe.capture.operators import GlobalName, Shard, ShardSpread, StateTensor, holders
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.sharding import ShardAssignment, shard_checkpoint
 from megatron.core.dist_checkpointing.moe.runtime import sharing
@@ -65,7 +65,7 @@ def _tensors(operator: OperatorId, topology: Topology, rank: int) -> Iterator[St
     for name, size, of in (("weight", cut, (at, ways)), ("norm", whole, (0, 1))):
         shard = Shard(GlobalName(operator, f"{operator}.{name}"), 0, size, size, *of)
         tied = operator.kind is OperatorKind.EMBEDDING
-        ranks = holders(topology, rank, Spread(operator.is_expert, of[1] > 1, False, tied))
+        ranks = holders(topology, rank, ShardSpread(operator.is_expert, of[1] > 1, False, tied))
         for field in (*FIELDS, "step") if size else ():
             tensor = torch.zeros(1 if field == "step" else size)
             part = Part.MASTER if field == "master" else Part.MOMENTS

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.moe.capture.engines import Job, Span, ThreadEngine
 from megatron.core.dist_checkpointing.moe.capture.operators import GlobalName, Shard, StateTensor
 from megatron.core.dist_checkpointing.moe.capture.restore import LiveRestorer
 from megatron.core.dist_checkpointing.moe.capture.snapshot import LiveCapturer
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, Reader, SnapshotId
+from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import CopyJob, Span, ThreadEngine
 from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Part, SnapshotPlan, expert
 
@@ -81,12 +81,12 @@ class LastMoment:
     """An engine that copies when it is waited for."""
 
     def __init__(self) -> None:
-        self.engine, self.jobs = ThreadEngine(), list[Job]()
+        self.engine, self.jobs = ThreadEngine(), list[CopyJob]()
 
-    def now(self, job: Job) -> None:
+    def now(self, job: CopyJob) -> None:
         self.engine.now(job)
 
-    def begin(self, jobs: Sequence[Job]) -> None:
+    def begin(self, jobs: Sequence[CopyJob]) -> None:
         self.jobs = list(jobs)
 
     def wait(self, timeout_s: float) -> None:
@@ -116,7 +116,7 @@ class Holding(ThreadEngine):
         super().__init__()
         self.go = threading.Event()
 
-    def begin(self, jobs: Sequence[Job]) -> None:
+    def begin(self, jobs: Sequence[CopyJob]) -> None:
         super().begin([([self._held(span) for span in spans], segment) for spans, segment in jobs])
 
     def _held(self, span: Span) -> Span:
@@ -212,7 +212,7 @@ def test_neighbours_in_memory_are_copied_in_one_piece() -> None:
     model, pieces = Model(), list[list[int]]()
 
     class Listening(ThreadEngine):
-        def begin(self, jobs: Sequence[Job]) -> None:
+        def begin(self, jobs: Sequence[CopyJob]) -> None:
             pieces.extend([span.nbytes for span in spans] for spans, _ in jobs)
             super().begin([])
 
@@ -278,7 +278,7 @@ def test_end_says_how_much_is_copied_when_time_is_up_and_can_wait_again(store: M
 
 def test_what_a_copy_raises_comes_out_of_end_and_frees_the_segment(tmp_path: Path) -> None:
     class Failing(ThreadEngine):
-        def begin(self, jobs: Sequence[Job]) -> None:
+        def begin(self, jobs: Sequence[CopyJob]) -> None:
             super().begin([([*spans, Span(torch.zeros(8, dtype=torch.uint8), 1 << 40)], to) for spans, to in jobs])
 
     store = MemoryStore(tmp_path, "job", 0, [1 << 16])
@@ -349,7 +349,7 @@ def test_the_bandwidth_is_that_of_the_bytes_that_the_last_copy_took(monkeypatch:
     engine, source = ThreadEngine(), torch.zeros(1000, dtype=torch.uint8)
     times = iter((10.0, 10.5))
     clock = SimpleNamespace(perf_counter=lambda: next(times))
-    monkeypatch.setattr("megatron.core.dist_checkpointing.moe.capture.engines.time", clock)
+    monkeypatch.setattr("megatron.core.dist_checkpointing.moe.snapshot.copy_engines.time", clock)
     engine.begin([((Span(source, 0),), memoryview(bytearray(1000)))])
     engine.wait(WAIT_S)
     assert engine.bandwidth_bytes_per_s == 2000.0

@@ -40,6 +40,7 @@ class Cover:
         self._starts: list[int] = []
         self._ends: list[int] = []
         for extent in sorted(extents, key=_start):
+            # Sorted by start: what touches the last range extends it, so ranges stay disjoint and ascending.
             if self._ends and extent.start <= self._ends[-1]:
                 self._ends[-1] = max(self._ends[-1], extent.end)
             else:
@@ -49,6 +50,7 @@ class Cover:
     def missing_bytes(self, extent: Extent) -> int:
         """Bytes of `extent` that are not covered."""
         missing, position = 0, extent.start
+        # From the first range that ends behind the start of the extent.
         for i in range(bisect.bisect_right(self._ends, extent.start), len(self._starts)):
             if self._starts[i] >= extent.end:
                 break
@@ -60,13 +62,17 @@ class Cover:
 def check_cover(expected: Sequence[Extent], found: Sequence[Extent]) -> None:
     """Check that `found` covers every byte of `expected` exactly once, and nothing else.
 
-    Extents of `expected` may overlap: one tensor may be enumerated in several ways. Raises IncompleteState, naming
-    the first byte range that is wrong and counting the others.
+    Extents of `expected` may overlap: one tensor may be enumerated in several ways.
+
+    Raises:
+        IncompleteState: Names the first byte range that is wrong and counts the others.
     """
     in_order = sorted((extent for extent in found if extent.nbytes), key=_start)
-    for one, next_one in itertools.pairwise(in_order):
-        if next_one.start < one.end:
-            raise IncompleteState(f"state is covered twice: {one.name} and {next_one.name} share memory")
+    # In order of addresses, any overlap of two shows between neighbours.
+    for extent, following in itertools.pairwise(in_order):
+        if following.start < extent.end:
+            raise IncompleteState(f"state is covered twice: {extent.name} and {following.name} share memory")
+    # Both ways: state that nobody saves, and views that were left behind by an optimizer that replaced its state.
     _raise_for(expected, Cover(found), "belongs to no operator and not to the trainer state")
     _raise_for(found, Cover(expected), "is no live training state; enumerate the state anew after it was replaced")
 

@@ -1,6 +1,14 @@
 """Which operator a tensor of a live model belongs to, and the key under which its state is found again.
 
-Names of parameters and buffers are Megatron-Core's, as `named_parameters` of an unwrapped model chunk gives them.
+Names of parameters and buffers are Megatron-Core's, as `named_parameters` of an unwrapped model chunk gives them. From
+such a name to a record of a snapshot in four steps:
+
+    "decoder.layers.1.mlp.experts.linear_fc1.weight0"      what this chunk, on this rank, calls it
+    GlobalName: layer 5, expert 12, "...12.linear_fc1..."  what it is in the whole model (`locate`)
+    Shard: its elements 0 to 4096, partition 1 of 2        what of it this rank's optimizer steps
+    StateTensor: of these the field "exp_avg"              one tensor of training state, one record
+
+`holders` tells which other ranks have the same values, so that they need not all be stored.
 """
 
 from __future__ import annotations
@@ -11,6 +19,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from ..errors import UsageError
+from ..ports import Field
 from ..types import OperatorId, OperatorKind, Part, Topology, expert
 
 if TYPE_CHECKING:
@@ -20,10 +29,13 @@ WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 OUTPUT_WEIGHTS = "output_layer.weight"
 
 _IN_LAYER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
+# Experts in a module of their own each (SequentialMLP), and as numbered parameters of one module (TEGroupedMLP).
 _SEQUENTIAL = re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<tensor>linear_fc[12]\.(?:weight|bias))")
 _GROUPED = re.compile(r"mlp\.experts\.(?P<tensor>linear_fc[12]\.(?:weight|bias))(?P<expert>\d+)")
+# Core's GroupedMLP keeps all experts of a rank in one tensor, which cannot be saved expert by expert.
 _LEGACY = re.compile(r"mlp\.experts\.(?:weight|bias)[12]")
 _ROUTER = "mlp.router."
+# Whatever else a layer may have: dense and shared experts' FFN, norms, projections of latent MoE.
 _NON_EXPERT = (
     "input_layernorm.",
     "self_attention.",
@@ -34,6 +46,7 @@ _NON_EXPERT = (
     "mlp.fc1_latent_proj.",
     "mlp.fc2_latent_proj.",
 )
+# The configuration determines rotary angles: they are no training state, though they are registered as buffers.
 _CONSTANT = "rotary_pos_emb."
 
 
@@ -41,10 +54,11 @@ _CONSTANT = "rotary_pos_emb."
 class ChunkPlace:
     """Where a model chunk sits in the whole model.
 
-    first_layer: global number of the chunk's `decoder.layers.0`, counted from 0.
-    num_layers: of the whole model, not of the chunk.
-    first_expert: global id of this rank's local expert 0, in every MoE layer.
-    tied: whether the output layer uses the weights of the word embeddings.
+    Attributes:
+        first_layer: Global number of the chunk's `decoder.layers.0`, counted from 0.
+        num_layers: Layers of the whole model, not of the chunk.
+        first_expert: Global id of this rank's local expert 0, in every MoE layer.
+        tied: Whether the output layer uses the weights of the word embeddings.
     """
 
     first_layer: int
@@ -71,9 +85,14 @@ class GlobalName:
 class Shard:
     """Elements `start` to `end` of a tensor of the model as one tensor-parallel rank has it, flattened.
 
-    numel: elements of that flattened tensor.
-    tp_rank, tp_size: which of how many partitions it is; 0 of 1 where all tensor-parallel ranks hold the whole.
-    own_of: the rank for a tensor in which every rank has values of its own, else None.
+    Attributes:
+        of: The parameter or buffer.
+        start: First element.
+        end: One past the last element.
+        numel: Elements of that flattened tensor.
+        tp_rank: Which of `tp_size` partitions it is; 0 of 1 where all tensor-parallel ranks hold the whole.
+        tp_size: See `tp_rank`.
+        own_of: The rank for a tensor in which every rank has values of its own, else None.
     """
 
     of: GlobalName
@@ -86,19 +105,21 @@ class Shard:
 
     def key(self, field: str) -> str:
         """Unique within a rank; the same key on two ranks names the same values."""
+        # Sizes are part of the key: a snapshot of another layout of ranks has no record of this key at all.
         partition = f"/tp{self.tp_rank}of{self.tp_size}" if self.tp_size > 1 else ""
         own = f"/rank{self.own_of}" if self.own_of is not None else ""
         return f"{self.of.name}{partition}{own}[{self.start}:{self.end}]/{field}"
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class ShardSpread:
     """How a tensor is spread over ranks.
 
-    is_expert: whether over the dimensions of experts (etp, ep, edp) or of all else (tp, cp, dp).
-    partitioned: cut over tensor-parallel ranks, else whole on each of them.
-    sharded: cut over data-parallel ranks by the distributed optimizer, else whole on each of them.
-    tied: on the first and the last pipeline stage (word embeddings), else on one.
+    Attributes:
+        is_expert: Whether over the dimensions of experts (etp, ep, edp) or of all else (tp, cp, dp).
+        partitioned: Cut over tensor-parallel ranks, else whole on each of them.
+        sharded: Cut over data-parallel ranks by the distributed optimizer, else whole on each of them.
+        tied: On the first and the last pipeline stage (word embeddings), else on one.
     """
 
     is_expert: bool
@@ -108,22 +129,25 @@ class Spread:
 
 
 @lru_cache
-def holders(topology: Topology, rank: int, spread: Spread) -> tuple[int, ...]:
+def holders(topology: Topology, rank: int, spread: ShardSpread) -> tuple[int, ...]:
     """The ranks that hold the same values as `rank`, itself among them, ascending."""
     here = topology.coordinates(rank)
 
     def holds(other: int) -> bool:
         there = topology.coordinates(other)
+        # Other expert-parallel ranks hold other experts; to the rest of the model they are data-parallel ranks.
         if spread.is_expert:
             same_partition, same_shard = there.etp == here.etp, there.edp == here.edp
         else:
             same_partition, same_shard = there.tp == here.tp, (there.cp, there.dp) == (here.cp, here.dp)
+        # Cut over ranks: the same piece is on the ranks of the same place in the cut. Whole: it is on all of them.
         return (
             (same_partition or not spread.partitioned)
             and (same_shard or not spread.sharded)
             and (there.ep == here.ep or not spread.is_expert)
         )
 
+    # Tied word embeddings are stepped alike on the first and on the last stage, from one reduced gradient.
     stages = sorted({0, topology.pp - 1}) if spread.tied else (here.pp,)
     return tuple(other for stage in stages for other in topology.stage_ranks(stage) if holds(other))
 
@@ -132,13 +156,15 @@ def holders(topology: Topology, rank: int, spread: Spread) -> tuple[int, ...]:
 class StateTensor:
     """One tensor of training state that this rank owns, as a view into the live storage.
 
-    field: `compute`, `master`, `buffer`, or the optimizer's name (`exp_avg`, `exp_avg_sq`, `step`).
-    part: the one component of the operator's state that it is. Where compute weights and master weights are one tensor
-        (fp32, and frozen parameters) it is MASTER. Router buffers are MASTER too, step counts are MOMENTS.
-    tensor: flat, contiguous, of the live dtype and device; as long as `shard`, but a step count has one element. A
-        copy of it is a snapshot, and copying into it is a restore.
-    holders: ranks that hold the same values, this one among them, ascending. One of them has to store it.
-    in_forward: whether a forward pass reads it: compute weights, fp32 masters, router buffers.
+    Attributes:
+        shard: Which elements of which tensor of the model it belongs to.
+        field: `compute`, `master`, `buffer`, or the optimizer's name (`exp_avg`, `exp_avg_sq`, `step`).
+        part: The one component of the operator's state that it is. Where compute weights and master weights are one
+            tensor (fp32, and frozen parameters) it is MASTER. Router buffers are MASTER too, step counts MOMENTS.
+        tensor: Flat, contiguous, of the live dtype and device; as long as `shard`, but a step count has one element.
+            A copy of it is a snapshot, and copying into it is a restore.
+        holders: Ranks that hold the same values, this one among them, ascending. One of them has to store it.
+        in_forward: Whether a forward pass reads it: compute weights, fp32 masters, router buffers.
     """
 
     shard: Shard
@@ -159,13 +185,20 @@ class StateTensor:
         return self.shard.key(self.field)
 
     @property
+    def record(self) -> Field:
+        """How a snapshot stores it."""
+        dtype = str(self.tensor.dtype).removeprefix("torch.")
+        return Field(self.key, dtype, tuple(self.tensor.shape), self.part, self.operator)
+
+    @property
     def nbytes(self) -> int:
         """Size in bytes."""
         count: int = self.tensor.numel() * self.tensor.element_size()
         return count
 
     def serves(self, part: Part) -> bool:
-        """Whether a snapshot of `part` contains this tensor: WEIGHTS take all that a forward pass reads."""
+        """Whether a snapshot of `part` contains this tensor: COMPUTE takes all that a forward pass reads."""
+        # fp32 masters and buffers serve as compute weights too: there is no second tensor for that.
         return bool(self.part & part) or (self.in_forward and Part.WEIGHTS in part)
 
 
@@ -177,11 +210,13 @@ def is_constant(name: str) -> bool:
 def locate(name: str, chunk: ChunkPlace) -> GlobalName:
     """The operator and the global name of the parameter or buffer that a model chunk calls `name`.
 
-    Raises UsageError for a name that fits no operator.
+    Raises:
+        UsageError: The name fits no operator.
     """
     in_layer = _IN_LAYER.fullmatch(name)
     if in_layer:
         return _in_layer(name, chunk.first_layer + int(in_layer["layer"]), in_layer["rest"], chunk)
+    # The last stage's copy of tied embeddings is the embedding's state, not the head's.
     if name == OUTPUT_WEIGHTS and chunk.tied:
         return GlobalName(OperatorId(-1, OperatorKind.EMBEDDING), WORD_EMBEDDINGS)
     if name.startswith("embedding."):
@@ -198,6 +233,7 @@ def _in_layer(name: str, layer: int, rest: str, chunk: ChunkPlace) -> GlobalName
     prefix = f"decoder.layers.{layer}"
     routed = _SEQUENTIAL.fullmatch(rest) or _GROUPED.fullmatch(rest)
     if routed:
+        # One spelling for both kinds of modules, and global ids: snapshots do not depend on how experts are computed.
         index = chunk.first_expert + int(routed["expert"])
         return GlobalName(expert(layer, index), f"{prefix}.mlp.experts.{index}.{routed['tensor']}")
     if rest.startswith(_ROUTER):

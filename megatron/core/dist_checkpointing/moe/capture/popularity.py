@@ -12,9 +12,12 @@ from megatron.core.transformer.moe.router import TopKRouter
 class TokenCounter:
     """Counts tokens by the forward passes of this rank's routers, on the device, until `take`.
 
-    A token counts once for each expert that it was routed to and not dropped; with `gate_unit` as many times as its
-    gating probability has that unit, rounded: sums of whole numbers do not depend on the order. Only passes that will
-    be followed by a backward pass count: neither evaluation nor the first of the two passes of recomputed activations.
+    A token counts once for each expert that it was routed to and not dropped. Only passes that will be followed by a
+    backward pass count: neither evaluation nor the first of the two passes of recomputed activations.
+
+    Args:
+        chunks: The model chunks of this rank.
+        gate_unit: If given, a token counts as many times as its gating probability has this unit, rounded.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], *, gate_unit: float | None = None) -> None:
@@ -35,10 +38,10 @@ class TokenCounter:
         if not self._counts:
             return {}
         layers = sorted(self._counts)
-        counts = torch.stack([self._counts[layer] for layer in layers])
+        counts = torch.stack([self._counts[layer] for layer in layers])  # one transfer from the device, not one each
         taken = {layer: tuple(row) for layer, row in zip(layers, counts.tolist(), strict=True)}
-        for zeroed in self._counts.values():
-            zeroed.zero_()
+        for count in self._counts.values():
+            count.zero_()
         return taken
 
     def close(self) -> None:
@@ -47,10 +50,11 @@ class TokenCounter:
             hook.remove()
 
     def _count(self, router: TopKRouter, _: object, routed: tuple[torch.Tensor, torch.Tensor]) -> None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # an evaluation, or the first pass of recomputed activations
             return
         probabilities, chosen = routed
         weights = chosen
         if self._gate_unit is not None:
+            # Whole numbers: their sum does not depend on the order, so all ranks and replays come to the same one.
             weights = (probabilities.detach().double() / self._gate_unit).round().long() * chosen
         self._counts[router.layer_number - 1] += weights.sum(dim=0, dtype=torch.int64)

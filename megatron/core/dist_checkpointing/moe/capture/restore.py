@@ -1,4 +1,9 @@
-"""Puts the records of snapshots back into the live state of a rank."""
+"""Puts the records of snapshots back into the live state of a rank.
+
+What a restore must not get wrong is that something is left as it was: an operator of which a record was forgotten
+would go on with stale values, and nobody would see it. So `poison` fills everything with NaN first, each record that
+is written is noted by its key, and `complete` refuses to go on while a key is missing.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +16,19 @@ from ..errors import UnreadableCheckpoint
 from ..types import OperatorId, Part
 from .operators import StateTensor
 
-NAN = float("nan")
 _NAMED = 3
 
 
 class LiveRestorer:
     """The `ports.Restorer` of live tensors.
 
-    tensors: all state of this rank, or what enumerates it; asked at each `poison`, and before the first `restore`.
-    complete: makes the compute weights whole on all ranks, a collective; with True it first derives this rank's from
-        its master weights. `recast_compute_weights` and `gather_compute_weights` of `runtime/megatron.py`.
-    gather: as `complete` with False, for `refresh`.
-    settle: waits for what may still write to live weights (`settle_gathers`), before anything is written here.
-    derived: tensors that hold copies of other ranks' state, which `complete` overwrites: poisoned too.
+    Args:
+        tensors: All state of this rank, or what enumerates it; asked at each `poison`, and before the first `restore`.
+        complete: Makes the compute weights whole on all ranks, a collective; with True it first derives this rank's
+            from its master weights. `recast_compute_weights` and `gather_compute_weights` of `compute_weights.py`.
+        gather: As `complete` with False, for `refresh`.
+        settle: Waits for what may still write to live weights (`settle_gathers`), before anything is written here.
+        derived: Tensors that hold copies of other ranks' state, which `complete` overwrites: poisoned too.
     """
 
     def __init__(
@@ -45,43 +50,48 @@ class LiveRestorer:
     def poison(self) -> None:
         """As `ports.Restorer.poison`; integers get -1, or their largest value."""
         with torch.no_grad():
-            for tensor in (*self._derived, *(one.tensor for one in self._begin())):
+            for tensor in (*self._derived, *(state.tensor for state in self._begin())):
                 tensor.fill_(_poison_of(tensor.dtype))
 
     def restore(self, read: Callable[[str], memoryview], parts: Mapping[Part, Collection[OperatorId]]) -> int:
         """As `ports.Restorer.restore`. A part of an operator is what state has any of its components."""
-        tensors = self._begin() if self._tensors is None else self._tensors
+        tensors = self._all()
+        # A gather of compute weights that is under way would overwrite what is written below.
         if not self._is_settled:
             self._settle()
             self._is_settled = True
         chosen = {part: frozenset(operators) for part, operators in parts.items()}
         copied_bytes = 0
-        for tensor in tensors:
-            if any(tensor.serves(part) and tensor.operator in operators for part, operators in chosen.items()):
-                _write(tensor, read(tensor.key))
-                self._fresh.add(tensor.key)
-                copied_bytes += tensor.nbytes
+        # A key is asked for where this rank has its tensor: what other ranks own is not fetched.
+        for state in tensors:
+            if any(state.serves(part) and state.operator in operators for part, operators in chosen.items()):
+                write_record(state.key, read(state.key), state.tensor)
+                self._fresh.add(state.key)
+                copied_bytes += state.nbytes
         self._written |= self._fresh
         return copied_bytes
 
     def refresh(self) -> None:
-        """As `ports.Restorer.refresh`: the same cast, tensor by tensor, that Megatron's optimizers end their step with.
-
-        Tensors of which nothing was restored are not touched: a frozen operator's master weights may still be NaN.
-        """
-        tensors = self._begin() if self._tensors is None else self._tensors
-        masters = {one.shard: one for one in tensors if one.field == "master" and one.key in self._fresh}
+        """As `ports.Restorer.refresh`: tensor by tensor the cast that Megatron's optimizers end their step with."""
+        # Only what was restored since the last call: a frozen operator's master weights may still be NaN, and an
+        # operator that is trained already has compute weights of its own.
+        masters = {state.shard: state for state in self._all() if state.field == "master" and state.key in self._fresh}
         with torch.no_grad():
-            for one in tensors:
-                if one.field == "compute" and one.key not in self._fresh and one.shard in masters:
-                    one.tensor.copy_(masters[one.shard].tensor)
+            for state in self._all():
+                if state.field == "compute" and state.key not in self._fresh and state.shard in masters:
+                    state.tensor.copy_(masters[state.shard].tensor)
         self._gather()
         self._fresh, self._is_settled = set(), False
 
     def missing(self, frozen: Collection[OperatorId] = ()) -> str:
         """As `ports.Restorer.missing`: of operators that are trained, master weights and moments."""
         held_back = frozenset(frozen)
-        required = [one.key for one in self._not_written() if _is_required(one, one.operator in held_back)]
+        required = [
+            state.key
+            for state in self._not_written()
+            # A frozen operator only runs forward; of the others the compute weights are the cast of the master weights.
+            if (state.serves(Part.WEIGHTS) if state.operator in held_back else state.part is not Part.COMPUTE)
+        ]
         if not required:
             return ""
         named = ", ".join(required[:_NAMED]) + (", ..." if len(required) > _NAMED else "")
@@ -91,12 +101,15 @@ class LiveRestorer:
         """As `ports.Restorer.complete`; compute weights that were not restored to the last one are derived anew."""
         if why := self.missing():
             raise UnreadableCheckpoint(why)
+        # Compute weights are all that may be missing here; if any are, all are derived: the cast is the same one.
         self._complete(bool(self._not_written()))
-        self._tensors = None
+        self._tensors = None  # enumerated anew next time: an optimizer may replace its state meanwhile
 
     def _not_written(self) -> list[StateTensor]:
-        tensors = self._begin() if self._tensors is None else self._tensors
-        return [one for one in tensors if one.key not in self._written]
+        return [state for state in self._all() if state.key not in self._written]
+
+    def _all(self) -> tuple[StateTensor, ...]:
+        return self._begin() if self._tensors is None else self._tensors
 
     def _begin(self) -> tuple[StateTensor, ...]:
         self._settle()
@@ -105,29 +118,28 @@ class LiveRestorer:
         return self._tensors
 
 
-def _is_required(tensor: StateTensor, is_frozen: bool) -> bool:
-    return tensor.serves(Part.WEIGHTS) if is_frozen else tensor.part is not Part.COMPUTE
-
-
-def _write(tensor: StateTensor, data: memoryview) -> None:
-    if data.nbytes != tensor.nbytes:
+def write_record(key: str, data: memoryview, tensor: torch.Tensor) -> None:
+    """Copy a record into a contiguous live tensor. Raises UnreadableCheckpoint where it is of another size."""
+    flat = tensor.view(-1).view(torch.uint8)
+    if data.nbytes != flat.numel():
         raise UnreadableCheckpoint(
-            f"record {tensor.key} has {data.nbytes} bytes, but its tensor has {tensor.nbytes}: the snapshot is of"
-            " another model or another layout of ranks"
+            f"record {key} has {data.nbytes} bytes, but its tensor has {flat.numel()}: it was written by another model"
+            " or another layout of ranks"
         )
     if not data.nbytes:
         return
     with torch.no_grad():
-        live = tensor.tensor.view(torch.uint8)
-        host = live if live.device.type == "cpu" else torch.empty(tensor.nbytes, dtype=torch.uint8)
+        # Through numpy: records are read-only memory, which torch.frombuffer does not take without a warning.
+        host = flat if flat.device.type == "cpu" else torch.empty(flat.numel(), dtype=torch.uint8)
         np.copyto(host.numpy(), np.frombuffer(data, np.uint8))
-        if host is not live:
-            live.copy_(host)
+        if host is not flat:
+            flat.copy_(host)
 
 
+# Integers have no NaN: the most improbable value stands in.
 def _poison_of(dtype: torch.dtype) -> float | int | bool:
     if dtype.is_floating_point or dtype.is_complex:
-        return NAN
+        return float("nan")
     if dtype is torch.bool:
         return True
     return -1 if dtype.is_signed else torch.iinfo(dtype).max

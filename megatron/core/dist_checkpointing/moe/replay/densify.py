@@ -1,4 +1,22 @@
-"""Sparse-to-dense conversion (MoEvement 3.3): iterations run again, and each one's snapshot thaws some operators."""
+"""Sparse-to-dense conversion (MoEvement 3.3): iterations run again, and each one's snapshot thaws some operators.
+
+A window of W snapshots holds every operator's master weights and moments once, but of W different iterations. Say W
+is 3, and the window has group A in full after iteration 10, B after 11, C after 12, with the compute weights of the
+groups that are still to come:
+
+    restored    A in full, B and C compute weights only          as of iteration 10
+    replay 11   A is trained, B and C are frozen: they take part in the forward pass, and gradients flow through them
+    then load   B in full, C compute weights                     as of iteration 11: B is thawed
+    replay 12   A and B are trained, C is frozen
+    then load   C in full: the state is dense                    as of iteration 12
+
+A's update in iteration 11 needs nothing of B and C but their compute weights: so it comes to the same bits as when
+the iteration ran first, provided that the batch is the same, and that the norm by which gradients are clipped, a sum
+over all operators, is taken from the journal. That is what `Replay` arranges, what `execution.py` carries out, and what
+the comparison of losses checks after each iteration.
+
+The driver's training loop runs the iterations, so that a replay is no second implementation of training.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +61,11 @@ Logs = Mapping[Direction, Reader]
 
 
 class ReplayDiverged(MoECheckpointError):
-    """A replayed iteration came out otherwise than it was recorded: going on would not be exact."""
+    """A replayed iteration did not give the result that was recorded: training from it would not be exact."""
 
 
 @dataclass(frozen=True)
-class Load:
+class SnapshotLoad:
     """What this rank takes from one sealed snapshot."""
 
     reader: Reader
@@ -58,16 +76,20 @@ class Load:
 class ReplayStep:
     """One iteration that is run again, and what this rank loads after it.
 
-    frozen: operators of all ranks that replay that take no update in it. journal: how it came out. loads: what its
-    snapshot gives this rank. trainer: a snapshot of it with this rank's trainer state, or the trainer scalars of any
-    rank. logs: what reaches this rank from stages outside of the replay. outside: operators of these that count as
-    frozen, so that no gradients are computed for them.
+    Attributes:
+        iteration: Its number.
+        frozen: Operators of all ranks that replay that take no update in it.
+        journal: The outcome when it ran first.
+        loads: What its snapshot gives this rank.
+        trainer: A snapshot of it with this rank's trainer state, or the trainer scalars of any rank.
+        logs: What reaches this rank from stages outside of the replay.
+        outside: Operators of these that count as frozen, so that no gradients are computed for them.
     """
 
     iteration: int
     frozen: frozenset[OperatorId] = field(repr=False)
     journal: StepJournal
-    loads: tuple[Load, ...] = field(repr=False)
+    loads: tuple[SnapshotLoad, ...] = field(repr=False)
     trainer: Reader | Mapping[str, Json] = field(repr=False)
     logs: Logs = field(default_factory=dict, repr=False)
     outside: frozenset[OperatorId] = field(default=frozenset(), repr=False)
@@ -77,7 +99,9 @@ class ReplayStep:
 class ReplayPorts:
     """What a replay works with; `transport` is used by nobody else meanwhile.
 
-    boundary: makes what feeds an iteration from its logs. ended: called once the state is dense.
+    Attributes:
+        boundary: Makes the source of received tensors of an iteration from its logs.
+        ended: Called once the state is dense.
     """
 
     restorer: Restorer
@@ -93,9 +117,15 @@ class Replay:
     """Makes the state that was restored as of the iteration before `steps[0]` dense, as of that of `steps[-1]`.
 
     Sequence, each a collective over the ranks that replay together: `begin`; then training runs the iterations as any
-    others, and calls `stepped` after the optimizer's step of each. operators: of the stages that replay. tolerance: by
-    which share a loss may differ from the recorded one. members: the ranks of these stages; all ranks where empty.
-    unlogged: iterations of which this rank's own boundary log is gone.
+    others, and calls `stepped` after the optimizer's step of each.
+
+    Args:
+        ports: What it works with.
+        steps: The iterations, ascending without a gap.
+        operators: Number of operators of the stages that replay, for progress.
+        tolerance: By which share a loss may differ from the recorded one; 0 asks for the same bits.
+        members: The ranks of these stages; all ranks where empty.
+        unlogged: Iterations of which this rank's own boundary log is gone.
     """
 
     def __init__(
@@ -111,9 +141,9 @@ class Replay:
         self._ports, self._steps = ports, tuple(steps)
         self._operators, self._tolerance = operators, tolerance
         self.members, self.unlogged = tuple(members), frozenset(unlogged)
-        self._done = 0
-        self._begun_s = 0.0
+        self._done, self._begun_s = 0, 0.0
         self._boundary: StageFeed | None = None
+        # With single stages the other ranks of the job are doing something else: they must not be waited for.
         self._group: Group = ports.transport
         if members:
             self._group = Among(ports.transport, members, "say how a replayed iteration came out")
@@ -125,7 +155,7 @@ class Replay:
 
     @property
     def boundary(self) -> StageFeed | None:
-        """What feeds the next iteration from outside; None where everything is received really."""
+        """The source of tensors of stages outside in the next iteration; None where all stages take part."""
         return self._boundary
 
     @property
@@ -145,7 +175,7 @@ class Replay:
 
     @property
     def journal(self) -> StepJournal:
-        """How that one came out when it ran first."""
+        """The outcome of that one when it ran first."""
         return self._steps[self._done].journal
 
     def begin(self) -> None:
@@ -157,17 +187,22 @@ class Replay:
     def stepped(self, outcome: StepJournal) -> None:
         """The iteration has been run again: load what its snapshot gives, and arm the next one, or thaw after the last.
 
-        Raises, on all ranks alike, ReplayDiverged when the iteration did not come out as it was recorded on one of
-        them, and StoreFailure when a snapshot cannot be read any more, which a restart finds out and goes around.
+        Raises:
+            ReplayDiverged: On one of the ranks the outcome is not the recorded one; raised on all of them.
+            StoreFailure: A snapshot cannot be read any more, which a restart finds out and plans around; likewise.
         """
         step = self._steps[self._done]
+        # What this snapshot does not thaw is still frozen in the next iteration; after the last one nothing is.
         following = self._steps[self._done + 1].frozen if self._done + 1 < len(self._steps) else frozenset()
-        work, errors = partial(self._take_whole, step, outcome, following), (ReplayDiverged, StoreFailure)
+        # A rank that failed alone would leave the others waiting in the collectives of `refresh`.
+        work, errors = partial(self._load_whole, step, outcome, following), (ReplayDiverged, StoreFailure)
         raise_on_all_ranks(self._group, work, errors, self.members or None)
+        # The loaded masters' compute weights are derived now, and gathered: the next forward pass needs them whole.
         self._ports.restorer.refresh()
         self._done += 1
-        self._tell(step, len(following))
+        self._log_progress(step, len(following))
         if self.is_done:
+            # Training goes on as before the fault: with overlap, with all parameters in the optimizer's lists.
             self._boundary = None
             self._ports.execution.thaw()
             self._ports.ended()
@@ -177,41 +212,46 @@ class Replay:
     def _arm(self) -> None:
         step, boundary = self._steps[self._done], self._ports.boundary
         if step.logs and boundary is None:
-            raise UsageError("a replay is to be fed from logs, but nothing was given that can read them")
+            raise UsageError("a replay needs boundary logs, but nothing was given that can read them")
         self._boundary = boundary(step.logs) if step.logs and boundary else None
+        # Operators of stages outside count as frozen, so that no gradients are computed on their behalf.
         self._ports.execution.freeze(step.frozen | step.outside, step.journal, alone=self.alone)
 
-    def _take_whole(self, step: ReplayStep, outcome: StepJournal, following: Collection[OperatorId]) -> None:
-        """As `_take`. Raises ReplayDiverged, and StoreFailure for all that a replay from the beginning may mend."""
+    def _load_whole(self, step: ReplayStep, outcome: StepJournal, following: Collection[OperatorId]) -> None:
+        """As `_load`. Raises ReplayDiverged, and StoreFailure for all that a replay from the beginning may mend."""
         try:
-            self._take(step, outcome, following)
+            self._load(step, outcome, following)
         except ReplayDiverged:
             raise
         except MoECheckpointError as error:
             raise StoreFailure(f"the replay has to begin anew: {error}") from error
 
-    def _take(self, step: ReplayStep, outcome: StepJournal, following: Collection[OperatorId]) -> None:
+    def _load(self, step: ReplayStep, outcome: StepJournal, following: Collection[OperatorId]) -> None:
+        # Before anything is overwritten: a replay that has diverged must not be taken for the state it was meant to be.
         self._compare(step, outcome)
-        if self._boundary is not None:
+        if self._boundary is not None:  # tensors left in a log mean that it was written with other flags
             self._boundary.check_all_taken()
         for load in step.loads:
             self._ports.restorer.restore(load.reader.read, load.parts)
+        # Without a snapshot of this rank's own, random states are those that the iteration has just left behind.
         if isinstance(step.trainer, Mapping):
             self._ports.trainer.restore_common(step.trainer)
         else:
             restore_trainer(self._ports.trainer, step.trainer)
-        if lacking := self._ports.restorer.missing(following):
-            raise UnreadableCheckpoint(lacking)
+        # What the next iteration trains must be there in full; the operators still frozen then may hold NaN.
+        if missing := self._ports.restorer.missing(following):
+            raise UnreadableCheckpoint(missing)
 
     def _compare(self, step: ReplayStep, outcome: StepJournal) -> None:
         recorded = step.journal
         if outcome.skipped != recorded.skipped:
             raise ReplayDiverged(
-                f"the replay of iteration {step.iteration} {_did(outcome)}, recorded was that it {_did(recorded)}:"
-                " the state would not be the one that was lost, so training does not go on"
+                f"the replay of iteration {step.iteration} {_step_taken(outcome)}, recorded was that it"
+                f" {_step_taken(recorded)}: the state would not be the one that was lost, so training does not go on"
             )
-        if recorded.lm_loss is None or outcome.lm_loss is None:
+        if recorded.lm_loss is None or outcome.lm_loss is None:  # only the last stage knows the loss
             return
+        # Bit by bit by default: a loss depends on all weights, so it shows what earlier iterations got wrong.
         if not _is_close(outcome.lm_loss, recorded.lm_loss, self._tolerance):
             raise ReplayDiverged(
                 f"the replay of iteration {step.iteration} gave the loss {outcome.lm_loss!r}, recorded was"
@@ -220,7 +260,7 @@ class Replay:
                 " may differ"
             )
 
-    def _tell(self, step: ReplayStep, frozen: int) -> None:
+    def _log_progress(self, step: ReplayStep, frozen: int) -> None:
         """One line of progress on the first rank."""
         if self._ports.transport.rank != min(self.members, default=0):
             return
@@ -241,18 +281,19 @@ def restore_trainer(trainer: TrainerState, reader: Reader) -> None:
     """Put back the trainer state that a snapshot has. Raises UnreadableCheckpoint."""
     scalars = reader.manifest.facts.scalars
     tensors = {
-        one.key.removeprefix(RANDOM): reader.read(one.key)
-        for one in reader.manifest.layout.fields
-        if one.operator is None and one.key.startswith(RANDOM)
+        field.key.removeprefix(RANDOM): reader.read(field.key)
+        for field in reader.manifest.layout.fields
+        if field.operator is None and field.key.startswith(RANDOM)
     }
     trainer.restore(cast("Mapping[str, Json]", scalars["trainer"]), tensors)
 
 
-def _did(step: StepJournal) -> str:
+def _step_taken(step: StepJournal) -> str:
     return "skipped its optimizer step" if step.skipped else "made its optimizer step"
 
 
 def _is_close(found: float, recorded: float, tolerance: float) -> bool:
+    # A loss that was NaN when the iteration ran first has to be NaN again.
     if math.isnan(recorded) or math.isnan(found):
         return math.isnan(recorded) and math.isnan(found)
     return found == recorded or abs(found - recorded) <= tolerance * abs(recorded)

@@ -1,10 +1,17 @@
-"""Training iterations in which some operators are frozen (MoEvement 3.3), on live models and optimizers."""
+"""Training iterations in which some operators are frozen (MoEvement 3.3), on live models and optimizers.
+
+For the active operators to come to the same bits as when nothing was frozen, every sum must add the same numbers in the
+same order. So the model's forward pass is left alone, and what is changed is only what a frozen operator would
+otherwise *take*: gradients of its weights (`weights_frozen`), its place in the optimizer's step (`journaled_step`), and
+gradients below the lowest layer that anything active needs (`gradients_down_to`). Three results are sums over all
+operators, or known to other stages only, and so come from the journal: the norm for clipping, whether a step was
+skipped for an overflow, and with a stage on its own the number of tokens.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -15,21 +22,23 @@ from megatron.core.utils import unwrap_model
 from ..errors import UsageError
 from ..types import OperatorId, StepJournal
 from .gradient_flow import gradients_down_to, lowest_active_layer
-from .patches import ALIGNED_GROUPS, counts_in_groups, journaled_step, journaled_tokens, overlap_off, weights_frozen
+from .patches import counts_in_groups, journaled_step, journaled_tokens, overlap_off, weights_frozen
 
 
 class LiveExecution:
     """The `ports.Execution` of live training.
 
     Frozen operators take part in the forward pass, and gradients flow through them. Their weights get none, and the
-    optimizer passes by them: neither their master weights nor their moments are read or written, which may hold
-    anything. What active operators compute is what they would compute if nothing were frozen, to the bit. A router's
-    counters and expert biases go on also where the router is frozen: they depend on the forward pass only.
+    optimizer passes by them: their master weights and moments are neither read nor written, and may hold anything. A
+    router's counters and expert biases go on also where it is frozen: they depend on the forward pass only.
 
-    chunks: the model chunks of this rank, wrapped in DistributedDataParallel.
-    optimizer: what core's `get_megatron_optimizer` gave for them.
-    operator_of: the operator of each parameter of these chunks.
-    Raises UsageError for models and optimizers that this cannot be done with, with the reason, on all ranks alike.
+    Args:
+        chunks: The model chunks of this rank, wrapped in DistributedDataParallel, which `state_tensors` has accepted.
+        optimizer: What core's `get_megatron_optimizer` gave for them.
+        operator_of: The operator of each parameter of these chunks.
+
+    Raises:
+        UsageError: This model or optimizer cannot be frozen; with the reason, on all ranks alike.
     """
 
     def __init__(
@@ -38,8 +47,9 @@ class LiveExecution:
         optimizer: MegatronOptimizer,
         operator_of: Mapping[torch.nn.Parameter, OperatorId],
     ) -> None:
-        _refuse_unsupported(chunks, optimizer)
-        unknown = [name for chunk in chunks for name, one in chunk.named_parameters() if one not in operator_of]
+        _refuse_unfreezable(chunks, optimizer)
+        named = [item for chunk in chunks for item in chunk.named_parameters()]
+        unknown = [name for name, parameter in named if parameter not in operator_of]
         if unknown:
             raise UsageError(f"{len(unknown)} parameters have no operator, such as {unknown[0]}: nothing can be frozen")
         self._chunks, self._optimizer, self._operator_of = list(chunks), optimizer, dict(operator_of)
@@ -51,25 +61,35 @@ class LiveExecution:
 
         With no operators the step is that of training: its norm and verdict are computed, and can be compared; unless
         it runs alone, where nothing but what this stage sees of an overflow can be compared with the journal.
-        A journal that says the step was skipped lets the loss scales of all parts of the optimizer count that; in
-        training each part knows of its own overflows only. So restore them after a skipped iteration, with the rest of
-        the trainer state.
+        After an iteration whose journal says that the step was skipped, restore the loss scales with the rest of the
+        trainer state: here all parts of the optimizer count the overflow, in training only those that saw it.
+
+        Args:
+            frozen: Operators of all ranks and stages that take no update in the next iteration.
+            step: The journal of the iteration, from when it ran first.
+            alone: Whether only some stages of the pipeline run it.
+
+        Raises:
+            UsageError: The journal lacks what the step needs: the job's flags are not those it was written with.
         """
         _check_journal(self._optimizer, step)
         if alone:
             _check_tokens(self._chunks, step)
+        # Overlap stays off until `thaw`: to switch it off is a collective where weights may not be gathered yet.
         if not self._is_overlap_off:
             self._until_thaw.enter_context(overlap_off(self._chunks))
             self._is_overlap_off = True
-        self._until_next.close()
+        self._until_next.close()  # what the iteration before had frozen
         operators = frozenset(frozen)
         parameters = {parameter for parameter, operator in self._operator_of.items() if operator in operators}
         self._until_next.enter_context(weights_frozen(self._chunks, parameters))
+        # With nothing frozen the ranks compute norm and verdict themselves, as in training.
         if operators or alone:
             journaled = journaled_step(self._optimizer, self._chunks, parameters, step, alone=alone)
             self._until_next.enter_context(journaled)
         if alone:
             self._until_next.enter_context(journaled_tokens(self._chunks, step))
+        # From the operators of all ranks, not from this one's parameters: a backward pass has collectives.
         lowest = lowest_active_layer(unwrap_model(self._chunks[0]).config, operators)
         for chunk in self._chunks:
             self._until_next.enter_context(gradients_down_to(chunk, lowest))
@@ -83,6 +103,7 @@ class LiveExecution:
 
 def _check_journal(optimizer: ChainedOptimizer, step: StepJournal) -> None:
     members = optimizer.chained_optimizers
+    # The norm is needed for clipping only; a step that was skipped clips nothing.
     clips = any(member.config.clip_grad > 0 for member in members)
     if step.skipped and not any(getattr(member, "grad_scaler", None) for member in members):
         raise UsageError(
@@ -104,17 +125,21 @@ def _check_tokens(chunks: Sequence[torch.nn.Module], step: StepJournal) -> None:
         )
 
 
-def _refuse_unsupported(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
-    model, wrapping = unwrap_model(chunks[0]), chunks[0].ddp_config
-    reasons = _of_model(model.config) | {
-        "Megatron-FSDP": wrapping.use_megatron_fsdp,
-        "several instances of the distributed optimizer": wrapping.num_distributed_optimizer_instances > 1,
+def _refuse_unfreezable(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
+    """Refuse what frozen operators would break; what no state can be enumerated of `state_tensors` has refused."""
+    config = unwrap_model(chunks[0]).config
+    offloading = config.cpu_offloading or config.fine_grained_activation_offloading
+    reasons = {
+        "multi-token prediction": config.mtp_num_layers,
+        # A captured graph runs the kernels of the iteration that it was captured in, frozen or not.
+        "CUDA graphs": config.cuda_graph_impl != "none",
+        # Each of these computes or moves by its own schedule what a frozen operator no longer has.
+        "activations offloaded to the CPU": offloading,
+        "weight gradients computed later": config.delay_wgrad_compute or config.defer_embedding_wgrad_compute,
+        "expert-parallel communication overlapped across microbatches": config.overlap_moe_expert_parallel_comm,
         f"the optimizer {type(optimizer).__name__}": type(optimizer) is not ChainedOptimizer,
     }
-    for member in getattr(optimizer, "chained_optimizers", []):
-        reasons[f"the optimizer {type(member).__name__}"] = type(member) not in ALIGNED_GROUPS
-        reasons["the precision-aware optimizer"] = member.config.use_precision_aware_optimizer
-        inner = member.optimizer
+    for inner in (member.optimizer for member in getattr(optimizer, "chained_optimizers", [])):
         is_known = inner is None or type(inner) in (torch.optim.Adam, torch.optim.AdamW) or counts_in_groups(inner)
         reasons[f"the inner optimizer {type(inner).__name__}"] = not is_known
     for router in (module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)):
@@ -122,14 +147,3 @@ def _refuse_unsupported(chunks: Sequence[torch.nn.Module], optimizer: MegatronOp
     for reason, applies in reasons.items():
         if applies:
             raise UsageError(f"operators cannot be frozen with {reason}: use --moe-ckpt-strategy full or none")
-
-
-def _of_model(config: Any) -> dict[str, bool]:
-    return {
-        "fp8 or fp4 parameters": bool(config.fp8 or config.fp4),
-        "multi-token prediction": bool(config.mtp_num_layers),
-        "CUDA graphs": config.cuda_graph_impl != "none",
-        "activations offloaded to the CPU": bool(config.cpu_offloading or config.fine_grained_activation_offloading),
-        "weight gradients computed later": bool(config.delay_wgrad_compute or config.defer_embedding_wgrad_compute),
-        "expert-parallel communication overlapped across microbatches": config.overlap_moe_expert_parallel_comm,
-    }

@@ -15,54 +15,40 @@ import torch
 
 from megatron.core.utils import make_viewless_tensor, unwrap_model
 
-from ..types import OperatorId, OperatorKind, expert
+from ..types import OperatorId, iterate_operators
 
 EMBEDDING_LAYER = -1
 
 
 def lowest_active_layer(config: Any, frozen: Collection[OperatorId]) -> int:
     """The lowest layer with an operator that is not frozen, on whatever rank; one past the head where there is none."""
-    head = config.num_layers
-    for layer in range(EMBEDDING_LAYER, head + 1):
-        if any(operator not in frozen for operator in _operators(config, layer)):
-            return layer
-    return int(head) + 1
-
-
-def _operators(config: Any, layer: int) -> Iterator[OperatorId]:
-    if layer == EMBEDDING_LAYER:
-        yield OperatorId(layer, OperatorKind.EMBEDDING)
-    elif layer == config.num_layers:
-        yield OperatorId(layer, OperatorKind.HEAD)
-    else:
-        yield OperatorId(layer, OperatorKind.NON_EXPERT)
-        frequency = config.moe_layer_freq
-        is_moe = layer % frequency == 0 if isinstance(frequency, int) else frequency[layer]
-        if config.num_moe_experts and is_moe:
-            yield OperatorId(layer, OperatorKind.ROUTER)
-            yield from (expert(layer, index) for index in range(config.num_moe_experts))
+    operators = iterate_operators(config.num_layers, config.num_moe_experts or 0, config.moe_layer_freq)
+    return next((operator.layer for operator in operators if operator not in frozen), int(config.num_layers) + 1)
 
 
 @contextlib.contextmanager
 def gradients_down_to(chunk: torch.nn.Module, lowest: int) -> Iterator[None]:
     """Let gradients flow through a model chunk as in training, but not below layer `lowest` of the whole model.
 
-    There they begin at the input of that layer even if nothing below requires any; a stage below gets zeros.
+    Layer `lowest` still has its input's gradient computed, as in training; a stage below gets zeros.
     """
     model = unwrap_model(chunk)
     with contextlib.ExitStack() as stack:
         entrances = _entrances(model)
         bottom = EMBEDDING_LAYER if model.pre_process or not entrances else entrances[0][0]
         if lowest > bottom and _flow_everywhere(model.config):
+            # All layers run backward as in training; only the embedding is spared.
             if model.pre_process and entrances:
                 stack.enter_context(_input_changed(model.decoder, _beginning))
         elif lowest > bottom and entrances:
             first = entrances[0][1]
             begin = next((module for layer, module in entrances if layer >= lowest), None)
+            # Without this the layers between would be run backward for gradients that nobody takes.
             if begin is not first:
                 stack.enter_context(_input_changed(first, torch.Tensor.detach))
             if begin is not None:
                 stack.enter_context(_input_changed(begin, _beginning))
+            # The stage below waits for a gradient of what it sent, or its own part of the 1F1B schedule hangs.
             if not model.pre_process:
                 handle = chunk.register_forward_hook(lambda _, __, output: _zeros_to(model.decoder, output))
                 stack.callback(handle.remove)
@@ -109,13 +95,14 @@ def _input_changed(module: torch.nn.Module, change: Callable[[torch.Tensor], tor
 
 def _beginning(hidden: torch.Tensor) -> torch.Tensor:
     """The same values, at which gradients end that flow down."""
+    # Kernels may take another way where their input needs no gradient: it needs one in training, so it does here.
     return hidden.detach().requires_grad_()
 
 
 def _zeros_to(decoder: Any, output: torch.Tensor) -> torch.Tensor:
     """The output of a chunk, made to give the chunk's input a gradient of zeros: the stage below waits for one."""
     received = decoder.input_tensor
-    if received is None or not torch.is_grad_enabled():
+    if received is None or not torch.is_grad_enabled():  # nothing was received, or this is an evaluation
         return output
     joined: torch.Tensor = _ZerosBelow.apply(output, received)
     # Core frees the data of what it has sent, which it refuses for views.
@@ -128,7 +115,7 @@ class _ZerosBelow(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-        """The output, as a view."""
+        """The output, as a view: autograd takes an input that is returned as it is for one that was changed."""
         ctx.shape, ctx.dtype, ctx.device = received.shape, received.dtype, received.device
         return output.view_as(output)
 

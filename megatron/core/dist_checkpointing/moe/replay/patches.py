@@ -2,6 +2,11 @@
 
 Each is a context manager that sets attributes of instances, never of classes. Checked against Megatron-Core 0.16.1;
 `tests/unit/moe/test_frozen_upstream.py` compares the source of all that is relied on here with what was read.
+
+    overlap_off        gradients are reduced after the backward pass, weights gathered after the step
+    weights_frozen     no gradients of frozen weights are computed, accumulated or reduced
+    journaled_step     the optimizer steps active parameters only, with the norm and the verdict of the journal
+    journaled_tokens   gradients are divided by the journal's number of tokens, where only some stages replay
 """
 
 from __future__ import annotations
@@ -38,7 +43,7 @@ ALIGNED_GROUPS: dict[type[MegatronOptimizer], tuple[tuple[str, ...], ...]] = {
 @contextlib.contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
     """Set attributes of one instance, and put back what it had of its own."""
-    own = vars(owner)
+    own = vars(owner)  # not `getattr`: a bound method put back would shadow the class's for good
     before = {name: own[name] for name in values if name in own}
     try:
         for name, value in values.items():
@@ -59,20 +64,20 @@ def bucket_groups(chunks: Sequence[torch.nn.Module]) -> list[Any]:
 
 @contextlib.contextmanager
 def overlap_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Reduce gradients after the backward pass, and gather weights after the step; a collective where weights may not
-    be gathered yet.
+    """Reduce gradients after the backward pass, and gather weights after the step.
 
-    Both are the collectives of overlapped training over the same buckets, so that no bit differs. Overlap itself cannot
-    go on: it counts the gradients of all parameters, and expects all parameters to require one.
+    Entering is a collective where weights may not be gathered yet. Frozen parameters and overlap exclude each other: a
+    bucket is reduced once all of its parameters have reported a gradient, and a frozen one never does.
     """
     with contextlib.ExitStack() as stack:
         for chunk in chunks:
             if chunk.remove_forward_pre_hook_handles:
                 chunk.disable_forward_pre_hook()
                 stack.callback(chunk.enable_forward_pre_hook)
+            # Same buckets, same collectives, only later: so sums have the same order, and no bit differs.
             settings = chunk.ddp_config
             stack.enter_context(replaced(settings, overlap_grad_reduce=False, overlap_param_gather=False))
-            # Shared by all chunks.
+            # Schedules call these for overlap; the config is shared by all chunks.
             hooks = {"no_sync_func": None, "grad_sync_func": None, "param_sync_func": None}
             stack.enter_context(replaced(unwrap_model(chunk).config, **hooks))
         yield
@@ -88,14 +93,17 @@ def weights_frozen(chunks: Sequence[torch.nn.Module], frozen: Parameters) -> Ite
     with contextlib.ExitStack() as stack:
         stack.callback(_require_gradients, fixed, True)
         _require_gradients(fixed, False)
+        # Core's gate computes the gradient of its weights whether it is wanted or not.
         for module in (module for chunk in chunks for module in chunk.modules()):
             if isinstance(module, Router) and module.weight in frozen:
                 stack.enter_context(replaced(module, gating=_gating_with_frozen_weight(module)))
+        # A bucket group with any active parameter is reduced as a whole: in which order ranks are summed up depends on
+        # a gradient's place in the bucket, so it may not shrink. Frozen parameters add zeros there.
         for group in _frozen_groups(chunks, frozen):
             stack.enter_context(replaced(group, start_grad_sync=_nothing))
         for config in {id(config): config for config in (unwrap_model(chunk).config for chunk in chunks)}.values():
             if config.finalize_model_grads_func is not None:
-                finalize = _finalizing_as_ever(config.finalize_model_grads_func, fixed)
+                finalize = _finalizing_all(config.finalize_model_grads_func, fixed)
                 stack.enter_context(replaced(config, finalize_model_grads_func=finalize))
         yield
 
@@ -123,10 +131,11 @@ def _nothing(*unused: Any, **options: Any) -> None:
     """In place of a collective over what has not changed."""
 
 
-def _finalizing_as_ever(finalize: Callable[..., None], fixed: Sequence[torch.nn.Parameter]) -> Callable[..., None]:
-    """Core packs the gradients of norms, of all that require one, into one tensor to reduce it. In which order ranks
-    are summed up depends on the place in it: so the frozen ones take part, with gradients of zero."""
+def _finalizing_all(finalize: Callable[..., None], fixed: Sequence[torch.nn.Parameter]) -> Callable[..., None]:
+    """`finalize_model_grads` with all parameters that training has."""
 
+    # With sequence parallelism core packs the gradients of norms, of all that require one, into one tensor to reduce.
+    # The order of its sums depends on the place in it: so the frozen ones take part, with gradients of zero.
     def finalized(*arguments: Any, **options: Any) -> None:
         _require_gradients(fixed, True)
         try:
@@ -138,7 +147,7 @@ def _finalizing_as_ever(finalize: Callable[..., None], fixed: Sequence[torch.nn.
 
 
 class _FrozenGating(moe_utils.RouterGatingLinearFunction):  # type: ignore[misc]
-    """Core's gate without the gradient of its weights, which that computes whether it is wanted or not."""
+    """Core's gate without the gradient of its weights."""
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -181,7 +190,13 @@ def journaled_step(
     """Let `optimizer.step` pass by frozen parameters, with the norm and the verdict of a journal.
 
     Only within the step are frozen parameters out of the optimizers' lists: whoever enumerates the state sees all.
-    alone: what the ranks still tell each other about their gradients, they tell those of their pipeline stage.
+
+    Args:
+        optimizer: The chain of optimizers.
+        chunks: The model chunks of this rank.
+        frozen: Parameters of frozen operators.
+        step: The journal of the iteration.
+        alone: Whether only some stages of the pipeline take the step: overflows are then agreed on within the stage.
     """
     stage = unwrap_model(chunks[0]).pg_collection.tp_dp_cp
 
@@ -196,10 +211,12 @@ def journaled_step(
                 if getattr(member, "grad_scaler", None):
                     verdict = _with_journaled_verdict(member, step.skipped)
                     stack.enter_context(replaced(member, _unscale_main_grads_and_check_for_nan=verdict))
-            for group in _frozen_groups(chunks, frozen):
+            for group in _frozen_groups(chunks, frozen):  # what has not changed needs no gather
                 stack.enter_context(replaced(group, start_param_sync=_nothing))
+            # The norm of training is a sum over all operators: from the active ones alone clipping would differ.
             stack.enter_context(replaced(optimizer, get_grad_norm=lambda: step.grad_norm))
             outcome: tuple[bool, float | None, int | None] = ChainedOptimizer.step(optimizer)
+            # Fused Adams count the steps of a group, but not of an empty one: its parameters would lag when thawed.
             for group in emptied if outcome[0] else []:
                 group["step"] = group.get("step", 0) + 1
         return outcome
@@ -210,7 +227,7 @@ def journaled_step(
 
 @contextlib.contextmanager
 def journaled_tokens(chunks: Sequence[torch.nn.Module], step: StepJournal) -> Iterator[None]:
-    """Divide gradients by the number of tokens in a journal: in training only the last stage knows it, and tells all.
+    """Divide gradients by the number of tokens in a journal: in training the last stage broadcasts it.
 
     Does nothing where gradients are not divided by it.
     """
@@ -233,7 +250,7 @@ def journaled_tokens(chunks: Sequence[torch.nn.Module], step: StepJournal) -> It
 
 
 def _with_journaled_verdict(member: MegatronOptimizer, skipped: bool) -> Callable[[], bool]:
-    """Also unscales. What the active gradients show that the journal does not know of counts: the caller compares."""
+    """Unscales as in training. An overflow that the journal does not know of counts too: the caller compares."""
     unscale = member._unscale_main_grads_and_check_for_nan
 
     def judged() -> bool:
@@ -244,16 +261,20 @@ def _with_journaled_verdict(member: MegatronOptimizer, skipped: bool) -> Callabl
 
 @contextlib.contextmanager
 def _only_active(member: MegatronOptimizer, frozen: Parameters) -> Iterator[list[dict[str, Any]]]:
-    """Take frozen parameters, and their masters, out of all lists of one optimizer; without any left it is a stub,
-    which takes part in collectives only. Gives the groups of parameters that became empty."""
+    """Take frozen parameters, and their masters, out of all lists of one optimizer; yields groups that became empty.
+
+    Without any parameter left it counts as a stub, which takes part in collectives only.
+    """
     if member.is_stub_optimizer:
         yield []
         return
     with contextlib.ExitStack() as stack:
         removed, emptied = {id(parameter) for parameter in frozen}, []
         for names in ALIGNED_GROUPS[type(member)]:
+            # The lists are aligned: a row is one parameter with its shard and its master weights.
             groups = zip(*(getattr(member, name) for name in names), strict=True)
             rows = [list(zip(*group, strict=True)) for group in groups]
+            # By id, because tensors compare element by element; the tensors live as long as this block.
             removed |= {id(tensor) for group in rows for row in group if row[0] in frozen for tensor in row}
             active = [[row for row in group if row[0] not in frozen] for group in rows]
             columns = {name: [[row[at] for row in group] for group in active] for at, name in enumerate(names)}

@@ -31,12 +31,20 @@ def check_complete(
     Compared by address and length are parameters and buffers of the modules, with the distributed optimizer only this
     rank's share of each bucket; all that the inner optimizers train on and keep; and whatever else can be reached from
     the optimizer, where the loss scaler counts as trainer state.
-    Raises IncompleteState, which names what is in none, or in two, or is no live state.
+
+    Args:
+        chunks: The model chunks as they are trained, wrapped in DistributedDataParallel.
+        optimizer: What steps them.
+        tensors: What `state_tensors` found on this rank.
+
+    Raises:
+        IncompleteState: Names what is in none of the tensors, or in two, or is no live state.
     """
     whole = list(_parameters(chunks))
     names = _Names(whole)
     expected = [*_owned_extents(chunks, whole), *_optimizer_extents(optimizer, names)]
     check_cover(expected, [_extent(tensor.tensor, tensor.key) for tensor in tensors])
+    # Other ranks' shares of compute weights are reachable too, and are no state of this rank.
     known = Cover([*expected, *(_extent(parameter, name) for name, parameter in whole)])
     for path, tensor in _reachable(optimizer, "optimizer", set()):
         attribute = path.rpartition(".")[2].lstrip("_")
@@ -87,6 +95,7 @@ def _owned_extents(
     for chunk in chunks:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             rank, ranks = buffer.data_parallel_group.rank(), buffer.data_parallel_group.size()
+            # Each bucket is cut into as many equal shares as there are data-parallel ranks, whatever is in it.
             for data in (bucket.param_data for bucket in buffer.buckets if bucket.param_data is not None):
                 share = data.numel() // ranks
                 buckets.append((_extent(data, ""), _extent(data.view(-1)[rank * share : (rank + 1) * share], "")))

@@ -42,7 +42,7 @@ class FaultPoint:
 
 
 def parse_fault(text: str) -> FaultPoint:
-    """Reads `RANK@ITER[:PHASE]`; the phase is `start` if not given. Raises UsageError for anything else."""
+    """Read `RANK@ITER[:PHASE]`; the phase is `start` if not given. Raises UsageError for anything else."""
     found = re.fullmatch(r"([0-9]+)@([0-9]+)(?::(.*))?", text)
     phases = {phase.value: phase for phase in Phase}
     name = Phase.START.value if found is None or found[3] is None else found[3]
@@ -56,23 +56,29 @@ def parse_fault(text: str) -> FaultPoint:
 
 
 def check_fault_ranks(points: Collection[FaultPoint], world_size: int) -> None:
-    """Raises UsageError if a point names a rank that a job of `world_size` processes does not have."""
+    """Raise UsageError if a point names a rank that a job of `world_size` processes does not have."""
     for point in points:
         if point.rank >= world_size:
             raise UsageError(f"fault {point} names rank {point.rank}, but the ranks are 0 to {world_size - 1}")
 
 
 def kill_self() -> None:
-    """Ends this process as a crash does: nothing runs after it, nothing is flushed."""
+    """End this process as a crash does: nothing runs after it, nothing is flushed."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 class FaultInjector:
     """Strikes at the points of this rank, each at most once per job.
 
-    `ledger_dir` is a directory that the job's restarts share and other jobs do not; a point is recorded there, durably,
-    before it strikes, so that the restarted worker goes on. Without one, a point strikes once per process.
-    Raises MoECheckpointError if the directory cannot be made.
+    Args:
+        points: Where to strike, of all ranks.
+        rank: This rank.
+        ledger_dir: A directory that the job's restarts share and other jobs do not. A point is recorded there, durably,
+            before it strikes, so that the restarted worker goes on. Without one, a point strikes once per process.
+        kill: Ends the process.
+
+    Raises:
+        MoECheckpointError: The directory cannot be made.
     """
 
     def __init__(
@@ -83,17 +89,15 @@ class FaultInjector:
         kill: Callable[[], None] = kill_self,
     ) -> None:
         self._waiting = {point for point in points if point.rank == rank}
-        self._ledger_dir = ledger_dir
-        self._kill = kill
+        self._rank, self._ledger_dir, self._kill = rank, ledger_dir, kill
         if self._waiting and ledger_dir is not None:
             try:
                 ledger_dir.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise _unrecordable(ledger_dir, error) from error
-        self._rank = rank
 
     def reached(self, iteration: int, phase: Phase) -> None:
-        """Says that training is at `phase` of `iteration`; does not return if a fault is due here.
+        """Training is at `phase` of `iteration`; does not return if a fault is due here.
 
         Raises MoECheckpointError, without striking, if the point cannot be recorded.
         """
@@ -106,7 +110,7 @@ class FaultInjector:
 
 
 def _record(ledger_dir: Path, point: FaultPoint) -> bool:
-    """Records `point` durably; False if it was recorded before."""
+    """Record `point` durably; False if it was recorded before."""
     path = ledger_dir / f"fired-{point.rank}-{point.iteration}-{point.phase.value}"
     try:
         with path.open("x") as file:

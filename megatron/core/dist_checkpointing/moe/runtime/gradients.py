@@ -8,7 +8,7 @@ from there with nobody else, to the same bit. Checked against Megatron-Core 0.16
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,12 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from ..capture.operators import Shard, StateTensor
-from ..errors import UnreadableCheckpoint, UsageError
+from ..capture.restore import write_record
+from ..errors import UsageError
 from ..ports import Field
 from ..replay.patches import replaced
 from ..types import StepJournal
+from .optimizer_state import optimizer_members
 
 GRADIENT = "gradient"
 """The field in the keys of gradients."""
@@ -64,8 +66,8 @@ class Prepared:
     @torch.no_grad()
     def finish(self, optimizer: MegatronOptimizer) -> None:
         """Prepare what was not prepared yet, without the other ranks; loss scales stay as they are."""
-        for member in _members(optimizer):
-            if id(member) in self._ready or member.is_stub_optimizer:
+        for member in optimizer_members(optimizer):
+            if id(member) in self._ready:
                 continue
             _give_gradients(member)
             if getattr(member, "grad_scaler", None):
@@ -79,7 +81,10 @@ class Prepared:
 class LiveGradients:
     """The `recover.park.Gradients` of live training.
 
-    stepped: as `runtime/megatron.py`'s `stepped_parameters` gives it. prepared: how far the step had come.
+    Args:
+        optimizer: What core's `get_megatron_optimizer` gave.
+        stepped: As `stepped_parameters` gives it.
+        prepared: Tells how far the step had come.
     """
 
     def __init__(
@@ -101,8 +106,9 @@ class LiveGradients:
         stepped: Sequence[tuple[Shard, torch.Tensor]],
         prepared: Callable[[], Prepared],
     ) -> LiveGradients | None:
-        """None on GPUs: there a reduction may still run when the host goes on, and to let a device go that waits for a
-        lost peer is to abort it; nobody can tell then whether the gradients are final."""
+        """The gradients of a CPU job; None on GPUs."""
+        # There a reduction may still run when the host goes on, and to let a device go that waits for a lost peer is
+        # to abort it: nobody can tell then whether the gradients are final.
         return None if any(main.is_cuda for _, main in stepped) else cls(optimizer, stepped, prepared)
 
     @torch.no_grad()
@@ -116,44 +122,40 @@ class LiveGradients:
 
 
 class LiveBuffers:
-    """The `recover.park.Moving` of live training: what routers count, and expert biases.
+    """The `recover.park.Moving` of live training: what routers count, and expert biases, copied on their own device.
 
-    tensors: all state of this rank. They are copied on their own device.
+    Args:
+        tensors: All state of this rank.
     """
 
     def __init__(self, tensors: Sequence[StateTensor]) -> None:
-        self._tensors = tuple(one for one in tensors if one.field == "buffer")
+        self._buffers = tuple(state for state in tensors if state.field == "buffer")
 
     def fields(self) -> tuple[Field, ...]:
         """As `recover.park.Moving.fields`."""
-        return tuple(
-            Field(
-                one.key, str(one.tensor.dtype).removeprefix("torch."), tuple(one.tensor.shape), one.part, one.operator
-            )
-            for one in self._tensors
-        )
+        return tuple(state.record for state in self._buffers)
 
     def copy(self) -> tuple[torch.Tensor, ...]:
         """As `recover.park.Moving.copy`."""
-        return tuple(one.tensor.clone() for one in self._tensors)
+        return tuple(state.tensor.clone() for state in self._buffers)
 
     def put_back(self, copy: tuple[torch.Tensor, ...]) -> None:
         """As `recover.park.Moving.put_back`."""
         with torch.no_grad():
-            for one, value in zip(self._tensors, copy, strict=True):
-                one.tensor.copy_(value)
+            for state, value in zip(self._buffers, copy, strict=True):
+                state.tensor.copy_(value)
 
     def records(self, copy: tuple[torch.Tensor, ...]) -> Mapping[str, memoryview]:
         """As `recover.park.Moving.records`."""
         return {
-            one.key: memoryview(value.contiguous().view(torch.uint8).cpu().numpy())
-            for one, value in zip(self._tensors, copy, strict=True)
+            state.key: memoryview(value.contiguous().view(torch.uint8).cpu().numpy())
+            for state, value in zip(self._buffers, copy, strict=True)
         }
 
     def restore(self, read: Read) -> None:
         """Copy the records of all buffers, fetched by key, into the live state."""
-        for one in self._tensors:
-            _copy_in(one.key, read(one.key), one.tensor)
+        for state in self._buffers:
+            write_record(state.key, read(state.key), state.tensor)
 
 
 @torch.no_grad()
@@ -164,9 +166,17 @@ def roll_forward(
 
     Before it the state is that of the iteration before, learning rates and step counts included; afterwards master
     weights and moments are those of the iteration, and the compute weights of what this rank steps. Those of others
-    have to be gathered, schedules and loss scales are the caller's. read: the gradients by key.
-    Raises UsageError for optimizers and journals that this cannot be done with, UnreadableCheckpoint for records that
-    are not of these master weights.
+    have to be gathered, schedules and loss scales are the caller's.
+
+    Args:
+        optimizer: The chain of optimizers.
+        stepped: As `stepped_parameters` gives it.
+        read: Gives the kept gradients by key.
+        step: The journal of the iteration, from a rank that has it.
+
+    Raises:
+        UsageError: It cannot be done with this optimizer or this journal.
+        UnreadableCheckpoint: A record is not of these master weights.
     """
     if type(optimizer) is not ChainedOptimizer:
         raise UsageError(f"kept gradients cannot be applied with the optimizer {type(optimizer).__name__}")
@@ -174,15 +184,15 @@ def roll_forward(
         return
     if step.grad_norm is None:
         raise UsageError("the journal has no gradient norm: kept gradients cannot be applied without it")
-    for member in _members(optimizer):
-        if not member.is_stub_optimizer:
-            _give_gradients(member)
+    for member in optimizer_members(optimizer):
+        _give_gradients(member)  # every master weight gets a `grad`, whose values are replaced below
     for shard, main in stepped:
         key = shard.key(GRADIENT)
         if main.grad is None:
             raise UsageError(f"the master weights of {shard.of.name} take no gradient")
-        _copy_in(key, read(key), main.grad)
+        write_record(key, read(key), main.grad)
     with contextlib.ExitStack() as stack:
+        # What ranks would compute together: the norm comes from the journal, the rest is known or not wanted.
         alone: dict[str, Any] = {
             "prepare_grads": lambda: False,
             "get_grad_norm": lambda: step.grad_norm,
@@ -197,11 +207,6 @@ def roll_forward(
 
 def _nothing(*unused: Any, **options: Any) -> None:
     """In place of a collective that others do not take part in."""
-
-
-def _members(optimizer: MegatronOptimizer) -> Collection[Any]:
-    members: Collection[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
-    return members
 
 
 def _give_gradients(member: Any) -> None:
@@ -219,15 +224,3 @@ def _named(dtype: torch.dtype) -> str:
 def _copy_out(tensor: torch.Tensor, into: memoryview) -> None:
     if tensor.numel():
         torch.frombuffer(into, dtype=tensor.dtype).copy_(tensor.reshape(-1))
-
-
-def _copy_in(key: str, data: memoryview, tensor: torch.Tensor) -> None:
-    nbytes = tensor.numel() * tensor.element_size()
-    if data.nbytes != nbytes:
-        raise UnreadableCheckpoint(
-            f"record {key} has {data.nbytes} bytes, but its tensor has {nbytes}: it was kept in another layout of ranks"
-        )
-    if nbytes:
-        with torch.no_grad():
-            flat = torch.frombuffer(bytearray(data), dtype=tensor.dtype)
-            tensor.copy_(flat.view(tensor.shape))

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from ..errors import MoECheckpointError
 
-Value = TypeVar("Value")
+T = TypeVar("T")
 
 CLOSING_S = 60.0
 """How long `shutdown` waits; the thread ends with the process at the latest."""
@@ -25,11 +25,11 @@ class ThreadLane:
         self._thread = threading.Thread(target=self._run, name=f"moe-ckpt-{name}", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[], Value], /) -> Future[Value]:
+    def submit(self, work: Callable[[], T], /) -> Future[T]:
         """As `ports.Lane.submit`. Raises MoECheckpointError after `shutdown`."""
         if self._closed:
             raise MoECheckpointError(f"the lane {self._name} was shut down and takes no more work")
-        future: Future[Value] = Future()
+        future: Future[T] = Future()
         self._waiting.put((future, work))
         return future
 
@@ -62,4 +62,4 @@ class ThreadLane:
                 future.set_exception(error)
             else:
                 future.set_result(value)
-            del item, future, work
+            del item, future, work  # while it waits for the next, this thread keeps nothing alive

@@ -32,7 +32,7 @@ _SHORTEST_WAIT_S = 0.001
 
 
 class Recorder(Protocol):
-    """Copies what is sent in an iteration; see `capture.boundary.BoundaryRecorder`."""
+    """Copies what is sent in an iteration; see `local_recovery.boundary_copies.BoundaryRecorder`."""
 
     def arm(self, layout: Layout, writer: MappedWriter) -> None:
         """Record what is sent from here on. Raises TimeoutError, and errors for people."""

@@ -1,10 +1,10 @@
-"""The file that knows Megatron's objects: the training state that a rank owns, as views into live storage.
+"""The training state that a rank owns, as views into live storage.
 
-Only few look at them too: `completeness.py`, which judges what this file finds, `optimizer_state.py`, which makes it
-exist, `model_operators.py` and the counter of routed tokens. Checked against Megatron-Core 0.16.1:
-`DistributedOptimizer`, `Float16OptimizerWithFloat16Params` and `FP32Optimizer`, alone or chained, over torch's Adam.
-The views stay valid while training goes on, until `load_state_dict` of an optimizer replaces its moments and step
-counts; then the state has to be enumerated anew.
+Enumerated are, each tensor once: what every inner optimizer steps (compute weights, master weights, moments, step
+counts), parameters that no optimizer was given (frozen ones), and buffers of routers. Checked against Megatron-Core
+0.16.1: `DistributedOptimizer`, `Float16OptimizerWithFloat16Params` and `FP32Optimizer`, alone or chained, over torch's
+Adam. The views stay valid while training goes on, until `load_state_dict` of an optimizer replaces its moments and
+step counts; then the state has to be enumerated anew. `completeness.py` judges what this file finds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..capture.operators import (
     ChunkPlace,
     GlobalName,
     Shard,
-    Spread,
+    ShardSpread,
     StateTensor,
     holders,
     is_constant,
@@ -34,11 +34,22 @@ from ..capture.operators import (
 )
 from ..capture.restore import LiveRestorer
 from ..errors import UsageError
+from ..megatron_state.compute_weights import (
+    gather_compute_weights,
+    level_step_counts,
+    recast_compute_weights,
+    settle_gathers,
+)
 from ..types import Coordinates, OperatorId, Part, Topology
+from .optimizer_state import optimizer_members
 
 
 def read_topology(ranks_per_node: int) -> Topology:
-    """The layout of the running job. Raises UsageError where its ranks are not in Megatron's default order."""
+    """The layout of the running job.
+
+    Raises:
+        UsageError: Its ranks are not in Megatron's default order.
+    """
     topology = Topology(
         world_size=torch.distributed.get_world_size(),
         tp=parallel_state.get_tensor_model_parallel_world_size(),
@@ -71,15 +82,20 @@ def state_tensors(
 ) -> tuple[StateTensor, ...]:
     """Every tensor of training state that this rank owns, each once, sorted by operator and key.
 
-    chunks: the model chunks as they are trained, wrapped in DistributedDataParallel; the optimizer's state must exist.
-
     With the distributed optimizer that is the rank's shard of every parameter: the compute weights as a view into the
     parameter buffer, the master weights, both moments and the step count. With fp32 parameters the shard is master and
     compute weights at once: one tensor. Without the distributed optimizer it is every parameter as a whole. Router
     buffers are state on every rank, whether Megatron's own checkpoints have them or not.
 
     Trainer state (iteration, schedules, random states, loss scaler) is not among them.
-    Raises UsageError for models and optimizers whose state cannot be protected, with the reason.
+
+    Args:
+        chunks: The model chunks as they are trained, wrapped in DistributedDataParallel.
+        optimizer: What core's `get_megatron_optimizer` gave for them; its state must exist.
+        topology: The layout of the job.
+
+    Raises:
+        UsageError: The state of this model or optimizer cannot be protected, with the reason.
     """
     model = _Model(chunks, topology)
     _refuse_unsupported(model, optimizer)
@@ -87,46 +103,14 @@ def state_tensors(
     return tuple(sorted(found, key=lambda tensor: (tensor.operator, tensor.key)))
 
 
-def gather_compute_weights(chunks: Sequence[torch.nn.Module]) -> None:
-    """Make the compute weights whole from the shards that the data-parallel ranks own; a collective.
-
-    Does nothing without the distributed optimizer. Call `settle_gathers` before shards are written.
-    """
-    settle_gathers(chunks)
-    for chunk in chunks:
-        if chunk.ddp_config.use_distributed_optimizer:
-            chunk.start_param_sync(force_sync=True)
-
-
-def settle_gathers(chunks: Sequence[torch.nn.Module]) -> None:
-    """Wait for parameter gathers under way (`--overlap-param-gather`), which would overwrite what a restore writes.
-
-    Needed by `gather_compute_weights` as well: where one is under way, `start_param_sync(force_sync=True)` only waits.
-    """
-    for chunk in chunks:
-        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-            if getattr(group, "param_gather_handle", None) is not None:
-                group.param_gather_handle.wait()
-                group.param_gather_handle = None
-
-
-@torch.no_grad()
-def recast_compute_weights(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
-    """Make the compute weights from the master weights, as the optimizer does at the end of a step; a collective.
-
-    After FULL state was restored, which has no compute weights.
-    """
-    settle_gathers(chunks)
-    for member in _members(optimizer):
-        if not isinstance(member, FP32Optimizer):
-            member._copy_main_params_to_model_params()
-    gather_compute_weights(chunks)
-
-
 def operators_of_parameters(
     chunks: Sequence[torch.nn.Module], topology: Topology
 ) -> Mapping[torch.nn.Parameter, OperatorId]:
-    """The operator of each parameter of this rank. Raises UsageError for a parameter that belongs to none."""
+    """The operator of each parameter of this rank.
+
+    Raises:
+        UsageError: A parameter belongs to none.
+    """
     return {parameter: of.operator for parameter, of in _Model(chunks, topology).names.items()}
 
 
@@ -137,13 +121,13 @@ def stepped_parameters(
     model = _Model(chunks, topology)
     return tuple(
         (model.shard(owned.parameter, owned.start, owned.end), owned.main)
-        for member in _members(optimizer)
+        for member in optimizer_members(optimizer)
         for owned in _owned(member)
     )
 
 
 def live_restorer(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, topology: Topology) -> LiveRestorer:
-    """Restores this rank's state; also what it holds of other ranks' compute weights is poisoned, and gathered."""
+    """What restores this rank's state; its copies of other ranks' compute weights are poisoned and gathered too."""
 
     def finish(recast: bool) -> None:
         level_step_counts(state_tensors(chunks, optimizer, topology))
@@ -159,21 +143,6 @@ def live_restorer(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimize
         settle=lambda: settle_gathers(chunks),
         derived=[parameter for chunk in chunks for parameter in chunk.parameters()],
     )
-
-
-@torch.no_grad()
-def level_step_counts(tensors: Sequence[StateTensor]) -> None:
-    """Give all parameters of all ranks the largest step count, as Megatron, which knows one for all; a collective.
-
-    They differ only after a lossy recovery, where experts come back with older moments.
-    """
-    counts = [tensor.tensor for tensor in tensors if tensor.field == "step"]
-    if not counts:
-        return
-    largest = torch.stack([count.max() for count in counts]).max().to(torch.cuda.current_device())
-    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
-    for count in counts:
-        count.fill_(largest.item())
 
 
 class _Model:
@@ -214,7 +183,9 @@ class _Model:
     def holders(self, shard: Shard, *, sharded: bool) -> tuple[int, ...]:
         """Ranks with the same values as this one."""
         tied = self.chunks[0].share_embeddings_and_output_weights and shard.of.name == WORD_EMBEDDINGS
-        return holders(self.topology, self.rank, Spread(shard.of.operator.is_expert, shard.tp_size > 1, sharded, tied))
+        return holders(
+            self.topology, self.rank, ShardSpread(shard.of.operator.is_expert, shard.tp_size > 1, sharded, tied)
+        )
 
 
 @dataclass(frozen=True)
@@ -238,19 +209,13 @@ def _refuse_unsupported(model: _Model, optimizer: MegatronOptimizer) -> None:
         "several instances of the distributed optimizer": wrapping.num_distributed_optimizer_instances > 1,
         "an expert-tensor-parallel size of its own and no expert parallelism": astray,
     }
-    for member in _members(optimizer):
+    for member in optimizer_members(optimizer):
         known = type(member) in (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
         reasons[f"the optimizer {type(member).__name__}"] = not known
         reasons["the precision-aware optimizer"] = member.config.use_precision_aware_optimizer
     for reason, applies in reasons.items():
         if applies:
             raise UsageError(f"training state cannot be protected with {reason}: use --moe-ckpt-strategy none")
-
-
-def _members(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers that a chain is made of, without the stubs of ranks that train nothing."""
-    members = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [member for member in members if not member.is_stub_optimizer]
 
 
 def _owned(member: MegatronOptimizer) -> Iterator[_Owned]:
@@ -281,7 +246,7 @@ def _paired(models: list[list[Any]], mains: list[list[Any]]) -> list[tuple[torch
 
 
 def _optimizer_tensors(model: _Model, optimizer: MegatronOptimizer) -> Iterator[StateTensor]:
-    for member in _members(optimizer):
+    for member in optimizer_members(optimizer):
         for owned in _owned(member):
             shard = model.shard(owned.parameter, owned.start, owned.end)
             if not owned.state:
@@ -292,6 +257,7 @@ def _optimizer_tensors(model: _Model, optimizer: MegatronOptimizer) -> Iterator[
             ranks = model.holders(shard, sharded=isinstance(member, DistributedOptimizer))
             weights = owned.parameter.data.view(-1)[owned.start : owned.end]
             master = owned.main.detach().view(-1)
+            # fp32 parameters are their own master weights: one tensor, one record.
             is_master = master.data_ptr() == weights.data_ptr()
             if not is_master:
                 yield StateTensor(shard, "compute", Part.COMPUTE, weights, ranks, in_forward=True)

@@ -8,26 +8,23 @@ import torch
 
 from megatron.core.utils import unwrap_model
 
-from ..types import ModelShape, OperatorId, OperatorKind, expert
+from ..types import ModelShape, OperatorId, iterate_operators
 
 
 def model_operators(chunks: Sequence[torch.nn.Module]) -> tuple[OperatorId, ...]:
     """The operators of the whole model that these chunks are a part of, ascending; the same on all ranks."""
     config = unwrap_model(list(chunks))[0].config
-    layers, experts = config.num_layers, config.num_moe_experts or 0
-    found = [OperatorId(-1, OperatorKind.EMBEDDING), OperatorId(layers, OperatorKind.HEAD)]
-    found += [OperatorId(layer, OperatorKind.NON_EXPERT) for layer in range(layers)]
-    for layer in _moe_layers(config.moe_layer_freq, layers) if experts else ():
-        found.append(OperatorId(layer, OperatorKind.ROUTER))
-        found += [expert(layer, index) for index in range(experts)]
-    return tuple(sorted(found))
+    return tuple(iterate_operators(config.num_layers, config.num_moe_experts or 0, config.moe_layer_freq))
 
 
 def model_shape(chunks: Sequence[torch.nn.Module]) -> ModelShape:
     """The whole model that these chunks are a part of, as the policies see it; the same on all ranks.
 
-    Raises UsageError for a model that ModelShape cannot describe. What it does not ask for may still make the model
-    larger: compare its counts with live parameters before relying on them.
+    Options that ModelShape does not know may make the live model larger: compare the counts of parameters before
+    relying on them.
+
+    Raises:
+        UsageError: ModelShape cannot describe the model.
     """
     chunk = unwrap_model(list(chunks))[0]
     config = chunk.config
@@ -61,10 +58,3 @@ def model_shape(chunks: Sequence[torch.nn.Module]) -> ModelShape:
         untie_embeddings_and_output_weights=not chunk.share_embeddings_and_output_weights,
         **{name: getattr(config, name) for name in same_names},
     )
-
-
-def _moe_layers(frequency: int | Sequence[int], layers: int) -> list[int]:
-    """Core's reading of `--moe-layer-freq`: every n-th layer from the first, or a 1 for each MoE layer."""
-    if isinstance(frequency, int):
-        return list(range(0, layers, frequency))
-    return [layer for layer, has_experts in enumerate(frequency) if has_experts]

@@ -9,6 +9,12 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 
 
+def optimizer_members(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers that a chain is made of, without the stubs of ranks that train nothing."""
+    members = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [member for member in members if not member.is_stub_optimizer]
+
+
 @torch.no_grad()
 def allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
     """Allocate moments and step counts that do not exist yet, as the first step would; nothing else changes.
@@ -17,12 +23,9 @@ def allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
     `_init_optimizer_states_with_dummy_values` takes a step, which counts and decays weights. For the fused Adams of
     Apex and Transformer Engine, which count steps in their groups, `init_state_fn` is right.
 
-    After core loaded a state, all parameters share one step count, which each of them would count up: each gets its
-    own here. Takes what `runtime/megatron.py` takes: alone or chained, distributed or not.
+    Takes what `state_tensors` takes: optimizers alone or chained, distributed or not.
     """
-    for member in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if member.is_stub_optimizer:
-            continue
+    for member in optimizer_members(optimizer):
         if isinstance(member.optimizer, torch.optim.Adam | torch.optim.AdamW):
             _allocate_adam(member.optimizer)
         elif member.init_state_fn is not None:
@@ -37,6 +40,7 @@ def _allocate_adam(adam: torch.optim.Optimizer) -> None:
             if "step" not in state:
                 state["step"] = _step_count(parameter, group)
             elif state["step"].data_ptr() in counted:
+                # After core loaded a state, all parameters share one tensor, which each of them would count up.
                 state["step"] = state["step"].clone()
             counted.add(state["step"].data_ptr())
             moments = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))

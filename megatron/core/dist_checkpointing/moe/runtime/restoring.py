@@ -26,7 +26,7 @@ from ..ports import (
 from ..recover.fetch import Carrier, Need
 from ..recover.inventory import Found, Place
 from ..recover.marks import Milestone, Timestamps
-from ..replay.densify import Load, Logs, Replay, ReplayPorts, ReplayStep, StageFeed, restore_trainer
+from ..replay.densify import Logs, Replay, ReplayPorts, ReplayStep, SnapshotLoad, StageFeed, restore_trainer
 from ..replication.replica_receiver import ReplicaReceiver, StoreReplica
 from ..storage.host_buffer import HostBuffer
 from ..store.manifest import decode, encode
@@ -205,7 +205,7 @@ class Attempt:
         self, segment: Segment, iteration: int, metadata: GatheredMetadata, outside: frozenset[OperatorId]
     ) -> ReplayStep:
         journal, trainer = self._outcome(iteration, metadata.outcomes.get(iteration))
-        loads = tuple(Load(reader, dict(need.parts)) for need, reader in self._of(iteration) if need.parts)
+        loads = tuple(SnapshotLoad(reader, dict(need.parts)) for need, reader in self._of(iteration) if need.parts)
         logs = {
             way: reader
             for need, reader in self._held

@@ -1,4 +1,9 @@
-"""Which data-parallel rank stores which part of the state that all of them hold, and how a restore joins the parts."""
+"""Which data-parallel rank stores which part of the state that all of them hold, and how a restore joins the parts.
+
+Without the distributed optimizer every data-parallel rank holds all master weights and moments of its operators. With
+`--moe-ckpt-shard equal` or `adaptive` each stores only a portion (MoC, section 4); after a fault it restores that, and
+an all-reduce gives it the portions of its peers.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import attrgetter
 
 import torch
 
@@ -15,9 +21,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from ..capture.operators import GlobalName, StateTensor
 from ..capture.restore import LiveRestorer
 from ..errors import UsageError
-from ..policy.sharding import ShardAssignment, Stretch, shard_checkpoint
+from ..megatron_state.compute_weights import level_step_counts, recast_compute_weights, settle_gathers
+from ..policy.sharding import ShardAssignment, shard_checkpoint
 from ..types import FP32, ModelShape, OperatorId, Part, Topology, full_plan
-from .megatron import level_step_counts, recast_compute_weights, settle_gathers
 from .model_operators import model_shape
 
 _SUMMED_AS = {4: torch.int32, 8: torch.int64}
@@ -52,8 +58,14 @@ def assign(
 ) -> ShardAssignment:
     """Who stores which master weights and moments, of all operators; the same for every snapshot, and on all ranks.
 
-    strategy: `equal` or `adaptive`, see `policy/sharding.py`. tensors: all state of this rank.
-    Raises UsageError for a model whose live parameters are not those that the policy counts.
+    Args:
+        strategy: `equal` or `adaptive`, see `policy/sharding.py`.
+        chunks: The model chunks of this rank.
+        tensors: All state of this rank.
+        topology: The layout of the job.
+
+    Raises:
+        UsageError: The live parameters are not those that the policy counts.
     """
     shape = model_shape(chunks)
     _check_counts(shape, tensors, topology, torch.distributed.get_rank())
@@ -72,37 +84,36 @@ def share_out(
     does not know: what tensor parallelism replicates, and the second copy of tied embeddings.
     """
     ranges = _own_ranges(assignment, topology, rank)
-    first_number = _numbered([one for one in tensors if one.field == "master" and _is_shareable(one, topology)])
+    shareable = {state.key for state in tensors if state.operator in ranges and _is_shareable(state, topology)}
+    first_number = _numbered([state for state in tensors if state.field == "master" and state.key in shareable])
     return tuple(
-        Portion(one, _cut(ranges[one.operator], first_number[one.shard.of], one.tensor.numel()))
-        if one.operator in ranges and _is_shareable(one, topology)
-        else Portion(one)
-        for one in tensors
+        Portion(state, _cut(ranges[state.operator], first_number[state.shard.of], state.tensor.numel()))
+        if state.key in shareable
+        else Portion(state)
+        for state in tensors
     )
 
 
 @torch.no_grad()
 def join(portions: Sequence[Portion], group_of: Callable[[OperatorId], torch.distributed.ProcessGroup]) -> None:
-    """Fill in what the other ranks of `group_of(operator)` stored, to the last bit; a collective over these groups.
-
-    Everything but the own part becomes zero, and the bits are added up as integers: a sum with zeros keeps every bit,
-    also those of -0.0 and NaN.
-    """
-    for one in portions:
-        if one.own is None:
+    """Fill in what the other ranks of `group_of(operator)` stored, to the last bit; a collective over these groups."""
+    for portion in portions:
+        if portion.own is None:
             continue
-        tensor, ends = one.tensor.tensor, [0, *(end for part in one.own for end in (part.start, part.stop))]
+        # All but the own portion becomes zero, and the bits are added up as integers: exactly one rank has other bits
+        # than zeros at each place, and a sum of integers with zeros keeps them, those of -0.0 and NaN too.
+        tensor, ends = portion.tensor.tensor, [0, *(end for part in portion.own for end in (part.start, part.stop))]
         for start, end in list(pairwise([*ends, tensor.numel()]))[::2]:
             tensor[start:end].zero_()
         bits = tensor.view(_SUMMED_AS.get(tensor.element_size(), torch.uint8))
-        torch.distributed.all_reduce(bits, group=group_of(one.tensor.operator))
+        torch.distributed.all_reduce(bits, group=group_of(portion.tensor.operator))
 
 
 def joining_restorer(
     chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, portions: Sequence[Portion]
 ) -> LiveRestorer:
     """As `live_restorer`, where each rank restores what it stores and gets the rest from its data-parallel peers."""
-    tensors = [one.tensor for one in portions]
+    tensors = [portion.tensor for portion in portions]
 
     def finish(_recast: bool) -> None:
         join(portions, _data_parallel_group)
@@ -110,12 +121,12 @@ def joining_restorer(
         recast_compute_weights(chunks, optimizer)
 
     return LiveRestorer(
-        [part for one in portions for part in one.stored],
+        [part for portion in portions for part in portion.stored],
         finish,
         settle=lambda: settle_gathers(chunks),
         derived=[
             *(parameter for chunk in chunks for parameter in chunk.parameters()),
-            *(one.tensor for one in tensors),
+            *(state.tensor for state in tensors),
         ],
     )
 
@@ -129,9 +140,9 @@ def _data_parallel_group(operator: OperatorId) -> torch.distributed.ProcessGroup
 
 def _check_counts(shape: ModelShape, tensors: Sequence[StateTensor], topology: Topology, rank: int) -> None:
     live: Counter[OperatorId] = Counter()
-    for one in tensors:
-        if one.field == "master":
-            live[one.operator] += one.tensor.numel() * one.shard.tp_size
+    for state in tensors:
+        if state.field == "master":
+            live[state.operator] += state.tensor.numel() * state.shard.tp_size
     here = topology.coordinates(rank)
     for operator in shape.operators_of_stages(topology)[here.pp]:
         elsewhere = operator.is_expert and shape.expert_rank(operator.expert, topology) != here.ep
@@ -163,27 +174,23 @@ def _own_ranges(assignment: ShardAssignment, topology: Topology, rank: int) -> M
         if peers[stretch.operator.is_expert].issuperset(stretch.ranks):
             first[stretch.operator] = min(stretch.first, first.get(stretch.operator, stretch.first))
     ranges: dict[OperatorId, list[range]] = {operator: [] for operator in first}
-    for own in sorted(assignment.shards(rank), key=_by_number):
+    for own in sorted(assignment.shards(rank), key=attrgetter("first")):
         begin = first[own.operator]
         ranges[own.operator].append(range(own.first - begin, own.end - begin))
     return ranges
-
-
-def _by_number(stretch: Stretch) -> int:
-    return stretch.first
 
 
 def _numbered(masters: Sequence[StateTensor]) -> Mapping[GlobalName, int]:
     """The number of the first element of each tensor among the parameters of its operator."""
     numbers: dict[GlobalName, int] = {}
     counted: Counter[OperatorId] = Counter()
-    for one in masters:
-        numbers[one.shard.of] = counted[one.operator]
-        counted[one.operator] += one.tensor.numel()
+    for master in masters:
+        numbers[master.shard.of] = counted[master.operator]
+        counted[master.operator] += master.tensor.numel()
     return numbers
 
 
 def _cut(ranges: Sequence[range], first: int, numel: int) -> tuple[range, ...]:
     """What of numbers `first` to `first + numel` is in the ranges, counted from `first`."""
-    parts = (range(max(0, one.start - first), min(numel, one.stop - first)) for one in ranges)
+    parts = (range(max(0, own.start - first), min(numel, own.stop - first)) for own in ranges)
     return tuple(part for part in parts if part)

@@ -28,14 +28,16 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 
-from ..capture.boundary import BoundaryRecorder, StreamCopies, ThreadCopies
 from ..capture.operators import Shard, StateTensor
 from ..errors import MoECheckpointError
+from ..local_recovery.boundary_copies import BoundaryRecorder
 from ..policy.boundary import tensor_shape
 from ..policy.parking import Cause, StepPhase
 from ..ports import RANDOM, Capturer, Clock, Json, SnapshotId, StoreFailure, TrainerState, Transport
 from ..recover.park import Parker, ParkPorts, park_sizes
+from ..snapshot.copy_engines import ThreadEngine
 from ..snapshot.identity import Identity
+from ..snapshot.stream_engine import StreamEngine
 from ..store.memory import MemoryStore
 from ..types import PARKED, StepJournal, Topology
 from .communicator import BoundaryCommunicator
@@ -148,7 +150,7 @@ class Survivor:
         self.communicator = BoundaryCommunicator(group, passes.config)
         self.communicator.connect()  # while all ranks are here: a replay may be the first to send, without some of them
         on_device = any(state.tensor.is_cuda for state in live.tensors)
-        self._recorder = BoundaryRecorder(StreamCopies() if on_device else ThreadCopies())
+        self._recorder = BoundaryRecorder(StreamEngine() if on_device else ThreadEngine("boundary-copy"))
         self.communicator.sink = self._recorder
         self._guard, self._lane = StepGuard(live.optimizer), ThreadLane("logs")
         self._identity: Identity | None = None

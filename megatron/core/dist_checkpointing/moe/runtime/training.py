@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.utils import unwrap_model
 
-from ..capture.engines import CopyEngine, StreamEngine, ThreadEngine
 from ..capture.snapshot import LiveCapturer
 from ..ports import Execution, TrainerState
 from ..replay.execution import LiveExecution
+from ..snapshot.copy_engines import CopyEngine, ThreadEngine
+from ..snapshot.stream_engine import StreamEngine
 from ..types import Topology
 from .completeness import check_complete
 from .megatron import live_restorer, operators_of_parameters, state_tensors, stepped_parameters
@@ -26,8 +27,14 @@ from .standby import Live, Passes
 class Training:
     """What is trained: live objects of Megatron-Core, and what belongs to no operator.
 
-    tokens_per_iteration: input tokens of the whole job. iterations: of the whole training. topk: experts per token.
-    passes: the shape of an iteration's passes; without it nothing is logged at the boundaries of pipeline stages.
+    Attributes:
+        chunks: The model chunks of this rank, wrapped in DistributedDataParallel.
+        optimizer: What core's `get_megatron_optimizer` gave for them.
+        trainer: The state that belongs to no operator.
+        tokens_per_iteration: Input tokens of the whole job.
+        iterations: Iterations of the whole training.
+        topk: Experts per token.
+        passes: The shape of an iteration's passes; without it boundaries of pipeline stages are not logged.
     """
 
     chunks: Sequence[torch.nn.Module]
@@ -42,7 +49,15 @@ class Training:
 class LiveState:
     """The training state of one rank, enumerated: how it is copied, restored, parked.
 
-    shard: `--moe-ckpt-shard`. Raises UsageError for a model of which not every byte belongs to exactly one operator.
+    Args:
+        training: What is trained.
+        topology: The layout of the job.
+        shard: `--moe-ckpt-shard`.
+        rank: This rank.
+
+    Raises:
+        UsageError: The model or its optimizer cannot be protected.
+        IncompleteState: Not every byte of its state belongs to exactly one operator.
     """
 
     def __init__(self, training: Training, topology: Topology, shard: str, rank: int) -> None:
@@ -57,7 +72,7 @@ class LiveState:
         tensors = every = state_tensors(chunks, optimizer, self._topology)
         check_complete(chunks, optimizer, tensors)
         if self._engine is None:
-            self._engine = StreamEngine() if any(one.tensor.is_cuda for one in tensors) else ThreadEngine()
+            self._engine = StreamEngine() if any(state.tensor.is_cuda for state in tensors) else ThreadEngine()
         self.restorer = live_restorer(chunks, optimizer, self._topology)
         if self._shard != "none":
             assignment = assign(self._shard, chunks, tensors, self._topology)
@@ -75,9 +90,9 @@ class LiveState:
 
     def clear_counters(self) -> None:
         """Set what routers count to zero."""
-        for one in state_tensors(self._training.chunks, self._training.optimizer, self._topology):
-            if one.field == "buffer":
-                one.tensor.zero_()
+        for state in state_tensors(self._training.chunks, self._training.optimizer, self._topology):
+            if state.field == "buffer":
+                state.tensor.zero_()
 
     def release_segments(self) -> None:
         """Forget the memory that snapshots were copied to, which may go away."""
@@ -87,7 +102,4 @@ class LiveState:
     @property
     def ties_embeddings(self) -> bool:
         """Whether the first and the last pipeline stage share their embedding."""
-        chunk: Any = self._training.chunks[0]
-        while hasattr(chunk, "module"):
-            chunk = chunk.module
-        return bool(getattr(chunk, "share_embeddings_and_output_weights", False))
+        return bool(unwrap_model(self._training.chunks[0]).share_embeddings_and_output_weights)

@@ -1,1 +1,1 @@
-"""A snapshot's life on one rank: copied, sealed, replicated, persisted, freed."""
+"""Snapshots of a rank: copied beside training, made durable and replicated, kept as long as a recovery needs them."""

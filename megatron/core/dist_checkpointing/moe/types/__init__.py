@@ -1,7 +1,7 @@
 """The words of the subsystem: operators, plans, topologies, models, inventories. No torch, nothing that acts."""
 
 from .journal import StepJournal
-from .model_shape import ModelShape
+from .model_shape import ModelShape, iterate_operators, moe_layers_of
 from .operators import (
     FP16_FP32,
     FP32,
@@ -68,4 +68,6 @@ __all__ = [
     "boundary_key",
     "expert",
     "full_plan",
+    "iterate_operators",
+    "moe_layers_of",
 ]

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from ..errors import UsageError
 from .operators import OperatorId, OperatorKind, OperatorSize, Part, Precision, expert
 from .topology import Topology
+
+
+def moe_layers_of(frequency: int | Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """The MoE layers by Megatron's `--moe-layer-freq`: every n-th layer from the first, or where a pattern has a 1."""
+    if isinstance(frequency, int):
+        return tuple(range(0, num_layers, frequency))
+    return tuple(layer for layer, is_moe in enumerate(frequency) if is_moe)
+
+
+def iterate_operators(num_layers: int, num_experts: int, frequency: int | Sequence[int]) -> Iterator[OperatorId]:
+    """All operators of a model, ascending, that is from its input to its output; `num_experts` is 0 if it is dense."""
+    moe = set(moe_layers_of(frequency, num_layers) if num_experts else ())
+    yield OperatorId(-1, OperatorKind.EMBEDDING)
+    for layer in range(num_layers):
+        yield OperatorId(layer, OperatorKind.NON_EXPERT)
+        if layer in moe:
+            yield OperatorId(layer, OperatorKind.ROUTER)
+            yield from (expert(layer, index) for index in range(num_experts))
+    yield OperatorId(num_layers, OperatorKind.HEAD)
 
 
 @dataclass(frozen=True)
@@ -88,30 +108,25 @@ class ModelShape:
     @cached_property
     def moe_layers(self) -> tuple[int, ...]:
         """Layers with routed experts, ascending."""
-        if not self.num_experts:
-            return ()
-        frequency = self.moe_layer_freq
-        if isinstance(frequency, tuple):
-            return tuple(layer for layer, is_moe in enumerate(frequency) if is_moe)
-        return tuple(layer for layer in range(self.num_layers) if layer % frequency == 0)
+        return moe_layers_of(self.moe_layer_freq, self.num_layers) if self.num_experts else ()
 
     @cached_property
     def parameters(self) -> dict[OperatorId, int]:
         """Parameters of each operator, in the order of OperatorId."""
         moe = set(self.moe_layers)
-        found = {OperatorId(-1, OperatorKind.EMBEDDING): self._embedding}
-        expert_parameters = self._ffn(self.moe_ffn_hidden_size or self.ffn_hidden_size)
-        for layer in range(self.num_layers):
-            found[OperatorId(layer, OperatorKind.NON_EXPERT)] = self._non_expert(layer in moe)
-            if layer in moe:
-                found[OperatorId(layer, OperatorKind.ROUTER)] = (
-                    self.hidden_size + self.add_bias_linear
-                ) * self.num_experts
-                found.update((expert(layer, index), expert_parameters) for index in range(self.num_experts))
-        found[OperatorId(self.num_layers, OperatorKind.HEAD)] = self._norm + (
-            self.vocab_size * self.hidden_size if self.untie_embeddings_and_output_weights else 0
-        )
-        return found
+        counts = {
+            OperatorKind.EMBEDDING: (self.vocab_size + self.max_position_embeddings) * self.hidden_size,
+            OperatorKind.ROUTER: (self.hidden_size + self.add_bias_linear) * self.num_experts,
+            OperatorKind.EXPERT: self._ffn(self.moe_ffn_hidden_size or self.ffn_hidden_size),
+            OperatorKind.HEAD: self._norm
+            + (self.vocab_size * self.hidden_size if self.untie_embeddings_and_output_weights else 0),
+        }
+        return {
+            operator: self._non_expert(operator.layer in moe)
+            if operator.kind is OperatorKind.NON_EXPERT
+            else counts[operator.kind]
+            for operator in iterate_operators(self.num_layers, self.num_experts, self.moe_layer_freq)
+        }
 
     @property
     def operators(self) -> tuple[OperatorId, ...]:
@@ -156,16 +171,12 @@ class ModelShape:
         return index // (self.num_experts // topology.ep)
 
     @property
-    def _norm(self) -> int:
-        return self.hidden_size * self._per_normalized
-
-    @property
     def _per_normalized(self) -> int:
         return 2 if self.normalization == "LayerNorm" else 1
 
     @property
-    def _embedding(self) -> int:
-        return (self.vocab_size + self.max_position_embeddings) * self.hidden_size
+    def _norm(self) -> int:
+        return self.hidden_size * self._per_normalized
 
     def _non_expert(self, is_moe: bool) -> int:
         attention = self._latent_attention if self.multi_latent_attention else self._attention

@@ -29,7 +29,7 @@ class SnapshotPlan:
         if part not in self._giving:
             enough = (part, Part.MASTER) if part is Part.WEIGHTS else (part,)
             self._giving[part] = frozenset(
-                operator for operator, held in self.parts.items() if any(one in held for one in enough)
+                operator for operator, held in self.parts.items() if any(component in held for component in enough)
             )
         return self._giving[part]
 
@@ -97,10 +97,6 @@ class Window:
         for group in self.groups[step + 1 :]:
             parts.update(dict.fromkeys(group, Part.WEIGHTS))
         return SnapshotPlan(iteration, parts)
-
-    def starting_at(self, iteration: int) -> Window:
-        """The same window, begun at another iteration."""
-        return Window(iteration, self.groups)
 
     def digest(self) -> str:
         """128-bit hexadecimal digest of the first iteration and the groups in their order."""

@@ -1,0 +1,1 @@
+"""Recovery of single pipeline stages: logs of what stages send each other, and state that survivors keep."""

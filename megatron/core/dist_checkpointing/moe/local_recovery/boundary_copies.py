@@ -1,0 +1,176 @@
+"""Records what a rank sends over stage boundaries, beside training (MoEvement 3.4, "Upstream Logging").
+
+The schedule calls `BoundaryRecorder.sent` for each tensor right before it is sent. The recorder checks the tensor
+against the log's layout, which was planned from the shape of the iteration's passes, and hands its bytes to a copy
+engine. Nothing that goes wrong here may disturb training: it is kept, and raised by `end`, which costs the log of one
+iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import MoECheckpointError, UsageError
+from ..ports import Field, Layout, MappedWriter
+from ..snapshot.copy_engines import CopyEngine, Span
+from ..types import Direction
+
+_RELEASE_S = 60.0
+_DIRECTIONS = {direction.value: direction for direction in Direction}
+
+
+class BoundaryFailure(MoECheckpointError):
+    """What was sent in an iteration is not what was planned, or could not be copied: there is no log of it."""
+
+
+@dataclass(eq=False)
+class _ExpectedSends:
+    """What is still expected of an iteration: by direction, the fields and their offsets in the order of sending."""
+
+    # Schedules mix the two directions (1F1B), each in its own order: so they are counted apart.
+    planned: Mapping[Direction, tuple[tuple[Field, int], ...]]
+    sent: dict[Direction, int]
+    segment: memoryview
+    problem: str = ""
+    passed: bool = False
+
+    @classmethod
+    def of(cls, layout: Layout, segment: memoryview) -> _ExpectedSends:
+        """Those of a log's layout. Raises UsageError for a key that is of no direction."""
+        planned: dict[Direction, list[tuple[Field, int]]] = {direction: [] for direction in Direction}
+        for field, offset in zip(layout.fields, layout.offsets, strict=True):
+            name = field.key.partition("/")[0]
+            if name not in _DIRECTIONS:
+                raise UsageError(f"record {field.key} is no boundary tensor: its key begins with no direction")
+            planned[_DIRECTIONS[name]].append((field, offset))
+        return cls({way: tuple(fields) for way, fields in planned.items()}, dict.fromkeys(Direction, 0), segment)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that was planned was sent."""
+        return not self.problem and all(self.sent[way] == len(self.planned[way]) for way in Direction)
+
+    def offset_of_next(self, direction: Direction, tensor: torch.Tensor) -> int:
+        """Where the next tensor of a direction goes. Raises BoundaryFailure for one that the plan does not have."""
+        # Counted first, so that a tensor that does not fit shows in the counts of `shortfall` all the same.
+        index, planned = self.sent[direction], self.planned[direction]
+        self.sent[direction] += 1
+        if index >= len(planned):
+            raise BoundaryFailure(f"more than the {len(planned)} planned tensors were sent {direction.value}")
+        # A shape that differs would be received as another tensor in a replay: better no log than a wrong one.
+        (field, offset), dtype = planned[index], str(tensor.dtype).removeprefix("torch.")
+        if dtype != field.dtype or tuple(tensor.shape) != field.shape:
+            raise BoundaryFailure(
+                f"{field.key} was planned as {field.dtype} {list(field.shape)}, but {dtype} {list(tensor.shape)} was"
+                " sent"
+            )
+        return offset
+
+    def shortfall(self) -> str:
+        """What is wrong with what was sent up to now; empty where all is as planned."""
+        if self.problem or self.complete:
+            return self.problem
+        counts = (f"{self.sent[way]} of {len(self.planned[way])} {way.value}" for way in Direction)
+        return f"the iteration ended with fewer tensors sent than were planned: {', '.join(counts)}"
+
+
+class BoundaryRecorder:
+    """The `ports.BoundarySink` that copies what is sent in an iteration into a snapshot's memory, beside training.
+
+    In each iteration: `arm`, any number of `sent`, `passed`, `end`, or `disarm` at any time. Between `passed` and the
+    next `arm`, as in an evaluation, nothing is recorded. The k-th tensor that is sent in a direction is the k-th record
+    of the layout whose key begins with it (see `types.boundary_key`).
+
+    Args:
+        engine: Copies tensors of the device that they are on; used by nobody else.
+    """
+
+    def __init__(self, engine: CopyEngine) -> None:
+        self._engine = engine
+        self._expected: _ExpectedSends | None = None
+
+    def arm(self, layout: Layout, writer: MappedWriter) -> None:
+        """Record what is sent from here on into the memory of this writer, which was reserved with this layout.
+
+        Raises:
+            UsageError: It is armed already, or the layout is not that of a boundary log.
+            TimeoutError: The device still copies what was given up; that must not end up in this log's memory.
+        """
+        if self._expected is not None:
+            raise UsageError("boundary tensors are being recorded: end that before the next iteration begins")
+        # No patience: training waits for this call, at the start of an iteration.
+        self._engine.wait(0)
+        self._expected = _ExpectedSends.of(layout, writer.whole())
+
+    def sent(self, direction: Direction, tensor: Any) -> None:
+        """As `ports.BoundarySink.sent`; what is wrong is raised by `end`."""
+        expected = self._expected
+        if expected is None or expected.problem or expected.passed:
+            return
+        try:
+            offset = expected.offset_of_next(direction, tensor)
+            # A view, not the tensor itself: schedules empty `tensor.data` once it is sent (deallocate_output_tensor),
+            # while the copy still needs the storage, which a view keeps.
+            source = tensor.detach().reshape(-1).view(torch.uint8)
+            self._engine.add(((Span(source, offset),), expected.segment))
+        except Exception as error:  # the schedule that called must not see it, and `end` raises it
+            is_ours = isinstance(error, MoECheckpointError)
+            expected.problem = str(error) if is_ours else f"{type(error).__name__}: {error}"
+
+    def passed(self) -> None:
+        """The passes of the iteration have ended: what is sent from here on, as in an evaluation, is not recorded."""
+        if self._expected is not None:
+            self._expected.passed = True
+
+    @property
+    def complete(self) -> bool:
+        """Whether it is armed and all that was planned has been sent; the copies may still be under way."""
+        return self._expected is not None and self._expected.complete
+
+    def end(self, timeout_s: float) -> None:
+        """Wait until all is copied; nothing refers to the writer's memory afterwards, and nothing is recorded.
+
+        With nothing armed it returns.
+
+        Raises:
+            TimeoutError: Copies are still under way; it may be called again, or given up by `disarm`.
+            BoundaryFailure: What was sent is not what the layout says, or a copy failed.
+        """
+        if self._expected is None:
+            return
+        # Copies of a log that is given up need not be waited for.
+        if problem := self._expected.shortfall():
+            self.disarm()
+            raise BoundaryFailure(problem)
+        try:
+            self._engine.wait(timeout_s)
+        except TimeoutError:  # it stays armed: copies still refer to the memory
+            raise
+        except Exception as error:
+            self._expected = None
+            raise BoundaryFailure(f"a boundary tensor could not be copied: {error}") from error
+        self._expected = None
+
+    def disarm(self) -> None:
+        """Give up what was recorded since `arm`, and record nothing more.
+
+        Its memory is let go of as soon as possible: a store does not use it again before.
+        """
+        if self._expected is not None:
+            self._expected = None
+            self._engine.drop()  # copies that cannot be stopped are waited for in the next `arm`
+
+    def release(self) -> None:
+        """Let go of all memory, some of which is about to be given back; between two iterations."""
+        # Copies of a round that was given up may still run, to memory that is about to be unmapped.
+        self._engine.wait(_RELEASE_S)
+        self._engine.release()
+
+    def close(self) -> None:
+        """End the use of the recorder."""
+        self.disarm()
+        self._engine.close()

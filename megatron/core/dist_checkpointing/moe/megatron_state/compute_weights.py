@@ -1,0 +1,63 @@
+"""Makes a rank's compute weights whole again after its master weights, or its share of the compute weights, changed.
+
+All of it is what Megatron-Core 0.16.1 does at the end of an optimizer's step, in the same order and over the same
+buckets, so that no bit differs from training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import FP32Optimizer
+
+from ..capture.operators import StateTensor
+from ..runtime.optimizer_state import optimizer_members
+
+
+def settle_gathers(chunks: Sequence[torch.nn.Module]) -> None:
+    """Wait for parameter gathers under way (`--overlap-param-gather`), which would overwrite what a restore writes."""
+    for chunk in chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            if getattr(group, "param_gather_handle", None) is not None:
+                group.param_gather_handle.wait()
+                group.param_gather_handle = None
+
+
+def gather_compute_weights(chunks: Sequence[torch.nn.Module]) -> None:
+    """Make the compute weights whole from the shards that the data-parallel ranks own; a collective.
+
+    Does nothing without the distributed optimizer. Call `settle_gathers` before shards are written.
+    """
+    # Where a gather is under way, `start_param_sync(force_sync=True)` would only wait for that one.
+    settle_gathers(chunks)
+    for chunk in chunks:
+        if chunk.ddp_config.use_distributed_optimizer:
+            chunk.start_param_sync(force_sync=True)
+
+
+@torch.no_grad()
+def recast_compute_weights(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
+    """Make the compute weights from the master weights after a restore that had none; a collective."""
+    settle_gathers(chunks)
+    for member in optimizer_members(optimizer):
+        if not isinstance(member, FP32Optimizer):  # there both are one tensor
+            member._copy_main_params_to_model_params()
+    gather_compute_weights(chunks)
+
+
+@torch.no_grad()
+def level_step_counts(tensors: Sequence[StateTensor]) -> None:
+    """Give all parameters of all ranks the largest step count, as Megatron, which knows one for all; a collective.
+
+    They differ only after a lossy recovery, where experts come back with older moments.
+    """
+    counts = [tensor.tensor for tensor in tensors if tensor.field == "step"]
+    if not counts:
+        return
+    largest = torch.stack([count.max() for count in counts]).max().to(torch.cuda.current_device())
+    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+    for count in counts:
+        count.fill_(largest.item())
