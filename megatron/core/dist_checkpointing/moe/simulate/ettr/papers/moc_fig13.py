@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from ....cli.report import Columns, Fact, Report, Table
-from ....policy.interval import Run, in_iterations, moc_overhead_s, moc_save_overhead_s, young
+from ....policy.interval import TrainingRun, in_iterations, moc_overhead_s, moc_save_overhead_s, young
 from .moc_fig10 import published
 from .moc_iteration import Bar, Setting, bar, machines
 from .plots import plot
@@ -69,7 +69,7 @@ def overheads() -> dict[str, tuple[int, float, float]]:
     full_s = moc_save_overhead_s(one.base_snapshot_s, one.forward_backward_s)
     moc_s = moc_save_overhead_s(one.moc_snapshot_s, one.forward_backward_s)
     iteration_s, iterations = one.forward_backward_s, 100_000
-    run = Run(iterations, iteration_s, iteration_s / MTBF_S, RESTART_S)
+    run = TrainingRun(iterations, iteration_s, iteration_s / MTBF_S, RESTART_S)
     interval = in_iterations(young(full_s, MTBF_S), iteration_s)
     shorter = max(1, round(interval * moc_s / full_s))
     chosen = {
