@@ -24,6 +24,7 @@ from moe_ckpt.report import Fact, Table, table
 
 from .figure import Figure, published
 from .moc_iteration import MocIteration, MocIterationCost, cost_of, machines
+from ....policy.interval import TrainingRun, in_iterations, moc_overhead_s, moc_save_overhead_s, young
 
 GPUS = (32, 64, 128, 256, 512, 1024)
 """Sizes of the panels. The text names 64, 256 and 1024."""
@@ -79,7 +80,7 @@ def overheads() -> dict[str, tuple[int, float, float]]:
     full_s = moc_save_overhead_s(one.base_snapshot_s, one.forward_backward_s)
     moc_s = moc_save_overhead_s(one.moc_snapshot_s, one.forward_backward_s)
     iteration_s, iterations = one.forward_backward_s, 100_000
-    run = Run(iterations, iteration_s, iteration_s / MTBF_S, RESTART_S)
+    run = TrainingRun(iterations, iteration_s, iteration_s / MTBF_S, RESTART_S)
     interval = in_iterations(young(full_s, MTBF_S), iteration_s)
     shorter = max(1, round(interval * moc_s / full_s))
     chosen = {
