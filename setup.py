@@ -5,7 +5,7 @@ from pathlib import Path
 from setuptools import find_namespace_packages, setup
 
 ROOT = Path(__file__).parent
-OVERLAYS = ("megatron.core.dist_checkpointing.moe", "megatron.pretrain")
+OVERLAYS = ("megatron.core.dist_checkpointing.moe", "megatron.pretrain", "moe_ckpt")
 
 # `megatron` is a namespace package that the megatron-core wheel shares with us, so packages are found below our own
 # roots only: a package listed above them would shadow the wheel's.
@@ -25,7 +25,6 @@ setup(
     python_requires=">=3.11,<3.12",
     packages=packages,
     package_data={"": ["*.json", "*.csv", "presets/*.json", "traces/*.csv"]},
-    py_modules=["moe_ckpt"],
     entry_points={"console_scripts": ["moe-ckpt=moe_ckpt:main"]},
     install_requires=[
         "megatron-core==0.16.1",

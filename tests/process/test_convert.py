@@ -55,7 +55,7 @@ def source(world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory) 
 
 def convert(*arguments: object) -> subprocess.CompletedProcess[str]:
     """What the command makes of these arguments."""
-    command = [sys.executable, str(ROOT / "moe_ckpt.py"), "convert", "--to", "dense", *map(str, arguments)]
+    command = [sys.executable, "-m", "moe_ckpt", "convert", "--to", "dense", *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_TIMEOUT_S, check=False)
 

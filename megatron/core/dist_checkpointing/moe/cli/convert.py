@@ -10,7 +10,7 @@ import click
 
 from ..errors import MoECheckpointError, UsageError
 from ..examine.recognition import Content, Recognized, recognized
-from ..store.names import free_place
+from ..store.names import new_iteration_folder
 from .megatron_core import load_megatron_core
 from .progress import progress
 
@@ -68,7 +68,7 @@ def _from_storage(context: click.Context, source: str, out: Path, flags: tuple[s
     from .conversion import densified, newest
 
     window = newest(open_storage(source), source)
-    target = free_place(out, window.last)
+    target = new_iteration_folder(out, window.last)
     code = densified(window, source, out, flags)
     if code:
         context.exit(code)

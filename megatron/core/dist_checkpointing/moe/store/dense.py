@@ -15,7 +15,7 @@ import torch
 
 from ..errors import UnreadableCheckpoint
 from .blocks import BLOCK_ELEMENTS, Placed, blocks
-from .dcp_metadata import CheckpointIndex, Chunk, Extent, TensorInfo, parse_index
+from .dcp_metadata import CheckpointIndex, Chunk, ChunkExtent, TensorInfo, parse_index
 from .names import COMMON, FORMAT, INDEX, TRACKER, read_tracker
 from .safe_load import load_torch_bytes
 
@@ -53,7 +53,8 @@ class DenseCheckpoint:
         """The elements of `name` in row-major order, flat, at most `most` of them at once. Raises as `read_tensor`."""
         info = self.tensors[name]
         pieces = [
-            Placed(one.offsets, one.sizes, partial(self.read_piece, name, info.dtype, one)) for one in info.chunks
+            Placed(chunk.offsets, chunk.sizes, partial(self.read_piece, name, info.dtype, chunk))
+            for chunk in info.chunks
         ]
         return blocks(info.shape, info.dtype, pieces, most)
 
@@ -192,7 +193,7 @@ def _read_common(directory: Path, index: CheckpointIndex) -> dict[str, Any]:
     return common
 
 
-def read_extent(directory: Path, extent: Extent, name: str) -> bytes:
+def read_extent(directory: Path, extent: ChunkExtent, name: str) -> bytes:
     """The bytes of an entry called `name`. Raises UnreadableCheckpoint."""
     path = directory / extent.file
     try:

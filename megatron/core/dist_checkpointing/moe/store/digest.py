@@ -19,7 +19,7 @@ from .components import (
     LEFT_OUT,
     OBJECT_RULES,
     TENSOR_RULES,
-    Piece,
+    ComponentSlice,
     component_of,
     in_order,
     is_bucket,
@@ -40,7 +40,7 @@ class ComponentDigest:
 
 
 @dataclass(frozen=True)
-class Entry:
+class DigestEntry:
     """One named value of a checkpoint, and the component that it belongs to.
 
     tensor: what it is, None for no tensor. read: the value; of a tensor its blocks, as `DenseCheckpoint.read_blocks`.
@@ -62,7 +62,7 @@ class _CountingSink:
         self.count_bytes += len(data)
 
 
-def state_entries(checkpoint: DenseCheckpoint) -> Iterator[Entry]:
+def state_entries(checkpoint: DenseCheckpoint) -> Iterator[DigestEntry]:
     """All that belongs to the training state of `checkpoint`: tensors, other objects, the parts common to all ranks.
 
     Tensors are read with the alignment padding between parameters cleared, which Megatron-Core never initialises.
@@ -71,13 +71,13 @@ def state_entries(checkpoint: DenseCheckpoint) -> Iterator[Entry]:
     return (entry for entry in _all_entries(checkpoint) if entry.component != LEFT_OUT)
 
 
-def _all_entries(checkpoint: DenseCheckpoint) -> Iterator[Entry]:
+def _all_entries(checkpoint: DenseCheckpoint) -> Iterator[DigestEntry]:
     for name, info in checkpoint.tensors.items():
-        yield Entry(component_of(name, TENSOR_RULES), name, info, partial(_read_blocks, checkpoint, name))
+        yield DigestEntry(component_of(name, TENSOR_RULES), name, info, partial(_read_blocks, checkpoint, name))
     for name in checkpoint.objects:
-        yield Entry(component_of(name, OBJECT_RULES), name, None, partial(checkpoint.read_object, name))
+        yield DigestEntry(component_of(name, OBJECT_RULES), name, None, partial(checkpoint.read_object, name))
     for name, value in leaves(dict(checkpoint.common)):
-        yield Entry(component_of(name, COMMON_RULES), name, None, partial(_same, value))
+        yield DigestEntry(component_of(name, COMMON_RULES), name, None, partial(_same, value))
 
 
 def digest_components(checkpoint: DenseCheckpoint) -> tuple[ComponentDigest, ...]:
@@ -85,7 +85,7 @@ def digest_components(checkpoint: DenseCheckpoint) -> tuple[ComponentDigest, ...
 
     Raises UnreadableCheckpoint when something cannot be read, or is an object of a type whose content is not defined.
     """
-    entries: dict[str, list[Entry]] = defaultdict(list)
+    entries: dict[str, list[DigestEntry]] = defaultdict(list)
     for entry in state_entries(checkpoint):
         entries[entry.component].append(entry)
     return tuple(_digest(component, entries[component]) for component in in_order(tuple(entries)))
@@ -100,7 +100,7 @@ def total_digest(components: tuple[ComponentDigest, ...]) -> ComponentDigest:
     return ComponentDigest("total", hasher.hexdigest(), entries, sum(part.value_bytes for part in components))
 
 
-def _digest(component: str, entries: list[Entry]) -> ComponentDigest:
+def _digest(component: str, entries: list[DigestEntry]) -> ComponentDigest:
     hasher = xxhash.xxh3_128()
     value_bytes = 0
     for entry in sorted(entries, key=lambda entry: entry.name):
@@ -109,7 +109,7 @@ def _digest(component: str, entries: list[Entry]) -> ComponentDigest:
     return ComponentDigest(component, hasher.hexdigest(), len(entries), value_bytes)
 
 
-def _feed_entry(sink: Sink, entry: Entry) -> int:
+def _feed_entry(sink: Sink, entry: DigestEntry) -> int:
     """Feeds the value and returns how many bytes it took."""
     if entry.tensor is not None:
         feed_blocks(sink, entry.tensor.dtype, entry.tensor.shape, entry.read())
@@ -135,7 +135,7 @@ def _same(value: Any) -> Any:
 
 def _without_padding(bucket: Iterator[torch.Tensor], checkpoint: DenseCheckpoint, name: str) -> Iterator[torch.Tensor]:
     pieces = [
-        Piece(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0], _writer(chunk.extent.file))
+        ComponentSlice(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0], _writer(chunk.extent.file))
         for chunk in checkpoint.tensors[name].chunks
     ]
     spans, first = padding_spans(pieces), 0

@@ -27,11 +27,11 @@ from ..errors import UnreadableCheckpoint, UsageError
 from ..types import OperatorId
 from .atomic import sync_directory, write_atomically
 from .chain import stacked_name, stacked_object_name
-from .dcp_metadata import Chunk, Extent
+from .dcp_metadata import Chunk, ChunkExtent
 from .dense import COMMON, FORMAT, INDEX, TRACKER, DenseCheckpoint, read_extent
 from .integrity import damaged, seal, sums_of
 from .merged import MergedCheckpoint, open_merged
-from .names import free_place
+from .names import new_iteration_folder
 
 _DATA = "__0_0.distcp"
 
@@ -56,9 +56,9 @@ def export_merged(source: Path | str, target: Path | str, watch: Watch = _unwatc
     if merged is None or merged.chain.is_complete:
         raise UsageError(f"{source} was saved whole, there is nothing to merge; use it as it is")
     root = Path(target)
-    final = free_place(root, merged.chain.iteration)
+    final = new_iteration_folder(root, merged.chain.iteration)
     sums = sums_of(merged.parts.values())
-    with watch(sum(one.nbytes for one in sums.values()) + _entry_bytes(merged)) as advance:
+    with watch(sum(saved.nbytes for saved in sums.values()) + _entry_bytes(merged)) as advance:
         # What is written gets checksums of its own, so this is the last place where damage can be told.
         if damage := damaged(sums, advance):
             raise UnreadableCheckpoint(f"{damage[0]}; restore the file or take another iteration")
@@ -167,7 +167,7 @@ class _Writer:
         self._entries[name] = BytesStorageMetadata()
         self._places[MetadataIndex(name)] = place
 
-    def copied(self, part: DenseCheckpoint, extent: Extent, name: str) -> _StorageInfo:
+    def copied(self, part: DenseCheckpoint, extent: ChunkExtent, name: str) -> _StorageInfo:
         """The bytes of another checkpoint as they are."""
         return self._put(read_extent(part.directory, extent, name))
 

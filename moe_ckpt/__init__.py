@@ -31,7 +31,3 @@ def skip_megatron_core() -> None:
             package = importlib.util.module_from_spec(spec)
             package.__dict__["skipped"] = True
             sys.modules[name] = package
-
-
-if __name__ == "__main__":
-    main()
