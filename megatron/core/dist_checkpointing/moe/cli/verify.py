@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import click
 
-from .megatron_core import load_megatron_core
 from .progress import progress
 from .report import Columns, Fact, Report, Table, show
 
@@ -38,36 +37,27 @@ Exit codes: 0 all is well; 1 something is damaged or missing, or PLACE is nothin
 @click.pass_context
 def verify(context: click.Context, place: str, as_json: bool, rows: int) -> None:
     # Only when there is something to read: --help stays quick.
-    from ..examine.recognition import Content, recognized
+    from moe_ckpt.checkpoints.locate import locate
 
-    found = recognized(place)
-    if found.content in (Content.ITERATION, Content.SAVES):
-        load_megatron_core()
-    from ..examine.verification import size_bytes
-    from ..examine.verification import verify as verified
-    from ..examine.verification.findings import Finding
-
-    with progress("verifying", size_bytes(found)) as advance:
-        result = verified(found, advance)
-
-    def row(one: Finding) -> tuple[str, str, str, str]:
-        return one.path, one.item, one.found, one.expected
-
+    location = locate(place)
+    with progress("verifying", location.size_bytes()) as advance:
+        result = location.verify(advance)
     columns: Columns = (("path", "text"), ("item", "text"), ("found", "text"), ("expected", "text"))
-    findings = Table("findings", columns, tuple(map(row, result.findings)))
-    parts = tuple((one.part, one.how, one.items, one.nbytes) for one in result.checked)
+    rows_found = tuple((its.path, its.item, its.found, its.expected) for its in result.findings)
+    findings = Table("findings", columns, rows_found)
+    parts = tuple((its.part, its.how, its.items, its.nbytes) for its in result.checked)
     checked = Table("checked", (("part", "text"), ("how", "text"), ("items", "count"), ("size", "bytes")), parts)
     facts = [
-        Fact("holds", found.content.value),
+        Fact("holds", location.kind.value),
         Fact("verdict", "damaged" if result.findings else "intact"),
-        Fact("read", sum(one.nbytes for one in result.checked), "bytes"),
+        Fact("read", sum(its.nbytes for its in result.checked), "bytes"),
     ]
     if result.restores is not None:
         facts.insert(2, Fact("newest state", result.restores or "none"))
     report = Report(place, tuple(facts), (checked, findings) if as_json else (checked,), result.unchecked)
     show(report, as_json, rows or None)
     if not as_json:
-        for one in result.findings:
-            click.echo(f"finding: {one}")
+        for finding in result.findings:
+            click.echo(f"finding: {finding}")
     if result.findings:
         context.exit(1)

@@ -9,21 +9,21 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from moe_ckpt.checkpoints.persist_dir import PersistDir
+from moe_ckpt.checkpoints.slots import Slot
+
 from ..errors import UnreadableCheckpoint
-from ..ports import Store
 from ..store.layout import Manifest, SnapshotId, Torn
 from ..store.shelf import SEALED, WRITING, Entry
 from ..types import STANDBY, OperatorId, Part
-from .areas import Slot
-from .storage import sealed_s
-from .windows import State, Stored, on, restorable, states, timelines
+from .windows import StoredSnapshot, StoredState, on_timeline, restorable, states, timelines
 
 
 @dataclass(frozen=True)
 class Holding:
     """One sealed snapshot in one place. written_s: when it was sealed, in seconds since 1970; None if not known."""
 
-    stored: Stored
+    stored: StoredSnapshot
     parts: Mapping[OperatorId, Part] = field(repr=False)
     operator_bytes: Mapping[OperatorId, int] = field(repr=False)
     place: str
@@ -57,25 +57,25 @@ class Survey:
         return {snapshot: tuple(sorted(places)) for snapshot, places in found.items()}
 
     @cached_property
-    def states(self) -> tuple[tuple[State, bool], ...]:
+    def states(self) -> tuple[tuple[StoredState, bool], ...]:
         """The states that windows make, the newest first, and whether the job went back behind them another way."""
-        rest, led, found = self._of_states, timelines(self._of_states), list[tuple[State, bool]]()
+        rest, led, found = self._of_states, timelines(self._of_states), list[tuple[StoredState, bool]]()
         for timeline in led:
-            own = on(timeline, rest)
+            own = on_timeline(timeline, rest)
             found += [(state, timeline is not led[0]) for state in states(own)]
-            rest = [one for one in rest if one not in own]
+            rest = [stored for stored in rest if stored not in own]
         return tuple(found)
 
     @cached_property
-    def newest_whole(self) -> State | None:
+    def newest_whole(self) -> StoredState | None:
         """The state that a recovery goes to if this is all that there is."""
         found = next(restorable(self._of_states), None)
         return found.state if found else None
 
     @property
-    def _of_states(self) -> list[Stored]:
+    def _of_states(self) -> list[StoredSnapshot]:
         """One copy of each snapshot, without logs and what was parked."""
-        return list({one.snapshot: one.stored for one in self.holdings if one.snapshot.kind not in STANDBY}.values())
+        return list({its.snapshot: its.stored for its in self.holdings if its.snapshot.kind not in STANDBY}.values())
 
 
 @dataclass(frozen=True)
@@ -95,15 +95,18 @@ class OperatorCopy:
     copies: int
 
 
-def survey_storage(store: Store, only: SnapshotId | None = None) -> Survey:
-    """All snapshots of a storage, or `only` one. Raises StoreFailure, UnreadableCheckpoint where `only` is torn."""
-    if only is not None:
-        return Survey((_stored(store, only),), ())
-    listed = store.snapshots()
+def survey_snapshot(persist_dir: PersistDir, snapshot: SnapshotId) -> Survey:
+    """One snapshot of a storage. Raises StoreFailure, UnreadableCheckpoint where it is torn."""
+    return Survey((_stored(persist_dir, snapshot),), ())
+
+
+def survey_storage(persist_dir: PersistDir) -> Survey:
+    """All snapshots of a storage. Raises StoreFailure."""
+    listed = persist_dir.store.snapshots()
     holdings, torn = [], list(listed.torn)
     for snapshot in listed.sealed:
         try:
-            holdings.append(_stored(store, snapshot))
+            holdings.append(_stored(persist_dir, snapshot))
         except UnreadableCheckpoint as error:  # freed since it was listed, or damaged
             torn.append(Torn(snapshot, str(snapshot), str(error)))
     return Survey(tuple(holdings), tuple(torn))
@@ -118,9 +121,9 @@ def survey_slot(slot: Slot) -> Survey:
         with suppress(UnreadableCheckpoint), shelf.open(snapshot) as reader:
             entry = Entry(Path(reader.manifest.segment).stem, snapshot, SEALED)
             holdings.append(_holding(reader.manifest, place, _written_s(slot.directory / entry.name)))
-    torn = {one.snapshot for one in listed.torn}
+    torn = {found.snapshot for found in listed.torn}
     begun = (entry.snapshot for entry in shelf.entries() if entry.state == WRITING)
-    return Survey(tuple(holdings), listed.torn, tuple(one for one in begun if one not in torn))
+    return Survey(tuple(holdings), listed.torn, tuple(snapshot for snapshot in begun if snapshot not in torn))
 
 
 def operator_copies(holdings: Sequence[Holding]) -> tuple[OperatorCopy, ...]:
@@ -160,10 +163,10 @@ def _label(part: Part) -> str:
     return "FULL" if Part.FULL in part else "WEIGHTS" if part & (Part.COMPUTE | Part.MASTER) else "MOMENTS"
 
 
-def _stored(store: Store, snapshot: SnapshotId) -> Holding:
-    with store.open(snapshot) as reader:
+def _stored(persist_dir: PersistDir, snapshot: SnapshotId) -> Holding:
+    with persist_dir.store.open(snapshot) as reader:
         manifest = reader.manifest
-    return _holding(manifest, "storage", sealed_s(store, snapshot))
+    return _holding(manifest, "storage", persist_dir.sealed_s(snapshot))
 
 
 def _holding(manifest: Manifest, place: str, written_s: float | None) -> Holding:
@@ -173,7 +176,7 @@ def _holding(manifest: Manifest, place: str, written_s: float | None) -> Holding
         if record.operator is not None:
             parts[record.operator] = parts.get(record.operator, Part.NOTHING) | record.field.part
             operator_bytes[record.operator] = operator_bytes.get(record.operator, 0) + record.nbytes
-    stored = Stored(manifest.snapshot, manifest.facts, manifest.layout.nbytes)
+    stored = StoredSnapshot.of(manifest)
     # What was planned says more than the records do: weights can be kept as the master weights that they are cast from.
     return Holding(stored, parts | stored.parts, operator_bytes, place, written_s)
 
