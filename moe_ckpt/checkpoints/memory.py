@@ -59,22 +59,21 @@ class MemoryLocation(CheckpointLocation):
     kind = LocationKind.MEMORY
 
     def inspect(self, now_s: float) -> Inspection:
-        """As `CheckpointLocation.inspect`."""
         from .inspect_snapshots import memory_report
 
         return Inspection(memory_report(self.path, now_s))
 
     def inspect_tensors(self, pattern: str) -> Report:
-        """As `CheckpointLocation.inspect_tensors`, of the newest iteration that is there, one copy of each snapshot."""
+        """Of the newest iteration that is there, one copy of each snapshot."""
         load_megatron_core()
         from .inspect_tensors import newest_iteration, snapshot_tensors
 
-        shelves = [slot.shelf for slot in slots(self.path)]
-        found = {snapshot: shelf.open for shelf in shelves for snapshot in shelf.snapshots().sealed}
+        readers = [slot.reader for slot in slots(self.path)]
+        found = {snapshot: reader.open for reader in readers for snapshot in reader.snapshots().sealed}
         return snapshot_tensors(self.place, newest_iteration(found), pattern)
 
     def verify(self, advance: Advance = unwatched) -> Verified:
-        """As `CheckpointLocation.verify`: every record of each sealed snapshot, and what each job could restore."""
+        """Every record of each sealed snapshot, and what each job could restore."""
         seen = [_verified(slot, advance) for slot in slots(self.path)]
         names = sorted({of_slot.slot.job for of_slot in seen})
         jobs = {job: _judged([of_slot for of_slot in seen if of_slot.slot.job == job]) for job in names}
@@ -89,7 +88,7 @@ class MemoryLocation(CheckpointLocation):
         )
 
     def gc_plan(self, limits: GcLimits, advance: Advance = unwatched) -> GcPlan:
-        """As `CheckpointLocation.gc_plan`: whole jobs, each on its node; one with a living process there stays."""
+        """Whole jobs, each on its node; one with a living process there stays."""
         own, found = Path(os.path.abspath(self.path)), slots(self.path)
         if any(slot.directory == own for slot in found):
             raise UsageError(
@@ -121,20 +120,20 @@ class _JudgedJob:
 
 
 def _verified(slot: Slot, advance: Advance) -> _VerifiedSlot:
-    shelf, directory = slot.shelf, slot.directory
-    listed = shelf.snapshots()
+    in_slot, directory = slot.reader, slot.directory
+    listed = in_slot.snapshots()
     unsealed = [torn for torn in listed.torn if not torn.path.endswith(SEALED)]
     findings = [Finding(torn.path, torn.why) for torn in listed.torn if torn not in unsealed]
     intact: list[StoredSnapshot] = []
     records = nbytes = 0
     for snapshot in listed.sealed:
         try:
-            with shelf.open(snapshot) as reader:
+            with in_slot.open(snapshot) as reader:
                 manifest = reader.manifest
-            found = verify_records(shelf, manifest, str(directory / manifest.segment), advance)
+            found = verify_records(in_slot, manifest, str(directory / manifest.segment), advance)
         except UnreadableCheckpoint as error:
             # A running job frees what it does not need any more.
-            findings += [Finding(str(directory), str(error))] if _is_sealed(shelf, snapshot) else []
+            findings += [Finding(str(directory), str(error))] if _is_sealed(in_slot, snapshot) else []
             continue
         findings += found
         intact += [] if found else [StoredSnapshot.of(manifest)]
@@ -145,8 +144,8 @@ def _verified(slot: Slot, advance: Advance) -> _VerifiedSlot:
     return _VerifiedSlot(slot, tuple(findings), checked, notes, tuple(intact))
 
 
-def _is_sealed(shelf: MemoryShelf, snapshot: SnapshotId) -> bool:
-    return any(entry.snapshot == snapshot and entry.state == SEALED for entry in shelf.entries())
+def _is_sealed(in_slot: MemoryShelf, snapshot: SnapshotId) -> bool:
+    return any(entry.snapshot == snapshot and entry.state == SEALED for entry in in_slot.entries())
 
 
 def _judged(seen: Sequence[_VerifiedSlot]) -> _JudgedJob:
@@ -217,7 +216,7 @@ def _left(held: Sequence[Slot]) -> _LeftSnapshots:
     """From names first: what cannot be read may be the newest state all the same."""
     newest, unread, newer = None, 0, False
     for slot in held:
-        for entry in slot.shelf.entries():
+        for entry in slot.reader.entries():
             if entry.state == SEALED:
                 iteration, is_newer = _read(slot.directory / entry.name)
                 newer |= is_newer

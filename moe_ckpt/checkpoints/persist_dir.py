@@ -78,44 +78,36 @@ class PersistFolder(PersistDir):
         self._folder = store.directory
 
     def sealed_s(self, snapshot: SnapshotId) -> float | None:
-        """As `PersistDir.sealed_s`."""
         with suppress(OSError):
             return (self._folder / snapshot.name / MANIFEST).stat().st_mtime
         return None
 
     def last_written_s(self) -> float | None:
-        """As `PersistDir.last_written_s`."""
         return files.last_written_s(self._folder)
 
     def length_bytes(self) -> int:
-        """As `PersistDir.length_bytes`."""
         return files.length_bytes(self._folder)
 
     def disk_bytes(self, path: str) -> int:
-        """As `PersistDir.disk_bytes`."""
         return files.disk_bytes(Path(path))
 
     def copied_to(self, folder: Path, snapshots: Sequence[SnapshotId]) -> str:
-        """As `PersistDir.copied_to`: links."""
+        """Links."""
         for snapshot in snapshots:
             (folder / snapshot.name).symlink_to(self._folder.absolute() / snapshot.name)
         return str(folder)
 
     def is_link(self, name: str) -> bool:
-        """As `PersistDir.is_link`."""
         return (self._folder / name).is_symlink()
 
     def segment(self, snapshot: SnapshotId) -> Path | None:
-        """As `PersistDir.segment`."""
         return self._folder / snapshot.name / SEGMENT
 
     def misnamed(self) -> Sequence[Path]:
-        """As `PersistDir.misnamed`."""
         strangers = (path for path in self._folder.iterdir() if not SnapshotId.parse(path.name))
         return sorted(path for path in strangers if not path.name.startswith(UNSEALED) and (path / MANIFEST).is_file())
 
     def half_deleted(self) -> Sequence[Path]:
-        """As `PersistDir.half_deleted`."""
         return sorted(self._folder.glob(".freed.*"))
 
 
@@ -127,14 +119,12 @@ class PersistUrl(PersistDir):
         self._files, self._root = store.files, store.root
 
     def sealed_s(self, snapshot: SnapshotId) -> float | None:
-        """As `PersistDir.sealed_s`."""
         with suppress(OSError, StoreFailure), remote(self._root):
             path = f"{self._root.rstrip('/')}/{snapshot.name}/{MANIFEST}"
             return float(self._files.modified(path).timestamp())
         return None
 
     def last_written_s(self) -> float | None:
-        """As `PersistDir.last_written_s`."""
         with remote(self.place):
             self._files.invalidate_cache()  # what was listed before may be older than what a job has written since
             found = self._files.find(self._root, detail=True)
@@ -142,16 +132,14 @@ class PersistUrl(PersistDir):
         return None if None in times else max((time_s for time_s in times if time_s is not None), default=0.0)
 
     def length_bytes(self) -> int:
-        """As `PersistDir.length_bytes`."""
         with remote(self.place):
             return int(self._files.du(self._root))
 
     def disk_bytes(self, path: str) -> int:
-        """As `PersistDir.disk_bytes`."""
         return int(self._files.du(path))
 
     def copied_to(self, folder: Path, snapshots: Sequence[SnapshotId]) -> str:
-        """As `PersistDir.copied_to`: copies, which a job reads as a URL again, as their files are named for one."""
+        """Copies, which a job reads as a URL again, as their files are named for one."""
         with remote(self.place):
             for snapshot in snapshots:
                 self._files.get(f"{self._root}/{snapshot.name}", str(folder / snapshot.name), recursive=True)

@@ -21,7 +21,15 @@ from megatron.core.dist_checkpointing.moe.policy.retention import Reason
 from megatron.core.dist_checkpointing.moe.store import integrity
 from megatron.core.dist_checkpointing.moe.store.chain import read_chain, says_partial
 from megatron.core.dist_checkpointing.moe.store.integrity import Advance, unwatched
-from megatron.core.dist_checkpointing.moe.store.names import FORMAT, INDEX, ITERATION, RELEASE, STAGED, read_tracker
+from megatron.core.dist_checkpointing.moe.store.names import (
+    FORMAT,
+    INDEX,
+    ITERATION,
+    RELEASE,
+    STAGED,
+    condemned,
+    read_tracker,
+)
 from moe_ckpt.megatron_core import load_megatron_core
 
 from .files import disk_bytes, last_written_s
@@ -41,7 +49,6 @@ class DenseLocation(CheckpointLocation):
     """What a --save folder and one iteration in it have in common: the state that is loaded from them."""
 
     def inspect_tensors(self, pattern: str) -> Report:
-        """As `CheckpointLocation.inspect_tensors`."""
         load_megatron_core()
         from .inspect_tensors import dense_tensors
 
@@ -61,13 +68,12 @@ class IterationLocation(DenseLocation):
     kind = LocationKind.ITERATION
 
     def inspect(self, now_s: float) -> Inspection:
-        """As `CheckpointLocation.inspect`."""
         from .inspect_saves import iteration_report
 
         return iteration_report(self.path, now_s)
 
     def verify(self, advance: Advance = unwatched) -> Verified:
-        """As `CheckpointLocation.verify`, with the iterations that hold experts for it."""
+        """With the iterations that hold experts for it."""
         load_megatron_core()
         from .verify_saves import verify_iteration
 
@@ -80,13 +86,12 @@ class SavesLocation(DenseLocation):
     kind = LocationKind.SAVES
 
     def inspect(self, now_s: float) -> Inspection:
-        """As `CheckpointLocation.inspect`."""
         from .inspect_saves import saves_report
 
         return saves_report(self.path, now_s)
 
     def verify(self, advance: Advance = unwatched) -> Verified:
-        """As `CheckpointLocation.verify`: all iterations, what they need of each other, and the tracker."""
+        """All iterations, what they need of each other, and the tracker."""
         load_megatron_core()
         from .verify_saves import verify_saves
 
@@ -265,10 +270,4 @@ def _merging_item(path: Path) -> GcItem:
 
 
 def _remove(folder: Path) -> None:
-    """Renamed first, so that a crash in between leaves no half-deleted checkpoint that looks like one."""
-    published = ITERATION.fullmatch(folder.name)
-    if published:
-        condemned = folder.with_name(f".{folder.name}.removing")
-        shutil.rmtree(condemned, ignore_errors=True)
-        folder = folder.rename(condemned)
-    shutil.rmtree(folder)
+    shutil.rmtree(condemned(folder) if ITERATION.fullmatch(folder.name) else folder)

@@ -34,7 +34,7 @@ class Slot:
     alive: bool
 
     @property
-    def shelf(self) -> MemoryShelf:
+    def reader(self) -> MemoryShelf:
         """Its snapshots, for reading; a running owner is disturbed for no longer than a reader is open."""
         return MemoryShelf(self.directory)
 

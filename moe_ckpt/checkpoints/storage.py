@@ -59,17 +59,15 @@ class StorageLocation(CheckpointLocation):
         return open_persist_dir(self.place)
 
     def size_bytes(self) -> int:
-        """As `CheckpointLocation.size_bytes`."""
         return self.persist_dir.length_bytes()
 
     def inspect(self, now_s: float) -> Inspection:
-        """As `CheckpointLocation.inspect`."""
         from .inspect_snapshots import storage_report
 
         return Inspection(storage_report(self.persist_dir, now_s))
 
     def inspect_tensors(self, pattern: str) -> Report:
-        """As `CheckpointLocation.inspect_tensors`, of the newest iteration that is there."""
+        """Of the newest iteration that is there."""
         load_megatron_core()
         from .inspect_tensors import newest_iteration, snapshot_tensors
 
@@ -78,7 +76,7 @@ class StorageLocation(CheckpointLocation):
         return snapshot_tensors(self.place, newest_iteration(found), pattern)
 
     def verify(self, advance: Advance = unwatched) -> Verified:
-        """As `CheckpointLocation.verify`: every record of each snapshot, and whether each state is whole."""
+        """Every record of each snapshot, and whether each state is whole."""
         store = self.persist_dir.store
         now = listed = store.snapshots()
         results: dict[SnapshotId, _Result] = {}
@@ -111,11 +109,10 @@ class StorageLocation(CheckpointLocation):
         )
 
     def gc_plan(self, limits: GcLimits, advance: Advance = unwatched) -> GcPlan:
-        """As `CheckpointLocation.gc_plan`."""
         return storage_gc_plan(self.persist_dir, limits, advance)
 
     def state_view(self) -> StateView:
-        """As `CheckpointLocation.state_view`: the newest state that storage restores."""
+        """The newest state that storage restores."""
         from megatron.core.dist_checkpointing.moe.examine.values import storage_view
 
         return storage_view(self.place, self.persist_dir.store)
@@ -137,31 +134,27 @@ class SnapshotLocation(CheckpointLocation):
         return snapshot_at(self.place)[1]
 
     def size_bytes(self) -> int:
-        """As `CheckpointLocation.size_bytes`."""
         return open_persist_dir(self.place).length_bytes()
 
     def inspect(self, now_s: float) -> Inspection:
-        """As `CheckpointLocation.inspect`."""
         from .inspect_snapshots import snapshot_report
 
         return Inspection(snapshot_report(self.place, self.persist_dir, self.snapshot, now_s))
 
     def inspect_tensors(self, pattern: str) -> Report:
-        """As `CheckpointLocation.inspect_tensors`."""
         load_megatron_core()
         from .inspect_tensors import snapshot_tensors
 
         return snapshot_tensors(self.place, {self.snapshot: self.persist_dir.store.open}, pattern)
 
     def verify(self, advance: Advance = unwatched) -> Verified:
-        """As `CheckpointLocation.verify`, of this snapshot by itself."""
+        """Of this snapshot by itself."""
         storage = snapshot_at(self.place)[0]
         stored, checked, findings = _verified(self.persist_dir, self.snapshot, storage, advance)
         note = "whether the other snapshots of its state are there was not asked: give the folder it lies in"
         return Verified(findings, (checked,), (note,) if stored is not None else ())
 
     def state_view(self) -> StateView:
-        """As `CheckpointLocation.state_view`."""
         from megatron.core.dist_checkpointing.moe.examine.values import snapshot_view
 
         return snapshot_view(self.place, self.persist_dir.store, self.snapshot)

@@ -246,7 +246,7 @@ def test_the_memory_tier_is_recognized_at_every_level(below: str, tmp_path: Path
     assert kind_of(tmp_path / below) is LocationKind.MEMORY
     (slot,) = slots(tmp_path / below)
     assert (slot.node, slot.job, slot.area, slot.local_rank) == ("node-0", "job", "slot", 3)
-    assert slot.shelf.snapshots().sealed == (SNAPSHOT,)
+    assert slot.reader.snapshots().sealed == (SNAPSHOT,)
     store.close()
 
 

@@ -114,15 +114,15 @@ def survey_storage(persist_dir: PersistDir) -> Survey:
 
 def survey_slot(slot: Slot) -> Survey:
     """All snapshots in one slot; what its owner frees meanwhile is left out. Raises StoreFailure."""
-    shelf, place = slot.shelf, f"{slot.node}/{slot.local_rank}"
-    listed = shelf.snapshots()
+    in_slot, place = slot.reader, f"{slot.node}/{slot.local_rank}"
+    listed = in_slot.snapshots()
     holdings = []
     for snapshot in listed.sealed:
-        with suppress(UnreadableCheckpoint), shelf.open(snapshot) as reader:
+        with suppress(UnreadableCheckpoint), in_slot.open(snapshot) as reader:
             entry = Entry(Path(reader.manifest.segment).stem, snapshot, SEALED)
             holdings.append(_holding(reader.manifest, place, _written_s(slot.directory / entry.name)))
     torn = {found.snapshot for found in listed.torn}
-    begun = (entry.snapshot for entry in shelf.entries() if entry.state == WRITING)
+    begun = (entry.snapshot for entry in in_slot.entries() if entry.state == WRITING)
     return Survey(tuple(holdings), listed.torn, tuple(snapshot for snapshot in begun if snapshot not in torn))
 
 

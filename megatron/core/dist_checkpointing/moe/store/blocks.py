@@ -40,7 +40,7 @@ def blocks(shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[Placed], m
         for piece in there:
             # A piece that is longer than a block comes again in the next one.
             kept = kept if kept[0] is piece else (piece, piece.read())
-            common = [_common(*one) for one in zip(region, piece.offsets, piece.sizes, strict=True)]
+            common = [_common(*axis) for axis in zip(region, piece.offsets, piece.sizes, strict=True)]
             into = tuple(_slice(axis, both.start) for axis, both in zip(common, region, strict=True))
             out = tuple(_slice(axis, start) for axis, start in zip(common, piece.offsets, strict=True))
             block[into] = kept[1].reshape(piece.sizes)[out]

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +39,13 @@ class DenseCheckpoint:
     common: Mapping[str, Any]
     index: CheckpointIndex
 
-    def read_tensor(self, name: str) -> torch.Tensor:
-        """Returns the whole tensor `name` on the CPU, put together from its pieces.
-
-        Raises KeyError for a name not in `tensors`, UnreadableCheckpoint when a piece cannot be read.
-        """
-        info = self.tensors[name]
-        found = list(self.read_blocks(name, max(1, prod(info.shape))))
-        return found[0].reshape(info.shape) if found else torch.empty(info.shape, dtype=info.dtype)
-
     def read_blocks(self, name: str, most: int = BLOCK_ELEMENTS) -> Iterator[torch.Tensor]:
-        """The elements of `name` in row-major order, flat, at most `most` of them at once. Raises as `read_tensor`."""
+        """The elements of a tensor on the CPU, in row-major order, flat, at most `most` of them at a time.
+
+        Raises:
+            KeyError: `name` is not in `tensors`.
+            UnreadableCheckpoint: a piece cannot be read, or is not what the index says.
+        """
         info = self.tensors[name]
         pieces = [
             Placed(chunk.offsets, chunk.sizes, partial(self.read_piece, name, info.dtype, chunk))

@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from ..errors import UnreadableCheckpoint
-from .canonical import Sink, feed, feed_blocks, leaves
+from .canonical import Sink, encoded, feed, feed_blocks, leaves
 from .components import (
     COMMON_RULES,
     LEFT_OUT,
@@ -52,16 +52,6 @@ class DigestEntry:
     read: Callable[[], Any]
 
 
-class _CountingSink:
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-        self.count_bytes = 0
-
-    def update(self, data: bytes | memoryview, /) -> None:
-        self._sink.update(data)
-        self.count_bytes += len(data)
-
-
 def state_entries(checkpoint: DenseCheckpoint) -> Iterator[DigestEntry]:
     """All that belongs to the training state of `checkpoint`: tensors, other objects, the parts common to all ranks.
 
@@ -77,7 +67,7 @@ def _all_entries(checkpoint: DenseCheckpoint) -> Iterator[DigestEntry]:
     for name in checkpoint.objects:
         yield DigestEntry(component_of(name, OBJECT_RULES), name, None, partial(checkpoint.read_object, name))
     for name, value in leaves(dict(checkpoint.common)):
-        yield DigestEntry(component_of(name, COMMON_RULES), name, None, partial(_same, value))
+        yield DigestEntry(component_of(name, COMMON_RULES), name, None, lambda leaf=value: leaf)
 
 
 def digest_components(checkpoint: DenseCheckpoint) -> tuple[ComponentDigest, ...]:
@@ -114,23 +104,19 @@ def _feed_entry(sink: Sink, entry: DigestEntry) -> int:
     if entry.tensor is not None:
         feed_blocks(sink, entry.tensor.dtype, entry.tensor.shape, entry.read())
         return prod(entry.tensor.shape) * entry.tensor.dtype.itemsize
-    counting = _CountingSink(sink)
     try:
-        feed(counting, entry.read())
+        encoding = encoded(entry.read())
     except TypeError as error:
         raise UnreadableCheckpoint(
             f"{entry.name} cannot be hashed ({error}); save it as numbers, strings, tensors and containers of these"
         ) from error
-    return counting.count_bytes
+    sink.update(encoding)
+    return len(encoding)
 
 
 def _read_blocks(checkpoint: DenseCheckpoint, name: str) -> Iterator[torch.Tensor]:
     read = checkpoint.read_blocks(name)
     return _without_padding(read, checkpoint, name) if is_bucket(name) else read
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _without_padding(bucket: Iterator[torch.Tensor], checkpoint: DenseCheckpoint, name: str) -> Iterator[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Final
 
@@ -65,6 +66,17 @@ def read_tracker(root: Path) -> str | None:
     if not _NUMBER.fullmatch(text):
         raise UnreadableCheckpoint(f"{path} holds {text[:40]!r}, not an iteration")
     return f"iter_{int(text):07d}"
+
+
+def condemned(folder: Path) -> Path:
+    """Rename an iteration that is to be removed: a crash in between leaves no half-deleted one that looks whole.
+
+    Returns:
+        The hidden folder that it has become. Raises OSError.
+    """
+    hidden = folder.with_name(f".{folder.name}.removing")
+    shutil.rmtree(hidden, ignore_errors=True)
+    return folder.rename(hidden)
 
 
 def new_iteration_folder(root: Path, iteration: int) -> Path:
