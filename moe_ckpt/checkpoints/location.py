@@ -11,17 +11,19 @@ There are three kinds of places, and single pieces of two of them, each in a fil
 
 from __future__ import annotations
 
+import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.store.integrity import Advance, Damage, unwatched
 
-from .files import length_bytes
+from .files import disk_bytes, length_bytes
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.moe.cli.report import Report
@@ -165,6 +167,19 @@ class Verified:
     unchecked: tuple[str, ...] = ()
     restores: str | None = None
 
+    @classmethod
+    def of_parts(
+        cls, parts: Iterable[Verified], findings: Iterable[Finding], notes: Iterable[str], restores: str | None
+    ) -> Verified:
+        """What parts were found to be, followed by what is wrong with them together, and with notes on the whole."""
+        parts = tuple(parts)
+        return cls(
+            (*(finding for part in parts for finding in part.findings), *findings),
+            tuple(checked for part in parts for checked in part.checked),
+            (*(note for part in parts for note in part.unchecked), *notes),
+            restores,
+        )
+
 
 @dataclass(frozen=True)
 class GcItem:
@@ -181,6 +196,12 @@ class GcItem:
     def kept(self, reason: str) -> GcItem:
         """The same, which stays."""
         return replace(self, reason=reason, remove=None)
+
+    @classmethod
+    def left_over(cls, folder: Path, reason: str) -> GcItem:
+        """A folder that nothing reads, which goes unless it is a link. Raises OSError."""
+        item = cls(folder.name, disk_bytes(folder), reason, partial(shutil.rmtree, folder))
+        return item.kept(A_LINK) if folder.is_symlink() else item
 
 
 @dataclass(frozen=True)

@@ -80,12 +80,8 @@ class MemoryLocation(CheckpointLocation):
         problems = (Finding(str(self.path), f"job {job}: {its.problem}") for job, its in jobs.items() if its.problem)
         notes = [f"job {job}: {note}" for job, its in jobs.items() for note in its.notes]
         known = {job: its.restores for job, its in jobs.items() if its.restores is not None}
-        return Verified(
-            (*(finding for of_slot in seen for finding in of_slot.findings), *problems),
-            tuple(of_slot.checked for of_slot in seen),
-            (*(note for of_slot in seen for note in of_slot.unchecked), *notes),
-            "; ".join(f"{state} of job {job}" for job, state in known.items() if state) if known else None,
-        )
+        restores = "; ".join(f"{state} of job {job}" for job, state in known.items() if state) if known else None
+        return Verified.of_parts((of_slot.found for of_slot in seen), problems, notes, restores)
 
     def gc_plan(self, limits: GcLimits, advance: Advance = unwatched) -> GcPlan:
         """Whole jobs, each on its node; one with a living process there stays."""
@@ -104,9 +100,7 @@ class _VerifiedSlot:
     """What came of one slot: `intact` are its snapshots without damage."""
 
     slot: Slot
-    findings: tuple[Finding, ...]
-    checked: Checked
-    unchecked: tuple[str, ...]
+    found: Verified
     intact: tuple[StoredSnapshot, ...]
 
 
@@ -141,7 +135,7 @@ def _verified(slot: Slot, advance: Advance) -> _VerifiedSlot:
         nbytes += manifest.layout.nbytes
     checked = Checked(f"{directory.parent.name}/{directory.name}", "every record by its checksum", records, nbytes)
     notes = tuple(f"{torn.path} was left when its process ended: nothing reads it" for torn in unsealed)
-    return _VerifiedSlot(slot, tuple(findings), checked, notes, tuple(intact))
+    return _VerifiedSlot(slot, Verified(tuple(findings), (checked,), notes), tuple(intact))
 
 
 def _is_sealed(in_slot: MemoryShelf, snapshot: SnapshotId) -> bool:

@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.moe.store.names import (
 )
 from moe_ckpt.megatron_core import load_megatron_core
 
-from .files import disk_bytes, last_written_s
+from .files import last_written_s
 from .location import A_LINK, CheckpointLocation, GcItem, GcLimits, GcPlan, Inspection, LocationKind, Verified
 from .recognition import UNSUPPORTED, is_unsupported, recognize
 
@@ -106,7 +106,8 @@ class SavesLocation(DenseLocation):
         left = [saved for saved in found if STAGED.fullmatch(saved.folder.name)]
         newest, items = _judged(self.path, [saved for saved in found if saved not in left], limits, advance)
         items += [_gc_item(saved, f"it is {saved.state}: what was doing that has ended", goes=True) for saved in left]
-        items += [_merging_item(path) for path in sorted(self.path.iterdir()) if _MERGING.fullmatch(path.name)]
+        merging = (path for path in sorted(self.path.iterdir()) if _MERGING.fullmatch(path.name))
+        items += [GcItem.left_over(path, "it is half-converted") for path in merging]
         return GcPlan(limits.applied(items, last_written_s(self.path)), newest)
 
 
@@ -262,11 +263,6 @@ def _gc_item(saved: SavedIteration, reason: str, *, goes: bool = False) -> GcIte
     if saved.folder.is_symlink():
         return GcItem(saved.folder.name, saved.nbytes, A_LINK)
     return GcItem(saved.folder.name, saved.nbytes, reason, partial(_remove, saved.folder) if goes else None)
-
-
-def _merging_item(path: Path) -> GcItem:
-    item = GcItem(path.name, disk_bytes(path), "it is half-converted", partial(shutil.rmtree, path))
-    return item.kept(A_LINK) if path.is_symlink() else item
 
 
 def _remove(folder: Path) -> None:

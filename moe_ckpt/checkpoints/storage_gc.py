@@ -37,7 +37,6 @@ from megatron.core.dist_checkpointing.moe.ports import Json, SnapshotId, Store, 
 from megatron.core.dist_checkpointing.moe.store.integrity import Advance
 from megatron.core.dist_checkpointing.moe.types import OperatorId, Part
 
-from .files import disk_bytes
 from .location import A_LINK, GcItem, GcLimits, GcPlan
 from .persist_dir import PersistDir, is_unsealed
 from .records import verify_records
@@ -89,7 +88,7 @@ def storage_gc_plan(persist_dir: PersistDir, limits: GcLimits, advance: Advance)
     items = [
         *_sealed_items(persist_dir, snapshots, retained, limits),
         *(_torn_item(persist_dir, found, why, retained, has_strangers) for found, why in torn),
-        *map(_half_deleted_item, persist_dir.half_deleted()),
+        *(GcItem.left_over(path, "it was being deleted when its process ended") for path in persist_dir.half_deleted()),
     ]
     written_s = persist_dir.last_written_s()
     return GcPlan(limits.applied(items, written_s), str(retained.intact) if retained else "", notes)
@@ -261,9 +260,3 @@ def _why_damaged_stays(torn: Torn, retained: RetainedState | None, has_strangers
     if retained is None or torn.snapshot.iteration > retained.intact.span[-1]:
         return f"no intact state is as new: {torn.why}"
     return "it may be of the job of which other snapshots here are" if has_strangers else ""
-
-
-def _half_deleted_item(path: Path) -> GcItem:
-    reason = "it was being deleted when its process ended"
-    item = GcItem(path.name, disk_bytes(path), reason, partial(shutil.rmtree, path))
-    return item.kept(A_LINK) if path.is_symlink() else item

@@ -126,7 +126,7 @@ def _snapshot_values(readers: _OpenReader, stored: StoredSnapshot, before: str =
     of_state = {name: value for name, value in stored.facts.scalars.items() if name not in _OF_THE_JOB}
     for name, value in leaves(of_state):
         if not name.startswith(_COMMAND):
-            yield LoadedValue(f"{before}{name}", lambda leaf=value: leaf)
+            yield LoadedValue(f"{before}{name}", partial(_same, value))
 
 
 class _OpenReader:
@@ -155,3 +155,7 @@ def read_tensor(reader: Reader, record: Record) -> torch.Tensor:
     data = bytearray(reader.read(record.key))
     flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
     return flat.reshape(record.field.shape)
+
+
+def _same(value: Any) -> Any:
+    return value
