@@ -34,6 +34,7 @@ from megatron.core.dist_checkpointing.moe.types.standby import GRADIENTS, LOG, P
 from moe_ckpt.megatron_core import load_megatron_core
 
 from .files import disk_bytes, last_written_s
+from .inspect_snapshots import memory_report
 from .location import (
     A_LINK,
     Checked,
@@ -59,8 +60,6 @@ class MemoryLocation(CheckpointLocation):
     kind = LocationKind.MEMORY
 
     def inspect(self, now_s: float) -> Inspection:
-        from .inspect_snapshots import memory_report
-
         return Inspection(memory_report(self.path, now_s))
 
     def inspect_tensors(self, pattern: str) -> Report:

@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.moe.store.manifest import decode
 from megatron.core.dist_checkpointing.moe.types import OperatorId, Part
 from moe_ckpt.megatron_core import load_megatron_core
 
+from .inspect_snapshots import snapshot_report, storage_report
 from .location import Checked, CheckpointLocation, Finding, GcLimits, GcPlan, Inspection, LocationKind, Verified
 from .persist_dir import PersistDir, is_unsealed, open_persist_dir, snapshot_at
 from .records import verify_records
@@ -62,8 +63,6 @@ class StorageLocation(CheckpointLocation):
         return self.persist_dir.length_bytes()
 
     def inspect(self, now_s: float) -> Inspection:
-        from .inspect_snapshots import storage_report
-
         return Inspection(storage_report(self.persist_dir, now_s))
 
     def inspect_tensors(self, pattern: str) -> Report:
@@ -137,8 +136,6 @@ class SnapshotLocation(CheckpointLocation):
         return open_persist_dir(self.place).length_bytes()
 
     def inspect(self, now_s: float) -> Inspection:
-        from .inspect_snapshots import snapshot_report
-
         return Inspection(snapshot_report(self.place, self.persist_dir, self.snapshot, now_s))
 
     def inspect_tensors(self, pattern: str) -> Report:

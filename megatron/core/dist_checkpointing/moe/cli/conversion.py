@@ -87,7 +87,17 @@ def newest(persist_dir: PersistDir) -> ConversionSource:
 
 
 def densified(source: ConversionSource, persist_dir: PersistDir, out: Path, flags: Sequence[str]) -> int:
-    """Starts the job and lets it write the checkpoint into `out`; the exit code with which it ended."""
+    """Starts the job once more and lets it write the checkpoint.
+
+    Args:
+        source: what to convert, see `newest`.
+        persist_dir: the storage that it is in; nothing there is changed.
+        out: the --save folder of the new checkpoint.
+        flags: given after the recorded ones, and so winning over them.
+
+    Returns:
+        The exit code with which the job ended.
+    """
     script = importlib.util.find_spec(DRIVER)
     if script is None or script.origin is None:
         raise UsageError(f"{DRIVER} is missing: install this package with its training driver")

@@ -25,7 +25,7 @@ MANIFEST = "moe_ckpt_chain.json"
 FORMAT_VERSION = 1
 _KEY = "chain"
 # What `metadata.json` says of a partial iteration. Megatron-Core knows version 1 of `torch_dist` and refuses any other
-# before it reads a tensor, whatever it was told about missing keys.
+# before it reads a tensor, whatever it may do about missing keys.
 PARTIAL_BACKEND_VERSION = 100
 
 _EXPERT = re.compile(

@@ -46,11 +46,20 @@ def _unwatched(nbytes: int) -> AbstractContextManager[Callable[[int], None]]:
 def export_merged(source: Path | str, target: Path | str, watch: Watch = _unwatched) -> Path:
     """Writes the merged checkpoint that `source` stands for into the folder `target`, and its tracker beside it.
 
-    source: an iteration, or a `--save` directory, whose tracker then names it. Returns `target/iter_XXXXXXX`, which is
-    published by one rename, names tensors as an iteration that was saved whole does, and needs no other. Memory is
-    needed for one piece of a tensor at a time. `watch` is told how many bytes there are, and then each time that some
-    were compared with their checksums or written. Raises UsageError if there is nothing to merge or something is in the
-    way, UnreadableCheckpoint for files that have changed since they were saved and as `open_merged` does, OSError.
+    Memory is needed for one piece of a tensor at a time.
+
+    Args:
+        source: an iteration, or a `--save` directory, whose tracker then names it.
+        watch: is called with the bytes that are to be compared with their checksums and written; what it yields is
+            called with the bytes that are done.
+
+    Returns:
+        `target/iter_XXXXXXX`, published by one rename, with tensors named as in an iteration that was saved whole.
+
+    Raises:
+        UsageError: there is nothing to merge, or something is in the way.
+        UnreadableCheckpoint: files have changed since they were saved, or as `open_merged`.
+        OSError: `target` cannot be written.
     """
     merged = open_merged(source)
     if merged is None or merged.chain.is_complete:

@@ -35,7 +35,7 @@ _Length = Annotated[int, msgspec.Meta(ge=0)]
 _Xxh3 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 
 Advance = Callable[[int], None]
-"""Is told how many bytes were read since it was called last."""
+"""Is called with the number of bytes that were read since its last call."""
 
 FileKey = TypeVar("FileKey", str, Path)
 
@@ -150,9 +150,15 @@ def sums_of(parts: Iterable[Opened]) -> dict[Path, FileSum]:
 
 
 def seal(directory: Path, known: Sums | None = None) -> None:
-    """Write the integrity file of a folder that is complete otherwise; files that are not in `known` are read.
+    """Write the integrity file of a folder that is complete otherwise.
 
-    Raises OSError, and UnreadableCheckpoint where a file in `known` is not there as it was written.
+    Args:
+        directory: the folder of one iteration.
+        known: sums that were made while files were written; all other files are read.
+
+    Raises:
+        UnreadableCheckpoint: a file in `known` is not there in the length that was written.
+        OSError: the folder cannot be read or written.
     """
     known = known or {}
     names = sorted(path.name for path in directory.iterdir() if path.is_file() and path.name != NAME)
@@ -168,9 +174,18 @@ def seal(directory: Path, known: Sums | None = None) -> None:
 def check(
     directory: Path, files: Collection[str] | None = None, advance: Advance = unwatched
 ) -> tuple[Damage, ...] | None:
-    """What of an iteration is not as it was saved: all of it, or only `files`. None without an integrity file.
+    """Compares the files of an iteration with what was saved.
 
-    A damaged integrity file is a finding as well. Raises NewerFormat.
+    Args:
+        directory: the folder of one iteration.
+        files: names of those to compare; by default all.
+        advance: is called with the number of bytes after each read.
+
+    Returns:
+        What is not as it was saved, a damaged integrity file among it; None without an integrity file.
+
+    Raises:
+        NewerFormat: a later version wrote the integrity file.
     """
     try:
         sums = read(directory)

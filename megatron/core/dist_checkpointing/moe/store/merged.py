@@ -61,10 +61,19 @@ class MergedCheckpoint:
 
 
 def open_merged(directory: Path | str) -> MergedCheckpoint | None:
-    """Opens all that an iteration, or the one that a `--save` directory's tracker names, needs; None if only itself.
+    """Opens all iterations that one is loaded from, and checks that together they hold every expert.
 
     Checked are: the files of every iteration that the chain names, that each is the save that was meant, and that each
-    expert has there what all experts of its layer have. Raises UnreadableCheckpoint, which names what is missing.
+    expert has there what all experts of its layer have.
+
+    Args:
+        directory: an iteration, or a `--save` directory, whose tracker then names it.
+
+    Returns:
+        The merged checkpoint; None for an iteration without a chain, which needs only itself.
+
+    Raises:
+        UnreadableCheckpoint: names what is missing and who needs it.
     """
     directory = resolve_iteration(Path(directory)).absolute()
     chain = read_chain(directory)
