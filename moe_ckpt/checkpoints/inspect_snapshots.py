@@ -124,8 +124,16 @@ def _tables(survey: Survey, now_s: float) -> tuple[Table, ...]:
         span, kind = spans(set(state.span)), state.leading.snapshot.kind
         windows.append((span, kind, *counts, size, age_s, state.leading.facts.job))
     operators = tuple(
-        (str(its.operator), its.part, its.nbytes, its.iteration, spans(set(its.ranks)), list(its.places), its.copies)
-        for its in operator_copies(survey.holdings)
+        (
+            str(copy.operator),
+            copy.part,
+            copy.nbytes,
+            copy.iteration,
+            spans(set(copy.ranks)),
+            list(copy.places),
+            copy.copies,
+        )
+        for copy in operator_copies(survey.holdings)
     )
     torn = tuple((str(torn.snapshot), torn.why) for torn in survey.torn)
     return (
@@ -201,7 +209,7 @@ def _standby(survey: Survey) -> Table:
         if holding.snapshot.kind in STANDBY:
             groups.setdefault((holding.snapshot.kind, holding.snapshot.rank, holding.place), []).append(holding)
     rows = tuple(
-        (kind, rank, spans({its.snapshot.iteration for its in group}), sum(its.nbytes for its in group), place)
+        (kind, rank, spans({held.snapshot.iteration for held in group}), sum(held.nbytes for held in group), place)
         for (kind, rank, place), group in sorted(groups.items())
     )
     return Table("Logs and parked states", _STANDBY, rows)

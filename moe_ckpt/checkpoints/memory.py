@@ -76,9 +76,11 @@ class MemoryLocation(CheckpointLocation):
         seen = [_verified(slot, advance) for slot in slots(self.path)]
         names = sorted({of_slot.slot.job for of_slot in seen})
         jobs = {job: _judged([of_slot for of_slot in seen if of_slot.slot.job == job]) for job in names}
-        problems = (Finding(str(self.path), f"job {job}: {its.problem}") for job, its in jobs.items() if its.problem)
-        notes = [f"job {job}: {note}" for job, its in jobs.items() for note in its.notes]
-        known = {job: its.restores for job, its in jobs.items() if its.restores is not None}
+        problems = (
+            Finding(str(self.path), f"job {job}: {judged.problem}") for job, judged in jobs.items() if judged.problem
+        )
+        notes = [f"job {job}: {note}" for job, judged in jobs.items() for note in judged.notes]
+        known = {job: judged.restores for job, judged in jobs.items() if judged.restores is not None}
         restores = "; ".join(f"{state} of job {job}" for job, state in known.items() if state) if known else None
         return Verified.of_parts((of_slot.found for of_slot in seen), problems, notes, restores)
 

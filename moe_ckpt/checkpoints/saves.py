@@ -220,7 +220,9 @@ def _judged(
     last = {*list(loadable)[-limits.keep_last :], intact}
     unknown = {saved.iteration: why for saved in published for why in [_unjudged(saved.folder)] if why}
     # What is newer than the intact one stays, and so does what it needs, though the tracker does not name it yet.
-    staying = [its for its in published if its.iteration is None or its.iteration > intact or its.iteration in last]
+    staying = [
+        saved for saved in published if saved.iteration is None or saved.iteration > intact or saved.iteration in last
+    ]
     needed = {number for saved in staying for number in saved.needs}
     after = max((number for number in unknown if number is not None), default=-1)
 

@@ -125,7 +125,7 @@ def _retained(
     pieces = pieces_of(here)
     keep_last = limits.keep_last or _keep_last_of(newest.state.leading)
     kept = {piece_name(piece) for piece in needed_pieces(pieces, newest.state, keep_last)}
-    kept |= {member.name for its in (found, newest) for member in (*its.members, *_newest_of_ranks(here, its))}
+    kept |= {member.name for state in (found, newest) for member in (*state.members, *_newest_of_ranks(here, state))}
     others = timelines(snapshots)
     newer = tuple(others[: others.index(found.timeline)])
     complete = frozenset(map(piece_name, pieces))

@@ -108,8 +108,8 @@ def _report(views: tuple[StateView, StateView], found: Sequence[Difference], eve
     )
 
 
-def _row(its: Difference) -> tuple[str | float | list[int] | None, ...]:
-    index = None if its.index is None else list(its.index)
+def _row(found: Difference) -> tuple[str | float | list[int] | None, ...]:
+    index = None if found.index is None else list(found.index)
     # JSON has no NaN and no infinities.
-    largest = its.largest if its.largest is None or isfinite(its.largest) else str(its.largest)
-    return its.name, its.what, its.first, its.second, index, its.differing, its.elements, largest
+    largest = found.largest if found.largest is None or isfinite(found.largest) else str(found.largest)
+    return found.name, found.what, found.first, found.second, index, found.differing, found.elements, largest

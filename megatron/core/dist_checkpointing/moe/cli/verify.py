@@ -43,14 +43,14 @@ def verify(context: click.Context, place: str, as_json: bool, rows: int) -> None
     with progress("verifying", location.size_bytes()) as advance:
         result = location.verify(advance)
     columns: Columns = (("path", "text"), ("item", "text"), ("found", "text"), ("expected", "text"))
-    rows_found = tuple((its.path, its.item, its.found, its.expected) for its in result.findings)
+    rows_found = tuple((finding.path, finding.item, finding.found, finding.expected) for finding in result.findings)
     findings = Table("findings", columns, rows_found)
-    parts = tuple((its.part, its.how, its.items, its.nbytes) for its in result.checked)
+    parts = tuple((part.part, part.how, part.items, part.nbytes) for part in result.checked)
     checked = Table("checked", (("part", "text"), ("how", "text"), ("items", "count"), ("size", "bytes")), parts)
     facts = [
         Fact("holds", location.kind.value),
         Fact("verdict", "damaged" if result.findings else "intact"),
-        Fact("read", sum(its.nbytes for its in result.checked), "bytes"),
+        Fact("read", sum(part.nbytes for part in result.checked), "bytes"),
     ]
     if result.restores is not None:
         facts.insert(2, Fact("newest state", result.restores or "none"))

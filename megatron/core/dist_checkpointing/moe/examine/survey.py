@@ -75,7 +75,9 @@ class Survey:
     @property
     def _of_states(self) -> list[StoredSnapshot]:
         """One copy of each snapshot, without logs and what was parked."""
-        return list({its.snapshot: its.stored for its in self.holdings if its.snapshot.kind not in STANDBY}.values())
+        return list(
+            {held.snapshot: held.stored for held in self.holdings if held.snapshot.kind not in STANDBY}.values()
+        )
 
 
 @dataclass(frozen=True)
