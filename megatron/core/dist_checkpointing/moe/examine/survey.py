@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -130,20 +130,23 @@ def survey_slot(slot: Slot) -> Survey:
 
 def operator_copies(holdings: Sequence[Holding]) -> tuple[OperatorCopy, ...]:
     """Who has the newest copy of each operator, in the order of operators; logs and parked states do not count."""
-    newest: dict[tuple[OperatorId, str], dict[int, list[Holding]]] = {}
-    for holding in holdings:
-        if holding.snapshot.kind not in STANDBY:
-            for operator, part in holding.parts.items():
-                of_rank = newest.setdefault((operator, _label(part)), {}).setdefault(holding.snapshot.rank, [])
-                if of_rank and of_rank[0].snapshot.iteration < holding.snapshot.iteration:
-                    of_rank.clear()
-                if not of_rank or of_rank[0].snapshot.iteration == holding.snapshot.iteration:
-                    of_rank.append(holding)
-    return tuple(
-        _copy(operator, part, iteration, held)
-        for (operator, part), by_rank in sorted(newest.items())
-        for iteration, held in _by_iteration(by_rank.values())
-    )
+    found = [
+        (operator, _label(part), holding)
+        for holding in holdings
+        if holding.snapshot.kind not in STANDBY
+        for operator, part in holding.parts.items()
+    ]
+    newest: dict[tuple[OperatorId, str, int], int] = {}
+    for operator, part, holding in found:
+        key = operator, part, holding.snapshot.rank
+        newest[key] = max(newest.get(key, 0), holding.snapshot.iteration)
+    copies: dict[tuple[OperatorId, str, int], dict[int, list[Holding]]] = {}
+    for operator, part, holding in found:
+        iteration, rank = holding.snapshot.iteration, holding.snapshot.rank
+        if newest[operator, part, rank] == iteration:
+            copies.setdefault((operator, part, -iteration), {}).setdefault(rank, []).append(holding)
+    newest_first = sorted(copies)
+    return tuple(_copy(key[0], key[1], -key[2], copies[key]) for key in newest_first)
 
 
 def _copy(operator: OperatorId, part: str, iteration: int, held: Mapping[int, Sequence[Holding]]) -> OperatorCopy:
@@ -151,14 +154,6 @@ def _copy(operator: OperatorId, part: str, iteration: int, held: Mapping[int, Se
     nbytes = sum(holdings[0].operator_bytes.get(operator, 0) for holdings in held.values())
     copies = min(len({holding.place for holding in holdings}) for holdings in held.values())
     return OperatorCopy(operator, part, nbytes, iteration, tuple(sorted(held)), tuple(sorted(places)), copies)
-
-
-def _by_iteration(newest: Collection[list[Holding]]) -> list[tuple[int, dict[int, list[Holding]]]]:
-    found: dict[int, dict[int, list[Holding]]] = {}
-    for holdings in newest:
-        snapshot = holdings[0].snapshot
-        found.setdefault(snapshot.iteration, {})[snapshot.rank] = holdings
-    return sorted(found.items(), reverse=True)
 
 
 def _label(part: Part) -> str:
