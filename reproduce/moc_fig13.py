@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.policy.interval import (
-    Run,
+    TrainingRun,
     in_iterations,
     moc_overhead_s,
     moc_save_overhead_s,
@@ -24,7 +24,6 @@ from moe_ckpt.report import Fact, Table, table
 
 from .figure import Figure, published
 from .moc_iteration import MocIteration, MocIterationCost, cost_of, machines
-from ....policy.interval import TrainingRun, in_iterations, moc_overhead_s, moc_save_overhead_s, young
 
 GPUS = (32, 64, 128, 256, 512, 1024)
 """Sizes of the panels. The text names 64, 256 and 1024."""

@@ -47,15 +47,15 @@ def every(name: str, command: click.Command) -> Iterator[tuple[str, click.Comman
 
 def section(name: str, command: click.Command) -> Iterator[str]:
     """Heading, usage, help text, and a row for each option."""
-    usage = [_argument(one) for one in command.params if isinstance(one, click.Argument)]
+    usage = [_argument(parameter) for parameter in command.params if isinstance(parameter, click.Argument)]
     usage += ["COMMAND"] * isinstance(command, click.Group)
-    options = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
+    options = [option for option in command.params if isinstance(option, click.Option) and not option.hidden]
     yield from (f"## {name}", "", f"`{' '.join((name, *['[OPTIONS]'] * bool(options), *usage))}`", "")
     for paragraph in _help(command).split("\n\n"):
         yield from (*_markdown(paragraph), "")
     if options:
         yield from ("| option | |", "|---|---|")
-        yield from (f"| {_cell(_names(one))} | {_cell(one.help or '')} |" for one in options)
+        yield from (f"| {_cell(_names(option))} | {_cell(option.help or '')} |" for option in options)
         yield ""
 
 

@@ -18,8 +18,7 @@ from sparse_runs import BF16, DROPOUT, EXPERT_BIAS, LENGTH, SHARED
 from world import HANG_TIMEOUT_S, ROOT, World
 
 from megatron.core.dist_checkpointing.moe.examine.comparison import differing_values, structure
-from megatron.core.dist_checkpointing.moe.examine.recognition import recognized
-from megatron.core.dist_checkpointing.moe.examine.values import view
+from moe_ckpt.checkpoints.locate import locate
 
 STOPPED_AT, WINDOW = 10, 3
 LAYOUT, MODEL = Layout(1, 1, 2, ranks=2), (*BF16, *EXPERT_BIAS, *SHARED, *DROPOUT)
@@ -92,7 +91,7 @@ def test_partial_snapshots_in_storage_become_a_checkpoint_that_differs_in_nothin
     ended = convert(storage, tmp_path / "dense")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (last,) = published(tmp_path / "dense")
-    one, other = (view(recognized(str(root / f"iter_{last:07d}"))).values for root in (tmp_path / "dense", saved))
+    one, other = (locate(str(root / f"iter_{last:07d}")).state_view().values for root in (tmp_path / "dense", saved))
     assert not structure(one, other)
     stale = [found.name for found in differing_values(one, other, lambda nbytes: None)]
     assert stale

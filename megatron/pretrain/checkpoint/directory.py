@@ -10,7 +10,14 @@ from typing import Literal
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.store.atomic import sync_directory, write_atomically
 from megatron.core.dist_checkpointing.moe.store.chain import read_chain
-from megatron.core.dist_checkpointing.moe.store.names import ITERATION, RELEASE, STAGED, TRACKER, read_tracker
+from megatron.core.dist_checkpointing.moe.store.names import (
+    ITERATION,
+    RELEASE,
+    STAGED,
+    TRACKER,
+    condemned,
+    read_tracker,
+)
 
 Step = int | Literal["release"]
 
@@ -101,10 +108,7 @@ class CheckpointDirectory:
                 needed |= self._needed_if_whole(iteration)
         surplus = [iteration for iteration in older if iteration not in needed]
         for iteration in surplus:
-            # Renamed first, so that a crash in between leaves no half-deleted checkpoint that looks like one.
-            condemned = self._condemned(iteration)
-            shutil.rmtree(condemned, ignore_errors=True)
-            self.folder(iteration).rename(condemned)
+            condemned(self.folder(iteration))
         self._sweep()
         return surplus
 

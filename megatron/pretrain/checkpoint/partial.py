@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.moe.store.chain import (
     Chain,
     ExpertEntry,
     expert_entry,
+    object_entry,
     read_chain,
     says_partial,
 )
@@ -95,7 +96,8 @@ def _decided(
         holders = dict.fromkeys(experts.layers, (iteration,) * experts.num_experts)
         return Chain(iteration, holders, {iteration: mark}, 0, experts.stacked_layers, content)
     position, count, ep = previous.position, experts.num_experts, config.parallel.expert_model_parallel_size
-    selected = [one for stage in experts.stages for one in sequential_selection(stage, count, k, position, ep=ep)]
+    chosen = (sequential_selection(stage, count, k, position, ep=ep) for stage in experts.stages)
+    selected = [operator for of_stage in chosen for operator in of_stage]
     return previous.followed_by(iteration, mark, selected, next_position(position, k, count))
 
 
@@ -130,10 +132,8 @@ def _live_experts(sharded: dict[str, Any]) -> _LiveExperts:
 
 
 def _entry(shard: Shard) -> ExpertEntry | None:
-    entry = expert_entry(shard.key, shard.global_offset)
-    if entry is not None and isinstance(shard, ShardedObject) and len(shard.global_shape) != entry.axes:
-        return None  # shared out along other axes too: stays with what is no expert
-    return entry
+    read = object_entry if isinstance(shard, ShardedObject) else expert_entry
+    return read(shard.key, shard.global_offset)
 
 
 def selected_shards(sharded: dict[str, Any], chain: Chain) -> dict[str, Any]:
@@ -161,9 +161,9 @@ def _under_own_name(shard: Shard) -> Shard:
     return dataclasses.replace(
         shard,
         key=entry.own_name,
-        global_shape=shard.global_shape[entry.axes :],
-        global_offset=shard.global_offset[entry.axes :],
-        axis_fragmentations=None if fragments is None else fragments[entry.axes :],
+        global_shape=entry.within_expert(shard.global_shape),
+        global_offset=entry.within_expert(shard.global_offset),
+        axis_fragmentations=None if fragments is None else entry.within_expert(fragments),
         prepend_axis_num=shard.prepend_axis_num - entry.axes,
     )
 

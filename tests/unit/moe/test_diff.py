@@ -18,12 +18,12 @@ from verify_places import chained, facts, storage
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.examine.comparison import Difference, differing_values, natural, structure
-from megatron.core.dist_checkpointing.moe.examine.recognition import recognized
-from megatron.core.dist_checkpointing.moe.examine.values import Value, view
+from megatron.core.dist_checkpointing.moe.examine.values import LoadedValue
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.store.export import export_merged
 from megatron.core.dist_checkpointing.moe.store.filesystem import FilesystemStore
 from megatron.core.dist_checkpointing.moe.types import Part, expert
+from moe_ckpt.checkpoints.locate import locate
 
 if TYPE_CHECKING:
     from conftest import Content, Save
@@ -35,13 +35,13 @@ pytestmark = pytest.mark.usefixtures("single_process_group")
 
 
 def differences(first: Path, second: Path) -> list[Difference]:
-    one, other = (view(recognized(str(place))).values for place in (first, second))
+    one, other = (locate(str(place)).state_view().values for place in (first, second))
     return [*structure(one, other), *differing_values(one, other, lambda nbytes: None)]
 
 
 def of_tensors(first: torch.Tensor, second: torch.Tensor) -> list[Difference]:
     one, other = (
-        Value("t", partial(tensor.reshape(-1).split, 700_001), tensor.dtype, tuple(tensor.shape))
+        LoadedValue("t", partial(tensor.reshape(-1).split, 700_001), tensor.dtype, tuple(tensor.shape))
         for tensor in (first, second)
     )
     return [*structure([one], [other]), *differing_values([one], [other], lambda nbytes: None)]
@@ -75,7 +75,7 @@ def test_where_the_first_tensor_differs_is_told_and_by_how_much(
     second = save(content, tmp_path / "second")
     code, out, err = output(first, second, "--json")
     (told,) = json.loads(out)["differing"]
-    before = view(recognized(str(first)))
+    before = locate(str(first)).state_view()
     (value,) = (torch.cat(list(one.read())).reshape(one.shape) for one in before.values if one.name == WEIGHT)
     assert (code, err, told["entry"], told["what"], told["index"]) == (1, "", WEIGHT, "value", [0, 0])
     assert (told["first"], told["second"]) == (repr(value[0, 0].item()), "0.0")
@@ -223,7 +223,7 @@ def test_a_state_without_the_older_snapshots_that_it_needs_is_none(tmp_path: Pat
     shutil.rmtree(root / "iter_0000001-rank_00000-dense")
     shutil.rmtree(root / "iter_0000002-rank_00000-dense")
     with pytest.raises(UnreadableCheckpoint, match="no state that can be restored"):
-        view(recognized(str(root)))
+        locate(str(root)).state_view()
 
 
 def test_what_a_snapshot_says_of_its_job_does_not_count_and_the_state_of_the_trainer_does(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_what_cannot_be_compared_is_one_line(
     for arguments, code, said in (
         ((dense, snapshots), 2, "convert these first"),
         ((dense, tmp_path / "nowhere"), 2, "does not exist"),
-        ((dense, tmp_path), 1, "nothing that moe-ckpt knows"),
+        ((dense, tmp_path), 1, "nothing in a format that moe-ckpt supports"),
     ):
         ended, out, err = output(*arguments)
         assert (ended, out) == (code, "")

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.moe.store.components import (
     COMMON_RULES,
     OBJECT_RULES,
     TENSOR_RULES,
-    Piece,
+    ComponentSlice,
     component_of,
     padding_spans,
 )
@@ -295,9 +295,9 @@ def test_gaps_are_told_from_parameters_at_any_data_parallel_size(sizes: list[int
     share = -(-end // divisor) * divisor // ranks
     cuts = [share * rank for rank in range(ranks + 1)]
 
-    def cut(spans: list[tuple[int, int]]) -> list[Piece]:
+    def cut(spans: list[tuple[int, int]]) -> list[ComponentSlice]:
         return [
-            Piece(max(start, low), min(stop, high), f"__{rank}")
+            ComponentSlice(max(start, low), min(stop, high), f"__{rank}")
             for start, stop in spans
             for rank, (low, high) in enumerate(pairwise(cuts))
             if max(start, low) < min(stop, high)

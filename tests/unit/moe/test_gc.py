@@ -24,15 +24,7 @@ from verify_places import chained, dense, tensor
 from verify_places import save as save_iteration
 
 from megatron.core.dist_checkpointing.moe.cli.gc import _freed
-from megatron.core.dist_checkpointing.moe.examine.recognition import recognized
-from megatron.core.dist_checkpointing.moe.examine.storage import open_storage
-from megatron.core.dist_checkpointing.moe.examine.surplus.items import A_LINK, Item, Limits, Surplus
-from megatron.core.dist_checkpointing.moe.examine.surplus.memory import surplus_of_memory
-from megatron.core.dist_checkpointing.moe.examine.surplus.saves import surplus_of_saves
-from megatron.core.dist_checkpointing.moe.examine.surplus.storage import surplus_of_storage
-from megatron.core.dist_checkpointing.moe.examine.surplus.written import last_written_s
-from megatron.core.dist_checkpointing.moe.examine.verification import verify
-from megatron.core.dist_checkpointing.moe.examine.windows import newest_whole, stored
+from megatron.core.dist_checkpointing.moe.examine.windows import on_timeline, states, stored_snapshots, timelines
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, SnapshotId, Store, StoreFailure
 from megatron.core.dist_checkpointing.moe.store import chain, integrity, manifest
 from megatron.core.dist_checkpointing.moe.store.checksums import checksum
@@ -42,6 +34,13 @@ from megatron.core.dist_checkpointing.moe.store.names import FORMAT, TRACKER
 from megatron.core.dist_checkpointing.moe.store.objects import ObjectStore
 from megatron.core.dist_checkpointing.moe.store.system import OperatingSystem
 from megatron.core.dist_checkpointing.moe.types import OperatorId, Part, expert
+from moe_ckpt.checkpoints.locate import locate
+from moe_ckpt.checkpoints.location import A_LINK, GcItem, GcLimits, GcPlan
+from moe_ckpt.checkpoints.memory import MemoryLocation
+from moe_ckpt.checkpoints.persist_dir import PersistFolder, open_persist_dir
+from moe_ckpt.checkpoints.saves import SavesLocation
+from moe_ckpt.checkpoints.storage import StorageLocation
+from moe_ckpt.checkpoints.storage_gc import storage_gc_plan
 
 ROOT, RANKS = Path(__file__).parents[3], 2
 FIRST, SECOND = ("2026-01-01", 0), ("2026-01-02", 4)
@@ -93,29 +92,33 @@ class Made:
             writer.seal(Facts(self.job, "plan", {"world_size": RANKS, "layout": self.layout}, scalars))
 
 
-def limits(keep_last: int | None = None, idle_s: float = 0.0, ended: Sequence[str] = ()) -> Limits:
-    return Limits(keep_last, idle_s, frozenset(ended), time.time())
+def limits(keep_last: int | None = None, idle_s: float = 0.0, ended: Sequence[str] = ()) -> GcLimits:
+    return GcLimits(keep_last, idle_s, frozenset(ended), time.time())
 
 
-def of_storage(root: Path | str, **said: Any) -> Surplus:
-    return surplus_of_storage(open_storage(str(root)), str(root), limits(**said), lambda nbytes: None)
+def of_storage(root: Path | str, **given: Any) -> GcPlan:
+    return StorageLocation(str(root)).gc_plan(limits(**given))
 
 
-def of_saves(root: Path, **said: Any) -> Surplus:
-    return surplus_of_saves(root, limits(**said), lambda nbytes: None)
+def of_saves(root: Path, **given: Any) -> GcPlan:
+    return SavesLocation(str(root)).gc_plan(limits(**given))
 
 
-def freed(surplus: Surplus) -> list[str]:
-    return [item.what for item in surplus.freed]
+def of_memory(root: Path, **given: Any) -> GcPlan:
+    return MemoryLocation(str(root)).gc_plan(limits(**given))
 
 
-def reasons(surplus: Surplus, what: str) -> str:
-    (found,) = {item.reason for item in surplus.items if item.what.startswith(what)}
+def freed(plan: GcPlan) -> list[str]:
+    return [item.what for item in plan.freed]
+
+
+def reasons(plan: GcPlan, what: str) -> str:
+    (found,) = {item.reason for item in plan.items if item.what.startswith(what)}
     return found
 
 
-def apply(surplus: Surplus) -> None:
-    for item in surplus.freed:
+def apply(plan: GcPlan) -> None:
+    for item in plan.freed:
         assert item.remove is not None
         item.remove()
 
@@ -134,14 +137,14 @@ def test_windows_that_newer_ones_supersede_go_and_as_many_as_the_job_was_told_st
     job = Made(length=2, flags=("--moe-ckpt-persist-keep", "3", "--lr", "1"))
     for last in (2, 4, 6, 8):
         job.window(tmp_path, last)
-    surplus = of_storage(tmp_path)
-    assert freed(surplus) == ["iterations 1 to 2: 4 snapshots (window)"]
-    assert surplus.restores == "iterations 7 to 8"
+    plan = of_storage(tmp_path)
+    assert freed(plan) == ["iterations 1 to 2: 4 snapshots (window)"]
+    assert plan.restores == "iterations 7 to 8"
     assert freed(of_storage(tmp_path, keep_last=1)) == [
         f"iterations {n - 1} to {n}: 4 snapshots (window)" for n in (2, 4, 6)
     ]
     assert iterations(tmp_path) == [*range(1, 9)]
-    apply(surplus)
+    apply(plan)
     assert iterations(tmp_path) == [*range(3, 9)]
 
 
@@ -149,17 +152,17 @@ def test_what_training_left_when_it_went_back_goes(tmp_path: Path) -> None:
     for last in (4, 6):
         Made().window(tmp_path, last)
     Made((FIRST, SECOND)).window(tmp_path, 5)
-    surplus = of_storage(tmp_path)
-    assert freed(surplus) == ["iteration 6: 2 snapshots (window)"]
-    assert reasons(surplus, "iteration 6") == "training went back to iteration 4 and came another way"
+    plan = of_storage(tmp_path)
+    assert freed(plan) == ["iteration 6: 2 snapshots (window)"]
+    assert reasons(plan, "iteration 6") == "training went back to iteration 4 and came another way"
 
 
 def test_of_an_attempt_that_has_nothing_whole_yet_everything_stays(tmp_path: Path) -> None:
     Made().window(tmp_path, 3)
     Made(((SECOND[0], 0),)).window(tmp_path, 5, ranks=[1])
-    surplus = of_storage(tmp_path)
-    assert not freed(surplus)
-    assert "began later" in reasons(surplus, "iteration 5")
+    plan = of_storage(tmp_path)
+    assert not freed(plan)
+    assert "began later" in reasons(plan, "iteration 5")
 
 
 def test_a_state_that_some_ranks_did_not_store_goes_when_a_newer_one_is_whole_and_stays_when_not(
@@ -176,18 +179,18 @@ def test_where_the_newest_state_is_damaged_an_older_one_that_is_intact_stays(tmp
         Made().window(tmp_path, last)
     assert freed(of_storage(tmp_path, keep_last=1)) == [f"iteration {n}: 2 snapshots (window)" for n in (2, 4)]
     flip(tmp_path / "iter_0000006-rank_00001-window" / "segment.bin")
-    surplus = of_storage(tmp_path, keep_last=1)
-    assert freed(surplus) == ["iteration 2: 2 snapshots (window)"]
-    assert surplus.restores == "iteration 4"
+    plan = of_storage(tmp_path, keep_last=1)
+    assert freed(plan) == ["iteration 2: 2 snapshots (window)"]
+    assert plan.restores == "iteration 4"
 
 
 def test_where_no_state_is_intact_no_snapshot_goes(tmp_path: Path) -> None:
     for last in (2, 4):
         Made().window(tmp_path, last)
         flip(tmp_path / f"iter_{last:07d}-rank_00000-window" / "segment.bin")
-    surplus = of_storage(tmp_path, keep_last=1)
-    assert not freed(surplus)
-    assert "intact" in surplus.notes[0]
+    plan = of_storage(tmp_path, keep_last=1)
+    assert not freed(plan)
+    assert "intact" in plan.notes[0]
 
 
 GROUPS = {"expertsa": [expert(0, 0)], "expertsb": [expert(0, 1)]}
@@ -232,11 +235,11 @@ def test_where_a_manifest_cannot_be_read_for_a_moment_no_sealed_snapshot_goes(tm
     pec(tmp_path)
     for asked in range(3):
         system = FailsOnce("iter_0000001-rank_00000-expertsb/manifest.json")
-        store = FilesystemStore(tmp_path, 0, system=system)
-        surplus = surplus_of_storage(store, str(tmp_path), limits(keep_last=1), lambda nbytes: None)
+        persist_dir = PersistFolder(str(tmp_path), FilesystemStore(tmp_path, 0, system=system))
+        plan = storage_gc_plan(persist_dir, limits(keep_last=1), lambda nbytes: None)
         assert not system.part, asked
-        assert not freed(surplus)
-        assert "expertsb" in surplus.notes[0] and "no sealed snapshot is freed" in surplus.notes[0]
+        assert not freed(plan)
+        assert "expertsb" in plan.notes[0] and "no sealed snapshot is freed" in plan.notes[0]
 
 
 def test_where_a_manifest_cannot_be_read_no_sealed_snapshot_goes(tmp_path: Path) -> None:
@@ -244,9 +247,9 @@ def test_where_a_manifest_cannot_be_read_no_sealed_snapshot_goes(tmp_path: Path)
     unreadable = tmp_path / "iter_0000001-rank_00000-expertsa" / "manifest.json"
     unreadable.unlink()
     unreadable.mkdir()
-    surplus = of_storage(tmp_path, keep_last=1)
-    assert not freed(surplus)
-    assert "could not be read now" in reasons(surplus, "expertsa of rank 0")
+    plan = of_storage(tmp_path, keep_last=1)
+    assert not freed(plan)
+    assert "could not be read now" in reasons(plan, "expertsa of rank 0")
 
 
 @pytest.mark.parametrize("harm", ["missing", "damaged", "without a manifest"])
@@ -260,10 +263,10 @@ def test_where_the_only_copy_of_experts_is_gone_on_one_rank_those_of_the_others_
     else:
         (folder / "manifest.json").unlink()
     before = names(tmp_path)
-    surplus = of_storage(tmp_path, keep_last=1)
-    apply(surplus)
+    plan = of_storage(tmp_path, keep_last=1)
+    apply(plan)
     assert names(tmp_path) == before
-    assert "older snapshots that it needs" in surplus.notes[0]
+    assert "older snapshots that it needs" in plan.notes[0]
 
 
 def test_the_newest_copy_that_one_rank_has_stays_though_another_lost_its_own(tmp_path: Path) -> None:
@@ -284,17 +287,17 @@ def test_beside_a_snapshot_of_a_later_version_no_sealed_one_goes(
     with monkeypatch.context() as later:
         later.setattr(manifest, "FORMAT_VERSION", manifest.FORMAT_VERSION + 1)
         Made(made_by="pec").window(tmp_path, 1, ranks=[0])
-    surplus = of_storage(tmp_path, keep_last=1)
-    assert not freed(surplus)
-    assert "a later version" in surplus.notes[0]
+    plan = of_storage(tmp_path, keep_last=1)
+    assert not freed(plan)
+    assert "a later version" in plan.notes[0]
 
 
 def test_a_fresh_start_under_the_same_job_id_gives_no_right_to_the_earlier_run(tmp_path: Path) -> None:
     Made().window(tmp_path, 8)
     Made(((SECOND[0], 0),)).window(tmp_path, 2)
-    surplus = of_storage(tmp_path, keep_last=1)
-    assert not freed(surplus)
-    assert reasons(surplus, "iteration 8").startswith("it is of an earlier run of job job")
+    plan = of_storage(tmp_path, keep_last=1)
+    assert not freed(plan)
+    assert reasons(plan, "iteration 8").startswith("it is of an earlier run of job job")
     assert freed(of_storage(tmp_path, keep_last=1, ended=["job"])) == ["iteration 8: 2 snapshots (window)"]
 
 
@@ -320,7 +323,7 @@ def test_verify_asks_only_the_newest_way_for_lost_copies(tmp_path: Path) -> None
         Made().snapshot(tmp_path, SnapshotId(6, rank, "window"), 6, parts=[expert(0, 5)])
     Made((FIRST, SECOND)).window(tmp_path, 5)
     flip(tmp_path / "iter_0000006-rank_00000-window" / "segment.bin")
-    assert verify(recognized(str(tmp_path))).restores == "iteration 5"
+    assert locate(str(tmp_path)).verify().restores == "iteration 5"
 
 
 def test_links_stay(tmp_path: Path) -> None:
@@ -337,9 +340,9 @@ def test_links_stay(tmp_path: Path) -> None:
         ".writing.iter_0000003-rank_00001-window.00001.0123abcd",
     ):
         (root / name).symlink_to(real / linked[0].name)
-    surplus = of_storage(root, keep_last=1)
-    assert not freed(surplus)
-    assert {item.reason for item in surplus.items if "iteration 4" not in item.what} == {A_LINK}
+    plan = of_storage(root, keep_last=1)
+    assert not freed(plan)
+    assert {item.reason for item in plan.items if "iteration 4" not in item.what} == {A_LINK}
 
 
 def test_freeing_a_link_leaves_what_it_leads_to(tmp_path: Path) -> None:
@@ -367,7 +370,7 @@ def test_times_behind_urls_are_asked_again_and_without_a_zone_they_are_utc(monke
     time.tzset()
     try:
         monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url: (Cached(), url))
-        assert last_written_s("s3://bucket/run") == datetime(2021, 1, 1, tzinfo=UTC).timestamp()
+        assert open_persist_dir("s3://bucket/run").last_written_s() == datetime(2021, 1, 1, tzinfo=UTC).timestamp()
     finally:
         monkeypatch.undo()
         time.tzset()
@@ -378,19 +381,19 @@ def test_what_was_never_sealed_or_half_deleted_goes(tmp_path: Path) -> None:
     sealed = tmp_path / "iter_0000002-rank_00000-window"
     for state, name in (("writing", "iter_0000003-rank_00001-window"), ("freed", "iter_0000001-rank_00001-window")):
         shutil.copytree(sealed, tmp_path / f".{state}.{name}.00001.0123abcd")
-    surplus = of_storage(tmp_path)
-    assert len(freed(surplus)) == 2
-    assert all(item.nbytes > 0 for item in surplus.freed)
-    apply(surplus)
+    plan = of_storage(tmp_path)
+    assert len(freed(plan)) == 2
+    assert all(item.nbytes > 0 for item in plan.freed)
+    apply(plan)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"iter_0000002-rank_0000{n}-window" for n in range(2)]
 
 
 def test_where_a_job_may_be_writing_nothing_goes(tmp_path: Path) -> None:
     for last in (2, 4, 6):
         Made().window(tmp_path, last)
-    surplus = of_storage(tmp_path, keep_last=1, idle_s=HOUR_S)
-    assert not freed(surplus)
-    assert "a job may be running" in reasons(surplus, "iteration 2")
+    plan = of_storage(tmp_path, keep_last=1, idle_s=HOUR_S)
+    assert not freed(plan)
+    assert "a job may be running" in reasons(plan, "iteration 2")
     for path in tmp_path.rglob("*"):
         os.utime(path, (time.time() - 2 * HOUR_S,) * 2)
     assert len(freed(of_storage(tmp_path, keep_last=1, idle_s=HOUR_S))) == 2
@@ -408,8 +411,8 @@ def test_a_damaged_snapshot_goes_only_when_a_newer_state_is_intact(tmp_path: Pat
         Made().window(tmp_path, last)
     for last in (2, 6):
         flip(tmp_path / f"iter_{last:07d}-rank_00001-window" / "manifest.json")
-    surplus = of_storage(tmp_path, keep_last=2)
-    assert sorted(freed(surplus)) == [
+    plan = of_storage(tmp_path, keep_last=2)
+    assert sorted(freed(plan)) == [
         "iteration 2: 1 snapshot (window)",
         "window of rank 1 after iteration 2, damaged",
     ]
@@ -420,9 +423,9 @@ def test_what_a_later_version_wrote_stays(tmp_path: Path, monkeypatch: pytest.Mo
         later.setattr(manifest, "FORMAT_VERSION", manifest.FORMAT_VERSION + 1)
         Made().window(tmp_path, 2)
     Made().window(tmp_path, 4)
-    surplus = of_storage(tmp_path)
-    assert not freed(surplus)
-    assert reasons(surplus, "window of rank 0") == "a later version of moe-ckpt wrote it"
+    plan = of_storage(tmp_path)
+    assert not freed(plan)
+    assert reasons(plan, "window of rank 0") == "a later version of moe-ckpt wrote it"
 
 
 def test_object_stores_are_tidied_as_folders_are(tmp_path: Path) -> None:
@@ -432,9 +435,9 @@ def test_object_stores_are_tidied_as_folders_are(tmp_path: Path) -> None:
             Made().window(ObjectStore(url, rank), last, ranks=[rank])
     (tmp_path / "iter_0000001-rank_00000-window").mkdir()
     (tmp_path / "iter_0000001-rank_00000-window" / "segment-00000-01234567.bin").write_bytes(b"torn")
-    surplus = of_storage(url, keep_last=2)
-    assert len(freed(surplus)) == 2
-    apply(surplus)
+    plan = of_storage(url, keep_last=2)
+    assert len(freed(plan)) == 2
+    apply(plan)
     assert iterations(tmp_path) == [4, 6]
 
 
@@ -466,11 +469,14 @@ def test_whatever_happened_to_a_storage_the_state_that_it_restores_is_the_same_a
 
 def _restored(root: Path) -> dict[str, bytes] | None:
     """The newest whole state whose bytes are intact, on the newest timeline that has a whole one."""
-    store = open_storage(str(root))
-    found = newest_whole(stored(store))
-    for state in found[1] if found else ():
+    store = FilesystemStore(root, 0)
+    snapshots = stored_snapshots(store)
+    whole = (
+        [state for state in states(on_timeline(line, snapshots)) if not state.lacking] for line in timelines(snapshots)
+    )
+    for state in next(filter(None, whole), ()):
         with ExitStack() as opened:
-            readers = [opened.enter_context(store.open(one.snapshot)) for one in state.members]
+            readers = [opened.enter_context(store.open(stored.snapshot)) for stored in state.members]
             if not any(reader.verify() for reader in readers):
                 return {reader.manifest.snapshot.name: bytes(reader.read("weight")) for reader in readers}
     return None
@@ -484,44 +490,44 @@ def test_what_saves_left_unfinished_goes_and_iterations_stay_unless_asked(tmp_pa
     root = dense(tmp_path / "saved", 3)
     for name in (".iter_0000036.saving", ".iter_0000006.removing", ".iter_0000024.merging"):
         shutil.copytree(root / "iter_0000012", root / name)
-    surplus = of_saves(root)
-    assert sorted(freed(surplus)) == [".iter_0000006.removing", ".iter_0000024.merging", ".iter_0000036.saving"]
-    apply(surplus)
+    plan = of_saves(root)
+    assert sorted(freed(plan)) == [".iter_0000006.removing", ".iter_0000024.merging", ".iter_0000036.saving"]
+    apply(plan)
     assert sorted(path.name for path in root.iterdir()) == ["iter_0000012", "iter_0000024", TRACKER]
-    assert not verify(recognized(str(root))).findings
+    assert not locate(str(root)).verify().findings
 
 
 @SAVES
 def test_older_iterations_go_with_keep_last(tmp_path: Path) -> None:
     root = dense(tmp_path / "saved", 3)
-    surplus = of_saves(root, keep_last=1)
-    assert (freed(surplus), surplus.restores) == (["iter_0000012"], "iter_0000024")
-    apply(surplus)
+    plan = of_saves(root, keep_last=1)
+    assert (freed(plan), plan.restores) == (["iter_0000012"], "iter_0000024")
+    apply(plan)
     assert sorted(path.name for path in root.iterdir()) == ["iter_0000024", TRACKER]
 
 
 @SAVES
 def test_iterations_that_hold_experts_for_a_kept_one_stay(tmp_path: Path) -> None:
     root = chained(tmp_path / "saved", 3)
-    surplus = of_saves(root, keep_last=1)
-    assert not freed(surplus)
-    assert reasons(surplus, "iter_0000012") == "it holds experts for one that is kept"
+    plan = of_saves(root, keep_last=1)
+    assert not freed(plan)
+    assert reasons(plan, "iter_0000012") == "it holds experts for one that is kept"
 
 
 @SAVES
 def test_where_the_newest_iteration_is_damaged_the_one_before_stays(tmp_path: Path) -> None:
     root = dense(tmp_path / "saved", 3)
     flip(next((root / "iter_0000024").glob("*.distcp")))
-    surplus = of_saves(root, keep_last=1)
-    assert (freed(surplus), surplus.restores) == ([], "iter_0000012")
+    plan = of_saves(root, keep_last=1)
+    assert (freed(plan), plan.restores) == ([], "iter_0000012")
 
 
 @SAVES
 def test_an_iteration_that_the_tracker_does_not_name_yet_neither_goes_nor_counts(tmp_path: Path) -> None:
     root = dense(tmp_path / "saved", 3)
     save_iteration(root, 36, {"w": tensor(random.Random(1), 4)})
-    surplus = of_saves(root, keep_last=1)
-    assert freed(surplus) == ["iter_0000012"]
+    plan = of_saves(root, keep_last=1)
+    assert freed(plan) == ["iter_0000012"]
 
 
 def unread(path: Path) -> None:
@@ -564,10 +570,10 @@ def test_iterations_that_cannot_be_judged_stay_with_all_that_they_may_need(
     root = with_newer(chained(tmp_path / "saved", 3))
     assert freed(of_saves(root, keep_last=1)) == [f"iter_{n:07d}" for n in (12, 24, 36, 48)]
     harm(root / "iter_0000036" / name)
-    surplus = of_saves(root, keep_last=1)
-    assert freed(surplus) == ["iter_0000048"]
-    assert reasons(surplus, "iter_0000036").startswith(why)
-    assert reasons(surplus, "iter_0000012").startswith("iteration 36 may need it")
+    plan = of_saves(root, keep_last=1)
+    assert freed(plan) == ["iter_0000048"]
+    assert reasons(plan, "iter_0000036").startswith(why)
+    assert reasons(plan, "iter_0000012").startswith("iteration 36 may need it")
 
 
 @SAVES
@@ -575,22 +581,22 @@ def test_what_iterations_past_the_tracked_one_need_stays(tmp_path: Path) -> None
     root = chained(tmp_path / "saved", 3)
     save_iteration(root, 30, {"w": tensor(random.Random(1), 4)})
     (root / TRACKER).write_text("30")
-    surplus = of_saves(root, keep_last=1)
-    assert not freed(surplus)
-    assert reasons(surplus, "iter_0000012") == "it holds experts for one that is kept"
+    plan = of_saves(root, keep_last=1)
+    assert not freed(plan)
+    assert reasons(plan, "iter_0000012") == "it holds experts for one that is kept"
 
 
 @SAVES
-def test_iterations_that_are_links_or_of_other_frameworks_stay(tmp_path: Path) -> None:
+def test_iterations_that_are_links_or_in_another_format_stay(tmp_path: Path) -> None:
     root = dense(tmp_path / "saved", 3)
     (root / "iter_0000012").rename(tmp_path / "elsewhere")
     (root / "iter_0000012").symlink_to(tmp_path / "elsewhere")
     (root / "iter_0000006" / "mp_rank_00").mkdir(parents=True)
     (root / "iter_0000006" / "mp_rank_00" / "model_optim_rng.pt").write_bytes(b"legacy")
-    surplus = of_saves(root, keep_last=1)
-    assert not freed(surplus)
-    assert reasons(surplus, "iter_0000012") == A_LINK
-    assert "legacy" in reasons(surplus, "iter_0000006")
+    plan = of_saves(root, keep_last=1)
+    assert not freed(plan)
+    assert reasons(plan, "iter_0000012") == A_LINK
+    assert "in a format that is not supported" in reasons(plan, "iter_0000006")
 
 
 @pytest.fixture
@@ -601,19 +607,19 @@ def memory_dir(tmp_path: Path) -> Path:
 
 def test_memory_of_a_running_job_stays_whatever_is_said(memory_dir: Path) -> None:
     with closing(MemoryStore(memory_dir / "node", "job", 0, (4096,) * 2)):
-        surplus = surplus_of_memory(memory_dir, limits(ended=["job"]))
-        assert not freed(surplus)
-        assert "uses it" in surplus.items[0].reason
+        plan = of_memory(memory_dir, ended=["job"])
+        assert not freed(plan)
+        assert "uses it" in plan.items[0].reason
 
 
 def test_memory_that_a_restart_can_go_on_from_goes_only_when_there_will_be_none(memory_dir: Path) -> None:
     with closing(MemoryStore(memory_dir / "node", "job", 0, (4096,) * 2)) as store:
         Made().window(store, 7, ranks=[0])
-    surplus = surplus_of_memory(memory_dir, limits())
-    assert not freed(surplus)
-    assert surplus.items[0].what == "job job on node: snapshots up to iteration 7 are left"
-    assert "--ended job" in surplus.items[0].reason
-    apply(surplus_of_memory(memory_dir / "node" / "job", limits(ended=["job"])))
+    plan = of_memory(memory_dir)
+    assert not freed(plan)
+    assert plan.items[0].what == "job job on node: snapshots up to iteration 7 are left"
+    assert "--ended job" in plan.items[0].reason
+    apply(of_memory(memory_dir / "node" / "job", ended=["job"]))
     assert not [*memory_dir.rglob("*.bin")]
 
 
@@ -622,10 +628,10 @@ def test_snapshots_in_memory_that_cannot_be_read_stay_until_the_job_is_said_to_h
         Made().window(store, 7, ranks=[0])
     (sealed,) = memory_dir.rglob("segment-*.json")
     unread(sealed)
-    surplus = surplus_of_memory(memory_dir, limits())
-    assert not freed(surplus)
-    assert surplus.items[0].what == "job job on node: snapshots that this version cannot read are left"
-    assert len(freed(surplus_of_memory(memory_dir, limits(ended=["job"])))) == 1
+    plan = of_memory(memory_dir)
+    assert not freed(plan)
+    assert plan.items[0].what == "job job on node: snapshots that this version cannot read are left"
+    assert len(freed(of_memory(memory_dir, ended=["job"]))) == 1
 
 
 def test_memory_that_a_later_version_wrote_stays_whatever_is_said(
@@ -634,9 +640,9 @@ def test_memory_that_a_later_version_wrote_stays_whatever_is_said(
     with closing(MemoryStore(memory_dir / "node", "job", 0, (4096,) * 2)) as store, monkeypatch.context() as later:
         later.setattr(manifest, "FORMAT_VERSION", manifest.FORMAT_VERSION + 1)
         Made().window(store, 7, ranks=[0])
-    surplus = surplus_of_memory(memory_dir, limits(ended=["job"]))
-    assert not freed(surplus)
-    assert "a later version" in surplus.items[0].reason
+    plan = of_memory(memory_dir, ended=["job"])
+    assert not freed(plan)
+    assert "a later version" in plan.items[0].reason
 
 
 def test_the_memory_of_one_process_is_no_place_to_tidy(
@@ -649,10 +655,10 @@ def test_the_memory_of_one_process_is_no_place_to_tidy(
 
 def test_memory_without_snapshots_of_a_job_that_is_gone_goes_after_a_while(memory_dir: Path) -> None:
     MemoryStore(memory_dir / "node", "job", 0, (4096,) * 2).close()
-    assert not freed(surplus_of_memory(memory_dir, limits(idle_s=HOUR_S)))
-    surplus = surplus_of_memory(memory_dir, limits())
-    assert len(freed(surplus)) == 1
-    apply(surplus)
+    assert not freed(of_memory(memory_dir, idle_s=HOUR_S))
+    plan = of_memory(memory_dir)
+    assert len(freed(plan)) == 1
+    apply(plan)
     assert not [*memory_dir.iterdir()]
 
 
@@ -669,7 +675,7 @@ sys.stdin.read()
 
 def test_memory_that_a_process_takes_in_the_last_moment_is_not_removed(memory_dir: Path) -> None:
     MemoryStore(memory_dir / "node", "job", 0, (4096,) * 2).close()
-    (item,) = surplus_of_memory(memory_dir, limits()).freed
+    (item,) = of_memory(memory_dir).freed
     command = [sys.executable, "-c", TAKES, str(memory_dir / "node")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as owner:
@@ -719,7 +725,7 @@ def test_an_error_that_names_no_file_is_told_as_it_is() -> None:
     def refused() -> None:
         raise OSError("Cannot call rmtree on a symbolic link")
 
-    assert _freed(Item("a link", 0, "", refused)) == "Cannot call rmtree on a symbolic link"
+    assert _freed(GcItem("a link", 0, "", refused)) == "Cannot call rmtree on a symbolic link"
 
 
 def test_one_snapshot_or_iteration_is_no_place_to_tidy(

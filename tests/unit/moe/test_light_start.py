@@ -41,7 +41,7 @@ def test_commands_that_read_checkpoints_bring_megatron_core_in() -> None:
     code = f"""
 import moe_ckpt
 moe_ckpt.skip_megatron_core()
-from {MOE}.cli.megatron_core import load_megatron_core
+from moe_ckpt.megatron_core import load_megatron_core
 load_megatron_core()
 import megatron.core.dist_checkpointing as shared
 import {MOE}.store.safe_load

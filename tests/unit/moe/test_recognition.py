@@ -15,13 +15,14 @@ import pytest
 
 from megatron.core.dist_checkpointing.moe.cli.main import main
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint, UsageError
-from megatron.core.dist_checkpointing.moe.examine.areas import slots
-from megatron.core.dist_checkpointing.moe.examine.recognition import Content, recognized
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.store.checksums import framed
 from megatron.core.dist_checkpointing.moe.store.filesystem import FilesystemStore
 from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.store.objects import ObjectStore
+from moe_ckpt.checkpoints.location import LocationKind
+from moe_ckpt.checkpoints.recognition import recognize
+from moe_ckpt.checkpoints.slots import slots
 
 if TYPE_CHECKING:
     from conftest import Content as Saved
@@ -31,23 +32,14 @@ SNAPSHOT = SnapshotId(12, 0)
 LAYOUT = Layout.of([Field("weight", "uint8", (4,))])
 TRACKER = "latest_checkpointed_iteration.txt"
 
-STRANGERS: dict[str, tuple[tuple[str, ...], str]] = {
-    "DeepSpeed": (("zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"), "DeepSpeed checkpoint"),
-    "DeepSpeed with bf16": (("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",), "DeepSpeed checkpoint"),
-    "DeepSpeed's folder of steps": (("latest", "global_step100/mp_rank_00_model_states.pt"), "DeepSpeed checkpoints"),
-    "DeepSpeed's tag": (("latest", "global_step100/"), "DeepSpeed checkpoints"),
-    "legacy Megatron": (("mp_rank_00/model_optim_rng.pt",), "legacy format 'torch'"),
-    "legacy Megatron with pipeline": (("mp_rank_00_001/model_optim_rng.pt",), "legacy format 'torch'"),
-    "one rank of legacy Megatron": (("model_optim_rng.pt",), "part of a checkpoint in Megatron's legacy format"),
-    "legacy Megatron's --save": ((TRACKER, "iter_0000010/mp_rank_00/model_optim_rng.pt"), "legacy format 'torch'"),
-    "Hugging Face": (("config.json", "model-00001-of-00002.safetensors"), "Hugging Face model: convert it"),
-    "Hugging Face, older": (("config.json", "pytorch_model-00001-of-00002.bin"), "Hugging Face model: convert it"),
-    "Hugging Face without weights": (("config.json",), "Hugging Face model without weights"),
-    "FSDP": ((".metadata", "__0_0.distcp", "__1_0.distcp"), "as FSDP and plain DCP write them"),
-    "zarr": (("decoder.weight/.zarray", "decoder.weight/0.0"), "zarr format"),
-    "NeMo": (("model.nemo",), "NeMo checkpoint"),
-    "NeMo 2": (("weights/", "context/"), "give its weights folder"),
-    "Lightning": (("epoch=1.ckpt",), "PyTorch Lightning"),
+REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
+    "legacy Megatron": (("mp_rank_00/model_optim_rng.pt",), "holds nothing in a format that moe-ckpt supports"),
+    "legacy Megatron's --save": (
+        (TRACKER, "iter_0000010/mp_rank_00/model_optim_rng.pt"),
+        "iter_0000010 is in a format that is not supported: load it with what saved it",
+    ),
+    "a model without Megatron": (("config.json", "model.safetensors"), "(found: config.json, model.safetensors)"),
+    "FSDP": ((".metadata", "__0_0.distcp", "__1_0.distcp"), "without Megatron's metadata.json"),
     "nothing": ((), "is empty"),
     "something else": (("notes.txt", "a/", "b/", "c/", "d/"), "found: a, b, c, d, and 1 more"),
     "a save without an index": (
@@ -77,8 +69,8 @@ def stored(store: Any, snapshot: SnapshotId = SNAPSHOT) -> None:
         writer.seal(Facts("job"))
 
 
-def kind_of(place: object) -> Content:
-    return recognized(str(place)).content
+def kind_of(place: object) -> LocationKind:
+    return recognize(str(place))
 
 
 @contextmanager
@@ -103,12 +95,14 @@ def inspected(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     return call
 
 
-@pytest.mark.parametrize("who", STRANGERS)
-def test_what_is_not_ours_is_refused_in_one_line_that_names_it(who: str, inspected: Any, tmp_path: Path) -> None:
-    names, words = STRANGERS[who]
+@pytest.mark.parametrize("who", REFUSED)
+def test_what_cannot_be_read_is_refused_in_one_line_with_what_was_found(
+    who: str, inspected: Any, tmp_path: Path
+) -> None:
+    names, words = REFUSED[who]
     place = write(tmp_path / "a folder", *names)
     with pytest.raises(UnreadableCheckpoint) as refusal:
-        recognized(str(place))
+        recognize(str(place))
     assert words in str(refusal.value)
     code, out, err = inspected(place)
     assert (code, out, err) == (1, "", f"moe-ckpt: {refusal.value}\n")
@@ -119,13 +113,13 @@ def test_what_is_not_ours_is_refused_in_one_line_that_names_it(who: str, inspect
 @pytest.mark.parametrize("name", [".iter_0000012.saving", ".iter_0000012.removing"])
 def test_a_staging_folder_is_a_half_written_checkpoint(name: str, tmp_path: Path) -> None:
     with pytest.raises(UnreadableCheckpoint, match="half-written checkpoint: iteration 12"):
-        recognized(str(write(tmp_path / name, "__0_0.distcp")))
+        recognize(str(write(tmp_path / name, "__0_0.distcp")))
 
 
 @pytest.mark.parametrize("name", [f".writing.{SNAPSHOT.name}.00000.5f0c8a1e", SNAPSHOT.name])
 def test_a_snapshot_that_was_never_sealed_is_half_written(name: str, tmp_path: Path) -> None:
     with pytest.raises(UnreadableCheckpoint, match="half-written snapshot"):
-        recognized(str(write(tmp_path / name, "segment.bin")))
+        recognize(str(write(tmp_path / name, "segment.bin")))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +135,7 @@ def test_a_checkpoint_of_a_later_version_is_told_from_a_damaged_one(
     write(tmp_path, ".metadata", "metadata.json", "common.pt", "__0_0.distcp")
     (tmp_path / name).write_bytes(said if isinstance(said, bytes) else json.dumps(said).encode())
     with pytest.raises(NewerFormat, match=words):
-        recognized(str(tmp_path))
+        recognize(str(tmp_path))
 
 
 def test_a_snapshot_of_a_later_version_is_told_from_a_damaged_one(tmp_path: Path) -> None:
@@ -149,20 +143,20 @@ def test_a_snapshot_of_a_later_version_is_told_from_a_damaged_one(tmp_path: Path
     manifest = tmp_path / SNAPSHOT.name / "manifest.json"
     manifest.write_bytes(framed("manifest", b'{"format":2}'))
     with pytest.raises(NewerFormat, match="written in format 2"):
-        recognized(str(manifest.parent))
+        recognize(str(manifest.parent))
 
 
 def test_a_version_is_not_believed_before_its_checksum(tmp_path: Path) -> None:
     write(tmp_path / SNAPSHOT.name, "segment.bin")
     manifest = tmp_path / SNAPSHOT.name / "manifest.json"
     manifest.write_bytes(framed("manifest", b'{"format":1}').replace(b"1}", b"2}"))
-    assert kind_of(manifest.parent) is Content.SNAPSHOT
+    assert kind_of(manifest.parent) is LocationKind.SNAPSHOT
 
 
 def test_a_commit_marker_that_is_nested_without_end_is_no_crash(tmp_path: Path) -> None:
     write(tmp_path, ".metadata", "common.pt", "__0_0.distcp")
     (tmp_path / "metadata.json").write_bytes(b"[" * 100_000)
-    assert kind_of(tmp_path) is Content.ITERATION
+    assert kind_of(tmp_path) is LocationKind.ITERATION
 
 
 @pytest.mark.parametrize("scheme", ["zip", "tar"])
@@ -177,22 +171,20 @@ def test_a_checkpoint_in_megatrons_zarr_format_is_named(tmp_path: Path) -> None:
     write(tmp_path, "common.pt")
     (tmp_path / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1}))
     with pytest.raises(UnreadableCheckpoint, match="in the format 'zarr'"):
-        recognized(str(tmp_path))
+        recognize(str(tmp_path))
 
 
 def test_files_are_no_places(tmp_path: Path) -> None:
-    write(tmp_path, "model.nemo", "notes.txt")
-    with pytest.raises(UnreadableCheckpoint, match="NeMo"):
-        recognized(str(tmp_path / "model.nemo"))
+    write(tmp_path, "notes.txt")
     with pytest.raises(UnreadableCheckpoint, match="is a file; give a folder"):
-        recognized(str(tmp_path / "notes.txt"))
+        recognize(str(tmp_path / "notes.txt"))
 
 
 @pytest.mark.parametrize("place", ["nowhere", "no where/at all", "memory://nowhere/at-all", "magic://x"])
 def test_a_place_that_cannot_be_is_wrong_usage(place: str, inspected: Any, tmp_path: Path) -> None:
     where = place if "://" in place else str(tmp_path / place)
     with pytest.raises(UsageError):
-        recognized(where)
+        recognize(where)
     code, out, err = inspected(Path(where) if "://" not in place else where)
     assert (code, out, err.count("\n")) == (2, "", 1)
 
@@ -202,7 +194,7 @@ def test_a_place_that_must_not_be_read_is_named(tmp_path: Path) -> None:
     place = write(tmp_path / "private", "metadata.json")
     place.chmod(0o700)
     with without_privileges(), pytest.raises(UsageError, match="no permission to read it"):
-        recognized(str(place))
+        recognize(str(place))
 
 
 def test_dense_checkpoints_are_recognized_with_and_without_common_pt(
@@ -212,38 +204,38 @@ def test_dense_checkpoints_are_recognized_with_and_without_common_pt(
     content.objects["common_state"] = content.common
     without = save(content, tmp_path / "with out")
     (without / "common.pt").unlink()
-    assert kind_of(with_common) is Content.ITERATION
-    assert kind_of(without) is Content.ITERATION
+    assert kind_of(with_common) is LocationKind.ITERATION
+    assert kind_of(without) is LocationKind.ITERATION
 
 
 def test_a_damaged_commit_marker_is_left_to_those_who_read_it(content: Saved, save: Save, tmp_path: Path) -> None:
     directory = save(content, tmp_path / "saved")
     (directory / "metadata.json").write_text("{")
-    assert kind_of(directory) is Content.ITERATION
+    assert kind_of(directory) is LocationKind.ITERATION
 
 
 def test_a_save_folder_is_known_by_its_tracker_or_its_iterations(tmp_path: Path) -> None:
-    assert kind_of(write(tmp_path / "a", TRACKER)) is Content.SAVES
-    assert kind_of(write(tmp_path / "b", "iter_0000012/.metadata")) is Content.SAVES
+    assert kind_of(write(tmp_path / "a", TRACKER)) is LocationKind.SAVES
+    assert kind_of(write(tmp_path / "b", "iter_0000012/.metadata")) is LocationKind.SAVES
     assert kind_of(write(tmp_path / "c", "iter_0000012/mp_rank_00/model_optim_rng.pt", "iter_0000024/common.pt")) is (
-        Content.SAVES
+        LocationKind.SAVES
     )
 
 
 def test_storage_is_recognized_in_folders_and_behind_urls(tmp_path: Path) -> None:
     stored(FilesystemStore(tmp_path / "a store", 0))
     stored(ObjectStore("memory://recognized/store", 0))
-    assert kind_of(tmp_path / "a store") is Content.STORAGE
-    assert kind_of(f"file://{tmp_path}/a store") is Content.STORAGE
-    assert kind_of("memory://recognized/store") is Content.STORAGE
-    assert kind_of(tmp_path / "a store" / SNAPSHOT.name) is Content.SNAPSHOT
-    assert kind_of(f"memory://recognized/store/{SNAPSHOT.name}/") is Content.SNAPSHOT
+    assert kind_of(tmp_path / "a store") is LocationKind.STORAGE
+    assert kind_of(f"file://{tmp_path}/a store") is LocationKind.STORAGE
+    assert kind_of("memory://recognized/store") is LocationKind.STORAGE
+    assert kind_of(tmp_path / "a store" / SNAPSHOT.name) is LocationKind.SNAPSHOT
+    assert kind_of(f"memory://recognized/store/{SNAPSHOT.name}/") is LocationKind.SNAPSHOT
 
 
 def test_a_url_without_snapshots_is_refused_with_what_is_there() -> None:
     fsspec.filesystem("memory").pipe_file("/elsewhere/iter_0000012/common.pt", b"")
     with pytest.raises(UnreadableCheckpoint, match=r"no snapshots \(found: iter_0000012\).*copy it to one"):
-        recognized("memory://elsewhere")
+        recognize("memory://elsewhere")
 
 
 @pytest.mark.parametrize("below", ["", "node-0", "node-0/job", "node-0/job/slot-003"])
@@ -251,10 +243,10 @@ def test_the_memory_tier_is_recognized_at_every_level(below: str, tmp_path: Path
     write(tmp_path / "node-0")
     store = MemoryStore(tmp_path / "node-0", "job", 3, [4096])
     stored(store)
-    assert kind_of(tmp_path / below) is Content.MEMORY
+    assert kind_of(tmp_path / below) is LocationKind.MEMORY
     (slot,) = slots(tmp_path / below)
     assert (slot.node, slot.job, slot.area, slot.local_rank) == ("node-0", "job", "slot", 3)
-    assert slot.shelf.snapshots().sealed == (SNAPSHOT,)
+    assert slot.reader.snapshots().sealed == (SNAPSHOT,)
     store.close()
 
 

@@ -21,9 +21,6 @@ from verify_places import PLACES, copies, facts, harmed, write
 
 from megatron.core.dist_checkpointing.moe.cli.main import main
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.examine.recognition import recognized
-from megatron.core.dist_checkpointing.moe.examine.verification import size_bytes, verify
-from megatron.core.dist_checkpointing.moe.examine.verification.findings import Verified
 from megatron.core.dist_checkpointing.moe.ports import Field, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.store import integrity
 from megatron.core.dist_checkpointing.moe.store.checksums import framed, unframed
@@ -33,6 +30,9 @@ from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.store.names import TRACKER
 from megatron.core.dist_checkpointing.moe.store.objects import ObjectStore
 from megatron.core.dist_checkpointing.moe.types import OperatorKind, Part
+from moe_ckpt.checkpoints.locate import locate
+from moe_ckpt.checkpoints.location import Verified
+from moe_ckpt.checkpoints.storage import StorageLocation
 
 if TYPE_CHECKING:
     from conftest import Content, Save
@@ -55,13 +55,13 @@ def tmp_path() -> Iterator[Path]:
 def found(place: Path | str) -> list[str]:
     """Everything that is wrong with a place, one line each."""
     try:
-        return [str(one) for one in verify(recognized(str(place))).findings]
+        return [str(finding) for finding in locate(str(place)).verify().findings]
     except UnreadableCheckpoint as error:
         return [str(error)]
 
 
 def looked_at(place: Path | str) -> Verified:
-    return verify(recognized(str(place)))
+    return locate(str(place)).verify()
 
 
 @pytest.mark.parametrize("kind", PLACES)
@@ -173,7 +173,7 @@ def test_what_a_save_left_behind_is_told_and_is_no_damage(tmp_path: Path) -> Non
 
 def test_an_iteration_that_is_removed_while_it_is_read_is_no_damage(tmp_path: Path) -> None:
     root = verify_places.dense(tmp_path, 9)
-    result = verify(recognized(str(root)), lambda _: shutil.rmtree(root / "iter_0000012", ignore_errors=True))
+    result = locate(str(root)).verify(lambda _: shutil.rmtree(root / "iter_0000012", ignore_errors=True))
     assert (result.findings, [one.part for one in result.checked]) == ((), ["iter_0000024"])
 
 
@@ -188,7 +188,7 @@ def test_iterations_that_a_job_publishes_while_it_removes_what_is_read_are_verif
             for number in (12, 24):
                 shutil.rmtree(root / f"iter_{number:07d}")
 
-    result = verify(recognized(str(root)), go_on)
+    result = locate(str(root)).verify(go_on)
     assert (result.findings, result.restores) == ((), "iteration 36")
 
 
@@ -197,8 +197,7 @@ def test_tensors_of_a_stock_checkpoint_are_read_a_piece_at_a_time(
 ) -> None:
     """A tensor with the experts of all layers is as large as the model."""
     folder = save(content, tmp_path / "iter_0000012", pieces=4)
-    for method in ("read_tensor", "read_blocks"):
-        monkeypatch.setattr(DenseCheckpoint, method, lambda self, name, *_: pytest.fail(f"{name} was put together"))
+    monkeypatch.setattr(DenseCheckpoint, "read_blocks", lambda self, name: pytest.fail(f"{name} was put together"))
     result = looked_at(folder)
     assert result.findings == ()
     assert result.checked[0].items == len(content.tensors) + len(content.objects)
@@ -300,7 +299,7 @@ def test_what_a_job_seals_while_it_frees_what_is_read_is_verified_too(tmp_path: 
                 store.free(SnapshotId(1, rank))
                 write(ObjectStore(url, rank), random.Random(rank), SnapshotId(2, rank), 1)
 
-    result = verify(recognized(url), go_on)
+    result = locate(url).verify(go_on)
     assert (result.findings, result.restores) == ((), "iteration 2")
 
 
@@ -387,10 +386,10 @@ def test_memory_with_nothing_sealed_is_nothing_to_restore_from(tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", PLACES)
 def test_progress_ends_at_about_what_was_announced(kind: str, tmp_path: Path) -> None:
-    place = recognized(str(PLACES[kind](tmp_path, 14)))
+    location = locate(str(PLACES[kind](tmp_path, 14)))
     steps: list[int] = []
-    verify(place, steps.append)
-    assert 0 < sum(steps) <= size_bytes(place)
+    location.verify(steps.append)
+    assert 0 < sum(steps) <= location.size_bytes()
 
 
 @pytest.fixture
@@ -471,6 +470,6 @@ def test_what_the_system_refuses_is_one_line(output: Any, tmp_path: Path, monkey
     def refused(*_: object) -> int:
         raise PermissionError(13, "Permission denied", str(root / "private"))
 
-    monkeypatch.setattr("megatron.core.dist_checkpointing.moe.examine.verification.size_bytes", refused)
+    monkeypatch.setattr(StorageLocation, "size_bytes", refused)
     code, out, err = output(root)
     assert (code, out, err) == (1, "", f"moe-ckpt: {root}/private cannot be read: Permission denied\n")

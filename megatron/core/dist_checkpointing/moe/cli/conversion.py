@@ -13,12 +13,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import fsspec  # type: ignore[import-untyped]
+from moe_ckpt.checkpoints.persist_dir import PersistDir
 
 from ..errors import UnreadableCheckpoint, UsageError
-from ..examine.windows import Restorable, State, on, restorable, states, stored, timelines
-from ..ports import Listing, SnapshotId, Store
-from ..store.objects import remote
+from ..examine.windows import (
+    RestorableState,
+    StoredState,
+    on_timeline,
+    restorable,
+    states,
+    stored_snapshots,
+    timelines,
+)
+from ..ports import Listing, SnapshotId
 
 LAUNCHER, DRIVER = "megatron.pretrain.launch", "megatron.pretrain.densify"
 
@@ -49,7 +56,7 @@ _DROPPED = {
 
 
 @dataclass(frozen=True)
-class Source:
+class ConversionSource:
     """What is converted: snapshots of the iterations `first` to `last` of all ranks, and the job that made them.
 
     flags: of the driver, as they were given in `folder`.
@@ -63,22 +70,34 @@ class Source:
     folder: Path
 
 
-def newest(store: Store, place: str) -> Source:
-    """The newest complete window in `store`; a snapshot of everything is a window of one iteration.
+def newest(persist_dir: PersistDir) -> ConversionSource:
+    """The newest complete window in storage; a snapshot of everything is a window of one iteration.
 
     Raises UnreadableCheckpoint when there is none, UsageError when the one there does not say how its job was started.
     """
-    snapshots = stored(store)
+    place, snapshots = persist_dir.place, stored_snapshots(persist_dir.store)
     found = next(restorable(snapshots), None)
     if found is None:
-        newest_state = next((one for line in timelines(snapshots) for one in states(on(line, snapshots))), None)
-        problem = _lacking(newest_state) if newest_state else _nothing(store.snapshots())
+        newest_state = next(
+            (state for line in timelines(snapshots) for state in states(on_timeline(line, snapshots))), None
+        )
+        problem = _lacking(newest_state) if newest_state else _nothing(persist_dir.store.snapshots())
         raise UnreadableCheckpoint(f"{place} has {problem}; is it a --moe-ckpt-persist-dir?")
     return _source(found, place)
 
 
-def densified(source: Source, storage: str, out: Path, flags: Sequence[str]) -> int:
-    """Starts the job and lets it write the checkpoint into `out`; the exit code with which it ended."""
+def densified(source: ConversionSource, persist_dir: PersistDir, out: Path, flags: Sequence[str]) -> int:
+    """Starts the job once more and lets it write the checkpoint.
+
+    Args:
+        source: what to convert, see `newest`.
+        persist_dir: the storage that it is in; nothing there is changed.
+        out: the --save folder of the new checkpoint.
+        flags: given after the recorded ones, and so winning over them.
+
+    Returns:
+        The exit code with which the job ended.
+    """
     script = importlib.util.find_spec(DRIVER)
     if script is None or script.origin is None:
         raise UsageError(f"{DRIVER} is missing: install this package with its training driver")
@@ -89,7 +108,9 @@ def densified(source: Source, storage: str, out: Path, flags: Sequence[str]) -> 
         tempfile.TemporaryDirectory(prefix="moe-ckpt-convert-") as view,
     ):
         own = ["--device", "cpu", "--save", str(out.absolute()), "--moe-ckpt-replicas", "0"]
-        own += ["--moe-ckpt-memory-dir", memory, "--moe-ckpt-persist-dir", _shown(source, storage, Path(view))]
+        # The snapshots of the source alone, so that nothing is tidied up in a storage that a job may still write to.
+        alone = persist_dir.copied_to(Path(view), source.snapshots)
+        own += ["--moe-ckpt-memory-dir", memory, "--moe-ckpt-persist-dir", alone]
         command = [sys.executable, "-m", LAUNCHER, "--nproc-per-node", str(source.world_size), "--max-restarts", "0"]
         command += [script.origin, *recorded(source.flags), *own, *flags]
         # Standard output is for what the command itself has to say.
@@ -102,19 +123,6 @@ def _is_folder(path: Path) -> bool:
     with suppress(OSError):
         return path.is_dir() and os.access(path, os.X_OK)
     return False
-
-
-def _shown(source: Source, storage: str, view: Path) -> str:
-    """The snapshots of the source alone, so that nothing is tidied up in a storage that a job may still write to."""
-    if "://" in storage:
-        with remote(storage):
-            files, root = fsspec.core.url_to_fs(storage)
-            for snapshot in source.snapshots:
-                files.get(f"{root}/{snapshot.name}", str(view / snapshot.name), recursive=True)
-        return f"file://{view}"
-    for snapshot in source.snapshots:
-        (view / snapshot.name).symlink_to(Path(storage).absolute() / snapshot.name)
-    return str(view)
 
 
 def recorded(flags: Sequence[str]) -> list[str]:
@@ -131,7 +139,7 @@ def recorded(flags: Sequence[str]) -> list[str]:
     return kept
 
 
-def _lacking(state: State) -> str:
+def _lacking(state: StoredState) -> str:
     if not state.lacking:
         return f"no complete state: older snapshots with what {state} needs are missing or torn on some ranks"
     iteration, rank = state.lacking[0]
@@ -141,14 +149,16 @@ def _lacking(state: State) -> str:
     )
 
 
-def _source(found: Restorable, place: str) -> Source:
+def _source(found: RestorableState, place: str) -> ConversionSource:
     span, leading = found.state.span, found.state.leading
     trainer = cast("Mapping[str, Any]", leading.facts.scalars["trainer"])
     command = trainer.get("command")
     if command is None:
         raise UsageError(f"{place}: the {leading.snapshot} does not say with which flags its job was started")
-    members = tuple(one.snapshot for one in found.members)
-    return Source(members, span[0], span[-1], leading.world_size, tuple(command["flags"]), Path(command["folder"]))
+    members = tuple(stored.snapshot for stored in found.members)
+    return ConversionSource(
+        members, span[0], span[-1], leading.world_size, tuple(command["flags"]), Path(command["folder"])
+    )
 
 
 def _nothing(listed: Listing) -> str:

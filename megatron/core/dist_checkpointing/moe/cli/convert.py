@@ -8,12 +8,13 @@ from pathlib import Path
 
 import click
 
+from moe_ckpt.checkpoints.location import LocationKind
+from moe_ckpt.checkpoints.recognition import recognize
+from moe_ckpt.megatron_core import load_megatron_core
 from moe_ckpt.report.progress import progress
 
 from ..errors import MoECheckpointError, UsageError
-from ..examine.recognition import Content, Recognized, recognized
-from ..store.names import free_place
-from .megatron_core import load_megatron_core
+from ..store.names import new_iteration_folder
 
 HELP = """Turn SOURCE into an ordinary torch_dist checkpoint in OUT, which any Megatron loads.
 
@@ -53,11 +54,11 @@ iteration, or another checkpoint, already; every byte of a chain is compared wit
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def convert(context: click.Context, to: str, as_json: bool, source: str, out: Path, flags: tuple[str, ...]) -> None:
-    found = recognized(source)
-    if found.content is Content.STORAGE:
+    kind = recognize(source)
+    if kind is LocationKind.STORAGE:
         target, iteration = _from_storage(context, source, out, flags)
     else:
-        target, iteration = _from_chain(found, out, flags)
+        target, iteration = _from_chain(source, kind, out, flags)
     if as_json:
         click.echo(json.dumps({"checkpoint": str(target), "iteration": iteration}))
     else:
@@ -65,12 +66,14 @@ def convert(context: click.Context, to: str, as_json: bool, source: str, out: Pa
 
 
 def _from_storage(context: click.Context, source: str, out: Path, flags: tuple[str, ...]) -> tuple[Path, int]:
-    from ..examine.storage import open_storage  # brings numpy, which other commands start without
+    from moe_ckpt.checkpoints.persist_dir import open_persist_dir  # brings numpy, which other commands start without
+
     from .conversion import densified, newest
 
-    window = newest(open_storage(source), source)
-    target = free_place(out, window.last)
-    code = densified(window, source, out, flags)
+    storage = open_persist_dir(source)
+    window = newest(storage)
+    target = new_iteration_folder(out, window.last)
+    code = densified(window, storage, out, flags)
     if code:
         context.exit(code)
     if not target.exists():
@@ -78,19 +81,19 @@ def _from_storage(context: click.Context, source: str, out: Path, flags: tuple[s
     return target, window.last
 
 
-def _from_chain(found: Recognized, out: Path, flags: tuple[str, ...]) -> tuple[Path, int]:
-    if found.content not in (Content.SAVES, Content.ITERATION):
+def _from_chain(source: str, kind: LocationKind, out: Path, flags: tuple[str, ...]) -> tuple[Path, int]:
+    if kind not in (LocationKind.SAVES, LocationKind.ITERATION):
         raise UsageError(
-            f"{found.place} is {found.content.value}: give the --moe-ckpt-persist-dir of the job, or a checkpoint that"
+            f"{source} is {kind.value}: give the --moe-ckpt-persist-dir of the job, or a checkpoint that"
             " was saved with --save-experts"
         )
     if flags:
-        raise UsageError(f"{found.place} is converted without a job: leave out the flags after --, {' '.join(flags)}")
+        raise UsageError(f"{source} is converted without a job: leave out the flags after --, {' '.join(flags)}")
     load_megatron_core()
     from ..store.export import export_merged
 
     try:
-        target = export_merged(found.path, out, partial(progress, "converting"))
+        target = export_merged(Path(source), out, partial(progress, "converting"))
     except OSError as error:
         raise MoECheckpointError(f"{error.filename or out} cannot be written: {error.strerror or error}") from error
     return target, int(target.name.rpartition("_")[2])

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING
 
 import click
 
+from moe_ckpt.megatron_core import load_megatron_core
 from moe_ckpt.report import Columns, Fact, Report, Table, show
 from moe_ckpt.report.progress import progress
 
 from ..errors import UsageError
-from ..examine.recognition import recognized
-from .megatron_core import load_megatron_core
 
 if TYPE_CHECKING:
     from ..examine.comparison import Difference
-    from ..examine.values import View
+    from ..examine.values import StateView
 
 HELP = """Compare the training states at A and B bit by bit. Prints nothing when they are equal.
 
@@ -62,18 +61,18 @@ _COLUMNS: Columns = (
 @click.option("--rows", type=click.IntRange(min=0), default=20, show_default=True, help="Rows to print; 0 for all.")
 @click.pass_context
 def diff(context: click.Context, first: str, second: str, everything: bool, as_json: bool, rows: int) -> None:
-    places = recognized(first), recognized(second)
-    load_megatron_core()
-    from ..examine.values import view
+    from moe_ckpt.checkpoints.locate import locate
 
-    views = view(places[0]), view(places[1])
+    locations = locate(first), locate(second)
+    load_megatron_core()
+    views = locations[0].state_view(), locations[1].state_view()
     if views[0].is_dense != views[1].is_dense:
         dense, stored = views if views[0].is_dense else views[::-1]
         raise UsageError(
             f"{dense.what} is a dense checkpoint and {stored.what} consists of snapshots of single ranks: convert these"
             " first (moe-ckpt convert --to dense), then compare"
         )
-    total_bytes = sum(value.nbytes for one in views for value in one.values)
+    total_bytes = sum(value.nbytes for view in views for value in view.values)
     with progress("comparing", total_bytes) as advance:
         found = tuple(_found(views, everything, advance))
     if as_json or found:
@@ -82,33 +81,35 @@ def diff(context: click.Context, first: str, second: str, everything: bool, as_j
         context.exit(1)
 
 
-def _found(views: tuple[View, View], everything: bool, advance: Callable[[int], None]) -> Iterator[Difference]:
+def _found(
+    views: tuple[StateView, StateView], everything: bool, advance: Callable[[int], None]
+) -> Iterator[Difference]:
     from ..examine.comparison import differing_values, structure
 
     first, second = views[0].values, views[1].values
     yield from structure(first, second)
-    for one in differing_values(first, second, advance):
-        yield one
+    for difference in differing_values(first, second, advance):
+        yield difference
         if not everything:
             return
 
 
-def _report(views: tuple[View, View], found: Sequence[Difference], everything: bool) -> Report:
+def _report(views: tuple[StateView, StateView], found: Sequence[Difference], everything: bool) -> Report:
     facts = (
         Fact("First", views[0].what),
         Fact("Second", views[1].what),
         Fact("Equal", not found),
         Fact("Differences", len(found), "count"),
     )
-    others = any(one.what == "value" for one in found) and not everything
+    others = any(difference.what == "value" for difference in found) and not everything
     note = ("Only the first tensor with other values is listed; --all lists each of them.",) if others else ()
     return Report(
         "Comparison of two training states", facts, (Table("Differing", _COLUMNS, tuple(map(_row, found))),), note
     )
 
 
-def _row(one: Difference) -> tuple[str | float | list[int] | None, ...]:
-    index = None if one.index is None else list(one.index)
+def _row(found: Difference) -> tuple[str | float | list[int] | None, ...]:
+    index = None if found.index is None else list(found.index)
     # JSON has no NaN and no infinities.
-    largest = one.largest if one.largest is None or isfinite(one.largest) else str(one.largest)
-    return one.name, one.what, one.first, one.second, index, one.differing, one.elements, largest
+    largest = found.largest if found.largest is None or isfinite(found.largest) else str(found.largest)
+    return found.name, found.what, found.first, found.second, index, found.differing, found.elements, largest

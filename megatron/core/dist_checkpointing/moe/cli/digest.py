@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from .megatron_core import load_megatron_core
+from moe_ckpt.megatron_core import load_megatron_core
 
 HELP = """Print one digest per component of the torch_dist checkpoint in DIRECTORY.
 

@@ -11,13 +11,11 @@ import click
 from moe_ckpt.report import Columns, Fact, Report, Table, show
 from moe_ckpt.report.progress import progress
 
-from ..errors import MoECheckpointError, UnreadableCheckpoint, UsageError
-from ..examine.recognition import Content, Recognized, recognized
-from .megatron_core import load_megatron_core
+from ..errors import MoECheckpointError, UnreadableCheckpoint
 from .training import Duration
 
 if TYPE_CHECKING:
-    from ..examine.surplus.items import Item, Limits, Surplus
+    from moe_ckpt.checkpoints.location import GcItem, GcPlan
 
 HELP = """Say what in PLACE is not needed any more, and why the rest is; with --apply, free it.
 
@@ -70,43 +68,23 @@ def gc(
     as_json: bool,
     rows: int,
 ) -> None:
-    found = recognized(place)
-    if found.content is Content.SAVES and keep_last is not None:
-        load_megatron_core()  # older iterations go only where a newer one was read
-    from ..examine.surplus.items import Limits
+    from moe_ckpt.checkpoints.locate import locate
+    from moe_ckpt.checkpoints.location import GcLimits
 
+    location = locate(place)
+    limits = GcLimits(keep_last, idle_s, frozenset(ended), time.time())
     try:
-        surplus = _surplus(found, Limits(keep_last, idle_s, frozenset(ended), time.time()))
+        with progress("reading", location.size_bytes()) as advance:
+            plan = location.gc_plan(limits, advance)
     except OSError as error:
         raise UnreadableCheckpoint(f"{error.filename or place} cannot be read: {error.strerror or error}") from error
-    failures = tuple(_freed(item) if apply_ and item.remove else "" for item in surplus.items)
-    show(_report(found, surplus, failures, apply_), as_json, rows or None)
+    failures = tuple(_freed(item) if apply_ and item.remove else "" for item in plan.items)
+    show(_report(place, location.kind.value, plan, failures, apply_), as_json, rows or None)
     if any(failures):
         context.exit(1)
 
 
-def _surplus(found: Recognized, limits: Limits) -> Surplus:
-    """Raises UsageError for what cannot be tidied by itself."""
-    if found.content is Content.MEMORY:
-        from ..examine.surplus.memory import surplus_of_memory
-
-        return surplus_of_memory(found.path, limits)
-    if found.content not in (Content.STORAGE, Content.SAVES):
-        raise UsageError(f"{found.place} is one {found.content.value}: give the folder it lies in")
-    from ..examine.verification import size_bytes
-
-    with progress("reading", size_bytes(found)) as advance:
-        if found.content is Content.STORAGE:
-            from ..examine.storage import open_storage
-            from ..examine.surplus.storage import surplus_of_storage
-
-            return surplus_of_storage(open_storage(found.place), found.place, limits, advance)
-        from ..examine.surplus.saves import surplus_of_saves
-
-        return surplus_of_saves(found.path, limits, advance)
-
-
-def _freed(item: Item) -> str:
+def _freed(item: GcItem) -> str:
     """Why it could not be freed; empty if it was."""
     assert item.remove is not None
     try:
@@ -120,10 +98,10 @@ def _freed(item: Item) -> str:
     return ""
 
 
-def _report(found: Recognized, surplus: Surplus, failures: Sequence[str], applied: bool) -> Report:
-    judged = [*zip(surplus.items, failures, strict=True)]
+def _report(place: str, holds: str, plan: GcPlan, failures: Sequence[str], applied: bool) -> Report:
+    judged = [*zip(plan.items, failures, strict=True)]
 
-    def row(item: Item, failure: str) -> tuple[str, int, str, str]:
+    def row(item: GcItem, failure: str) -> tuple[str, int, str, str]:
         if item.remove is None:
             return item.what, item.nbytes, "stays", item.reason
         verdict = "not freed" if failure else "freed" if applied else "can go"
@@ -131,11 +109,11 @@ def _report(found: Recognized, surplus: Surplus, failures: Sequence[str], applie
 
     going_bytes = sum(item.nbytes for item, failure in judged if item.remove is not None and not failure)
     facts = (
-        Fact("Holds", found.content.value),
-        Fact("Newest state that stays", surplus.restores or None),
+        Fact("Holds", holds),
+        Fact("Newest state that stays", plan.restores or None),
         Fact("Freed" if applied else "Can be freed", going_bytes, "bytes"),
-        Fact("Stays", sum(item.nbytes for item in surplus.items) - going_bytes, "bytes"),
+        Fact("Stays", sum(item.nbytes for item in plan.items) - going_bytes, "bytes"),
     )
-    hint = ("Nothing was changed; --apply frees what can go.",) if surplus.freed and not applied else ()
-    table = Table("Items", _COLUMNS, tuple(row(*one) for one in judged))
-    return Report(found.place, facts, (table,), (*surplus.notes, *hint))
+    hint = ("Nothing was changed; --apply frees what can go.",) if plan.freed and not applied else ()
+    table = Table("Items", _COLUMNS, tuple(row(item, failure) for item, failure in judged))
+    return Report(place, facts, (table,), (*plan.notes, *hint))

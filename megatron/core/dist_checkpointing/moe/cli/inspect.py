@@ -6,11 +6,9 @@ import time
 
 import click
 
-from moe_ckpt.report import Report, show
+from moe_ckpt.report import show
 
 from ..errors import UnreadableCheckpoint
-from ..examine.recognition import Content, Recognized, recognized
-from ..ports import SnapshotId, Store
 
 HELP = """Say what PLACE holds: iterations, operators and who has them, age, bytes, layout, what is whole or torn.
 
@@ -48,51 +46,13 @@ version, and a line says so; 2 wrong usage, such as a place that does not exist.
 @click.option("--rows", type=click.IntRange(min=0), default=20, show_default=True, help="Of each table; 0 for all.")
 @click.option("--json", "as_json", is_flag=True, help="Print the same facts as JSON, all rows, with plain numbers.")
 def inspect(place: str, tensors: str | None, rows: int, as_json: bool) -> None:
-    found = recognized(place)
-    report, why = _tensors(found, tensors) if tensors is not None else _overview(found, time.time())
-    show(report, as_json, rows or None)
-    if why:
-        raise UnreadableCheckpoint(why)
+    from moe_ckpt.checkpoints.locate import locate
 
-
-def _overview(found: Recognized, now_s: float) -> tuple[Report, str]:
-    """The report, and what is wrong with it, if anything is."""
-    if found.content is Content.SAVES:
-        from .inspection.dense import saves_report
-
-        return saves_report(found.path, now_s)
-    if found.content is Content.ITERATION:
-        from .inspection.dense import iteration_report
-
-        return iteration_report(found.path, now_s)
-    from .inspection.snapshots import memory_report, storage_report
-
-    if found.content is Content.MEMORY:
-        return memory_report(found.path, now_s), ""
-    store, only = _opened(found)
-    return storage_report(found.place, store, only, now_s), ""
-
-
-def _tensors(found: Recognized, pattern: str) -> tuple[Report, str]:
-    from .megatron_core import load_megatron_core
-
-    load_megatron_core()
-    from .inspection.tensors import dense_tensors, newest_in_memory, newest_in_storage, snapshot_tensors
-
-    if found.content in (Content.SAVES, Content.ITERATION):
-        return dense_tensors(found.path, pattern), ""
-    if found.content is Content.MEMORY:
-        return snapshot_tensors(found.place, newest_in_memory(found.path), pattern), ""
-    store, only = _opened(found)
-    chosen = {only: store.open} if only else newest_in_storage(store)
-    return snapshot_tensors(found.place, chosen, pattern), ""
-
-
-def _opened(found: Recognized) -> tuple[Store, SnapshotId | None]:
-    """The storage of a place, and the one snapshot in it that is meant, if it is one."""
-    from ..examine.storage import open_storage, snapshot_at
-
-    if found.content is Content.STORAGE:
-        return open_storage(found.place), None
-    folder, snapshot = snapshot_at(found.place)
-    return open_storage(folder), snapshot
+    location = locate(place)
+    if tensors is not None:
+        show(location.inspect_tensors(tensors), as_json, rows or None)
+        return
+    inspection = location.inspect(time.time())
+    show(inspection.report, as_json, rows or None)
+    if inspection.problem:
+        raise UnreadableCheckpoint(inspection.problem)

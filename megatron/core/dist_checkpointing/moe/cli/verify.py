@@ -7,8 +7,6 @@ import click
 from moe_ckpt.report import Columns, Fact, Report, Table, show
 from moe_ckpt.report.progress import progress
 
-from .megatron_core import load_megatron_core
-
 HELP = """Read all of PLACE and say whether it is what was saved.
 
 PLACE is an iteration (iter_0000012), a --save directory, a --moe-ckpt-persist-dir (a folder or a URL), one snapshot
@@ -39,36 +37,27 @@ Exit codes: 0 all is well; 1 something is damaged or missing, or PLACE is nothin
 @click.pass_context
 def verify(context: click.Context, place: str, as_json: bool, rows: int) -> None:
     # Only when there is something to read: --help stays quick.
-    from ..examine.recognition import Content, recognized
+    from moe_ckpt.checkpoints.locate import locate
 
-    found = recognized(place)
-    if found.content in (Content.ITERATION, Content.SAVES):
-        load_megatron_core()
-    from ..examine.verification import size_bytes
-    from ..examine.verification import verify as verified
-    from ..examine.verification.findings import Finding
-
-    with progress("verifying", size_bytes(found)) as advance:
-        result = verified(found, advance)
-
-    def row(one: Finding) -> tuple[str, str, str, str]:
-        return one.path, one.item, one.found, one.expected
-
+    location = locate(place)
+    with progress("verifying", location.size_bytes()) as advance:
+        result = location.verify(advance)
     columns: Columns = (("path", "text"), ("item", "text"), ("found", "text"), ("expected", "text"))
-    findings = Table("findings", columns, tuple(map(row, result.findings)))
-    parts = tuple((one.part, one.how, one.items, one.nbytes) for one in result.checked)
+    rows_found = tuple((finding.path, finding.item, finding.found, finding.expected) for finding in result.findings)
+    findings = Table("findings", columns, rows_found)
+    parts = tuple((part.part, part.how, part.items, part.nbytes) for part in result.checked)
     checked = Table("checked", (("part", "text"), ("how", "text"), ("items", "count"), ("size", "bytes")), parts)
     facts = [
-        Fact("holds", found.content.value),
+        Fact("holds", location.kind.value),
         Fact("verdict", "damaged" if result.findings else "intact"),
-        Fact("read", sum(one.nbytes for one in result.checked), "bytes"),
+        Fact("read", sum(part.nbytes for part in result.checked), "bytes"),
     ]
     if result.restores is not None:
         facts.insert(2, Fact("newest state", result.restores or "none"))
     report = Report(place, tuple(facts), (checked, findings) if as_json else (checked,), result.unchecked)
     show(report, as_json, rows or None)
     if not as_json:
-        for one in result.findings:
-            click.echo(f"finding: {one}")
+        for finding in result.findings:
+            click.echo(f"finding: {finding}")
     if result.findings:
         context.exit(1)

@@ -12,7 +12,7 @@ import torch
 
 from ..errors import UnreadableCheckpoint
 from ..store.canonical import encoded, leaves
-from .values import Value
+from .values import LoadedValue
 
 _BLOCK_ELEMENTS = 1 << 20
 _SHOWN = 60
@@ -38,41 +38,43 @@ class Difference:
     largest: float | None = None
 
 
-def structure(first: Sequence[Value], second: Sequence[Value]) -> tuple[Difference, ...]:
+def structure(first: Sequence[LoadedValue], second: Sequence[LoadedValue]) -> tuple[Difference, ...]:
     """Names that only one of two states has, and tensors of other dtypes or shapes; by name. Nothing is read."""
     ours, theirs = _by_name(first), _by_name(second)
     found = []
     for name in sorted(ours.keys() | theirs.keys(), key=natural):
-        one, other = ours.get(name), theirs.get(name)
-        if one is None or other is None:
-            where = "only in the first" if other is None else "only in the second"
-            found.append(Difference(name, where, _told(one), _told(other)))
-        elif one.dtype != other.dtype:
-            found.append(Difference(name, "dtype", _told(one), _told(other)))
-        elif one.shape != other.shape:
-            found.append(Difference(name, "shape", _told(one), _told(other)))
+        own, other = ours.get(name), theirs.get(name)
+        what = ""
+        if own is None or other is None:
+            what = "only in the first" if other is None else "only in the second"
+        elif own.dtype != other.dtype:
+            what = "dtype"
+        elif own.shape != other.shape:
+            what = "shape"
+        if what:
+            found.append(Difference(name, what, _described(own), _described(other)))
     return tuple(found)
 
 
 def differing_values(
-    first: Sequence[Value], second: Sequence[Value], advance: Callable[[int], None]
+    first: Sequence[LoadedValue], second: Sequence[LoadedValue], advance: Callable[[int], None]
 ) -> Iterator[Difference]:
     """The values under names that both states have with one dtype and shape, where they differ; by name, read as they
     are asked for. Every bit counts: NaNs are equal if their bits are, and 0.0 differs from -0.0.
 
-    advance: is told the bytes that were compared. Raises UnreadableCheckpoint.
+    advance: is called with the bytes that were compared. Raises UnreadableCheckpoint.
     """
     theirs = _by_name(second)
-    for one in sorted(first, key=lambda value: natural(value.name)):
-        other = theirs.get(one.name)
-        if other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
+    for own in sorted(first, key=lambda value: natural(value.name)):
+        other = theirs.get(own.name)
+        if other is None or (own.dtype, own.shape) != (other.dtype, other.shape):
             continue
-        ours, others = one.read(), other.read()
-        if one.dtype:
-            yield from _of_tensors(one.name, one.shape, ours, others)
+        ours, others = own.read(), other.read()
+        if own.dtype:
+            yield from _of_tensors(own.name, own.shape, ours, others)
         else:
-            yield from _of_objects(one.name, ours, others)
-        advance(2 * one.nbytes)
+            yield from _of_objects(own.name, ours, others)
+        advance(2 * own.nbytes)
 
 
 def natural(name: str) -> tuple[tuple[int, str], ...]:
@@ -80,14 +82,14 @@ def natural(name: str) -> tuple[tuple[int, str], ...]:
     return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name))
 
 
-def _by_name(values: Sequence[Value]) -> Mapping[str, Value]:
+def _by_name(values: Sequence[LoadedValue]) -> Mapping[str, LoadedValue]:
     found = {value.name: value for value in values}
     if len(found) != len(values):
         raise UnreadableCheckpoint("a state has two values of one name: it cannot be compared")
     return found
 
 
-def _told(value: Value | None) -> str:
+def _described(value: LoadedValue | None) -> str:
     if value is None:
         return ""
     return f"{_plain(value.dtype)} {list(value.shape)}" if value.dtype else "no tensor"
@@ -103,17 +105,17 @@ def _of_tensors(
     """The bits of two tensors of one dtype and shape, whose elements come in the same blocks."""
     start, count, largest = 0, 0, 0.0
     first: tuple[int, str, str] | None = None
-    for one, other in _small(ours, others):
-        if not len(one):
+    for own, other in _small(ours, others):
+        if not len(own):
             continue
-        unequal = (_bits(one) != _bits(other)).reshape(len(one), -1).any(1)
+        unequal = (_bits(own) != _bits(other)).reshape(len(own), -1).any(1)
         if unequal.any():
             count += int(unequal.sum())
             at = int(unequal.nonzero()[0])
-            first = first or (start + at, repr(one[at].item()), repr(other[at].item()))
-            gap = _largest(one[unequal], other[unequal])
+            first = first or (start + at, repr(own[at].item()), repr(other[at].item()))
+            gap = _largest(own[unequal], other[unequal])
             largest = nan if isnan(gap) or isnan(largest) else max(largest, gap)
-        start += len(one)
+        start += len(own)
     if first:
         at, value, other_value = first
         yield Difference(name, "value", value, other_value, _index(at, shape), count, start, largest)
@@ -130,9 +132,9 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_INTEGERS[min(8, tensor.dtype.itemsize)])
 
 
-def _largest(one: torch.Tensor, other: torch.Tensor) -> float:
-    wide = torch.complex128 if one.is_complex() else torch.float64
-    return float((one.to(wide) - other.to(wide)).abs().max())
+def _largest(own: torch.Tensor, other: torch.Tensor) -> float:
+    wide = torch.complex128 if own.is_complex() else torch.float64
+    return float((own.to(wide) - other.to(wide)).abs().max())
 
 
 def _index(at: int, shape: Sequence[int]) -> tuple[int, ...]:
@@ -148,19 +150,19 @@ def _of_objects(name: str, ours: Any, others: Any) -> Iterator[Difference]:
     missing = object()
     mine, theirs = dict(leaves(ours)), dict(leaves(others))
     for path in sorted(mine.keys() | theirs.keys(), key=natural):
-        one, other = mine.get(path, missing), theirs.get(path, missing)
+        own, other = mine.get(path, missing), theirs.get(path, missing)
         full = f"{name}.{path}" if path else name
-        if other is missing or one is missing:
+        if other is missing or own is missing:
             where = "only in the first" if other is missing else "only in the second"
-            shown = ["" if value is missing else _shown(value) for value in (one, other)]
+            shown = ["" if value is missing else _shown(value) for value in (own, other)]
             yield Difference(full, where, shown[0], shown[1])
-        elif isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.shape == other.shape:
-            if one.dtype == other.dtype:
-                yield from _of_tensors(full, one.shape, [one.reshape(-1)], [other.reshape(-1)])
+        elif isinstance(own, torch.Tensor) and isinstance(other, torch.Tensor) and own.shape == other.shape:
+            if own.dtype == other.dtype:
+                yield from _of_tensors(full, own.shape, [own.reshape(-1)], [other.reshape(-1)])
             else:
-                yield Difference(full, "dtype", _plain(one.dtype), _plain(other.dtype))
-        elif _bytes(full, one) != _bytes(full, other):
-            yield Difference(full, "value", _shown(one), _shown(other))
+                yield Difference(full, "dtype", _plain(own.dtype), _plain(other.dtype))
+        elif _bytes(full, own) != _bytes(full, other):
+            yield Difference(full, "value", _shown(own), _shown(other))
 
 
 def _bytes(name: str, value: Any) -> bytes:

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from moe_ckpt.checkpoints.persist_dir import PersistDir
+from moe_ckpt.checkpoints.slots import Slot
+
 from ..errors import UnreadableCheckpoint
-from ..ports import Store
 from ..storage.slot_reader import SEALED, WRITING, SlotEntry
 from ..types import STANDBY, OperatorId, Part
 from ..types.layout import Manifest, SnapshotId, Torn
-from .areas import Slot
-from .storage import sealed_s
-from .windows import State, Stored, on, restorable, states, timelines
+from .windows import StoredSnapshot, StoredState, on_timeline, restorable, states, timelines
 
 
 @dataclass(frozen=True)
 class Holding:
     """One sealed snapshot in one place. written_s: when it was sealed, in seconds since 1970; None if not known."""
 
-    stored: Stored
+    stored: StoredSnapshot
     parts: Mapping[OperatorId, Part] = field(repr=False)
     operator_bytes: Mapping[OperatorId, int] = field(repr=False)
     place: str
@@ -57,25 +57,27 @@ class Survey:
         return {snapshot: tuple(sorted(places)) for snapshot, places in found.items()}
 
     @cached_property
-    def states(self) -> tuple[tuple[State, bool], ...]:
+    def states(self) -> tuple[tuple[StoredState, bool], ...]:
         """The states that windows make, the newest first, and whether the job went back behind them another way."""
-        rest, led, found = self._of_states, timelines(self._of_states), list[tuple[State, bool]]()
+        rest, led, found = self._of_states, timelines(self._of_states), list[tuple[StoredState, bool]]()
         for timeline in led:
-            own = on(timeline, rest)
+            own = on_timeline(timeline, rest)
             found += [(state, timeline is not led[0]) for state in states(own)]
-            rest = [one for one in rest if one not in own]
+            rest = [stored for stored in rest if stored not in own]
         return tuple(found)
 
     @cached_property
-    def newest_whole(self) -> State | None:
+    def newest_whole(self) -> StoredState | None:
         """The state that a recovery goes to if this is all that there is."""
         found = next(restorable(self._of_states), None)
         return found.state if found else None
 
     @property
-    def _of_states(self) -> list[Stored]:
+    def _of_states(self) -> list[StoredSnapshot]:
         """One copy of each snapshot, without logs and what was parked."""
-        return list({one.snapshot: one.stored for one in self.holdings if one.snapshot.kind not in STANDBY}.values())
+        return list(
+            {held.snapshot: held.stored for held in self.holdings if held.snapshot.kind not in STANDBY}.values()
+        )
 
 
 @dataclass(frozen=True)
@@ -95,15 +97,18 @@ class OperatorCopy:
     copies: int
 
 
-def survey_storage(store: Store, only: SnapshotId | None = None) -> Survey:
-    """All snapshots of a storage, or `only` one. Raises StoreFailure, UnreadableCheckpoint where `only` is torn."""
-    if only is not None:
-        return Survey((_stored(store, only),), ())
-    listed = store.snapshots()
+def survey_snapshot(persist_dir: PersistDir, snapshot: SnapshotId) -> Survey:
+    """One snapshot of a storage. Raises StoreFailure, UnreadableCheckpoint where it is torn."""
+    return Survey((_stored(persist_dir, snapshot),), ())
+
+
+def survey_storage(persist_dir: PersistDir) -> Survey:
+    """All snapshots of a storage. Raises StoreFailure."""
+    listed = persist_dir.store.snapshots()
     holdings, torn = [], list(listed.torn)
     for snapshot in listed.sealed:
         try:
-            holdings.append(_stored(store, snapshot))
+            holdings.append(_stored(persist_dir, snapshot))
         except UnreadableCheckpoint as error:  # freed since it was listed, or damaged
             torn.append(Torn(snapshot, str(snapshot), str(error)))
     return Survey(tuple(holdings), tuple(torn))
@@ -111,34 +116,37 @@ def survey_storage(store: Store, only: SnapshotId | None = None) -> Survey:
 
 def survey_slot(slot: Slot) -> Survey:
     """All snapshots in one slot; what its owner frees meanwhile is left out. Raises StoreFailure."""
-    shelf, place = slot.shelf, f"{slot.node}/{slot.local_rank}"
-    listed = shelf.snapshots()
+    in_slot, place = slot.reader, f"{slot.node}/{slot.local_rank}"
+    listed = in_slot.snapshots()
     holdings = []
     for snapshot in listed.sealed:
-        with suppress(UnreadableCheckpoint), shelf.open(snapshot) as reader:
+        with suppress(UnreadableCheckpoint), in_slot.open(snapshot) as reader:
             entry = SlotEntry(Path(reader.manifest.segment).stem, snapshot, SEALED)
             holdings.append(_holding(reader.manifest, place, _written_s(slot.directory / entry.name)))
-    torn = {one.snapshot for one in listed.torn}
-    begun = (entry.snapshot for entry in shelf.entries() if entry.state == WRITING)
-    return Survey(tuple(holdings), listed.torn, tuple(one for one in begun if one not in torn))
+    torn = {found.snapshot for found in listed.torn}
+    begun = (entry.snapshot for entry in in_slot.entries() if entry.state == WRITING)
+    return Survey(tuple(holdings), listed.torn, tuple(snapshot for snapshot in begun if snapshot not in torn))
 
 
 def operator_copies(holdings: Sequence[Holding]) -> tuple[OperatorCopy, ...]:
     """Who has the newest copy of each operator, in the order of operators; logs and parked states do not count."""
-    newest: dict[tuple[OperatorId, str], dict[int, list[Holding]]] = {}
-    for holding in holdings:
-        if holding.snapshot.kind not in STANDBY:
-            for operator, part in holding.parts.items():
-                of_rank = newest.setdefault((operator, _label(part)), {}).setdefault(holding.snapshot.rank, [])
-                if of_rank and of_rank[0].snapshot.iteration < holding.snapshot.iteration:
-                    of_rank.clear()
-                if not of_rank or of_rank[0].snapshot.iteration == holding.snapshot.iteration:
-                    of_rank.append(holding)
-    return tuple(
-        _copy(operator, part, iteration, held)
-        for (operator, part), by_rank in sorted(newest.items())
-        for iteration, held in _by_iteration(by_rank.values())
-    )
+    found = [
+        (operator, _label(part), holding)
+        for holding in holdings
+        if holding.snapshot.kind not in STANDBY
+        for operator, part in holding.parts.items()
+    ]
+    newest: dict[tuple[OperatorId, str, int], int] = {}
+    for operator, part, holding in found:
+        key = operator, part, holding.snapshot.rank
+        newest[key] = max(newest.get(key, 0), holding.snapshot.iteration)
+    copies: dict[tuple[OperatorId, str, int], dict[int, list[Holding]]] = {}
+    for operator, part, holding in found:
+        iteration, rank = holding.snapshot.iteration, holding.snapshot.rank
+        if newest[operator, part, rank] == iteration:
+            copies.setdefault((operator, part, -iteration), {}).setdefault(rank, []).append(holding)
+    newest_first = sorted(copies)
+    return tuple(_copy(key[0], key[1], -key[2], copies[key]) for key in newest_first)
 
 
 def _copy(operator: OperatorId, part: str, iteration: int, held: Mapping[int, Sequence[Holding]]) -> OperatorCopy:
@@ -148,22 +156,14 @@ def _copy(operator: OperatorId, part: str, iteration: int, held: Mapping[int, Se
     return OperatorCopy(operator, part, nbytes, iteration, tuple(sorted(held)), tuple(sorted(places)), copies)
 
 
-def _by_iteration(newest: Collection[list[Holding]]) -> list[tuple[int, dict[int, list[Holding]]]]:
-    found: dict[int, dict[int, list[Holding]]] = {}
-    for holdings in newest:
-        snapshot = holdings[0].snapshot
-        found.setdefault(snapshot.iteration, {})[snapshot.rank] = holdings
-    return sorted(found.items(), reverse=True)
-
-
 def _label(part: Part) -> str:
     return "FULL" if Part.FULL in part else "WEIGHTS" if part & (Part.COMPUTE | Part.MASTER) else "MOMENTS"
 
 
-def _stored(store: Store, snapshot: SnapshotId) -> Holding:
-    with store.open(snapshot) as reader:
+def _stored(persist_dir: PersistDir, snapshot: SnapshotId) -> Holding:
+    with persist_dir.store.open(snapshot) as reader:
         manifest = reader.manifest
-    return _holding(manifest, "storage", sealed_s(store, snapshot))
+    return _holding(manifest, "storage", persist_dir.sealed_s(snapshot))
 
 
 def _holding(manifest: Manifest, place: str, written_s: float | None) -> Holding:
@@ -173,7 +173,7 @@ def _holding(manifest: Manifest, place: str, written_s: float | None) -> Holding
         if record.operator is not None:
             parts[record.operator] = parts.get(record.operator, Part.NOTHING) | record.field.part
             operator_bytes[record.operator] = operator_bytes.get(record.operator, 0) + record.nbytes
-    stored = Stored(manifest.snapshot, manifest.facts, manifest.layout.nbytes)
+    stored = StoredSnapshot.of(manifest)
     # What was planned says more than the records do: weights can be kept as the master weights that they are cast from.
     return Holding(stored, parts | stored.parts, operator_bytes, place, written_s)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..errors import UnreadableCheckpoint, UsageError
+from ..errors import UnreadableCheckpoint
 from ..ports import Reader, Record, SnapshotId, Store
 from ..store.blocks import BLOCK_ELEMENTS, Placed, blocks
 from ..store.canonical import leaves
@@ -19,17 +19,15 @@ from ..store.dense import DenseCheckpoint, open_dense
 from ..store.digest import state_entries
 from ..store.merged import ExpertTensor, MergedCheckpoint, open_merged
 from ..types import OperatorId, expert
-from .recognition import Content, Recognized
-from .storage import open_storage, snapshot_at
-from .windows import Stored, read_stored, restorable, stored
+from .windows import StoredSnapshot, read_stored, restorable, stored_snapshots
 
-# What a snapshot says of the job that made it, and not of the state that it is a part of.
-_SAID_OF_THE_JOB = frozenset({"made_by", "operators", "strategy", "timeline", "window"})
+# What a manifest has of the job that made the snapshot, and not of the state that it is a part of.
+_OF_THE_JOB = frozenset({"made_by", "operators", "strategy", "timeline", "window"})
 _COMMAND = "trainer.command."
 
 
 @dataclass(frozen=True)
-class Value:
+class LoadedValue:
     """One named value: a tensor of `dtype` and `shape`, or anything else, which has neither.
 
     read: gives it, on the CPU; of a tensor the elements in row-major order, flat, in blocks that are the same for all
@@ -48,62 +46,52 @@ class Value:
 
 
 @dataclass(frozen=True)
-class View:
+class StateView:
     """What of a place is compared: `what` it is, for people, and its values. is_dense: a checkpoint of Megatron's."""
 
     what: str
     is_dense: bool
-    values: tuple[Value, ...] = field(repr=False)
+    values: tuple[LoadedValue, ...] = field(repr=False)
 
 
-def view(place: Recognized) -> View:
-    """The state at a place: an iteration, the one that a --save folder's tracker names, a snapshot, or the newest state
-    that storage restores, with the older snapshots that it needs. A checkpoint with some of the experts is put together
-    with those that hold the others.
-
-    Raises UsageError for the memory tier, which holds no single state; UnreadableCheckpoint, StoreFailure.
+def dense_view(folder: str) -> StateView:
+    """An iteration, or the one that a --save folder's tracker names. One with some of the experts is put together with
+    those that hold the others. Raises UnreadableCheckpoint.
     """
-    if place.content in (Content.ITERATION, Content.SAVES):
-        merged = open_merged(place.path)
-        whole = merged is None or merged.chain.is_complete
-        values = _dense_values(open_dense(place.path)) if whole else _merged_values(merged)
-        return View(place.place, True, tuple(values))
-    if place.content is Content.STORAGE:
-        return _of_storage(place)
-    if place.content is Content.SNAPSHOT:
-        return _of_snapshot(place)
-    raise UsageError(
-        f"{place.place} is the {place.content.value}, which holds no single state: give a checkpoint, or a"
-        " --moe-ckpt-persist-dir"
-    )
+    merged = open_merged(folder)
+    whole = merged is None or merged.chain.is_complete
+    values = _dense_values(open_dense(folder)) if whole else _merged_values(merged)
+    return StateView(folder, True, tuple(values))
 
 
-def _of_storage(place: Recognized) -> View:
-    store = open_storage(place.place)
-    found, snapshots = next(restorable(stored(store)), None), _Snapshots(store)
+def storage_view(place: str, store: Store) -> StateView:
+    """The newest state that storage restores, with the older snapshots that it needs.
+
+    Raises UnreadableCheckpoint, StoreFailure.
+    """
+    found, readers = next(restorable(stored_snapshots(store)), None), _OpenReader(store)
     if found is None:
-        raise UnreadableCheckpoint(
-            f"{place.place} has no state that can be restored; moe-ckpt verify says what is missing"
-        )
-    values = (value for one in found.members for value in _snapshot_values(snapshots, one, f"{one.snapshot.name}/"))
-    return View(f"{found.state} in {place.place}", False, tuple(values))
+        raise UnreadableCheckpoint(f"{place} has no state that can be restored; moe-ckpt verify says what is missing")
+    values = (
+        value for stored in found.members for value in _snapshot_values(readers, stored, f"{stored.snapshot.name}/")
+    )
+    return StateView(f"{found.state} in {place}", False, tuple(values))
 
 
-def _of_snapshot(place: Recognized) -> View:
-    storage, snapshot = snapshot_at(place.place)
-    store = open_storage(storage)
-    return View(place.place, False, tuple(_snapshot_values(_Snapshots(store), read_stored(store, snapshot))))
+def snapshot_view(place: str, store: Store, snapshot: SnapshotId) -> StateView:
+    """One snapshot by itself. Raises UnreadableCheckpoint, StoreFailure."""
+    return StateView(place, False, tuple(_snapshot_values(_OpenReader(store), read_stored(store, snapshot))))
 
 
-def _dense_values(checkpoint: DenseCheckpoint) -> Iterator[Value]:
+def _dense_values(checkpoint: DenseCheckpoint) -> Iterator[LoadedValue]:
     for entry in state_entries(checkpoint):
         if entry.tensor is None:
-            yield Value(entry.name, entry.read)
+            yield LoadedValue(entry.name, entry.read)
         else:
-            yield Value(entry.name, entry.read, entry.tensor.dtype, entry.tensor.shape)
+            yield LoadedValue(entry.name, entry.read, entry.tensor.dtype, entry.tensor.shape)
 
 
-def _merged_values(merged: MergedCheckpoint) -> Iterator[Value]:
+def _merged_values(merged: MergedCheckpoint) -> Iterator[LoadedValue]:
     """Those of the ordinary checkpoint that an export of it would be."""
     chain = merged.chain
     of_experts = merged.experts[chain.iteration].names
@@ -114,12 +102,12 @@ def _merged_values(merged: MergedCheckpoint) -> Iterator[Value]:
         for common, tensor in held.tensors.get(operator, {}).items():
             stacks.setdefault(stacked_name(common, operator.layer, chain.stacked_layers), {})[operator] = tensor
         for common, name in held.objects.get(operator, {}).items():
-            yield Value(stacked_object_name(chain, common, operator), partial(part.read_object, name))
+            yield LoadedValue(stacked_object_name(chain, common, operator), partial(part.read_object, name))
     for name, experts in stacks.items():
         first = next(iter(experts.values()))
         shape = (*chain.leading_axes, *first.shape)
         pieces = tuple(_pieces(merged, name, experts))
-        yield Value(name, partial(blocks, shape, first.dtype, pieces, BLOCK_ELEMENTS), first.dtype, shape)
+        yield LoadedValue(name, partial(blocks, shape, first.dtype, pieces, BLOCK_ELEMENTS), first.dtype, shape)
 
 
 def _pieces(merged: MergedCheckpoint, name: str, experts: Mapping[OperatorId, ExpertTensor]) -> Iterator[Placed]:
@@ -130,19 +118,19 @@ def _pieces(merged: MergedCheckpoint, name: str, experts: Mapping[OperatorId, Ex
             yield Placed(piece.offsets, piece.sizes, partial(part.read_piece, name, tensor.dtype, kept))
 
 
-def _snapshot_values(snapshots: _Snapshots, one: Stored, before: str = "") -> Iterator[Value]:
-    """Records by their keys, and what a snapshot says of the trainer; names begin with `before`."""
-    for record in snapshots.open(one.snapshot).manifest.records:
-        read = partial(snapshots.tensor, one.snapshot, record)
-        yield Value(f"{before}{record.key}", read, getattr(torch, record.field.dtype), record.field.shape)
-    said = {name: value for name, value in one.facts.scalars.items() if name not in _SAID_OF_THE_JOB}
-    for name, value in leaves(said):
+def _snapshot_values(readers: _OpenReader, stored: StoredSnapshot, before: str = "") -> Iterator[LoadedValue]:
+    """Records by their keys, and the trainer's state in the manifest; names begin with `before`."""
+    for record in readers.open(stored.snapshot).manifest.records:
+        read = partial(readers.tensor, stored.snapshot, record)
+        yield LoadedValue(f"{before}{record.key}", read, getattr(torch, record.field.dtype), record.field.shape)
+    of_state = {name: value for name, value in stored.facts.scalars.items() if name not in _OF_THE_JOB}
+    for name, value in leaves(of_state):
         if not name.startswith(_COMMAND):
-            yield Value(f"{before}{name}", partial(_same, value))
+            yield LoadedValue(f"{before}{name}", partial(_same, value))
 
 
-class _Snapshots:
-    """Snapshots of a store, of which the one asked for last stays open: values are read one after the other."""
+class _OpenReader:
+    """Reads snapshots of a store, of which the one asked for last stays open: values are read one after the other."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

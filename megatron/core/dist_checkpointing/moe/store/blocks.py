@@ -29,10 +29,17 @@ class Placed:
 
 
 def blocks(shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[Placed], most: int) -> Iterator[torch.Tensor]:
-    """The elements of a tensor in row-major order, flat, at most `most` of them at a time.
+    """The elements of a tensor in row-major order, in flat blocks; memory holds one block and one piece.
 
-    The same for every tensor of one shape, however it is stored. Held are one block and one piece. Elements that no
-    piece has are zero. Raises what reading a piece raises.
+    Args:
+        shape: of the whole tensor.
+        dtype: of the whole tensor and of each piece.
+        pieces: where parts of it are and how they are read. Elements that no piece has are zero.
+        most: elements of a block at most.
+
+    Yields:
+        Tensors of one dimension, cut alike for every tensor of one shape, however it is stored. Raises what reading a
+        piece raises.
     """
     kept: tuple[Placed | None, torch.Tensor] = None, torch.empty(0)
     for region, there in _regions(tuple(shape), pieces, most):
@@ -40,7 +47,7 @@ def blocks(shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[Placed], m
         for piece in there:
             # A piece that is longer than a block comes again in the next one.
             kept = kept if kept[0] is piece else (piece, piece.read())
-            common = [_common(*one) for one in zip(region, piece.offsets, piece.sizes, strict=True)]
+            common = [_common(*axis) for axis in zip(region, piece.offsets, piece.sizes, strict=True)]
             into = tuple(_slice(axis, both.start) for axis, both in zip(common, region, strict=True))
             out = tuple(_slice(axis, start) for axis, start in zip(common, piece.offsets, strict=True))
             block[into] = kept[1].reshape(piece.sizes)[out]

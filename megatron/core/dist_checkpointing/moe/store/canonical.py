@@ -25,20 +25,21 @@ def feed(sink: Sink, value: Any) -> None:
     Dicts go by sorted key, lists and tuples alike, floats by their exact repr, tensors and arrays by dtype, shape and
     raw bytes. Raises TypeError for a type whose content it does not know.
     """
-    if isinstance(value, torch.Tensor):
-        feed_tensor(sink, value)
-    elif isinstance(value, np.ndarray | np.generic) and not isinstance(value, str | bytes | float):
-        feed_array(sink, np.asarray(value))
-    elif isinstance(value, dict):
-        _feed_sorted(sink, b"dict", [encoded(key) + encoded(item) for key, item in value.items()])
-    elif isinstance(value, set | frozenset):
-        _feed_sorted(sink, b"set", [encoded(item) for item in value])
-    elif isinstance(value, list | tuple):
-        _frame(sink, b"list", str(len(value)).encode())
-        for item in value:
-            feed(sink, item)
-    else:
-        _frame(sink, *_scalar(value))
+    match value:
+        case torch.Tensor():
+            feed_tensor(sink, value)
+        case np.ndarray() | np.generic() if not isinstance(value, str | bytes | float):
+            feed_array(sink, np.asarray(value))
+        case dict():
+            _feed_sorted(sink, b"dict", [encoded(key) + encoded(item) for key, item in value.items()])
+        case set() | frozenset():
+            _feed_sorted(sink, b"set", [encoded(item) for item in value])
+        case list() | tuple():
+            _frame(sink, b"list", str(len(value)).encode())
+            for item in value:
+                feed(sink, item)
+        case _:
+            _frame(sink, *_scalar(value))
 
 
 def feed_tensor(sink: Sink, tensor: torch.Tensor) -> None:

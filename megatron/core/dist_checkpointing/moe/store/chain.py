@@ -14,15 +14,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..errors import UnreadableCheckpoint, UsageError
+import msgspec
+
+from ..errors import UsageError
 from ..types import OperatorId, expert
 from .checksums import decoded, framed
+from .names import FORMAT, read_if_there
 
 MANIFEST = "moe_ckpt_chain.json"
 FORMAT_VERSION = 1
 _KEY = "chain"
 # What `metadata.json` says of a partial iteration. Megatron-Core knows version 1 of `torch_dist` and refuses any other
-# before it reads a tensor, whatever it was told about missing keys.
+# before it reads a tensor, whatever it may do about missing keys.
 PARTIAL_BACKEND_VERSION = 100
 
 _EXPERT = re.compile(
@@ -112,7 +115,8 @@ class Chain:
             for layer, row in self.holders.items()
         }
         needed = {iteration, *(holder for row in holders.values() for holder in row)}
-        marks = {one: known for one, known in (*self.marks.items(), (iteration, mark)) if one in needed}
+        known_marks = {**self.marks, iteration: mark}
+        marks = {number: known for number, known in known_marks.items() if number in needed}
         return replace(self, iteration=iteration, holders=holders, marks=marks, position=position)
 
     def staleness(self) -> tuple[str, ...]:
@@ -125,7 +129,7 @@ class Chain:
         row = self.holders[layer]
         parts = []
         for holder in sorted(set(row), reverse=True):
-            experts = ", ".join(str(index) for index, one in enumerate(row) if one == holder)
+            experts = ", ".join(str(index) for index, its_holder in enumerate(row) if its_holder == holder)
             behind = f", {self.iteration - holder} behind" if holder != self.iteration else ""
             parts.append(f"{experts} of iteration {holder}{behind}")
         return f"layer {layer}: experts {'; '.join(parts)}"
@@ -157,20 +161,8 @@ def decode(content: bytes, name: str) -> Chain:
 
 
 def _chain(body: dict[str, Any]) -> Chain:
-    return Chain(
-        iteration=_int(body["iteration"]),
-        holders={int(layer): tuple(map(_int, row)) for layer, row in body["holders"].items()},
-        marks={int(iteration): str(mark) for iteration, mark in body["marks"].items()},
-        position=_int(body["position"]),
-        stacked_layers=None if body["stacked_layers"] is None else _int(body["stacked_layers"]),
-        content=str(body["content"]),
-    )
-
-
-def _int(value: object) -> int:
-    if type(value) is not int:
-        raise TypeError(f"{value!r:.40} is no integer")
-    return value
+    # JSON has no numbers as keys: str_keys reads layers and iterations from strings.
+    return msgspec.convert(body, Chain, str_keys=True)
 
 
 def read_chain(directory: Path) -> Chain | None:
@@ -178,20 +170,14 @@ def read_chain(directory: Path) -> Chain | None:
 
     Raises UnreadableCheckpoint for one that is damaged, NewerFormat for one of a later version.
     """
-    path = directory / MANIFEST
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UnreadableCheckpoint(f"{path} cannot be read ({error.strerror}); take another iteration") from error
-    return decode(content, str(path))
+    content = read_if_there(directory / MANIFEST)
+    return None if content is None else decode(content, str(directory / MANIFEST))
 
 
 def says_partial(directory: Path) -> bool:
     """Whether the commit marker of an iteration says that it was saved with some of the experts."""
     try:
-        marker = json.loads((directory / "metadata.json").read_bytes())
+        marker = json.loads((directory / FORMAT).read_bytes())
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(marker, dict) and marker.get("sharded_backend_version") == PARTIAL_BACKEND_VERSION
@@ -215,6 +201,10 @@ class ExpertEntry:
         before, after = self.common.split(".mlp.experts.experts.")
         return f"{before}.{self.operator.layer}.mlp.experts.experts.{self.operator.expert}.{after}"
 
+    def within_expert(self, along_axes: Sequence[int]) -> tuple[int, ...]:
+        """A shape, sizes or offsets of the entry, without the axes that count layers and experts."""
+        return tuple(along_axes[self.axes :])
+
 
 def expert_entry(name: str, offsets: Sequence[int]) -> ExpertEntry | None:
     """Whose entry `name` is, None for what belongs to no single expert.
@@ -236,6 +226,12 @@ def expert_entry(name: str, offsets: Sequence[int]) -> ExpertEntry | None:
         return None
     layer = int(match["layer"]) if match["layer"] else layers[0]
     return ExpertEntry(expert(layer, experts[0]), common, len(layers) + 1)
+
+
+def object_entry(key: str, offsets: Sequence[int]) -> ExpertEntry | None:
+    """As `expert_entry`, of a sharded object, which cannot be cut: None also if other axes than those shard it."""
+    entry = expert_entry(key, offsets)
+    return entry if entry is not None and entry.axes in (0, len(offsets)) else None
 
 
 def stacked_name(common: str, layer: int, stacked_layers: int | None) -> str:

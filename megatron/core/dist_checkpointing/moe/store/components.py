@@ -83,7 +83,7 @@ def is_bucket(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ComponentSlice:
     """A piece [start, stop) of a flat bucket, in elements, and the rank that wrote it."""
 
     start: int
@@ -91,7 +91,7 @@ class Piece:
     writer: str
 
 
-def padding_spans(pieces: Sequence[Piece]) -> tuple[tuple[int, int], ...]:
+def padding_spans(pieces: Sequence[ComponentSlice]) -> tuple[tuple[int, int], ...]:
     """Returns the spans [start, stop) of a bucket that are alignment padding, in elements.
 
     Megatron-Core saves the gaps between parameters as pieces of uninitialised memory and does not mark them. They are

@@ -45,7 +45,7 @@ _RECORDS = (
 
 
 @dataclass(frozen=True)
-class Extent:
+class ChunkExtent:
     """A range of bytes of one file of the checkpoint; `file` is relative to its directory."""
 
     file: str
@@ -59,7 +59,7 @@ class Chunk:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    extent: Extent
+    extent: ChunkExtent
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class CheckpointIndex:
     """What a checkpoint holds: tensors, and serialized objects, by name."""
 
     tensors: dict[str, TensorInfo]
-    objects: dict[str, Extent]
+    objects: dict[str, ChunkExtent]
 
 
 class _Record:
@@ -137,7 +137,7 @@ def parse_index(data: bytes) -> CheckpointIndex:
             "take another iteration"
         ) from error
     tensors: dict[str, TensorInfo] = {}
-    objects: dict[str, Extent] = {}
+    objects: dict[str, ChunkExtent] = {}
     for name, entry in entries.items():
         try:
             if type(entry).__name__ == "TensorStorageMetadata":
@@ -156,7 +156,7 @@ def _offset(key: Any) -> tuple[int, ...] | None:
     return None if offset is None else tuple(offset)
 
 
-def _extent(info: Any) -> Extent:
+def _extent(info: Any) -> ChunkExtent:
     if info.__dict__.get("transform_descriptors"):
         raise UnreadableCheckpoint(
             f"{info.relative_path} is compressed or encrypted by a stream transform ({info.transform_descriptors}), "
@@ -168,10 +168,10 @@ def _extent(info: Any) -> Extent:
         raise UnreadableCheckpoint(
             f"the index (.metadata) points outside the checkpoint, at {info.relative_path!r}; do not trust it"
         )
-    return Extent(info.relative_path, info.offset, info.length)
+    return ChunkExtent(info.relative_path, info.offset, info.length)
 
 
-def _tensor_info(name: str, entry: Any, where: dict[tuple[str, tuple[int, ...] | None], Extent]) -> TensorInfo:
+def _tensor_info(name: str, entry: Any, where: dict[tuple[str, tuple[int, ...] | None], ChunkExtent]) -> TensorInfo:
     shape = tuple(entry.size)
     chunks = {
         tuple(chunk.offsets): Chunk(tuple(chunk.offsets), tuple(chunk.sizes), where[name, tuple(chunk.offsets)])

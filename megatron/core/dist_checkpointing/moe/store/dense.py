@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 
 from ..errors import UnreadableCheckpoint
 from .blocks import BLOCK_ELEMENTS, Placed, blocks
-from .dcp_metadata import CheckpointIndex, Chunk, Extent, TensorInfo, parse_index
+from .dcp_metadata import CheckpointIndex, Chunk, ChunkExtent, TensorInfo, parse_index
 from .names import COMMON, FORMAT, INDEX, TRACKER, read_tracker
 from .safe_load import load_torch_bytes
 
@@ -40,20 +39,17 @@ class DenseCheckpoint:
     common: Mapping[str, Any]
     index: CheckpointIndex
 
-    def read_tensor(self, name: str) -> torch.Tensor:
-        """Returns the whole tensor `name` on the CPU, put together from its pieces.
+    def read_blocks(self, name: str, most: int = BLOCK_ELEMENTS) -> Iterator[torch.Tensor]:
+        """The elements of a tensor on the CPU, in row-major order, flat, at most `most` of them at a time.
 
-        Raises KeyError for a name not in `tensors`, UnreadableCheckpoint when a piece cannot be read.
+        Raises:
+            KeyError: `name` is not in `tensors`.
+            UnreadableCheckpoint: a piece cannot be read, or is not what the index says.
         """
         info = self.tensors[name]
-        found = list(self.read_blocks(name, max(1, prod(info.shape))))
-        return found[0].reshape(info.shape) if found else torch.empty(info.shape, dtype=info.dtype)
-
-    def read_blocks(self, name: str, most: int = BLOCK_ELEMENTS) -> Iterator[torch.Tensor]:
-        """The elements of `name` in row-major order, flat, at most `most` of them at once. Raises as `read_tensor`."""
-        info = self.tensors[name]
         pieces = [
-            Placed(one.offsets, one.sizes, partial(self.read_piece, name, info.dtype, one)) for one in info.chunks
+            Placed(chunk.offsets, chunk.sizes, partial(self.read_piece, name, info.dtype, chunk))
+            for chunk in info.chunks
         ]
         return blocks(info.shape, info.dtype, pieces, most)
 
@@ -192,7 +188,7 @@ def _read_common(directory: Path, index: CheckpointIndex) -> dict[str, Any]:
     return common
 
 
-def read_extent(directory: Path, extent: Extent, name: str) -> bytes:
+def read_extent(directory: Path, extent: ChunkExtent, name: str) -> bytes:
     """The bytes of an entry called `name`. Raises UnreadableCheckpoint."""
     path = directory / extent.file
     try:

@@ -13,13 +13,13 @@ import torch
 import xxhash
 
 from ..errors import UnreadableCheckpoint
-from .canonical import Sink, feed, feed_blocks, leaves
+from .canonical import Sink, encoded, feed, feed_blocks, leaves
 from .components import (
     COMMON_RULES,
     LEFT_OUT,
     OBJECT_RULES,
     TENSOR_RULES,
-    Piece,
+    ComponentSlice,
     component_of,
     in_order,
     is_bucket,
@@ -40,7 +40,7 @@ class ComponentDigest:
 
 
 @dataclass(frozen=True)
-class Entry:
+class DigestEntry:
     """One named value of a checkpoint, and the component that it belongs to.
 
     tensor: what it is, None for no tensor. read: the value; of a tensor its blocks, as `DenseCheckpoint.read_blocks`.
@@ -52,17 +52,7 @@ class Entry:
     read: Callable[[], Any]
 
 
-class _CountingSink:
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-        self.count_bytes = 0
-
-    def update(self, data: bytes | memoryview, /) -> None:
-        self._sink.update(data)
-        self.count_bytes += len(data)
-
-
-def state_entries(checkpoint: DenseCheckpoint) -> Iterator[Entry]:
+def state_entries(checkpoint: DenseCheckpoint) -> Iterator[DigestEntry]:
     """All that belongs to the training state of `checkpoint`: tensors, other objects, the parts common to all ranks.
 
     Tensors are read with the alignment padding between parameters cleared, which Megatron-Core never initialises.
@@ -71,13 +61,13 @@ def state_entries(checkpoint: DenseCheckpoint) -> Iterator[Entry]:
     return (entry for entry in _all_entries(checkpoint) if entry.component != LEFT_OUT)
 
 
-def _all_entries(checkpoint: DenseCheckpoint) -> Iterator[Entry]:
+def _all_entries(checkpoint: DenseCheckpoint) -> Iterator[DigestEntry]:
     for name, info in checkpoint.tensors.items():
-        yield Entry(component_of(name, TENSOR_RULES), name, info, partial(_read_blocks, checkpoint, name))
+        yield DigestEntry(component_of(name, TENSOR_RULES), name, info, partial(_read_blocks, checkpoint, name))
     for name in checkpoint.objects:
-        yield Entry(component_of(name, OBJECT_RULES), name, None, partial(checkpoint.read_object, name))
+        yield DigestEntry(component_of(name, OBJECT_RULES), name, None, partial(checkpoint.read_object, name))
     for name, value in leaves(dict(checkpoint.common)):
-        yield Entry(component_of(name, COMMON_RULES), name, None, partial(_same, value))
+        yield DigestEntry(component_of(name, COMMON_RULES), name, None, lambda leaf=value: leaf)
 
 
 def digest_components(checkpoint: DenseCheckpoint) -> tuple[ComponentDigest, ...]:
@@ -85,7 +75,7 @@ def digest_components(checkpoint: DenseCheckpoint) -> tuple[ComponentDigest, ...
 
     Raises UnreadableCheckpoint when something cannot be read, or is an object of a type whose content is not defined.
     """
-    entries: dict[str, list[Entry]] = defaultdict(list)
+    entries: dict[str, list[DigestEntry]] = defaultdict(list)
     for entry in state_entries(checkpoint):
         entries[entry.component].append(entry)
     return tuple(_digest(component, entries[component]) for component in in_order(tuple(entries)))
@@ -100,7 +90,7 @@ def total_digest(components: tuple[ComponentDigest, ...]) -> ComponentDigest:
     return ComponentDigest("total", hasher.hexdigest(), entries, sum(part.value_bytes for part in components))
 
 
-def _digest(component: str, entries: list[Entry]) -> ComponentDigest:
+def _digest(component: str, entries: list[DigestEntry]) -> ComponentDigest:
     hasher = xxhash.xxh3_128()
     value_bytes = 0
     for entry in sorted(entries, key=lambda entry: entry.name):
@@ -109,19 +99,19 @@ def _digest(component: str, entries: list[Entry]) -> ComponentDigest:
     return ComponentDigest(component, hasher.hexdigest(), len(entries), value_bytes)
 
 
-def _feed_entry(sink: Sink, entry: Entry) -> int:
+def _feed_entry(sink: Sink, entry: DigestEntry) -> int:
     """Feeds the value and returns how many bytes it took."""
     if entry.tensor is not None:
         feed_blocks(sink, entry.tensor.dtype, entry.tensor.shape, entry.read())
         return prod(entry.tensor.shape) * entry.tensor.dtype.itemsize
-    counting = _CountingSink(sink)
     try:
-        feed(counting, entry.read())
+        encoding = encoded(entry.read())
     except TypeError as error:
         raise UnreadableCheckpoint(
             f"{entry.name} cannot be hashed ({error}); save it as numbers, strings, tensors and containers of these"
         ) from error
-    return counting.count_bytes
+    sink.update(encoding)
+    return len(encoding)
 
 
 def _read_blocks(checkpoint: DenseCheckpoint, name: str) -> Iterator[torch.Tensor]:
@@ -129,13 +119,9 @@ def _read_blocks(checkpoint: DenseCheckpoint, name: str) -> Iterator[torch.Tenso
     return _without_padding(read, checkpoint, name) if is_bucket(name) else read
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
 def _without_padding(bucket: Iterator[torch.Tensor], checkpoint: DenseCheckpoint, name: str) -> Iterator[torch.Tensor]:
     pieces = [
-        Piece(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0], _writer(chunk.extent.file))
+        ComponentSlice(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0], _writer(chunk.extent.file))
         for chunk in checkpoint.tensors[name].chunks
     ]
     spans, first = padding_spans(pieces), 0

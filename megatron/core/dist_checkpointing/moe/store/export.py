@@ -27,11 +27,11 @@ from ..errors import UnreadableCheckpoint, UsageError
 from ..types import OperatorId
 from .atomic import sync_directory, write_atomically
 from .chain import stacked_name, stacked_object_name
-from .dcp_metadata import Chunk, Extent
+from .dcp_metadata import Chunk, ChunkExtent
 from .dense import COMMON, FORMAT, INDEX, TRACKER, DenseCheckpoint, read_extent
 from .integrity import damaged, seal, sums_of
 from .merged import MergedCheckpoint, open_merged
-from .names import free_place
+from .names import new_iteration_folder
 
 _DATA = "__0_0.distcp"
 
@@ -46,19 +46,28 @@ def _unwatched(nbytes: int) -> AbstractContextManager[Callable[[int], None]]:
 def export_merged(source: Path | str, target: Path | str, watch: Watch = _unwatched) -> Path:
     """Writes the merged checkpoint that `source` stands for into the folder `target`, and its tracker beside it.
 
-    source: an iteration, or a `--save` directory, whose tracker then names it. Returns `target/iter_XXXXXXX`, which is
-    published by one rename, names tensors as an iteration that was saved whole does, and needs no other. Memory is
-    needed for one piece of a tensor at a time. `watch` is told how many bytes there are, and then each time that some
-    were compared with their checksums or written. Raises UsageError if there is nothing to merge or something is in the
-    way, UnreadableCheckpoint for files that have changed since they were saved and as `open_merged` does, OSError.
+    Memory is needed for one piece of a tensor at a time.
+
+    Args:
+        source: an iteration, or a `--save` directory, whose tracker then names it.
+        watch: is called with the bytes that are to be compared with their checksums and written; what it yields is
+            called with the bytes that are done.
+
+    Returns:
+        `target/iter_XXXXXXX`, published by one rename, with tensors named as in an iteration that was saved whole.
+
+    Raises:
+        UsageError: there is nothing to merge, or something is in the way.
+        UnreadableCheckpoint: files have changed since they were saved, or as `open_merged`.
+        OSError: `target` cannot be written.
     """
     merged = open_merged(source)
     if merged is None or merged.chain.is_complete:
         raise UsageError(f"{source} was saved whole, there is nothing to merge; use it as it is")
     root = Path(target)
-    final = free_place(root, merged.chain.iteration)
+    final = new_iteration_folder(root, merged.chain.iteration)
     sums = sums_of(merged.parts.values())
-    with watch(sum(one.nbytes for one in sums.values()) + _entry_bytes(merged)) as advance:
+    with watch(sum(saved.nbytes for saved in sums.values()) + _entry_bytes(merged)) as advance:
         # What is written gets checksums of its own, so this is the last place where damage can be told.
         if damage := damaged(sums, advance):
             raise UnreadableCheckpoint(f"{damage[0]}; restore the file or take another iteration")
@@ -167,7 +176,7 @@ class _Writer:
         self._entries[name] = BytesStorageMetadata()
         self._places[MetadataIndex(name)] = place
 
-    def copied(self, part: DenseCheckpoint, extent: Extent, name: str) -> _StorageInfo:
+    def copied(self, part: DenseCheckpoint, extent: ChunkExtent, name: str) -> _StorageInfo:
         """The bytes of another checkpoint as they are."""
         return self._put(read_extent(part.directory, extent, name))
 

@@ -8,17 +8,18 @@ not look at it.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
+import msgspec
 from xxhash import xxh3_128
 
 from ..errors import NewerFormat, UnreadableCheckpoint
 from .atomic import write_atomically
 from .checksums import decoded, framed
+from .names import read_if_there
 
 NAME = "moe_ckpt_integrity.json"
 FORMAT_VERSION = 1
@@ -29,12 +30,14 @@ MARK = "moe_ckpt_integrity"
 """In the `content_metadata` of a checkpoint: it was saved with an integrity file, so that its absence is a loss."""
 
 _BLOCK_BYTES = 1 << 22
-_XXH3 = re.compile(r"[0-9a-f]{32}")
+_FileName = Annotated[str, msgspec.Meta(pattern=r"\A(?!\.{1,2}\Z)[^/]+\Z")]
+_Length = Annotated[int, msgspec.Meta(ge=0)]
+_Xxh3 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 
 Advance = Callable[[int], None]
-"""Is told how many bytes were read since it was called last."""
+"""Is called with the number of bytes that were read since its last call."""
 
-Key = TypeVar("Key", str, Path)
+FileKey = TypeVar("FileKey", str, Path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,7 @@ def file_sum(path: Path, advance: Advance = unwatched) -> FileSum:
 
 def encode(sums: Sums) -> bytes:
     """The integrity file's content; equal sums give equal bytes."""
-    files = {name: [one.nbytes, one.xxh3] for name, one in sorted(sums.items())}
+    files = {name: [saved.nbytes, saved.xxh3] for name, saved in sorted(sums.items())}
     body = json.dumps({"format": FORMAT_VERSION, "files": files}, separators=(",", ":")).encode("ascii")
     return framed(_KEY, body)
 
@@ -105,19 +108,8 @@ def decode(content: bytes, name: str) -> dict[str, FileSum]:
 
 
 def _sums(body: dict[str, Any]) -> dict[str, FileSum]:
-    return {_file_name(file): _sum(*row) for file, row in body["files"].items()}
-
-
-def _file_name(name: str) -> str:
-    if "/" in name or name in ("", ".", ".."):
-        raise ValueError(f"{name!r} is no name of a file in a folder")
-    return name
-
-
-def _sum(nbytes: Any, xxh3: Any) -> FileSum:
-    if type(nbytes) is not int or nbytes < 0 or type(xxh3) is not str or not _XXH3.fullmatch(xxh3):
-        raise ValueError(f"{[nbytes, xxh3]!r:.60} is no length and checksum")
-    return FileSum(nbytes, xxh3)
+    rows = msgspec.convert(body["files"], dict[_FileName, tuple[_Length, _Xxh3]])
+    return {name: FileSum(*row) for name, row in rows.items()}
 
 
 def read(directory: Path) -> dict[Path, FileSum] | None:
@@ -125,14 +117,10 @@ def read(directory: Path) -> dict[Path, FileSum] | None:
 
     Raises UnreadableCheckpoint if the integrity file is damaged itself, NewerFormat if a later version wrote it.
     """
-    path = directory / NAME
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
+    content = read_if_there(directory / NAME)
+    if content is None:
         return None
-    except OSError as error:
-        raise UnreadableCheckpoint(f"{path} cannot be read ({error.strerror}); take another iteration") from error
-    return {directory / name: one for name, one in decode(content, str(path)).items()}
+    return {directory / name: saved for name, saved in decode(content, str(directory / NAME)).items()}
 
 
 def expected(directory: Path, common: Mapping[str, Any]) -> dict[Path, FileSum] | None:
@@ -162,17 +150,23 @@ def sums_of(parts: Iterable[Opened]) -> dict[Path, FileSum]:
 
 
 def seal(directory: Path, known: Sums | None = None) -> None:
-    """Write the integrity file of a folder that is complete otherwise; files that are not in `known` are read.
+    """Write the integrity file of a folder that is complete otherwise.
 
-    Raises OSError, and UnreadableCheckpoint where a file in `known` is not there as it was written.
+    Args:
+        directory: the folder of one iteration.
+        known: sums that were made while files were written; all other files are read.
+
+    Raises:
+        UnreadableCheckpoint: a file in `known` is not there in the length that was written.
+        OSError: the folder cannot be read or written.
     """
     known = known or {}
     names = sorted(path.name for path in directory.iterdir() if path.is_file() and path.name != NAME)
-    for name, one in known.items():
+    for name, written in known.items():
         found_bytes = (directory / name).stat().st_size if name in names else None
-        if found_bytes != one.nbytes:
+        if found_bytes != written.nbytes:
             found = "is not there" if found_bytes is None else f"has {found_bytes} bytes"
-            raise UnreadableCheckpoint(f"{directory / name} {found}, but {one.nbytes} bytes were written")
+            raise UnreadableCheckpoint(f"{directory / name} {found}, but {written.nbytes} bytes were written")
     sums = {name: known[name] if name in known else file_sum(directory / name) for name in names}
     write_atomically(directory / NAME, encode(sums))
 
@@ -180,9 +174,18 @@ def seal(directory: Path, known: Sums | None = None) -> None:
 def check(
     directory: Path, files: Collection[str] | None = None, advance: Advance = unwatched
 ) -> tuple[Damage, ...] | None:
-    """What of an iteration is not as it was saved: all of it, or only `files`. None without an integrity file.
+    """Compares the files of an iteration with what was saved.
 
-    A damaged integrity file is a finding as well. Raises NewerFormat.
+    Args:
+        directory: the folder of one iteration.
+        files: names of those to compare; by default all.
+        advance: is called with the number of bytes after each read.
+
+    Returns:
+        What is not as it was saved, a damaged integrity file among it; None without an integrity file.
+
+    Raises:
+        NewerFormat: a later version wrote the integrity file.
     """
     try:
         sums = read(directory)
@@ -192,13 +195,13 @@ def check(
         return (Damage(directory / NAME, "a checksum of its own", str(error)),)
     if sums is None:
         return None
-    return damaged({path: one for path, one in sums.items() if files is None or path.name in files}, advance)
+    return damaged({path: saved for path, saved in sums.items() if files is None or path.name in files}, advance)
 
 
 def damaged(sums: Mapping[Path, FileSum], advance: Advance = unwatched) -> tuple[Damage, ...]:
     """Those of these files that are missing, unreadable or changed. What has another length is not read."""
-    found = (_damage(path, one, advance) for path, one in sorted(sums.items()))
-    return tuple(one for one in found if one is not None)
+    found = (_damage(path, saved, advance) for path, saved in sorted(sums.items()))
+    return tuple(damage for damage in found if damage is not None)
 
 
 def _damage(path: Path, saved: FileSum, advance: Advance) -> Damage | None:
@@ -214,9 +217,9 @@ def _damage(path: Path, saved: FileSum, advance: Advance) -> Damage | None:
     return None if found == saved else Damage(path, f"checksum {saved.xxh3}", f"its checksum is {found.xxh3}")
 
 
-def shares(sums: Mapping[Key, FileSum], count: int) -> tuple[tuple[Key, ...], ...]:
+def shares(sums: Mapping[FileKey, FileSum], count: int) -> tuple[tuple[FileKey, ...], ...]:
     """The files, shared out among `count` readers so that each has about as many bytes to read."""
-    shared: list[list[Key]] = [[] for _ in range(count)]
+    shared: list[list[FileKey]] = [[] for _ in range(count)]
     loads_bytes = [0] * count
     for key in sorted(sums, key=lambda key: (-sums[key].nbytes, key)):
         least = loads_bytes.index(min(loads_bytes))

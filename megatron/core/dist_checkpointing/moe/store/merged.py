@@ -11,7 +11,7 @@ import torch
 
 from ..errors import UnreadableCheckpoint
 from ..types import OperatorId, expert
-from .chain import MANIFEST, Chain, ExpertEntry, expert_entry, read_chain, says_partial
+from .chain import MANIFEST, Chain, ExpertEntry, expert_entry, object_entry, read_chain, says_partial
 from .dcp_metadata import Chunk
 from .dense import DenseCheckpoint, open_dense, resolve_iteration
 
@@ -61,10 +61,19 @@ class MergedCheckpoint:
 
 
 def open_merged(directory: Path | str) -> MergedCheckpoint | None:
-    """Opens all that an iteration, or the one that a `--save` directory's tracker names, needs; None if only itself.
+    """Opens all iterations that one is loaded from, and checks that together they hold every expert.
 
     Checked are: the files of every iteration that the chain names, that each is the save that was meant, and that each
-    expert has there what all experts of its layer have. Raises UnreadableCheckpoint, which names what is missing.
+    expert has there what all experts of its layer have.
+
+    Args:
+        directory: an iteration, or a `--save` directory, whose tracker then names it.
+
+    Returns:
+        The merged checkpoint; None for an iteration without a chain, which needs only itself.
+
+    Raises:
+        UnreadableCheckpoint: names what is missing and who needs it.
     """
     directory = resolve_iteration(Path(directory)).absolute()
     chain = read_chain(directory)
@@ -123,9 +132,8 @@ def _check_experts(merged: MergedCheckpoint) -> None:
                     f"{folder} does not hold the same state of {operator} as is there of {fullest}; take another"
                     " iteration"
                 )
-    unnamed = [
-        one for one in merged.experts[chain.iteration].tensors if one.expert >= len(chain.holders.get(one.layer, ()))
-    ]
+    there = merged.experts[chain.iteration].tensors
+    unnamed = [operator for operator in there if operator.expert >= len(chain.holders.get(operator.layer, ()))]
     if unnamed:
         raise UnreadableCheckpoint(
             f"{merged.newest.directory / MANIFEST} does not name {min(unnamed)}, which is there; take another iteration"
@@ -135,7 +143,7 @@ def _check_experts(merged: MergedCheckpoint) -> None:
 def _names(merged: MergedCheckpoint, operator: OperatorId) -> dict[str, object]:
     """What there is of an expert where its newest copy is: shape and dtype of each tensor, and names of objects."""
     held = merged.experts[merged.chain.holder(operator)]
-    tensors = {name: (one.shape, one.dtype) for name, one in held.tensors.get(operator, {}).items()}
+    tensors = {name: (tensor.shape, tensor.dtype) for name, tensor in held.tensors.get(operator, {}).items()}
     return tensors | dict.fromkeys(held.objects.get(operator, ()))
 
 
@@ -157,8 +165,11 @@ def experts_of(checkpoint: DenseCheckpoint) -> Experts:
                 pieces.setdefault(entry, []).append(chunk)
         for entry, chunks in pieces.items():
             names.add(name)
-            own = tuple(Chunk(chunk.offsets[entry.axes :], chunk.sizes[entry.axes :], chunk.extent) for chunk in chunks)
-            found = ExpertTensor(info.shape[entry.axes :], info.dtype, own, tuple(chunks))
+            own = tuple(
+                Chunk(entry.within_expert(chunk.offsets), entry.within_expert(chunk.sizes), chunk.extent)
+                for chunk in chunks
+            )
+            found = ExpertTensor(entry.within_expert(info.shape), info.dtype, own, tuple(chunks))
             tensors.setdefault(entry.operator, {})[entry.common] = found
     for name, entry in _object_entries(checkpoint):
         names.add(name)
@@ -171,7 +182,6 @@ def _object_entries(checkpoint: DenseCheckpoint) -> Iterator[tuple[str, ExpertEn
         match = _OBJECT.fullmatch(name)
         if match is None:
             continue
-        offsets = tuple(map(int, match["offsets"].split(".")))
-        entry = expert_entry(match["key"], offsets)
-        if entry is not None and entry.axes in (0, len(offsets)):
+        entry = object_entry(match["key"], tuple(map(int, match["offsets"].split("."))))
+        if entry is not None:
             yield name, entry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Final
 
@@ -34,6 +35,20 @@ STAGED = re.compile(r"\.iter_(\d{7,})\.(saving|removing)")
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
 
+def read_if_there(path: Path) -> bytes | None:
+    """The content of a file of one iteration, None if there is no such file.
+
+    Raises:
+        UnreadableCheckpoint: the file is there and cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UnreadableCheckpoint(f"{path} cannot be read ({error.strerror}); take another iteration") from error
+
+
 def read_tracker(root: Path) -> str | None:
     """The name of the folder that the tracker of a --save folder names, None without a tracker.
 
@@ -53,18 +68,30 @@ def read_tracker(root: Path) -> str | None:
     return f"iter_{int(text):07d}"
 
 
-def free_place(root: Path, iteration: int) -> Path:
-    """The folder of a new iteration in `root`, where no other checkpoints are.
+def condemned(folder: Path) -> Path:
+    """Rename an iteration that is to be removed: a crash in between leaves no half-deleted one that looks whole.
 
-    Raises UsageError if the folder is there already, or a tracker names another, and would have to be changed.
+    Returns:
+        The hidden folder that it has become. Raises OSError.
     """
-    place = root / f"iter_{iteration:07d}"
-    if place.exists():
-        raise UsageError(f"{place} exists already; give another target or remove it")
+    hidden = folder.with_name(f".{folder.name}.removing")
+    shutil.rmtree(hidden, ignore_errors=True)
+    return folder.rename(hidden)
+
+
+def new_iteration_folder(root: Path, iteration: int) -> Path:
+    """The folder for a new iteration in `root`, where no other checkpoints are; it is not created.
+
+    Raises:
+        UsageError: the folder is there already, or a tracker names another iteration and would have to be changed.
+    """
+    folder = root / f"iter_{iteration:07d}"
+    if folder.exists():
+        raise UsageError(f"{folder} exists already; give another target or remove it")
     try:
         named = read_tracker(root)
     except UnreadableCheckpoint as error:
         raise UsageError(f"{root} has checkpoints of its own ({error}); give an empty folder") from error
-    if named not in (None, place.name):
+    if named not in (None, folder.name):
         raise UsageError(f"{root} has checkpoints of its own ({TRACKER} names {named}); give an empty folder")
-    return place
+    return folder

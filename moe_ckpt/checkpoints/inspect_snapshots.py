@@ -6,16 +6,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.examine.survey import (
+    Holding,
+    Survey,
+    operator_copies,
+    survey_slot,
+    survey_snapshot,
+    survey_storage,
+)
+from megatron.core.dist_checkpointing.moe.examine.windows import StoredSnapshot, StoredState
+from megatron.core.dist_checkpointing.moe.ports import SnapshotId
+from megatron.core.dist_checkpointing.moe.recover.table import spans
+from megatron.core.dist_checkpointing.moe.store.manifest import FORMAT_VERSION
+from megatron.core.dist_checkpointing.moe.types import STANDBY
 from moe_ckpt.report import Columns, Fact, Report, Table
 
-from ...errors import UnreadableCheckpoint
-from ...examine.areas import Slot, slots
-from ...examine.survey import Holding, Survey, operator_copies, survey_slot, survey_storage
-from ...examine.windows import State, Stored
-from ...ports import SnapshotId, Store
-from ...recover.table import spans
-from ...store.manifest import FORMAT_VERSION
-from ...types import STANDBY
+from .persist_dir import PersistDir
+from .slots import Slot, slots
 
 _DEGREES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 _WINDOWS: Columns = (
@@ -35,16 +43,21 @@ _STANDBY: Columns = (
 )
 
 
-def storage_report(place: str, store: Store, only: SnapshotId | None, now_s: float) -> Report:
-    """All snapshots of a --moe-ckpt-persist-dir, or `only` one. Raises UnreadableCheckpoint if none is sealed."""
-    survey = survey_storage(store, only)
+def snapshot_report(place: str, persist_dir: PersistDir, snapshot: SnapshotId, now_s: float) -> Report:
+    """One snapshot by itself. Raises UnreadableCheckpoint."""
+    survey = survey_snapshot(persist_dir, snapshot)
+    notes = ("Only this snapshot was looked at: what belongs to it lies beside it.",)
+    tables = (*_tables(survey, now_s), _flags(survey))
+    return Report(f"The {snapshot} in {place}", _facts(survey, now_s), tables, notes)
+
+
+def storage_report(persist_dir: PersistDir, now_s: float) -> Report:
+    """All snapshots of a --moe-ckpt-persist-dir. Raises UnreadableCheckpoint if none is sealed."""
+    survey, place = survey_storage(persist_dir), persist_dir.place
     if not survey.holdings:
         why = f": {survey.torn[0].why}" if survey.torn else ""
         raise UnreadableCheckpoint(f"{place} has no sealed snapshot, there is nothing to restore from{why}")
     tables = (*_tables(survey, now_s), _flags(survey))
-    if only is not None:
-        notes = ("Only this snapshot was looked at: what belongs to it lies beside it.",)
-        return Report(f"The {only} in {place}", _facts(survey, now_s), tables, notes)
     lost = "No state is whole here: a recovery takes another place, and moe-ckpt verify says what is missing."
     facts = (*_facts(survey, now_s), *_whole_facts(survey))
     return Report(f"Snapshots in {place}", facts, tables, () if survey.newest_whole else (lost,))
@@ -55,8 +68,8 @@ def memory_report(folder: Path, now_s: float) -> Report:
     found = slots(folder)
     surveys = [survey_slot(slot) for slot in found]
     survey = Survey(
-        tuple(holding for one in surveys for holding in one.holdings),
-        tuple(torn for one in surveys for torn in one.torn),
+        tuple(holding for of_slot in surveys for holding in of_slot.holdings),
+        tuple(torn for of_slot in surveys for torn in of_slot.torn),
     )
     facts = (
         Fact("Number of slots", len(found), "count"),
@@ -71,7 +84,7 @@ def memory_report(folder: Path, now_s: float) -> Report:
 
 def _facts(survey: Survey, now_s: float) -> tuple[Fact, ...]:
     states = _of_states(survey)
-    newest = max(states, key=lambda one: (one.stored.timeline[-1:], one.snapshot.iteration)).stored
+    newest = max(states, key=lambda held: (held.stored.timeline[-1:], held.snapshot.iteration)).stored
     return (
         Fact("Newest iteration", max(holding.snapshot.iteration for holding in states), "count"),
         Fact("Age", _age_s(states, now_s), "seconds"),
@@ -98,23 +111,31 @@ def _whole_facts(survey: Survey) -> tuple[Fact, ...]:
 
 def _of_states(survey: Survey) -> tuple[Holding, ...]:
     """Without logs and what was parked, if there is anything else."""
-    return tuple(one for one in survey.holdings if one.snapshot.kind not in STANDBY) or survey.holdings
+    return tuple(held for held in survey.holdings if held.snapshot.kind not in STANDBY) or survey.holdings
 
 
 def _tables(survey: Survey, now_s: float) -> tuple[Table, ...]:
     by_snapshot = {holding.snapshot: holding for holding in survey.holdings}
     windows = []
     for state, is_left in survey.states:
-        members = [by_snapshot[one.snapshot] for one in state.members]
+        members = [by_snapshot[member.snapshot] for member in state.members]
         counts = len(members), len(members) + len(state.lacking), _state(state, is_left), _copies(state, survey)
         size, age_s = sum(member.nbytes for member in members), _age_s(members, now_s)
         span, kind = spans(set(state.span)), state.leading.snapshot.kind
         windows.append((span, kind, *counts, size, age_s, state.leading.facts.job))
     operators = tuple(
-        (str(one.operator), one.part, one.nbytes, one.iteration, spans(set(one.ranks)), list(one.places), one.copies)
-        for one in operator_copies(survey.holdings)
+        (
+            str(copy.operator),
+            copy.part,
+            copy.nbytes,
+            copy.iteration,
+            spans(set(copy.ranks)),
+            list(copy.places),
+            copy.copies,
+        )
+        for copy in operator_copies(survey.holdings)
     )
-    torn = tuple((str(one.snapshot), one.why) for one in survey.torn)
+    torn = tuple((str(torn.snapshot), torn.why) for torn in survey.torn)
     return (
         Table("Windows", _WINDOWS, tuple(windows)),
         Table("Operators", _OPERATORS, operators),
@@ -122,26 +143,24 @@ def _tables(survey: Survey, now_s: float) -> tuple[Table, ...]:
     )
 
 
-def _state(state: State, is_left: bool) -> str:
+def _state(state: StoredState, is_left: bool) -> str:
     if state.lacking:
-        iteration, rank = state.lacking[0]
-        more = f" and {len(state.lacking) - 1} more" if len(state.lacking) > 1 else ""
-        return f"lacks rank {rank} after iteration {iteration}{more}"
+        return f"lacks {state.missing}"
     return "whole, left behind" if is_left else "whole"
 
 
-def _copies(state: State, survey: Survey) -> int:
-    return min(len(survey.places[one.snapshot]) for one in state.members)
+def _copies(state: StoredState, survey: Survey) -> int:
+    return min(len(survey.places[member.snapshot]) for member in state.members)
 
 
-def _protection(whole: State | None, survey: Survey) -> str:
+def _protection(whole: StoredState | None, survey: Survey) -> str:
     if whole is None:
         return "none: no state is whole here"
     copies = _copies(whole, survey)
     return f"iteration {whole.span[-1]}, {copies} {'copies' if copies > 1 else 'copy'} of each snapshot"
 
 
-def _timeline(newest: Stored) -> str | None:
+def _timeline(newest: StoredSnapshot) -> str | None:
     led = newest.timeline
     return f"attempt {len(led)}, {led[-1][0]}, which went on after iteration {led[-1][1]}" if led else None
 
@@ -151,22 +170,22 @@ def _age_s(holdings: Iterable[Holding], now_s: float) -> float | None:
     return max(0.0, now_s - max(written)) if written else None
 
 
-def _layout(newest: Stored) -> str | None:
+def _layout(newest: StoredSnapshot) -> str | None:
     topology = newest.facts.topology
     degrees = [f"{name.upper()} {topology[name]}" for name in _DEGREES if topology.get(name)]
     return ", ".join(degrees) or None
 
 
 def _flags(survey: Survey) -> Table:
-    """Those of the driver with which the job was started, as the newest snapshot that says them has it."""
-    told: list[str] = []
-    for holding in sorted(survey.holdings, key=lambda one: (-one.snapshot.iteration, one.snapshot.rank)):
+    """The driver's flags with which the job was started, from the newest snapshot that has them."""
+    words: list[str] = []
+    for holding in sorted(survey.holdings, key=lambda held: (-held.snapshot.iteration, held.snapshot.rank)):
         trainer = cast("Mapping[str, Any]", holding.stored.facts.scalars.get("trainer") or {})
-        told = list((trainer.get("command") or {}).get("flags", ()))
-        if told:
+        words = list((trainer.get("command") or {}).get("flags", ()))
+        if words:
             break
     rows: list[list[str]] = []
-    for word in told:
+    for word in words:
         if word.startswith("--") or not rows:
             rows.append([word, ""])
         else:
@@ -190,7 +209,7 @@ def _standby(survey: Survey) -> Table:
         if holding.snapshot.kind in STANDBY:
             groups.setdefault((holding.snapshot.kind, holding.snapshot.rank, holding.place), []).append(holding)
     rows = tuple(
-        (kind, rank, spans({one.snapshot.iteration for one in held}), sum(one.nbytes for one in held), place)
-        for (kind, rank, place), held in sorted(groups.items())
+        (kind, rank, spans({held.snapshot.iteration for held in group}), sum(held.nbytes for held in group), place)
+        for (kind, rank, place), group in sorted(groups.items())
     )
     return Table("Logs and parked states", _STANDBY, rows)

@@ -10,18 +10,17 @@ from typing import Any
 
 import torch
 
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
+from megatron.core.dist_checkpointing.moe.examine.statistics import statistics
+from megatron.core.dist_checkpointing.moe.examine.values import read_tensor
+from megatron.core.dist_checkpointing.moe.ports import Reader, Record, SnapshotId
+from megatron.core.dist_checkpointing.moe.store.dense import open_dense
+from megatron.core.dist_checkpointing.moe.store.digest import state_entries
+from megatron.core.dist_checkpointing.moe.types import STANDBY
 from moe_ckpt.report import Columns, Fact, Report, Table
 from moe_ckpt.report.progress import progress
 
-from ...errors import UnreadableCheckpoint, UsageError
-from ...examine.areas import slots
-from ...examine.statistics import statistics
-from ...examine.values import read_tensor
-from ...examine.verification.snapshots import batches
-from ...ports import Reader, Record, SnapshotId, Store
-from ...store.dense import open_dense
-from ...store.digest import state_entries
-from ...types import STANDBY
+from .records import batches
 
 Open = Callable[[SnapshotId], Reader]
 """Opens one snapshot, wherever it lies."""
@@ -37,13 +36,13 @@ _HELD_BYTES = 256_000_000
 def dense_tensors(folder: Path, pattern: str) -> Report:
     """Tensors of one dense checkpoint whose names match. Raises UnreadableCheckpoint, UsageError if none does."""
     checkpoint = open_dense(folder)
-    chosen = [one for one in state_entries(checkpoint) if one.tensor is not None and fnmatchcase(one.name, pattern)]
-    sizes = [prod(one.tensor.shape) * one.tensor.dtype.itemsize for one in chosen if one.tensor is not None]
+    entries = (entry for entry in state_entries(checkpoint) if fnmatchcase(entry.name, pattern))
+    chosen = sorted((entry.name, entry.tensor, entry.read) for entry in entries if entry.tensor is not None)
+    sizes = [prod(tensor.shape) * tensor.dtype.itemsize for _, tensor, _ in chosen]
     with progress("reading tensors", sum(sizes)) as advance:
         rows = []
-        for entry, nbytes in sorted(zip(chosen, sizes, strict=True), key=lambda one: one[0].name):
-            assert entry.tensor is not None
-            rows.append(_row(entry.name, entry.tensor.dtype, entry.tensor.shape, entry.read()))
+        for (name, tensor, read), nbytes in zip(chosen, sizes, strict=True):
+            rows.append(_row(name, tensor.dtype, tensor.shape, read()))
             advance(nbytes)
     return _report(f"Tensors of {checkpoint.directory}", rows, pattern)
 
@@ -65,18 +64,11 @@ def snapshot_tensors(place: str, snapshots: Mapping[SnapshotId, Open], pattern: 
     return _report(f"Tensors of {place} after iteration {', '.join(map(str, iterations))}", rows, pattern)
 
 
-def newest_in_storage(store: Store) -> dict[SnapshotId, Open]:
-    """The snapshots of the newest iteration that is there. Raises UnreadableCheckpoint if nothing is."""
-    return _newest({snapshot: store.open for snapshot in store.snapshots().sealed})
+def newest_iteration(found: Mapping[SnapshotId, Open]) -> dict[SnapshotId, Open]:
+    """Those of the newest iteration, without logs and parked states if there is anything else.
 
-
-def newest_in_memory(folder: Path) -> dict[SnapshotId, Open]:
-    """As `newest_in_storage`, of all slots below a folder; one copy of each."""
-    shelves = [slot.shelf for slot in slots(folder)]
-    return _newest({snapshot: shelf.open for shelf in shelves for snapshot in shelf.snapshots().sealed})
-
-
-def _newest(found: Mapping[SnapshotId, Open]) -> dict[SnapshotId, Open]:
+    Raises UnreadableCheckpoint if nothing was found.
+    """
     if not found:
         raise UnreadableCheckpoint(
             "no snapshot is sealed here: there are no tensors to look at; moe-ckpt inspect says why"
@@ -92,8 +84,8 @@ def _matching(open_: Open, snapshot: SnapshotId, pattern: str) -> list[Record]:
 
 def _row(name: str, dtype: torch.dtype, shape: Sequence[int], blocks: Iterable[torch.Tensor]) -> tuple[Any, ...]:
     found, nbytes = statistics(blocks), prod(shape) * dtype.itemsize
-    said = str(dtype).removeprefix("torch."), "x".join(map(str, shape)) or "scalar"
-    return name, *said, nbytes, found.minimum, found.maximum, found.mean, found.std, found.non_finite
+    described = str(dtype).removeprefix("torch."), "x".join(map(str, shape)) or "scalar"
+    return name, *described, nbytes, found.minimum, found.maximum, found.mean, found.std, found.non_finite
 
 
 def _report(title: str, rows: Sequence[tuple[Any, ...]], pattern: str) -> Report:

@@ -1,4 +1,4 @@
-"""Walking a memory dir from outside: whose folders are there, and does their process still live?"""
+"""The slots of processes in a memory dir, seen from outside: whose they are, and whether their process still lives."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import UnreadableCheckpoint, UsageError
-from ..storage.slot_reader import SlotReader
-from ..store.ownership import is_claimed_here, owner_files
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
+from megatron.core.dist_checkpointing.moe.storage.slot_reader import SlotReader
+from megatron.core.dist_checkpointing.moe.store.ownership import is_claimed_here, owner_files
 
 _FLOCK = "hhqqi4x"  # struct flock of Linux: type, whence, start, length, process
 
@@ -21,7 +21,7 @@ _FLOCK = "hhqqi4x"  # struct flock of Linux: type, whence, start, length, proces
 class Slot:
     """One process's folder in one area of the memory tier: <memory_dir>/<node>/<job>/<area>-<local_rank>.
 
-    owner: what its process said of itself when it took the folder: "process 4711 on host", empty if it cannot be read.
+    owner: what its process wrote of itself when it took the folder: "process 4711 on host", empty if it cannot be read.
     alive: a process holds the folder now. What a dead one left is adopted by a restart of the same job.
     """
 
@@ -34,7 +34,7 @@ class Slot:
     alive: bool
 
     @property
-    def shelf(self) -> SlotReader:
+    def reader(self) -> SlotReader:
         """Its snapshots, for reading; a running owner is disturbed for no longer than a reader is open."""
         return SlotReader(self.directory)
 
@@ -49,7 +49,7 @@ class Slot:
 
 
 def slots(memory_dir: Path) -> tuple[Slot, ...]:
-    """All slots below a --moe-ckpt-memory-dir, or below the folder of a node, of a job, or of a slot in it; by place.
+    """All slots below a --moe-ckpt-memory-dir, or below the folder of a node, of a job, or of a slot in it; by path.
 
     Raises UsageError for a folder that must not be read, UnreadableCheckpoint when there is no slot.
     """
@@ -71,27 +71,27 @@ def _slot(file: Path) -> Slot | None:
         alive, owner = True, f"process {os.getpid()} on {os.uname().nodename}"
     else:
         try:
-            alive, owner = _is_held(file), _said(file)
+            alive, owner = _is_locked(file), _owner_of(file)
         except FileNotFoundError:
             return None  # its job ended just now and took it along
     node, job = directory.parent.parent.name, directory.parent.name
     return Slot(directory, node, job, area, int(number), owner, alive)
 
 
-def _is_held(file: Path) -> bool:
-    """Whether another process holds the lock of an owner file; it is asked and not tried, which might refuse a job."""
+def _is_locked(file: Path) -> bool:
+    """Whether another process holds the lock of an owner file. Taking it to find out might refuse a starting job."""
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        asked = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
-        (kind, *_) = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+        query = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+        (kind, *_) = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, query))
     finally:
         os.close(descriptor)
     return bool(kind != fcntl.F_UNLCK)
 
 
-def _said(file: Path) -> str:
+def _owner_of(file: Path) -> str:
     try:
-        said = json.loads(file.read_bytes())
-        return f"process {said['process']} on {said['host']}"
+        owner = json.loads(file.read_bytes())
+        return f"process {owner['process']} on {owner['host']}"
     except (ValueError, TypeError, KeyError):
         return ""

@@ -1,4 +1,4 @@
-"""What a folder or a URL holds, told from names and small files alone. No torch."""
+"""Which kind of checkpoints a folder or a URL holds, from names and small files alone. No torch."""
 
 from __future__ import annotations
 
@@ -6,59 +6,61 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import Enum
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ..errors import NewerFormat, UnreadableCheckpoint, UsageError
-from ..store.chain import FORMAT_VERSION as CHAIN_VERSION
-from ..store.chain import MANIFEST as CHAIN
-from ..store.chain import PARTIAL_BACKEND_VERSION
-from ..store.checksums import unframed
-from ..store.integrity import NAME as INTEGRITY
-from ..store.manifest import FORMAT_VERSION as SNAPSHOT_VERSION
-from ..store.names import COMMON, FORMAT, INDEX, ITERATION, SHARD_SUFFIX, STAGED, TRACKER
-from ..store.ownership import owner_files
-from ..types.layout import MANIFEST, UNSEALED, SnapshotId
-from .foreign import foreign
+from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint, UsageError
+from megatron.core.dist_checkpointing.moe.store.chain import FORMAT_VERSION as CHAIN_VERSION
+from megatron.core.dist_checkpointing.moe.store.chain import MANIFEST as CHAIN
+from megatron.core.dist_checkpointing.moe.store.chain import PARTIAL_BACKEND_VERSION
+from megatron.core.dist_checkpointing.moe.store.checksums import unframed
+from megatron.core.dist_checkpointing.moe.store.integrity import NAME as INTEGRITY
+from megatron.core.dist_checkpointing.moe.store.manifest import FORMAT_VERSION as SNAPSHOT_VERSION
+from megatron.core.dist_checkpointing.moe.store.names import (
+    COMMON,
+    FORMAT,
+    INDEX,
+    ITERATION,
+    SHARD_SUFFIX,
+    STAGED,
+    TRACKER,
+)
+from megatron.core.dist_checkpointing.moe.store.ownership import owner_files
+from megatron.core.dist_checkpointing.moe.types.layout import MANIFEST, UNSEALED, SnapshotId
+
+from .location import LocationKind
 
 DENSE_VERSION = 1
 """Newest version of torch_dist that is read; PARTIAL_BACKEND_VERSION marks iterations with some of the experts."""
 
+UNSUPPORTED = "in a format that is not supported: load it with what saved it and save with --ckpt-format torch_dist"
+"""What a checkpoint is that is no torch_dist of Megatron, to go on after "X is"."""
 
-class Content(Enum):
-    """Kinds of places that can be looked into; the values say what they are."""
-
-    ITERATION = "iteration of a torch_dist checkpoint"
-    SAVES = "checkpoints of a --save directory"
-    STORAGE = "snapshots in a --moe-ckpt-persist-dir"
-    SNAPSHOT = "one snapshot of a --moe-ckpt-persist-dir"
-    MEMORY = "memory tier of a --moe-ckpt-memory-dir"
+_OWN_FILES = {INDEX, FORMAT, COMMON, CHAIN, INTEGRITY}
 
 
-@dataclass(frozen=True)
-class Recognized:
-    """A place and what it holds. `place` is a folder, or for STORAGE and SNAPSHOT also a URL; as it was given."""
-
-    place: str
-    content: Content
-
-    @property
-    def path(self) -> Path:
-        """The place as a folder; for places that are no URLs."""
-        return Path(self.place)
+def is_url(place: str) -> bool:
+    """Whether a place is meant for fsspec; else it is a folder."""
+    return "://" in place
 
 
-def recognized(place: str) -> Recognized:
+def is_unsupported(names: Sequence[str]) -> bool:
+    """Whether a published iteration with these files is none of torch_dist, whole or not; an empty one might be."""
+    return bool(names) and not _OWN_FILES & set(names) and not any(name.endswith(SHARD_SUFFIX) for name in names)
+
+
+def recognize(place: str) -> LocationKind:
     """Say what a place holds. Nothing is checked that takes reading of more than a manifest.
 
-    Raises UsageError when it does not exist or must not be read; UnreadableCheckpoint, one line with what was found and
-    what to do, for checkpoints of other frameworks, half-written ones, empty folders and all else; NewerFormat.
+    Raises:
+        UsageError: it does not exist or must not be read.
+        UnreadableCheckpoint: one line with what was found and what to do, for half-written checkpoints, formats that
+            are not supported, empty folders and all else.
+        NewerFormat: a later version of this package wrote it.
     """
     try:
-        return Recognized(place, _of_url(place) if "://" in place else _of_folder(Path(place)))
+        return _of_url(place) if is_url(place) else _of_folder(Path(place))
     except FileNotFoundError as error:
         raise UsageError(f"{error.filename or place} does not exist; check the path") from error
     except PermissionError as error:
@@ -69,25 +71,22 @@ def recognized(place: str) -> Recognized:
         raise UnreadableCheckpoint(f"{error.filename or place} cannot be read: {error.strerror or error}") from error
 
 
-def _of_folder(folder: Path) -> Content:
+def _of_folder(folder: Path) -> LocationKind:
     if folder.is_file():
-        raise UnreadableCheckpoint(f"{folder} is {foreign(folder, (folder.name,)) or 'a file; give a folder'}")
+        raise UnreadableCheckpoint(f"{folder} is a file; give a folder")
     names = sorted(os.listdir(folder))
     own = Path(os.path.abspath(folder)).name
     _refuse_unfinished(folder, own)
     if not names:
         raise UnreadableCheckpoint(f"{folder} is empty; give a folder of checkpoints or snapshots")
-    for content, looks_so in _LOOKS:
+    for kind, looks_so in _LOOKS:
         if looks_so(folder, own, names):
-            return content
-    stranger = foreign(folder, names)
-    if stranger:
-        raise UnreadableCheckpoint(f"{folder} is {stranger}")
+            return kind
     if any(owner_files(folder)):
-        return Content.MEMORY
+        return LocationKind.MEMORY
     raise UnreadableCheckpoint(
-        f"{folder} holds nothing that moe-ckpt knows (found: {_some(names)}); give an iter_XXXXXXX or --save folder, a"
-        " --moe-ckpt-persist-dir or a --moe-ckpt-memory-dir"
+        f"{folder} holds nothing in a format that moe-ckpt supports (found: {_some(names)}); give an iter_XXXXXXX or"
+        " --save folder of torch_dist, a --moe-ckpt-persist-dir or a --moe-ckpt-memory-dir"
     )
 
 
@@ -130,8 +129,8 @@ def _is_iteration(folder: Path, own: str, names: Sequence[str]) -> bool:
         _refuse_other_backend(folder / FORMAT)
     elif INDEX in names and not {COMMON, CHAIN, INTEGRITY} & set(names):
         raise UnreadableCheckpoint(
-            f"{folder} is a torch.distributed.checkpoint without Megatron's {FORMAT}, as FSDP and plain DCP write them:"
-            " read it with what saved it, or save with --ckpt-format torch_dist"
+            f"{folder} is a torch.distributed.checkpoint without Megatron's {FORMAT}: read it with what saved it, or"
+            " save with --ckpt-format torch_dist"
         )
     missing = [name for name in (INDEX, FORMAT) if name not in names]
     if missing:
@@ -152,9 +151,8 @@ def _is_saves(folder: Path, own: str, names: Sequence[str]) -> bool:
                 f"{folder} holds only a half-written checkpoint, {staged}: no save has finished there yet"
             )
         return False
-    strangers = [foreign(path, sorted(os.listdir(path))) for path in published]
-    if strangers and all(strangers):
-        raise UnreadableCheckpoint(f"{published[-1]} is {strangers[-1]}")
+    if published and all(is_unsupported(os.listdir(path)) for path in published):
+        raise UnreadableCheckpoint(f"{published[-1]} is {UNSUPPORTED}")
     return True
 
 
@@ -162,17 +160,17 @@ def _is_storage(folder: Path, own: str, names: Sequence[str]) -> bool:
     return any(SnapshotId.parse(name) or name.startswith(UNSEALED) for name in names)
 
 
-_LOOKS: tuple[tuple[Content, Callable[[Path, str, Sequence[str]], bool]], ...] = (
-    (Content.SNAPSHOT, _is_snapshot),
-    (Content.ITERATION, _is_iteration),
-    (Content.SAVES, _is_saves),
-    (Content.STORAGE, _is_storage),
+_LOOKS: tuple[tuple[LocationKind, Callable[[Path, str, Sequence[str]], bool]], ...] = (
+    (LocationKind.SNAPSHOT, _is_snapshot),
+    (LocationKind.ITERATION, _is_iteration),
+    (LocationKind.SAVES, _is_saves),
+    (LocationKind.STORAGE, _is_storage),
 )
 
 
 def _refuse_other_backend(path: Path) -> None:
-    said = _read(path)
-    backend, version = said.get("sharded_backend"), said.get("sharded_backend_version")
+    marker = _read(path)
+    backend, version = marker.get("sharded_backend"), marker.get("sharded_backend_version")
     if backend is not None and backend != "torch_dist":
         raise UnreadableCheckpoint(
             f"{path.parent} is a Megatron checkpoint in the format {backend!r}, only torch_dist is read: load it with"
@@ -197,7 +195,7 @@ def _refuse_newer(path: Path, key: str, reads: int) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What a small file of JSON says; nothing where it is missing or damaged: that is for those who need it."""
+    """The object in a small file of JSON; empty where it is missing or damaged: that is for those who need it."""
     with suppress(FileNotFoundError):
         return _parsed(path.read_bytes())
     return {}
@@ -205,15 +203,15 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _parsed(content: bytes) -> dict[str, Any]:
     with suppress(ValueError, RecursionError):
-        said = json.loads(content)
-        return said if isinstance(said, dict) else {}
+        parsed = json.loads(content)
+        return parsed if isinstance(parsed, dict) else {}
     return {}
 
 
-def _of_url(url: str) -> Content:
+def _of_url(url: str) -> LocationKind:
     import fsspec  # type: ignore[import-untyped]
 
-    from ..store.objects import remote
+    from megatron.core.dist_checkpointing.moe.store.objects import remote
 
     with remote(url):
         try:
@@ -223,10 +221,10 @@ def _of_url(url: str) -> Content:
         names = sorted(str(path).rstrip("/").rpartition("/")[2] for path in files.ls(root, detail=False))
     own = str(root).rstrip("/").rpartition("/")[2]
     if SnapshotId.parse(own) and MANIFEST in names:
-        return Content.SNAPSHOT
+        return LocationKind.SNAPSHOT
     _refuse_unfinished(url, own)
     if any(map(SnapshotId.parse, names)):
-        return Content.STORAGE
+        return LocationKind.STORAGE
     found = f"no snapshots (found: {_some(names)})" if names else "nothing"
     raise UnreadableCheckpoint(
         f"{url} holds {found}; give a --moe-ckpt-persist-dir. Dense checkpoints are read from folders: copy it to one"

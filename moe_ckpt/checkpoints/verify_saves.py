@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
-from ...errors import NewerFormat, UnreadableCheckpoint
-from ...store import integrity
-from ...store.chain import read_chain
-from ...store.dense import DenseCheckpoint, open_dense
-from ...store.integrity import Advance
-from ...store.merged import open_merged
-from ...store.names import ITERATION, RELEASE, STAGED, TRACKER, read_tracker
-from .findings import Checked, Finding, Verified
+from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.store import integrity
+from megatron.core.dist_checkpointing.moe.store.chain import read_chain
+from megatron.core.dist_checkpointing.moe.store.dense import DenseCheckpoint, open_dense
+from megatron.core.dist_checkpointing.moe.store.integrity import Advance
+from megatron.core.dist_checkpointing.moe.store.merged import open_merged
+from megatron.core.dist_checkpointing.moe.store.names import ITERATION, RELEASE, STAGED, TRACKER, read_tracker
 
-ROUNDS = 8
+from .location import Checked, Finding, Verified
+
+LISTINGS = 8
 """So often a folder is listed again for what a job has published meanwhile; a slow reader may never catch up."""
-
-
-@dataclass(frozen=True)
-class _Folder:
-    """What came of the folder of one iteration by itself."""
-
-    path: Path
-    findings: tuple[Finding, ...]
-    checked: Checked
-    unchecked: tuple[str, ...] = ()
 
 
 def verify_iteration(folder: Path, advance: Advance) -> Verified:
@@ -34,20 +24,15 @@ def verify_iteration(folder: Path, advance: Advance) -> Verified:
     folder = folder.absolute()
     checked = {path: _verified(path, advance) for path in _needed(folder)}
     broken = _broken_chain(folder, checked)
-    findings = (*_findings(checked.values()), *broken)
-    return Verified(
-        findings,
-        tuple(one.checked for one in checked.values()),
-        tuple(said for one in checked.values() for said in one.unchecked),
-        "" if findings else _named(folder),
-    )
+    is_whole = not broken and not any(result.findings for result in checked.values())
+    return Verified.of_parts(checked.values(), broken, (), _named(folder) if is_whole else "")
 
 
 def verify_saves(root: Path, advance: Advance) -> Verified:
     """All iterations of a --save folder, what they need of each other, and the tracker."""
     root = root.absolute()
-    results: dict[Path, _Folder] = {}
-    for _ in range(ROUNDS):
+    results: dict[Path, Verified] = {}
+    for _ in range(LISTINGS):
         new = [path for path in _published(root) if path not in results]
         if not new:
             break
@@ -56,19 +41,18 @@ def verify_saves(root: Path, advance: Advance) -> Verified:
     folders = [path for path in sorted(broken) if path.is_dir()]  # a job that runs removes older ones meanwhile
     checked = {path: results[path] for path in folders}
     tracked, problem = _tracked(root)
-    findings = [*_findings(checked.values()), *(one for path in folders for one in broken[path]), *problem]
+    findings = [*(finding for path in folders for finding in broken[path]), *problem]
     # What is newer than the tracker says was never announced, or is of a run that was left: nothing loads it by itself.
     newer = [path for path in folders if tracked is not None and _number(path.name) > _number(tracked)]
     loadable = [path for path in folders if path not in newer and not broken[path]]
-    whole = [path for path in loadable if not _findings(checked[one] for one in _needed(path) if one in checked)]
+    whole = [path for path in loadable if not _damaged(path, checked)]
     if not whole:
         findings.append(Finding(str(root), "there is nothing to restore from: no iteration is whole"))
     left = sorted(path for path in root.iterdir() if STAGED.fullmatch(path.name))
-    unchecked = [said for one in checked.values() for said in one.unchecked]
-    unchecked += [f"{path} was left by a save that did not finish, or is being written" for path in left]
-    unchecked += [f"{path} is newer than {TRACKER} says: it is loaded only if it is asked for" for path in newer]
+    notes = [f"{path} was left by a save that did not finish, or is being written" for path in left]
+    notes += [f"{path} is newer than {TRACKER} says: it is loaded only if it is asked for" for path in newer]
     restores = _named(max(whole, key=lambda path: _number(path.name))) if whole else ""
-    return Verified(tuple(findings), tuple(one.checked for one in checked.values()), tuple(unchecked), restores)
+    return Verified.of_parts(checked.values(), findings, notes, restores)
 
 
 def _published(root: Path) -> list[Path]:
@@ -76,16 +60,17 @@ def _published(root: Path) -> list[Path]:
     return sorted(path for path in named if path.is_dir())
 
 
-def _verified_of_any_version(folder: Path, advance: Advance) -> _Folder:
+def _verified_of_any_version(folder: Path, advance: Advance) -> Verified:
     """As `_verified`; one that a later version wrote is a finding, so that the others beside it are still looked at."""
     try:
         return _verified(folder, advance)
     except NewerFormat as error:
-        return _Folder(folder, (Finding(str(folder), str(error)),), Checked(folder.name, "nothing", 0, 0))
+        return Verified((Finding(str(folder), str(error)),), (Checked(folder.name, "nothing", 0, 0),))
 
 
-def _findings(folders: Iterable[_Folder]) -> tuple[Finding, ...]:
-    return tuple(one for folder in folders for one in folder.findings)
+def _damaged(folder: Path, results: Mapping[Path, Verified]) -> bool:
+    """Whether something was found in an iteration, or in one that it is loaded from."""
+    return any(results[path].findings for path in _needed(folder) if path in results)
 
 
 def _number(name: str) -> int:
@@ -105,13 +90,13 @@ def _needed(folder: Path) -> list[Path]:
         chain = read_chain(folder)
     except UnreadableCheckpoint:
         chain = None  # reported with the folder itself
-    others = [] if chain is None else [folder.parent / f"iter_{one:07d}" for one in sorted(chain.iterations)]
+    others = [] if chain is None else [folder.parent / f"iter_{number:07d}" for number in sorted(chain.iterations)]
     return sorted({folder, *(path for path in others if path.is_dir())})
 
 
-def _broken_chain(folder: Path, checked: dict[Path, _Folder]) -> tuple[Finding, ...]:
+def _broken_chain(folder: Path, checked: Mapping[Path, Verified]) -> tuple[Finding, ...]:
     """What an iteration lacks of those that hold experts for it, unless damage that was found already explains it."""
-    if any(checked[path].findings for path in _needed(folder) if path in checked):
+    if _damaged(folder, checked):
         return ()
     try:
         open_merged(folder)
@@ -120,23 +105,24 @@ def _broken_chain(folder: Path, checked: dict[Path, _Folder]) -> tuple[Finding, 
     return ()
 
 
-def _verified(folder: Path, advance: Advance) -> _Folder:
+def _verified(folder: Path, advance: Advance) -> Verified:
     try:
         sizes = [path.stat().st_size for path in folder.iterdir() if path.is_file()]
     except OSError as error:
         finding = Finding(str(folder), f"it cannot be read ({error.strerror})")
-        return _Folder(folder, (finding,), Checked(folder.name, "nothing", 0, 0))
-    summed = Checked(folder.name, "every byte by its checksum", len(sizes), sum(sizes))
+        return Verified((finding,), (Checked(folder.name, "nothing", 0, 0),))
+    summed = (Checked(folder.name, "every byte by its checksum", len(sizes), sum(sizes)),)
     damage = integrity.check(folder, advance=advance)
     if damage:
-        return _Folder(folder, tuple(map(Finding.of, damage)), summed)
+        return Verified(tuple(map(Finding.of, damage)), summed)
     try:
         checkpoint = open_dense(folder)
         integrity.expected(folder, checkpoint.common)
     except UnreadableCheckpoint as error:
-        return _Folder(folder, (Finding(str(folder), str(error)),), Checked(folder.name, "completeness", len(sizes), 0))
+        finding = Finding(str(folder), str(error))
+        return Verified((finding,), (Checked(folder.name, "completeness", len(sizes), 0),))
     misnamed = _misnamed(checkpoint)
-    return _read(checkpoint, misnamed, advance) if damage is None else _Folder(folder, misnamed, summed)
+    return _read(checkpoint, misnamed, advance) if damage is None else Verified(misnamed, summed)
 
 
 def _misnamed(checkpoint: DenseCheckpoint) -> tuple[Finding, ...]:
@@ -146,7 +132,7 @@ def _misnamed(checkpoint: DenseCheckpoint) -> tuple[Finding, ...]:
     return (Finding(str(folder), f"it holds iteration {saved}: it was renamed", expected=f"the name iter_{saved:07d}"),)
 
 
-def _read(checkpoint: DenseCheckpoint, misnamed: tuple[Finding, ...], advance: Advance) -> _Folder:
+def _read(checkpoint: DenseCheckpoint, misnamed: tuple[Finding, ...], advance: Advance) -> Verified:
     """Of a checkpoint without checksums: whether each tensor and object can be read as the index describes it."""
     folder, findings, nbytes = checkpoint.directory, list(misnamed), 0
     for name, info in checkpoint.tensors.items():
@@ -163,12 +149,12 @@ def _read(checkpoint: DenseCheckpoint, misnamed: tuple[Finding, ...], advance: A
         except UnreadableCheckpoint as error:
             findings.append(Finding(str(folder), str(error), name))
     items = len(checkpoint.tensors) + len(checkpoint.objects)
-    said = (
+    note = (
         f"{folder} has no {integrity.NAME}, as stock Megatron saves: all of it is there and can be read, but whether"
         " single bytes have changed cannot be said"
     )
-    how = "completeness, and each tensor by reading it"
-    return _Folder(folder, tuple(findings), Checked(folder.name, how, items, nbytes), () if findings else (said,))
+    checked = Checked(folder.name, "completeness, and each tensor by reading it", items, nbytes)
+    return Verified(tuple(findings), (checked,), () if findings else (note,))
 
 
 def _tracked(root: Path) -> tuple[str | None, tuple[Finding, ...]]:

@@ -8,17 +8,19 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.store.chain import Chain, read_chain
+from megatron.core.dist_checkpointing.moe.store.components import OBJECT_RULES, TENSOR_RULES, component_of, in_order
+from megatron.core.dist_checkpointing.moe.store.integrity import NAME as INTEGRITY
+from megatron.core.dist_checkpointing.moe.store.names import COMMON, TRACKER
+from moe_ckpt.megatron_core import load_megatron_core
 from moe_ckpt.report import Columns, Fact, Report, Table
 
-from ...errors import UnreadableCheckpoint
-from ...examine.saves import SavedIteration, saved_iteration, saved_iterations, tracked
-from ...store.chain import Chain, read_chain
-from ...store.components import OBJECT_RULES, TENSOR_RULES, component_of, in_order
-from ...store.integrity import NAME as INTEGRITY
-from ...store.names import COMMON, TRACKER
+from .location import Inspection
+from .saves import SavedIteration, saved_iteration, saved_iterations, tracked
 
 if TYPE_CHECKING:
-    from ...store.dense import DenseCheckpoint
+    from megatron.core.dist_checkpointing.moe.store.dense import DenseCheckpoint
 
 _DEGREES = (
     ("TP", "tensor_model_parallel_size"),
@@ -38,8 +40,8 @@ _OPERATORS: Columns = (
 )
 
 
-def saves_report(root: Path, now_s: float) -> tuple[Report, str]:
-    """A --save folder, and why its newest iteration cannot be read, empty if it can.
+def saves_report(root: Path, now_s: float) -> Inspection:
+    """A --save folder; a problem is why its newest iteration cannot be read.
 
     Raises UnreadableCheckpoint for a folder without iterations.
     """
@@ -60,39 +62,38 @@ def saves_report(root: Path, now_s: float) -> tuple[Report, str]:
         Fact("Newest iteration", newest.iteration if newest and newest.iteration is not None else None, "count"),
         Fact("Tracker names", tracked(root) or None),
         Fact("Iteration folders", len(found), "count"),
-        Fact("Whole iterations", sum(one.is_complete for one in found), "count"),
-        Fact("Bytes of all", sum(one.nbytes for one in found), "bytes"),
+        Fact("Whole iterations", sum(saved.is_complete for saved in found), "count"),
+        Fact("Bytes of all", sum(saved.nbytes for saved in found), "bytes"),
     )
-    return Report(f"Checkpoints in {root}", (*own, *facts), (_iterations(found, now_s), *tables), _notes(newest)), why
+    tables = (_iterations(found, now_s), *tables)
+    return Inspection(Report(f"Checkpoints in {root}", (*own, *facts), tables, _notes(newest)), why)
 
 
-def iteration_report(folder: Path, now_s: float) -> tuple[Report, str]:
-    """One iteration, and what it lacks, empty if it is whole. Raises UnreadableCheckpoint."""
+def iteration_report(folder: Path, now_s: float) -> Inspection:
+    """One iteration; a problem is what it lacks. Raises UnreadableCheckpoint."""
     saved = saved_iteration(folder)
     facts, tables = _content(saved, now_s)
     why = "" if saved.is_complete else f"{folder} is {saved.state}; take another iteration"
-    return Report(f"Checkpoint in {folder}", facts, tables, _notes(saved)), why
+    return Inspection(Report(f"Checkpoint in {folder}", facts, tables, _notes(saved)), why)
 
 
 def _newest(root: Path, found: tuple[SavedIteration, ...]) -> SavedIteration | None:
     """The one that is loaded: that which the tracker names, else the newest whole one, not newer than the tracker's."""
     name = tracked(root)
-    whole = [one for one in found if one.is_complete]
-    named = next((one for one in whole if one.tracked), None)
-    older = [one for one in whole if not name.startswith("iter_") or one.folder.name <= name]
+    whole = [saved for saved in found if saved.is_complete]
+    named = next((saved for saved in whole if saved.tracked), None)
+    older = [saved for saved in whole if not name.startswith("iter_") or saved.folder.name <= name]
     return named or next(reversed(older), None)
 
 
 def _content(saved: SavedIteration, now_s: float) -> tuple[tuple[Fact, ...], tuple[Table, ...]]:
     """What the index and the common part of an iteration say."""
-    from ..megatron_core import load_megatron_core
-
     load_megatron_core()
-    from ...store.dense import open_dense
+    from megatron.core.dist_checkpointing.moe.store.dense import open_dense
 
     checkpoint, chain = open_dense(saved.folder), read_chain(saved.folder)
-    said = checkpoint.common.get("args")
-    arguments: Mapping[str, Any] = {} if said is None else vars(said)
+    saved_arguments = checkpoint.common.get("args")
+    arguments: Mapping[str, Any] = {} if saved_arguments is None else vars(saved_arguments)
     metadata = checkpoint.common.get("content_metadata") or {}
     where = f"in {COMMON}" if (saved.folder / COMMON).is_file() else "among the shards"
     facts = (
@@ -139,15 +140,15 @@ def _experts(chain: Chain | None) -> str | None:
 def _iterations(found: tuple[SavedIteration, ...], now_s: float) -> Table:
     rows = tuple(
         (
-            one.folder.name,
-            one.state,
-            "yes" if one.tracked else "",
-            "yes" if one.has_integrity else "no",
-            one.nbytes,
-            max(0.0, now_s - one.written_s),
-            list(one.needs),
+            saved.folder.name,
+            saved.state,
+            "yes" if saved.tracked else "",
+            "yes" if saved.has_integrity else "no",
+            saved.nbytes,
+            max(0.0, now_s - saved.written_s),
+            list(saved.needs),
         )
-        for one in reversed(found)
+        for saved in reversed(found)
     )
     return Table("Iterations", _ITERATIONS, rows)
 

@@ -1,1 +1,0 @@
-"""What of a place may be freed, and why the rest stays: storage, --save folders, the memory of nodes."""

@@ -1,0 +1,250 @@
+"""What can be asked of a place that holds checkpoints, and the answers. Values only.
+
+There are three kinds of places, and single pieces of two of them, each in a file of its own:
+
+    memory   MemoryLocation                        a --moe-ckpt-memory-dir, or a folder in it
+    storage  StorageLocation, SnapshotLocation     a --moe-ckpt-persist-dir (folder or URL), one snapshot of it
+    saves    SavesLocation, IterationLocation      a --save folder, one iteration of it
+
+`locate.locate` says which one a path or URL is. All of them answer the same questions, so commands ask no further.
+"""
+
+from __future__ import annotations
+
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.store.integrity import Advance, Damage, unwatched
+
+from .files import disk_bytes, length_bytes
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.moe.examine.values import StateView
+    from moe_ckpt.report import Report
+
+A_LINK = "it is a link: remove it by hand"
+"""Why a link stays: what it leads to lies in another place, of which nothing was asked."""
+
+
+class LocationKind(Enum):
+    """Kinds of places that can be looked into; the values say what they are."""
+
+    ITERATION = "iteration of a torch_dist checkpoint"
+    SAVES = "checkpoints of a --save directory"
+    STORAGE = "snapshots in a --moe-ckpt-persist-dir"
+    SNAPSHOT = "one snapshot of a --moe-ckpt-persist-dir"
+    MEMORY = "memory tier of a --moe-ckpt-memory-dir"
+
+
+class CheckpointLocation(ABC):
+    """A place that holds checkpoints. `place` is a folder, of storage also a URL, as it was given.
+
+    Nothing is read before a method asks for it, and only what `gc_plan` returns changes anything.
+    """
+
+    kind: ClassVar[LocationKind]
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    @property
+    def path(self) -> Path:
+        """The place as a folder; for places that are no URLs."""
+        return Path(self.place)
+
+    def size_bytes(self) -> int:
+        """About how many bytes `verify` reads, from the lengths of files."""
+        return length_bytes(self.path)
+
+    @abstractmethod
+    def inspect(self, now_s: float) -> Inspection:
+        """What is there, from names, indices and manifests alone. Raises UnreadableCheckpoint, StoreFailure."""
+
+    @abstractmethod
+    def inspect_tensors(self, pattern: str) -> Report:
+        """Statistics of the tensors whose names match a glob, each read whole.
+
+        Raises:
+            UnreadableCheckpoint: bytes are not what was saved.
+            UsageError: no tensor matches.
+        """
+
+    @abstractmethod
+    def verify(self, advance: Advance = unwatched) -> Verified:
+        """Read everything and say what is damaged, missing or cannot be checked; nothing is changed.
+
+        Args:
+            advance: is called with the number of bytes after each read.
+
+        Raises:
+            NewerFormat: a later version wrote it.
+            UnreadableCheckpoint, StoreFailure: the place as a whole cannot be read.
+        """
+
+    def gc_plan(self, limits: GcLimits, advance: Advance = unwatched) -> GcPlan:
+        """What may be freed, why the rest stays, and how to free it. What stays for its content was read first.
+
+        Args:
+            limits: what the user says of the place.
+            advance: is called with the number of bytes after each read.
+
+        Raises:
+            UsageError: the place is a piece of something that is freed as a whole.
+            OSError, StoreFailure, UnreadableCheckpoint: it cannot be read.
+        """
+        raise UsageError(f"{self.place} is one {self.kind.value}: give the folder it lies in")
+
+    def state_view(self) -> StateView:
+        """The one state at this place, as named values that `diff` compares. Raises UnreadableCheckpoint, StoreFailure.
+
+        Raises UsageError for a place that holds no single state.
+        """
+        raise UsageError(
+            f"{self.place} is the {self.kind.value}, which holds no single state: give a checkpoint, or a"
+            " --moe-ckpt-persist-dir"
+        )
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What is at a place. problem: a sentence on what is wrong with it; empty if nothing is."""
+
+    report: Report
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is not as it should be.
+
+    path: of the file or folder. found: what is there, or a whole sentence. item: the record or tensor, if it is one.
+    expected: what should be there, if that can be said.
+    """
+
+    path: str
+    found: str
+    item: str = ""
+    expected: str = ""
+
+    @classmethod
+    def of(cls, damage: Damage) -> Finding:
+        """A file that does not match the integrity file."""
+        return cls(str(damage.path), damage.found, expected=damage.expected)
+
+    def __str__(self) -> str:
+        where = "" if self.path in self.found else f"{self.path}: "
+        item = f"{self.item}: " if self.item and self.item not in self.found else ""
+        return f"{where}{item}{self.found}{f'; expected {self.expected}' if self.expected else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A part of a place that was looked at: `items` files, tensors or records of `nbytes` bytes together, and how."""
+
+    part: str
+    how: str
+    items: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a place was found to be.
+
+    unchecked: what could not be looked at, or does not count as damage, as sentences. restores: the newest state that
+    can be loaded from it, empty if there is none; None where that was not asked.
+    """
+
+    findings: tuple[Finding, ...]
+    checked: tuple[Checked, ...] = field(repr=False)
+    unchecked: tuple[str, ...] = ()
+    restores: str | None = None
+
+    @classmethod
+    def of_parts(
+        cls, parts: Iterable[Verified], findings: Iterable[Finding], notes: Iterable[str], restores: str | None
+    ) -> Verified:
+        """What parts were found to be, followed by what is wrong with them together, and with notes on the whole."""
+        parts = tuple(parts)
+        return cls(
+            (*(finding for part in parts for finding in part.findings), *findings),
+            tuple(checked for part in parts for checked in part.checked),
+            (*(note for part in parts for note in part.unchecked), *notes),
+            restores,
+        )
+
+
+NEVER_COMPLETED = "it was never completed or is damaged"
+OUTLIVED = "enough newer ones are kept, and none of them lacks what it holds"
+
+
+@dataclass(frozen=True)
+class GcItem:
+    """Something that takes space and is freed as a whole. reason: why it is freed, or why it stays.
+
+    remove: frees it; None for what stays. Raises OSError, StoreFailure.
+    """
+
+    what: str
+    nbytes: int
+    reason: str
+    remove: Callable[[], None] | None = field(default=None, repr=False, compare=False)
+
+    def kept(self, reason: str) -> GcItem:
+        """The same, which stays."""
+        return replace(self, reason=reason, remove=None)
+
+    @classmethod
+    def left_over(cls, folder: Path, reason: str) -> GcItem:
+        """A folder that nothing reads, which goes unless it is a link. Raises OSError."""
+        item = cls(folder.name, disk_bytes(folder), reason, partial(shutil.rmtree, folder))
+        return item.kept(A_LINK) if folder.is_symlink() else item
+
+
+@dataclass(frozen=True)
+class GcPlan:
+    """What is in a place, oldest first. restores: the newest state that can be loaded from it and stays, for people."""
+
+    items: tuple[GcItem, ...]
+    restores: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def freed(self) -> tuple[GcItem, ...]:
+        """What may go."""
+        return tuple(item for item in self.items if item.remove is not None)
+
+
+@dataclass(frozen=True)
+class GcLimits:
+    """What the user says of a place.
+
+    keep_last: newest states to keep; None leaves it to the place. idle_s: where something was written less than this
+    ago, a job may be running. ended: ids of jobs that will not be resumed. now_s: seconds since 1970.
+    """
+
+    keep_last: int | None
+    idle_s: float
+    ended: frozenset[str]
+    now_s: float
+
+    def too_fresh(self, written_s: float | None) -> str:
+        """Why something that was written then must stay, as a whole sentence; empty if it need not."""
+        age_s = None if written_s is None else self.now_s - written_s
+        if age_s is None:
+            return "it cannot be told when something was written here last: a job may be running"
+        if age_s < self.idle_s:
+            return f"something was written here {max(0.0, age_s):.0f} s ago: a job may be running"
+        return ""
+
+    def applied(self, items: list[GcItem], written_s: float | None) -> tuple[GcItem, ...]:
+        """The items, of which none goes where something was written too short a time ago."""
+        fresh = self.too_fresh(written_s)
+        return tuple(item.kept(fresh) if fresh and item.remove else item for item in items)

@@ -1,0 +1,53 @@
+"""Reading the records of snapshots in storage and in memory, without holding on to memory that a job needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.ports import Manifest, Reader, Record, SnapshotId
+from megatron.core.dist_checkpointing.moe.store.integrity import Advance
+
+from .location import Finding
+
+BATCH_BYTES = 1 << 26
+"""So many bytes are read before a snapshot is let go of: the job that owns its memory may need that meanwhile."""
+
+
+class Readable(Protocol):
+    """Where snapshots can be opened."""
+
+    def open(self, snapshot: SnapshotId) -> Reader:
+        """As `ports.Store.open`."""
+
+
+def verify_records(store: Readable, manifest: Manifest, path: str, advance: Advance) -> tuple[Finding, ...]:
+    """The records of a snapshot that cannot be read or have changed; `path` says where it is.
+
+    Raises UnreadableCheckpoint if it cannot be opened any more.
+    """
+    found: list[Finding] = []
+    for batch in batches(manifest.records, BATCH_BYTES):
+        with store.open(manifest.snapshot) as reader:
+            for record in batch:
+                try:
+                    reader.read(record.key)
+                except UnreadableCheckpoint as error:
+                    found.append(Finding(path, str(error), record.key, f"checksum {record.xxh3}"))
+                advance(record.nbytes)
+    return tuple(found)
+
+
+def batches(records: Iterable[Record], least_bytes: int) -> Iterator[list[Record]]:
+    """Records in their order, in lists of as many as have `least_bytes`; the last may have fewer."""
+    batch: list[Record] = []
+    nbytes = 0
+    for record in records:
+        batch.append(record)
+        nbytes += record.nbytes
+        if nbytes >= least_bytes:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
