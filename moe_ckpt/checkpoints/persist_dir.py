@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
-from megatron.core.dist_checkpointing.moe.ports import SnapshotId, Store, StoreFailure, Torn
+from megatron.core.dist_checkpointing.moe.ports import SnapshotId, StoreFailure, Torn
 from megatron.core.dist_checkpointing.moe.store.filesystem import SEGMENT, FilesystemStore
 from megatron.core.dist_checkpointing.moe.store.objects import ObjectStore, remote
 from megatron.core.dist_checkpointing.moe.types.layout import MANIFEST, UNSEALED
@@ -30,12 +30,14 @@ _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 class PersistDir(ABC):
     """The storage at `place`; its methods raise OSError, and StoreFailure for a URL, unless they say otherwise."""
 
-    def __init__(self, place: str, store: Store) -> None:
+    def __init__(self, place: str, store: FilesystemStore | ObjectStore) -> None:
         self.place, self.store = place, store
 
-    @abstractmethod
     def sealed_s(self, snapshot: SnapshotId) -> float | None:
         """When a snapshot was sealed, in seconds since 1970; None where the storage does not say. Raises nothing."""
+        with suppress(OSError, StoreFailure):
+            return self.store.sealed_s(snapshot)
+        return None
 
     @abstractmethod
     def last_written_s(self) -> float | None:
@@ -77,11 +79,6 @@ class PersistFolder(PersistDir):
         super().__init__(place, store)
         self._folder = store.directory
 
-    def sealed_s(self, snapshot: SnapshotId) -> float | None:
-        with suppress(OSError):
-            return (self._folder / snapshot.name / MANIFEST).stat().st_mtime
-        return None
-
     def last_written_s(self) -> float | None:
         return files.last_written_s(self._folder)
 
@@ -117,12 +114,6 @@ class PersistUrl(PersistDir):
     def __init__(self, place: str, store: ObjectStore) -> None:
         super().__init__(place, store)
         self._files, self._root = store.files, store.root
-
-    def sealed_s(self, snapshot: SnapshotId) -> float | None:
-        with suppress(OSError, StoreFailure), remote(self._root):
-            path = f"{self._root.rstrip('/')}/{snapshot.name}/{MANIFEST}"
-            return float(self._files.modified(path).timestamp())
-        return None
 
     def last_written_s(self) -> float | None:
         with remote(self.place):

@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.moe.store.names import (
 from moe_ckpt.megatron_core import load_megatron_core
 
 from .files import last_written_s
-from .location import A_LINK, CheckpointLocation, GcItem, GcLimits, GcPlan, Inspection, LocationKind, Verified
+from .location import A_LINK, OUTLIVED, CheckpointLocation, GcItem, GcLimits, GcPlan, Inspection, LocationKind, Verified
 from .recognition import UNSUPPORTED, is_unsupported, recognize
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing.moe.ports import Json, SnapshotId, Store, 
 from megatron.core.dist_checkpointing.moe.store.integrity import Advance
 from megatron.core.dist_checkpointing.moe.types import OperatorId, Part
 
-from .location import A_LINK, GcItem, GcLimits, GcPlan
+from .location import A_LINK, NEVER_COMPLETED, OUTLIVED, GcItem, GcLimits, GcPlan
 from .persist_dir import PersistDir, is_unsealed
 from .records import verify_records
 
