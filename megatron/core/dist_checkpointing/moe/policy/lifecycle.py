@@ -82,70 +82,45 @@ class WindowEvent(enum.Enum):
     SUPERSEDED = "Newer windows cover all that it holds, as safe as it is."
 
 
+_S, _E = WindowState, WindowEvent  # so that a row of the table is a line
+
 WINDOW: TransitionTable[WindowState, WindowEvent] = TransitionTable(
     "Window",
-    (WindowState.COPYING, WindowState.RESTORED, WindowState.SPARE),
+    (_S.COPYING, _S.RESTORED, _S.SPARE),
     {
-        (WindowState.COPYING, WindowEvent.BEGUN): (
-            WindowState.COPYING,
-            "A window has one snapshot per iteration.",
-        ),
-        (WindowState.COPYING, WindowEvent.SEALED): (
-            WindowState.COPYING,
-            "It restores nothing before its last snapshot.",
-        ),
-        (WindowState.COPYING, WindowEvent.ENDED): (
-            WindowState.COPYING,
-            "Replicas are made as the window goes, and are judged when it is whole.",
-        ),
-        (WindowState.COPYING, WindowEvent.ALL_SEALED): (
-            WindowState.REPLICATING,
-            "From here on it restores a state where no node is lost.",
-        ),
-        (WindowState.COPYING, WindowEvent.FAILED): (
-            WindowState.GIVEN_UP,
+        (_S.COPYING, _E.BEGUN): (_S.COPYING, "A window has one snapshot per iteration."),
+        (_S.COPYING, _E.SEALED): (_S.COPYING, "It restores nothing before its last snapshot."),
+        (_S.COPYING, _E.ENDED): (_S.COPYING, "Replicas are made as the window goes, and are judged when it is whole."),
+        (_S.COPYING, _E.ALL_SEALED): (_S.REPLICATING, "From here on it restores a state where no node is lost."),
+        (_S.COPYING, _E.FAILED): (
+            _S.GIVEN_UP,
             "A window that lacks a snapshot restores nothing; the next iteration begins another one.",
         ),
-        (WindowState.REPLICATING, WindowEvent.ALL_ACKNOWLEDGED): (
-            WindowState.PROTECTED,
-            "Any of the asked-for number of nodes may go.",
-        ),
-        (WindowState.REPLICATING, WindowEvent.REPLICAS_MISSING): (
-            WindowState.UNDER_REPLICATED,
+        (_S.REPLICATING, _E.ALL_ACKNOWLEDGED): (_S.PROTECTED, "Any of the asked-for number of nodes may go."),
+        (_S.REPLICATING, _E.REPLICAS_MISSING): (
+            _S.UNDER_REPLICATED,
             "The next window brings its own replicas: these are not tried again.",
         ),
-        (WindowState.RESTORED, WindowEvent.ALL_ACKNOWLEDGED): (
-            WindowState.PROTECTED,
+        (_S.RESTORED, _E.ALL_ACKNOWLEDGED): (
+            _S.PROTECTED,
             "Peers that lacked a replica, as on a new node, have it again.",
         ),
-        (WindowState.RESTORED, WindowEvent.REPLICAS_MISSING): (
-            WindowState.UNDER_REPLICATED,
+        (_S.RESTORED, _E.REPLICAS_MISSING): (
+            _S.UNDER_REPLICATED,
             "Some replica that went with a node could not be made again.",
         ),
-        (WindowState.GIVEN_UP, WindowEvent.ENDED): (
-            WindowState.GIVEN_UP,
-            "What comes of a window after its failure is freed as it comes.",
-        ),
-        (WindowState.GIVEN_UP, WindowEvent.FAILED): (
-            WindowState.GIVEN_UP,
-            "What comes of a window after its failure is freed as it comes.",
-        ),
-        (WindowState.GIVEN_UP, WindowEvent.DRAINED): (
-            WindowState.FREED,
-            "Until then copies and replicas of it still take memory.",
-        ),
-        (WindowState.PROTECTED, WindowEvent.SUPERSEDED): (
-            WindowState.FREED,
+        (_S.GIVEN_UP, _E.ENDED): (_S.GIVEN_UP, "What comes of a window after its failure is freed as it comes."),
+        (_S.GIVEN_UP, _E.FAILED): (_S.GIVEN_UP, "What comes of a window after its failure is freed as it comes."),
+        (_S.GIVEN_UP, _E.DRAINED): (_S.FREED, "Until then copies and replicas of it still take memory."),
+        (_S.PROTECTED, _E.SUPERSEDED): (
+            _S.FREED,
             "The newest protected copy of everything is elsewhere (`policy.retention`).",
         ),
-        (WindowState.UNDER_REPLICATED, WindowEvent.SUPERSEDED): (
-            WindowState.FREED,
+        (_S.UNDER_REPLICATED, _E.SUPERSEDED): (
+            _S.FREED,
             "The newest copy of everything is elsewhere, and no less safe (`policy.retention`).",
         ),
-        (WindowState.SPARE, WindowEvent.SUPERSEDED): (
-            WindowState.FREED,
-            "No rank needs them for another recovery: a newer state is protected.",
-        ),
+        (_S.SPARE, _E.SUPERSEDED): (_S.FREED, "No rank needs them for another recovery: a newer state is protected."),
     },
 )
 
@@ -171,10 +146,7 @@ PERSISTENT_COPY: TransitionTable[PersistState, PersistEvent] = TransitionTable(
     "Persistent copy",
     (PersistState.WRITING, PersistState.PERSISTENT),
     {
-        (PersistState.WRITING, PersistEvent.WRITTEN): (
-            PersistState.PERSISTENT,
-            "It counts only once it is whole.",
-        ),
+        (PersistState.WRITING, PersistEvent.WRITTEN): (PersistState.PERSISTENT, "It counts only once it is whole."),
         (PersistState.WRITING, PersistEvent.REFUSED): (
             PersistState.FAILED,
             "The next window that is due is tried instead.",

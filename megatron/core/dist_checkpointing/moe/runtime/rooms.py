@@ -51,13 +51,13 @@ def fit_memory(
 def gathered_sizes(capturer: Capturer, transport: Transport) -> dict[int, dict[OperatorId, OperatorSize]]:
     """What `operator_sizes` gives on each rank, by rank; a collective over all ranks."""
     mine: list[Json] = [
-        [one.layer, one.kind.value, one.expert, size.full_bytes, size.weights_bytes]
-        for one, size in operator_sizes(capturer).items()
+        [operator.layer, operator.kind.value, operator.expert, size.full_bytes, size.weights_bytes]
+        for operator, size in operator_sizes(capturer).items()
     ]
-    told = cast("list[list[list[int]]]", transport.gather(mine))
+    gathered = cast("list[list[list[int]]]", transport.gather(mine))
     return {
         rank: {OperatorId(row[0], OperatorKind(row[1]), row[2]): OperatorSize(row[3], row[4]) for row in rows}
-        for rank, rows in enumerate(told)
+        for rank, rows in enumerate(gathered)
     }
 
 
@@ -69,7 +69,7 @@ def operator_sizes(capturer: Capturer) -> dict[OperatorId, OperatorSize]:
 
 def account_of(rooms: tuple[Room, ...], job: Job, rank: int, owners: int, log_bytes: int = 0) -> MemoryAccount | None:
     """What the rooms hold on this rank, and its boundary logs beside them, as MoEvement Table 6 counts it; None where
-    nobody has told the sizes."""
+    the sizes are not known."""
     if rank not in job.sizes:
         return None
     return replace(memory_account(rooms, job.sizes[rank], owners), log_bytes=log_bytes)
