@@ -7,14 +7,13 @@ from pathlib import Path
 
 import click
 
-from moe_ckpt.report import Fact, Report, Table
+from moe_ckpt.report import Columns, Fact, Report, Table
 
 from ...config import MoECheckpointConfig
 from ...errors import UsageError
 from ...policy.partial import PEC_SCOPES, pec_plan, sequential_selection
 from ...policy.sharding import ShardAssignment, shard_checkpoint
 from ...types import ModelShape, OperatorId, Part, SnapshotPlan, Topology
-from ..report import Columns, Fact, Report, Table
 from . import counts_file
 from .drive import driven, new_strategy
 from .options import PlannedJob, number, plan_command
