@@ -127,12 +127,7 @@ class PecState:
         Exact for a copy of the last captures or one that the ledger knows; any older one counts as the newest known one
         before it, so that never fewer tokens are reported than were lost.
         """
-        captured = {
-            level: {
-                expert(row[0], row[1]): tuple(Saved(*one) for one in row[2]) for row in data["captured"][level.value]
-            }
-            for level in Level
-        }
+        captured = _captures_of(data)
         used, stored = _used(plan)
         ledger = TokenLedger.from_data(data["ledger"])
         ledger = replace(ledger, kept_points=self.kept_points)
@@ -186,6 +181,14 @@ class PecState:
     def _dropping_ready(self, flight: Flight) -> PecState:
         state = self if self.ready is None else self._abandoned(self.ready.iteration, Level.PERSIST)
         return replace(state, ready=flight)
+
+
+def _captures_of(data: Mapping[str, Any]) -> dict[Level, dict[OperatorId, tuple[Saved, ...]]]:
+    """The newest captures of each expert, as `to_data` wrote them."""
+    return {
+        level: {expert(row[0], row[1]): tuple(Saved(*one) for one in row[2]) for row in data["captured"][level.value]}
+        for level in Level
+    }
 
 
 def _used(plan: RecoveryPlan) -> tuple[dict[OperatorId, int], dict[OperatorId, Level]]:
