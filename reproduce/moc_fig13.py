@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.policy.interval import (
-    Run,
+    TrainingRun,
     in_iterations,
     moc_overhead_s,
     moc_save_overhead_s,
@@ -79,7 +79,7 @@ def overheads() -> dict[str, tuple[int, float, float]]:
     full_s = moc_save_overhead_s(one.base_snapshot_s, one.forward_backward_s)
     moc_s = moc_save_overhead_s(one.moc_snapshot_s, one.forward_backward_s)
     iteration_s, iterations = one.forward_backward_s, 100_000
-    run = Run(iterations, iteration_s, iteration_s / MTBF_S, RESTART_S)
+    run = TrainingRun(iterations, iteration_s, iteration_s / MTBF_S, RESTART_S)
     interval = in_iterations(young(full_s, MTBF_S), iteration_s)
     shorter = max(1, round(interval * moc_s / full_s))
     chosen = {

@@ -387,6 +387,33 @@ def test_what_a_plan_cannot_do_without_is_asked_for(run: Run, missing: str) -> N
     assert err == f"moe-ckpt: Missing option '{missing}'.\n"
 
 
+def test_counts_may_differ_from_iteration_to_iteration_as_a_job_logs_them(facts, tmp_path: Path) -> None:
+    def hot(expert: int) -> list[list[int]]:
+        return [[9 if index == expert else 1 for index in range(8)]] * 6
+
+    by_iteration = {1: hot(0), 2: hot(3), 3: hot(6)}
+    series, log = tmp_path / "series.json", tmp_path / "metrics.jsonl"
+    series.write_text(json.dumps(list(by_iteration.values())))
+    lines = [
+        {"loss": 1.0, "expert_tokens": None},
+        *({"expert_tokens": {at: rows}} for at, rows in by_iteration.items()),
+    ]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    asked = ("pec", "--model", "GPT-125M-8E", "--pec-selection", "load-aware", "--checkpoints", "4", "--counts")
+    plan = facts(*asked, series)
+    # The snapshot after iteration t knows the tokens of those before t; checkpoint 0 is after the first iteration.
+    assert [row["snapshot"] for row in plan["selections"] if row["layer"] == 1][2:] == [[3], [6]]
+    assert facts(*asked, log) == plan
+
+
+def test_a_metrics_log_that_leaves_out_iterations_is_refused(run: Run, tmp_path: Path) -> None:
+    log = tmp_path / "metrics.jsonl"
+    log.write_text(json.dumps({"expert_tokens": {2: [[1] * 8] * 6}}))
+    code, _, err = run("pec", "--model", "GPT-125M-8E", "--counts", log)
+    assert code == 2
+    assert "--moe-ckpt-log-expert-tokens" in err
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "[[1]]", '[["a"]]', "null", "[[-1, 1, 1, 1, 1, 1, 1, 1]]"], ids=str)
 def test_a_counts_file_that_does_not_fit_the_model_is_refused(run: Run, tmp_path: Path, content: str) -> None:
     counts = tmp_path / "counts.json"

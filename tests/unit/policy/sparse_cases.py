@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.moe.runtime.custody import Custody
 from megatron.core.dist_checkpointing.moe.runtime.keeper import Work
 from megatron.core.dist_checkpointing.moe.runtime.persister import PersistWork
 from megatron.core.dist_checkpointing.moe.strategies import Costs, Job, Pace, Sparse
-from megatron.core.dist_checkpointing.moe.strategies.sparse.windows import timetable
+from megatron.core.dist_checkpointing.moe.strategies.sparse.windows import Timetable, timetable
 from megatron.core.dist_checkpointing.moe.types import (
     OperatorId,
     OperatorKind,
@@ -26,6 +26,15 @@ from megatron.core.dist_checkpointing.moe.types import (
 
 LAYERS, EXPERTS = 2, 4
 CONFIG = MoECheckpointConfig(strategy="sparse", persist_dir="/storage", persist_interval=7, window="3")
+
+
+def bytes_per_step(table: Timetable, own: Mapping[OperatorId, OperatorSize]) -> tuple[int, ...]:
+    """What a rank that owns operators of these sizes copies in each iteration of a window."""
+    anchored = [[own[one] for one in group if one in own] for group in table.groups]
+    weights = [sum(size.weights_bytes for size in group) for group in anchored]
+    return tuple(
+        sum(size.full_bytes for size in group) + sum(weights[step + 1 :]) for step, group in enumerate(anchored)
+    )
 
 
 def operators(layers: int = LAYERS, experts: int = EXPERTS) -> tuple[OperatorId, ...]:

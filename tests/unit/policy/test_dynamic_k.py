@@ -19,12 +19,10 @@ from megatron.core.dist_checkpointing.moe.policy.dynamic_k import (
     choose_k,
     k_ladder,
     paper_next_k,
-    plan_k,
     worst_case_lost_tokens,
 )
 from megatron.core.dist_checkpointing.moe.policy.losses import Level, TokenLedger
 from megatron.core.dist_checkpointing.moe.policy.partial import (
-    load_aware_selection,
     next_position,
     sequential_selection,
 )
@@ -69,8 +67,9 @@ class Job:
 
     def select(self, k: int) -> tuple[OperatorId, ...]:
         if self.load_aware:
-            ages = self.ledger.ages(PERSIST, self.interval)
-            return load_aware_selection(self.layers, self.ledger.unsaved(PERSIST), k, EP, ages=ages)
+            rows = zip(self.layers, self.ledger.unsaved(PERSIST), strict=True)
+            ranked = {layer: sorted(range(EXPERTS), key=lambda index: (-row[index], index)) for layer, row in rows}
+            return tuple(expert(layer, index) for layer, order in ranked.items() for index in order[:k])
         return sequential_selection(self.layers, EXPERTS, k, self.position, ep=EP)
 
     def checkpoint(self) -> None:
@@ -233,14 +232,9 @@ def test_the_worst_case_is_reached_by_routing_to_the_experts_saved_last(num_expe
     assert worst == worst_case_lost_tokens(cadence, k)
 
 
-def test_a_k_planned_for_the_worst_case_holds_until_the_next_recovery() -> None:
+def test_the_worst_case_shrinks_with_k() -> None:
     cadence = Cadence(num_experts=8, topk=1, interval=2, tokens_per_iteration=10)
-    limit = PltLimit(tokens=1000, topk=1, threshold=Fraction(1, 10))
     assert [worst_case_lost_tokens(cadence, k) for k in (1, 2, 4, 8)] == [140, 60, 20, 0]
-    assert plan_k((0, 0), limit, cadence, 1).k == 2
-    assert plan_k((60, 60), limit, cadence, 1).k == 4
-    assert plan_k((90, 90), limit, cadence, 1).k == 8
-    assert not plan_k((110, 110), limit, cadence, 1).holds
 
 
 @pytest.mark.parametrize(

@@ -10,23 +10,21 @@ from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.interval import (
-    Run,
+    TrainingRun,
     checkfreq_interval,
     daly,
     ettr,
     expected_recovery_s,
     gemini_oracle,
     in_iterations,
-    moc_overhead_of_faults_s,
     moc_overhead_s,
     moc_save_overhead_s,
-    sparse_recovery_s,
     young,
 )
 
 NAN, INF = math.nan, math.inf
 SECONDS = st.floats(0.001, 1e5)
-RUN = Run(iterations=1000, iteration_time_s=2.0, faults_per_iteration=0.01, restart_s=60.0)
+RUN = TrainingRun(iterations=1000, iteration_time_s=2.0, faults_per_iteration=0.01, restart_s=60.0)
 
 
 def test_an_interval_costs_exactly_the_overhead_that_is_allowed() -> None:
@@ -94,11 +92,9 @@ def test_an_interval_in_iterations_is_the_nearest_one(seconds: float, iterations
     assert in_iterations(seconds, 2.0) == iterations
 
 
-def test_half_a_dense_interval_and_three_halves_of_a_window_are_run_again() -> None:
+def test_half_an_interval_is_run_again() -> None:
     assert expected_recovery_s(2.0, 10) == 10.0
     assert expected_recovery_s(2.0, 10, restart_s=30.0) == 40.0
-    assert sparse_recovery_s(2.0, 6) == 18.0
-    assert sparse_recovery_s(2.0, 6, restart_s=30.0) == 48.0
 
 
 def test_ettr_multiplies_runtime_and_recovery_overhead() -> None:
@@ -190,12 +186,6 @@ def test_the_overhead_of_a_run_sums_saving_restarts_and_lost_progress() -> None:
     assert moc_overhead_s(3.0, 20, RUN) == 50 * 3.0 + 10 * (60.0 + 10 * 2.0)
 
 
-def test_known_losses_replace_the_expected_ones() -> None:
-    assert moc_overhead_of_faults_s(3.0, 20, RUN, []) == 150.0
-    assert moc_overhead_of_faults_s(3.0, 20, RUN, [0, 19, 2.5]) == 150.0 + 3 * 60.0 + 21.5 * 2.0
-    assert moc_overhead_of_faults_s(3.0, 20, RUN, [10] * 10) == moc_overhead_s(3.0, 20, RUN)
-
-
 @given(st.floats(0, 50), st.integers(1, 100), st.floats(0, 50), st.integers(1, 100), st.floats(0, 1000))
 def test_restarts_and_length_of_the_run_never_decide_between_two_strategies(
     one_s: float, one_interval: int, other_s: float, other_interval: int, restart_s: float
@@ -205,7 +195,7 @@ def test_restarts_and_length_of_the_run_never_decide_between_two_strategies(
 
     difference = per_iteration(one_s, one_interval) - per_iteration(other_s, other_interval)
     assume(abs(difference) > 1e-6)
-    run = Run(iterations=500, iteration_time_s=2.0, faults_per_iteration=0.01, restart_s=restart_s)
+    run = TrainingRun(iterations=500, iteration_time_s=2.0, faults_per_iteration=0.01, restart_s=restart_s)
     overheads = moc_overhead_s(one_s, one_interval, run), moc_overhead_s(other_s, other_interval, run)
     assert (overheads[0] > overheads[1]) == (difference > 0)
 
@@ -223,11 +213,10 @@ def test_times_that_must_be_positive_are_refused_by_name(bad: float) -> None:
         lambda: daly(1.0, bad),
         lambda: in_iterations(1.0, bad),
         lambda: expected_recovery_s(bad, 1),
-        lambda: sparse_recovery_s(bad, 1),
         lambda: ettr(bad, 1.0, 1, 1.0, 1.0),
         lambda: ettr(1.0, 1.0, 1, 1.0, bad),
         lambda: gemini_oracle(1.0, 1.0, bad, 5),
-        lambda: Run(1, bad, 0.1, 1.0),
+        lambda: TrainingRun(1, bad, 0.1, 1.0),
     ):
         with pytest.raises(UsageError, match="greater than 0"):
             call()
@@ -246,17 +235,14 @@ def test_times_that_may_be_zero_are_refused_by_name_when_negative_or_not_finite(
         "snapshot_s": lambda: moc_save_overhead_s(bad, 1.0),
         "forward_backward_s": lambda: moc_save_overhead_s(1.0, bad),
         "save_s": lambda: moc_overhead_s(bad, 1, RUN),
-        "lost_iterations": lambda: moc_overhead_of_faults_s(1.0, 1, RUN, [1.0, bad]),
-        "faults_per_iteration": lambda: Run(1, 1.0, bad, 1.0),
+        "faults_per_iteration": lambda: TrainingRun(1, 1.0, bad, 1.0),
     }.items():
         with pytest.raises(UsageError, match=rf"^{name} is {bad}, but must be a finite number of at least 0$"):
             call()
     for call in (
-        lambda: sparse_recovery_s(1.0, 1, bad),
-        lambda: moc_overhead_of_faults_s(bad, 1, RUN, []),
         lambda: gemini_oracle(1.0, bad, 1.0, 5),
         lambda: gemini_oracle(1.0, 1.0, 1.0, 5, bad),
-        lambda: Run(1, 1.0, 0.1, bad),
+        lambda: TrainingRun(1, 1.0, 0.1, bad),
     ):
         with pytest.raises(UsageError, match="at least 0"):
             call()
@@ -266,7 +252,6 @@ def test_times_that_may_be_zero_are_refused_by_name_when_negative_or_not_finite(
 def test_intervals_that_are_no_positive_whole_number_are_refused(bad: int) -> None:
     for name, call in {
         "interval": lambda: ettr(1.0, 1.0, bad, 1.0, 1.0),
-        "window": lambda: sparse_recovery_s(1.0, bad),
         "max_interval": lambda: gemini_oracle(1.0, 1.0, 1.0, bad),
     }.items():
         with pytest.raises(UsageError, match=rf"^{name} is {bad}, but must be a whole number of at least 1$"):
@@ -274,7 +259,6 @@ def test_intervals_that_are_no_positive_whole_number_are_refused(bad: int) -> No
     for call in (
         lambda: expected_recovery_s(1.0, bad),
         lambda: moc_overhead_s(1.0, bad, RUN),
-        lambda: moc_overhead_of_faults_s(1.0, bad, RUN, []),
     ):
         with pytest.raises(UsageError, match="whole number"):
             call()

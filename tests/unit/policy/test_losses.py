@@ -39,7 +39,6 @@ def test_tokens_count_from_the_last_saved_copy_of_each_level(ledger: TokenLedger
     assert ledger.unsaved(SNAPSHOT) == ((5, 1, 5), (2, 2, 2))
     assert ledger.unsaved(PERSIST) == ((10, 8, 5), (13, 3, 10))
     assert ledger.last_saved(SNAPSHOT) == ((1, 2, 0), (2, 2, 2))
-    assert ledger.ages(SNAPSHOT, 2) == ((1, 1, 2), (1, 1, 1))
 
 
 def test_a_fault_loses_what_experts_learnt_between_their_copy_and_the_restored_iteration(ledger: TokenLedger) -> None:
@@ -258,7 +257,6 @@ def test_the_measures_of_single_faults_add_up(faults: list[list[int]], tokens: i
         (lambda ledger: ledger.recovered(2, 2, {expert(1, 0): 3}), "copy of layer1.expert0 is of iteration 3"),
         (lambda ledger: ledger.loss(2, {expert(1, 1): 1}), "copy of layer1.expert1 is of iteration 1"),
         (lambda ledger: ledger.loss(2, {OperatorId(1, OperatorKind.ROUTER): 1}), "operator is layer1.router"),
-        (lambda ledger: ledger.ages(SNAPSHOT, 0), "interval is 0"),
         (lambda ledger: TokenLedger.started([], 3), "layers is ()"),
         (lambda ledger: TokenLedger.started([3, 1], 3), "layers is (3, 1)"),
         (lambda ledger: TokenLedger.started([1], 0), "num_experts is 0"),

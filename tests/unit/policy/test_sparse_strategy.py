@@ -8,7 +8,20 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_cases import CONFIG, Rank, at_random, auto, job_of, operators, pace, peak, protected, shards_of, sizes_of
+from sparse_cases import (
+    CONFIG,
+    Rank,
+    at_random,
+    auto,
+    bytes_per_step,
+    job_of,
+    operators,
+    pace,
+    peak,
+    protected,
+    shards_of,
+    sizes_of,
+)
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.copies import Level
@@ -16,7 +29,7 @@ from megatron.core.dist_checkpointing.moe.policy.rounds import Status
 from megatron.core.dist_checkpointing.moe.strategies import Costs, Job, Pace, Sparse
 from megatron.core.dist_checkpointing.moe.strategies.account import memory_account
 from megatron.core.dist_checkpointing.moe.strategies.sparse.budget import MEASURED, Budget
-from megatron.core.dist_checkpointing.moe.strategies.sparse.windows import bytes_per_step, timetable
+from megatron.core.dist_checkpointing.moe.strategies.sparse.windows import timetable
 from megatron.core.dist_checkpointing.moe.types import (
     Copy,
     Inventory,

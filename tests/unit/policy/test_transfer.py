@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.transfer import (
-    Transfer,
+    TransferChoice,
     TransferCost,
     transfer,
     transfer_bytes,
@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.moe.policy.transfer import (
 )
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, OperatorId, Part, Precision, expert
 
-GRADIENTS, STATE = Transfer.GRADIENTS, Transfer.STATE
+GRADIENTS, STATE = TransferChoice.GRADIENTS, TransferChoice.STATE
 EXPERTS = tuple(expert(layer, index) for layer in range(2) for index in range(4))
 COSTS = dict.fromkeys(EXPERTS, TransferCost(1200, 400))
 SETS = st.frozensets(st.sampled_from(EXPERTS))
@@ -49,7 +49,9 @@ def test_an_acknowledgement_from_before_the_last_snapshot_counts_for_nothing() -
 
 
 @pytest.mark.parametrize(("gradient_bytes", "decision"), [(1199, GRADIENTS), (1200, STATE), (1201, STATE)])
-def test_gradients_that_are_not_smaller_than_the_state_are_not_sent(gradient_bytes: int, decision: Transfer) -> None:
+def test_gradients_that_are_not_smaller_than_the_state_are_not_sent(
+    gradient_bytes: int, decision: TransferChoice
+) -> None:
     chosen = frozenset(EXPERTS[:1])
     costs = {EXPERTS[0]: TransferCost(1200, gradient_bytes)}
     assert transfer(chosen, chosen, 1, chosen, costs) == {EXPERTS[0]: decision}

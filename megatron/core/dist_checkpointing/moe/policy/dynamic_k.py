@@ -155,22 +155,6 @@ def worst_case_lost_tokens(cadence: Cadence, k: int) -> int:
     return cadence.interval * cadence.tokens_per_iteration * sum(min(cadence.topk, experts) for experts in left_out)
 
 
-def plan_k(lost_tokens: Sequence[int], limit: PltLimit, cadence: Cadence, floor: int) -> KChoice:
-    """K to keep until the next recovery, from the worst case of sequential selection instead of what is at stake.
-
-    The papers' rhythm, one decision after each recovery, made safe, and an answer before training has begun: the
-    smallest K from `floor`, doubled up to N, with which one more fault at the worst moment and with the worst routing
-    stays within the threshold. Far more careful than `choose_k`, which knows the real routing.
-    lost_tokens: per MoE layer, of all faults so far. Raises UsageError for a floor outside of 1..N.
-    """
-    for k in k_ladder(floor, cadence.num_experts):
-        at_risk = (worst_case_lost_tokens(cadence, k),) * len(lost_tokens)
-        plt = limit.plt([before + more for before, more in zip(lost_tokens, at_risk, strict=True)])
-        if plt <= limit.threshold or k == cadence.num_experts:
-            break
-    return KChoice(k, at_risk, plt, plt <= limit.threshold)
-
-
 def _check_floor(k: int, num_experts: int) -> None:
     if not 1 <= k <= num_experts:
         raise UsageError(f"k is {k}, but must be from 1 to num_experts = {num_experts}")

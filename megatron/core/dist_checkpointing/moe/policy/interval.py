@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -70,17 +69,6 @@ def expected_recovery_s(iteration_time_s: float, interval: int, restart_s: float
     return restart_s + whole("interval", interval, 1) * iteration_time_s / 2
 
 
-def sparse_recovery_s(iteration_time_s: float, window: int, restart_s: float = 0.0) -> float:
-    """E[R] of sparse checkpoints with a window of W iterations (MoEvement 3.6): 3/2 W, after a constant restart.
-
-    W iterations turn the newest window into a dense state, and half a window on average follows it. Raises UsageError
-    as `expected_recovery_s` does.
-    """
-    positive("iteration_time_s", iteration_time_s)
-    not_negative("restart_s", restart_s)
-    return restart_s + whole("window", window, 1) * iteration_time_s * 3 / 2
-
-
 def ettr(
     iteration_time_s: float, checkpoint_overhead_s: float, interval: int, expected_recovery_s: float, mtbf_s: float
 ) -> float:
@@ -121,7 +109,7 @@ def gemini_oracle(
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """What MoC eq. 4 takes as given of a whole training run.
 
     `faults_per_iteration` is the constant rate lambda of eq. 11, `iteration_time_s` over the mean time between
@@ -155,7 +143,7 @@ def moc_save_overhead_s(snapshot_s: float, forward_backward_s: float) -> float:
     return max(0.0, snapshot_s - forward_backward_s)
 
 
-def moc_overhead_s(save_s: float, interval: int, run: Run) -> float:
+def moc_overhead_s(save_s: float, interval: int, run: TrainingRun) -> float:
     """O_ckpt of MoC eq. 4 with the expected faults of eq. 11, which is eq. 12 and eq. 13: seconds over the whole run.
 
     The paper adds I_ckpt / 2 iterations to seconds; here the lost iterations count with the time they take. Two
@@ -165,15 +153,3 @@ def moc_overhead_s(save_s: float, interval: int, run: Run) -> float:
     not_negative("save_s", save_s)
     lost_s = whole("interval", interval, 1) / 2 * run.iteration_time_s
     return save_s * run.iterations / interval + run.expected_faults * (run.restart_s + lost_s)
-
-
-def moc_overhead_of_faults_s(save_s: float, interval: int, run: Run, lost_iterations: Sequence[float]) -> float:
-    """O_ckpt of MoC eq. 3, when it is known how many iterations each fault lost: seconds over the whole run.
-
-    Raises UsageError as `moc_overhead_s` does, and for lost iterations that are negative or not finite.
-    """
-    not_negative("save_s", save_s)
-    whole("interval", interval, 1)
-    lost = sum(not_negative("lost_iterations", iterations) for iterations in lost_iterations)
-    saving_s = save_s * run.iterations / interval
-    return saving_s + len(lost_iterations) * run.restart_s + float(lost) * run.iteration_time_s

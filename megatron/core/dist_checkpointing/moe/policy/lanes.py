@@ -9,7 +9,7 @@ from typing import Generic, TypeVar, cast
 from ..errors import UsageError
 from ..types import OperatorId, Window
 from .checks import whole
-from .packing import Load
+from .packing import Items
 from .partition import partition
 from .window import Schedule, Sizes, load_of, schedule_of
 
@@ -27,7 +27,7 @@ class _Lanes(Generic[AnyLane]):
     """Operators and sizes per lane; lanes of the same shape share one partition."""
 
     ordered: dict[AnyLane, tuple[OperatorId, ...]]
-    loads: dict[AnyLane, Load]
+    loads: dict[AnyLane, Items]
     budget_bytes: int
     found: dict[object, Groups] = field(default_factory=dict)
 

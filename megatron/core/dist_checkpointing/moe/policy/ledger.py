@@ -149,12 +149,6 @@ class TokenLedger:
         """Iteration of each expert's newest copy at `level`, -1 where there is none."""
         return tuple(tuple([newest_copy(history).iteration for history in row]) for row in self.copies[level])
 
-    def ages(self, level: Level, interval: int) -> Counts:
-        """Checkpoints, one every `interval` iterations, since each expert's newest copy at `level`, rounded up."""
-        if interval < 1:
-            raise UsageError(f"interval is {interval}, but must be at least 1")
-        return tuple(tuple([-((last - self.iteration) // interval) for last in row]) for row in self.last_saved(level))
-
     def at_risk(self, level: Level) -> tuple[int, ...]:
         """Tokens per MoE layer that are lost if a fault strikes now and only copies at `level` survive."""
         newest = next((point.tokens for point in reversed(self.points) if level in point.sealed), self.tokens)

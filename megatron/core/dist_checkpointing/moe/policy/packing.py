@@ -1,14 +1,29 @@
-"""Packing of a window by bytes: boulders and sand, filled from the last step to the first.
+"""Packing of a window by bytes: which operators are saved in full in which step, so that the largest step is small.
 
-An operator costs its full bytes in the step that anchors it and its weights bytes in every earlier one, so filling from
-the back knows what each step still has room for. Everything here works on positions in the order of anchoring. The
-order bends only where an operator does not fit: it is skipped, and smaller ones before it fill the gap.
+Bin packing with a twist. The steps of a window are the bins, `cap` bytes each, and the operators are the items, in the
+order in which they should be saved in full. An item weighs its full bytes in the step that saves it in full, and its
+weights bytes in every EARLIER step, which has to carry its compute weights until then (MoEvement 3.2). So the steps are
+filled from the last to the first: then what is due in a step, the weights of all that is already placed behind it, is
+known before the step is filled.
+
+Two ways to fill, and the better one counts:
+- In order (`_in_order`): each step takes consecutive operators from the end of what remains, as many as fit. Of all
+  packings that keep the order this one has the fewest steps.
+- Bent order (`_bent`), first-fit decreasing with care: a step first takes the largest items, as long as no earlier step
+  could take them (earlier steps carry more weights, so they only have less room), then small ones from the end of the
+  order, as far as the weights that they add to earlier steps leave the largest remaining item its place. Items that do
+  not fit are skipped, so the order bends only where it has to.
+
+`fewest_steps` asks how many steps a cap needs, `most_even` halves the cap until no packing is found. Steps may be
+partly full from the start (`Bins`): with operators that other ranks have pinned. Everything here works on positions in
+the order and on whole bytes, so that all ranks compute the same packing. `partition` chooses caps and orders, `window`
+speaks of operators.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -17,12 +32,12 @@ _LOOK_AHEAD = 64  # runs tried for one gap: bounds the work, and how far the ord
 _HALVINGS = 14
 _FEW_STEPS = 64  # tried before as many steps as there are operators
 
-Piece = tuple[int, int]
+Positions = tuple[int, int]
 """Positions from start to stop, stop excluded."""
 
 
 @dataclass(frozen=True)
-class Load:
+class Items:
     """Operators to pack in the order of anchoring: full bytes, weights bytes, and the caller's numbers for them."""
 
     full: Sequence[int]
@@ -32,12 +47,12 @@ class Load:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def only(self, positions: Sequence[int]) -> Load:
+    def only(self, positions: Sequence[int]) -> Items:
         """Some of the operators, in the order of `positions`."""
-        return Load(*([column[index] for index in positions] for column in (self.full, self.weights, self.numbers)))
+        return Items(*([column[index] for index in positions] for column in (self.full, self.weights, self.numbers)))
 
-    def ascending(self) -> Load:
-        """First what adds least to the WEIGHTS of all, so that sand is left for every gap; of equal size as before."""
+    def ascending(self) -> Items:
+        """First what adds least to the WEIGHTS of all, so that small ones are left for gaps; equal ones as before."""
         return self.only(sorted(range(len(self)), key=lambda index: self.full[index] - self.weights[index]))
 
     @property
@@ -80,7 +95,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Room:
+class Bins:
     """Steps to fill, LAST step first: bytes in each already, and whether it has to get an operator.
 
     A step that holds more than the cap already gets nothing, and is no reason to fail unless it has to get something.
@@ -98,14 +113,15 @@ class Room:
     @cached_property
     def leave(self) -> tuple[int, ...]:
         """For each step how many operators the steps before it need."""
-        return tuple(accumulate(reversed(self.needs_one), initial=0))[-2::-1]
+        return tuple(_of_steps_before(accumulate(reversed(self.needs_one), initial=0)))
 
     def most_base_before(self, cap: int) -> list[int]:
         """For each step the largest base of all steps before it that is not above the cap."""
-        return list(accumulate((base if base <= cap else 0 for base in reversed(self.base)), max, initial=0))[-2::-1]
+        within = (base if base <= cap else 0 for base in reversed(self.base))
+        return _of_steps_before(accumulate(within, max, initial=0))
 
     @classmethod
-    def around(cls, window: int, pinned: Sequence[tuple[int, int, int]], operators: int) -> Room:
+    def around(cls, window: int, pinned: Sequence[tuple[int, int, int]], operators: int) -> Bins:
         """`window` steps around pinned (step from the first, full, weights); empty only if operators are too few."""
         full, weights, empty = [0] * window, [0] * window, [True] * window
         for step, full_bytes, weights_bytes in pinned:
@@ -117,33 +133,38 @@ class Room:
         return cls([own + later for own, later in zip(reversed(full), due, strict=False)], needs_one)
 
 
+def _of_steps_before(totals: Iterable[int]) -> list[int]:
+    """Running totals from the first step on, the initial 0 included, as what lies before each step, last step first."""
+    return list(totals)[-2::-1]
+
+
 @dataclass(frozen=True)
 class Packing:
-    """Pieces that each step anchors, FIRST step first, and the largest load of those that were not above the cap."""
+    """What each step saves in full, FIRST step first, and the largest load of those that were not above the cap."""
 
-    steps: tuple[tuple[Piece, ...], ...]
+    steps: tuple[tuple[Positions, ...], ...]
     peak_bytes: int
 
 
-def fewest_steps(load: Load, cap: int) -> int | None:
+def fewest_steps(items: Items, cap: int) -> int | None:
     """The fewest steps of `cap` bytes that bending the order, or keeping it, finds for all operators; None: neither."""
-    for limit in (min(_FEW_STEPS, len(load)), len(load)):
-        room = Room([0] * limit, [False] * limit)
-        found = [packing.steps for packing in (_bent(load, room, cap), _straight(load, room, cap)) if packing]
+    for limit in (min(_FEW_STEPS, len(items)), len(items)):
+        bins = Bins([0] * limit, [False] * limit)
+        found = [packing.steps for packing in (_bent(items, bins, cap), _in_order(items, bins, cap)) if packing]
         if found:
             return min(sum(map(bool, steps)) for steps in found)
     return None
 
 
-def most_even(load: Load, room: Room, cap: int) -> Packing | None:
+def most_even(items: Items, bins: Bins, cap: int) -> Packing | None:
     """The packing with the lowest cap that halving finds below `cap`; None if that is not enough."""
-    best = _pack(load, room, cap)
+    best = _pack(items, bins, cap)
     if best is None:
         return None
-    low, high = max([load.weights_before[-1], *(base for base in room.base if base <= cap)]), best.peak_bytes
+    low, high = max([items.weights_before[-1], *(base for base in bins.base if base <= cap)]), best.peak_bytes
     for _ in range(_HALVINGS):
         middle = (low + high) // 2
-        packing = _pack(load, room, middle) if middle < high else None
+        packing = _pack(items, bins, middle) if middle < high else None
         if packing is None:
             low = middle
         else:
@@ -151,18 +172,18 @@ def most_even(load: Load, room: Room, cap: int) -> Packing | None:
     return best
 
 
-def _pack(load: Load, room: Room, cap: int) -> Packing | None:
-    return _bent(load, room, cap) or _straight(load, room, cap)
+def _pack(items: Items, bins: Bins, cap: int) -> Packing | None:
+    return _bent(items, bins, cap) or _in_order(items, bins, cap)
 
 
-def _straight(load: Load, room: Room, cap: int) -> Packing | None:
+def _in_order(items: Items, bins: Bins, cap: int) -> Packing | None:
     """Consecutive operators only: of all such packings the one with the fewest steps.
 
     A step that needs an operator gets one: it has more room than any step before it, so what does not fit never does.
     """
-    full, weights = load.full_before, load.weights_before
-    stop, steps, peak = len(load), [], 0
-    for base, leave in zip(room.base, room.leave, strict=True):
+    full, weights = items.full_before, items.weights_before
+    stop, steps, peak = len(items), [], 0
+    for base, leave in zip(bins.base, bins.leave, strict=True):
         due = base + weights[-1] - weights[stop]
         start = stop if due > cap else min(stop, max(leave, bisect_left(full, full[stop] - (cap - due))))
         if due > cap >= base:
@@ -173,67 +194,88 @@ def _straight(load: Load, room: Room, cap: int) -> Packing | None:
     return None if stop else Packing(tuple(reversed(steps)), peak)
 
 
-def _bent(load: Load, room: Room, cap: int) -> Packing | None:
-    """Boulders while they still fit, then sand from the end of the order, as far as that leaves boulders their room."""
-    filling, peak = _Filling(load), 0
-    steps: list[tuple[Piece, ...]] = []
-    columns = zip(room.base, room.least_base_before, room.most_base_before(cap), room.leave, strict=True)
+def _bent(items: Items, bins: Bins, cap: int) -> Packing | None:
+    """Large items while no earlier step has room for them, then small ones from the end of the order."""
+    remaining, peak = _Remaining(items), 0
+    steps: list[tuple[Positions, ...]] = []
+    columns = zip(bins.base, bins.least_base_before, bins.most_base_before(cap), bins.leave, strict=True)
     for base, least_before, most_before, leave in columns:
-        due = base + filling.due
-        filling.later_room = -1 if least_before is None else cap - least_before - filling.due
-        filling.later_due = cap - most_before - filling.due
-        if due > cap >= base or not filling.fill(max(cap - due, 0), leave):
+        due = base + remaining.due
+        step = _Step(
+            gap=max(cap - due, 0),
+            leave=leave,
+            earlier_gap=None if least_before is None else cap - least_before - remaining.due,
+            earlier_weights=cap - most_before - remaining.due,
+        )
+        if due > cap >= base or not remaining.fill(step):
             return None
-        if room.needs_one[len(steps)] and not filling.pieces:
+        if bins.needs_one[len(steps)] and not remaining.taken:
             return None
-        steps.append(tuple(sorted(filling.pieces)))
-        peak = max(peak, due + filling.full) if base <= cap else peak
-    return None if filling.remaining else Packing(tuple(reversed(steps)), peak)
+        steps.append(tuple(sorted(remaining.taken)))
+        peak = max(peak, due + remaining.full) if base <= cap else peak
+    return None if remaining.count else Packing(tuple(reversed(steps)), peak)
 
 
-class _Filling:
-    """Operators not placed yet, and what one step after the other, from the last one, takes of them.
+@dataclass(frozen=True)
+class _Step:
+    """What one step has room for.
 
-    `later_room` is what the emptiest step before this one could hold if this one added no WEIGHTS, and -1 if there is
-    none; `later_due` are the WEIGHTS that the fullest one of them has room for.
+    gap: bytes that it can take. leave: operators that the steps before it need. earlier_gap: what the emptiest step
+    before it could hold if this one added no WEIGHTS; None if there is none. earlier_weights: the WEIGHTS that the
+    fullest step before it has room for.
     """
 
-    def __init__(self, load: Load) -> None:
-        self.load, self.runs = load, load.runs
-        self.ends = [stop for _, _, _, stop in load.runs]
-        self.remaining, self.remaining_full = len(load), load.full_before[-1]
-        self.top, self.big = len(load.runs) - 1, 0
-        self.due = self.later_room = self.later_due = 0
-        self.pieces: list[Piece] = []
-        self.full = self.weights = self.count = 0
+    gap: int
+    leave: int
+    earlier_gap: int | None
+    earlier_weights: int
 
-    def fill(self, gap: int, leave: int) -> bool:
+
+class _Remaining:
+    """Operators that are not placed yet, and what one step after the other, from the last one, takes of them.
+
+    A run is a row of operators of equal size; operators are taken from its end. `due` are the WEIGHTS that all that was
+    taken adds to every step before; `taken`, `full` and `weights` are of the step that was filled last.
+    """
+
+    def __init__(self, items: Items) -> None:
+        self.items, self.runs = items, items.runs
+        self.ends = [stop for _, _, _, stop in items.runs]
+        self.count, self.count_full = len(items), items.full_before[-1]
+        self.last_run, self.largest_at = len(items.runs) - 1, 0  # where to look for the next one, in order and by size
+        self.due = self.full = self.weights = 0
+        self.may_take = 0
+        self.taken: list[Positions] = []
+
+    def fill(self, step: _Step) -> bool:
         """Fill one step; False if what remains can then not be placed any more."""
-        self.pieces, self.full, self.weights, self.count = [], 0, 0, max(self.remaining - leave, 0)
-        if not self.remaining:
+        self.taken, self.full, self.weights = [], 0, 0
+        self.may_take = max(self.count - step.leave, 0)
+        if not self.count:
             return True
-        if self.remaining_full <= gap and not leave:
+        if self.count_full <= step.gap and not step.leave:
             self._take_all()
-        elif self.later_room < 0:
+        elif step.earlier_gap is None or step.earlier_gap < 0:
             return False
         else:
-            self._take_boulders(gap)
-            spare = min(self.later_room - self._largest()[0], self.later_due)
+            self._take_large(step.gap, step.earlier_gap)
+            # Weights that this step may add before the largest item that remains fits no earlier step.
+            spare = min(step.earlier_gap - self._largest()[0], step.earlier_weights)
             if spare < self.weights:
                 return False
-            self._take_sand(gap, spare)
+            self._take_small(step.gap, spare)
         self.due += self.weights
         return True
 
     def _take(self, run: int, count: int) -> None:
         full, weights, _, _ = self.runs[run]
         self.ends[run] -= count
-        self.pieces.append((self.ends[run], self.ends[run] + count))
+        self.taken.append((self.ends[run], self.ends[run] + count))
         self.full += full * count
         self.weights += weights * count
+        self.may_take -= count
         self.count -= count
-        self.remaining -= count
-        self.remaining_full -= full * count
+        self.count_full -= full * count
 
     def _take_all(self) -> None:
         for run, (_, _, start, _) in enumerate(self.runs):
@@ -242,34 +284,41 @@ class _Filling:
 
     def _largest(self) -> tuple[int, int]:
         """(full bytes, run) of the largest operator that remains; (0, -1) if none does."""
-        order = self.load.largest_first
-        while self.big < len(order) and self.ends[order[self.big]] == self.runs[order[self.big]][2]:
-            self.big += 1
-        return (self.runs[order[self.big]][0], order[self.big]) if self.big < len(order) else (0, -1)
+        order = self.items.largest_first
+        while self.largest_at < len(order):
+            run = order[self.largest_at]
+            full, _, start, _ = self.runs[run]
+            if self.ends[run] > start:
+                return full, run
+            self.largest_at += 1
+        return 0, -1
 
-    def _take_boulders(self, gap: int) -> None:
-        """Take the largest operators while no earlier step would have room for them, were this one filled with sand."""
-        all_full, all_weights = self.load.full_before[-1], self.load.weights_before[-1]
-        while self.count:
+    def _take_large(self, gap: int, earlier_gap: int) -> None:
+        """Take the largest operators while no earlier step would have room for them, were this one filled with others.
+
+        The others are taken to be average: as much WEIGHTS per byte as all operators together.
+        """
+        all_full, all_weights = self.items.full_before[-1], self.items.weights_before[-1]
+        while self.may_take:
             full, run = self._largest()
             weights = self.weights + (gap - self.full) * all_weights // max(all_full, 1)
-            if run < 0 or self.full + full > gap or full + weights <= self.later_room:
+            if run < 0 or self.full + full > gap or full + weights <= earlier_gap:
                 return
             self._take(run, 1)
 
-    def _take_sand(self, gap: int, spare: int) -> None:
+    def _take_small(self, gap: int, spare: int) -> None:
         """Take operators from the end of the order while they fit and this step has no more WEIGHTS than `spare`."""
-        tried, run = 0, self.top
-        while run >= 0 and self.count and tried < _LOOK_AHEAD:
+        tried, run = 0, self.last_run
+        while run >= 0 and self.may_take and tried < _LOOK_AHEAD:
             full, weights, start, _ = self.runs[run]
             left = self.ends[run] - start
-            count = min(left, self.count, _times(gap - self.full, full), _times(spare - self.weights, weights))
+            count = min(left, self.may_take, _times(gap - self.full, full), _times(spare - self.weights, weights))
             if count:
                 self._take(run, count)
             if count < left or tried:
                 tried += 1
             else:
-                self.top = run - 1
+                self.last_run = run - 1
             run -= 1
 
 

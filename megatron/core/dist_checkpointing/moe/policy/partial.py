@@ -63,68 +63,6 @@ def next_position(position: int, k: int, num_experts: int) -> int:
     return (position + k) % num_experts
 
 
-def load_aware_selection(
-    moe_layers: Sequence[int],
-    unsaved_tokens: Sequence[Sequence[int]],
-    k: int,
-    ep: int = 1,
-    *,
-    ages: Sequence[Sequence[int]] | None = None,
-    max_age: int | None = None,
-) -> tuple[OperatorId, ...]:
-    """The K experts per MoE layer with the most tokens since they were last saved (PEC Alg. 1).
-
-    unsaved_tokens: per MoE layer and expert, identical on all ranks. Layers are served from the last to the first, and
-    each expert-parallel rank saves at most ceil(N_moe x K / ep) experts; equal experts go by id. The paper has one
-    expert per rank; here rank r has the experts of block r. Two additions to the paper:
-    - Where full ranks leave fewer than K experts in a layer, the paper saves fewer than K. Here K are always saved: the
-      missing ones come from the ranks that exceed their capacity the least.
-    - The paper lets an expert with few tokens wait for ever. With `ages` (checkpoints since each expert was last saved)
-      experts older than `max_age`, by default 2 x ceil(N / K), go first, the oldest ahead, capacity or not. Every
-      expert is then saved at an age of at most max_age + ceil(N / K).
-    Raises UsageError for k outside of 1..N, ep that does not divide N, negative tokens or ages, or rows of wrong size.
-    """
-    num_experts = len(unsaved_tokens[0]) if unsaved_tokens else 0
-    _check_k("k", k, "num_experts", num_experts)
-    per_rank = _experts_per_rank(num_experts, ep)
-    _check_rows("unsaved_tokens", unsaved_tokens, len(moe_layers), num_experts)
-    if max_age is not None and max_age < 1:
-        raise UsageError(f"max_age is {max_age}, but must be at least 1")
-    overdue_after = 2 * -(-num_experts // k) if max_age is None else max_age
-    age_rows: Sequence[Sequence[int]] = [[0] * num_experts] * len(moe_layers) if ages is None else ages
-    _check_rows("ages", age_rows, len(moe_layers), num_experts)
-    capacity = [-(-len(moe_layers) * k // ep)] * ep
-    selected: list[OperatorId] = []
-    for layer, tokens, layer_ages in reversed(list(zip(moe_layers, unsaved_tokens, age_rows, strict=True))):
-        overdue = [max(0, age - overdue_after) for age in layer_ages]
-        ranked = sorted((-late, -load, index) for index, (late, load) in enumerate(zip(overdue, tokens, strict=True)))
-        order = [index for _, _, index in ranked]
-        selected += [expert(layer, index) for index in _within_capacity(order, overdue, capacity, k, per_rank)]
-    return tuple(sorted(selected, key=_by_expert))
-
-
-def _within_capacity(
-    order: Sequence[int], overdue: Sequence[int], capacity: list[int], k: int, per_rank: int
-) -> list[int]:
-    """K experts of one layer, as far as possible in this order; takes them off `capacity`."""
-    chosen: list[int] = []
-    refused: list[int] = []
-    for index in order:
-        if len(chosen) == k:
-            break
-        if overdue[index] or capacity[index // per_rank] > 0:
-            capacity[index // per_rank] -= 1
-            chosen.append(index)
-        else:
-            refused.append(index)
-    while len(chosen) < k:
-        least = max(refused, key=lambda index: capacity[index // per_rank])
-        refused.remove(least)
-        capacity[least // per_rank] -= 1
-        chosen.append(least)
-    return chosen
-
-
 def persist_selection(
     moe_layers: Sequence[int],
     selected: Iterable[OperatorId],
@@ -238,70 +176,6 @@ def checkpoint_bytes(
         expert_bytes(optimizer),
         others * precision.bytes_per_parameter(stored & optimizer),
     )
-
-
-@dataclass(frozen=True)
-class CheckpointTimes:
-    """What adaptive choice goes by: how fast checkpoints are copied, and how long that may take.
-
-    snapshot_bytes_per_s and persist_bytes_per_s are of one rank to the memory tier and to storage; fb_time_s is the
-    forward and backward pass that a snapshot hides behind, interval_s the wanted time between checkpoints. All must be
-    the same on all ranks. Raises UsageError for values that are not above 0.
-    """
-
-    snapshot_bytes_per_s: float
-    fb_time_s: float
-    persist_bytes_per_s: float
-    interval_s: float
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not value > 0:
-                raise UsageError(f"{name} is {value}, but must be above 0")
-
-
-@dataclass(frozen=True)
-class AdaptiveK:
-    """K for both levels and what they cost: `stall_s` per checkpoint, and the shortest interval that storage allows."""
-
-    k_snapshot: int
-    k_persist: int
-    stall_s: float
-    least_interval_s: float
-    fits: bool
-
-
-def adaptive_k(snapshot_bytes: Sequence[int], persist_bytes: Sequence[int], times: CheckpointTimes) -> AdaptiveK:
-    """K_snapshot and K_persist for this hardware (MoC 5.3).
-
-    snapshot_bytes[k - 1] and persist_bytes[k - 1] are the bytes of the bottleneck rank with k = 1..N experts per layer.
-    K_snapshot is the largest whose snapshot ends within the next forward and backward pass; K_persist the largest, up
-    to K_snapshot, with which persisting ends within the wanted interval. (The paper wants K_persist small for the sake
-    of the interval; with the interval given, more only lowers what a lost node costs.) Where not even K = 1 fits, K is
-    the largest with the fewest bytes, which uses the spare capacity of ranks that are no bottleneck: `fits` is then
-    False, and `stall_s` or `least_interval_s` says what that costs.
-    Raises UsageError for empty tables, tables of different sizes, or negative bytes.
-    """
-    if not snapshot_bytes or len(persist_bytes) != len(snapshot_bytes):
-        raise UsageError(
-            f"persist_bytes has {len(persist_bytes)} entries and snapshot_bytes {len(snapshot_bytes)}, but both must"
-            " have one for each K from 1 to the number of experts"
-        )
-    for name, table in (("snapshot_bytes", snapshot_bytes), ("persist_bytes", persist_bytes)):
-        if min(table) < 0:
-            raise UsageError(f"{name} has {min(table)}, but must be at least 0")
-    k_snapshot = _largest_k(snapshot_bytes, times.snapshot_bytes_per_s * times.fb_time_s)
-    k_persist = _largest_k(persist_bytes[:k_snapshot], times.persist_bytes_per_s * times.interval_s)
-    stall_s = max(0.0, snapshot_bytes[k_snapshot - 1] / times.snapshot_bytes_per_s - times.fb_time_s)
-    least_interval_s = persist_bytes[k_persist - 1] / times.persist_bytes_per_s
-    return AdaptiveK(
-        k_snapshot, k_persist, stall_s, least_interval_s, stall_s == 0 and least_interval_s <= times.interval_s
-    )
-
-
-def _largest_k(table: Sequence[int], budget_bytes: float) -> int:
-    limit = max(budget_bytes, min(table))
-    return max(k for k, size_bytes in enumerate(table, start=1) if size_bytes <= limit)
 
 
 def _by_expert(operator: OperatorId) -> tuple[int, int]:

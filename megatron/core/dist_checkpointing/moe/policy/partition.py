@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from .packing import Load, Packing, Room, fewest_steps, most_even
+from .packing import Bins, Items, Packing, fewest_steps, most_even
 
 _WORTH_OF_ORDER = 50  # the order of anchoring is given up for one step less, or for 1/50 of the largest load
 
 
 def partition(
-    load: Load, budget_bytes: int, window: int | None = None, pinned: Mapping[int, int] | None = None
+    load: Items, budget_bytes: int, window: int | None = None, pinned: Mapping[int, int] | None = None
 ) -> tuple[tuple[int, ...], ...]:
     """Numbers that each step anchors, ascending; the rules are those of `window.byte_aware_schedule`.
 
@@ -32,7 +32,7 @@ def partition(
     raise AssertionError("caps grow until one step holds everything")
 
 
-def _caps(load: Load, budget_bytes: int) -> Iterator[int]:
+def _caps(load: Items, budget_bytes: int) -> Iterator[int]:
     """The budget, then caps from 10 % above the least that any window needs, in steps of 10 %."""
     cap = budget_bytes
     yield cap
@@ -42,7 +42,7 @@ def _caps(load: Load, budget_bytes: int) -> Iterator[int]:
         yield cap
 
 
-def _steps_needed(load: Load, alone: Sequence[int], cap: int) -> int | None:
+def _steps_needed(load: Items, alone: Sequence[int], cap: int) -> int | None:
     """The smallest window that is found for `cap`; None if there is none."""
     if sum(load.weights) > cap:
         return None  # also where all are too large: else each would get an iteration of its own
@@ -53,35 +53,37 @@ def _steps_needed(load: Load, alone: Sequence[int], cap: int) -> int | None:
     return None if steps is None else steps + len(alone)
 
 
-def _most_even_around(load: Load, pins: Mapping[int, int], window: int, cap: int) -> tuple[tuple[int, ...], ...] | None:
+def _most_even_around(
+    load: Items, pins: Mapping[int, int], window: int, cap: int
+) -> tuple[tuple[int, ...], ...] | None:
     """The most even partition around pinned positions, in order unless that costs too much; None: not below `cap`."""
     rest = _without(load, pins)
     pinned = [(step, load.full[number], load.weights[number]) for number, step in pins.items()]
-    room = Room.around(window, pinned, len(rest))
-    in_order = most_even(rest, room, cap)
+    bins = Bins.around(window, pinned, len(rest))
+    in_order = most_even(rest, bins, cap)
     good_enough = in_order.peak_bytes * (_WORTH_OF_ORDER - 1) // _WORTH_OF_ORDER if in_order else cap
     if in_order and rest.can_never_fit(window, good_enough):
         return _groups(rest, in_order, pins)
     ascending = rest.ascending()
-    by_size = most_even(ascending, room, cap)
+    by_size = most_even(ascending, bins, cap)
     if by_size and (in_order is None or by_size.peak_bytes < good_enough):
         return _groups(ascending, by_size, pins)
     return _groups(rest, in_order, pins) if in_order else None
 
 
-def _groups(load: Load, packing: Packing, pins: Mapping[int, int]) -> tuple[tuple[int, ...], ...]:
+def _groups(load: Items, packing: Packing, pins: Mapping[int, int]) -> tuple[tuple[int, ...], ...]:
     groups = [[number for start, stop in pieces for number in load.numbers[start:stop]] for pieces in packing.steps]
     for number, step in pins.items():
         groups[step].append(number)
     return tuple(tuple(sorted(group)) for group in groups)
 
 
-def _without(load: Load, numbers: Sequence[int] | Mapping[int, int]) -> Load:
+def _without(load: Items, numbers: Sequence[int] | Mapping[int, int]) -> Items:
     left_out = set(numbers)
     return load.only([index for index in range(len(load)) if index not in left_out]) if left_out else load
 
 
-def _too_large(load: Load, cap: int) -> list[int]:
+def _too_large(load: Items, cap: int) -> list[int]:
     """Numbers of operators that fit no step beside the WEIGHTS of others that are too large; the largest first."""
     found, reserved = [], 0
     if max(load.full, default=0) > cap:

@@ -249,7 +249,7 @@ def surviving(placement: Placement, lost_nodes: Collection[int]) -> Survival:
 
 
 @dataclass(frozen=True)
-class Coverage:
+class ReplicaCoverage:
     """Facts of a placement.
 
     fatal_nodes: the smallest number of nodes whose simultaneous loss loses some owner's state, and
@@ -269,7 +269,7 @@ class Coverage:
     most_kept: int
 
 
-def coverage(placement: Placement, topology: Topology) -> Coverage:
+def coverage(placement: Placement, topology: Topology) -> ReplicaCoverage:
     """What a placement survives, exactly: losing an owner takes all nodes that hold it, and that is enough."""
     ids, nodes = group_ids(topology), placement.nodes
     holders = {placement.holders(owner) for owner in range(len(nodes))}
@@ -278,7 +278,7 @@ def coverage(placement: Placement, topology: Topology) -> Coverage:
     experts = sum(ids[owner][1] == ids[peer][1] for owner, peer in pairs)
     dense = sum(ids[owner][0] == ids[peer][0] and ids[owner][1] != ids[peer][1] for owner, peer in pairs)
     kept = [len(owners) for owners in placement.kept_by]
-    return Coverage(
+    return ReplicaCoverage(
         fatal_nodes=fatal,
         fatal_sets=sum(len(held) == fatal for held in holders),
         same_node=sum(nodes[owner] == nodes[peer] for owner, peer in pairs),

@@ -10,7 +10,7 @@ from ..errors import UsageError
 from ..types import OperatorId, OperatorSize, SnapshotPlan, full_plan
 from .checks import budget_bytes, positive, whole
 
-Key = TypeVar("Key", int, OperatorId)
+ExpertKey = TypeVar("ExpertKey", int, OperatorId)
 
 
 def total_experts(available_bytes: int, non_expert_bytes: int, expert_bytes: int, experts: int) -> int:
@@ -211,7 +211,7 @@ def capacity_boost(
     return CapacityBoost(boosted, {operator: tokens for operator, tokens in debt.items() if tokens})
 
 
-def _apportion(weights: Mapping[Key, int], total: int, limits: Mapping[Key, int]) -> dict[Key, int]:
+def _apportion(weights: Mapping[ExpertKey, int], total: int, limits: Mapping[ExpertKey, int]) -> dict[ExpertKey, int]:
     """Shares of `total` in proportion to weights, none above its limit; exact. `total` is at most the sum of limits."""
     shares = dict.fromkeys(sorted(limits), 0)
     unfilled = list(shares)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from functools import cached_property
 
 from ..errors import UsageError
@@ -198,20 +197,6 @@ def eq_6_pec_bytes(shape: ModelShape, precision: Precision, k: int) -> int:
         raise UsageError(f"k is {k}, but must be from 1 to num_experts = {shape.num_experts}")
     saved = shape.total_parameters - shape.expert_parameters + shape.expert_parameters * k // shape.num_experts
     return saved * precision.bytes_per_parameter(Part.EVERYTHING)
-
-
-def eq_8_rank_bytes(shape: ModelShape, precision: Precision, d_dp: int, d_ep: int) -> Fraction:
-    """C_rank of MoC eq. 8 as published: the ideal bytes of one rank with equal sharding and ZeRO-2.
-
-    Right for one EP group (d_dp = d_ep). With several it overstates: ZeRO-2 spreads the optimizer state of non-experts
-    over all of DP, that of an expert over its d_dp / d_ep replicas, and equal sharding does so with expert weights, so
-    that the even share of `shard_checkpoint` is eq. 5 over d_dp, which is this with d_dp in all three denominators.
-    Raises UsageError when d_ep does not divide d_dp.
-    """
-    _check_groups(d_dp, d_ep)
-    weights, optimizer = precision.bytes_per_parameter(Part.COMPUTE), precision.bytes_per_parameter(Part.FULL)
-    experts, rest = shape.expert_parameters, shape.total_parameters - shape.expert_parameters
-    return Fraction((rest + experts) * optimizer + experts * weights, d_ep) + Fraction(rest * weights, d_dp)
 
 
 def is_balanced(k: int, moe_layers: int, d_ep: int, d_dp: int) -> bool:

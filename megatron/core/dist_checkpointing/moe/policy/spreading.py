@@ -45,13 +45,13 @@ def spread(topology: Topology, r: int) -> Peers:
     """
     least = least_load(map(len, topology.ranks_by_node.values()), r)
     for prefer, bound in dict.fromkeys(((True, least), (True, max(least, r + 1)), (False, least))):
-        found = _Search(topology, bound).run(r, prefer)
+        found = _GreedyPass(topology, bound).run(r, prefer)
         if found is not None:
             return found
     raise AssertionError(f"no placement of {r} replicas with at most {least} on a rank")
 
 
-class _Search:
+class _GreedyPass:
     """One pass over the owners with an upper bound on the replicas of a rank.
 
     `room` counts the replicas that a node can still take, `waiting` its own ranks that have not been served. Taking

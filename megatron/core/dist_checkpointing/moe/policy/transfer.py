@@ -12,7 +12,7 @@ from ..types import OperatorId, Part, Precision
 from .checks import whole
 
 
-class Transfer(enum.Enum):
+class TransferChoice(enum.Enum):
     """What is sent of one operator (MOETION Alg. 3)."""
 
     STATE = "state"  # "Optimizer+Model": the replica is replaced
@@ -30,9 +30,9 @@ class TransferCost:
         whole("state_bytes", self.state_bytes, 0)
         whole("gradient_bytes", self.gradient_bytes, 0)
 
-    def of(self, decision: Transfer) -> int:
+    def of(self, decision: TransferChoice) -> int:
         """Bytes of the transfer that was decided on."""
-        return self.state_bytes if decision is Transfer.STATE else self.gradient_bytes
+        return self.state_bytes if decision is TransferChoice.STATE else self.gradient_bytes
 
 
 def transfer_cost(
@@ -55,7 +55,7 @@ def transfer(
     interval: int,
     acknowledged: AbstractSet[OperatorId],
     costs: Mapping[OperatorId, TransferCost],
-) -> dict[OperatorId, Transfer]:
+) -> dict[OperatorId, TransferChoice]:
     """MOETION Alg. 3: what is sent of each operator in `current`, ascending, for the state after iteration t.
 
     Gradients go only to a peer that verifiably holds the state after iteration t - 1: snapshots are taken in every
@@ -71,15 +71,15 @@ def transfer(
     """
     whole("interval", interval, 1)
     stepwise = previous & acknowledged if interval == 1 else frozenset()
-    decisions: dict[OperatorId, Transfer] = {}
+    decisions: dict[OperatorId, TransferChoice] = {}
     for operator in sorted(current, key=_order):
         cost = _cost(operator, costs)
         smaller = cost.gradient_bytes < cost.state_bytes
-        decisions[operator] = Transfer.GRADIENTS if smaller and operator in stepwise else Transfer.STATE
+        decisions[operator] = TransferChoice.GRADIENTS if smaller and operator in stepwise else TransferChoice.STATE
     return decisions
 
 
-def transfer_bytes(decisions: Mapping[OperatorId, Transfer], costs: Mapping[OperatorId, TransferCost]) -> int:
+def transfer_bytes(decisions: Mapping[OperatorId, TransferChoice], costs: Mapping[OperatorId, TransferCost]) -> int:
     """Bytes that these decisions send to one peer. Raises UsageError for an operator without cost."""
     return sum(_cost(operator, costs).of(decision) for operator, decision in decisions.items())
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 from ..errors import UsageError
 from ..types import OperatorId, OperatorSize, Window
 from .checks import positive, whole
-from .packing import Load
+from .packing import Items
 from .partition import partition
 
 Sizes = Mapping[OperatorId, OperatorSize]
@@ -123,7 +123,7 @@ def byte_aware_schedule(
 
 
 def schedule_of(
-    ordered: Sequence[OperatorId], load: Load, groups: Sequence[Sequence[int]], first_iteration: int, budget: int
+    ordered: Sequence[OperatorId], load: Items, groups: Sequence[Sequence[int]], first_iteration: int, budget: int
 ) -> Schedule:
     """The schedule that anchors these positions of `ordered`, whose bytes are `load`, in each step."""
     full = [sum(map(load.full.__getitem__, group)) for group in groups]
@@ -134,7 +134,7 @@ def schedule_of(
     return Schedule(window, loads, budget, _why(ordered, load, loads, budget))
 
 
-def _why(ordered: Sequence[OperatorId], load: Load, loads: tuple[int, ...], budget: int) -> str:
+def _why(ordered: Sequence[OperatorId], load: Items, loads: tuple[int, ...], budget: int) -> str:
     stalls = [bytes_ - budget for bytes_ in loads if bytes_ > budget]
     if not stalls:
         return ""
@@ -152,7 +152,7 @@ def _why(ordered: Sequence[OperatorId], load: Load, loads: tuple[int, ...], budg
     )
 
 
-def load_of(ordered: Sequence[OperatorId], sizes: Sizes) -> Load:
+def load_of(ordered: Sequence[OperatorId], sizes: Sizes) -> Items:
     """Bytes by position in `ordered`. Raises UsageError for no operators, one twice, and one without a size."""
     try:
         known = [sizes[operator] for operator in ordered]
@@ -163,7 +163,7 @@ def load_of(ordered: Sequence[OperatorId], sizes: Sizes) -> Load:
     if len(set(ordered)) < len(ordered):
         twice = Counter(ordered).most_common(1)[0][0]
         raise UsageError(f"{twice} occurs more than once in the order: a window anchors each operator once")
-    return Load([size.full_bytes for size in known], [size.weights_bytes for size in known], range(len(known)))
+    return Items([size.full_bytes for size in known], [size.weights_bytes for size in known], range(len(known)))
 
 
 def _pinned_steps(

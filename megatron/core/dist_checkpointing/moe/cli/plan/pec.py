@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from moe_ckpt.report import Fact, Report, Table
+from moe_ckpt.report import Columns, Fact, Report, Table
 
 from ...config import MoECheckpointConfig
 from ...errors import UsageError
@@ -51,7 +52,7 @@ def pec(
     checkpoints: int | None,
     counts: Path | None,
 ) -> Report:
-    shape, topology = job.shape, job.topology
+    shape = job.shape
     if not shape.moe_layers:
         raise UsageError(f"--model {shape.name} has no MoE layers: partial experts need experts")
     check_experts(shape, k, k_persist)
@@ -62,18 +63,15 @@ def pec(
     rotation = -(-shape.num_experts // k)
     shown = 1 + rotation if checkpoints is None else checkpoints
     tokens = counts_file.load_counts(counts, shape)
-    rows: list[tuple[int, int, list[int], list[int]]] = []
-    covered: set[OperatorId] = set()
-    partial: list[ShardAssignment] = []
-    for index, taken in enumerate(driven(new_strategy(job, config), range(1, shown + 1), tokens.of)):
-        selected, persisted = (_experts(plan) for plan in (taken.plan, *taken.persisted))
-        plan = pec_plan(index, shape.operators, selected, PEC_SCOPES[scope], Part.EVERYTHING)
-        if index or shown == 1:
-            covered |= selected
-            partial.append(shard_checkpoint(shard, shape, topology, job.precision, plan.parts))
-        rows += [(index, layer, _of(selected, layer), _of(persisted, layer)) for layer in shape.moe_layers]
+    found = [
+        tuple(frozenset().union(*map(_experts, plans)) for plans in ((taken.plan,), taken.persisted))
+        for taken in driven(new_strategy(job, config), range(1, shown + 1), tokens.of)
+    ]
+    after_first = [selected for selected, _ in found[1:] or found]
+    covered = frozenset[OperatorId]().union(*after_first)
+    partial = [_sharded(job, selected, scope, shard) for selected in after_first]
     largest = max(one.total_bytes for one in partial)
-    whole = shard_checkpoint(shard, shape, topology, job.precision)
+    whole = shard_checkpoint(shard, shape, job.topology, job.precision)
     return Report(
         f"Partial experts checkpoints of {shape.name}: {k} of {shape.num_experts} experts per MoE layer",
         (
@@ -89,14 +87,25 @@ def pec(
             ),
             Fact("Experts covered by those shown", len(covered) / (len(shape.moe_layers) * shape.num_experts), "share"),
         ),
-        (
-            Table(
-                "Selections",
-                (("checkpoint", "count"), ("layer", "count"), ("snapshot", "text"), ("persist", "text")),
-                tuple(rows),
-            ),
-        ),
+        (_selections(shape, found),),
     )
+
+
+def _sharded(job: PlannedJob, selected: frozenset[OperatorId], scope: str, shard: str) -> ShardAssignment:
+    """Who stores a checkpoint with these experts, with the bytes that the papers count."""
+    plan = pec_plan(0, job.shape.operators, selected, PEC_SCOPES[scope], Part.EVERYTHING)
+    return shard_checkpoint(shard, job.shape, job.topology, job.precision, plan.parts)
+
+
+def _selections(shape: ModelShape, found: Sequence[Sequence[frozenset[OperatorId]]]) -> Table:
+    """A row for each checkpoint and layer: the experts of the snapshot, and those of them that went on to storage."""
+    rows = [
+        (index, layer, *(sorted(one.expert for one in experts if one.layer == layer) for experts in checkpoint))
+        for index, checkpoint in enumerate(found)
+        for layer in shape.moe_layers
+    ]
+    columns: Columns = (("checkpoint", "count"), ("layer", "count"), ("snapshot", "text"), ("persist", "text"))
+    return Table("Selections", columns, tuple(rows))
 
 
 def check_experts(shape: ModelShape, k: int, k_persist: int = 1) -> None:
@@ -122,7 +131,3 @@ def selected_experts(shape: ModelShape, topology: Topology, k: int, position: in
 
 def _experts(plan: SnapshotPlan) -> frozenset[OperatorId]:
     return frozenset(operator for operator in plan.anchored if operator.is_expert)
-
-
-def _of(operators: frozenset[OperatorId], layer: int) -> list[int]:
-    return sorted(operator.expert for operator in operators if operator.layer == layer)

@@ -101,13 +101,13 @@ def recovery(
     tokens = counts_file.load_counts(counts, job.shape)
     config = _config(strategy, given["window"], given["interval"], given["k"])
     history = _history(new_strategy(job, config), tokens, given["iteration"])
-    target, lost = history.target, Lost(ranks, nodes)
+    lost = Lost(ranks, nodes)
     sizes = shard_sizes(job.shape, topology, job.precision)
     inventory = _inventory(job, history, place_replicas(topology, replicas), ranks, logging)
     started_again = new_strategy(job, config)
     plan = started_again.recover(inventory, lost, topology)
     if plan.target in history.data:
-        plan = started_again.resumed(plan, history.data[plan.target], target)
+        plan = started_again.resumed(plan, history.data[plan.target], history.target)
     is_exact = started_again.plt is None
     timelines = [predicted(plan, job, figures, sizes, parks=is_exact and logging)]
     if is_exact:
@@ -115,20 +115,23 @@ def recovery(
             without_survivors(inventory), lost, topology, tied_embeddings=tied_embeddings(job), target=plan.target
         )
         timelines.append(predicted(whole, job, figures, sizes, parks=False))
-    going_back = sum(len(segment.stages) for segment in plan.segments) * topology.ranks_per_stage
     return Report(
         f"Recovery of {job.shape.name} after the loss of {len(ranks)} of {topology.world_size} ranks",
-        (
-            Fact("Iteration of the failure", target, "count"),
-            Fact("Recovered iteration", plan.target, "count"),
-            Fact("Scope", plan.scope.value),
-            Fact("Ranks that go back", going_back, "count"),
-            Fact("Iterations replayed", max((len(one.replayed) for one in plan.segments), default=0), "count"),
-            Fact("Iterations trained again", target - plan.target, "count"),
-            Fact("Lost tokens", sum(plan.lost_tokens.values()), "count"),
-        ),
+        _facts(plan, history.target, topology.ranks_per_stage),
         (_segments(plan), _frozen(plan, job), _tiers(plan, sizes), timelines_table(timelines), _losses(plan)),
         tuple(f"{count} copies refused: {reason}" for reason, count in sorted(_refused(plan).items())),
+    )
+
+
+def _facts(plan: RecoveryPlan, failed_after: int, ranks_per_stage: int) -> tuple[Fact, ...]:
+    return (
+        Fact("Iteration of the failure", failed_after, "count"),
+        Fact("Recovered iteration", plan.target, "count"),
+        Fact("Scope", plan.scope.value),
+        Fact("Ranks that go back", sum(len(one.stages) for one in plan.segments) * ranks_per_stage, "count"),
+        Fact("Iterations replayed", max((len(one.replayed) for one in plan.segments), default=0), "count"),
+        Fact("Iterations trained again", failed_after - plan.target, "count"),
+        Fact("Lost tokens", sum(plan.lost_tokens.values()), "count"),
     )
 
 

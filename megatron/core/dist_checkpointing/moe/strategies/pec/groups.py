@@ -17,7 +17,7 @@ _KINDS = 26 + 26 * 26
 
 
 @dataclass(frozen=True)
-class Cell:
+class RankGroups:
     """What the ranks at one (pipeline stage, expert-parallel rank) have of each group; `layers` counts MoE layers."""
 
     stage: int
@@ -35,7 +35,7 @@ class Groups:
 
     k: int
     num_experts: int
-    cells: tuple[Cell, ...]
+    cells: tuple[RankGroups, ...]
 
     @classmethod
     def of(cls, job: Job, k: int) -> Groups:
@@ -46,7 +46,7 @@ class Groups:
                 f"--moe-ckpt-pec-k-snapshot {k} makes {count} groups of {job.num_experts} experts, but at most {_KINDS}"
                 f" can be kept: raise it to {-(-job.num_experts // _KINDS)} or more"
             )
-        cells: list[Cell] = []
+        cells: list[RankGroups] = []
         for stage, layers in enumerate(_moe_layers_of_stages(job)):
             ranks: list[list[tuple[OperatorId, ...]]] = [[] for _ in range(job.topology.ep)]
             for first in range(0, job.num_experts, k):
@@ -56,7 +56,7 @@ class Groups:
                     block = range(rank * job.num_experts // job.topology.ep, (rank + 1) * job.num_experts)
                     block = block[: job.num_experts // job.topology.ep]
                     shares.append(tuple(operator for operator in chosen if operator.expert in block))
-            cells += [Cell(stage, len(layers), tuple(shares)) for shares in ranks if layers]
+            cells += [RankGroups(stage, len(layers), tuple(shares)) for shares in ranks if layers]
         return cls(k, job.num_experts, tuple(cells))
 
     @property

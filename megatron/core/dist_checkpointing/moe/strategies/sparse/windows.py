@@ -93,15 +93,6 @@ def timetable(job: Job, counts: Counts, *, window: int | None = None, budget_byt
     )
 
 
-def bytes_per_step(table: Timetable, own: Mapping[OperatorId, OperatorSize]) -> tuple[int, ...]:
-    """What a rank that owns operators of these sizes copies in each iteration of a window."""
-    anchored = [[own[one] for one in group if one in own] for group in table.groups]
-    weights = [sum(size.weights_bytes for size in group) for group in anchored]
-    return tuple(
-        sum(size.full_bytes for size in group) + sum(weights[step + 1 :]) for step, group in enumerate(anchored)
-    )
-
-
 def _in_order(order: Sequence[OperatorId], window: Window) -> tuple[tuple[OperatorId, ...], ...]:
     """The groups, each in the order of anchoring; lanes were merged rank by rank."""
     place = {operator: at for at, operator in enumerate(order)}
