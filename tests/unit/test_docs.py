@@ -21,7 +21,7 @@ from megatron.pretrain.config import parse_config
 from megatron.pretrain.errors import InvalidInput
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("benchmarks", "docs", "examples", "scripts", "tests", "tools")
+FOLDERS = ("benchmarks", "docs", "examples", "reproduce", "scripts", "tests", "tools")
 PAGES = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))])
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -164,6 +164,8 @@ def flags_of(name: str) -> frozenset[str]:
     if not path.is_file():
         return frozenset()
     text = path.read_text()
+    if path.parent.name == "reproduce":
+        text += (path.parent / "_script.py").read_text()
     for module in re.findall(r"-m (megatron[\w.]+)", text):
         source = ROOT / module.replace(".", "/")
         text += "".join(one.read_text() for one in (source.with_suffix(".py"), source / "__main__.py") if one.is_file())
