@@ -40,7 +40,7 @@ class Contestant(Protocol):
         """The end."""
 
 
-class NoCheckpoints:
+class WithoutCheckpoints:
     """Training without any."""
 
     def before_optimizer(self) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from harness import BenchmarkJob
-from peers import Contestant, NoCheckpoints, NvrxLocal, TorchDistSaver
+from peers import Contestant, NvrxLocal, TorchDistSaver, WithoutCheckpoints
 from snapshot_session import Ours, sum_and_max
 
 PEERS: dict[str, Callable[..., Contestant]] = {
@@ -78,7 +78,7 @@ Entered = dict[str, tuple[BenchmarkJob, Contestant]]
 
 
 def _contestants(job: BenchmarkJob, names: Sequence[str], interval: int) -> Entered:
-    entered: Entered = {"none": (job.counting_anew(), NoCheckpoints())}
+    entered: Entered = {"none": (job.counting_anew(), WithoutCheckpoints())}
     for name in names:
         own = job.counting_anew()
         if name in PEERS:
