@@ -54,6 +54,8 @@ def sealed_manifest(
     path = f"{folder}/{MANIFEST}"
     try:
         manifest = decode(read(path), path)
+        if manifest.snapshot != snapshot:  # first of all: its segment would be sought in the wrong folder
+            raise UnreadableCheckpoint(f"{path}: belongs to the {manifest.snapshot}; it was moved")
         found_bytes = size(f"{folder}/{manifest.segment}")
     except FileNotFoundError as error:
         missing = error.filename or error
@@ -62,8 +64,6 @@ def sealed_manifest(
         ) from error
     except OSError as error:
         raise UnreadableCheckpoint(f"{path}: {error.strerror or error}; use another copy") from error
-    if manifest.snapshot != snapshot:
-        raise UnreadableCheckpoint(f"{path}: belongs to the {manifest.snapshot}; it was moved")
     if found_bytes != manifest.layout.nbytes:
         raise UnreadableCheckpoint(
             f"{folder}/{manifest.segment}: has {found_bytes} of {manifest.layout.nbytes} bytes: it was truncated or"
