@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 import megatron.pretrain.core_import  # noqa: F401  # before all that imports Megatron-Core
-from megatron.core.dist_checkpointing.moe.recover.marks import Timestamps
+from megatron.core.dist_checkpointing.moe.recovery.timestamps import Timestamps
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.errors import PretrainError, TrainingFailure
 from megatron.pretrain.initialize import Launch, initialize

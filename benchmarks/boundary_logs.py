@@ -130,13 +130,13 @@ class Logged:
     def __init__(self, job: Any) -> None:
         from megatron.core import parallel_state
         from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import BoundaryRecorder
+        from megatron.core.dist_checkpointing.moe.local_recovery.boundary_logs import LogPlan
+        from megatron.core.dist_checkpointing.moe.local_recovery.communicator import BoundaryCommunicator
+        from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology
         from megatron.core.dist_checkpointing.moe.policy.boundary import sent_bytes, tensor_shape
-        from megatron.core.dist_checkpointing.moe.runtime.communicator import BoundaryCommunicator
-        from megatron.core.dist_checkpointing.moe.runtime.lanes import ThreadLane
-        from megatron.core.dist_checkpointing.moe.runtime.logs import LogPlan
-        from megatron.core.dist_checkpointing.moe.runtime.megatron import read_topology
         from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
-        from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
+        from megatron.core.dist_checkpointing.moe.snapshot.thread_executor import ThreadLane
+        from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 
         self.trainer = job.trainer()
         self.batches, self.rank = job.batches, job.launch.rank
@@ -155,8 +155,8 @@ class Logged:
 
     def begin_logs(self) -> None:
         """Logs of a turn; those of turns before stay until they are superseded."""
+        from megatron.core.dist_checkpointing.moe.local_recovery.boundary_logs import BoundaryLogs, LogPorts
         from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
-        from megatron.core.dist_checkpointing.moe.runtime.logs import BoundaryLogs, LogPorts
         from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
 
         ports = LogPorts(self.store, self.lane, self.recorder, SystemClock())

@@ -108,7 +108,12 @@ class _Peer:
         raise NotImplementedError
 
     def _state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        from megatron.pretrain.checkpoint.state import Parts, content_metadata, random_shape, sharded_state_dict
+        from megatron.pretrain.checkpoint.state import (
+            Parts,
+            content_metadata,
+            random_shape,
+            sharded_state_dict,
+        )
 
         metadata = content_metadata(self._state.config)
         return sharded_state_dict(self._state, metadata, Parts(optimizer=True, rng=random_shape())), metadata

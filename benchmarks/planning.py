@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.moe.models import PRESETS
 from megatron.core.dist_checkpointing.moe.policy.ordering import ORDERINGS
 from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
 from megatron.core.dist_checkpointing.moe.policy.recovery import plan_recovery
@@ -34,6 +33,7 @@ from megatron.core.dist_checkpointing.moe.types import (
     Window,
     full_plan,
 )
+from moe_ckpt.simulator.models import PRESETS
 
 RESULT = Path(__file__).resolve().parent / "results" / "planning.json"
 

@@ -20,12 +20,12 @@ from typing import Any
 
 from harness import ROOT, Benchmark, machine
 
-from megatron.core.dist_checkpointing.moe.simulate.ettr.behaviour import Nodes, RecoveryCost, Steady
-from megatron.core.dist_checkpointing.moe.simulate.ettr.events import simulate
-from megatron.core.dist_checkpointing.moe.simulate.ettr.faults import Fault as SimulatedFault
 from moe_ckpt.drills.job import STOP_SIGNAL, DrillJob, DrillOutcome, JobPlan
 from moe_ckpt.drills.reports import ettr
 from moe_ckpt.drills.schedule import Kind, Odds, PlannedKill, schedule
+from moe_ckpt.simulator.behaviour import Nodes, RecoveryCost, Steady
+from moe_ckpt.simulator.events import simulate
+from moe_ckpt.simulator.faults import Fault as SimulatedFault
 
 BENCHMARK = Benchmark("simulated_ettr", "simulated-ettr.md")
 TARGET = 0.015

@@ -54,9 +54,9 @@ def _bandwidth(job: BenchmarkJob, copies: int) -> dict[str, Any]:
     """Capture of all of a rank's state into the memory tier against one memcpy of as many bytes, in pairs."""
     import torch
 
-    from megatron.core.dist_checkpointing.moe.capture.snapshot import LiveCapturer
+    from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
     from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
-    from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
+    from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
     from megatron.core.dist_checkpointing.moe.types.snapshots import full_plan
     from megatron.pretrain.checkpoint.trainer_state import LiveTrainerState
 

@@ -23,7 +23,7 @@ def sum_and_max(values: Sequence[float]) -> tuple[list[float], list[float]]:
 
 def live_tensors(job: BenchmarkJob) -> tuple[Any, ...]:
     """All training state of this rank."""
-    from megatron.core.dist_checkpointing.moe.runtime.megatron import read_topology, state_tensors
+    from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology, state_tensors
 
     return state_tensors(job.state.chunks, job.state.optimizer, read_topology(job.launch.world_size))
 

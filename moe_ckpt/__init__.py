@@ -11,7 +11,7 @@ SHARED_PACKAGES = ("megatron.core", "megatron.core.dist_checkpointing")
 def main() -> None:
     """Runs `moe-ckpt`."""
     skip_megatron_core()
-    from megatron.core.dist_checkpointing.moe.cli.main import main as run
+    from moe_ckpt.commands.main import main as run
 
     run()
 

@@ -10,17 +10,17 @@ from megatron.core.dist_checkpointing.moe.policy.lanes import Lane
 from megatron.core.dist_checkpointing.moe.policy.ordering import hard_count
 from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
 from megatron.core.dist_checkpointing.moe.policy.window import paper_schedule
-from megatron.core.dist_checkpointing.moe.simulate.ettr.behaviour import Behaviour
-from megatron.core.dist_checkpointing.moe.simulate.ettr.closed_form import ettr as closed_form
-from megatron.core.dist_checkpointing.moe.simulate.ettr.clusters import cluster
-from megatron.core.dist_checkpointing.moe.simulate.ettr.constants import MOEVEMENT, Constants
-from megatron.core.dist_checkpointing.moe.simulate.ettr.cost import MOEVEMENT_UTILISATION, Utilisation, iteration_cost
-from megatron.core.dist_checkpointing.moe.simulate.ettr.events import Estimate, SimulatedRun, estimate, simulate
-from megatron.core.dist_checkpointing.moe.simulate.ettr.faults import Fault, poisson
-from megatron.core.dist_checkpointing.moe.simulate.ettr.inputs import Cluster, IterationCost, TrainingJob
-from megatron.core.dist_checkpointing.moe.simulate.ettr.systems import CheckpointSystem
-from megatron.core.dist_checkpointing.moe.simulate.ettr.systems.links import SystemSetting
 from megatron.core.dist_checkpointing.moe.types import Window
+from moe_ckpt.simulator.behaviour import Behaviour
+from moe_ckpt.simulator.closed_form import ettr as closed_form
+from moe_ckpt.simulator.clusters import cluster
+from moe_ckpt.simulator.constants import MOEVEMENT, Constants
+from moe_ckpt.simulator.cost import MOEVEMENT_UTILISATION, Utilisation, iteration_cost
+from moe_ckpt.simulator.events import Estimate, SimulatedRun, estimate, simulate
+from moe_ckpt.simulator.faults import Fault, poisson
+from moe_ckpt.simulator.inputs import Cluster, IterationCost, TrainingJob
+from moe_ckpt.simulator.systems import CheckpointSystem
+from moe_ckpt.simulator.systems.links import SystemSetting
 
 from .paper_systems import PAPER_SYSTEMS
 

@@ -12,9 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.moe.simulate.ettr.events import Moment, SimulatedRun, simulate
-from megatron.core.dist_checkpointing.moe.simulate.ettr.faults import load_trace
 from moe_ckpt.report import Fact, Table, table
+from moe_ckpt.simulator.events import Moment, SimulatedRun, simulate
+from moe_ckpt.simulator.faults import load_trace
 
 from .evaluation import AZURE, SYSTEMS, behaviour_of
 from .figure import COLOURS, NAMES, Figure, published

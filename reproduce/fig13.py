@@ -12,8 +12,8 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from megatron.core.dist_checkpointing.moe.simulate.ettr.closed_form import ettr
 from moe_ckpt.report import Fact, Table, table
+from moe_ckpt.simulator.closed_form import ettr
 
 from .evaluation import AZURE, behaviour_of
 from .figure import Figure, decimals, published

@@ -11,9 +11,9 @@ from functools import cache
 from statistics import fmean
 from typing import Any
 
-from megatron.core.dist_checkpointing.moe.simulate.ettr.behaviour import Behaviour
-from megatron.core.dist_checkpointing.moe.simulate.ettr.events import estimate
 from moe_ckpt.report import Fact, Table, table
+from moe_ckpt.simulator.behaviour import Behaviour
+from moe_ckpt.simulator.events import estimate
 
 from .evaluation import AZURE, SYSTEMS, behaviour_of, one_run
 from .figure import COLOURS, NAMES, Figure, decimals, published

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron.core.dist_checkpointing.moe.models import preset
-from megatron.core.dist_checkpointing.moe.simulate.ettr.inputs import TrainingJob
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, ModelShape, Precision, Topology
+from moe_ckpt.simulator.inputs import TrainingJob
+from moe_ckpt.simulator.models import preset
 
 SEQ_LENGTH = 2048
 """Tokens of a sample (5.1). MoE-LLaVa's are not published; the same is assumed."""

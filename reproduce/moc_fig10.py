@@ -10,7 +10,6 @@ if __name__ == "__main__":
 from functools import cache
 from typing import Any
 
-from megatron.core.dist_checkpointing.moe.models import preset
 from megatron.core.dist_checkpointing.moe.policy.partial import (
     ALL,
     BOTH,
@@ -23,6 +22,7 @@ from megatron.core.dist_checkpointing.moe.policy.partial import (
 from megatron.core.dist_checkpointing.moe.policy.sharding import shard_checkpoint
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, ModelShape, OperatorId, Part, Topology
 from moe_ckpt.report import Fact, Table, table
+from moe_ckpt.simulator.models import preset
 
 from .figure import Figure, published
 

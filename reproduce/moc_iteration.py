@@ -8,9 +8,9 @@ from functools import cache, cached_property
 from megatron.core.dist_checkpointing.moe.policy.interval import moc_save_overhead_s
 from megatron.core.dist_checkpointing.moe.policy.partial import ALL, checkpoint_bytes, pec_plan
 from megatron.core.dist_checkpointing.moe.policy.sharding import shard_checkpoint
-from megatron.core.dist_checkpointing.moe.simulate.ettr.clusters import cluster
-from megatron.core.dist_checkpointing.moe.simulate.ettr.cost import operator_flops
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, ModelShape, Part, Topology
+from moe_ckpt.simulator.clusters import cluster
+from moe_ckpt.simulator.cost import operator_flops
 
 from .figure import published
 from .moc_fig10 import selected_experts

@@ -11,14 +11,20 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from megatron.core.dist_checkpointing.moe.models import preset
 from megatron.core.dist_checkpointing.moe.policy.selective import Budgets, SelectivePlan, selective_plan
 from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, sharing_ranks
-from megatron.core.dist_checkpointing.moe.simulate.ettr.clusters import cluster
-from megatron.core.dist_checkpointing.moe.simulate.ettr.cost import MOEVEMENT_UTILISATION, iteration_cost
-from megatron.core.dist_checkpointing.moe.simulate.ettr.inputs import Cluster, TrainingJob
-from megatron.core.dist_checkpointing.moe.types import FP16_FP32, ModelShape, OperatorId, OperatorSize, Topology
+from megatron.core.dist_checkpointing.moe.types import (
+    FP16_FP32,
+    ModelShape,
+    OperatorId,
+    OperatorSize,
+    Topology,
+)
 from moe_ckpt.report import Fact, Table, table
+from moe_ckpt.simulator.clusters import cluster
+from moe_ckpt.simulator.cost import MOEVEMENT_UTILISATION, iteration_cost
+from moe_ckpt.simulator.inputs import Cluster, TrainingJob
+from moe_ckpt.simulator.models import preset
 
 from .figure import Figure, published
 

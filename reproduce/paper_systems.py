@@ -11,17 +11,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from megatron.core.dist_checkpointing.moe.policy.dynamic_k import Cadence, paper_next_k, worst_case_lost_tokens
+from megatron.core.dist_checkpointing.moe.policy.dynamic_k import (
+    Cadence,
+    paper_next_k,
+    worst_case_lost_tokens,
+)
 from megatron.core.dist_checkpointing.moe.policy.lanes import Lane, joint_schedules
 from megatron.core.dist_checkpointing.moe.policy.ordering import hard_count
 from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
 from megatron.core.dist_checkpointing.moe.policy.window import Schedule, paper_schedule, paper_window
-from megatron.core.dist_checkpointing.moe.simulate.ettr.behaviour import Behaviour, Nodes, RecoveryCost
-from megatron.core.dist_checkpointing.moe.simulate.ettr.systems import SYSTEMS, CheckpointSystem, MoEvement
-from megatron.core.dist_checkpointing.moe.simulate.ettr.systems.links import Replicas, SystemSetting, needs_experts
-from megatron.core.dist_checkpointing.moe.simulate.ettr.systems.lossy import LossyBehaviour
-from megatron.core.dist_checkpointing.moe.simulate.ettr.systems.pec import PecCosts
-from megatron.core.dist_checkpointing.moe.simulate.ettr.systems.sparse import expert_shares
+from moe_ckpt.simulator.behaviour import Behaviour, Nodes, RecoveryCost
+from moe_ckpt.simulator.systems import SYSTEMS, CheckpointSystem, MoEvement
+from moe_ckpt.simulator.systems.links import Replicas, SystemSetting, needs_experts
+from moe_ckpt.simulator.systems.lossy import LossyBehaviour
+from moe_ckpt.simulator.systems.pec import PecCosts
+from moe_ckpt.simulator.systems.sparse import expert_shares
 
 
 @dataclass(frozen=True)

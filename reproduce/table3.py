@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
-from megatron.core.dist_checkpointing.moe.simulate.ettr.events import Estimate
 from moe_ckpt.report import Fact, Table, table
+from moe_ckpt.simulator.events import Estimate
 
 from .evaluation import AZURE, DURATION_S, SYSTEMS, SystemOutcome, behaviour_of, by_chance, evaluate
 from .figure import COLOURS, NAMES, EttrAgreement, Figure, decimals, minutes, published

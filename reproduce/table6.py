@@ -11,8 +11,8 @@ from dataclasses import asdict
 from functools import cache
 from typing import Any
 
-from megatron.core.dist_checkpointing.moe.simulate.ettr.memory import MemoryUse, memory_of
 from moe_ckpt.report import Fact, Table, table
+from moe_ckpt.simulator.memory import MemoryUse, memory_of
 
 from .evaluation import AZURE, windows_of
 from .figure import Figure, published

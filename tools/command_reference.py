@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from megatron.core.dist_checkpointing.moe.cli.main import commands
+from moe_ckpt.commands.main import commands
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
 HEADING = """# Commands

@@ -3,7 +3,7 @@
 import sys
 
 import megatron.pretrain.core_import  # noqa: F401  # before all that imports Megatron-Core
-from megatron.core.dist_checkpointing.moe.recover.marks import Timestamps
+from megatron.core.dist_checkpointing.moe.recovery.timestamps import Timestamps
 from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.errors import InvalidInput

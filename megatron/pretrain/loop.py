@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.moe.runtime.communicator import process_groups
+from megatron.core.dist_checkpointing.moe.local_recovery.communicator import process_groups
 from megatron.core.dist_checkpointing.moe.runtime.faults import FaultInjector, Phase
 from megatron.core.dist_checkpointing.moe.runtime.session import Session
 from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.moe.ports import PeerLost
-from megatron.core.dist_checkpointing.moe.recover.marks import Timestamps
+from megatron.core.dist_checkpointing.moe.recovery.timestamps import Timestamps
 from megatron.pretrain.config import PretrainConfig, parse_config
 from megatron.pretrain.config.validate import resolve
 from megatron.pretrain.errors import PretrainError, TrainingFailure

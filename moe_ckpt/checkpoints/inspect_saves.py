@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.store.chain import Chain, read_chain
-from megatron.core.dist_checkpointing.moe.store.components import OBJECT_RULES, TENSOR_RULES, component_of, in_order
-from megatron.core.dist_checkpointing.moe.store.integrity import NAME as INTEGRITY
-from megatron.core.dist_checkpointing.moe.store.names import COMMON, TRACKER
+from moe_ckpt.dense.chain import Chain, read_chain
+from moe_ckpt.dense.components import OBJECT_RULES, TENSOR_RULES, component_of, in_order
+from moe_ckpt.dense.integrity import NAME as INTEGRITY
+from moe_ckpt.dense.names import COMMON, TRACKER
 from moe_ckpt.megatron_core import load_megatron_core
 from moe_ckpt.report import Columns, Fact, Report, Table
 
@@ -20,7 +20,7 @@ from .location import Inspection
 from .saves import SavedIteration, saved_iteration, saved_iterations, tracked
 
 if TYPE_CHECKING:
-    from megatron.core.dist_checkpointing.moe.store.dense import DenseCheckpoint
+    from moe_ckpt.dense.dense import DenseCheckpoint
 
 _DEGREES = (
     ("TP", "tensor_model_parallel_size"),
@@ -89,7 +89,7 @@ def _newest(root: Path, found: tuple[SavedIteration, ...]) -> SavedIteration | N
 def _content(saved: SavedIteration, now_s: float) -> tuple[tuple[Fact, ...], tuple[Table, ...]]:
     """What the index and the common part of an iteration say."""
     load_megatron_core()
-    from megatron.core.dist_checkpointing.moe.store.dense import open_dense
+    from moe_ckpt.dense.dense import open_dense
 
     checkpoint, chain = open_dense(saved.folder), read_chain(saved.folder)
     saved_arguments = checkpoint.common.get("args")

@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.examine.survey import (
+from megatron.core.dist_checkpointing.moe.ports import SnapshotId
+from megatron.core.dist_checkpointing.moe.recovery.table import spans
+from megatron.core.dist_checkpointing.moe.storage.manifest import FORMAT_VERSION
+from megatron.core.dist_checkpointing.moe.types import STANDBY
+from moe_ckpt.checkpoints.survey import (
     Holding,
     Survey,
     operator_copies,
@@ -15,11 +19,7 @@ from megatron.core.dist_checkpointing.moe.examine.survey import (
     survey_snapshot,
     survey_storage,
 )
-from megatron.core.dist_checkpointing.moe.examine.windows import StoredSnapshot, StoredState
-from megatron.core.dist_checkpointing.moe.ports import SnapshotId
-from megatron.core.dist_checkpointing.moe.recover.table import spans
-from megatron.core.dist_checkpointing.moe.store.manifest import FORMAT_VERSION
-from megatron.core.dist_checkpointing.moe.types import STANDBY
+from moe_ckpt.checkpoints.windows import StoredSnapshot, StoredState
 from moe_ckpt.report import Columns, Fact, Report, Table
 
 from .persist_dir import PersistDir

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
-from megatron.core.dist_checkpointing.moe.examine.statistics import statistics
-from megatron.core.dist_checkpointing.moe.examine.values import read_tensor
 from megatron.core.dist_checkpointing.moe.ports import Reader, Record, SnapshotId
-from megatron.core.dist_checkpointing.moe.store.dense import open_dense
-from megatron.core.dist_checkpointing.moe.store.digest import state_entries
 from megatron.core.dist_checkpointing.moe.types import STANDBY
+from moe_ckpt.checkpoints.statistics import statistics
+from moe_ckpt.checkpoints.values import read_tensor
+from moe_ckpt.dense.dense import open_dense
+from moe_ckpt.dense.digest import state_entries
 from moe_ckpt.report import Columns, Fact, Report, Table
 from moe_ckpt.report.progress import progress
 

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.store.integrity import Advance, Damage, unwatched
+from moe_ckpt.dense.integrity import Advance, Damage, unwatched
 
 from .files import disk_bytes, length_bytes
 
 if TYPE_CHECKING:
-    from megatron.core.dist_checkpointing.moe.examine.values import StateView
+    from moe_ckpt.checkpoints.values import StateView
     from moe_ckpt.report import Report
 
 A_LINK = "it is a link: remove it by hand"

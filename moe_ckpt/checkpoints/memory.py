@@ -18,19 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint, UsageError
-from megatron.core.dist_checkpointing.moe.examine.windows import (
-    StoredSnapshot,
-    on_timeline,
-    restorable,
-    states,
-    timelines,
-)
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId, StoreFailure
+from megatron.core.dist_checkpointing.moe.storage.manifest import decode
+from megatron.core.dist_checkpointing.moe.storage.ownership import OWNER_FILE
 from megatron.core.dist_checkpointing.moe.storage.slot_reader import SEALED, SlotReader
-from megatron.core.dist_checkpointing.moe.store.integrity import Advance, unwatched
-from megatron.core.dist_checkpointing.moe.store.manifest import decode
-from megatron.core.dist_checkpointing.moe.store.ownership import OWNER_FILE
 from megatron.core.dist_checkpointing.moe.types.standby import GRADIENTS, LOG, PARKED
+from moe_ckpt.checkpoints.windows import StoredSnapshot, on_timeline, restorable, states, timelines
+from moe_ckpt.dense.integrity import Advance, unwatched
 from moe_ckpt.megatron_core import load_megatron_core
 
 from .files import disk_bytes, last_written_s

@@ -16,8 +16,8 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId, StoreFailure, Torn
-from megatron.core.dist_checkpointing.moe.store.filesystem import SEGMENT, FilesystemStore
-from megatron.core.dist_checkpointing.moe.store.objects import ObjectStore, remote
+from megatron.core.dist_checkpointing.moe.storage.filesystem import SEGMENT, FilesystemStore
+from megatron.core.dist_checkpointing.moe.storage.objects import ObjectStore, remote
 from megatron.core.dist_checkpointing.moe.types.layout import MANIFEST, UNSEALED
 
 from . import files

@@ -11,23 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint, UsageError
-from megatron.core.dist_checkpointing.moe.store.chain import FORMAT_VERSION as CHAIN_VERSION
-from megatron.core.dist_checkpointing.moe.store.chain import MANIFEST as CHAIN
-from megatron.core.dist_checkpointing.moe.store.chain import PARTIAL_BACKEND_VERSION
-from megatron.core.dist_checkpointing.moe.store.checksums import unframed
-from megatron.core.dist_checkpointing.moe.store.integrity import NAME as INTEGRITY
-from megatron.core.dist_checkpointing.moe.store.manifest import FORMAT_VERSION as SNAPSHOT_VERSION
-from megatron.core.dist_checkpointing.moe.store.names import (
-    COMMON,
-    FORMAT,
-    INDEX,
-    ITERATION,
-    SHARD_SUFFIX,
-    STAGED,
-    TRACKER,
-)
-from megatron.core.dist_checkpointing.moe.store.ownership import owner_files
+from megatron.core.dist_checkpointing.moe.storage.checksums import unframed
+from megatron.core.dist_checkpointing.moe.storage.manifest import FORMAT_VERSION as SNAPSHOT_VERSION
+from megatron.core.dist_checkpointing.moe.storage.ownership import owner_files
 from megatron.core.dist_checkpointing.moe.types.layout import MANIFEST, UNSEALED, SnapshotId
+from moe_ckpt.dense.chain import FORMAT_VERSION as CHAIN_VERSION
+from moe_ckpt.dense.chain import MANIFEST as CHAIN
+from moe_ckpt.dense.chain import PARTIAL_BACKEND_VERSION
+from moe_ckpt.dense.integrity import NAME as INTEGRITY
+from moe_ckpt.dense.names import COMMON, FORMAT, INDEX, ITERATION, SHARD_SUFFIX, STAGED, TRACKER
 
 from .location import LocationKind
 
@@ -211,7 +203,7 @@ def _parsed(content: bytes) -> dict[str, Any]:
 def _of_url(url: str) -> LocationKind:
     import fsspec  # type: ignore[import-untyped]
 
-    from megatron.core.dist_checkpointing.moe.store.objects import remote
+    from megatron.core.dist_checkpointing.moe.storage.objects import remote
 
     with remote(url):
         try:

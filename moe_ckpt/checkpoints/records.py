@@ -7,7 +7,7 @@ from typing import Protocol
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.ports import Manifest, Reader, Record, SnapshotId
-from megatron.core.dist_checkpointing.moe.store.integrity import Advance
+from moe_ckpt.dense.integrity import Advance
 
 from .location import Finding
 

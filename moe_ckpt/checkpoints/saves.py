@@ -17,26 +17,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError, NewerFormat, UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.store import integrity
-from megatron.core.dist_checkpointing.moe.store.chain import read_chain, says_partial
-from megatron.core.dist_checkpointing.moe.store.integrity import Advance, unwatched
-from megatron.core.dist_checkpointing.moe.store.names import (
-    FORMAT,
-    INDEX,
-    ITERATION,
-    RELEASE,
-    STAGED,
-    condemned,
-    read_tracker,
-)
+from moe_ckpt.dense import integrity
+from moe_ckpt.dense.chain import read_chain, says_partial
+from moe_ckpt.dense.integrity import Advance, unwatched
+from moe_ckpt.dense.names import FORMAT, INDEX, ITERATION, RELEASE, STAGED, condemned, read_tracker
 from moe_ckpt.megatron_core import load_megatron_core
 
 from .files import last_written_s
-from .location import A_LINK, OUTLIVED, CheckpointLocation, GcItem, GcLimits, GcPlan, Inspection, LocationKind, Verified
+from .location import (
+    A_LINK,
+    OUTLIVED,
+    CheckpointLocation,
+    GcItem,
+    GcLimits,
+    GcPlan,
+    Inspection,
+    LocationKind,
+    Verified,
+)
 from .recognition import UNSUPPORTED, is_unsupported, recognize
 
 if TYPE_CHECKING:
-    from megatron.core.dist_checkpointing.moe.examine.values import StateView
+    from moe_ckpt.checkpoints.values import StateView
     from moe_ckpt.report import Report
 
 COMPLETE = "complete"
@@ -56,7 +58,7 @@ class DenseLocation(CheckpointLocation):
     def state_view(self) -> StateView:
         """As `CheckpointLocation.state_view`; experts that older iterations hold are put together with it."""
         load_megatron_core()
-        from megatron.core.dist_checkpointing.moe.examine.values import dense_view
+        from moe_ckpt.checkpoints.values import dense_view
 
         return dense_view(self.place)
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
+from megatron.core.dist_checkpointing.moe.storage.ownership import is_claimed_here, owner_files
 from megatron.core.dist_checkpointing.moe.storage.slot_reader import SlotReader
-from megatron.core.dist_checkpointing.moe.store.ownership import is_claimed_here, owner_files
 
 _FLOCK = "hhqqi4x"  # struct flock of Linux: type, whence, start, length, process
 

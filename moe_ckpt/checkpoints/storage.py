@@ -13,7 +13,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.examine.windows import (
+from megatron.core.dist_checkpointing.moe.ports import Manifest, SnapshotId
+from megatron.core.dist_checkpointing.moe.storage.manifest import decode
+from megatron.core.dist_checkpointing.moe.types import OperatorId, Part
+from megatron.core.dist_checkpointing.moe.types.layout import MANIFEST
+from moe_ckpt.checkpoints.windows import (
     StoredSnapshot,
     held_parts,
     lone_pieces,
@@ -22,21 +26,26 @@ from megatron.core.dist_checkpointing.moe.examine.windows import (
     states,
     timelines,
 )
-from megatron.core.dist_checkpointing.moe.ports import Manifest, SnapshotId
-from megatron.core.dist_checkpointing.moe.store.integrity import Advance, unwatched
-from megatron.core.dist_checkpointing.moe.store.manifest import decode
-from megatron.core.dist_checkpointing.moe.types import OperatorId, Part
-from megatron.core.dist_checkpointing.moe.types.layout import MANIFEST
+from moe_ckpt.dense.integrity import Advance, unwatched
 from moe_ckpt.megatron_core import load_megatron_core
 
 from .inspect_snapshots import snapshot_report, storage_report
-from .location import Checked, CheckpointLocation, Finding, GcLimits, GcPlan, Inspection, LocationKind, Verified
+from .location import (
+    Checked,
+    CheckpointLocation,
+    Finding,
+    GcLimits,
+    GcPlan,
+    Inspection,
+    LocationKind,
+    Verified,
+)
 from .persist_dir import PersistDir, is_unsealed, open_persist_dir, snapshot_at
 from .records import verify_records
 from .storage_gc import storage_gc_plan
 
 if TYPE_CHECKING:
-    from megatron.core.dist_checkpointing.moe.examine.values import StateView
+    from moe_ckpt.checkpoints.values import StateView
     from moe_ckpt.report import Report
 
 LISTINGS = 8
@@ -112,7 +121,7 @@ class StorageLocation(CheckpointLocation):
 
     def state_view(self) -> StateView:
         """The newest state that storage restores."""
-        from megatron.core.dist_checkpointing.moe.examine.values import storage_view
+        from moe_ckpt.checkpoints.values import storage_view
 
         return storage_view(self.place, self.persist_dir.store)
 
@@ -152,7 +161,7 @@ class SnapshotLocation(CheckpointLocation):
         return Verified(findings, (checked,), (note,) if stored is not None else ())
 
     def state_view(self) -> StateView:
-        from megatron.core.dist_checkpointing.moe.examine.values import snapshot_view
+        from moe_ckpt.checkpoints.values import snapshot_view
 
         return snapshot_view(self.place, self.persist_dir.store, self.snapshot)
 

@@ -18,7 +18,10 @@ from typing import Any, cast
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.examine.windows import (
+from megatron.core.dist_checkpointing.moe.policy.lineage import Timeline
+from megatron.core.dist_checkpointing.moe.ports import Json, SnapshotId, Store, Torn
+from megatron.core.dist_checkpointing.moe.types import OperatorId, Part
+from moe_ckpt.checkpoints.windows import (
     RestorableState,
     StoredSnapshot,
     StoredState,
@@ -31,10 +34,7 @@ from megatron.core.dist_checkpointing.moe.examine.windows import (
     restorable,
     timelines,
 )
-from megatron.core.dist_checkpointing.moe.policy.timelines import Timeline
-from megatron.core.dist_checkpointing.moe.ports import Json, SnapshotId, Store, Torn
-from megatron.core.dist_checkpointing.moe.store.integrity import Advance
-from megatron.core.dist_checkpointing.moe.types import OperatorId, Part
+from moe_ckpt.dense.integrity import Advance
 
 from .location import A_LINK, NEVER_COMPLETED, OUTLIVED, GcItem, GcLimits, GcPlan
 from .persist_dir import PersistDir, is_unsealed

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.store import integrity
-from megatron.core.dist_checkpointing.moe.store.chain import read_chain
-from megatron.core.dist_checkpointing.moe.store.dense import DenseCheckpoint, open_dense
-from megatron.core.dist_checkpointing.moe.store.integrity import Advance
-from megatron.core.dist_checkpointing.moe.store.merged import open_merged
-from megatron.core.dist_checkpointing.moe.store.names import ITERATION, RELEASE, STAGED, TRACKER, read_tracker
+from moe_ckpt.dense import integrity
+from moe_ckpt.dense.chain import read_chain
+from moe_ckpt.dense.dense import DenseCheckpoint, open_dense
+from moe_ckpt.dense.integrity import Advance
+from moe_ckpt.dense.merged import open_merged
+from moe_ckpt.dense.names import ITERATION, RELEASE, STAGED, TRACKER, read_tracker
 
 from .location import Checked, Finding, Verified
 

@@ -184,8 +184,8 @@ def judged(outcome: DrillOutcome, reference: Journal, useful_s: float) -> dict[s
 
 def wrong_components(folder: Path, reference: Path, iteration: int) -> tuple[str, ...]:
     """Components in which the checkpoints of an iteration in two folders of jobs differ, by `moe-ckpt digest`."""
-    from megatron.core.dist_checkpointing.moe.store.dense import open_dense
-    from megatron.core.dist_checkpointing.moe.store.digest import digest_components
+    from moe_ckpt.dense.dense import open_dense
+    from moe_ckpt.dense.digest import digest_components
 
     found, expected = (
         {part.component: part.digest for part in digest_components(open_dense(path))}

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.moe.store.system import OperatingSystem
+from megatron.core.dist_checkpointing.moe.storage.system import OperatingSystem
 
 CALLS = (
     "open close pread pwrite allocate sync rename unlink make_directory remove_directory list_directory copy".split()

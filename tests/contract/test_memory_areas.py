@@ -12,9 +12,9 @@ from workload import FACTS, JOB, LAYOUT, RANK, SEGMENTS, read, write
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.ports import NoRoom, SnapshotId
-from megatron.core.dist_checkpointing.moe.runtime.places import Place, drop_memory, open_memory
-from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
-from megatron.core.dist_checkpointing.moe.store.ownership import slot_directories
+from megatron.core.dist_checkpointing.moe.runtime.process_info import Place, drop_memory, open_memory
+from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.storage.ownership import slot_directories
 from megatron.core.dist_checkpointing.moe.types import LOG
 
 ONE = SnapshotId(10, RANK, LOG)

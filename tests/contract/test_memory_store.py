@@ -19,10 +19,10 @@ from workload import FACTS, JOB, LAYOUT, RANK, SEGMENTS, content, new_store, rea
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.ports import Field, Layout, NoRoom, SnapshotId
+from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.storage.ownership import slot_directories
 from megatron.core.dist_checkpointing.moe.storage.slot_reader import SlotReader
-from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
-from megatron.core.dist_checkpointing.moe.store.ownership import slot_directories
-from megatron.core.dist_checkpointing.moe.store.system import OperatingSystem
+from megatron.core.dist_checkpointing.moe.storage.system import OperatingSystem
 
 FIRST, SECOND, THIRD, FOURTH = (SnapshotId(iteration, RANK) for iteration in (10, 11, 12, 13))
 PAGE = 4096
@@ -284,7 +284,7 @@ def test_a_job_id_that_is_no_folder_name_is_refused(place: Path, job: str) -> No
 def test_a_folder_on_a_disk_is_used_with_a_warning(
     place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from megatron.core.dist_checkpointing.moe.store import ownership
+    from megatron.core.dist_checkpointing.moe.storage import ownership
 
     monkeypatch.setattr(ownership, "MEMORY_FILE_SYSTEMS", ())
     with caplog.at_level(logging.WARNING):

@@ -10,18 +10,26 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.moe.capture.operators import GlobalName, Shard, StateTensor
-from megatron.core.dist_checkpointing.moe.capture.snapshot import LiveCapturer
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.local_recovery.gradients import LiveBuffers
+from megatron.core.dist_checkpointing.moe.local_recovery.park import Parked, Parker, ParkPorts
+from megatron.core.dist_checkpointing.moe.megatron_state.operators import GlobalName, Shard, StateTensor
 from megatron.core.dist_checkpointing.moe.policy.parking import Decision
 from megatron.core.dist_checkpointing.moe.ports import RANDOM, Field, Json, Layout, SnapshotId, StoreFailure
-from megatron.core.dist_checkpointing.moe.recover.park import Parked, Parker, ParkPorts
 from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
-from megatron.core.dist_checkpointing.moe.runtime.gradients import LiveBuffers
+from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
 from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
 from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
-from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
-from megatron.core.dist_checkpointing.moe.types import GRADIENTS, LOG, PARKED, OperatorId, OperatorKind, Part, expert
+from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.types import (
+    GRADIENTS,
+    LOG,
+    PARKED,
+    OperatorId,
+    OperatorKind,
+    Part,
+    expert,
+)
 
 ROUTER, EXPERT = OperatorId(0, OperatorKind.ROUTER), expert(0, 1)
 RANK, WAIT_S = 3, 60.0
@@ -339,7 +347,9 @@ def test_a_park_that_was_interrupted_by_a_kill_is_torn_and_never_read(
     rank.parker = rank.begun(capturer=capturer(rank.capturer))
     rank.parker.note(4)
     # A killed process abandons nothing.
-    monkeypatch.setattr("megatron.core.dist_checkpointing.moe.store.writing.SnapshotWriter.abandon", lambda self: None)
+    monkeypatch.setattr(
+        "megatron.core.dist_checkpointing.moe.storage.writing.SnapshotWriter.abandon", lambda self: None
+    )
     with pytest.raises(Killed):
         rank.park(BEFORE)
     rank.store.close()

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from simulated_world.memory import Memory
+from simulated_world.storage import FakeStore
+from simulated_world.world import World
 from test_memory_store import (  # noqa: F401 - the same promises, kept by another implementation
     test_a_resize_keeps_segments_of_the_same_size,
     test_a_snapshot_larger_than_every_segment_is_refused_with_both_numbers,
@@ -24,9 +27,6 @@ from workload import FACTS, LAYOUT, RANK, SEGMENTS, Expected, content, read, run
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId, StoreFailure
-from megatron.core.dist_checkpointing.moe.simulate.memory import Memory
-from megatron.core.dist_checkpointing.moe.simulate.storage import FakeStore
-from megatron.core.dist_checkpointing.moe.simulate.world import World
 
 FIRST, SECOND, THIRD = (SnapshotId(iteration, RANK) for iteration in (10, 11, 12))
 

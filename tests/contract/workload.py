@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from simulated_world.memory import Memory
+from simulated_world.storage import FakeStore
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, NoRoom, SnapshotId, StoreFailure
-from megatron.core.dist_checkpointing.moe.simulate.memory import Memory
-from megatron.core.dist_checkpointing.moe.simulate.storage import FakeStore
-from megatron.core.dist_checkpointing.moe.store.filesystem import FilesystemStore
-from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
-from megatron.core.dist_checkpointing.moe.store.objects import ObjectStore
-from megatron.core.dist_checkpointing.moe.store.system import OperatingSystem
+from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
+from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.storage.objects import ObjectStore
+from megatron.core.dist_checkpointing.moe.storage.system import OperatingSystem
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Part, expert
 
 SEGMENTS = (4096,) * 3

@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import BoundaryFailure, BoundaryRecorder
+from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import (
+    BoundaryFailure,
+    BoundaryRecorder,
+)
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.snapshot.stream_engine import StreamEngine
-from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import LOG, Direction, boundary_key
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

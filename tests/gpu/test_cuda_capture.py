@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.moe.capture.operators import GlobalName, Shard, StateTensor
-from megatron.core.dist_checkpointing.moe.capture.restore import LiveRestorer
-from megatron.core.dist_checkpointing.moe.capture.snapshot import LiveCapturer
+from megatron.core.dist_checkpointing.moe.megatron_state.operators import GlobalName, Shard, StateTensor
+from megatron.core.dist_checkpointing.moe.megatron_state.restore import LiveRestorer
 from megatron.core.dist_checkpointing.moe.ports import Facts, Json, SnapshotId
+from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
 from megatron.core.dist_checkpointing.moe.snapshot.stream_engine import StreamEngine
-from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Part, SnapshotPlan
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

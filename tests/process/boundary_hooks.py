@@ -78,13 +78,13 @@ class Logged:
     """Drives one trainer through some iterations with logs around them, and evaluations between them."""
 
     def __init__(self, trainer: Any, folder: Path, killed: int | None) -> None:
-        from megatron.core.dist_checkpointing.moe.runtime.megatron import read_topology
+        from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology
 
         self.trainer, self.folder, self.killed = trainer, folder, killed
         self.rank, self.topology = torch.distributed.get_rank(), read_topology(8)
         self.stage = self.topology.stage(self.rank)
         self.received, self.problems = Received(), Problems()
-        logging.getLogger("megatron.core.dist_checkpointing.moe.runtime.logs").addHandler(self.problems)
+        logging.getLogger("megatron.core.dist_checkpointing.moe.local_recovery.boundary_logs").addHandler(self.problems)
         self.coverage: list[tuple[int | None, str]] = []
         self.prepare()
 
@@ -92,14 +92,18 @@ class Logged:
         """Real logs on a store of its own, fed by what the trainer's communicator is asked to send."""
         from megatron.core import parallel_state
         from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import BoundaryRecorder
+        from megatron.core.dist_checkpointing.moe.local_recovery.boundary_logs import (
+            BoundaryLogs,
+            LogPlan,
+            LogPorts,
+        )
+        from megatron.core.dist_checkpointing.moe.local_recovery.communicator import BoundaryCommunicator
         from megatron.core.dist_checkpointing.moe.policy.boundary import tensor_shape
         from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
-        from megatron.core.dist_checkpointing.moe.runtime.communicator import BoundaryCommunicator
-        from megatron.core.dist_checkpointing.moe.runtime.lanes import ThreadLane
-        from megatron.core.dist_checkpointing.moe.runtime.logs import BoundaryLogs, LogPlan, LogPorts
         from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
         from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
-        from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
+        from megatron.core.dist_checkpointing.moe.snapshot.thread_executor import ThreadLane
+        from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 
         config, training = self.trainer._transformer, self.trainer._state.config.training
         shape = tensor_shape(
@@ -211,8 +215,8 @@ class Logged:
     def compared(self, iteration: int) -> list[str]:
         """Where the k-th tensor that came from a side is not the k-th one in the log of the rank there."""
         from megatron.core.dist_checkpointing.moe.ports import SnapshotId
+        from megatron.core.dist_checkpointing.moe.storage.ownership import slot_directories
         from megatron.core.dist_checkpointing.moe.storage.slot_reader import SlotReader
-        from megatron.core.dist_checkpointing.moe.store.ownership import slot_directories
         from megatron.core.dist_checkpointing.moe.types import LOG
 
         step, world, found = self.topology.ranks_per_stage, self.topology.world_size, []

@@ -67,10 +67,10 @@ def captured(folder: str) -> Iterator[None]:
 
 class _Capture:
     def __init__(self, trainer: Any, folder: str) -> None:
-        from megatron.core.dist_checkpointing.moe.capture.snapshot import LiveCapturer
-        from megatron.core.dist_checkpointing.moe.runtime.megatron import read_topology, state_tensors
+        from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology, state_tensors
+        from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
         from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
-        from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
+        from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
         from megatron.core.dist_checkpointing.moe.types import Part
         from megatron.core.dist_checkpointing.moe.types.snapshots import full_plan
         from megatron.pretrain.checkpoint.trainer_state import LiveTrainerState
@@ -99,7 +99,7 @@ class _Capture:
         self.batches = training_iterators(state.config, self.trainer._datasets, state.progress)
 
     def facts(self) -> dict[str, Any]:
-        from megatron.core.dist_checkpointing.moe.runtime.model_operators import model_operators
+        from megatron.core.dist_checkpointing.moe.megatron_state.model_operators import model_operators
 
         for _ in range(BEFORE_SNAPSHOT):
             self.trainer.iterate(self.batches)
@@ -164,7 +164,7 @@ class _Capture:
         return facts
 
     def _restore(self, reader: Any, part: Any) -> list[int]:
-        from megatron.core.dist_checkpointing.moe.runtime.megatron import live_restorer
+        from megatron.core.dist_checkpointing.moe.megatron_state.megatron import live_restorer
 
         state, operators = self.state, self.capturers[0].operators
         poison(state)
@@ -209,7 +209,7 @@ def _plain(operator: Any) -> list[int]:
 @contextlib.contextmanager
 def allocated_lazily(eagerly: bool) -> Iterator[None]:
     """The driver leaves the state of the optimizer to its first step, or to `allocate_optimizer_state`."""
-    from megatron.core.dist_checkpointing.moe.runtime.optimizer_state import allocate_optimizer_state
+    from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import allocate_optimizer_state
     from megatron.pretrain import optimization
     from megatron.pretrain.loop import Trainer
 
@@ -238,7 +238,7 @@ def counted(folder: str) -> Iterator[None]:
     """Train to the end of the flags, and write down what each rank's routers counted in each iteration."""
 
     def examine(trainer: Any) -> list[dict[int, list[int]]]:
-        from megatron.core.dist_checkpointing.moe.capture.popularity import TokenCounter
+        from megatron.core.dist_checkpointing.moe.megatron_state.popularity import TokenCounter
         from megatron.pretrain.batches import training_iterators
 
         state = trainer._state

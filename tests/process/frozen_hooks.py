@@ -75,13 +75,13 @@ class Frozen:
     """Drives one trainer back and forth between the states of a few iterations."""
 
     def __init__(self, trainer: Any) -> None:
-        from megatron.core.dist_checkpointing.moe.replay.execution import LiveExecution
-        from megatron.core.dist_checkpointing.moe.runtime.megatron import (
+        from megatron.core.dist_checkpointing.moe.megatron_state.megatron import (
             operators_of_parameters,
             read_topology,
             state_tensors,
         )
-        from megatron.core.dist_checkpointing.moe.runtime.model_operators import model_operators
+        from megatron.core.dist_checkpointing.moe.megatron_state.model_operators import model_operators
+        from megatron.core.dist_checkpointing.moe.replay.execution import LiveExecution
         from megatron.pretrain.checkpoint.trainer_state import LiveTrainerState
 
         self.trainer, self.state = trainer, trainer._state
@@ -247,8 +247,8 @@ class Frozen:
 
     def refusals(self) -> dict[str, str]:
         """What is said of models, optimizers and journals that cannot do; an empty string where nothing is."""
+        from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology, state_tensors
         from megatron.core.dist_checkpointing.moe.replay.execution import LiveExecution
-        from megatron.core.dist_checkpointing.moe.runtime.megatron import read_topology, state_tensors
         from megatron.core.dist_checkpointing.moe.types import StepJournal
         from megatron.core.utils import unwrap_model
 

@@ -104,7 +104,7 @@ def no_joint_snapshot_after(iteration: int) -> Iterator[None]:
 @contextlib.contextmanager
 def reusing_buffers_early() -> Iterator[None]:
     """A memory store that writes into segments whose snapshots nobody has freed."""
-    from megatron.core.dist_checkpointing.moe.store import memory
+    from megatron.core.dist_checkpointing.moe.storage import memory
 
     original = memory.MemoryStore._free_segment
 
@@ -153,8 +153,8 @@ def another_plan(rank: int, iteration: int) -> Iterator[None]:
 @contextlib.contextmanager
 def storage_vanishes(folder: str, iteration: int) -> Iterator[None]:
     """The folder of persistent snapshots becomes a file at the end of `iteration`; retries come quickly."""
-    from megatron.core.dist_checkpointing.moe.runtime import persister
     from megatron.core.dist_checkpointing.moe.runtime.session import Session
+    from megatron.core.dist_checkpointing.moe.snapshot import persister
 
     original = Session.step_end
 

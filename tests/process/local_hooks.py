@@ -83,7 +83,7 @@ def held_back(folder: str, rank: int, iteration: int) -> Iterator[None]:
 def replicas_refused(owner: int, iterations: range) -> Iterator[None]:
     """Whoever should keep replicas for `owner` has no room for those of these iterations."""
     from megatron.core.dist_checkpointing.moe.replication.replica_receiver import ReplicaReceiver
-    from megatron.core.dist_checkpointing.moe.store.manifest import decode
+    from megatron.core.dist_checkpointing.moe.storage.manifest import decode
 
     begin = ReplicaReceiver.begin
 
@@ -98,7 +98,7 @@ def replicas_refused(owner: int, iterations: range) -> Iterator[None]:
 
 def _is_there(place: str, *arguments: Any) -> bool:
     if place == "waiting":
-        from megatron.core.dist_checkpointing.moe.runtime.outcomes import Waiting
+        from megatron.core.dist_checkpointing.moe.recovery.outcome import Waiting
 
         return isinstance(arguments[0]._restart._todo, Waiting)
     if place == "restarting":
@@ -107,7 +107,7 @@ def _is_there(place: str, *arguments: Any) -> bool:
 
 
 def _parking() -> tuple[Any, str]:
-    from megatron.core.dist_checkpointing.moe.recover.park import Parker
+    from megatron.core.dist_checkpointing.moe.local_recovery.park import Parker
 
     return Parker, "_park_state"
 
@@ -122,7 +122,7 @@ def _session(name: str) -> Callable[[], tuple[Any, str]]:
 
 
 def _sending() -> tuple[Any, str]:
-    from megatron.core.dist_checkpointing.moe.recover.fetch import Carrier
+    from megatron.core.dist_checkpointing.moe.recovery.fetch import Carrier
 
     return Carrier, "_send"
 

@@ -49,7 +49,7 @@ def examined(folder: str, frozen: str = "") -> Iterator[None]:
 
 def _examine(trainer: Any) -> dict[str, Any]:
     from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import gather_compute_weights
-    from megatron.core.dist_checkpointing.moe.runtime.megatron import read_topology, state_tensors
+    from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology, state_tensors
     from megatron.pretrain.batches import training_iterators
 
     state = trainer._state
@@ -149,7 +149,7 @@ def _verdicts(state: Any, tensors: Sequence[Any]) -> dict[str, str]:
 def _refusals(state: Any, topology: Any) -> dict[str, str]:
     """What is said of a model or an optimizer that cannot be protected; an empty string where it is taken."""
     from megatron.core.dist_checkpointing.moe.errors import UsageError
-    from megatron.core.dist_checkpointing.moe.runtime.megatron import state_tensors
+    from megatron.core.dist_checkpointing.moe.megatron_state.megatron import state_tensors
 
     config = state.chunks[0].config
     member = getattr(state.optimizer, "chained_optimizers", [state.optimizer])[0]
@@ -178,8 +178,8 @@ def _refusals(state: Any, topology: Any) -> dict[str, str]:
 
 
 def _verdict(state: Any, tensors: Sequence[Any]) -> str:
-    from megatron.core.dist_checkpointing.moe.capture.extents import IncompleteState
-    from megatron.core.dist_checkpointing.moe.runtime.completeness import check_complete
+    from megatron.core.dist_checkpointing.moe.megatron_state.completeness import check_complete
+    from megatron.core.dist_checkpointing.moe.megatron_state.extents import IncompleteState
 
     try:
         check_complete(state.chunks, state.optimizer, tensors)

@@ -161,12 +161,12 @@ class Parking(Frozen):
     """Drives one trainer through faults."""
 
     def __init__(self, trainer: Any, folder: Path) -> None:
-        from megatron.core.dist_checkpointing.moe.runtime.megatron import (
+        from megatron.core.dist_checkpointing.moe.local_recovery.step_guard import StepGuard
+        from megatron.core.dist_checkpointing.moe.megatron_state.megatron import (
             live_restorer,
             read_topology,
             stepped_parameters,
         )
-        from megatron.core.dist_checkpointing.moe.runtime.step_guard import StepGuard
 
         super().__init__(trainer)
         shutil.rmtree(folder, ignore_errors=True)
@@ -179,13 +179,13 @@ class Parking(Frozen):
         self.parker = self._parker()
 
     def _parker(self) -> Any:
-        from megatron.core.dist_checkpointing.moe.capture.snapshot import LiveCapturer
-        from megatron.core.dist_checkpointing.moe.recover.park import Parker, ParkPorts
+        from megatron.core.dist_checkpointing.moe.local_recovery.gradients import LiveBuffers, LiveGradients
+        from megatron.core.dist_checkpointing.moe.local_recovery.park import Parker, ParkPorts
         from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
-        from megatron.core.dist_checkpointing.moe.runtime.gradients import LiveBuffers, LiveGradients
+        from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
         from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
         from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
-        from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
+        from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 
         capturer = LiveCapturer(self.tensors, self.trainer_state, ThreadEngine())
         self.buffers = LiveBuffers(self.tensors)
@@ -313,8 +313,8 @@ class Parking(Frozen):
 
     def come_back(self, parked: Any, after: Moment) -> None:
         """As after a restart: nothing is known but what is parked, and the journal and the scalars of the target."""
+        from megatron.core.dist_checkpointing.moe.local_recovery.gradients import roll_forward
         from megatron.core.dist_checkpointing.moe.ports import RANDOM, SnapshotId
-        from megatron.core.dist_checkpointing.moe.runtime.gradients import roll_forward
         from megatron.core.dist_checkpointing.moe.types import GRADIENTS, PARKED, Part
 
         self.scatter_numbers()

@@ -70,7 +70,7 @@ def _state(session: Any) -> dict[str, str]:
 
     Without step counts of experts: after a recovery these are what Megatron's one count for all parameters says.
     """
-    from megatron.core.dist_checkpointing.moe.runtime.megatron import state_tensors
+    from megatron.core.dist_checkpointing.moe.megatron_state.megatron import state_tensors
 
     training, found = session._training, {}
     for one in state_tensors(training.chunks, training.optimizer, session._topology):

@@ -10,8 +10,8 @@ from typing import Any
 
 from world import Outcome, Running
 
-from megatron.core.dist_checkpointing.moe.store.dense import open_dense
-from megatron.core.dist_checkpointing.moe.store.digest import digest_components
+from moe_ckpt.dense.dense import open_dense
+from moe_ckpt.dense.digest import digest_components
 
 Start = Callable[..., Running]
 Train = Callable[..., Outcome]

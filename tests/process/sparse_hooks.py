@@ -85,9 +85,9 @@ def untouched(folder: str) -> Iterator[None]:
 
     They were poisoned with NaN, which looks the same after any arithmetic, so they get a number first.
     """
+    from megatron.core.dist_checkpointing.moe.megatron_state.megatron import state_tensors
     from megatron.core.dist_checkpointing.moe.replay.densify import Replay
     from megatron.core.dist_checkpointing.moe.replay.execution import LiveExecution
-    from megatron.core.dist_checkpointing.moe.runtime.megatron import state_tensors
     from megatron.core.dist_checkpointing.moe.runtime.session import Session
 
     begin, freeze, take = Session.begin, LiveExecution.freeze, Replay._take

@@ -67,8 +67,8 @@ class Alone(Frozen):
     """Drives one trainer: what it is in training, and what its stage makes of it alone."""
 
     def __init__(self, trainer: Any, folder: Path) -> None:
-        from megatron.core.dist_checkpointing.moe.runtime.megatron import read_topology
-        from megatron.core.dist_checkpointing.moe.store.filesystem import FilesystemStore
+        from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology
+        from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
 
         super().__init__(trainer)
         self.folder, self.rank = folder, torch.distributed.get_rank()
@@ -86,7 +86,7 @@ class Alone(Frozen):
     def communicating(self) -> Any:
         """Let the driver's schedules send and receive in our way, as a session that logs does."""
         from megatron.core import parallel_state
-        from megatron.core.dist_checkpointing.moe.runtime.communicator import BoundaryCommunicator
+        from megatron.core.dist_checkpointing.moe.local_recovery.communicator import BoundaryCommunicator
 
         group = parallel_state.get_pipeline_model_parallel_group()
         communicator = self.trainer._boundary = BoundaryCommunicator(group, self.trainer._transformer)
@@ -256,7 +256,7 @@ class Alone(Frozen):
         self, stages: tuple[int, ...], iteration: int, frozen: set[Any], sent_in: int | None = None
     ) -> Any:
         """Run one iteration again with what the neighbours outside sent; how it came out."""
-        from megatron.core.dist_checkpointing.moe.replay.stage import StageSource
+        from megatron.core.dist_checkpointing.moe.local_recovery.stage_source import StageSource
         from megatron.core.dist_checkpointing.moe.types import StepJournal
 
         outsider = next(rank for rank in range(len(self.owned)) if self.topology.stage(rank) not in stages)

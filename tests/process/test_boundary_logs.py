@@ -15,8 +15,8 @@ from boundary_hooks import BASE, ITERATIONS, JOB, KILLED_IN, executed, logged
 from runs import Layout, Start, flags
 from world import World
 
+from megatron.core.dist_checkpointing.moe.storage.ownership import slot_directories
 from megatron.core.dist_checkpointing.moe.storage.slot_reader import SlotReader
-from megatron.core.dist_checkpointing.moe.store.ownership import slot_directories
 from megatron.core.dist_checkpointing.moe.types import LOG
 
 

@@ -17,7 +17,7 @@ from runs import Layout, Train, differences, digest, exact, published
 from sparse_runs import BF16, DROPOUT, EXPERT_BIAS, LENGTH, SHARED
 from world import HANG_TIMEOUT_S, ROOT, World
 
-from megatron.core.dist_checkpointing.moe.examine.comparison import differing_values, structure
+from moe_ckpt.checkpoints.comparison import differing_values, structure
 from moe_ckpt.checkpoints.locate import locate
 
 STOPPED_AT, WINDOW = 10, 3

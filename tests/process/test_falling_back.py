@@ -12,7 +12,7 @@ from runs import Layout, Start, Train, exact, flags
 from stock_hooks import saving_as_stock
 from world import World
 
-from megatron.core.dist_checkpointing.moe.store.integrity import NAME, check
+from moe_ckpt.dense.integrity import NAME, check
 
 TRACKER = "latest_checkpointed_iteration.txt"
 LAYOUT = Layout(pp=2, ep=1, ranks=2)

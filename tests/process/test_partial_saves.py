@@ -16,10 +16,10 @@ from stock_hooks import loading_as_stock, saved_right_after_loading
 from worker_hooks import full_disk, poisoned_before_load
 from world import Outcome, World
 
-from megatron.core.dist_checkpointing.moe.cli.main import main as moe_ckpt
-from megatron.core.dist_checkpointing.moe.store.chain import MANIFEST, Chain, encode, read_chain
-from megatron.core.dist_checkpointing.moe.store.dense import open_dense
-from megatron.core.dist_checkpointing.moe.store.integrity import check, seal
+from moe_ckpt.commands.main import main as moe_ckpt
+from moe_ckpt.dense.chain import MANIFEST, Chain, encode, read_chain
+from moe_ckpt.dense.dense import open_dense
+from moe_ckpt.dense.integrity import check, seal
 
 EXPERTS, RESUMED_AT, LAST = 4, 4, 6
 SPREAD = Layout(pp=2, ep=2, ranks=4)

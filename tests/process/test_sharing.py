@@ -12,7 +12,7 @@ from attempts import Cluster, Nodes, recovered
 from runs import Layout, Train, differences, digest
 
 from megatron.core.dist_checkpointing.moe.policy.sharding import ShardAssignment, shard_checkpoint
-from megatron.core.dist_checkpointing.moe.store.manifest import decode
+from megatron.core.dist_checkpointing.moe.storage.manifest import decode
 from megatron.core.dist_checkpointing.moe.types import FP32, ModelShape, Part, Topology, full_plan
 
 FULL = ("--moe-ckpt-strategy", "full", "--moe-ckpt-interval", "3")

@@ -12,7 +12,7 @@ from runs import Layout, Start, Train, differences, digest, exact, metrics
 from stock_hooks import loading_as_stock, saved_right_after_loading, saving_as_stock
 from worker_hooks import poisoned_before_load
 
-from megatron.core.dist_checkpointing.moe.store.integrity import check
+from moe_ckpt.dense.integrity import check
 
 SAVED, LAST = 3, 6
 EXPERTS = Layout(tp=1, pp=2, ep=2, ranks=4)

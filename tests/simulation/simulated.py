@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from simulated_world.job import RankPorts, SimulatedJob, Start
+from simulated_world.model import FakeModel, expected_bytes, spread
+from simulated_world.network import Network
+from simulated_world.rank import FakeExecution
+from simulated_world.world import World
+
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import ProtectionState, WindowState
+from megatron.core.dist_checkpointing.moe.policy.lineage import Timeline, continued
 from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
-from megatron.core.dist_checkpointing.moe.policy.timelines import Timeline, continued
+from megatron.core.dist_checkpointing.moe.recovery.recovery import Recovery, RecoveryOutcome, RecoveryPorts
 from megatron.core.dist_checkpointing.moe.replay.densify import Replay
 from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
-from megatron.core.dist_checkpointing.moe.runtime.coordinator import Coordinator, Ports, ProtectionReport
-from megatron.core.dist_checkpointing.moe.runtime.persister import Persister
-from megatron.core.dist_checkpointing.moe.runtime.recovery import Recovery, RecoveryOutcome, RecoveryPorts
-from megatron.core.dist_checkpointing.moe.runtime.rooms import fit_memory, gathered_sizes, segment_sizes
-from megatron.core.dist_checkpointing.moe.simulate.job import RankPorts, SimulatedJob, Start
-from megatron.core.dist_checkpointing.moe.simulate.model import FakeModel, expected_bytes, spread
-from megatron.core.dist_checkpointing.moe.simulate.network import Network
-from megatron.core.dist_checkpointing.moe.simulate.rank import FakeExecution
-from megatron.core.dist_checkpointing.moe.simulate.world import World
+from megatron.core.dist_checkpointing.moe.snapshot.buffers import fit_memory, gathered_sizes, segment_sizes
+from megatron.core.dist_checkpointing.moe.snapshot.coordinator import Coordinator, Ports, ProtectionReport
 from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
+from megatron.core.dist_checkpointing.moe.snapshot.persister import Persister
 from megatron.core.dist_checkpointing.moe.snapshot.replication_worker import ReplicationWorker
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Room
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, StepJournal, Topology, expert

@@ -6,21 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from simulated import SMALL, journal_of
-
-from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
-from megatron.core.dist_checkpointing.moe.policy.parking import Cause, StepPhase, decide
-from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
-from megatron.core.dist_checkpointing.moe.policy.timelines import Timeline, continued
-from megatron.core.dist_checkpointing.moe.ports import RANDOM, PeerLost
-from megatron.core.dist_checkpointing.moe.recover.park import Parker, ParkPorts
-from megatron.core.dist_checkpointing.moe.replay.densify import Replay
-from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
-from megatron.core.dist_checkpointing.moe.runtime.coordinator import Coordinator, Ports
-from megatron.core.dist_checkpointing.moe.runtime.logs import BoundaryLogs, LogPlan, LogPorts
-from megatron.core.dist_checkpointing.moe.runtime.recovery import Recovery, RecoveryOutcome, RecoveryPorts, Waiting
-from megatron.core.dist_checkpointing.moe.runtime.rooms import fit_memory, gathered_sizes, segment_sizes
-from megatron.core.dist_checkpointing.moe.simulate.job import RankPorts, SimulatedJob, Start
-from megatron.core.dist_checkpointing.moe.simulate.pipeline import (
+from simulated_world.job import RankPorts, SimulatedJob, Start
+from simulated_world.pipeline import (
     TENSOR_BYTES,
     FakeBuffers,
     FakeFeed,
@@ -28,12 +15,37 @@ from megatron.core.dist_checkpointing.moe.simulate.pipeline import (
     FakeRecorder,
     FakeStage,
 )
-from megatron.core.dist_checkpointing.moe.simulate.rank import FakeExecution
-from megatron.core.dist_checkpointing.moe.simulate.world import World
+from simulated_world.rank import FakeExecution
+from simulated_world.world import World
+
+from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
+from megatron.core.dist_checkpointing.moe.local_recovery.boundary_logs import BoundaryLogs, LogPlan, LogPorts
+from megatron.core.dist_checkpointing.moe.local_recovery.park import Parker, ParkPorts
+from megatron.core.dist_checkpointing.moe.policy.lineage import Timeline, continued
+from megatron.core.dist_checkpointing.moe.policy.parking import Cause, StepPhase, decide
+from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
+from megatron.core.dist_checkpointing.moe.ports import RANDOM, PeerLost
+from megatron.core.dist_checkpointing.moe.recovery.recovery import (
+    Recovery,
+    RecoveryOutcome,
+    RecoveryPorts,
+    Waiting,
+)
+from megatron.core.dist_checkpointing.moe.replay.densify import Replay
+from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
+from megatron.core.dist_checkpointing.moe.snapshot.buffers import fit_memory, gathered_sizes, segment_sizes
+from megatron.core.dist_checkpointing.moe.snapshot.coordinator import Coordinator, Ports
 from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
 from megatron.core.dist_checkpointing.moe.snapshot.replication_worker import ReplicationWorker
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Room
-from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Scope, StepJournal, Topology, expert
+from megatron.core.dist_checkpointing.moe.types import (
+    OperatorId,
+    OperatorKind,
+    Scope,
+    StepJournal,
+    Topology,
+    expert,
+)
 
 MICROBATCHES, PER_STAGE = 2, 2
 

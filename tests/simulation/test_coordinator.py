@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from simulated import RANKS, Simulation
+from simulated_world.network import Network
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import ProtectionState
-from megatron.core.dist_checkpointing.moe.simulate.network import Network
 
 FULL = MoECheckpointConfig(strategy="full", interval=2, replicas=1, timeout_s=60.0)
 DURABLE = MoECheckpointConfig(

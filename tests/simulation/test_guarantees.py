@@ -11,19 +11,19 @@ from unittest import mock
 
 import pytest
 from simulated import RANKS, Simulation, protected
+from simulated_world.job import SimulatedJob
+from simulated_world.memory import Memory, Segment
+from simulated_world.network import Network
+from simulated_world.storage import FakeStore
+from simulated_world.world import Event, World
 from xxhash import xxh3_128_digest
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import ProtectionState
 from megatron.core.dist_checkpointing.moe.replication.replica_receiver import StoreReplica
-from megatron.core.dist_checkpointing.moe.simulate.job import SimulatedJob
-from megatron.core.dist_checkpointing.moe.simulate.memory import Memory, Segment
-from megatron.core.dist_checkpointing.moe.simulate.network import Network
-from megatron.core.dist_checkpointing.moe.simulate.storage import FakeStore
-from megatron.core.dist_checkpointing.moe.simulate.world import Event, World
-from megatron.core.dist_checkpointing.moe.store.checksums import checksum
-from megatron.core.dist_checkpointing.moe.store.manifest import decode
+from megatron.core.dist_checkpointing.moe.storage.checksums import checksum
+from megatron.core.dist_checkpointing.moe.storage.manifest import decode
 from megatron.core.dist_checkpointing.moe.types.layout import Manifest, SnapshotId
 
 FULL = MoECheckpointConfig(strategy="full", interval=1, replicas=1, timeout_s=60.0)

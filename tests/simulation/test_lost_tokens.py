@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 from simulated import EXPERTS, LAYERS, RANKS, Simulation
+from simulated_world.world import Event
 from test_guarantees import PEC, Vandal
 
-from megatron.core.dist_checkpointing.moe.policy.timelines import attempt_of
-from megatron.core.dist_checkpointing.moe.runtime.recovery import RecoveryOutcome
-from megatron.core.dist_checkpointing.moe.simulate.world import Event
+from megatron.core.dist_checkpointing.moe.policy.lineage import attempt_of
+from megatron.core.dist_checkpointing.moe.recovery.recovery import RecoveryOutcome
 from megatron.core.dist_checkpointing.moe.types import OperatorId
 
 ITERATIONS, INPUT_TOKENS, TOPK = 20, 64, 2

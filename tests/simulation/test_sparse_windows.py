@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 from simulated import EXPERTS, LAYERS, RANKS, Simulation, protected
+from simulated_world.job import SimulatedJob
+from simulated_world.network import Network
+from simulated_world.world import Event
 from test_guarantees import Vandal
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import ProtectionState
-from megatron.core.dist_checkpointing.moe.simulate.job import SimulatedJob
-from megatron.core.dist_checkpointing.moe.simulate.network import Network
-from megatron.core.dist_checkpointing.moe.simulate.world import Event
 
 WINDOWS = (1, 2, 3, 5)
 ITERATIONS = 16

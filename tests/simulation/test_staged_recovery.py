@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
+from simulated_world.job import SimulatedJob
+from simulated_world.world import Event
 from staged import PER_STAGE, Staged
 from test_guarantees import Vandal
 
-from megatron.core.dist_checkpointing.moe.simulate.job import SimulatedJob
-from megatron.core.dist_checkpointing.moe.simulate.world import Event
 from megatron.core.dist_checkpointing.moe.types import GRADIENTS, LOG, PARKED, Scope
 from megatron.core.dist_checkpointing.moe.types.layout import SnapshotId
 

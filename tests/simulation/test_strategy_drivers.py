@@ -14,8 +14,6 @@ import pytest
 from seldom import Nothing, Seldom
 from simulated import EXPERTS, LAYERS, Simulation
 
-from megatron.core.dist_checkpointing.moe.cli.plan.counts_file import load_counts
-from megatron.core.dist_checkpointing.moe.cli.plan.drive import driven
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Strategy
@@ -23,6 +21,8 @@ from megatron.core.dist_checkpointing.moe.types import ModelShape, SnapshotPlan
 from megatron.pretrain.config import parse_config
 from megatron.pretrain.config.derived import Environment
 from megatron.pretrain.config.protection import protection
+from moe_ckpt.commands.plan.counts_file import load_counts
+from moe_ckpt.commands.plan.drive import driven
 
 CONFIG = MoECheckpointConfig(replicas=1, persist_dir="disk", persist_interval=8, timeout_s=60.0)
 JOBS = {
@@ -86,7 +86,7 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 from seldom import Nothing, Seldom
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES
 STRATEGIES.update(seldom=Seldom, nothing=Nothing)
-from megatron.core.dist_checkpointing.moe.cli.main import main
+from moe_ckpt.commands.main import main
 main()
 """
     model = ("--model", "GPT-125M-8E", "--pp", "2", "--ranks-per-node", "1", "--replicas", "1")

@@ -16,9 +16,9 @@ from types import ModuleType
 import click
 import pytest
 
-from megatron.core.dist_checkpointing.moe.cli.main import commands
 from megatron.pretrain.config import parse_config
 from megatron.pretrain.errors import InvalidInput
+from moe_ckpt.commands.main import commands
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("benchmarks", "docs", "examples", "reproduce", "scripts", "tests", "tools")

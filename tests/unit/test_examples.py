@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.cli.main import main
-from megatron.core.dist_checkpointing.moe.models import preset
 from megatron.core.dist_checkpointing.moe.types import ModelShape, Topology
 from megatron.pretrain.config import PretrainConfig, parse_config
 from megatron.pretrain.config.derived import Environment, moe_layer_pattern
 from megatron.pretrain.config.validate import resolve
 from megatron.pretrain.model import build_transformer_config
 from megatron.pretrain.tokenizer import build_tokenizer
+from moe_ckpt.commands.main import main
+from moe_ckpt.simulator.models import preset
 from reproduce.jobs import azure_job
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,8 @@ import pytest
 from workload import content, new_store, write
 
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId
-from megatron.core.dist_checkpointing.moe.store import chain, integrity, manifest
+from megatron.core.dist_checkpointing.moe.storage import manifest
+from moe_ckpt.dense import chain, integrity
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
 

@@ -8,16 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.store.atomic import sync_directory, write_atomically
-from megatron.core.dist_checkpointing.moe.store.chain import read_chain
-from megatron.core.dist_checkpointing.moe.store.names import (
-    ITERATION,
-    RELEASE,
-    STAGED,
-    TRACKER,
-    condemned,
-    read_tracker,
-)
+from megatron.core.dist_checkpointing.moe.storage.atomic import sync_directory, write_atomically
+from moe_ckpt.dense.chain import read_chain
+from moe_ckpt.dense.names import ITERATION, RELEASE, STAGED, TRACKER, condemned, read_tracker
 
 Step = int | Literal["release"]
 

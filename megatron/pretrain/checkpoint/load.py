@@ -16,10 +16,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.store.chain import Chain
-from megatron.core.dist_checkpointing.moe.store.dense import COMMON, open_dense
-from megatron.core.dist_checkpointing.moe.store.integrity import NAME, FileSum, sums_of
-from megatron.core.dist_checkpointing.moe.store.merged import open_merged
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
@@ -38,6 +34,10 @@ from megatron.pretrain.checkpoint.state import (
 )
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.errors import InvalidInput
+from moe_ckpt.dense.chain import Chain
+from moe_ckpt.dense.dense import COMMON, open_dense
+from moe_ckpt.dense.integrity import NAME, FileSum, sums_of
+from moe_ckpt.dense.merged import open_merged
 
 log = logging.getLogger(__name__)
 

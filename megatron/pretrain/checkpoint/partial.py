@@ -20,19 +20,12 @@ from megatron.core.dist_checkpointing.dict_utils import (
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.policy.partial import next_position, sequential_selection
-from megatron.core.dist_checkpointing.moe.store.chain import (
-    Chain,
-    ExpertEntry,
-    expert_entry,
-    object_entry,
-    read_chain,
-    says_partial,
-)
-from megatron.core.dist_checkpointing.moe.store.merged import MergedCheckpoint
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.pretrain.agreement import on_rank_zero, raise_on_all_ranks
 from megatron.pretrain.checkpoint.directory import CheckpointDirectory
 from megatron.pretrain.config import PretrainConfig
+from moe_ckpt.dense.chain import Chain, ExpertEntry, expert_entry, object_entry, read_chain, says_partial
+from moe_ckpt.dense.merged import MergedCheckpoint
 
 log = logging.getLogger(__name__)
 

@@ -9,14 +9,18 @@ from collections.abc import Iterator, Sequence
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.moe.config import flag_name
-from megatron.core.dist_checkpointing.moe.errors import CheckpointFailure, MoECheckpointError, UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.errors import (
+    CheckpointFailure,
+    MoECheckpointError,
+    UnreadableCheckpoint,
+)
+from megatron.core.dist_checkpointing.moe.local_recovery.survivor import Passes
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause
 from megatron.core.dist_checkpointing.moe.ports import PeerLost, StoreFailure
-from megatron.core.dist_checkpointing.moe.recover.marks import Timestamps
-from megatron.core.dist_checkpointing.moe.runtime.places import Place
+from megatron.core.dist_checkpointing.moe.recovery.timestamps import Timestamps
+from megatron.core.dist_checkpointing.moe.runtime.live_state import Training
+from megatron.core.dist_checkpointing.moe.runtime.process_info import Place
 from megatron.core.dist_checkpointing.moe.runtime.session import Session
-from megatron.core.dist_checkpointing.moe.runtime.standby import Passes
-from megatron.core.dist_checkpointing.moe.runtime.training import Training
 from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config

@@ -16,10 +16,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, format_error
-from megatron.core.dist_checkpointing.moe.store.atomic import write_atomically
-from megatron.core.dist_checkpointing.moe.store.chain import MANIFEST, PARTIAL_BACKEND_VERSION, Chain, encode
-from megatron.core.dist_checkpointing.moe.store.dense import open_dense
-from megatron.core.dist_checkpointing.moe.store.integrity import FORMAT_VERSION, MARK, Sums, seal
+from megatron.core.dist_checkpointing.moe.storage.atomic import write_atomically
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.pretrain.agreement import RankFailure, all_done, on_rank_zero, raise_on_all_ranks
@@ -34,6 +31,9 @@ from megatron.pretrain.checkpoint.state import (
     sharded_state_dict,
 )
 from megatron.pretrain.checkpoint.writer import ShardWriter, plan_shards
+from moe_ckpt.dense.chain import MANIFEST, PARTIAL_BACKEND_VERSION, Chain, encode
+from moe_ckpt.dense.dense import open_dense
+from moe_ckpt.dense.integrity import FORMAT_VERSION, MARK, Sums, seal
 
 log = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import gather_compute_weights
-from megatron.core.dist_checkpointing.moe.store.chain import Chain
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.optimization import separate_steps
+from moe_ckpt.dense.chain import Chain
 
 CHECKPOINT_VERSION = 3.0
 

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.moe.errors import format_error
-from megatron.core.dist_checkpointing.moe.store.integrity import FileSum, Sums, file_sum
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -24,6 +23,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.pretrain.agreement import on_rank_zero, raise_on_all_ranks
 from megatron.pretrain.processes import live_and_die_with_parent
+from moe_ckpt.dense.integrity import FileSum, Sums, file_sum
 
 WRITE_TIMEOUT_S = 3600.0
 

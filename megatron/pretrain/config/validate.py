@@ -7,7 +7,12 @@ import dataclasses
 from collections.abc import Iterator
 
 from megatron.pretrain.config import PretrainConfig, checks
-from megatron.pretrain.config.derived import Environment, data_parallel_size, moe_layer_pattern, virtual_pipeline_size
+from megatron.pretrain.config.derived import (
+    Environment,
+    data_parallel_size,
+    moe_layer_pattern,
+    virtual_pipeline_size,
+)
 from megatron.pretrain.errors import InvalidInput
 
 

@@ -11,28 +11,21 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from megatron.core.dist_checkpointing.moe.cli.advise import advise as advise_command
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.models import preset
-from megatron.core.dist_checkpointing.moe.simulate.ettr.advise import Advice, advise, reasons, recommended
-from megatron.core.dist_checkpointing.moe.simulate.ettr.choices import (
-    PROTECTION,
-    Choice,
-    Question,
-    best_of,
-    noise,
-    variants,
-)
-from megatron.core.dist_checkpointing.moe.simulate.ettr.closed_form import ettr as closed_form_ettr
-from megatron.core.dist_checkpointing.moe.simulate.ettr.clusters import cluster
-from megatron.core.dist_checkpointing.moe.simulate.ettr.constants import THIS_PROJECT
-from megatron.core.dist_checkpointing.moe.simulate.ettr.cost import MOEVEMENT_UTILISATION, iteration_cost
-from megatron.core.dist_checkpointing.moe.simulate.ettr.events import estimate
-from megatron.core.dist_checkpointing.moe.simulate.ettr.footprint import node_bytes
-from megatron.core.dist_checkpointing.moe.simulate.ettr.inputs import TrainingJob
-from megatron.core.dist_checkpointing.moe.simulate.ettr.profiles import Profile, as_data
-from megatron.core.dist_checkpointing.moe.simulate.ettr.systems import SYSTEMS, Gemini, MoEvement
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, ModelShape, Topology
+from moe_ckpt.commands.advise import advise as advise_command
+from moe_ckpt.simulator.advise import Advice, advise, reasons, recommended
+from moe_ckpt.simulator.choices import PROTECTION, Choice, Question, best_of, noise, variants
+from moe_ckpt.simulator.closed_form import ettr as closed_form_ettr
+from moe_ckpt.simulator.clusters import cluster
+from moe_ckpt.simulator.constants import THIS_PROJECT
+from moe_ckpt.simulator.cost import MOEVEMENT_UTILISATION, iteration_cost
+from moe_ckpt.simulator.events import estimate
+from moe_ckpt.simulator.footprint import node_bytes
+from moe_ckpt.simulator.inputs import TrainingJob
+from moe_ckpt.simulator.models import preset
+from moe_ckpt.simulator.profiles import Profile, as_data
+from moe_ckpt.simulator.systems import SYSTEMS, Gemini, MoEvement
 
 MINUTES = 60.0
 GPT = preset("GPT-MoE")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.interval import ettr as formula
-from megatron.core.dist_checkpointing.moe.simulate.ettr.behaviour import Nodes, RecoveryCost, Steady
-from megatron.core.dist_checkpointing.moe.simulate.ettr.closed_form import ettr
+from moe_ckpt.simulator.behaviour import Nodes, RecoveryCost, Steady
+from moe_ckpt.simulator.closed_form import ettr
 
 
 def steady(iteration_s: float, overhead_s: float, recovery_s: float) -> Steady:

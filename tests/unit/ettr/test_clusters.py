@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.simulate.ettr.clusters import cluster, load_cluster, presets
+from moe_ckpt.simulator.clusters import cluster, load_cluster, presets
 
 ROOT = Path(__file__).parents[3]
 FILE = {

@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.models import PRESETS, preset
-from megatron.core.dist_checkpointing.moe.simulate.ettr.clusters import cluster
-from megatron.core.dist_checkpointing.moe.simulate.ettr.collectives import GroupSpread, Links
-from megatron.core.dist_checkpointing.moe.simulate.ettr.cost import (
+from megatron.core.dist_checkpointing.moe.types import FP16_FP32, PRECISIONS, OperatorKind, Topology, expert
+from moe_ckpt.simulator.clusters import cluster
+from moe_ckpt.simulator.collectives import GroupSpread, Links
+from moe_ckpt.simulator.cost import (
     MEGATRON_UTILISATION,
     MOEVEMENT_UTILISATION,
     iteration_cost,
     network_busy_s,
     operator_flops,
 )
-from megatron.core.dist_checkpointing.moe.simulate.ettr.inputs import Cluster, IterationCost, TrainingJob
-from megatron.core.dist_checkpointing.moe.types import FP16_FP32, PRECISIONS, OperatorKind, Topology, expert
+from moe_ckpt.simulator.inputs import Cluster, IterationCost, TrainingJob
+from moe_ckpt.simulator.models import PRESETS, preset
 from reproduce.jobs import azure_job, h100_job, scale_out_job
 
 AZURE = cluster("azure-nc96ads-a100")

@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.models import preset
-from megatron.core.dist_checkpointing.moe.simulate.ettr.behaviour import Behaviour, Nodes, RecoveryCost, Steady
-from megatron.core.dist_checkpointing.moe.simulate.ettr.closed_form import ettr
-from megatron.core.dist_checkpointing.moe.simulate.ettr.constants import THIS_PROJECT
-from megatron.core.dist_checkpointing.moe.simulate.ettr.events import Estimate, estimate, simulate
-from megatron.core.dist_checkpointing.moe.simulate.ettr.faults import Fault, load_trace, poisson
-from megatron.core.dist_checkpointing.moe.simulate.ettr.inputs import Cluster, IterationCost, TrainingJob
-from megatron.core.dist_checkpointing.moe.simulate.ettr.systems import SYSTEMS
-from megatron.core.dist_checkpointing.moe.simulate.ettr.systems.links import SystemSetting
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, Topology
+from moe_ckpt.simulator.behaviour import Behaviour, Nodes, RecoveryCost, Steady
+from moe_ckpt.simulator.closed_form import ettr
+from moe_ckpt.simulator.constants import THIS_PROJECT
+from moe_ckpt.simulator.events import Estimate, estimate, simulate
+from moe_ckpt.simulator.faults import Fault, load_trace, poisson
+from moe_ckpt.simulator.inputs import Cluster, IterationCost, TrainingJob
+from moe_ckpt.simulator.models import preset
+from moe_ckpt.simulator.systems import SYSTEMS
+from moe_ckpt.simulator.systems.links import SystemSetting
 from reproduce.fig10 import SIX_HOURS
 
 AZURE = Cluster("azure", 8, {2: 312e12}, 25e9, 300e9, 1.25e9, 5e9, 880_000_000_000, "MoEvement 5.1")

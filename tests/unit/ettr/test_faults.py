@@ -9,10 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.simulate.ettr.faults import (
-    load_trace,
-    poisson,
-)
+from moe_ckpt.simulator.faults import load_trace, poisson
 
 
 @given(st.integers(0, 2**32), st.floats(60, 10_000), st.integers(1, 100))

@@ -8,8 +8,8 @@ import pytest
 
 from megatron.core.dist_checkpointing.moe.policy.lanes import joint_schedules, merge
 from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
-from megatron.core.dist_checkpointing.moe.simulate.ettr.memory import logged_iterations, memory_of
 from megatron.core.dist_checkpointing.moe.types import PRECISIONS
+from moe_ckpt.simulator.memory import logged_iterations, memory_of
 from reproduce.evaluation import windows_by_count
 from reproduce.jobs import azure_job
 

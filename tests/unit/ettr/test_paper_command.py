@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from megatron.core.dist_checkpointing.moe.cli.simulate import MOVED, simulate
 from megatron.core.dist_checkpointing.moe.errors import UsageError
+from moe_ckpt.commands.simulate import MOVED, simulate
 
 ROOT = Path(__file__).parents[3]
 RUN = ("run", "--model", "GPT-125M-8E", "--pp", "2", "--ep", "4", "--global-batch-size", "32", "--cluster", "a800")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.models import PUBLISHED, preset
 from megatron.core.dist_checkpointing.moe.types import LOW_PRECISIONS
+from moe_ckpt.simulator.models import PUBLISHED, preset
 from reproduce.jobs import (
     MODELS,
     SCALE_OUT,

@@ -11,15 +11,15 @@ import pytest
 from click.testing import CliRunner, Result
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.core.dist_checkpointing.moe.cli.profile import profile, report
-from megatron.core.dist_checkpointing.moe.cli.profiling.layer import Layer, layer_flops
-from megatron.core.dist_checkpointing.moe.cli.profiling.links import affine_law, collective_seconds, storage_bytes_per_s
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError, UsageError
-from megatron.core.dist_checkpointing.moe.simulate.ettr.clusters import load_cluster
-from megatron.core.dist_checkpointing.moe.simulate.ettr.cost import iteration_cost
-from megatron.core.dist_checkpointing.moe.simulate.ettr.inputs import TrainingJob
-from megatron.core.dist_checkpointing.moe.simulate.ettr.profiles import load_profile
 from megatron.core.dist_checkpointing.moe.types import FP32, ModelShape, Topology
+from moe_ckpt.commands.profile import profile, report
+from moe_ckpt.commands.profiling.layer import Layer, layer_flops
+from moe_ckpt.commands.profiling.links import affine_law, collective_seconds, storage_bytes_per_s
+from moe_ckpt.simulator.clusters import load_cluster
+from moe_ckpt.simulator.cost import iteration_cost
+from moe_ckpt.simulator.inputs import TrainingJob
+from moe_ckpt.simulator.profiles import load_profile
 
 TINY = {
     "name": "tiny",

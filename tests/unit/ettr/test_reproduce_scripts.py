@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from megatron.core.dist_checkpointing.moe.cli.simulate import MOVED
 from megatron.core.dist_checkpointing.moe.errors import UsageError
+from moe_ckpt.commands.simulate import MOVED
 from reproduce._script import command
 
 ROOT = Path(__file__).parents[3]

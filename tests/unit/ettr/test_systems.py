@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.models import preset
 from megatron.core.dist_checkpointing.moe.policy.interval import ettr as formula
-from megatron.core.dist_checkpointing.moe.simulate.ettr.behaviour import Behaviour
-from megatron.core.dist_checkpointing.moe.simulate.ettr.constants import MOEVEMENT, THIS_PROJECT, Constants
-from megatron.core.dist_checkpointing.moe.simulate.ettr.inputs import Cluster, IterationCost, TrainingJob
-from megatron.core.dist_checkpointing.moe.simulate.ettr.systems import (
+from megatron.core.dist_checkpointing.moe.types import FP16_FP32, Topology
+from moe_ckpt.simulator.behaviour import Behaviour
+from moe_ckpt.simulator.constants import MOEVEMENT, THIS_PROJECT, Constants
+from moe_ckpt.simulator.inputs import Cluster, IterationCost, TrainingJob
+from moe_ckpt.simulator.models import preset
+from moe_ckpt.simulator.systems import (
     SYSTEMS,
     CheckFreq,
     CheckpointSystem,
@@ -25,8 +26,7 @@ from megatron.core.dist_checkpointing.moe.simulate.ettr.systems import (
     MoEvement,
     TorchDistSystem,
 )
-from megatron.core.dist_checkpointing.moe.simulate.ettr.systems.links import SystemSetting, since
-from megatron.core.dist_checkpointing.moe.types import FP16_FP32, Topology
+from moe_ckpt.simulator.systems.links import SystemSetting, since
 from reproduce.paper_systems import PAPER_SYSTEMS, PaperMoc, PaperMoEvement
 
 AZURE = Cluster("azure", 8, {2: 312e12}, 25e9, 300e9, 1.25e9, 5e9, 880_000_000_000, "MoEvement 5.1")

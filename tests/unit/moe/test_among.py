@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from simulated_world.network import Network
+from simulated_world.transport import FakeTransport
+from simulated_world.world import World
 
 from megatron.core.dist_checkpointing.moe.ports import Json, PeerLost
 from megatron.core.dist_checkpointing.moe.replay.among import Among
-from megatron.core.dist_checkpointing.moe.simulate.network import Network
-from megatron.core.dist_checkpointing.moe.simulate.transport import FakeTransport
-from megatron.core.dist_checkpointing.moe.simulate.world import World
 
 WHAT = "say how it came out"
 

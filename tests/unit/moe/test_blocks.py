@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.dist_checkpointing.moe.store.blocks import Placed, blocks
+from moe_ckpt.dense.blocks import Placed, blocks
 
 
 @st.composite

@@ -16,10 +16,13 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import BoundaryFailure, BoundaryRecorder
+from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import (
+    BoundaryFailure,
+    BoundaryRecorder,
+)
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, NoRoom, SnapshotId
 from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import CopyJob, Span, ThreadEngine
-from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import LOG, Direction, boundary_key
 
 WAIT_S = 60.0

@@ -12,21 +12,28 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import BoundaryRecorder
+from megatron.core.dist_checkpointing.moe.local_recovery.boundary_logs import BoundaryLogs, LogPlan, LogPorts
 from megatron.core.dist_checkpointing.moe.ports import Layout, SnapshotId, StoreFailure
 from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
-from megatron.core.dist_checkpointing.moe.runtime.lanes import ThreadLane
-from megatron.core.dist_checkpointing.moe.runtime.logs import BoundaryLogs, LogPlan, LogPorts
 from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
 from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
-from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
-from megatron.core.dist_checkpointing.moe.types import LOG, PARKED, Direction, StepJournal, Topology, boundary_key
+from megatron.core.dist_checkpointing.moe.snapshot.thread_executor import ThreadLane
+from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.types import (
+    LOG,
+    PARKED,
+    Direction,
+    StepJournal,
+    Topology,
+    boundary_key,
+)
 
 TOPOLOGY = Topology(4, pp=2)
 SHAPE = (8, 1, 4)
 MICROBATCHES = 4
 LOOKBACK = 6
 WAIT_S = 60.0
-LOGGER = "megatron.core.dist_checkpointing.moe.runtime.logs"
+LOGGER = "megatron.core.dist_checkpointing.moe.local_recovery.boundary_logs"
 
 
 def plan(rank: int = 0, lookback: int = LOOKBACK) -> LogPlan:

@@ -13,7 +13,7 @@ from operator import attrgetter
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.runtime.communicator import BoundaryCommunicator
+from megatron.core.dist_checkpointing.moe.local_recovery.communicator import BoundaryCommunicator
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 READ = {

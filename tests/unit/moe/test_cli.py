@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.cli.main import main
+from moe_ckpt.commands.main import main
 
 if TYPE_CHECKING:
     from conftest import Content, Save

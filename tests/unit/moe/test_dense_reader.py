@@ -15,9 +15,9 @@ import torch
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.store.chain import says_partial
-from megatron.core.dist_checkpointing.moe.store.dense import DenseCheckpoint, open_dense
 from megatron.pretrain import cpu_device
+from moe_ckpt.dense.chain import says_partial
+from moe_ckpt.dense.dense import DenseCheckpoint, open_dense
 
 if TYPE_CHECKING:
     from conftest import Content, Save

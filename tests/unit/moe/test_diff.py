@@ -17,13 +17,13 @@ from test_digest import BUCKET, WEIGHT, bucket
 from verify_places import chained, facts, storage
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.examine.comparison import Difference, differing_values, natural, structure
-from megatron.core.dist_checkpointing.moe.examine.values import LoadedValue
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, SnapshotId
-from megatron.core.dist_checkpointing.moe.store.export import export_merged
-from megatron.core.dist_checkpointing.moe.store.filesystem import FilesystemStore
+from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
 from megatron.core.dist_checkpointing.moe.types import Part, expert
+from moe_ckpt.checkpoints.comparison import Difference, differing_values, natural, structure
 from moe_ckpt.checkpoints.locate import locate
+from moe_ckpt.checkpoints.values import LoadedValue
+from moe_ckpt.dense.export import export_merged
 
 if TYPE_CHECKING:
     from conftest import Content, Save

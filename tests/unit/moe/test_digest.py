@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.store.canonical import feed
-from megatron.core.dist_checkpointing.moe.store.components import (
+from moe_ckpt.dense.canonical import feed
+from moe_ckpt.dense.components import (
     COMMON_RULES,
     OBJECT_RULES,
     TENSOR_RULES,
@@ -28,8 +28,8 @@ from megatron.core.dist_checkpointing.moe.store.components import (
     component_of,
     padding_spans,
 )
-from megatron.core.dist_checkpointing.moe.store.dense import DenseCheckpoint, open_dense
-from megatron.core.dist_checkpointing.moe.store.digest import digest_components, total_digest
+from moe_ckpt.dense.dense import DenseCheckpoint, open_dense
+from moe_ckpt.dense.digest import digest_components, total_digest
 
 if TYPE_CHECKING:
     from conftest import Content, Save

@@ -8,13 +8,19 @@ from typing import Any
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.recover.episode import (
+from megatron.core.dist_checkpointing.moe.recovery.timeline import (
     RecoveryTimeline,
     gather_timeline,
     merged,
     rank_timestamps,
 )
-from megatron.core.dist_checkpointing.moe.recover.marks import FILE, Milestone, Timestamps, forget, left_in
+from megatron.core.dist_checkpointing.moe.recovery.timestamps import (
+    FILE,
+    Milestone,
+    Timestamps,
+    forget,
+    left_in,
+)
 from megatron.core.dist_checkpointing.moe.types import RecoveryPlan, Topology
 from megatron.core.dist_checkpointing.moe.types.recovery import Scope, Segment
 

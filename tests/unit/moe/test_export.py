@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import verify_places
 
-from megatron.core.dist_checkpointing.moe.cli.main import main
-from megatron.core.dist_checkpointing.moe.store.chain import MANIFEST
-from megatron.core.dist_checkpointing.moe.store.integrity import NAME, check
-from megatron.core.dist_checkpointing.moe.store.names import TRACKER
+from moe_ckpt.commands.main import main
+from moe_ckpt.dense.chain import MANIFEST
+from moe_ckpt.dense.integrity import NAME, check
+from moe_ckpt.dense.names import TRACKER
 
 Convert = Callable[[Path, Path], tuple[int, str]]
 

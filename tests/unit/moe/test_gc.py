@@ -23,16 +23,21 @@ from test_cli import run
 from verify_places import chained, dense, tensor
 from verify_places import save as save_iteration
 
-from megatron.core.dist_checkpointing.moe.cli.gc import _freed
-from megatron.core.dist_checkpointing.moe.examine.windows import on_timeline, states, stored_snapshots, timelines
-from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, SnapshotId, Store, StoreFailure
-from megatron.core.dist_checkpointing.moe.store import chain, integrity, manifest
-from megatron.core.dist_checkpointing.moe.store.checksums import checksum
-from megatron.core.dist_checkpointing.moe.store.filesystem import FilesystemStore
-from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
-from megatron.core.dist_checkpointing.moe.store.names import FORMAT, TRACKER
-from megatron.core.dist_checkpointing.moe.store.objects import ObjectStore
-from megatron.core.dist_checkpointing.moe.store.system import OperatingSystem
+from megatron.core.dist_checkpointing.moe.ports import (
+    Facts,
+    Field,
+    Json,
+    Layout,
+    SnapshotId,
+    Store,
+    StoreFailure,
+)
+from megatron.core.dist_checkpointing.moe.storage import manifest
+from megatron.core.dist_checkpointing.moe.storage.checksums import checksum
+from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
+from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.storage.objects import ObjectStore
+from megatron.core.dist_checkpointing.moe.storage.system import OperatingSystem
 from megatron.core.dist_checkpointing.moe.types import OperatorId, Part, expert
 from moe_ckpt.checkpoints.locate import locate
 from moe_ckpt.checkpoints.location import A_LINK, GcItem, GcLimits, GcPlan
@@ -41,6 +46,10 @@ from moe_ckpt.checkpoints.persist_dir import PersistFolder, open_persist_dir
 from moe_ckpt.checkpoints.saves import SavesLocation
 from moe_ckpt.checkpoints.storage import StorageLocation
 from moe_ckpt.checkpoints.storage_gc import storage_gc_plan
+from moe_ckpt.checkpoints.windows import on_timeline, states, stored_snapshots, timelines
+from moe_ckpt.commands.gc import _freed
+from moe_ckpt.dense import chain, integrity
+from moe_ckpt.dense.names import FORMAT, TRACKER
 
 ROOT, RANKS = Path(__file__).parents[3], 2
 FIRST, SECOND = ("2026-01-01", 0), ("2026-01-02", 4)
@@ -666,7 +675,7 @@ TAKES = """
 import sys, moe_ckpt
 from pathlib import Path
 moe_ckpt.skip_megatron_core()
-from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 store = MemoryStore(Path(sys.argv[1]), "job", 0, (4096,) * 2)
 print("taken", flush=True)
 sys.stdin.read()

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from megatron.core.dist_checkpointing.moe.cli.main import main
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
-from megatron.core.dist_checkpointing.moe.store.chain import Chain, encode
-from megatron.core.dist_checkpointing.moe.store.filesystem import FilesystemStore
-from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
-from megatron.core.dist_checkpointing.moe.store.objects import ObjectStore
+from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
+from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.storage.objects import ObjectStore
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Part, expert
+from moe_ckpt.commands.main import main
+from moe_ckpt.dense.chain import Chain, encode
 
 if TYPE_CHECKING:
     from conftest import Content, Save

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.store import chain, integrity
-from megatron.core.dist_checkpointing.moe.store.checksums import framed, unframed
-from megatron.core.dist_checkpointing.moe.store.integrity import FileSum, check, decode, encode, expected, seal, shares
+from megatron.core.dist_checkpointing.moe.storage.checksums import framed, unframed
 from megatron.pretrain import cpu_device
 from megatron.pretrain.agreement import RankFailure
 from megatron.pretrain.checkpoint import integrity as loading
+from moe_ckpt.dense import chain, integrity
+from moe_ckpt.dense.integrity import FileSum, check, decode, encode, expected, seal, shares
 
 SUMS = {"__0_0.distcp": FileSum(7, "0" * 32), "common.pt": FileSum(0, "f" * 32)}
 

@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping
 
 import pytest
+from simulated_world.memory import Memory
+from simulated_world.storage import FakeStore
 
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, SnapshotId
-from megatron.core.dist_checkpointing.moe.recover.inventory import Catalogue, catalogue
+from megatron.core.dist_checkpointing.moe.recovery.inventory import Catalogue, catalogue
 from megatron.core.dist_checkpointing.moe.recovery.listing import listing, rank_inventory
-from megatron.core.dist_checkpointing.moe.simulate.memory import Memory
-from megatron.core.dist_checkpointing.moe.simulate.storage import FakeStore
 from megatron.core.dist_checkpointing.moe.types import (
     GRADIENTS,
     LOG,

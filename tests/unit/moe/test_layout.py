@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
-from megatron.core.dist_checkpointing.moe.store.manifest import FORMAT_VERSION, decode, encode
+from megatron.core.dist_checkpointing.moe.storage.manifest import FORMAT_VERSION, decode, encode
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Part, expert
 from megatron.core.dist_checkpointing.moe.types.layout import (
     DTYPE_BYTES,

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.cli.model_file import load_model
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.models import PRESETS
 from megatron.core.dist_checkpointing.moe.types import ModelShape
+from moe_ckpt.commands.model_file import load_model
+from moe_ckpt.simulator.models import PRESETS
 
 SMALL = {
     "num_layers": 2,

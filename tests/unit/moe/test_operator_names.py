@@ -8,8 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.dist_checkpointing.moe.capture.extents import Cover, Extent, IncompleteState, check_cover
-from megatron.core.dist_checkpointing.moe.capture.operators import (
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.megatron_state.extents import (
+    Cover,
+    Extent,
+    IncompleteState,
+    check_cover,
+)
+from megatron.core.dist_checkpointing.moe.megatron_state.operators import (
     ChunkPlace,
     GlobalName,
     Shard,
@@ -18,7 +24,6 @@ from megatron.core.dist_checkpointing.moe.capture.operators import (
     is_constant,
     locate,
 )
-from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Topology, expert
 
 FIRST = ChunkPlace(first_layer=0, num_layers=12)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.moe.runtime.optimizer_state import allocate_optimizer_state
+from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import allocate_optimizer_state
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.pretrain import cpu_device

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.cli.main import main
-from megatron.core.dist_checkpointing.moe.models import PRESETS
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, Topology
+from moe_ckpt.commands.main import main
+from moe_ckpt.simulator.models import PRESETS
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 import pytest
 
-from megatron.core.dist_checkpointing.moe.cli.main import main
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
-from megatron.core.dist_checkpointing.moe.store.checksums import framed
-from megatron.core.dist_checkpointing.moe.store.filesystem import FilesystemStore
-from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
-from megatron.core.dist_checkpointing.moe.store.objects import ObjectStore
+from megatron.core.dist_checkpointing.moe.storage.checksums import framed
+from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
+from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.storage.objects import ObjectStore
 from moe_ckpt.checkpoints.location import LocationKind
 from moe_ckpt.checkpoints.recognition import recognize
 from moe_ckpt.checkpoints.slots import slots
+from moe_ckpt.commands.main import main
 
 if TYPE_CHECKING:
     from conftest import Content as Saved

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from megatron.core.dist_checkpointing.moe.recover.table import RecoveryTable
-from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Part, RecoveryPlan, Tier, expert
+from megatron.core.dist_checkpointing.moe.recovery.table import RecoveryTable
+from megatron.core.dist_checkpointing.moe.types import (
+    OperatorId,
+    OperatorKind,
+    Part,
+    RecoveryPlan,
+    Tier,
+    expert,
+)
 from megatron.core.dist_checkpointing.moe.types.recovery import Reason, Refusal, Scope, Segment, Source
 
 HEAD = OperatorId(2, OperatorKind.HEAD)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.moe.capture.operators import GlobalName, Shard, StateTensor
-from megatron.core.dist_checkpointing.moe.capture.restore import LiveRestorer
+from megatron.core.dist_checkpointing.moe.megatron_state.operators import GlobalName, Shard, StateTensor
+from megatron.core.dist_checkpointing.moe.megatron_state.restore import LiveRestorer
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Part, expert
 
 ROUTER, ONE, OTHER = OperatorId(0, OperatorKind.ROUTER), expert(0, 0), expert(0, 1)

@@ -9,6 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from simulated_world.lanes import FakeClock
+from simulated_world.memory import Memory
+from simulated_world.model import FakeModel
+from simulated_world.rank import FakeCapturer, FakeExecution, FakeRestorer, FakeTrainerState
+from simulated_world.storage import FakeStore
+from simulated_world.world import World
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.ports import Facts, Json, Reader, SnapshotId, StoreFailure
@@ -20,17 +26,6 @@ from megatron.core.dist_checkpointing.moe.replay.densify import (
     SnapshotLoad,
     restore_trainer,
 )
-from megatron.core.dist_checkpointing.moe.simulate.lanes import FakeClock
-from megatron.core.dist_checkpointing.moe.simulate.memory import Memory
-from megatron.core.dist_checkpointing.moe.simulate.model import FakeModel
-from megatron.core.dist_checkpointing.moe.simulate.rank import (
-    FakeCapturer,
-    FakeExecution,
-    FakeRestorer,
-    FakeTrainerState,
-)
-from megatron.core.dist_checkpointing.moe.simulate.storage import FakeStore
-from megatron.core.dist_checkpointing.moe.simulate.world import World
 from megatron.core.dist_checkpointing.moe.types import (
     Direction,
     OperatorId,

@@ -20,8 +20,8 @@ from xxhash import xxh3_128_digest
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.ports import NoRoom, PeerLost, StoreFailure
-from megatron.core.dist_checkpointing.moe.replicate.meeting import Meeting
-from megatron.core.dist_checkpointing.moe.replicate.messages import (
+from megatron.core.dist_checkpointing.moe.replication.meeting import Meeting
+from megatron.core.dist_checkpointing.moe.replication.messages import (
     HEADER_BYTES,
     Garbled,
     ReplicaPiece,
@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.moe.replicate.messages import (
     encode_header,
     encode_table,
 )
-from megatron.core.dist_checkpointing.moe.replicate.process_group import ProcessGroupTransport
+from megatron.core.dist_checkpointing.moe.replication.process_group import ProcessGroupTransport
 from megatron.core.dist_checkpointing.moe.replication.replicas import Exchange, Offer
 from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
 

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from simulated_world.model import FakeModel, spread
+from simulated_world.rank import FakeCapturer
+from simulated_world.world import World
 
 from megatron.core.dist_checkpointing.moe.ports import NoRoom
-from megatron.core.dist_checkpointing.moe.runtime.rooms import (
+from megatron.core.dist_checkpointing.moe.snapshot.buffers import (
     fit_memory,
     gathered_sizes,
     operator_sizes,
     segment_sizes,
 )
-from megatron.core.dist_checkpointing.moe.simulate.model import FakeModel, spread
-from megatron.core.dist_checkpointing.moe.simulate.rank import FakeCapturer
-from megatron.core.dist_checkpointing.moe.simulate.world import World
 from megatron.core.dist_checkpointing.moe.strategies import Room
 from megatron.core.dist_checkpointing.moe.types import (
     OperatorId,

@@ -9,11 +9,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.moe.capture.operators import GlobalName, Shard, ShardSpread, StateTensor, holders
 from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.megatron_state import sharing
+from megatron.core.dist_checkpointing.moe.megatron_state.operators import (
+    GlobalName,
+    Shard,
+    ShardSpread,
+    StateTensor,
+    holders,
+)
+from megatron.core.dist_checkpointing.moe.megatron_state.sharing import Portion, join, share_out
 from megatron.core.dist_checkpointing.moe.policy.sharding import ShardAssignment, shard_checkpoint
-from megatron.core.dist_checkpointing.moe.runtime import sharing
-from megatron.core.dist_checkpointing.moe.runtime.sharing import Portion, join, share_out
 from megatron.core.dist_checkpointing.moe.types import (
     FP32,
     ModelShape,

@@ -7,19 +7,19 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from simulated_world import world as world_module
+from simulated_world.job import RankPorts, SimulatedJob
+from simulated_world.lanes import FakeClock, FakeLane
+from simulated_world.memory import Memory
+from simulated_world.model import FakeModel, spread, version_of
+from simulated_world.network import Network
+from simulated_world.rank import FakeCapturer, FakeRestorer, FakeTrainerState
+from simulated_world.storage import FakeStore
+from simulated_world.transport import FakeTransport
+from simulated_world.world import Deadlock, Killed, World
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.ports import Facts, PeerLost, SnapshotId
-from megatron.core.dist_checkpointing.moe.simulate import world as world_module
-from megatron.core.dist_checkpointing.moe.simulate.job import RankPorts, SimulatedJob
-from megatron.core.dist_checkpointing.moe.simulate.lanes import FakeClock, FakeLane
-from megatron.core.dist_checkpointing.moe.simulate.memory import Memory
-from megatron.core.dist_checkpointing.moe.simulate.model import FakeModel, spread, version_of
-from megatron.core.dist_checkpointing.moe.simulate.network import Network
-from megatron.core.dist_checkpointing.moe.simulate.rank import FakeCapturer, FakeRestorer, FakeTrainerState
-from megatron.core.dist_checkpointing.moe.simulate.storage import FakeStore
-from megatron.core.dist_checkpointing.moe.simulate.transport import FakeTransport
-from megatron.core.dist_checkpointing.moe.simulate.world import Deadlock, Killed, World
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Part, expert, full_plan
 
 OPERATORS = (OperatorId(0, OperatorKind.ROUTER), expert(0, 0), expert(0, 1))

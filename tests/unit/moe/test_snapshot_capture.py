@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.moe.capture.operators import GlobalName, Shard, StateTensor
-from megatron.core.dist_checkpointing.moe.capture.restore import LiveRestorer
-from megatron.core.dist_checkpointing.moe.capture.snapshot import LiveCapturer
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
+from megatron.core.dist_checkpointing.moe.megatron_state.operators import GlobalName, Shard, StateTensor
+from megatron.core.dist_checkpointing.moe.megatron_state.restore import LiveRestorer
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, Reader, SnapshotId
+from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
 from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import CopyJob, Span, ThreadEngine
-from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Part, SnapshotPlan, expert
 
 PARTS = {"compute": Part.COMPUTE, "master": Part.MASTER, "buffer": Part.MASTER}
@@ -196,7 +196,7 @@ def test_the_same_parts_give_the_same_layout_object_and_two_starts_equal_ones() 
 
 
 def test_layouts_that_were_forgotten_can_still_be_captured(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.core.dist_checkpointing.moe.capture.snapshot._REMEMBERED_LAYOUTS", 1)
+    monkeypatch.setattr("megatron.core.dist_checkpointing.moe.snapshot.capturer._REMEMBERED_LAYOUTS", 1)
     model = Model()
     capturer = LiveCapturer(model.tensors, Trainer(), ThreadEngine())
     layout = capturer.layout(everything(model))

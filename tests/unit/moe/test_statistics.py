@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.moe.examine.statistics import Statistics, statistics
+from moe_ckpt.checkpoints.statistics import Statistics, statistics
 from moe_ckpt.report.progress import PATIENCE_S, progress
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from megatron.core.dist_checkpointing.moe.local_recovery.step_guard import StepGuard, Stepped
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause, Decision, StepPhase
-from megatron.core.dist_checkpointing.moe.runtime.step_guard import StepGuard, Stepped
 
 
 class Lost(RuntimeError):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
+from simulated_world.memory import Memory
+from simulated_world.storage import FakeStore
 
-from megatron.core.dist_checkpointing.moe.policy.timelines import Timeline
+from megatron.core.dist_checkpointing.moe.policy.lineage import Timeline
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, SnapshotId
-from megatron.core.dist_checkpointing.moe.runtime.stock import LocalInventory
-from megatron.core.dist_checkpointing.moe.simulate.memory import Memory
-from megatron.core.dist_checkpointing.moe.simulate.storage import FakeStore
+from megatron.core.dist_checkpointing.moe.recovery.local_inventory import LocalInventory
 from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
 from megatron.core.dist_checkpointing.moe.storage.host_buffer import HostBuffer
 from megatron.core.dist_checkpointing.moe.types import GRADIENTS, LOG, PARKED

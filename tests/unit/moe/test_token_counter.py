@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from megatron.core.dist_checkpointing.moe.capture.popularity import TokenCounter
+from megatron.core.dist_checkpointing.moe.megatron_state.popularity import TokenCounter
 from megatron.core.dist_checkpointing.moe.strategies import GATE_UNIT
 from megatron.core.transformer.moe.router import TopKRouter
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.cli.main import commands
+from moe_ckpt.commands.main import commands
 
 ROOT = Path(__file__).parents[3]
 TOOLS = ROOT / "tools" / "checkpoint"

@@ -19,20 +19,20 @@ import pytest
 import verify_places
 from verify_places import PLACES, copies, facts, harmed, write
 
-from megatron.core.dist_checkpointing.moe.cli.main import main
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.ports import Field, Layout, SnapshotId
-from megatron.core.dist_checkpointing.moe.store import integrity
-from megatron.core.dist_checkpointing.moe.store.checksums import framed, unframed
-from megatron.core.dist_checkpointing.moe.store.dense import DenseCheckpoint
-from megatron.core.dist_checkpointing.moe.store.filesystem import FilesystemStore
-from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
-from megatron.core.dist_checkpointing.moe.store.names import TRACKER
-from megatron.core.dist_checkpointing.moe.store.objects import ObjectStore
+from megatron.core.dist_checkpointing.moe.storage.checksums import framed, unframed
+from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
+from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.storage.objects import ObjectStore
 from megatron.core.dist_checkpointing.moe.types import OperatorKind, Part
 from moe_ckpt.checkpoints.locate import locate
 from moe_ckpt.checkpoints.location import Verified
 from moe_ckpt.checkpoints.storage import StorageLocation
+from moe_ckpt.commands.main import main
+from moe_ckpt.dense import integrity
+from moe_ckpt.dense.dense import DenseCheckpoint
+from moe_ckpt.dense.names import TRACKER
 
 if TYPE_CHECKING:
     from conftest import Content, Save

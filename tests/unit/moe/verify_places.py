@@ -16,13 +16,13 @@ import torch
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, SnapshotId
-from megatron.core.dist_checkpointing.moe.store import chain, integrity
-from megatron.core.dist_checkpointing.moe.store.filesystem import FilesystemStore
-from megatron.core.dist_checkpointing.moe.store.memory import MemoryStore
-from megatron.core.dist_checkpointing.moe.store.names import COMMON, FORMAT, TRACKER
+from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
+from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import expert
 from megatron.pretrain import cpu_device
 from megatron.pretrain.checkpoint.writer import plan_shards
+from moe_ckpt.dense import chain, integrity
+from moe_ckpt.dense.names import COMMON, FORMAT, TRACKER
 
 WORLD_SIZE = 2
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)

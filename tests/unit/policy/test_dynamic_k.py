@@ -22,10 +22,7 @@ from megatron.core.dist_checkpointing.moe.policy.dynamic_k import (
     worst_case_lost_tokens,
 )
 from megatron.core.dist_checkpointing.moe.policy.losses import Level, TokenLedger
-from megatron.core.dist_checkpointing.moe.policy.partial import (
-    next_position,
-    sequential_selection,
-)
+from megatron.core.dist_checkpointing.moe.policy.partial import next_position, sequential_selection
 from megatron.core.dist_checkpointing.moe.types import OperatorId, expert
 
 EXPERTS, EP, TOKENS, TOPK = 8, 4, 30, 2

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.models import PRESETS
 from megatron.core.dist_checkpointing.moe.policy.lanes import Lane, joint_schedules, merge
 from megatron.core.dist_checkpointing.moe.policy.ordering import hard_count
 from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
@@ -23,6 +22,7 @@ from megatron.core.dist_checkpointing.moe.types import (
     Topology,
     expert,
 )
+from moe_ckpt.simulator.models import PRESETS
 
 Lanes = dict[Lane, tuple[OperatorId, ...]]
 Job = tuple[Lanes, dict[OperatorId, OperatorSize]]

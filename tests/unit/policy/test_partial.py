@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.models import PRESETS
 from megatron.core.dist_checkpointing.moe.policy.partial import (
     ALL,
     BOTH,
@@ -31,6 +30,7 @@ from megatron.core.dist_checkpointing.moe.types import (
     Part,
     expert,
 )
+from moe_ckpt.simulator.models import PRESETS
 
 GPT_350M = PRESETS["GPT-350M-16E"]
 

@@ -17,7 +17,14 @@ from megatron.core.dist_checkpointing.moe.policy.retention import covered_pieces
 from megatron.core.dist_checkpointing.moe.policy.rounds import Status
 from megatron.core.dist_checkpointing.moe.policy.tracking import TrackedPiece, TrackedWindow, oldest_base
 from megatron.core.dist_checkpointing.moe.strategies import Piece
-from megatron.core.dist_checkpointing.moe.types import OperatorId, Part, SnapshotPlan, Window, expert, full_plan
+from megatron.core.dist_checkpointing.moe.types import (
+    OperatorId,
+    Part,
+    SnapshotPlan,
+    Window,
+    expert,
+    full_plan,
+)
 
 EXPERTS = tuple(expert(0, index) for index in range(4))
 WHOLE = (WindowState.REPLICATING, WindowState.UNDER_REPLICATED, WindowState.RESTORED, WindowState.PROTECTED)

@@ -15,7 +15,14 @@ from megatron.core.dist_checkpointing.moe.policy.segments import (
     segment_of,
     sends_all,
 )
-from megatron.core.dist_checkpointing.moe.types import Direction, RecoveryPlan, Scope, Segment, Topology, expert
+from megatron.core.dist_checkpointing.moe.types import (
+    Direction,
+    RecoveryPlan,
+    Scope,
+    Segment,
+    Topology,
+    expert,
+)
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 FOUR = Topology(8, pp=4)

@@ -11,7 +11,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.models import PRESETS
 from megatron.core.dist_checkpointing.moe.policy.sharding import (
     SHARDINGS,
     ShardAssignment,
@@ -32,6 +31,7 @@ from megatron.core.dist_checkpointing.moe.types import (
     Topology,
     expert,
 )
+from moe_ckpt.simulator.models import PRESETS
 
 GPT = PRESETS["GPT-350M-16E"]
 H = 1024

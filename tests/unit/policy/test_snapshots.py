@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.dist_checkpointing.moe.models import PRESETS
 from megatron.core.dist_checkpointing.moe.types import (
     OperatorId,
     OperatorKind,
@@ -19,6 +18,7 @@ from megatron.core.dist_checkpointing.moe.types import (
     expert,
     full_plan,
 )
+from moe_ckpt.simulator.models import PRESETS
 
 OPERATORS = PRESETS["GPT-125M-8E"].operators
 HOLDING_MASTERS = (Part.MASTER, Part.FULL, Part.EVERYTHING, Part.MASTER | Part.COMPUTE)

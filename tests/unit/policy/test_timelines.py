@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.timelines import (
+from megatron.core.dist_checkpointing.moe.policy.lineage import (
     MAX_ATTEMPTS,
     attempt_of,
     belongs,

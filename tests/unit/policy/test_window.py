@@ -18,12 +18,7 @@ from megatron.core.dist_checkpointing.moe.policy.window import (
     paper_schedule,
     paper_window,
 )
-from megatron.core.dist_checkpointing.moe.types import (
-    OperatorId,
-    OperatorSize,
-    Part,
-    expert,
-)
+from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorSize, Part, expert
 
 # What the paper publishes
 

@@ -20,12 +20,8 @@ from window_cases import (
     some_sizes,
 )
 
-from megatron.core.dist_checkpointing.moe.models import PRESETS
 from megatron.core.dist_checkpointing.moe.policy.ordering import ORDERINGS, hard_count
-from megatron.core.dist_checkpointing.moe.policy.window import (
-    byte_aware_schedule,
-    paper_schedule,
-)
+from megatron.core.dist_checkpointing.moe.policy.window import byte_aware_schedule, paper_schedule
 from megatron.core.dist_checkpointing.moe.types import (
     FP16_FP32,
     PRECISIONS,
@@ -35,6 +31,7 @@ from megatron.core.dist_checkpointing.moe.types import (
     OperatorSize,
     expert,
 )
+from moe_ckpt.simulator.models import PRESETS
 
 # Budget and evenness
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.store import chain
 from megatron.pretrain.checkpoint.directory import TRACKER, CheckpointDirectory
+from moe_ckpt.dense import chain
 
 
 @pytest.fixture

@@ -7,19 +7,11 @@ from pathlib import Path
 import pytest
 
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint, UsageError
-from megatron.core.dist_checkpointing.moe.store.chain import (
-    MANIFEST,
-    Chain,
-    decode,
-    encode,
-    expert_entry,
-    read_chain,
-    stacked_name,
-)
-from megatron.core.dist_checkpointing.moe.store.checksums import framed, unframed
-from megatron.core.dist_checkpointing.moe.store.merged import open_merged
+from megatron.core.dist_checkpointing.moe.storage.checksums import framed, unframed
 from megatron.core.dist_checkpointing.moe.types import expert
 from megatron.pretrain.checkpoint.directory import CheckpointDirectory
+from moe_ckpt.dense.chain import MANIFEST, Chain, decode, encode, expert_entry, read_chain, stacked_name
+from moe_ckpt.dense.merged import open_merged
 
 MARK = "0123456789abcdef"
 FIRST = Chain(2, {0: (2, 2), 3: (2, 2)}, {2: MARK}, 0, 4, "bf16")

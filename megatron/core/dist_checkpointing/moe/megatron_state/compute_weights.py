@@ -13,8 +13,8 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
-from ..capture.operators import StateTensor
-from ..runtime.optimizer_state import optimizer_members
+from .operators import StateTensor
+from .optimizer_state import optimizer_members
 
 
 def settle_gathers(chunks: Sequence[torch.nn.Module]) -> None:

@@ -4,7 +4,18 @@ Packages that do not import each other meet here: the values and errors that cro
 """
 
 from ..errors import NoRoom, PeerLost, StoreFailure
-from ..types.layout import DTYPE_BYTES, Facts, Field, Json, Layout, Listing, Manifest, Record, SnapshotId, Torn
+from ..types.layout import (
+    DTYPE_BYTES,
+    Facts,
+    Field,
+    Json,
+    Layout,
+    Listing,
+    Manifest,
+    Record,
+    SnapshotId,
+    Torn,
+)
 from .boundary import BoundarySink, BoundarySource
 from .executor import Clock, Lane, Task
 from .storage import MappedReader, MappedStore, MappedWriter, Reader, Store, Writer

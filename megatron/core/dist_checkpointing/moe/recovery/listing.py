@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ..errors import UnreadableCheckpoint
-from ..policy.timelines import Timeline
+from ..policy.lineage import Timeline
 from ..ports import Facts, Json, SnapshotId, Store, Torn
 from ..types import OperatorId, Tier
 

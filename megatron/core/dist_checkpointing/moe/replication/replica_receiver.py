@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..errors import UnreadableCheckpoint, UsageError
 from ..ports import Clock, Manifest, MappedStore, MappedWriter, NoRoom, Reader
 from ..storage.host_buffer import HostBuffer
-from ..store.manifest import decode
+from ..storage.manifest import decode
 
 PATIENCE_S = 10.0
 PAUSE_S = 0.005

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import MoECheckpointError, PeerLost, UnreadableCheckpoint
 from ..ports import Transfer, Transport
-from ..replicate.messages import (
+from .messages import (
     AFTER,
     BEFORE,
     HEADER_BYTES,

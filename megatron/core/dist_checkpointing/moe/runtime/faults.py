@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 
 from ..errors import MoECheckpointError, UsageError
-from ..store.atomic import sync_directory
+from ..storage.atomic import sync_directory
 
 
 class Phase(Enum):

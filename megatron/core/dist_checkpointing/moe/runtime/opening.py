@@ -11,13 +11,13 @@ import torch
 
 from ..config import MoECheckpointConfig
 from ..errors import UsageError
+from ..megatron_state.megatron import read_topology
 from ..ports import Transport
-from ..replicate.process_group import ProcessGroupTransport
 from ..replication.agreement import raise_on_all_ranks
-from ..store.memory import MemoryStore
+from ..replication.process_group import ProcessGroupTransport
+from ..storage.memory import MemoryStore
 from ..types import Topology
-from .megatron import read_topology
-from .places import Place, memory_folder, open_memory
+from .process_info import Place, memory_folder, open_memory
 
 log = logging.getLogger(__name__)
 

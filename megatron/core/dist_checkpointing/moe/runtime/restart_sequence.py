@@ -14,13 +14,13 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+from ..local_recovery.survivor import Survivor
 from ..policy.parking import StepPhase
+from ..recovery.recovery import Recovery, RecoveryOutcome, Waiting
 from ..replay.densify import Replay
 from ..snapshot.identity import Identity
 from ..strategies import Strategy
 from ..types import StepJournal
-from .recovery import Recovery, RecoveryOutcome, Waiting
-from .standby import Survivor
 
 log = logging.getLogger(__name__)
 

@@ -22,34 +22,34 @@ from typing import TypeVar
 import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ..capture.popularity import TokenCounter
 from ..config import MoECheckpointConfig
+from ..local_recovery.communicator import BoundaryCommunicator
+from ..local_recovery.stage_source import StageSource
+from ..local_recovery.survivor import Survivor, SurvivorBuffers
+from ..megatron_state.model_operators import model_operators
+from ..megatron_state.popularity import TokenCounter
+from ..policy.lineage import continued
 from ..policy.parking import Cause
-from ..policy.timelines import continued
 from ..ports import Execution, Layout
-from ..recover.episode import RecoveryTimeline, gather_timeline
-from ..recover.marks import Milestone, Timestamps, forget, left_in
+from ..recovery.recovery import Recovery, RecoveryOutcome, RecoveryPorts, Waiting
+from ..recovery.timeline import RecoveryTimeline, gather_timeline
+from ..recovery.timestamps import Milestone, Timestamps, forget, left_in
 from ..replay.densify import Replay
-from ..replay.stage import StageSource
 from ..replication.agreement import raise_on_all_ranks
 from ..replication.replicator import Replicator
+from ..snapshot.buffers import account_of, fit_memory, gathered_sizes, segment_sizes
+from ..snapshot.coordinator import Coordinator, Ports, ProtectionReport
 from ..snapshot.identity import Identity
+from ..snapshot.persister import Persister
 from ..snapshot.replication_worker import ReplicationWorker
+from ..snapshot.thread_executor import ThreadLane
 from ..strategies import GATE_UNIT, STRATEGIES, Job, Piece
 from ..types import RecoveryPlan, StepJournal
 from .clock import SystemClock
-from .communicator import BoundaryCommunicator
-from .coordinator import Coordinator, Ports, ProtectionReport
-from .lanes import ThreadLane
-from .model_operators import model_operators
+from .live_state import LiveState, Training
 from .opening import Transports, open_memories, parallel_layout, placed_topology
-from .persister import Persister
-from .places import Place, drop_memory, memory_folder, open_persistent, replicas_placed
-from .recovery import Recovery, RecoveryOutcome, RecoveryPorts, Waiting
+from .process_info import Place, drop_memory, memory_folder, open_persistent, replicas_placed
 from .restart_sequence import RestartSequence
-from .rooms import account_of, fit_memory, gathered_sizes, segment_sizes
-from .standby import Survivor, SurvivorBuffers
-from .training import LiveState, Training
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..policy.timelines import Timeline, past
+from ..policy.lineage import Timeline, past
 from ..ports import Facts, Json
 from ..strategies import Piece
 from ..types import OperatorId

@@ -11,7 +11,7 @@ from ..ports import Clock, Json, MappedStore, MappedWriter, PeerLost, SnapshotId
 from ..replication.replica_receiver import ReplicaReceiver
 from ..replication.replicas import Offer
 from ..replication.replicator import Replicator
-from ..store.manifest import encode
+from ..storage.manifest import encode
 from ..strategies import Piece
 from ..types import SnapshotPlan
 from .identity import Identity

@@ -42,10 +42,10 @@ from ..policy.tracking import (
     yields_replicas,
 )
 from ..ports import SnapshotId, StoreFailure, Task
-from ..runtime.persister import Persister, PersistTask
 from ..strategies import Job, Piece, Strategy
 from ..types import SnapshotPlan
 from .background import BackgroundWork
+from .persister import Persister, PersistTask
 from .replication_worker import ReplicationWorker, SnapshotTask
 
 log = logging.getLogger(__name__)

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import UnreadableCheckpoint
-from ..store.checksums import checksum
-from ..store.manifest import decode
-from ..store.writing import SnapshotWriter
 from ..types.layout import MANIFEST, Field, Layout, Manifest, SnapshotId
+from .checksums import checksum
+from .manifest import decode
+from .writing import SnapshotWriter
 
 if TYPE_CHECKING:
-    from ..store.filesystem import FilesystemStore
-    from ..store.objects import ObjectStore
+    from .filesystem import FilesystemStore
+    from .objects import ObjectStore
 
 
 def open_durable(place: str, rank: int) -> FilesystemStore | ObjectStore:
@@ -31,8 +31,8 @@ def open_durable(place: str, rank: int) -> FilesystemStore | ObjectStore:
 
     Raises UsageError for a place that cannot be used.
     """
-    from ..store.filesystem import FilesystemStore  # here, because both use what is below
-    from ..store.objects import ObjectStore
+    from .filesystem import FilesystemStore  # here, because both use what is below
+    from .objects import ObjectStore
 
     return ObjectStore(place, rank) if "://" in place else FilesystemStore(Path(place), rank)
 

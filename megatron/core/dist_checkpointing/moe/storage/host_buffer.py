@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..errors import UnreadableCheckpoint
-from ..store.reading import SnapshotReader
 from ..types.layout import Manifest, Record
+from .reading import SnapshotReader
 
 
 class HostBuffer(SnapshotReader):

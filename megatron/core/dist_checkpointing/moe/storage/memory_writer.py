@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import UsageError
-from ..store.checksums import checksum
-from ..store.system import FileLock, failing_as, sync_directory, write_synced
-from ..store.writing import SnapshotWriter
 from ..types.layout import Field, Layout, SnapshotId
+from .checksums import checksum
 from .slot_reader import SEALED, WRITING, SlotEntry
+from .system import FileLock, failing_as, sync_directory, write_synced
+from .writing import SnapshotWriter
 
 if TYPE_CHECKING:
-    from ..store.memory import MemoryStore
+    from .memory import MemoryStore
 
 
 @dataclass(eq=False)

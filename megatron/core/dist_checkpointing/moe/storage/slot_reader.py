@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import UnreadableCheckpoint
-from ..store.manifest import decode
-from ..store.reading import SnapshotReader
-from ..store.system import FileLock, LockedMap, OperatingSystem, failing_as, map_locked, read_file
 from ..types.layout import Listing, Manifest, Record, SnapshotId, Torn
+from .manifest import decode
+from .reading import SnapshotReader
+from .system import FileLock, LockedMap, OperatingSystem, failing_as, map_locked, read_file
 
 SEALED, WRITING = "json", "writing"
 

@@ -1,1 +1,0 @@
-"""What is copied and when: operators of a live model, and the tensors of their training state."""

@@ -1,0 +1,282 @@
+"""Boundary logs of one rank: made in each iteration, sealed beside training, kept as long as a replay needs them.
+
+A log is a snapshot of kind "log" in the survivor's store. While an iteration runs, a recorder copies what this rank
+sends into its segment (`begins` to `passed`); after the step the log is handed to a lane that computes checksums and
+seals it while the next iterations train (`committed`). It goes when no replay can begin early enough to need it any
+more, or when there is no segment left: the bound is `lookback` iterations.
+
+`LogCoverage` says whether a neighbour that lost its state could replay with these logs. Where it could not, training
+goes on all the same, and a fault rolls back all stages instead: so every failure here costs coverage and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..errors import MoECheckpointError, format_error
+from ..policy.boundary import covered_since, covers, kept
+from ..ports import (
+    Clock,
+    Facts,
+    Json,
+    Lane,
+    Layout,
+    MappedStore,
+    MappedWriter,
+    NoRoom,
+    SnapshotId,
+    StoreFailure,
+    Task,
+)
+from ..snapshot.identity import Identity
+from ..strategies import Piece
+from ..types import LOG, SnapshotPlan, StepJournal
+from .log_plan import LogPlan
+
+__all__ = ["BoundaryLogs", "LogCoverage", "LogPlan", "LogPorts", "Recorder"]
+
+log = logging.getLogger(__name__)
+
+_SHORTEST_WAIT_S = 0.001
+
+
+class Recorder(Protocol):
+    """Copies what is sent in an iteration; see `local_recovery.boundary_copies.BoundaryRecorder`."""
+
+    def arm(self, layout: Layout, writer: MappedWriter) -> None:
+        """Record what is sent from here on. Raises TimeoutError, and errors for people."""
+
+    def passed(self) -> None:
+        """What is sent from here on is none of the iteration."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether it is armed and all that was planned has been sent."""
+
+    def end(self, timeout_s: float) -> None:
+        """Wait until all is copied. Raises TimeoutError, and errors for people."""
+
+    def disarm(self) -> None:
+        """Give up what was recorded since `arm`."""
+
+
+@dataclass(frozen=True)
+class LogPorts:
+    """What the logs of a rank need: the store beside its snapshots, a lane of its own, what records, and time."""
+
+    store: MappedStore
+    lane: Lane
+    recorder: Recorder
+    clock: Clock
+
+
+@dataclass(frozen=True, slots=True)
+class LogCoverage:
+    """Whether the next replay of a neighbouring stage finds all logs of this rank that it needs.
+
+    since: the first iteration of the unbroken row of logs up to `newest`, the iteration that was committed last; None
+    where that has none. why: what is missing, and the reason, for people; empty where nothing is. Logs that are being
+    sealed count; if that fails, the next coverage says so.
+    """
+
+    newest: int
+    since: int | None
+    why: str = ""
+
+
+class BoundaryLogs:
+    """In each iteration: `begins` before its first forward pass, `passed` after its last backward pass, `committed`
+    after the optimizer's step; when a peer was lost, `drain`. All from the thread that trains.
+
+    What goes wrong costs the log of an iteration and is logged as coverage, once for each change; nothing is raised
+    for it. The store keeps what an earlier process had: it counts as this rank's where the rank is the same.
+    """
+
+    def __init__(self, plan: LogPlan, identity: Identity, ports: LogPorts, *, timeout_s: float) -> None:
+        self._plan, self._identity, self._timeout_s = plan, identity, timeout_s
+        self._store, self._lane, self._recorder, self._clock = ports.store, ports.lane, ports.recorder, ports.clock
+        self._sealed: set[SnapshotId] = set()  # also those of other ranks that used this slot before
+        self._sealing: dict[int, Task[None]] = {}
+        self._recording: tuple[int, MappedWriter] | None = None
+        self._lost: dict[int, str] = {}
+        self._coverage, self._is_judged = LogCoverage(0, None), False
+        try:
+            self._sealed = {snapshot for snapshot in self._store.snapshots().sealed if snapshot.kind == LOG}
+        except StoreFailure as error:
+            log.warning("boundary logs of earlier attempts are not known: %s", error)
+
+    @property
+    def coverage(self) -> LogCoverage:
+        """As `committed` found it last."""
+        return self._coverage
+
+    def begins(self, iteration: int, microbatches: int) -> None:
+        """Record what this rank sends from here on as the log of `iteration`, in place of one that is there."""
+        self.abandon()
+        self._harvest()
+        try:
+            if iteration in self._sealing:
+                self._await(iteration, self._timeout_s)
+            if self._mine(iteration) in self._sealed:
+                self._free(self._mine(iteration))
+            writer = self._reserved(iteration, self._plan.layout(microbatches))
+        except (MoECheckpointError, TimeoutError) as error:
+            self._lost[iteration] = format_error(error)
+            return
+        try:
+            self._recorder.arm(self._plan.layout(microbatches), writer)
+        except (MoECheckpointError, TimeoutError) as error:
+            writer.abandon()
+            self._lost[iteration] = format_error(error)
+        else:
+            self._recording = iteration, writer
+
+    def passed(self) -> None:
+        """The forward and backward passes have ended: what is sent from here on, as in an evaluation, is not logged."""
+        self._recorder.passed()
+
+    def committed(
+        self, iteration: int, journal: StepJournal, trainer: Mapping[str, Json], oldest_base: int | None
+    ) -> LogCoverage:
+        """The iteration is part of training: seal its log beside training, and free those that no replay needs.
+
+        journal, trainer: the outcome of the iteration and the trainer's scalars after it. oldest_base: the iteration
+        from whose state the earliest replay may start; None while there is none, and then nothing can be missing.
+        """
+        self._harvest()
+        if self._recording is not None and self._recording[0] == iteration:
+            scalars: dict[str, Json] = {"journal": journal.to_data(), "trainer": dict(trainer)}
+            self._hand_over(scalars, self._timeout_s)
+        self._trim(iteration, oldest_base)
+        self._judge(iteration, oldest_base)
+        return self._coverage
+
+    def drain(self, timeout_s: float) -> str:
+        """Seal what is complete, within this time, as before this process ends; what is not sealed then, in words.
+
+        A log of the iteration under way is complete once all its passes have sent what they send; it is sealed without
+        a journal, which this rank does not know yet.
+        """
+        deadline_s = self._clock.now_s() + timeout_s
+        if self._recording is not None:
+            iteration = self._recording[0]
+            if self._recorder.complete:
+                self._hand_over({}, timeout_s)
+            else:
+                self.abandon()
+                self._lost[iteration] = "not all of its tensors were sent"
+        for iteration in list(self._sealing):
+            self._await(iteration, max(deadline_s - self._clock.now_s(), _SHORTEST_WAIT_S))
+        missing = [f"iteration {iteration} ({why})" for iteration, why in sorted(self._lost.items())]
+        return f"no boundary logs of {', '.join(missing)}" if missing else ""
+
+    def abandon(self) -> None:
+        """Give up the log that is being recorded, if any."""
+        if self._recording is not None:
+            writer = self._recording[1]
+            self._recording = None
+            self._recorder.disarm()
+            writer.abandon()
+
+    def _mine(self, iteration: int) -> SnapshotId:
+        return SnapshotId(iteration, self._plan.rank, LOG)
+
+    def _reserved(self, iteration: int, layout: Layout) -> MappedWriter:
+        """Memory for a log; the oldest one gives way where there is none. Raises StoreFailure, UsageError.
+
+        Logs never take more segments than are theirs: those of other kinds must be free when a peer is lost.
+        """
+        if len(self._sealing) >= self._plan.segments:
+            raise NoRoom(
+                f"{len(self._sealing)} logs are still being sealed: the machine's memory or cores are overloaded"
+            )
+        while self._sealed and len(self._sealed) + len(self._sealing) >= self._plan.segments:
+            self._free(min(self._sealed))
+        try:
+            return self._store.reserve(self._mine(iteration), layout)
+        except NoRoom:
+            if not self._sealed:
+                raise
+            self._free(min(self._sealed))
+            return self._store.reserve(self._mine(iteration), layout)
+
+    def _hand_over(self, scalars: Mapping[str, Json], timeout_s: float) -> None:
+        """What was recorded goes to the lane once all is copied."""
+        assert self._recording is not None
+        iteration, writer = self._recording
+        self._recording = None
+        try:
+            self._recorder.end(timeout_s)
+        except (MoECheckpointError, TimeoutError) as error:
+            self._recorder.disarm()
+            writer.abandon()
+            self._lost[iteration] = format_error(error)
+            return
+        facts = self._identity.facts(Piece(LOG, SnapshotPlan(iteration, {})), scalars)
+        self._lost.pop(iteration, None)
+        self._sealing[iteration] = self._lane.submit(lambda: _seal(writer, facts))
+
+    def _harvest(self) -> None:
+        for iteration in [iteration for iteration, task in self._sealing.items() if task.done()]:
+            self._await(iteration, _SHORTEST_WAIT_S)
+
+    def _await(self, iteration: int, timeout_s: float) -> None:
+        """Take in how the sealing of a log ended; one that takes longer stays under way."""
+        task = self._sealing[iteration]
+        try:
+            task.result(timeout_s)
+        except Exception as error:  # whatever it is costs this log, and shows in the coverage
+            if not task.done():
+                self._lost[iteration] = f"it was not sealed within {timeout_s:g} s"
+                return
+            self._lost[iteration] = format_error(error)
+        else:
+            self._lost.pop(iteration, None)
+            self._sealed.add(self._mine(iteration))
+        del self._sealing[iteration]
+
+    def _trim(self, newest: int, oldest_base: int | None) -> None:
+        iterations = {snapshot.iteration for snapshot in self._sealed}
+        staying = kept(iterations, oldest_base, newest, self._plan.lookback)
+        for snapshot in [snapshot for snapshot in sorted(self._sealed) if snapshot.iteration not in staying]:
+            try:
+                self._free(snapshot)
+            except StoreFailure as error:
+                log.warning("the %s takes room until it can be freed: %s", snapshot, error)
+        relevant = kept(self._lost, oldest_base, newest, self._plan.lookback)
+        self._lost = {iteration: why for iteration, why in self._lost.items() if iteration in relevant}
+
+    def _free(self, snapshot: SnapshotId) -> None:
+        """Raises StoreFailure."""
+        self._store.free(snapshot)
+        self._sealed.discard(snapshot)
+
+    def _judge(self, newest: int, oldest_base: int | None) -> None:
+        sealed = {snapshot.iteration for snapshot in self._sealed if snapshot.rank == self._plan.rank}
+        own = sealed | self._sealing.keys()
+        why = ""
+        if oldest_base is not None and (missing := covers(own, oldest_base, newest)):
+            why = "; ".join([missing, *self._reasons(own, newest - oldest_base)])
+        before, self._coverage = self._coverage, LogCoverage(newest, covered_since(own, newest), why)
+        if why and (not before.why or not self._is_judged):
+            log.warning("%s; until then a fault rolls back all stages", why)
+        elif before.why and not why:
+            log.info("boundary logs cover replays from iteration %s again", oldest_base)
+        self._is_judged = True
+
+    def _reasons(self, own: Collection[int], iterations: int) -> list[str]:
+        """Why logs are missing that a replay of so many iterations needs, each reason once."""
+        reasons = [why for iteration, why in sorted(self._lost.items()) if iteration not in own]
+        if iterations > self._plan.lookback:
+            reasons.append(f"only those of the last {self._plan.lookback} iterations are kept")
+        return list(dict.fromkeys(reasons))
+
+
+def _seal(writer: MappedWriter, facts: Facts) -> None:
+    try:
+        writer.seal(facts)
+    finally:
+        writer.abandon()

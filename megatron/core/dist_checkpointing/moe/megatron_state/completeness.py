@@ -1,0 +1,146 @@
+"""Does every byte of a live model's training state belong to one operator? Enumerated apart from what it judges.
+
+Nothing here is shared with `megatron.py`, which enumerates the state: parameters and buffers come from the modules,
+what a rank owns of them from the geometry of the parameter buffers, the rest from walking the optimizer's attributes.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.grad_scaler import MegatronGradScaler
+from megatron.core.utils import unwrap_model
+
+from .extents import Cover, Extent, IncompleteState, check_cover
+from .operators import StateTensor, is_constant
+
+_SCRATCH = frozenset({"found_inf", "dummy_overflow_buf", "scale_one", "scale"})
+"""Tensors of optimizers that each step overwrites or that never change, without leading underscores."""
+
+
+def check_complete(
+    chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, tensors: Sequence[StateTensor]
+) -> None:
+    """Check that every byte of training state on this rank is in exactly one of `tensors` or is trainer state.
+
+    Compared by address and length are parameters and buffers of the modules, with the distributed optimizer only this
+    rank's share of each bucket; all that the inner optimizers train on and keep; and whatever else can be reached from
+    the optimizer, where the loss scaler counts as trainer state.
+
+    Args:
+        chunks: The model chunks as they are trained, wrapped in DistributedDataParallel.
+        optimizer: What steps them.
+        tensors: What `state_tensors` found on this rank.
+
+    Raises:
+        IncompleteState: Names what is in none of the tensors, or in two, or is no live state.
+    """
+    whole = list(_parameters(chunks))
+    names = _Names(whole)
+    expected = [*_owned_extents(chunks, whole), *_optimizer_extents(optimizer, names)]
+    check_cover(expected, [_extent(tensor.tensor, tensor.key) for tensor in tensors])
+    # Other ranks' shares of compute weights are reachable too, and are no state of this rank.
+    known = Cover([*expected, *(_extent(parameter, name) for name, parameter in whole)])
+    for path, tensor in _reachable(optimizer, "optimizer", set()):
+        attribute = path.rpartition(".")[2].lstrip("_")
+        if ".grad_scaler." in path or attribute in _SCRATCH:
+            continue
+        if known.missing_bytes(_extent(tensor, path)):
+            raise IncompleteState(
+                f"{path}, {tensor.numel()} elements, belongs to no operator and not to the trainer state: this"
+                " optimizer keeps state that is not known here"
+            )
+
+
+def _parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    for index, chunk in enumerate(unwrap_model(list(chunks))):
+        for name, parameter in chunk.named_parameters():
+            yield f"{name} of chunk {index}" if len(chunks) > 1 else name, parameter
+
+
+def _extent(tensor: torch.Tensor, name: str) -> Extent:
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return Extent(start, start + (elements * tensor.element_size() if tensor.numel() else 0), name)
+
+
+class _Names:
+    """Names of parameters by the address of their compute or master weights."""
+
+    def __init__(self, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+        extents = [_extent(parameter, name) for name, parameter in parameters]
+        masters = [(name, getattr(parameter, "main_param", None)) for name, parameter in parameters]
+        extents += [_extent(master, name) for name, master in masters if master is not None]
+        self._extents = sorted(extents, key=lambda extent: extent.start)
+        self._starts = [extent.start for extent in self._extents]
+
+    def of(self, tensor: torch.Tensor) -> str:
+        """The parameter of which `tensor` is the master weights."""
+        before = bisect.bisect_right(self._starts, tensor.data_ptr()) - 1
+        if before >= 0 and tensor.data_ptr() < self._extents[before].end:
+            return self._extents[before].name
+        return f"an unknown parameter of shape {tuple(tensor.shape)}"
+
+
+def _owned_extents(
+    chunks: Sequence[torch.nn.Module], parameters: Sequence[tuple[str, torch.nn.Parameter]]
+) -> Iterator[Extent]:
+    """Buffers, and what of the parameters is this rank's to keep."""
+    buckets: list[tuple[Extent, Extent]] = []
+    for chunk in chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            rank, ranks = buffer.data_parallel_group.rank(), buffer.data_parallel_group.size()
+            # Each bucket is cut into as many equal shares as there are data-parallel ranks, whatever is in it.
+            for data in (bucket.param_data for bucket in buffer.buckets if bucket.param_data is not None):
+                share = data.numel() // ranks
+                buckets.append((_extent(data, ""), _extent(data.view(-1)[rank * share : (rank + 1) * share], "")))
+    for name, parameter in parameters:
+        whole = _extent(parameter, f"compute weights of {name}")
+        shares = [share for bucket, share in buckets if whole.shared_with(bucket)]
+        yield from (part for share in shares if (part := whole.shared_with(share))) if shares else [whole]
+    for chunk in unwrap_model(list(chunks)):
+        for name, buffer in chunk.named_buffers():
+            if not is_constant(name):
+                yield _extent(buffer, f"buffer {name}")
+
+
+def _optimizer_extents(optimizer: MegatronOptimizer, names: _Names) -> Iterator[Extent]:
+    """All that the inner optimizers train on and keep."""
+    for member in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if member.optimizer is None:
+            continue
+        for group in member.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield _extent(parameter, f"master weights of {names.of(parameter)}")
+        for parameter, kept in member.optimizer.state.items():
+            for field, value in kept.items():
+                if isinstance(value, torch.Tensor):
+                    yield _extent(value, f"{field} of {names.of(parameter)}")
+
+
+def _reachable(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in the attributes of optimizers and their scalers, to any depth; other objects are not entered."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    for child_path, child in _children(value, path):
+        yield from _reachable(child, child_path, seen)
+
+
+def _children(value: Any, path: str) -> list[tuple[str, Any]]:
+    if isinstance(value, MegatronOptimizer | MegatronGradScaler | torch.optim.Optimizer):
+        return [(f"{path}.{name}", item) for name, item in vars(value).items()]
+    if isinstance(value, list | tuple):
+        return [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        labels = (index if isinstance(key, torch.Tensor) else key for index, key in enumerate(value))
+        return [(f"{path}.{label}", item) for label, item in zip(labels, value.values(), strict=True)]
+    return []

@@ -1,0 +1,292 @@
+"""The training state that a rank owns, as views into live storage.
+
+Enumerated are, each tensor once: what every inner optimizer steps (compute weights, master weights, moments, step
+counts), parameters that no optimizer was given (frozen ones), and buffers of routers. Checked against Megatron-Core
+0.16.1: `DistributedOptimizer`, `Float16OptimizerWithFloat16Params` and `FP32Optimizer`, alone or chained, over torch's
+Adam. The views stay valid while training goes on, until `load_state_dict` of an optimizer replaces its moments and
+step counts; then the state has to be enumerated anew. `completeness.py` judges what this file finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.core import parallel_state
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.utils import unwrap_model
+
+from ..errors import UsageError
+from ..types import Coordinates, OperatorId, Part, Topology
+from .compute_weights import gather_compute_weights, level_step_counts, recast_compute_weights, settle_gathers
+from .operators import (
+    WORD_EMBEDDINGS,
+    ChunkPlace,
+    GlobalName,
+    Shard,
+    ShardSpread,
+    StateTensor,
+    holders,
+    is_constant,
+    locate,
+)
+from .optimizer_state import optimizer_members
+from .restore import LiveRestorer
+
+
+def read_topology(ranks_per_node: int) -> Topology:
+    """The layout of the running job.
+
+    Raises:
+        UsageError: Its ranks are not in Megatron's default order.
+    """
+    topology = Topology(
+        world_size=torch.distributed.get_world_size(),
+        tp=parallel_state.get_tensor_model_parallel_world_size(),
+        pp=parallel_state.get_pipeline_model_parallel_world_size(),
+        vpp=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        cp=parallel_state.get_context_parallel_world_size(),
+        ep=parallel_state.get_expert_model_parallel_world_size(),
+        etp=parallel_state.get_expert_tensor_parallel_world_size(),
+        ranks_per_node=ranks_per_node,
+    )
+    expected = topology.coordinates(torch.distributed.get_rank())
+    live = Coordinates(
+        tp=parallel_state.get_tensor_model_parallel_rank(),
+        cp=parallel_state.get_context_parallel_rank(),
+        dp=parallel_state.get_data_parallel_rank(),
+        pp=parallel_state.get_pipeline_model_parallel_rank(),
+        etp=parallel_state.get_expert_tensor_parallel_rank(),
+        ep=parallel_state.get_expert_model_parallel_rank(),
+        edp=parallel_state.get_expert_data_parallel_rank(),
+        node=expected.node,
+    )
+    if live != expected:
+        raise UsageError(f"ranks are laid out as {live}, not as {expected}: keep Megatron's order tp-cp-ep-dp-pp")
+    return topology
+
+
+@torch.no_grad()
+def state_tensors(
+    chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, topology: Topology
+) -> tuple[StateTensor, ...]:
+    """Every tensor of training state that this rank owns, each once, sorted by operator and key.
+
+    With the distributed optimizer that is the rank's shard of every parameter: the compute weights as a view into the
+    parameter buffer, the master weights, both moments and the step count. With fp32 parameters the shard is master and
+    compute weights at once: one tensor. Without the distributed optimizer it is every parameter as a whole. Router
+    buffers are state on every rank, whether Megatron's own checkpoints have them or not.
+
+    Trainer state (iteration, schedules, random states, loss scaler) is not among them.
+
+    Args:
+        chunks: The model chunks as they are trained, wrapped in DistributedDataParallel.
+        optimizer: What core's `get_megatron_optimizer` gave for them; its state must exist.
+        topology: The layout of the job.
+
+    Raises:
+        UsageError: The state of this model or optimizer cannot be protected, with the reason.
+    """
+    model = _Model(chunks, topology)
+    _refuse_unsupported(model, optimizer)
+    found = [*_optimizer_tensors(model, optimizer), *_frozen_tensors(model), *_buffer_tensors(model)]
+    return tuple(sorted(found, key=lambda tensor: (tensor.operator, tensor.key)))
+
+
+def operators_of_parameters(
+    chunks: Sequence[torch.nn.Module], topology: Topology
+) -> Mapping[torch.nn.Parameter, OperatorId]:
+    """The operator of each parameter of this rank.
+
+    Raises:
+        UsageError: A parameter belongs to none.
+    """
+    return {parameter: of.operator for parameter, of in _Model(chunks, topology).names.items()}
+
+
+def stepped_parameters(
+    chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, topology: Topology
+) -> tuple[tuple[Shard, torch.Tensor], ...]:
+    """What this rank's inner optimizers step, each with what it is the master weights of; in the optimizers' order."""
+    model = _Model(chunks, topology)
+    return tuple(
+        (model.shard(owned.parameter, owned.start, owned.end), owned.main)
+        for member in optimizer_members(optimizer)
+        for owned in _owned(member)
+    )
+
+
+def live_restorer(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, topology: Topology) -> LiveRestorer:
+    """What restores this rank's state; its copies of other ranks' compute weights are poisoned and gathered too."""
+
+    def finish(recast: bool) -> None:
+        level_step_counts(state_tensors(chunks, optimizer, topology))
+        if recast:
+            recast_compute_weights(chunks, optimizer)
+        else:
+            gather_compute_weights(chunks)
+
+    return LiveRestorer(
+        lambda: state_tensors(chunks, optimizer, topology),
+        finish,
+        gather=lambda: gather_compute_weights(chunks),
+        settle=lambda: settle_gathers(chunks),
+        derived=[parameter for chunk in chunks for parameter in chunk.parameters()],
+    )
+
+
+class _Model:
+    """The model chunks of this rank, with the global names of their tensors and who else has them."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], topology: Topology) -> None:
+        self.wrapped, self.chunks = list(chunks), unwrap_model(list(chunks))
+        self.topology, self.rank = topology, torch.distributed.get_rank()
+        self._here = topology.coordinates(self.rank)
+        self.names: dict[torch.nn.Parameter, GlobalName] = {
+            parameter: locate(name, self.place(chunk))
+            for chunk in self.chunks
+            for name, parameter in chunk.named_parameters()
+        }
+
+    def place(self, chunk: Any) -> ChunkPlace:
+        """Where a chunk sits; its layers know their own numbers, whatever the pipeline layout."""
+        layers, experts = chunk.decoder.layers, chunk.config.num_moe_experts or 0
+        return ChunkPlace(
+            first_layer=layers[0].layer_number - 1 if len(layers) else 0,
+            num_layers=chunk.config.num_layers,
+            first_expert=self._here.ep * (experts // self.topology.ep),
+            tied=chunk.share_embeddings_and_output_weights,
+        )
+
+    def shard(self, parameter: torch.nn.Parameter, start: int, end: int) -> Shard:
+        """Elements `start` to `end` of a parameter."""
+        of, here, topology = self.names[parameter], self._here, self.topology
+        rank, size = (here.etp, topology.expert_tp) if of.operator.is_expert else (here.tp, topology.tp)
+        # Transformer Engine's experts lack the attribute; of an expert only the bias of the second layer is whole.
+        partitioned = (
+            not of.name.endswith("linear_fc2.bias")
+            if of.operator.is_expert
+            else getattr(parameter, "tensor_model_parallel", False)
+        )
+        return Shard(of, start, end, parameter.numel(), *((rank, size) if partitioned else (0, 1)))
+
+    def holders(self, shard: Shard, *, sharded: bool) -> tuple[int, ...]:
+        """Ranks with the same values as this one."""
+        tied = self.chunks[0].share_embeddings_and_output_weights and shard.of.name == WORD_EMBEDDINGS
+        return holders(
+            self.topology, self.rank, ShardSpread(shard.of.operator.is_expert, shard.tp_size > 1, sharded, tied)
+        )
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """What this rank's optimizer steps of a parameter: elements `start` to `end`; the inner optimizer knows `main`."""
+
+    parameter: torch.nn.Parameter
+    start: int
+    end: int
+    main: torch.Tensor
+    state: Mapping[str, Any]
+
+
+def _refuse_unsupported(model: _Model, optimizer: MegatronOptimizer) -> None:
+    config, wrapping, topology = model.chunks[0].config, model.wrapped[0].ddp_config, model.topology
+    # Without expert parallelism core reduces the gradients of experts with the rest's, over other tensor ranks.
+    astray = bool(config.num_moe_experts) and topology.ep == 1 and topology.expert_tp != topology.tp
+    reasons = {
+        "fp8 or fp4 parameters, whose scales are state of modules": config.fp8 or config.fp4,
+        "Megatron-FSDP": wrapping.use_megatron_fsdp,
+        "several instances of the distributed optimizer": wrapping.num_distributed_optimizer_instances > 1,
+        "an expert-tensor-parallel size of its own and no expert parallelism": astray,
+    }
+    for member in optimizer_members(optimizer):
+        known = type(member) in (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
+        reasons[f"the optimizer {type(member).__name__}"] = not known
+        reasons["the precision-aware optimizer"] = member.config.use_precision_aware_optimizer
+    for reason, applies in reasons.items():
+        if applies:
+            raise UsageError(f"training state cannot be protected with {reason}: use --moe-ckpt-strategy none")
+
+
+def _owned(member: MegatronOptimizer) -> Iterator[_Owned]:
+    """What one optimizer steps. Its own groups pair parameters and masters whatever the order of dtypes in them."""
+    if isinstance(member, DistributedOptimizer):
+        pairs = _paired(member.model_float16_groups, member.shard_fp32_from_float16_groups)
+        pairs += _paired(member.model_fp32_groups, member.shard_fp32_groups)
+    elif isinstance(member, Float16OptimizerWithFloat16Params):
+        pairs = _paired(member.float16_groups, member.fp32_from_float16_groups)
+        pairs += _paired(member.fp32_from_fp32_groups, member.fp32_from_fp32_groups)
+    else:
+        groups = [group["params"] for group in member.optimizer.param_groups]
+        pairs = _paired(groups, groups)
+    for parameter, main in pairs:
+        start, end = 0, parameter.numel()
+        if isinstance(member, DistributedOptimizer):
+            own = member._get_model_param_range_map(parameter)["param"]
+            start, end = own.start, own.end
+        yield _Owned(parameter, start, end, main, member.optimizer.state.get(main, {}))
+
+
+def _paired(models: list[list[Any]], mains: list[list[Any]]) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+    return [
+        pair
+        for model_group, main_group in zip(models, mains, strict=True)
+        for pair in zip(model_group, main_group, strict=True)
+    ]
+
+
+def _optimizer_tensors(model: _Model, optimizer: MegatronOptimizer) -> Iterator[StateTensor]:
+    for member in optimizer_members(optimizer):
+        for owned in _owned(member):
+            shard = model.shard(owned.parameter, owned.start, owned.end)
+            if not owned.state:
+                raise UsageError(
+                    f"the optimizer has no state for {shard.of.name} yet: enumerate the training state after the"
+                    " optimizer has allocated its moments, at the latest after the first step"
+                )
+            ranks = model.holders(shard, sharded=isinstance(member, DistributedOptimizer))
+            weights = owned.parameter.data.view(-1)[owned.start : owned.end]
+            master = owned.main.detach().view(-1)
+            # fp32 parameters are their own master weights: one tensor, one record.
+            is_master = master.data_ptr() == weights.data_ptr()
+            if not is_master:
+                yield StateTensor(shard, "compute", Part.COMPUTE, weights, ranks, in_forward=True)
+            yield StateTensor(shard, "master", Part.MASTER, master, ranks, in_forward=is_master)
+            for field, value in owned.state.items():
+                if not isinstance(value, torch.Tensor):
+                    raise UsageError(f"the optimizer keeps {field} of {shard.of.name} as {value!r}, not as a tensor")
+                yield StateTensor(shard, field, Part.MOMENTS, value.detach().view(-1), ranks)
+
+
+def _frozen_tensors(model: _Model) -> Iterator[StateTensor]:
+    """Parameters that were never given to the optimizer: whole on each data-parallel rank."""
+    buffers = [buffer for chunk in model.wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    trained = {parameter for buffer in buffers for parameter in buffer.params}
+    for chunk in model.chunks:
+        for parameter in chunk.parameters():
+            if parameter not in trained:
+                shard = model.shard(parameter, 0, parameter.numel())
+                ranks = model.holders(shard, sharded=False)
+                yield StateTensor(shard, "master", Part.MASTER, parameter.data.view(-1), ranks, in_forward=True)
+
+
+def _buffer_tensors(model: _Model) -> Iterator[StateTensor]:
+    for chunk in model.chunks:
+        for module in chunk.modules():
+            if hasattr(module, "_maintain_float32_expert_bias"):
+                # Float16Module cast the bias; the first forward pass would move it to new storage to undo that.
+                module._maintain_float32_expert_bias()
+        for name, buffer in chunk.named_buffers():
+            if is_constant(name):
+                continue
+            of, numel = locate(name, model.place(chunk)), buffer.numel()
+            # Expert biases are updated from counts of the whole batch; what else a router counts may differ per rank.
+            shared = name.endswith(".router.expert_bias")
+            shard = Shard(of, 0, numel, numel, own_of=None if shared else model.rank)
+            ranks = model.holders(shard, sharded=False) if shared else (model.rank,)
+            yield StateTensor(shard, "buffer", Part.MASTER, buffer.detach().view(-1), ranks, in_forward=True)

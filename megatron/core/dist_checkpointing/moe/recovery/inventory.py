@@ -1,0 +1,256 @@
+"""What every rank finds in its memory and in persistent storage, gathered, so that all ranks plan from the same facts.
+
+1. Each rank lists its own stores: `listing` opens each manifest, none of the records, and gives a row for every
+   snapshot, also for those that cannot be used, with the reason.
+2. All ranks gather their rows; `catalogue` makes the same `Catalogue` of them everywhere.
+3. It has copies of several attempts of the job, which may differ in the same iteration: `within` leaves those that led
+   to one state. `inventory` is what the planner sees of these, without what proved damaged meanwhile.
+4. For a plan, it says who serves it: `sources_for` operators, `trainer_sources` for the random states of a replayed
+   iteration, `journal_sources` and `strategy_sources` for what all need and one rank reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from ..policy.lineage import Timeline, belongs, newest_first, past
+from ..ports import Json, SnapshotId
+from ..types import (
+    GRADIENTS,
+    LOG,
+    PARKED,
+    STANDBY,
+    BoundaryLog,
+    Copy,
+    Direction,
+    Inventory,
+    OperatorId,
+    OperatorKind,
+    Part,
+    SnapshotPlan,
+    Tier,
+)
+from .listing import InventoryRow, OperatorPart, RankInventory
+
+Place = tuple[int, SnapshotId, Tier]
+"""Who found a snapshot (a rank), which one, and in which tier: OWN_MEMORY of the finder, or PERSISTENT."""
+
+
+class Found(InventoryRow, frozen=True, kw_only=True):
+    """One stored snapshot as `finder` sees it; `plan` has the parts that it holds of its owner's operators."""
+
+    finder: int
+    plan: SnapshotPlan
+
+    @property
+    def place(self) -> Place:
+        """What tells it apart from all others."""
+        return self.finder, self.snapshot, self.tier
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it has state of its owner after its iteration, and not what passed by in it."""
+        return self.snapshot.kind not in (LOG, GRADIENTS)
+
+    @property
+    def span(self) -> range:
+        """The iterations whose snapshots restore a state together with this one."""
+        first, last = self.window or (self.snapshot.iteration, self.snapshot.iteration)
+        return range(first, last + 1)
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """All that was found by all ranks; `nodes[rank]` is the node of each rank, `required[rank]` its operators."""
+
+    found: tuple[Found, ...] = field(repr=False)
+    required: Mapping[int, frozenset[OperatorId]] = field(repr=False)
+    nodes: tuple[int, ...]
+
+    @property
+    def newest_iteration(self) -> int:
+        """The newest iteration of which anything was found, torn or not; -1 if nothing was."""
+        return max((found.snapshot.iteration for found in self.found), default=-1)
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        """The timelines of all intact finds, the newest first."""
+        return newest_first(found.timeline for found in self.found if not found.why)
+
+    def within(self, timeline: Timeline) -> Catalogue:
+        """Only what lies in the past of `timeline`; what is torn or cannot be used stays, with its reason."""
+        return self._where(lambda found: bool(found.why) or is_past(found.timeline, found.snapshot.iteration, timeline))
+
+    def without(self, damaged: Collection[Place]) -> Catalogue:
+        """The same without what proved unreadable."""
+        return self._where(lambda found: found.place not in damaged)
+
+    def without_standby(self) -> Catalogue:
+        """Only what is there under any strategy: with it all stages roll back together."""
+        return self._where(lambda found: found.snapshot.kind not in STANDBY)
+
+    def inventory(self, damaged: Collection[Place] = ()) -> Inventory:
+        """What the planner sees; `damaged` are copies that proved unreadable."""
+        seen = [found for found in self.found if found.snapshot.rank in self.required]
+        usable = [found for found in seen if not found.why and found.place not in damaged]
+        rolling = _rolling(usable)
+        copies: dict[int, list[Copy]] = {}
+        for found in seen:
+            rank, iteration = found.snapshot.rank, found.snapshot.iteration
+            # Gradients belong to the newest parked state: from an older one nothing rolls forward.
+            stale = found.snapshot.kind == PARKED and iteration < rolling.get(rank, 0)
+            if found.is_state and not stale:
+                corrupt = frozenset(found.plan.parts) if found.place in damaged else frozenset()
+                copy = Copy(rank, found.plan, self._tier(found), self._holder(found), not found.why, corrupt)
+                copies.setdefault(rank, []).append(copy)
+        return Inventory(
+            self.required,
+            {rank: tuple(held) for rank, held in copies.items()},
+            self._logs(usable),
+            self._journal(usable),
+            frozenset(rolling),
+        )
+
+    def sources_for(self, copy: Copy, operators: Collection[OperatorId]) -> list[Found]:
+        """The intact finds behind a planned copy that have any of these operators, one for each kind."""
+        chosen: dict[str, Found] = {}
+        for found in self._intact(copy.plan.iteration):
+            same = (found.snapshot.rank, self._tier(found), self._holder(found)) == (copy.rank, copy.tier, copy.holder)
+            if same and any(operator in found.plan.parts for operator in operators):
+                best = chosen.setdefault(found.snapshot.kind, found)
+                # The owner's own slot before another process of its node.
+                if found.finder == copy.rank and best.finder != copy.rank:
+                    chosen[found.snapshot.kind] = found
+        return [chosen[kind] for kind in sorted(chosen)]
+
+    def trainer_sources(self, rank: int, iteration: int) -> list[Found]:
+        """Snapshots that have what a replay of `iteration` needs of `rank` besides operators, the nearest first."""
+        own = (found for found in self._intact(iteration) if found.snapshot.rank == rank)
+        usable = (found for found in own if found.has_journal and found.is_state)
+        return sorted(usable, key=lambda found: (self._tier(found), found.finder != rank, found.place))
+
+    def journal_sources(self, iteration: int, first: Collection[int] = ()) -> list[Found]:
+        """Snapshots that say how an iteration came out; those of the ranks in `first` say more of it than others."""
+        usable = (found for found in self._intact(iteration) if found.has_journal)
+        return sorted(usable, key=lambda found: (found.snapshot.rank not in first, found.snapshot.rank, found.place))
+
+    def strategy_sources(self, iteration: int) -> list[Found]:
+        """Snapshots that have the state of the strategy after an iteration, that of the lowest rank first."""
+        usable = (found for found in self._intact(iteration) if found.has_strategy)
+        return sorted(usable, key=lambda found: (found.snapshot.rank, found.place))
+
+    def of_kind(self, kind: str, owner: int, iteration: int, reader: int) -> list[Found]:
+        """The intact finds of one snapshot, those first that `reader` reaches best."""
+        snapshot, node = SnapshotId(iteration, owner, kind), self.nodes[reader]
+        usable = (found for found in self._intact(iteration) if found.snapshot == snapshot)
+        return sorted(usable, key=lambda found: (found.finder != reader, self.nodes[found.finder] != node, found.place))
+
+    def logged(self, rank: int) -> frozenset[int]:
+        """The iterations whose log a rank holds itself."""
+        logs = (found for found in self.found if found.snapshot.kind == LOG and not found.why)
+        return frozenset(log.snapshot.iteration for log in logs if log.snapshot.rank == log.finder == rank)
+
+    def _intact(self, iteration: int) -> Iterator[Found]:
+        return (found for found in self.found if found.snapshot.iteration == iteration and not found.why)
+
+    def _where(self, condition: Callable[[Found], bool]) -> Catalogue:
+        return replace(self, found=tuple(filter(condition, self.found)))
+
+    def _journal(self, usable: Iterable[Found]) -> frozenset[int]:
+        """Iterations of which every rank has a snapshot with a journal, or of which anybody kept one for all.
+
+        A log has how the step came out, and trainer state that is the same on all ranks; random states come out of
+        the replay itself.
+        """
+        ranks: dict[int, set[int]] = {}
+        for found in usable:
+            if found.has_journal:
+                known = self.required if found.snapshot.kind in (LOG, PARKED) else (found.snapshot.rank,)
+                ranks.setdefault(found.snapshot.iteration, set()).update(known)
+        return frozenset(iteration for iteration, known in ranks.items() if known >= self.required.keys())
+
+    def _logs(self, usable: Iterable[Found]) -> dict[int, tuple[BoundaryLog, ...]]:
+        """By sender what was logged without a gap, each run once for each direction."""
+        at: dict[tuple[int, int], set[int]] = {}
+        for found in usable:
+            if found.snapshot.kind == LOG:
+                at.setdefault((found.snapshot.rank, self.nodes[found.finder]), set()).add(found.snapshot.iteration)
+        logs: dict[int, list[BoundaryLog]] = {}
+        for (sender, holder), iterations in sorted(at.items()):
+            for run in _runs(iterations):
+                logs.setdefault(sender, []).extend(BoundaryLog(sender, way, run, holder) for way in Direction)
+        return {sender: tuple(runs) for sender, runs in logs.items()}
+
+    def _tier(self, found: Found) -> Tier:
+        if found.tier is Tier.PERSISTENT:
+            return found.tier
+        if found.snapshot.kind == PARKED:
+            return Tier.PARKED
+        same_node = self.nodes[found.finder] == self.nodes[found.snapshot.rank]
+        return Tier.OWN_MEMORY if same_node else Tier.PEER_MEMORY
+
+    def _holder(self, found: Found) -> int | None:
+        return None if found.tier is Tier.PERSISTENT else self.nodes[found.finder]
+
+
+def is_past(snapshot: Timeline, iteration: int, timeline: Timeline) -> bool:
+    """Whether a snapshot of `iteration` lies in the past of `timeline`, also one that was made by an attempt that only
+    went on from that iteration: it was trained by the one before."""
+    return belongs(past(snapshot, iteration), iteration, timeline)
+
+
+def catalogue(gathered: Sequence[Json]) -> Catalogue:
+    """From the `rank_inventory` of all ranks. Equal sets of operators, and equal plans, become one object each: the
+    planner takes time for each different one."""
+    ranks = msgspec.convert(gathered, list[RankInventory])
+    nodes = sorted({inventory.node for inventory in ranks})
+    plans: dict[tuple[int, tuple[OperatorPart, ...]], SnapshotPlan] = {}
+    sets: dict[tuple[tuple[int, int, int], ...], frozenset[OperatorId]] = {}
+    required, found = {}, []
+    for rank, inventory in enumerate(ranks):
+        required[rank] = sets.setdefault(inventory.operators, frozenset(map(_operator, inventory.operators)))
+        for row in inventory.rows:
+            key = row.snapshot.iteration, row.operators
+            if key not in plans:
+                parts: dict[OperatorId, Part] = {_operator(held[:3]): Part(held.part) for held in row.operators}
+                plans[key] = SnapshotPlan(row.snapshot.iteration, parts)
+            found.append(Found(**_fields(row), finder=rank, plan=plans[key]))
+    return Catalogue(tuple(found), required, tuple(nodes.index(inventory.node) for inventory in ranks))
+
+
+def _fields(row: InventoryRow) -> dict[str, Any]:
+    return msgspec.structs.asdict(row)
+
+
+def _operator(fields: tuple[int, int, int]) -> OperatorId:
+    layer, kind, expert = fields
+    return OperatorId(layer, OperatorKind(kind), expert)
+
+
+def _rolling(usable: Iterable[Found]) -> dict[int, int]:
+    """By rank the newest iteration at which it parked, where it has the reduced gradients of the next one."""
+    parked: dict[int, int] = {}
+    reduced: dict[int, set[int]] = {}
+    for found in usable:
+        rank, iteration = found.snapshot.rank, found.snapshot.iteration
+        if found.snapshot.kind == PARKED:
+            parked[rank] = max(iteration, parked.get(rank, iteration))
+        elif found.snapshot.kind == GRADIENTS:
+            reduced.setdefault(rank, set()).add(iteration)
+    return {rank: iteration for rank, iteration in parked.items() if iteration + 1 in reduced.get(rank, ())}
+
+
+def _runs(iterations: Iterable[int]) -> Iterator[range]:
+    """Iterations that follow each other, together."""
+    run = range(0)
+    for iteration in sorted(iterations):
+        if run and iteration != run.stop:
+            yield run
+            run = range(0)
+        run = range(run.start if run else iteration, iteration + 1)
+    if run:
+        yield run

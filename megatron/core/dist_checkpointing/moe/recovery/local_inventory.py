@@ -1,0 +1,223 @@
+"""What lies in the stores of one rank: listed and gathered for a plan; given up or kept once that is carried out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from operator import itemgetter
+
+import msgspec
+
+from ..errors import UnreadableCheckpoint, UsageError
+from ..policy.lineage import Timeline
+from ..ports import Json, MappedStore, SnapshotId, Store, StoreFailure, Transport
+from ..replication.agreement import raise_on_all_ranks
+from ..snapshot.identity import Identity
+from ..storage.host_buffer import HostBuffer
+from ..strategies import Piece
+from ..types import LOG, OperatorId, Part, SnapshotPlan, Tier
+from .inventory import Catalogue, Found, catalogue, is_past
+from .listing import InventoryRow, listing, rank_inventory
+
+log = logging.getLogger(__name__)
+
+
+class LocalInventory:
+    """The stores of one rank; `gather` and `common` are collectives over all ranks.
+
+    standby: of parked state, boundary logs and kept gradients, if this job has such a store.
+    """
+
+    def __init__(
+        self,
+        memory: MappedStore,
+        persistent: Store | None,
+        transport: Transport,
+        identity: Identity,
+        *,
+        standby: MappedStore | None = None,
+    ) -> None:
+        self._memory, self._persistent, self._transport = memory, persistent, transport
+        self._identity, self._standby = identity, standby
+
+    def gather(self, node: int) -> Catalogue:
+        """What all ranks find; this one runs on `node`.
+
+        Raises StoreFailure on all ranks when one cannot list what it has. A store that cannot be read now is not an
+        empty one: going on as if it were would give up what lies in it.
+        """
+        rows = raise_on_all_ranks(self._transport, self._all_rows, (StoreFailure,))
+        own = rank_inventory(str(node), self._identity.operators, rows)
+        return catalogue(self._transport.gather(own))
+
+    def common(self, tier: Tier, timeline: Timeline, newest: int) -> tuple[Piece, ...]:
+        """The pieces up to iteration `newest` of which every rank has its own share; none if any rank cannot tell.
+
+        Of a window, all of its pieces or none: a part of one restores nothing.
+        """
+        store = self._memory if tier is Tier.OWN_MEMORY else self._persistent
+        if store is None:
+            return ()
+        own: Json = None
+        try:
+            own = rank_inventory("", (), (row for row in self._rows(store, tier) if not row.why))
+        except StoreFailure as error:
+            log.error("rank %d: %s", self._transport.rank, error)
+        gathered = self._transport.gather(own)
+        if None in gathered:
+            return ()
+        shares: dict[tuple[int, str, str], list[Found]] = {}
+        for found in catalogue(gathered).within(timeline).found:
+            if found.snapshot.iteration <= newest:
+                shares.setdefault((found.snapshot.iteration, found.snapshot.kind, found.digest), []).append(found)
+        pieces = []
+        for (iteration, kind, _), share in sorted(shares.items(), key=itemgetter(0)):
+            if len(share) == len(gathered):
+                parts = {operator: part for found in share for operator, part in found.plan.parts.items()}
+                pieces.append(Piece(kind, SnapshotPlan(iteration, parts), share[-1].span))
+        return tuple(whole_windows(pieces))
+
+    def _all_rows(self) -> list[InventoryRow]:
+        """All of this rank's memory, whoever owns it, and what it owns in storage. Raises StoreFailure."""
+        rows: list[InventoryRow] = []
+        try:
+            for memory in filter(None, (self._memory, self._standby)):
+                identity = self._identity
+                rows += listing(memory, Tier.OWN_MEMORY, identity.topology, identity.strategy, job=identity.job)
+            if self._persistent is not None:
+                rows += self._rows(self._persistent, Tier.PERSISTENT)
+        except StoreFailure as error:
+            raise StoreFailure(f"what earlier attempts left cannot be listed: {error}") from error
+        return rows
+
+    def _rows(self, store: Store, tier: Tier) -> list[InventoryRow]:
+        """What this rank owns, of any job. Raises StoreFailure."""
+        return listing(store, tier, self._identity.topology, self._identity.strategy, owner=self._transport.rank)
+
+    def move_in(self, arrived: Sequence[HostBuffer], needed: Collection[int]) -> None:
+        """Move snapshots that found no room while they were fetched into memory, in place of what nobody needs.
+
+        Called when all ranks have restored: snapshots of other iterations than the `needed` ones are given up for it.
+        """
+        if not arrived:
+            return
+        with self._logged("a fetched snapshot is not kept in memory"):
+            for snapshot in self._memory.snapshots().sealed:
+                if snapshot.iteration not in needed:
+                    self._memory.free(snapshot)
+            for reader in arrived:
+                _land(reader, self._memory)
+
+    def collect_garbage(self, kept: Collection[tuple[int, str]], owners: Collection[int]) -> None:
+        """Free all in memory but the pieces `kept`, by iteration and kind, of these owners; and what is torn.
+
+        Nothing that is persistent is given up: a copy of another timeline is never mixed with this one's, and retention
+        removes what this attempt has superseded.
+        """
+        for store in filter(None, (self._memory, self._persistent)):
+            try:
+                store.sweep()
+            except StoreFailure as error:
+                log.error("rank %d: torn snapshots could not be removed: %s", self._transport.rank, error)
+        with self._logged("memory could not be freed"):
+            listed = self._memory.snapshots()
+            for torn in listed.torn:
+                self._memory.free(torn.snapshot)
+            for snapshot in listed.sealed:
+                if (snapshot.iteration, snapshot.kind) not in kept or snapshot.rank not in owners:
+                    self._memory.free(snapshot)
+
+    def collect_standby_garbage(
+        self,
+        kept: Collection[SnapshotId] = (),
+        logged: range = range(0),
+        arrived: Sequence[HostBuffer] = (),
+        *,
+        timeline: Timeline = (),
+    ) -> None:
+        """Free all in the standby store but what is `kept`, and the logs of iterations `logged`, of this timeline; then
+        move in what arrived for this rank."""
+        store, failed = self._standby, "the standby store could not be tidied"
+        if store is None:
+            return
+        with self._logged(failed):
+            store.sweep()
+        with self._logged(failed):
+            listed = store.snapshots()
+            for torn in listed.torn:
+                store.free(torn.snapshot)
+            for snapshot in listed.sealed:
+                is_wanted = snapshot in kept or (snapshot.kind == LOG and snapshot.iteration in logged)
+                if not (is_wanted and _is_of(store, snapshot, timeline)):
+                    store.free(snapshot)
+            for reader in arrived:
+                _land(reader, store)
+
+    def journal_log(self, iteration: int, scalars: Mapping[str, Json], timeline: Timeline) -> None:
+        """Let this rank's log of an iteration say how that came out, if it was sealed before the rank knew it.
+
+        Else nobody may know it any more once parked state is freed, and then nothing is replayed alone past it.
+        """
+        store, snapshot = self._standby, SnapshotId(iteration, self._transport.rank, LOG)
+        if store is None or not _is_of(store, snapshot, timeline):
+            return
+        with self._logged(f"the {snapshot} cannot be completed"):
+            with store.open(snapshot) as reader:
+                manifest = reader.manifest
+                if manifest.facts.scalars.get("journal") is not None:
+                    return
+                records = {field.key: bytes(reader.read(field.key)) for field in manifest.layout.fields}
+            store.free(snapshot)
+            with store.reserve(snapshot, manifest.layout) as writer:
+                for key, data in records.items():
+                    writer.put(key, data)
+                writer.seal(replace(manifest.facts, scalars={**manifest.facts.scalars, **scalars}), manifest.checksums)
+
+    @contextmanager
+    def _logged(self, what: str) -> Iterator[None]:
+        """What a store refuses costs protection, and is logged."""
+        try:
+            yield
+        except (StoreFailure, UnreadableCheckpoint, UsageError) as error:
+            log.error("rank %d: %s: %s", self._transport.rank, what, error)
+
+
+def _land(reader: HostBuffer, store: MappedStore) -> None:
+    """Move a snapshot that arrived in ordinary memory into a store. Raises StoreFailure, UsageError."""
+    manifest = reader.manifest
+    with store.reserve(manifest.snapshot, manifest.layout) as writer:
+        for field in manifest.layout.fields:
+            writer.put(field.key, reader.read(field.key))
+        writer.seal(manifest.facts, manifest.checksums)
+
+
+def _is_of(store: MappedStore, snapshot: SnapshotId, timeline: Timeline) -> bool:
+    """Whether a snapshot is there and lies in the past of `timeline`."""
+    try:
+        with store.open(snapshot) as reader:
+            led = msgspec.convert(reader.manifest.facts.scalars["timeline"], Timeline)
+    except (UnreadableCheckpoint, KeyError, msgspec.ValidationError):
+        return False
+    return is_past(led, snapshot.iteration, timeline)
+
+
+def whole_windows(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """The pieces of windows of which an iteration is there for each one of the span; others are as good as lost."""
+    there: dict[tuple[str, range], set[int]] = {}
+    for piece in pieces:
+        there.setdefault((piece.kind, piece.span), set()).add(piece.plan.iteration)
+    return (piece for piece in pieces if there[piece.kind, piece.span].issuperset(piece.span))
+
+
+def by_window(pieces: Sequence[Piece]) -> tuple[tuple[SnapshotPlan, ...], ...]:
+    """One plan per iteration from its pieces, those of one window together, in order."""
+    merged: dict[tuple[int, int], dict[int, dict[OperatorId, Part]]] = {}
+    for piece in pieces:
+        window = merged.setdefault((piece.span.stop, piece.span.start), {})
+        window.setdefault(piece.plan.iteration, {}).update(piece.plan.parts)
+    return tuple(
+        tuple(SnapshotPlan(iteration, parts) for iteration, parts in sorted(plans.items()))
+        for _, plans in sorted(merged.items())
+    )

@@ -1,0 +1,304 @@
+"""From what an earlier attempt of a job left to a plan, and from the plan to restored state, on one rank.
+
+All ranks run the same steps, each a collective, so that all decide the same from the same facts:
+
+1. `look`: each rank lists its slot of the node's memory, its standby store, and its share of storage; all gather these
+   rows, and each makes the same plan of them (`strategy.recover`, pure). Attempts of the job left copies of different
+   pasts ("timelines"); the newest past that suffices is taken, and copies of two are never mixed.
+2. `carry_out`: some rank reads what only it knows and all gather it (`gather_metadata`); snapshots that others need
+   travel to them, verified by checksum (`fetch.Carrier`); the live state is filled with NaN, then restored.
+3. A copy may prove damaged on any rank. All gather what they refused, and plan again without it, up to the end of what
+   was found. If nothing new was refused the same plan would come again: then a local recovery is given up for a global
+   one, whose plan needs other copies; if it is global already, that is an error.
+4. A rank of a stage that rolled back gets a Replay, the other ranks of such a plan are Waiting, perhaps after a single
+   step with gradients that they had kept. Where all state is dense already, there is nothing left to do.
+5. `finish` waits for all. Only then is anything freed: another rank might still read it, and until all stand at the
+   target a second fault has to find what the first one found. In memory stays what all ranks have of the target and
+   before it; where some rank has the target in storage only, the others' copies are spared until a new one is safe.
+
+A rank that fails in here ends its process: the peers notice a lost connection, all restart, and look again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from ..errors import MoECheckpointError, RecoveryImpossible, UnreadableCheckpoint, format_error
+from ..policy.lineage import Timeline, past
+from ..policy.segments import base_for, ranks_of, restored, segment_of, sends_all
+from ..policy.widening import widened
+from ..ports import Json, PeerLost, SnapshotId
+from ..replay.densify import Replay
+from ..snapshot.identity import Identity
+from ..storage.host_buffer import HostBuffer
+from ..strategies import Job, Strategy
+from ..types import GRADIENTS, PARKED, Lost, RecoveryPlan, Tier
+from .fetch import logs_and_gradients, needs, with_trainer_states
+from .gathered_metadata import GatheredMetadata, gather_metadata
+from .inventory import Catalogue, Place
+from .local_inventory import LocalInventory, by_window
+from .outcome import RecoveryOutcome, RefusedCopies, RollForward, Waiting, gather_refused
+from .restoring import Attempt, RecoveryPorts, absent
+from .table import RecoveryTable
+from .timestamps import Milestone
+
+__all__ = ["Recovery", "RecoveryOutcome", "RecoveryPorts", "RollForward", "Waiting"]
+
+log = logging.getLogger(__name__)
+
+
+class Recovery:
+    """One attempt of a job to go on from what an earlier one left; all methods are collectives over all ranks.
+
+    Sequence: `look`, then `carry_out` or `discard`; where `carry_out` gives a Replay or Waiting, `finish` when that is
+    done.
+    """
+
+    def __init__(
+        self, job: Job, strategy: Strategy, ports: RecoveryPorts, identity: Identity, owners: Sequence[int]
+    ) -> None:
+        self._owners = frozenset(owners) | {ports.transport.rank}
+        self._job, self._strategy, self._ports = job, strategy, ports
+        self._identity, self._rank = identity, ports.transport.rank
+        self._local = LocalInventory(ports.memory, ports.persistent, ports.transport, identity, standby=ports.standby)
+        self._catalogue = Catalogue((), {}, ())
+        self._timeline: Timeline = ()
+        self._plan: RecoveryPlan | None = None
+        self._is_local = job.config.recovery != "global" and ports.standby is not None
+        self._wider = ""
+        self._damaged: dict[Place, str] = {}
+        self._attempt: Attempt | None = None  # what a replay still reads
+        self._late: list[HostBuffer] = []  # fetched state that has no room in memory before `finish`
+        self._metadata = GatheredMetadata()
+        self._begun_s = 0.0
+
+    def look(self) -> RecoveryPlan | None:
+        """Take stock and plan; None when nothing was found, or nothing that suffices, which is then logged.
+
+        Raises StoreFailure when a store cannot be listed, which a restart may mend.
+        """
+        self._catalogue = self._local.gather(self._job.topology.node(self._rank))
+        self._ports.timestamps.mark(Milestone.INVENTORY)
+        self._plan = self._planned() if self._catalogue.found else None
+        return self._plan
+
+    @property
+    def plan(self) -> RecoveryPlan | None:
+        """What is being carried out."""
+        return self._plan
+
+    @property
+    def timeline(self) -> Timeline:
+        """Of the state at the target, and of what is stored of it or of earlier iterations before training goes on."""
+        return past(self._timeline, self._plan.target) if self._plan is not None else ()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the plan goes on from a state that this job itself left, and not from one of another job."""
+        if self._plan is None:
+            return False
+        intact = [found for found in self._catalogue.within(self._timeline).found if not found.why]
+        return any(found.job == self._identity.job for found in intact if found.snapshot.iteration == self._plan.target)
+
+    @property
+    def unusable(self) -> str:
+        """Why sealed snapshots in storage cannot be used by this job; empty if there are none."""
+        stored = (found for found in self._catalogue.found if found.tier is Tier.PERSISTENT)
+        return next((f"{found.snapshot}: {found.why}" for found in stored if found.why and not found.torn), "")
+
+    def carry_out(self) -> RecoveryOutcome | Replay | Waiting | None:
+        """Restore the planned state, or what is left of it when copies prove damaged; None when nothing suffices.
+
+        A Replay where this rank has to run iterations again before its state is dense, Waiting where only others come
+        to the target by themselves: nothing is given up before `finish`.
+        Live state is filled with NaN first, so after None it has to be built anew.
+        """
+        self._begun_s = self._ports.clock.now_s()
+        while self._plan is not None:
+            refused: dict[Place, str] = {}
+            left_to_do = None
+            try:
+                left_to_do = self._restored(self._plan)
+            except RefusedCopies as error:
+                refused = error.refused
+            refused = gather_refused(self._ports.transport, refused)
+            if not refused:
+                self._ports.timestamps.mark(Milestone.FETCHED)
+                return left_to_do or self.finish()
+            self.close()
+            for (finder, snapshot, tier), why in refused.items():
+                log.warning("refused the %s that rank %d holds (%s): %s", snapshot, finder, tier.name.lower(), why)
+            if refused.keys() <= self._damaged.keys():
+                if not self._is_local:
+                    raise UnreadableCheckpoint(next(iter(refused.values())))
+                self._is_local = False  # what is missing there may not be needed when all roll back
+            self._damaged |= refused
+            self._plan = self._planned()
+        return None
+
+    def close(self) -> None:
+        """Nothing more is read from what this rank held open for the plan: its state is that of the target."""
+        if self._attempt is not None:
+            self._attempt.close()
+        self._attempt = None
+
+    def finish(self) -> RecoveryOutcome:
+        """All ranks stand at the target: keep in memory what all ranks have of it, and free the rest.
+
+        Waits for those that still replay. Raises PeerLost.
+        """
+        plan, ports, local = self._plan, self._ports, self._local
+        assert plan is not None
+        self._await_all(plan)  # making weights whole is a collective: those that replay come to it later
+        ports.restorer.complete()
+        ports.transport.gather(None)  # nobody frees a copy that another rank still restores from
+        self.close()
+        ports.make_room()
+        rebuilt = frozenset(iteration for segment in plan.segments for iteration in restored(segment))
+        used = {source.iteration for source in plan.sources} | rebuilt
+        parked = [reader for reader in self._late if reader.manifest.snapshot.kind == PARKED]
+        local.move_in([reader for reader in self._late if reader not in parked], used)
+        self._late = []
+        kept = local.common(Tier.OWN_MEMORY, self._timeline, plan.target)
+        persisted = local.common(Tier.PERSISTENT, self._timeline, plan.target)
+        names, spare = frozenset((piece.plan.iteration, piece.kind) for piece in kept), frozenset[tuple[int, str]]()
+        if not rebuilt <= {iteration for iteration, _ in names}:
+            # Some rank has it in storage only: then no rank gives up its own copy yet.
+            spare = frozenset(
+                (found.snapshot.iteration, found.snapshot.kind)
+                for found in self._catalogue.within(self._timeline).found
+                if found.snapshot.iteration in used and found.is_state and found.tier is not Tier.PERSISTENT
+            )
+        local.collect_garbage(names | spare, self._owners)
+        self._keep_standby(plan, min((iteration for iteration, _ in names | spare), default=plan.target), parked)
+        return RecoveryOutcome(plan, self.timeline, kept, by_window(persisted), spare - names, self._table(plan))
+
+    def _await_all(self, plan: RecoveryPlan) -> None:
+        try:
+            self._ports.transport.gather(None)
+        except PeerLost as error:
+            late = self._replaying(plan) | set(plan.roll_forward)
+            who = f"ranks {sorted(late)}, which come there on their own," if late else "all ranks"
+            raise PeerLost(f"rank {self._rank} waited for {who} at iteration {plan.target}: {error}") from error
+
+    def _replaying(self, plan: RecoveryPlan) -> set[int]:
+        segments = (segment for segment in plan.segments if segment.replayed)
+        return {rank for segment in segments for rank in ranks_of(segment, self._job.topology)}
+
+    def discard(self) -> None:
+        """Free all in memory: training begins from another state than any that is there."""
+        self._local.collect_garbage((), ())
+        self._local.collect_standby_garbage()
+
+    def _planned(self) -> RecoveryPlan | None:
+        """The plan for the newest timeline that anything can be made of; copies of different ones never mix."""
+        problem: RecoveryImpossible | None = None
+        for timeline in self._catalogue.timelines:
+            inventory = self._usable(timeline).inventory(self._damaged)
+            try:
+                plan = self._strategy.recover(inventory, Lost(), self._job.topology)
+            except RecoveryImpossible as error:
+                problem = problem or error
+                continue
+            self._timeline = timeline
+            if self._is_local:
+                self._wider = widened(plan, inventory, self._job.topology, tied=self._job.tied_embeddings)
+                self._log_scope(plan)
+            self._ports.timestamps.mark(Milestone.PLANNED)
+            return plan
+        for found in self._catalogue.found if self._rank == 0 else ():
+            log.info(
+                "found the %s at rank %d (%s) %s", found.snapshot, found.finder, found.tier.name.lower(), found.why
+            )
+        log.warning(
+            "what was found in memory and storage does not suffice to recover: %s",
+            problem or "no copy is intact, or of this job and layout",
+        )
+        return None
+
+    def _usable(self, timeline: Timeline) -> Catalogue:
+        """What may be used, if training goes on in this timeline."""
+        found = self._catalogue.within(timeline)
+        return found if self._is_local else found.without_standby()
+
+    def _log_scope(self, plan: RecoveryPlan) -> None:
+        """Say on the first rank why more stages roll back than have lost their state."""
+        if self._wider and self._rank == 0:
+            level = logging.WARNING if self._job.config.recovery == "local" else logging.INFO
+            log.log(level, "iteration %d is not recovered locally: %s", plan.target, self._wider)
+
+    def _restored(self, plan: RecoveryPlan) -> Replay | Waiting | None:
+        """Fetch and restore; returns what is still to be done then. Raises RefusedCopies."""
+        topology, usable = self._job.topology, self._usable(self._timeline)
+        intact = usable.without(self._damaged)
+        metadata = self._metadata = gather_metadata(plan, intact, topology, self._ports.transport, self._ports.open)
+        sources = needs(plan, usable.inventory(self._damaged), intact)
+        states = with_trainer_states(sources, plan, intact, topology)
+        needed = (*states, *logs_and_gradients(plan, intact, topology))
+        attempt = self._attempt = Attempt(self._ports, plan, needed, topology)
+        attempt.restore()
+        self._late = attempt.late
+        self._plan = self._resumed(plan, attempt, metadata)
+        return self._left_to_do(plan, attempt, metadata)
+
+    def _resumed(self, plan: RecoveryPlan, attempt: Attempt, metadata: GatheredMetadata) -> RecoveryPlan:
+        """Take up what the strategy knew at the target, once all else is restored. Raises RefusedCopies."""
+        lacking = attempt.missing()
+        if metadata.strategy is None:
+            lacking = lacking or f"no snapshot of iteration {plan.target} has the state of the strategy"
+        if metadata.strategy_from is None or lacking:
+            raise RefusedCopies({absent(plan.target, self._rank): lacking})
+        newest = max(plan.target, self._catalogue.newest_iteration)
+        try:
+            return self._strategy.resumed(plan, metadata.strategy, newest)
+        except (MoECheckpointError, KeyError, TypeError, ValueError) as error:
+            why = f"the strategy cannot go on from it: {format_error(error)}"
+            raise RefusedCopies({metadata.strategy_from: why}) from error
+
+    def _left_to_do(self, plan: RecoveryPlan, attempt: Attempt, metadata: GatheredMetadata) -> Replay | Waiting | None:
+        """What brings this rank to the target, or that it waits for others; None where all stand there.
+
+        Raises RefusedCopies.
+        """
+        topology, segment = self._job.topology, segment_of(plan, self._rank, self._job.topology)
+        if segment is not None and segment.replayed:
+            intact = self._usable(self._timeline).without(self._damaged)
+            sent = [iteration for iteration in segment.replayed if sends_all(segment, iteration, topology)]
+            unlogged = {rank: frozenset(sent) - intact.logged(rank) for rank in ranks_of(segment, topology)}
+            return attempt.replay(segment, self._job, intact.required, unlogged, metadata)
+        if self._rank in plan.roll_forward:
+            step, gradients = metadata.outcomes.get(plan.target), attempt.gradients
+            if step is None or gradients is None:
+                why = f"no snapshot says how the step of {plan.target} came out"
+                raise RefusedCopies({absent(plan.target, self._rank): why})
+            return Waiting(RollForward(plan.target, step.journal, gradients, step.trainer))
+        return Waiting() if plan.roll_forward or self._replaying(plan) else None
+
+    def _keep_standby(self, plan: RecoveryPlan, oldest: int, parked: Sequence[HostBuffer]) -> None:
+        """Keep what a fault needs before the next iteration is committed: logs since the oldest state in memory, and
+        what this rank has parked."""
+        base = base_for(plan, self._rank, self._job.topology)
+        kept = {SnapshotId(iteration, self._rank, PARKED) for iteration in (base, plan.target)}
+        kept.add(SnapshotId(plan.target, self._rank, GRADIENTS))
+        logged = range(oldest + 1, plan.target + 1)
+        self._local.collect_standby_garbage(kept, logged, parked, timeline=self._timeline)
+        if step := self._metadata.outcomes.get(plan.target):
+            scalars: dict[str, Json] = {"journal": step.journal.to_data(), "trainer": dict(step.trainer)}
+            self._local.journal_log(plan.target, scalars, self._timeline)
+
+    def _table(self, plan: RecoveryPlan) -> RecoveryTable:
+        # What was refused when it was listed, and what when it was read.
+        refused = [(found.place, found.why) for found in self._catalogue.found if found.why and not found.torn]
+        refused += self._damaged.items()
+        states = (found for found in self._catalogue.within(self._timeline).found if found.is_state and not found.why)
+        return RecoveryTable(
+            plan,
+            self._catalogue.nodes,
+            tuple(f"{snapshot}, held by rank {finder}: {why}" for (finder, snapshot, _), why in sorted(refused)),
+            self._ports.clock.now_s() - self._begun_s,
+            self._strategy.plt,
+            {found.snapshot.iteration: found.span for found in states},
+            self._wider,
+            self._job.topology.pp,
+        )

@@ -1,1 +1,0 @@
-"""Copies in the memory of peers: bytes between ranks, and the protocol by which replicas are given and kept."""

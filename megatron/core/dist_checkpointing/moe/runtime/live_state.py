@@ -1,0 +1,110 @@
+"""What is trained, and what its state consists of: the live objects, and how they are copied and restored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.utils import unwrap_model
+
+from ..local_recovery.survivor import Live, Passes
+from ..megatron_state.completeness import check_complete
+from ..megatron_state.megatron import (
+    live_restorer,
+    operators_of_parameters,
+    state_tensors,
+    stepped_parameters,
+)
+from ..megatron_state.optimizer_state import allocate_optimizer_state
+from ..megatron_state.sharing import assign, joining_restorer, share_out
+from ..ports import Execution, TrainerState
+from ..replay.execution import LiveExecution
+from ..snapshot.capturer import LiveCapturer
+from ..snapshot.copy_engines import CopyEngine, ThreadEngine
+from ..snapshot.stream_engine import StreamEngine
+from ..types import Topology
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained: live objects of Megatron-Core, and what belongs to no operator.
+
+    Attributes:
+        chunks: The model chunks of this rank, wrapped in DistributedDataParallel.
+        optimizer: What core's `get_megatron_optimizer` gave for them.
+        trainer: The state that belongs to no operator.
+        tokens_per_iteration: Input tokens of the whole job.
+        iterations: Iterations of the whole training.
+        topk: Experts per token.
+        passes: The shape of an iteration's passes; without it boundaries of pipeline stages are not logged.
+    """
+
+    chunks: Sequence[torch.nn.Module]
+    optimizer: MegatronOptimizer
+    trainer: TrainerState
+    tokens_per_iteration: int
+    iterations: int
+    topk: int = 1
+    passes: Passes | None = None
+
+
+class LiveState:
+    """The training state of one rank, enumerated: how it is copied, restored, parked.
+
+    Args:
+        training: What is trained.
+        topology: The layout of the job.
+        shard: `--moe-ckpt-shard`.
+        rank: This rank.
+
+    Raises:
+        UsageError: The model or its optimizer cannot be protected.
+        IncompleteState: Not every byte of its state belongs to exactly one operator.
+    """
+
+    def __init__(self, training: Training, topology: Topology, shard: str, rank: int) -> None:
+        self._training, self._topology, self._shard, self._rank = training, topology, shard, rank
+        self._engine: CopyEngine | None = None
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Enumerate it anew, as is needed after a checkpoint was loaded in another way."""
+        chunks, optimizer, trainer = self._training.chunks, self._training.optimizer, self._training.trainer
+        allocate_optimizer_state(optimizer)
+        tensors = every = state_tensors(chunks, optimizer, self._topology)
+        check_complete(chunks, optimizer, tensors)
+        if self._engine is None:
+            self._engine = StreamEngine() if any(state.tensor.is_cuda for state in tensors) else ThreadEngine()
+        self.restorer = live_restorer(chunks, optimizer, self._topology)
+        if self._shard != "none":
+            assignment = assign(self._shard, chunks, tensors, self._topology)
+            portions = share_out(tensors, assignment, self._topology, self._rank)
+            self.restorer = joining_restorer(chunks, optimizer, portions)
+            tensors = tuple(part for portion in portions for part in portion.stored)
+        self.capturer = LiveCapturer(tensors, trainer, self._engine)
+        stepped = stepped_parameters(chunks, optimizer, self._topology)
+        self.live = Live(self.capturer, trainer, optimizer, every, stepped)
+
+    def execution(self) -> Execution:
+        """With what operators are frozen in a replay. Raises UsageError for models that cannot be."""
+        chunks, optimizer = self._training.chunks, self._training.optimizer
+        return LiveExecution(chunks, optimizer, operators_of_parameters(chunks, self._topology))
+
+    def clear_counters(self) -> None:
+        """Set what routers count to zero."""
+        for state in state_tensors(self._training.chunks, self._training.optimizer, self._topology):
+            if state.field == "buffer":
+                state.tensor.zero_()
+
+    def release_segments(self) -> None:
+        """Forget the memory that snapshots were copied to, which may go away."""
+        if self._engine is not None:
+            self._engine.release()
+
+    @property
+    def ties_embeddings(self) -> bool:
+        """Whether the first and the last pipeline stage share their embedding."""
+        return bool(unwrap_model(self._training.chunks[0]).share_embeddings_and_output_weights)

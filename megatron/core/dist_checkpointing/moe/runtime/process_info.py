@@ -1,0 +1,87 @@
+"""Where a process of a job keeps snapshots: in the memory of its node, on its peers, in storage."""
+
+from __future__ import annotations
+
+import getpass
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config import MoECheckpointConfig
+from ..errors import UsageError
+from ..policy.placement import Placement, place_replicas
+from ..ports import Store
+from ..storage.durable import open_durable
+from ..storage.memory import MemoryStore
+from ..storage.ownership import slot_directory
+from ..types import Topology
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process runs: its local rank, and a name of its node that no other node of the job has.
+
+    job_id: the same for all attempts of a job, and for no other job.
+    """
+
+    local_rank: int
+    node: str
+    job_id: str
+
+
+def memory_folder(config: MoECheckpointConfig) -> Path:
+    """The folder on a tmpfs that the nodes' folders are in."""
+    return (
+        Path(config.memory_dir) if config.memory_dir is not None else Path("/dev/shm") / f"moe-ckpt-{getpass.getuser()}"
+    )
+
+
+def open_memory(
+    config: MoECheckpointConfig, place: Place, segment_bytes: Sequence[int], area: str = "slot"
+) -> MemoryStore:
+    """This process's slot of its node's memory, or one beside it for another purpose.
+
+    Raises UsageError for a folder that cannot be used, StoreFailure.
+    """
+    base = memory_folder(config)
+    if config.memory_dir is None:
+        _made(base, base, mode=0o700)
+    node = base / place.node
+    if base.is_dir():
+        _made(node, base)
+    return MemoryStore(node if base.is_dir() else base, place.job_id, place.local_rank, segment_bytes, area=area)
+
+
+def drop_memory(config: MoECheckpointConfig, place: Place, area: str) -> None:
+    """Give back what an earlier attempt of this process's slot kept in an area that this one does not use."""
+    node = memory_folder(config) / place.node
+    folder = slot_directory(node, place.job_id, place.local_rank, area)
+    if folder.is_dir():
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            folder.parent.rmdir()
+
+
+def open_persistent(config: MoECheckpointConfig, rank: int) -> Store | None:
+    """The storage of `--moe-ckpt-persist-dir`; None without that flag."""
+    return open_durable(config.persist_dir, rank) if config.persist_dir is not None else None
+
+
+def replicas_placed(config: MoECheckpointConfig, topology: Topology) -> Placement:
+    """Who keeps whose replicas. Raises UsageError for more replicas than there are other ranks."""
+    replicas = config.replicas if config.replicas is not None else int(len(topology.ranks_by_node) > 1)
+    if replicas >= topology.world_size:
+        raise UsageError(
+            f"--moe-ckpt-replicas {replicas} needs as many peers, but the job has {topology.world_size} ranks: at most"
+            f" {topology.world_size - 1} are possible"
+        )
+    return place_replicas(topology, replicas)
+
+
+def _made(folder: Path, base: Path, mode: int = 0o777) -> None:
+    try:
+        folder.mkdir(mode=mode, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"memory dir {base} cannot be used: {error.strerror}; check its permissions") from error

@@ -1,0 +1,328 @@
+"""The order of events of checkpointing: what training calls, and what happens then.
+
+step_end(t)          plan(t); copies begin; the message of this rank goes out
+forward, backward    copies run, the messages of all ranks arrive
+before_optimizer()   copies have ended (waiting here is the stall); the tracker takes in what all ranks have agreed on
+beside training      replication worker: seal, replicate, free        persister: write to storage, free there
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..errors import MoECheckpointError
+from ..policy.lifecycle import Protection
+from ..policy.tracking import RestoredState
+from ..ports import (
+    Capturer,
+    Clock,
+    Json,
+    Lane,
+    Layout,
+    MappedStore,
+    MappedWriter,
+    PeerLost,
+    SnapshotId,
+    StoreFailure,
+    TrainerState,
+    Transport,
+)
+from ..strategies import Costs, Job, Pace, Room, Strategy
+from ..strategies.account import MemoryAccount
+from ..types import SnapshotPlan, StepJournal
+from .background import BackgroundWork
+from .buffers import account_of, fit_memory, segment_sizes
+from .iteration_message import IterationMessage, MessageExchange
+from .persister import Persister
+from .replication_worker import ReplicationWorker, SnapshotTask
+from .tracker import SnapshotTracker
+
+log = logging.getLogger(__name__)
+
+CLOSING_PAUSE_S = 0.5
+"""How long the ranks wait at the end of training before they ask each other again what is still under way."""
+
+TokenCounts = Mapping[int, Sequence[int]]
+CountRows = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Ports:
+    """What the coordinator works with.
+
+    Args:
+        memory: keeps snapshots.
+        control: carries the messages.
+        lane: makes a thread of this name that does one thing after the other.
+        owners: ranks whose replicas this one keeps.
+        rooms: for which `memory` was opened; None: what the strategy asks for.
+        before_resize: called before segments of `memory` may go.
+        log_bytes: what boundary logs take beside it.
+    """
+
+    memory: MappedStore
+    capturer: Capturer
+    trainer: TrainerState
+    control: Transport
+    lane: Callable[[str], Lane]
+    clock: Clock
+    owners: Sequence[int] = ()
+    rooms: tuple[Room, ...] | None = None
+    before_resize: Callable[[], None] = lambda: None
+    log_bytes: Callable[[], int] = lambda: 0
+
+
+@dataclass(frozen=True)
+class ProtectionReport:
+    """What checkpointing did since the last report, and how safe training is; for metrics.
+
+    Args:
+        protection: by replicas in memory.
+        persistent: by copies in storage; None where there is no storage.
+        tokens: by iteration, the tokens that all ranks routed, per MoE layer and expert, as far as they became known.
+        memory: what checkpoints take on this rank.
+    """
+
+    stall_s: float
+    snapshot_bytes: int
+    replicated_bytes: int
+    protection: Protection
+    persistent: Protection | None
+    tokens: tuple[tuple[int, CountRows], ...] = ()
+    memory: MemoryAccount | None = None
+
+
+@dataclass
+class _Tally:
+    """Since the last report, and of the last iteration."""
+
+    stall_s: float = 0.0
+    snapshot_bytes: int = 0
+    tokens: tuple[tuple[int, CountRows], ...] = ()
+    last_stall_s: float = 0.0
+    iteration_s: float = 0.0
+    passes_s: float = 0.0
+
+
+class Coordinator:
+    """Keeps one rank protected; all ranks make the same calls. Every method may raise MoECheckpointError:
+
+    CheckpointFailure with `--moe-ckpt-strict`, or a sentence that says that the ranks do not agree, which is a defect.
+    """
+
+    def __init__(
+        self, job: Job, strategy: Strategy, ports: Ports, worker: ReplicationWorker, persister: Persister | None
+    ) -> None:
+        self._job, self._strategy, self._ports = job, strategy, ports
+        self._background = BackgroundWork(ports.lane, timeout_s=job.config.timeout_s, strict=job.config.strict)
+        self._messages = MessageExchange(ports.control, self._background.control, ports.clock)
+        self._tracker = SnapshotTracker(job, strategy, worker, persister, self._background)
+        self._rooms = strategy.rooms() if ports.rooms is None else ports.rooms
+        self._account = account_of(self._rooms, job, ports.control.rank, len(ports.owners), ports.log_bytes())
+        self._copying: SnapshotTask | None = None
+        self._in_contact, self._copies_late = True, False
+        self._tally, self._step_ended_s = _Tally(), ports.clock.now_s()
+        self._passes_began_s = self._step_ended_s
+        self._iteration = 0
+
+    def resume(self, state: RestoredState) -> None:
+        """Go on after a recovery; what lost its replicas with a node is replicated again, beside training."""
+        self._iteration = state.target
+        self._tracker.resume(state, self._ports.control.rank)
+
+    def step_end(self, iteration: int, counts: TokenCounts | None = None, journal: StepJournal | None = None) -> None:
+        """After the optimizer's step (and evaluation) of `iteration`.
+
+        Args:
+            counts: this rank's routed tokens by layer.
+            journal: the outcome of the step, which a replay needs.
+        """
+        begun_s, tally = self._ports.clock.now_s(), self._tally
+        tally.iteration_s = begun_s - self._step_ended_s - tally.last_stall_s
+        self._step_ended_s, self._iteration = begun_s, iteration
+        self._background.check()
+        pace = Pace(tally.passes_s, self._ports.capturer.bandwidth_bytes_per_s) if self._strategy.needs_pace else None
+        plan, no_room = self._planned(iteration)
+        if plan is not None:
+            scalars: dict[str, Json] = {"trainer": self._ports.trainer.scalars()}
+            if journal is not None:
+                scalars["journal"] = journal.to_data()
+            self._copying = self._begin(plan, scalars, no_room)
+        if self._in_contact:
+            self._send_message(plan, counts, tally.iteration_s / 2, pace)
+        self._passes_began_s = self._ports.clock.now_s()
+        tally.last_stall_s = self._passes_began_s - begun_s
+        tally.stall_s += tally.last_stall_s
+
+    def before_optimizer(self) -> float:
+        """Before the next optimizer step may change the state; returns the seconds that it waited, the stall."""
+        begun_s = self._ports.clock.now_s()
+        self._tally.passes_s = begun_s - self._passes_began_s
+        copied = self._end_copy()
+        self._receive_messages()
+        if copied is not None and not self._in_contact:
+            copied.abandon()  # what the strategy has to remember of it is not known
+        elif copied is not None:
+            copied.scalars = {**copied.scalars, "strategy": self._strategy.to_data()}
+            self._tracker.copied(copied)
+        stall_s = self._ports.clock.now_s() - begun_s
+        self._tally.last_stall_s += stall_s
+        self._tally.stall_s += stall_s
+        return stall_s
+
+    @property
+    def oldest_base(self) -> int | None:
+        """The iteration from whose state the earliest replay may start; None while no window is kept."""
+        return self._tracker.oldest_base
+
+    def failure(self) -> None:
+        """Training has failed on this rank or heard that a peer did: nothing new is begun, what is sealed stays."""
+        self._in_contact = False
+        self._end_copy()
+        self._background.close(wait=False)
+
+    def shutdown(self) -> None:
+        """The end of training: what is under way is brought to its end, on all ranks together."""
+        try:
+            self.before_optimizer()
+            for _ in range(round(self._job.config.timeout_s / CLOSING_PAUSE_S)):
+                if not self._in_contact or not self._tracker.rounds.open:
+                    break
+                self._send_message(None, None, CLOSING_PAUSE_S)
+                self._receive_messages()
+            self._background.drain()
+        finally:
+            self._background.close(wait=False)
+
+    def report(self) -> ProtectionReport:
+        """What was done since the last call."""
+        report = ProtectionReport(
+            stall_s=self._tally.stall_s,
+            snapshot_bytes=self._tally.snapshot_bytes,
+            replicated_bytes=self._tracker.take_replicated_bytes(),
+            protection=self._tracker.protection,
+            persistent=self._tracker.durable,
+            tokens=self._tally.tokens,
+            memory=self._account,
+        )
+        self._tally = replace(self._tally, stall_s=0.0, snapshot_bytes=0, tokens=())
+        return report
+
+    def _planned(self, iteration: int) -> tuple[SnapshotPlan | None, str]:
+        """What to snapshot, if anything, and why memory has no room for it, if so."""
+        if not self._in_contact:
+            return None, ""
+        if not self._tracker.may_begin(iteration):
+            if self._strategy.due(iteration):
+                self._tracker.behind(iteration)
+            return None, ""
+        plan = self._strategy.plan(iteration)
+        rooms = self._strategy.rooms()
+        if rooms is self._rooms or rooms == self._rooms:
+            self._rooms = rooms  # the same object from here on, so that nobody has to compare operators again
+            return plan, ""
+        if plan is None:
+            return None, ""
+        try:
+            return plan, self._make_room(rooms)
+        except PeerLost as error:
+            self._in_contact = False
+            self._tracker.lost_contact(iteration, error)
+            return None, ""
+
+    def _make_room(self, rooms: tuple[Room, ...]) -> str:
+        """Give memory the segments that the strategy now asks for; why this rank has none, tried again next time.
+
+        A collective over all ranks, while no message is under way. Raises PeerLost.
+        """
+        ports = self._ports
+        sizes = segment_sizes(rooms, ports.capturer, ports.control, ports.owners)
+        done, why = fit_memory(ports.memory, sizes, ports.control, ports.before_resize)
+        if not done:
+            self._strategy.no_room()
+        else:
+            self._rooms = rooms
+            account = account_of(rooms, self._job, ports.control.rank, len(ports.owners), ports.log_bytes())
+            if account != self._account and ports.control.rank == 0:
+                log.info("%s", account)
+            self._account = account
+        return why
+
+    def _begin(self, plan: SnapshotPlan, scalars: Mapping[str, Json], no_room: str) -> SnapshotTask:
+        """Reserve memory and begin to copy; without room this rank takes part in the round all the same."""
+        pieces = self._strategy.pieces(plan)
+        layouts = [self._ports.capturer.layout(piece.plan, trainer=at == 0) for at, piece in enumerate(pieces)]
+        task = SnapshotTask(plan, pieces, None, scalars)
+        self._tracker.open(task)
+        if no_room:
+            task.failures.append(no_room)
+        else:
+            task.writers = self._reserved(task, layouts)
+        if task.writers is not None:
+            self._ports.capturer.begin(list(zip(layouts, task.writers, strict=True)))
+            self._tally.snapshot_bytes += sum(layout.nbytes for layout in layouts)
+        return task
+
+    def _reserved(self, task: SnapshotTask, layouts: Sequence[Layout]) -> tuple[MappedWriter, ...] | None:
+        writers: list[MappedWriter] = []
+        try:
+            if self._copies_late:
+                self._ports.capturer.end(0.0)
+                self._copies_late = False
+            for piece, layout in zip(task.pieces, layouts, strict=True):
+                name = SnapshotId(task.plan.iteration, self._ports.control.rank, piece.kind)
+                self._ports.memory.free(name)  # of an attempt that training left behind, if any
+                writers.append(self._ports.memory.reserve(name, layout))
+        except (MoECheckpointError, TimeoutError) as error:
+            task.failures.append(str(error))
+            for writer in writers:
+                writer.abandon()
+            return None
+        return tuple(writers)
+
+    def _end_copy(self) -> SnapshotTask | None:
+        copied, self._copying = self._copying, None
+        if copied is not None and copied.writers is not None:
+            try:
+                self._ports.capturer.end(self._job.config.timeout_s)
+            except (TimeoutError, StoreFailure) as error:
+                # The memory is not used again as long as a late copy refers to it.
+                self._copies_late = isinstance(error, TimeoutError)
+                copied.failures.append(str(error))
+                copied.abandon()
+        return copied
+
+    def _send_message(
+        self, plan: SnapshotPlan | None, counts: TokenCounts | None, patience_s: float, pace: Pace | None = None
+    ) -> None:
+        """Send what this rank knows, once open rounds have ended or some time has passed."""
+        tally, tracker = self._tally, self._tracker
+        summed: list[int] = []
+        if counts is not None and self._strategy.counts_tokens:
+            none = (0,) * self._job.num_experts
+            summed = [count for layer in self._job.moe_layers for count in counts.get(layer, none)]
+        costs = Costs(tally.iteration_s, tally.last_stall_s, tracker.last_round_s)
+        message = IterationMessage(self._iteration, plan, costs, tracker.statuses, summed, pace)
+        self._messages.send(message, tracker.awaited(), self._ports.clock.now_s() + patience_s)
+
+    def _receive_messages(self) -> None:
+        """Take in what the last messages of all ranks come to."""
+        try:
+            news = self._messages.receive(self._job.config.timeout_s)
+        except (PeerLost, TimeoutError) as error:
+            self._in_contact = False
+            self._tracker.lost_contact(self._iteration, error)
+            return
+        if news is None:
+            return
+        if news.counts:
+            experts = self._job.num_experts
+            rows = tuple(news.counts[at : at + experts] for at in range(0, len(news.counts), experts))
+            self._strategy.counted(news.iteration, rows)
+            self._tally.tokens += ((news.iteration, rows),)
+        if self._tracker.update(news.statuses, self._iteration):
+            self._strategy.measured(news.costs)
+        if self._strategy.needs_pace:
+            self._strategy.paced(news.pace)

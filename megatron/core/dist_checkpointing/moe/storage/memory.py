@@ -1,0 +1,282 @@
+"""Snapshots in host memory that survives the process: preallocated segments on a tmpfs, used in turn."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import shutil
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+
+from ..errors import NoRoom, StoreFailure, UsageError
+from ..types.layout import Layout, Listing, SnapshotId, aligned, suffice
+from .memory_writer import MappedSegment, MemoryWriter
+from .ownership import SLOT, Claim, warn_unless_in_memory
+from .slot_reader import SEALED, WRITING, MemoryReader, SlotEntry, SlotReader
+from .system import FileLock, OperatingSystem, failing_as, map_file, opened
+
+
+class MemoryStore:
+    """The memory tier of one process: `len(segment_bytes)` segments, reused in turn (MoC 5.2's triple buffers).
+
+    All memory is taken at construction, in `<memory_dir>/<job>/<area>-<slot>/`: later no page is allocated and none
+    faults for the first time, apart from the small manifests. A snapshot takes the smallest free segment that is large
+    enough. A segment is free when no sealed manifest names it, and nobody holds a reader of it, a view from a reader,
+    or a buffer from a writer. What a crashed process of the same job and slot left is adopted: sealed snapshots are
+    there as before, torn ones are listed and their segments are free; sealed ones in segments of other sizes than
+    asked for stay until they are freed. Truncating a segment's file while it is mapped kills the process (SIGBUS), as
+    with any mapped file.
+
+    Raises UsageError when the memory dir is missing, too small, or belongs to another job; StoreFailure.
+    """
+
+    def __init__(
+        self,
+        memory_dir: Path,
+        job: str,
+        slot: int,
+        segment_bytes: Sequence[int],
+        *,
+        area: str = SLOT,
+        system: OperatingSystem | None = None,
+    ) -> None:
+        if not segment_bytes or min(segment_bytes) < 1:
+            raise UsageError(f"segments of {list(segment_bytes)} bytes: at least one is needed, none may be empty")
+        self.system = system or OperatingSystem()
+        # Held by whatever changes which segments there are or what is in them. Listing and opening never take it: they
+        # must not wait for an allocation, and rely on the locks on files as readers in other processes do.
+        self._mutex = threading.Lock()
+        self._writing: dict[str, SnapshotId] = {}
+        self._claim = Claim(memory_dir, job, slot, area)
+        self.directory = self._claim.directory
+        self._slot = SlotReader(self.directory, self.system, self._writing.__contains__)
+        try:
+            warn_unless_in_memory(memory_dir)
+            self._segments = self._prepare(sorted(aligned(size, mmap.PAGESIZE) for size in segment_bytes))
+        except BaseException:
+            self._claim.release()  # else the next attempt of this process would find the folder in use
+            raise
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all segments that are used in turn."""
+        return sum(segment.nbytes for segment in self._segments.values())
+
+    def resize(self, segment_bytes: Sequence[int], before: Callable[[], None] = lambda: None) -> None:
+        """As `ports.MappedStore.resize`; a segment that is still read or written counts as long as that lasts."""
+        sizes = sorted(aligned(size, mmap.PAGESIZE) for size in segment_bytes)
+        with self._mutex:
+            # Larger segments will do: giving them up would cost an allocation, and perhaps snapshots, for nothing.
+            if not suffice([segment.nbytes for segment in self._segments.values()], sizes):
+                before()
+                self._exchange(sizes)
+
+    def reserve(self, snapshot: SnapshotId, layout: Layout) -> MemoryWriter:
+        with self._mutex:
+            entries = self._slot.entries()
+            if snapshot in self._writing.values():
+                raise UsageError(f"the {snapshot} is being written already")
+            if any(entry.snapshot == snapshot and entry.state == SEALED for entry in entries):
+                raise UsageError(f"the {snapshot} is sealed already: free it before it is written again")
+            name, lock = self._free_segment(entries, layout.nbytes)
+            self._writing[name] = snapshot
+            try:
+                # Marked while the lock is held: who finds the mark from another process finds the lock too, and so
+                # takes the snapshot for one that is being written, not for a torn one.
+                self._mark(entries, SlotEntry(name, snapshot, WRITING))
+            except StoreFailure:
+                del self._writing[name]
+                lock.release()
+                raise
+        return MemoryWriter(self, snapshot, layout, self._segments[name], lock)
+
+    def snapshots(self) -> Listing:
+        return self._slot.snapshots()
+
+    def open(self, snapshot: SnapshotId) -> MemoryReader:
+        return self._slot.open(snapshot)
+
+    def free(self, snapshot: SnapshotId) -> None:
+        with self._mutex, failing_as(f"free the {snapshot} in {self.directory}"):
+            for entry in self._slot.entries():
+                if entry.snapshot == snapshot and entry.segment not in self._writing:
+                    # The manifest goes, the bytes stay: a reader's shared lock keeps writers off them until it ends.
+                    self.system.unlink(self.directory / entry.name)
+                    # A segment of a size that is not used any more goes with its snapshot.
+                    if entry.segment not in self._segments:
+                        (self.directory / f"{entry.segment}.bin").unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        with self._mutex, failing_as(f"remove torn snapshots in {self.directory}"):
+            for entry in self._slot.entries():
+                # Only this process writes here, so a mark that no writer of it has is of an attempt that died.
+                if entry.state == WRITING and entry.segment not in self._writing:
+                    self.system.unlink(self.directory / entry.name)
+
+    def close(self) -> None:
+        self._claim.release()
+
+    def remove(self) -> None:
+        """Give all memory back to the node, sealed snapshots included: at the end of a job."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+        with suppress(OSError):
+            self.directory.parent.rmdir()
+        self.close()
+
+    def end_writing(self, segment: Path) -> None:
+        """For writers: the segment is not written any more."""
+        with self._mutex:
+            self._writing.pop(segment.stem, None)
+            sealed = {entry.segment for entry in self._slot.entries() if entry.state == SEALED}
+            # A resize during the writing has dropped this segment, and left its file to the writer.
+            if segment.stem not in self._segments and segment.stem not in sealed:
+                segment.unlink(missing_ok=True)
+
+    def _mark(self, entries: Sequence[SlotEntry], begun: SlotEntry) -> None:
+        """Say in the folder what is being written, instead of what was torn there or of the same snapshot."""
+        # First the old marks go, then the new one comes: a crash between them leaves a free segment, never two claims.
+        with failing_as(f"reserve a segment in {self.directory}"):
+            for entry in entries:
+                if entry.state == WRITING and (entry.segment == begun.segment or entry.snapshot == begun.snapshot):
+                    self.system.unlink(self.directory / entry.name)
+            with opened(self.system, self.directory / begun.name, os.O_WRONLY | os.O_CREAT):
+                pass
+
+    def _free_segment(self, entries: Sequence[SlotEntry], nbytes: int) -> tuple[str, FileLock]:
+        """The name of a free segment and the lock on it; segments without a torn snapshot first."""
+        fitting = [(segment.nbytes, name) for name, segment in self._segments.items() if segment.nbytes >= nbytes]
+        if not fitting:
+            largest = max(segment.nbytes for segment in self._segments.values())
+            raise UsageError(f"a snapshot of {nbytes} bytes does not fit in segments of at most {largest}")
+        sealed = {entry.segment for entry in entries if entry.state == SEALED}
+        torn = {entry.segment for entry in entries} - sealed
+        for _, name in sorted(fitting, key=lambda item: (item[0], item[1] in torn, item[1])):
+            # A buffer that outlived its writer could still change the bytes of the next snapshot.
+            if name in sealed or name in self._writing or self._segments[name].is_lent:
+                continue
+            # Not free either while a reader, perhaps of another process, holds it: asked without waiting.
+            with failing_as(f"lock {self._segments[name].path}"), suppress(BlockingIOError):
+                return name, FileLock(self.system, self._segments[name].path, exclusive=True)
+        raise NoRoom(
+            f"{self.directory}: all {len(fitting)} segments of at least {nbytes} bytes are in use,"
+            f" {sum(name in sealed for _, name in fitting)} of them by sealed snapshots: free one, or wait until its"
+            " readers have ended"
+        )
+
+    def _prepare(self, sizes: Sequence[int]) -> dict[str, MappedSegment]:
+        """Adopt the segments that are there, delete those that nobody needs, and allocate the rest."""
+        existing = {path.stem: path.stat().st_size for path in sorted(self.directory.glob("segment-*.bin"))}
+        entries = self._slot.entries()
+        sealed = {entry.segment for entry in entries if entry.state == SEALED}
+        chosen, missing = _matched(sizes, existing, sealed)
+        # What is sealed stays in whatever segment it is: a restart may not cost the snapshots that it needs.
+        with failing_as(f"tidy {self.directory}"):
+            for name in existing.keys() - chosen.keys() - sealed:
+                self.system.unlink(self.directory / f"{name}.bin")
+            for entry in entries:
+                if entry.state == WRITING and entry.segment not in chosen:
+                    self.system.unlink(self.directory / entry.name)
+        if little := self._too_little(sum(missing)):
+            raise UsageError(
+                f"{little}, but the {len(missing)} new segments need {sum(missing) / 1e9:.3f} GB: enlarge the tmpfs"
+                " (mount -o remount,size=...), keep fewer replicas, or use another memory dir"
+            )
+        chosen.update(zip(self._unused_names(len(missing)), missing, strict=True))
+        return {name: self._allocated(self.directory / f"{name}.bin", size) for name, size in sorted(chosen.items())}
+
+    def _exchange(self, sizes: Sequence[int]) -> None:
+        """Use segments of these sizes: those of the same size that are there, and new ones in place of the others."""
+        entries = self._slot.entries()
+        sealed = {entry.segment for entry in entries if entry.state == SEALED}
+        here = self._segments | self._left_behind(sealed, frozenset(sizes))
+        kept, missing = _matched(sizes, {name: segment.nbytes for name, segment in here.items()}, sealed)
+        chosen = {name: here[name] for name in kept}
+        gone = {
+            name: segment.nbytes
+            for name, segment in here.items()
+            if name not in kept and name not in sealed and name not in self._writing
+        }
+        del here  # nothing but `_segments` may refer to what goes: pages return with the last reference to the mapping
+        needed = sum(missing) - sum(gone.values())
+        if little := self._too_little(needed):
+            raise NoRoom(
+                f"{little}, but snapshots now need {needed / 1e9:.3f} GB more: enlarge the tmpfs (mount -o"
+                " remount,size=...), or keep fewer replicas"
+            )
+        for name in gone:
+            del self._segments[name]  # the last reference to its memory, unless somebody still reads it
+        with failing_as(f"give up segments in {self.directory}"):
+            for entry in entries:
+                if entry.segment in gone:
+                    self.system.unlink(self.directory / entry.name)
+            for name in gone:
+                self.system.unlink(self.directory / f"{name}.bin")
+        try:
+            self._segments = chosen | self._new(missing)
+        except StoreFailure:
+            # The memory that was given up is still there to be taken back: as much room as before, if not the same.
+            self._segments |= self._new(list(gone.values()))
+            raise
+
+    def _left_behind(self, sealed: Collection[str], sizes: Collection[int]) -> dict[str, MappedSegment]:
+        """Segments of these sizes with snapshots of an earlier process, which had others than this one has yet."""
+        paths = {name: self.directory / f"{name}.bin" for name in sealed if name not in self._segments}
+        found = {path: path.stat().st_size for path in paths.values() if path.exists()}
+        return {
+            name: MappedSegment(path, map_file(self.system, path, found[path]))
+            for name, path in paths.items()
+            if found.get(path) in sizes
+        }
+
+    def _new(self, sizes: Sequence[int]) -> dict[str, MappedSegment]:
+        """New segments: all or none of them."""
+        names, made = self._unused_names(len(sizes)), dict[str, MappedSegment]()
+        try:
+            for name, size in zip(names, sizes, strict=True):
+                made[name] = self._allocated(self.directory / f"{name}.bin", size)
+        except StoreFailure:
+            made.clear()  # the mappings first: a file's pages are free when both its name and its mappings are gone
+            for name in names:
+                (self.directory / f"{name}.bin").unlink(missing_ok=True)
+            raise
+        return made
+
+    def _unused_names(self, count: int) -> list[str]:
+        taken = {path.stem for path in self.directory.glob("segment-*.bin")} | self._writing.keys()
+        taken |= {entry.segment for entry in self._slot.entries()}
+        return list(islice((name for at in itertools.count() if (name := f"segment-{at:03d}") not in taken), count))
+
+    def _too_little(self, nbytes: int) -> str:
+        """How much the memory dir has free, if that is less; else nothing."""
+        found = os.statvfs(self.directory)
+        free_bytes = found.f_bavail * found.f_frsize
+        if not found.f_blocks or nbytes <= free_bytes:  # no blocks: a file system without a limit
+            return ""
+        return f"memory dir {self.directory.parent.parent} has {free_bytes / 1e9:.3f} GB free"
+
+    def _allocated(self, path: Path, nbytes: int) -> MappedSegment:
+        # Allocated and mapped with all pages: on a tmpfs that is full later, the first write to a hole is a SIGBUS.
+        with failing_as(f"allocate {nbytes} bytes for {path}"):
+            with opened(self.system, path, os.O_RDWR | os.O_CREAT) as descriptor:
+                self.system.allocate(descriptor, nbytes)
+            return MappedSegment(path, map_file(self.system, path, nbytes))
+
+
+def _matched(
+    sizes: Sequence[int], there: Mapping[str, int], sealed: Collection[str]
+) -> tuple[dict[str, int], list[int]]:
+    """Segments that are there, one for each size, those with sealed snapshots first; and the sizes that are left."""
+    left = dict(sorted(there.items(), key=lambda item: (item[0] not in sealed, item[0])))
+    chosen: dict[str, int] = {}
+    missing: list[int] = []
+    for size in sizes:
+        name = next((name for name, nbytes in left.items() if nbytes == size), None)
+        if name is None:
+            missing.append(size)
+        else:
+            chosen[name] = left.pop(name)
+    return chosen, missing

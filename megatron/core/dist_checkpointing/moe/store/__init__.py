@@ -1,1 +1,0 @@
-"""Bytes at rest: reading, checking and hashing checkpoints."""

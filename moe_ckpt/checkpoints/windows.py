@@ -1,0 +1,239 @@
+"""What stored snapshots add up to: timelines, and on each of them states that are whole, or lack something.
+
+A state is what all ranks stored of one window; a snapshot of everything, or of `pec`, is a window of one iteration.
+What a snapshot of `pec` lacks is in older ones, so a whole state can be restored only if these are there as well:
+`restorable` judges that, for inspect, verify, gc, diff and convert alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.policy.lineage import Timeline, belongs, newest_first
+from megatron.core.dist_checkpointing.moe.policy.retention import kept_in_storage
+from megatron.core.dist_checkpointing.moe.ports import Facts, Manifest, SnapshotId, Store
+from megatron.core.dist_checkpointing.moe.strategies import Piece
+from megatron.core.dist_checkpointing.moe.types import STANDBY, OperatorId, OperatorKind, Part, SnapshotPlan
+
+
+@dataclass(frozen=True)
+class StoredSnapshot:
+    """One sealed snapshot: what its manifest says beside the records, and the bytes of these."""
+
+    snapshot: SnapshotId
+    facts: Facts = field(repr=False)
+    nbytes: int
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> StoredSnapshot:
+        """What a manifest describes."""
+        return cls(manifest.snapshot, manifest.facts, manifest.layout.nbytes)
+
+    @property
+    def name(self) -> tuple[int, str]:
+        """Iteration and kind, which all ranks' snapshots of one piece have in common."""
+        return self.snapshot.iteration, self.snapshot.kind
+
+    @property
+    def timeline(self) -> Timeline:
+        """The attempts that led to it; empty where its manifest does not say."""
+        rows = cast("Sequence[tuple[str, int]]", self.facts.scalars.get("timeline", ()))
+        return tuple((name, after) for name, after in rows)
+
+    @property
+    def span(self) -> range:
+        """The iterations whose snapshots restore a state together with this one."""
+        alone = (self.snapshot.iteration, self.snapshot.iteration)
+        first, last = cast("Sequence[int]", self.facts.scalars.get("window", alone))
+        return range(first, last + 1)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job that made it; 0 where its manifest does not say."""
+        return cast("int", self.facts.topology.get("world_size", 0))
+
+    @property
+    def leads(self) -> bool:
+        """Whether it has the state of the trainer, which each rank writes last."""
+        return "trainer" in self.facts.scalars
+
+    @property
+    def parts(self) -> dict[OperatorId, Part]:
+        """What it holds of its rank's operators."""
+        rows = cast("Sequence[Sequence[Any]]", self.facts.scalars.get("operators", ()))
+        return {OperatorId(row[0], OperatorKind(row[1]), row[2]): Part(row[3]) for row in rows}
+
+
+@dataclass(frozen=True)
+class StoredState:
+    """What all ranks stored of one window.
+
+    leading: one of its snapshots with the trainer's state. lacking: the (iteration, rank) of snapshots of that kind
+    that are missing, torn or of another timeline; a whole state lacks none.
+    """
+
+    leading: StoredSnapshot
+    members: tuple[StoredSnapshot, ...] = field(repr=False)
+    lacking: tuple[tuple[int, int], ...]
+
+    @property
+    def span(self) -> range:
+        """Its iterations; the state is that after the last one."""
+        return self.leading.span
+
+    @property
+    def missing(self) -> str:
+        """The first snapshot that it lacks, and how many more; empty for a whole state."""
+        if not self.lacking:
+            return ""
+        iteration, rank = self.lacking[0]
+        more = f" and {len(self.lacking) - 1} more" if len(self.lacking) > 1 else ""
+        return f"rank {rank} after iteration {iteration}{more}"
+
+    def __str__(self) -> str:
+        first, last = self.span[0], self.span[-1]
+        return f"iteration {last}" if first == last else f"iterations {first} to {last}"
+
+
+@dataclass(frozen=True)
+class RestorableState:
+    """A whole state, its timeline, and all snapshots that restore it: its own, and older ones with what these lack."""
+
+    timeline: Timeline
+    state: StoredState
+    members: tuple[StoredSnapshot, ...] = field(repr=False)
+
+
+def stored_snapshots(store: Store) -> tuple[StoredSnapshot, ...]:
+    """All sealed snapshots, ascending; what is freed meanwhile is left out. Raises StoreFailure."""
+    found = []
+    for snapshot in store.snapshots().sealed:
+        with suppress(UnreadableCheckpoint):
+            found.append(read_stored(store, snapshot))
+    return tuple(found)
+
+
+def read_stored(store: Store, snapshot: SnapshotId) -> StoredSnapshot:
+    """One sealed snapshot. Raises UnreadableCheckpoint when it is missing, torn or damaged."""
+    with store.open(snapshot) as reader:
+        return StoredSnapshot.of(reader.manifest)
+
+
+def timelines(snapshots: Sequence[StoredSnapshot]) -> list[Timeline]:
+    """Those that the snapshots are of, the newest first."""
+    return newest_first(seen.timeline for seen in snapshots)
+
+
+def on_timeline(timeline: Timeline, snapshots: Sequence[StoredSnapshot]) -> tuple[StoredSnapshot, ...]:
+    """Those that lie in the past of `timeline`. What a job left when it went back is no part of it."""
+    return tuple(seen for seen in snapshots if belongs(seen.timeline, seen.snapshot.iteration, timeline))
+
+
+def states(snapshots: Sequence[StoredSnapshot]) -> tuple[StoredState, ...]:
+    """The states that snapshots of one timeline make, the newest first, whether they are whole or not."""
+    leading: dict[tuple[str, range], StoredSnapshot] = {}
+    members: dict[tuple[str, range], list[StoredSnapshot]] = {}
+    for seen in snapshots:
+        members.setdefault((seen.facts.job, seen.span), []).append(seen)
+        if seen.leads:
+            leading.setdefault((seen.facts.job, seen.span), seen)
+    found = [StoredState(lead, tuple(members[key]), _lacking(lead, members[key])) for key, lead in leading.items()]
+    return tuple(sorted(found, key=lambda state: (-state.span[-1], -state.span[0])))
+
+
+def restorable(
+    usable: Sequence[StoredSnapshot], known: Sequence[StoredSnapshot] | None = None
+) -> Iterator[RestorableState]:
+    """The states that can be restored, the newest first, on the newest timeline that leads to one.
+
+    Args:
+        usable: the snapshots to restore from.
+        known: all that ever were, as far as one knows, damaged ones among them: every part of an operator that a rank
+            stored up to a state has to be among what restores it. By default `usable`.
+    """
+    for timeline in timelines(usable):
+        here = _of_state(on_timeline(timeline, usable))
+        ever = here if known is None else _of_state(on_timeline(timeline, known))
+        pieces, any_here = pieces_of(here), False
+        for state in states(here):
+            if state.lacking:
+                continue
+            own = (piece for piece in pieces if piece.span == state.span)
+            names = {piece_name(piece) for piece in (*own, *needed_pieces(pieces, state))}
+            members = tuple(seen for seen in here if seen.name in names)
+            there = held_parts(members)
+            wanted = held_parts(seen for seen in ever if seen.span[-1] <= state.span[-1])
+            if all(part in there.get(key, Part.NOTHING) for key, part in wanted.items()):
+                any_here = True
+                yield RestorableState(timeline, state, members)
+        if any_here:
+            return
+
+
+def pieces_of(snapshots: Iterable[StoredSnapshot]) -> list[Piece]:
+    """What all ranks have of one timeline, as retention judges it, by iteration and kind."""
+    ranks: dict[tuple[int, str], dict[int, StoredSnapshot]] = {}
+    for seen in snapshots:
+        ranks.setdefault(seen.name, {})[seen.snapshot.rank] = seen
+    pieces = []
+    for (iteration, kind), of_ranks in sorted(ranks.items()):
+        first = next(iter(of_ranks.values()))
+        if of_ranks.keys() >= set(range(first.world_size)):
+            parts: dict[OperatorId, Part] = {}
+            for of_rank in of_ranks.values():
+                for operator, part in of_rank.parts.items():
+                    parts[operator] = parts.get(operator, Part.NOTHING) | part
+            pieces.append(Piece(kind, SnapshotPlan(iteration, parts), first.span))
+    return pieces
+
+
+def needed_pieces(pieces: Sequence[Piece], state: StoredState, keep_last: int = 1) -> tuple[Piece, ...]:
+    """Those of `keep_last` states, of which `state` is the newest, and those that these need."""
+    return kept_in_storage([piece for piece in pieces if piece.span[-1] <= state.span[-1]], keep_last)
+
+
+def piece_name(piece: Piece) -> tuple[int, str]:
+    """As `StoredSnapshot.name`."""
+    return piece.plan.iteration, piece.kind
+
+
+def held_parts(snapshots: Iterable[StoredSnapshot]) -> dict[tuple[int, OperatorId], Part]:
+    """By rank and operator the parts of its state that there are copies of."""
+    found: dict[tuple[int, OperatorId], Part] = {}
+    for seen in snapshots:
+        for operator, part in seen.parts.items():
+            # Compute weights are the cast of master weights.
+            given = part | Part.COMPUTE if Part.MASTER in part else part
+            key = seen.snapshot.rank, operator
+            found[key] = found.get(key, Part.NOTHING) | given
+    return found
+
+
+def _of_state(snapshots: Iterable[StoredSnapshot]) -> tuple[StoredSnapshot, ...]:
+    """Without logs and what was parked."""
+    return tuple(seen for seen in snapshots if seen.snapshot.kind not in STANDBY)
+
+
+def lone_pieces(snapshots: Sequence[StoredSnapshot]) -> Iterator[tuple[StoredSnapshot, int]]:
+    """Snapshots without the trainer's state that not all ranks have, each once, with the first rank that lacks it."""
+    ranks: dict[tuple[str, int, str, str], dict[int, StoredSnapshot]] = {}
+    for seen in snapshots:
+        if not seen.leads:
+            key = seen.facts.job, seen.snapshot.iteration, seen.snapshot.kind, seen.facts.plan_digest
+            ranks.setdefault(key, {})[seen.snapshot.rank] = seen
+    for there in ranks.values():
+        first = next(iter(there.values()))
+        lacking = sorted(set(range(first.world_size)) - there.keys())
+        if lacking:
+            yield first, lacking[0]
+
+
+def _lacking(leading: StoredSnapshot, members: Sequence[StoredSnapshot]) -> tuple[tuple[int, int], ...]:
+    kind = leading.snapshot.kind
+    there = {(seen.snapshot.iteration, seen.snapshot.rank) for seen in members if seen.snapshot.kind == kind}
+    wanted = ((iteration, rank) for iteration in leading.span for rank in range(leading.world_size))
+    return tuple(missing for missing in wanted if missing not in there)

@@ -1,0 +1,77 @@
+"""The `moe-ckpt` command: its subcommands, and how errors reach the person at the terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+
+import click
+
+from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError, UsageError
+
+from .advise import advise
+from .completion import completion
+from .convert import convert
+from .diff import diff
+from .digest import digest
+from .gc import gc
+from .inspect import inspect
+from .plan import plan
+from .profile import profile
+from .simulate import simulate
+from .verify import verify
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(package_name="megatron-moe-ckpt", prog_name="moe-ckpt")
+def commands() -> None:
+    """Plan and look at MoE training checkpoints without a GPU and without torchrun; nothing stored in them is run.
+
+    \b
+    $ moe-ckpt advise --help                # which strategy should I use, and what will I get?
+    $ moe-ckpt plan window --help           # what would a strategy do with my model?
+    $ moe-ckpt inspect checkpoints/         # what is in there, is it whole, who holds what?
+    $ moe-ckpt verify checkpoints/          # is every byte what was saved, and can it be restored?
+    $ moe-ckpt digest checkpoints/          # which state did this run reach?
+    $ moe-ckpt diff one/ other/             # are two states equal, and where do they differ?
+    $ moe-ckpt gc checkpoints/              # what takes space and is not needed any more?
+    $ moe-ckpt convert --to dense windows/ dense/   # a checkpoint that any Megatron loads
+    $ moe-ckpt digest --help
+    """
+
+
+for command in (advise, completion, convert, diff, digest, gc, inspect, plan, profile, simulate, verify):
+    commands.add_command(command)
+
+
+def main() -> None:
+    """Runs `moe-ckpt`; exit code 0, 1 for a checkpoint that cannot be read, 2 for wrong usage."""
+    try:
+        code = commands.main(prog_name="moe-ckpt", standalone_mode=False) or 0
+        sys.stdout.flush()
+        sys.exit(code)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(2)
+    except click.ClickException as error:
+        click.echo(f"moe-ckpt: {error.format_message()}", err=True)
+        sys.exit(2)
+    except click.Abort:
+        sys.exit(1)
+    except MoECheckpointError as error:
+        click.echo(f"moe-ckpt: {error}", err=True)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+    except BrokenPipeError:
+        # Who read the output has left; nothing that is still to be flushed at the end may fail for it.
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:
+        reason = error.strerror or str(error) or type(error).__name__
+        click.echo(f"moe-ckpt: {error.filename or 'a file'} cannot be read: {reason}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Models that people name on the command line: a published one, or a JSON file with hyper-parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.types import ModelShape
+
+from ..simulator.models import PRESETS, preset
+
+LARGEST_FILE_BYTES = 2**20
+LARGEST_SIZE = 2**31 - 1
+LARGEST_COUNT = 100_000
+LARGEST_OPERATOR_COUNT = 1_000_000
+LONGEST_INTEGER = 30  # digits; more are cut off, because a cut number is as far out of range as the whole one
+
+_FIELDS = {field.name: field for field in dataclasses.fields(ModelShape)}
+_FROM_ZERO = ("num_experts", "moe_shared_expert_intermediate_size", "max_position_embeddings")
+_COUNTS = ("num_layers", "num_experts", "moe_router_topk", "moe_layer_freq", "num_attention_heads", "num_query_groups")
+
+
+def load_model(name_or_path: str) -> ModelShape:
+    """The model that `--model` names: a preset, or a JSON file whose keys are the fields of ModelShape.
+
+    The fields have the names of Megatron's TransformerConfig; `name` may be left out and is then the file's. What is a
+    preset's name, in upper or lower case, is never taken for a file.
+
+    Raises UsageError for a name that is neither, for a file that cannot be read or is not JSON, and for keys and values
+    that no model can have.
+    """
+    if name_or_path.casefold() in {name.casefold() for name in PRESETS}:
+        return preset(name_or_path)
+    path = Path(name_or_path)
+    if name_or_path and (len(path.parts) > 1 or path.suffix or _exists(path)):
+        return _read(path)
+    try:
+        return preset(name_or_path)
+    except UsageError as error:
+        raise UsageError(f"{error}; or give the path of a JSON file with the model's hyper-parameters") from None
+
+
+def _read(path: Path) -> ModelShape:
+    file = f"model {_shown(str(path))}"
+    values = _parsed(file, _text(file, path))
+    for key in values:
+        if key not in _FIELDS:
+            likely = difflib.get_close_matches(key[:100], _FIELDS, n=1)
+            hint = f"did you mean {likely[0]}?" if likely else f"the fields are {', '.join(_FIELDS)}"
+            raise UsageError(f"{file}: {_quoted(key)} is no field of a model; {hint}")
+    values.setdefault("name", path.stem)
+    checked: dict[str, Any] = {}
+    for field in _FIELDS.values():
+        if field.name in values:
+            checked[field.name] = _checked(file, field, values[field.name])
+        elif field.default is dataclasses.MISSING:
+            raise UsageError(f"{file}: {field.name} is missing; it must be {_allowed(field)}")
+    _check_together(file, checked)
+    # ModelShape speaks of the model by its name: until it has agreed, that is the file, which the user can look for.
+    shape = ModelShape(**checked | {"name": file.removeprefix("model ")})
+    return dataclasses.replace(shape, name=checked["name"])
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # too long, or not encodable: no file has such a name
+        return False
+
+
+def _text(file: str, path: Path) -> str:
+    try:
+        with path.open("rb") as opened:
+            content = opened.read(LARGEST_FILE_BYTES + 1)
+        if len(content) > LARGEST_FILE_BYTES:
+            raise UsageError(
+                f"{file}: more than {LARGEST_FILE_BYTES} bytes; a model's hyper-parameters take a few hundred"
+            )
+        return content.decode("utf-8-sig")
+    except FileNotFoundError:
+        raise UsageError(
+            f"{file}: there is no such file; give the path of a JSON file or one of {', '.join(PRESETS)}"
+        ) from None
+    except OSError as error:
+        raise UsageError(f"{file}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file}: not JSON: byte {error.start} is not UTF-8") from error
+    except ValueError as error:
+        raise UsageError(f"{file}: no file can have this name: {error}") from error
+
+
+def _parsed(file: str, text: str) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise UsageError(f"{file}: {_quoted(twice)} is given twice; each field can have one value")
+        return found
+
+    def refused(constant: str) -> None:
+        raise UsageError(f"{file}: not JSON: {constant} is no JSON number")
+
+    try:
+        values = json.loads(
+            text,
+            object_pairs_hook=unique,
+            parse_constant=refused,
+            parse_int=lambda digits: int(digits[:LONGEST_INTEGER]),
+        )
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{file}: not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from error
+    except RecursionError:
+        raise UsageError(f"{file}: not a model: nested too deeply; the fields belong in one JSON object") from None
+    if not isinstance(values, dict):
+        raise UsageError(f'{file}: not a model: the fields belong in one JSON object, as in {{"num_layers": 24, ...}}')
+    return values
+
+
+def _checked(file: str, field: dataclasses.Field[Any], value: Any) -> Any:
+    """The value as ModelShape takes it; a list of layers becomes a tuple."""
+    kind = str(field.type)
+    low, high = _range(field.name)
+    fits = (
+        (type(value) is bool and kind == "bool")
+        or (isinstance(value, str) and kind == "str" and value.isprintable())
+        or (value is None and "None" in kind)
+        or (type(value) is int and kind.startswith("int") and low <= value <= high)
+    )
+    if isinstance(value, list) and "tuple" in kind:
+        fits = all(type(item) is int and item in (0, 1) for item in value)
+        value = tuple(value) if fits else value
+    if not fits:
+        raise UsageError(f"{file}: {field.name} is {_quoted(value)}, but must be {_allowed(field)}")
+    return value
+
+
+def _check_together(file: str, values: dict[str, Any]) -> None:
+    layers, experts = values["num_layers"], values.get("num_experts", 0)
+    if layers * experts > LARGEST_OPERATOR_COUNT:
+        raise UsageError(
+            f"{file}: num_layers {layers} x num_experts {experts} make {layers * experts} experts, but there must be at"
+            f" most {LARGEST_OPERATOR_COUNT}"
+        )
+    frequency = values.get("moe_layer_freq", 1)
+    if isinstance(frequency, tuple) and len(frequency) != layers:
+        raise UsageError(
+            f"{file}: moe_layer_freq has {len(frequency)} entries, but must have one 0 or 1 for each of the {layers}"
+            " layers"
+        )
+    heads, groups = values["num_attention_heads"], values.get("num_query_groups")
+    if groups is not None and heads % groups:
+        raise UsageError(f"{file}: num_query_groups is {groups}, but must divide num_attention_heads {heads}")
+
+
+def _range(name: str) -> tuple[int, int]:
+    return 0 if name in _FROM_ZERO else 1, LARGEST_COUNT if name in _COUNTS else LARGEST_SIZE
+
+
+def _allowed(field: dataclasses.Field[Any]) -> str:
+    kind = str(field.type)
+    if kind == "bool":
+        return "true or false"
+    if kind == "str":
+        return '"RMSNorm" or "LayerNorm"' if field.name == "normalization" else "text in quotes, on one line"
+    low, high = _range(field.name)
+    extra = ", or null" if "None" in kind else ", or a list with one 0 or 1 per layer" if "tuple" in kind else ""
+    return f"an integer from {low} to {high}{extra}"
+
+
+def _quoted(value: Any) -> str:
+    """A value as it stands in the file, cut where it is long, with escapes for what cannot be printed."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _shown(path: str) -> str:
+    return path if path.isprintable() else ascii(path)

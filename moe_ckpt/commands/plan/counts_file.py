@@ -1,0 +1,95 @@
+"""Router counts that a person gives in a file, or that a job has logged."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.types import ModelShape, OperatorId, expert
+
+HELP = (
+    "Tokens per MoE layer and expert: JSON, [[12, 0, ...], ...] for every iteration or a list of these with one for"
+    " each; or the --metrics-jsonl of a job with --moe-ckpt-log-expert-tokens. Without it all experts have the same."
+)
+
+Rows = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Tokens of the iterations 1, 2, ...; those after the last one have the same as the last.
+
+    by_iteration: for each iteration, rows by MoE layer and expert. layers: the MoE layers, ascending.
+    """
+
+    layers: tuple[int, ...]
+    by_iteration: tuple[Rows, ...] = field(repr=False)
+
+    def of(self, iteration: int) -> Rows:
+        """Tokens of an iteration, by MoE layer and expert."""
+        return self.by_iteration[min(iteration, len(self.by_iteration)) - 1]
+
+    def by_expert(self) -> dict[OperatorId, int]:
+        """Tokens of all iterations that are known, by expert."""
+        found = {
+            expert(layer, index): 0
+            for layer, row in zip(self.layers, self.of(1), strict=True)
+            for index in range(len(row))
+        }
+        for rows in self.by_iteration:
+            for layer, row in zip(self.layers, rows, strict=True):
+                for index, count in enumerate(row):
+                    found[expert(layer, index)] += count
+        return found
+
+
+def load_counts(path: Path | None, shape: ModelShape) -> Counts:
+    """The tokens of the file, else 1 for each expert. Raises UsageError for a file that does not fit the model."""
+    layers = shape.moe_layers
+    if path is None:
+        return Counts(layers, (((1,) * shape.num_experts,) * len(layers),))
+    found = _read(path)
+    if not isinstance(found, dict):
+        is_series = isinstance(found, list) and found and all(isinstance(rows, list) and rows for rows in found)
+        is_series = is_series and all(isinstance(row, list) for rows in found for row in rows)
+        found = dict(enumerate(found if is_series else [found], start=1))
+    return Counts(layers, tuple(_checked(path, shape, found[iteration]) for iteration in sorted(found)))
+
+
+def _read(path: Path) -> Any:
+    """What a JSON file holds; of a metrics log the rows by iteration, the last ones of an iteration that ran twice."""
+    try:
+        text = path.read_text()
+        lines = text.splitlines()
+        if not lines or not lines[0].startswith("{"):
+            return json.loads(text)
+        logged: dict[int, Any] = {}
+        for line in lines:
+            for iteration, rows in (json.loads(line).get("expert_tokens") or {}).items():
+                logged[int(iteration)] = rows
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise UsageError(f"--counts {path} cannot be read as JSON: {error}") from None
+    if sorted(logged) != list(range(1, len(logged) + 1)) or not logged:
+        raise UsageError(
+            f"--counts {path} must have the expert_tokens of all iterations from 1 on: log them from the start of"
+            " training with --moe-ckpt-log-expert-tokens"
+        )
+    return logged
+
+
+def _checked(path: Path, shape: ModelShape, rows: Any) -> Rows:
+    layers, experts = shape.moe_layers, shape.num_experts
+    if not isinstance(rows, list) or len(rows) != len(layers):
+        raise UsageError(
+            f"--counts {path} must be a list of {len(layers)} lists, one for each MoE layer of {shape.name}"
+        )
+    for layer, row in zip(layers, rows, strict=True):
+        if not isinstance(row, list) or len(row) != experts:
+            raise UsageError(f"--counts {path}: layer {layer} must be a list of {experts} numbers, one for each expert")
+        for index, count in enumerate(row):
+            if type(count) is not int or count < 0:
+                raise UsageError(f"--counts {path}: expert {index} of layer {layer} must have an integer of at least 0")
+    return tuple(map(tuple, rows))

@@ -1,0 +1,87 @@
+"""A strategy driven as a job drives it: `moe-ckpt plan` shows what the strategy itself decides.
+
+The order is that of the coordinator (`runtime/coordinator.py`): `plan(t)` when the step of iteration t has ended, then
+what the ranks tell each other about t. Nothing fails here and nothing is late: a snapshot is whole on all ranks, and in
+storage where it goes there, before the next one is planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
+from megatron.core.dist_checkpointing.moe.policy.copies import Level
+from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
+from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Pace, Piece, Strategy
+from megatron.core.dist_checkpointing.moe.types import SnapshotPlan
+
+from .options import PlannedJob
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A snapshot as the strategy planned it.
+
+    persisted: what of it, and of the snapshots that it completes, went on to storage. data: what the strategy had to
+    remember then.
+    """
+
+    plan: SnapshotPlan
+    pieces: tuple[Piece, ...]
+    persisted: tuple[SnapshotPlan, ...]
+    data: Mapping[str, Any] = field(repr=False)
+
+
+def new_strategy(planned: PlannedJob, config: MoECheckpointConfig, *, iterations: int = 1) -> Strategy:
+    """The strategy that the job would run. Raises UsageError for settings that contradict it.
+
+    Ranks of one pipeline stage and expert-parallel rank own the same: one of them stands for all.
+    """
+    shape, topology = planned.shape, planned.topology
+    sizes = shard_sizes(shape, topology, planned.precision)
+    owned = owned_operators(shape, topology).values()
+    job = Job(
+        config,
+        shape.operators,
+        topology,
+        tokens_per_iteration=1,
+        iterations=iterations,
+        topk=max(1, shape.moe_router_topk),
+        tied_embeddings=tied_embeddings(planned),
+        sizes={rank: {operator: sizes[operator] for operator in operators} for rank, operators in enumerate(owned)},
+    )
+    return STRATEGIES[config.strategy](job)
+
+
+def tied_embeddings(planned: PlannedJob) -> bool:
+    """Whether the first and the last pipeline stage share the embeddings."""
+    return not planned.shape.untie_embeddings_and_output_weights and planned.topology.pp > 1
+
+
+def driven(
+    strategy: Strategy,
+    iterations: Iterable[int],
+    counts: Callable[[int], Sequence[Sequence[int]]],
+    pace: Pace | None = None,
+) -> Iterator[Taken]:
+    """Train these iterations, ascending; what was snapshotted, as it comes.
+
+    counts: tokens of an iteration by MoE layer and expert. pace: what every iteration has time for.
+    """
+    for iteration in iterations:
+        plan = strategy.plan(iteration)
+        pieces = strategy.pieces(plan) if plan is not None else ()
+        if strategy.counts_tokens:
+            strategy.counted(iteration, counts(iteration))
+        if strategy.needs_pace and pace is not None:
+            strategy.paced(pace)
+        if plan is None:
+            continue
+        data = strategy.to_data()
+        strategy.settled(plan, Level.SNAPSHOT, ok=True)
+        persisted = strategy.persistent(plan)
+        for stored in persisted:
+            strategy.settled(stored, Level.PERSIST, ok=True)
+        yield Taken(plan, pieces, persisted, data)

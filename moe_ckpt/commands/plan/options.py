@@ -1,0 +1,139 @@
+"""Flags that all plans share: the model, its precision, the layout, and how the result is shown."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from megatron.core.dist_checkpointing.moe.types import PRECISIONS, ModelShape, Precision, Topology
+from moe_ckpt.report import Report, show
+
+from ..model_file import load_model
+
+# More ranks than any cluster has; what is planned for is listed rank by rank.
+LARGEST = 1_000_000
+
+# Megatron's names, and the short ones that people say.
+LAYOUT = {
+    "tp": "tensor-model-parallel-size",
+    "pp": "pipeline-model-parallel-size",
+    "cp": "context-parallel-size",
+    "ep": "expert-model-parallel-size",
+    "etp": "expert-tensor-parallel-size",
+}
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """What is planned for."""
+
+    shape: ModelShape
+    precision: Precision
+    topology: Topology
+
+
+def plan_command(help: str) -> Callable[[Callable[..., Report]], click.Command]:
+    """Make a command of a function that takes a PlannedJob and its own options and returns a Report."""
+
+    def decorate(function: Callable[..., Report]) -> click.Command:
+        @functools.wraps(function)
+        def command(**given: Any) -> None:
+            as_json, rows = given.pop("as_json"), given.pop("rows")
+            report = function(_job(given), **given)
+            show(report, as_json, rows or None)
+
+        # Shared flags are added last, so that a command's own ones come after them in the help text.
+        for option in reversed(_shared()):
+            command = option(command)
+        return click.command(help=help)(command)
+
+    return decorate
+
+
+class _Positive(click.ParamType):  # type: ignore[type-arg]
+    """A finite number greater than 0."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not 0 < number < math.inf:
+            self.fail(f"{value} must be a finite number greater than 0", param, ctx)
+        return number
+
+
+class _Whole(click.ParamType):  # type: ignore[type-arg]
+    """A whole number in a range."""
+
+    name = "integer"
+
+    def __init__(self, minimum: int, maximum: int) -> None:
+        self.minimum, self.maximum = minimum, maximum
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        text = str(value)
+        number = int(text) if text.isascii() and text.lstrip("-").isdigit() and len(text) < 20 else None
+        if number is None or not self.minimum <= number <= self.maximum:
+            self.fail(f"{text} must be a whole number from {self.minimum} to {self.maximum}", param, ctx)
+        return number
+
+
+def positive(name: str, metavar: str, what: str, default: float | None = None) -> Callable[..., Any]:
+    """A flag for a number greater than 0, which has to be given where there is no default. Bandwidths are in GB/s (1e9
+    bytes)."""
+    value: dict[str, Any] = {"required": True} if default is None else {"default": default, "show_default": True}
+    return click.option(name, type=_Positive(), metavar=metavar, help=what, **value)
+
+
+def number(
+    *names: str,
+    default: int | None,
+    help: str,
+    minimum: int = 1,
+    maximum: int = LARGEST,
+    metavar: str = "N",
+    show_default: bool = False,
+) -> Callable[..., Any]:
+    """A flag for a whole number."""
+    kind = _Whole(minimum, maximum)
+    return click.option(*names, type=kind, default=default, metavar=metavar, show_default=show_default, help=help)
+
+
+def _shared() -> list[Callable[..., Any]]:
+    degrees = [
+        number(f"--{long}", f"--{short}", short, default=None if short == "etp" else 1, help=_degree(short))
+        for short, long in LAYOUT.items()
+    ]
+    return [
+        click.option("--model", required=True, metavar="NAME|FILE", help="A preset, or a JSON file with its shape."),
+        click.option("--precision", type=click.Choice(list(PRECISIONS)), default="fp16-fp32", show_default=True),
+        *degrees,
+        number("--virtual-stages", "--vpp", "vpp", default=1, help="Virtual stages per pipeline rank. Default 1."),
+        number("--world-size", default=None, help="Ranks; by default the fewest that the degrees need."),
+        number("--ranks-per-node", default=8, help="Ranks of one failure domain.", show_default=True),
+        number("--rows", default=40, minimum=0, help="Rows of a table to print; 0 prints all.", show_default=True),
+        click.option("--json", "as_json", is_flag=True, help="Print the same facts as JSON, all rows, plain numbers."),
+    ]
+
+
+def _degree(short: str) -> str:
+    return "By default the tensor-parallel size." if short == "etp" else "Default 1."
+
+
+def _job(given: dict[str, Any]) -> PlannedJob:
+    """Take the shared flags out of `given`."""
+    shape, precision = load_model(given.pop("model")), PRECISIONS[given.pop("precision")]
+    degrees = {name: given.pop(name) for name in (*LAYOUT, "vpp")}
+    world = given.pop("world_size")
+    if world is None:
+        tp, pp, cp, ep = (max(1, degrees[name]) for name in ("tp", "pp", "cp", "ep"))
+        world = pp * math.lcm(tp * cp, max(1, degrees["etp"] or tp) * ep)
+    return PlannedJob(shape, precision, Topology(world, **degrees, ranks_per_node=given.pop("ranks_per_node")))

@@ -1,0 +1,133 @@
+"""`moe-ckpt plan pec`: which experts partial checkpoints hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.policy.partial import PEC_SCOPES, pec_plan, sequential_selection
+from megatron.core.dist_checkpointing.moe.policy.sharding import ShardAssignment, shard_checkpoint
+from megatron.core.dist_checkpointing.moe.types import ModelShape, OperatorId, Part, SnapshotPlan, Topology
+from moe_ckpt.report import Columns, Fact, Report, Table
+
+from . import counts_file
+from .drive import driven, new_strategy
+from .options import PlannedJob, number, plan_command
+
+HELP = """Show partial experts checkpointing (MoC 3, PEC 3.1): the experts that successive checkpoints hold, what they
+weigh, and how evenly the ranks share the work.
+
+\b
+    $ moe-ckpt plan pec --model GPT-350M-16E --ep 8 --world-size 16 --pec-k-snapshot 4 --pec-k-persist 1
+
+Checkpoint 0 has all experts, as the first one of a job; the facts are about those after it. All go on to storage.
+Bytes are counted as the papers do: compute weights, master weights and moments.
+"""
+
+
+@plan_command(HELP)
+@number("--pec-k-snapshot", "k", default=1, show_default=True, metavar="K", help="Experts per MoE layer.")
+@number("--pec-k-persist", "k_persist", default=1, show_default=True, metavar="K", help="Of these, to storage.")
+@click.option("--pec-selection", "selection", type=click.Choice(["sequential", "load-aware"]), default="sequential")
+@click.option("--pec-scope", "scope", type=click.Choice(list(PEC_SCOPES)), default="both", show_default=True)
+@click.option("--shard", type=click.Choice(["none", "equal", "adaptive"]), default="adaptive", show_default=True)
+@number(
+    "--checkpoints",
+    default=None,
+    maximum=10_000,
+    help="How many to show [default: the first, then all experts once].",
+)
+@click.option("--counts", type=click.Path(path_type=Path), default=None, metavar="FILE", help=counts_file.HELP)
+def pec(
+    job: PlannedJob,
+    k: int,
+    k_persist: int,
+    selection: str,
+    scope: str,
+    shard: str,
+    checkpoints: int | None,
+    counts: Path | None,
+) -> Report:
+    shape = job.shape
+    if not shape.moe_layers:
+        raise UsageError(f"--model {shape.name} has no MoE layers: partial experts need experts")
+    check_experts(shape, k, k_persist)
+    config = MoECheckpointConfig(
+        strategy="pec", persist_dir="storage", persist_interval=1, pec_k_snapshot=k, pec_k_persist=k_persist,
+        pec_selection=selection, pec_scope=scope,
+    )  # fmt: skip
+    rotation = -(-shape.num_experts // k)
+    shown = 1 + rotation if checkpoints is None else checkpoints
+    tokens = counts_file.load_counts(counts, shape)
+    found = [
+        tuple(frozenset().union(*map(_experts, plans)) for plans in ((taken.plan,), taken.persisted))
+        for taken in driven(new_strategy(job, config), range(1, shown + 1), tokens.of)
+    ]
+    after_first = [selected for selected, _ in found[1:] or found]
+    covered = frozenset[OperatorId]().union(*after_first)
+    partial = [_sharded(job, selected, scope, shard) for selected in after_first]
+    largest = max(one.total_bytes for one in partial)
+    whole = shard_checkpoint(shard, shape, job.topology, job.precision)
+    return Report(
+        f"Partial experts checkpoints of {shape.name}: {k} of {shape.num_experts} experts per MoE layer",
+        (
+            Fact("Checkpoint", largest, "bytes"),
+            Fact("Full checkpoint", whole.total_bytes, "bytes"),
+            Fact("Share of the full checkpoint", largest / whole.total_bytes, "share"),
+            Fact("Most bytes of a rank", max(one.bottleneck_bytes for one in partial), "bytes"),
+            Fact("Most bytes of a rank, full", whole.bottleneck_bytes, "bytes"),
+            *(
+                (Fact("Checkpoints until all experts are saved", rotation, "count"),)
+                if selection == "sequential"
+                else ()
+            ),
+            Fact("Experts covered by those shown", len(covered) / (len(shape.moe_layers) * shape.num_experts), "share"),
+        ),
+        (_selections(shape, found),),
+    )
+
+
+def _sharded(job: PlannedJob, selected: frozenset[OperatorId], scope: str, shard: str) -> ShardAssignment:
+    """Who stores a checkpoint with these experts, with the bytes that the papers count."""
+    plan = pec_plan(0, job.shape.operators, selected, PEC_SCOPES[scope], Part.EVERYTHING)
+    return shard_checkpoint(shard, job.shape, job.topology, job.precision, plan.parts)
+
+
+def _selections(shape: ModelShape, found: Sequence[Sequence[frozenset[OperatorId]]]) -> Table:
+    """A row for each checkpoint and layer: the experts of the snapshot, and those of them that went on to storage."""
+    rows = [
+        (index, layer, *(sorted(one.expert for one in experts if one.layer == layer) for experts in checkpoint))
+        for index, checkpoint in enumerate(found)
+        for layer in shape.moe_layers
+    ]
+    columns: Columns = (("checkpoint", "count"), ("layer", "count"), ("snapshot", "text"), ("persist", "text"))
+    return Table("Selections", columns, tuple(rows))
+
+
+def check_experts(shape: ModelShape, k: int, k_persist: int = 1) -> None:
+    """Raise UsageError for more experts than there are."""
+    if k > shape.num_experts:
+        raise UsageError(f"--pec-k-snapshot is {k}, but must be from 1 to num_experts = {shape.num_experts}")
+    if k_persist > k:
+        raise UsageError(f"--pec-k-persist is {k_persist}, but must be from 1 to --pec-k-snapshot = {k}")
+
+
+def selected_experts(shape: ModelShape, topology: Topology, k: int, position: int) -> frozenset[OperatorId]:
+    """The experts of one checkpoint by sequential selection, each pipeline stage for its own layers."""
+    moe = set(shape.moe_layers)
+    stages = ([layer for layer in stage if layer in moe] for stage in topology.layers_of_stages(shape.num_layers))
+    at = position % shape.num_experts
+    return frozenset(
+        operator
+        for layers in stages
+        if layers
+        for operator in sequential_selection(layers, shape.num_experts, k, at, ep=topology.ep)
+    )
+
+
+def _experts(plan: SnapshotPlan) -> frozenset[OperatorId]:
+    return frozenset(operator for operator in plan.anchored if operator.is_expert)

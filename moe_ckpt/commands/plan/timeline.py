@@ -1,0 +1,65 @@
+"""How long the parts of a planned recovery will take, for `moe-ckpt plan recovery`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.dist_checkpointing.moe.policy.prediction import Figures, predicted_parts
+from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators
+from megatron.core.dist_checkpointing.moe.types import (
+    Inventory,
+    OperatorId,
+    OperatorSize,
+    Part,
+    RecoveryPlan,
+    Tier,
+)
+from moe_ckpt.report import Columns, Table
+
+from .options import PlannedJob
+
+
+def taken(job: PlannedJob, given: dict[str, Any]) -> Figures:
+    """Take the figures of the timeline out of what was given."""
+    memory, peer = given.pop("memory_gbps") * 1e9, given.pop("peer_gbps") * 1e9
+    microbatches = given.pop("microbatches") or 4 * job.topology.pp
+    return Figures(given.pop("iteration_time"), microbatches, memory, peer, peer, restart_s=given.pop("restart_s"))
+
+
+def without_survivors(inventory: Inventory) -> Inventory:
+    """What a rollback of all stages has: no parked state and no logs."""
+    kept = {
+        rank: tuple(copy for copy in copies if copy.tier is not Tier.PARKED)
+        for rank, copies in inventory.copies.items()
+    }
+    return replace(inventory, copies=kept, logs={})
+
+
+def predicted(
+    plan: RecoveryPlan, job: PlannedJob, figures: Figures, sizes: dict[OperatorId, OperatorSize], *, parks: bool
+) -> dict[str, float]:
+    """Seconds by part. parks: whether the survivors put their state aside."""
+    read: dict[int, Counter[Tier]] = {}
+    for source in plan.sources:
+        full = source.part is Part.FULL
+        count = sum(sizes[op].full_bytes if full else sizes[op].weights_bytes for op in source.operators)
+        read.setdefault(source.rank, Counter())[source.tier] += count
+    stages = job.shape.operators_of_stages(job.topology)
+    used = job.shape.moe_router_topk / max(1, job.shape.num_experts)
+    work = {
+        stage: {one: job.shape.parameters[one] * (used if one.is_expert else 1.0) for one in operators}
+        for stage, operators in enumerate(stages)
+    }
+    owned = owned_operators(job.shape, job.topology).values() if parks else ()
+    parked = [sum(sizes[one].full_bytes for one in operators) for operators in owned]
+    return predicted_parts(plan, job.topology, figures, read, parked, work)
+
+
+def timelines_table(timelines: list[dict[str, float]]) -> Table:
+    """A row for each part: of the plan and, where there is a second one, of a rollback of all stages."""
+    rows = [(part, *(one[part] for one in timelines)) for part in timelines[0]]
+    rows.append(("all", *(sum(one.values()) for one in timelines)))
+    columns: Columns = (("part", "text"), ("predicted", "seconds"), ("rollback of all stages", "seconds"))
+    return Table("Timeline", columns[: 1 + len(timelines)], tuple(rows))

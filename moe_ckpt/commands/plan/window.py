@@ -1,0 +1,155 @@
+"""`moe-ckpt plan window`: the schedule of a sparse checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+
+import click
+
+from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
+from megatron.core.dist_checkpointing.moe.policy.checks import budget_bytes
+from megatron.core.dist_checkpointing.moe.policy.lanes import Lane
+from megatron.core.dist_checkpointing.moe.policy.ordering import ORDERINGS
+from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
+from megatron.core.dist_checkpointing.moe.policy.window import Schedule, load_of, paper_window, schedule_of
+from megatron.core.dist_checkpointing.moe.strategies import Pace
+from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorSize, Part
+from moe_ckpt.report import Columns, Fact, Report, Table
+
+from . import counts_file
+from .drive import Taken, driven, new_strategy
+from .options import PlannedJob, plan_command, positive
+
+HELP = """Show the sparse checkpointing window (MoEvement 3.5): in how many iterations every operator is snapshotted
+once, what each iteration copies from a rank, and whether training would have to wait for it.
+
+\b
+    $ moe-ckpt plan window --model DeepSeek-MoE --pp 12 --ep 8 --budget-local-gbps 25 --iteration-time 2.9
+
+The window is the second one that the strategy `sparse` begins, the first whose order knows the tokens of experts; it is
+chosen for 80 % of what the link carries. Bytes are those of one rank with the distributed optimizer. The table of steps
+is that of the ranks that copy most.
+"""
+
+
+@plan_command(HELP)
+@positive("--budget-local-gbps", "GB/S", "From one GPU to its host's memory.")
+@positive("--iteration-time", "S", "Seconds of one iteration.")
+@click.option("--window", default="auto", show_default=True, metavar="auto|N", help="Iterations of a window.")
+@click.option("--ordering", type=click.Choice(list(ORDERINGS)), default="popularity", show_default=True)
+@click.option("--counts", type=click.Path(path_type=Path), default=None, metavar="FILE", help=counts_file.HELP)
+def window(
+    job: PlannedJob, budget_local_gbps: float, iteration_time: float, window: str, ordering: str, counts: Path | None
+) -> Report:
+    tokens = counts_file.load_counts(counts, job.shape)
+    sizes = shard_sizes(job.shape, job.topology, job.precision)
+    budget = budget_bytes(budget_local_gbps * 1e9, iteration_time)
+    config = MoECheckpointConfig(strategy="sparse", window=window, ordering=ordering)
+    strategy = new_strategy(job, config)
+    groups = _second_window(driven(strategy, count(1), tokens.of, Pace(iteration_time, budget_local_gbps * 1e9)))
+    schedules = _schedules(job, groups, sizes, budget)
+    busiest = max(schedules, key=lambda lane: (schedules[lane].peak_bytes, [-number for number in lane]))
+    peak = schedules[busiest]
+    own = {operator: sizes[operator] for group in peak.window.groups for operator in group}
+    by_count, _ = paper_window(own, budget)
+    size = peak.window.size
+    return Report(
+        f"Sparse checkpointing window of {job.shape.name}",
+        (
+            Fact("Operators", len(job.shape.operators), "count"),
+            Fact("Parameters", job.shape.total_parameters, "count"),
+            Fact("Budget per iteration", budget, "bytes"),
+            Fact("Window", size, "count"),
+            Fact("Window by counts (MoEvement Alg. 1)", by_count, "count"),
+            Fact("Largest snapshot of a rank", peak.peak_bytes, "bytes"),
+            Fact("Even share", peak.even_share_bytes, "bytes"),
+            Fact("Dense snapshot of a rank", sum(size.full_bytes for size in own.values()), "bytes"),
+            Fact("Fits", peak.fits),
+            Fact("Stall per window", _stall_s(schedules, budget_local_gbps * 1e9), "seconds"),
+            Fact("Iterations replayed at most", 2 * size - 2, "count"),
+        ),
+        (_steps(peak, budget_local_gbps * 1e9), _lanes(schedules)),
+        (peak.why,) if peak.why else (),
+    )
+
+
+def _second_window(taken: Iterable[Taken]) -> tuple[tuple[OperatorId, ...], ...]:
+    """The operators that are saved in full in each iteration of the second window, whose order knows the tokens."""
+    snapshots = iter(taken)
+    for _ in range(2):
+        groups = []
+        for snapshot in snapshots:
+            parts = snapshot.plan.parts.items()
+            groups.append(tuple(operator for operator, part in parts if Part.FULL in part))
+            if snapshot.plan.iteration == snapshot.pieces[0].span[-1]:
+                break
+    return tuple(groups)
+
+
+def _schedules(
+    job: PlannedJob, groups: Sequence[Sequence[OperatorId]], sizes: Mapping[OperatorId, OperatorSize], budget: int
+) -> dict[Lane, Schedule]:
+    """What the ranks at each (pipeline stage, expert-parallel rank) copy of a window of the whole job."""
+    step_of = {operator: step for step, group in enumerate(groups) for operator in group}
+    order = {operator: at for at, operator in enumerate(step_of)}
+    schedules = {}
+    for lane, operators in owned_operators(job.shape, job.topology).items():
+        ordered = sorted(operators, key=order.__getitem__)
+        own: list[list[int]] = [[] for _ in groups]
+        for at, operator in enumerate(ordered):
+            own[step_of[operator]].append(at)
+        schedules[lane] = schedule_of(ordered, load_of(ordered, sizes), own, 0, budget)
+    return schedules
+
+
+def _stall_s(schedules: dict[tuple[int, int], Schedule], bandwidth_bytes_per_s: float) -> float:
+    """All ranks wait for the one that copies most in an iteration."""
+    stalls = [one.stall_s(bandwidth_bytes_per_s) for one in schedules.values()]
+    return math.fsum(max(of_step) for of_step in zip(*stalls, strict=True))
+
+
+def _steps(schedule: Schedule, bandwidth_bytes_per_s: float) -> Table:
+    rows = []
+    stalls = schedule.stall_s(bandwidth_bytes_per_s)
+    for step, group in enumerate(schedule.window.groups):
+        frozen = sum(part is Part.WEIGHTS for part in schedule.window.plan(step).parts.values())
+        experts = sum(operator.is_expert for operator in group)
+        ends = (str(group[0]), str(group[-1])) if group else ("", "")
+        rows.append((step, len(group), experts, frozen, schedule.load_bytes[step], stalls[step], *ends))
+    columns: Columns = (
+        ("step", "count"),
+        ("anchored", "count"),
+        ("experts", "count"),
+        ("weights only", "count"),
+        ("snapshot", "bytes"),
+        ("stall", "seconds"),
+        ("first", "text"),
+        ("last", "text"),
+    )
+    return Table("Steps", columns, tuple(rows))
+
+
+def _lanes(schedules: dict[tuple[int, int], Schedule]) -> Table:
+    rows = [
+        (
+            stage,
+            ep,
+            sum(map(len, schedule.window.groups)),
+            schedule.peak_bytes,
+            schedule.even_share_bytes,
+            schedule.fits,
+        )
+        for (stage, ep), schedule in schedules.items()
+    ]
+    columns: Columns = (
+        ("stage", "count"),
+        ("ep rank", "count"),
+        ("operators", "count"),
+        ("peak", "bytes"),
+        ("even share", "bytes"),
+        ("fits", "text"),
+    )
+    return Table("Ranks", columns, tuple(rows))

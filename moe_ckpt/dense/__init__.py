@@ -1,0 +1,1 @@
+"""Dense `torch_dist` checkpoints, read and written without running anything stored in them."""

@@ -1,0 +1,249 @@
+"""Dense checkpoints with some of the experts: which iteration has the newest copy of each, and how tensors are named.
+
+A partial iteration has everything but experts whose newest copy lies in an older one. Its manifest names the iteration
+that holds it, for every expert of every MoE layer, so nothing is left to be guessed. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.storage.checksums import decoded, framed
+from megatron.core.dist_checkpointing.moe.types import OperatorId, expert
+
+from .names import FORMAT, read_if_there
+
+MANIFEST = "moe_ckpt_chain.json"
+FORMAT_VERSION = 1
+_KEY = "chain"
+# What `metadata.json` says of a partial iteration. Megatron-Core knows version 1 of `torch_dist` and refuses any other
+# before it reads a tensor, whatever it may do about missing keys.
+PARTIAL_BACKEND_VERSION = 100
+
+_EXPERT = re.compile(
+    r"(?P<stem>(?:.+\.)?decoder\.layers)\.(?:(?P<layer>\d+)\.)?mlp\.experts\.experts\.(?:(?P<expert>\d+)\.)?(?P<rest>.+)"
+)
+_MARK = re.compile(r"[0-9a-f]{16}")
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What one iteration holds, and where the newest copies of all other experts are.
+
+    iteration: the one that this manifest lies in.
+    holders: by MoE layer (global number), then by expert, the iteration with its newest copy.
+    marks: by iteration, for this one and each that `holders` names: 16 random hexadecimal digits, made at its save.
+        They tell an iteration from another that was saved later under the same number.
+    position: where the rotation of experts stands after this iteration, see `policy.partial.next_position`.
+    stacked_layers: length of the layer axis of the tensors of experts, None where each layer has tensors of its own.
+    content: what is saved of the state and for which layout; iterations with another content are no continuation.
+    Raises UsageError for holders that are not named in `marks`, or newer than `iteration`, and for layers that differ
+    in their number of experts.
+    """
+
+    iteration: int
+    holders: Mapping[int, tuple[int, ...]]
+    marks: Mapping[int, str]
+    position: int
+    stacked_layers: int | None
+    content: str
+
+    def __post_init__(self) -> None:
+        if set(self.marks) != self.iterations:
+            raise UsageError(f"marks are of iterations {sorted(self.marks)}, but must be of {sorted(self.iterations)}")
+        if max(self.iterations) > self.iteration or min(self.iterations) < 0:
+            raise UsageError(f"holders name {sorted(self.iterations)}, but must be from 0 to {self.iteration}")
+        if len({len(row) for row in self.holders.values()}) != 1:
+            raise UsageError("holders must have at least one layer, and equally many experts in each")
+        if not all(_MARK.fullmatch(mark) for mark in self.marks.values()):
+            raise UsageError("marks must be 16 hexadecimal digits each")
+
+    @cached_property
+    def iterations(self) -> frozenset[int]:
+        """Those that are needed to load this one, itself among them."""
+        return frozenset((self.iteration, *(holder for row in self.holders.values() for holder in row)))
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of each MoE layer."""
+        return len(next(iter(self.holders.values())))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether this iteration holds every expert itself."""
+        return self.iterations == {self.iteration}
+
+    def holder(self, operator: OperatorId) -> int:
+        """The iteration with the newest copy of an expert. Raises KeyError for an expert that is not named."""
+        row = self.holders.get(operator.layer, ())
+        if not 0 <= operator.expert < len(row):
+            raise KeyError(f"{operator} is not named in {MANIFEST} of iteration {self.iteration}")
+        holder: int = row[operator.expert]
+        return holder
+
+    @property
+    def leading_axes(self) -> tuple[int, ...]:
+        """Sizes of the axes that count layers and experts where Megatron-Core stacks them."""
+        return (self.num_experts,) if self.stacked_layers is None else (self.stacked_layers, self.num_experts)
+
+    def leading_index(self, operator: OperatorId) -> tuple[int, ...]:
+        """Where an expert is on these axes."""
+        return (operator.expert,) if self.stacked_layers is None else (operator.layer, operator.expert)
+
+    def held_by(self, iteration: int) -> tuple[OperatorId, ...]:
+        """Experts whose newest copy is in `iteration`."""
+        return tuple(
+            expert(layer, index)
+            for layer, row in sorted(self.holders.items())
+            for index, holder in enumerate(row)
+            if holder == iteration
+        )
+
+    def followed_by(self, iteration: int, mark: str, selected: Sequence[OperatorId], position: int) -> Chain:
+        """The chain of a newer `iteration` that holds `selected`; older iterations that nothing needs are dropped."""
+        chosen = set(selected)
+        holders = {
+            layer: tuple(iteration if expert(layer, index) in chosen else holder for index, holder in enumerate(row))
+            for layer, row in self.holders.items()
+        }
+        needed = {iteration, *(holder for row in holders.values() for holder in row)}
+        known_marks = {**self.marks, iteration: mark}
+        marks = {number: known for number, known in known_marks.items() if number in needed}
+        return replace(self, iteration=iteration, holders=holders, marks=marks, position=position)
+
+    def staleness(self) -> tuple[str, ...]:
+        """One line for each MoE layer of which not all experts are of this iteration."""
+        return tuple(
+            self._staleness_of(layer) for layer, row in sorted(self.holders.items()) if set(row) != {self.iteration}
+        )
+
+    def _staleness_of(self, layer: int) -> str:
+        row = self.holders[layer]
+        parts = []
+        for holder in sorted(set(row), reverse=True):
+            experts = ", ".join(str(index) for index, its_holder in enumerate(row) if its_holder == holder)
+            behind = f", {self.iteration - holder} behind" if holder != self.iteration else ""
+            parts.append(f"{experts} of iteration {holder}{behind}")
+        return f"layer {layer}: experts {'; '.join(parts)}"
+
+
+def encode(chain: Chain) -> bytes:
+    """The manifest file's content; equal chains give equal bytes."""
+    body = json.dumps(
+        {
+            "format": FORMAT_VERSION,
+            "iteration": chain.iteration,
+            "position": chain.position,
+            "stacked_layers": chain.stacked_layers,
+            "content": chain.content,
+            "marks": {str(iteration): mark for iteration, mark in sorted(chain.marks.items())},
+            "holders": {str(layer): list(row) for layer, row in sorted(chain.holders.items())},
+        },
+        separators=(",", ":"),
+    ).encode("ascii")
+    return framed(_KEY, body)
+
+
+def decode(content: bytes, name: str) -> Chain:
+    """The chain in a file's content; `name` is what errors call the file.
+
+    Raises UnreadableCheckpoint for any deviation: a changed byte, an expert without an iteration; NewerFormat.
+    """
+    return decoded(content, name, key=_KEY, newest=FORMAT_VERSION, make=_chain, encode=encode)
+
+
+def _chain(body: dict[str, Any]) -> Chain:
+    # JSON has no numbers as keys: str_keys reads layers and iterations from strings.
+    return msgspec.convert(body, Chain, str_keys=True)
+
+
+def read_chain(directory: Path) -> Chain | None:
+    """The manifest of an iteration, or None if it has none, as iterations have that were saved whole.
+
+    Raises UnreadableCheckpoint for one that is damaged, NewerFormat for one of a later version.
+    """
+    content = read_if_there(directory / MANIFEST)
+    return None if content is None else decode(content, str(directory / MANIFEST))
+
+
+def says_partial(directory: Path) -> bool:
+    """Whether the commit marker of an iteration says that it was saved with some of the experts."""
+    try:
+        marker = json.loads((directory / FORMAT).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(marker, dict) and marker.get("sharded_backend_version") == PARTIAL_BACKEND_VERSION
+
+
+@dataclass(frozen=True)
+class ExpertEntry:
+    """An entry of a checkpoint that belongs to one expert.
+
+    common: the name without layer and expert, the same for all experts.
+    axes: how many leading axes of the entry's shape count layers and experts: 0 where the name tells both.
+    """
+
+    operator: OperatorId
+    common: str
+    axes: int
+
+    @property
+    def own_name(self) -> str:
+        """The name in a partial iteration, where each expert has entries of its own."""
+        before, after = self.common.split(".mlp.experts.experts.")
+        return f"{before}.{self.operator.layer}.mlp.experts.experts.{self.operator.expert}.{after}"
+
+    def within_expert(self, along_axes: Sequence[int]) -> tuple[int, ...]:
+        """A shape, sizes or offsets of the entry, without the axes that count layers and experts."""
+        return tuple(along_axes[self.axes :])
+
+
+def expert_entry(name: str, offsets: Sequence[int]) -> ExpertEntry | None:
+    """Whose entry `name` is, None for what belongs to no single expert.
+
+    offsets: of a piece of the tensor, or of a sharded object. Megatron-Core stacks experts, and mostly layers too, so
+    that the leading offsets say which piece is whose; a partial iteration names both.
+    """
+    match = _EXPERT.fullmatch(name)
+    if match is None:
+        return None
+    common = f"{match['stem']}.mlp.experts.experts.{match['rest']}"
+    if match["expert"] is not None:
+        return (
+            ExpertEntry(expert(int(match["layer"] or 0), int(match["expert"])), common, 0) if match["layer"] else None
+        )
+    layers = () if match["layer"] else offsets[:1]
+    experts = offsets[len(layers) : len(layers) + 1]
+    if not experts:
+        return None
+    layer = int(match["layer"]) if match["layer"] else layers[0]
+    return ExpertEntry(expert(layer, experts[0]), common, len(layers) + 1)
+
+
+def object_entry(key: str, offsets: Sequence[int]) -> ExpertEntry | None:
+    """As `expert_entry`, of a sharded object, which cannot be cut: None also if other axes than those shard it."""
+    entry = expert_entry(key, offsets)
+    return entry if entry is not None and entry.axes in (0, len(offsets)) else None
+
+
+def stacked_name(common: str, layer: int, stacked_layers: int | None) -> str:
+    """The name under which Megatron-Core stacks the experts of all layers, or those of `layer` if layers are apart."""
+    if stacked_layers is not None:
+        return common
+    before, after = common.split(".mlp.experts.experts.")
+    return f"{before}.{layer}.mlp.experts.experts.{after}"
+
+
+def stacked_object_name(chain: Chain, common: str, operator: OperatorId) -> str:
+    """The name that an object of one expert has where those of all experts are in one iteration."""
+    index, axes = (".".join(map(str, numbers)) for numbers in (chain.leading_index(operator), chain.leading_axes))
+    return f"{stacked_name(common, operator.layer, chain.stacked_layers)}/shard_{index}_{axes}"

@@ -1,0 +1,194 @@
+"""Reads the index (`.metadata`) of a torch.distributed.checkpoint without running anything that is in it."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+import torch
+
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+
+_DCP = "torch.distributed.checkpoint"
+_MCORE = "megatron.core.dist_checkpointing.strategies.torch"
+
+# Classes of the index. They are read as inert records, never as the real classes, so that a crafted file can neither
+# call nor change anything outside the values that are being read.
+_RECORDS = (
+    (f"{_DCP}.metadata", "Metadata"),
+    (f"{_DCP}.metadata", "MetadataIndex"),
+    (f"{_DCP}.metadata", "TensorStorageMetadata"),
+    (f"{_DCP}.metadata", "BytesStorageMetadata"),
+    (f"{_DCP}.metadata", "ChunkStorageMetadata"),
+    (f"{_DCP}.metadata", "TensorProperties"),
+    (f"{_DCP}.metadata", "StorageMeta"),
+    (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
+    (f"{_DCP}.filesystem", "_StorageInfo"),
+    # Megatron-Core keeps the save plans of all ranks in the index.
+    (f"{_DCP}.planner", "SavePlan"),
+    (f"{_DCP}.planner", "WriteItem"),
+    (f"{_DCP}.planner", "WriteItemType"),
+    (f"{_DCP}.planner", "TensorWriteData"),
+    (f"{_DCP}.planner", "BytesIOWriteData"),
+    (_MCORE, "MCoreMetadata"),
+    (_MCORE, "MCoreSavePlan"),
+    # Where older releases of torch kept the same classes.
+    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
+    ("pathlib", "PosixPath"),
+)
+
+
+@dataclass(frozen=True)
+class ChunkExtent:
+    """A range of bytes of one file of the checkpoint; `file` is relative to its directory."""
+
+    file: str
+    offset_bytes: int
+    length_bytes: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a tensor: where it lies in the tensor (elements per axis) and where its bytes are."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    extent: ChunkExtent
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of the checkpoint: its global shape, its dtype, and the pieces it is stored in, by offset."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class CheckpointIndex:
+    """What a checkpoint holds: tensors, and serialized objects, by name."""
+
+    tensors: dict[str, TensorInfo]
+    objects: dict[str, ChunkExtent]
+
+
+class _Record:
+    """Holds what the pickle says about one object."""
+
+    def __init__(self, *args: object) -> None:
+        self.args = args
+
+    def __setstate__(self, state: object) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+        else:
+            self.state = state
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def __init__(self, data: bytes) -> None:
+        super().__init__(BytesIO(data))
+        self._names = _allowed_names()
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        try:
+            return self._names[module, name]
+        except KeyError:
+            raise UnreadableCheckpoint(
+                f"the index (.metadata) names {module}.{name}, which no checkpoint index contains; it was not run: "
+                "do not load this checkpoint with other tools unless you know who wrote it"
+            ) from None
+
+
+def _allowed_names() -> dict[tuple[str, str], Callable[..., Any]]:
+    # Made anew for each file: what a file does to these classes ends with it.
+    names: dict[tuple[str, str], Callable[..., Any]] = {key: type(key[1], (_Record,), {}) for key in _RECORDS}
+    names["torch", "Size"] = tuple
+    names["collections", "OrderedDict"] = dict
+    names["torch.serialization", "_get_layout"] = lambda name: name
+    # Some releases of Python 3.11 pickle enum members as getattr(class, name).
+    names["builtins", "getattr"] = lambda owner, name: _Record(owner, name)
+    return names
+
+
+def parse_index(data: bytes) -> CheckpointIndex:
+    """Reads the bytes of a `.metadata` file.
+
+    Raises UnreadableCheckpoint when they are not an index, or name anything that an index does not contain.
+    """
+    try:
+        metadata = _IndexUnpickler(data).load()
+        where = {(key.fqn, _offset(key)): _extent(info) for key, info in metadata.storage_data.items()}
+        entries = dict(metadata.state_dict_metadata)
+    except UnreadableCheckpoint:
+        raise
+    except Exception as error:
+        raise UnreadableCheckpoint(
+            f"the index (.metadata) is damaged or is not one of torch.distributed.checkpoint ({error}); "
+            "take another iteration"
+        ) from error
+    tensors: dict[str, TensorInfo] = {}
+    objects: dict[str, ChunkExtent] = {}
+    for name, entry in entries.items():
+        try:
+            if type(entry).__name__ == "TensorStorageMetadata":
+                tensors[name] = _tensor_info(name, entry, where)
+            else:
+                objects[name] = where[name, None]
+        except (AttributeError, KeyError, TypeError, IndexError, ValueError) as error:
+            raise UnreadableCheckpoint(
+                f"the index (.metadata) does not say where {name} is stored ({error!r}); take another iteration"
+            ) from error
+    return CheckpointIndex(tensors, objects)
+
+
+def _offset(key: Any) -> tuple[int, ...] | None:
+    offset = key.__dict__.get("offset")
+    return None if offset is None else tuple(offset)
+
+
+def _extent(info: Any) -> ChunkExtent:
+    if info.__dict__.get("transform_descriptors"):
+        raise UnreadableCheckpoint(
+            f"{info.relative_path} is compressed or encrypted by a stream transform ({info.transform_descriptors}), "
+            "which is not supported; save the checkpoint without it"
+        )
+    if not isinstance(info.relative_path, str) or info.offset < 0 or info.length < 0:
+        raise ValueError(f"bad location {info.__dict__}")
+    if re.fullmatch(r"[^/\\\0]+", info.relative_path) is None or info.relative_path in (".", ".."):
+        raise UnreadableCheckpoint(
+            f"the index (.metadata) points outside the checkpoint, at {info.relative_path!r}; do not trust it"
+        )
+    return ChunkExtent(info.relative_path, info.offset, info.length)
+
+
+def _tensor_info(name: str, entry: Any, where: dict[tuple[str, tuple[int, ...] | None], ChunkExtent]) -> TensorInfo:
+    shape = tuple(entry.size)
+    chunks = {
+        tuple(chunk.offsets): Chunk(tuple(chunk.offsets), tuple(chunk.sizes), where[name, tuple(chunk.offsets)])
+        for chunk in entry.chunks
+    }
+    for chunk in chunks.values():
+        axes = zip(chunk.offsets, chunk.sizes, shape, strict=True)
+        if any(offset < 0 or size < 0 or offset + size > length for offset, size, length in axes):
+            raise ValueError(f"piece at {chunk.offsets} of {chunk.sizes} lies outside {shape}")
+    covered = sum(math.prod(chunk.sizes) for chunk in chunks.values())
+    if covered != math.prod(shape):
+        raise UnreadableCheckpoint(
+            f"the pieces of {name} cover {covered} of its {math.prod(shape)} elements: some rank's part was not saved; "
+            "take another iteration"
+        )
+    properties = entry.properties.__dict__
+    dtype = properties["dtype"] if "dtype" in properties else properties["state"][0]
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{dtype!r} is not a dtype")
+    return TensorInfo(shape, dtype, tuple(chunks[offset] for offset in sorted(chunks)))

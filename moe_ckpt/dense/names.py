@@ -1,0 +1,97 @@
+"""What the files of a dense checkpoint are called, and which iteration a --save folder names. No torch."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Final
+
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""In a --save folder: names the newest complete iteration."""
+
+INDEX = ".metadata"
+"""Index of torch.distributed.checkpoint: which entry is where in the shards."""
+
+FORMAT = "metadata.json"
+"""Megatron-Core's commit marker, written last: how the iteration was saved."""
+
+COMMON = "common.pt"
+"""What is the same on all ranks; since Megatron-Core 0.17 an object in the shards instead."""
+
+RELEASE: Final = "release"
+"""Folder of a checkpoint that goes on from no iteration, and what the tracker says of it."""
+
+SHARD_SUFFIX = ".distcp"
+
+ITERATION = re.compile(r"iter_(\d{7,})")
+"""A published iteration in a --save folder."""
+
+STAGED = re.compile(r"\.iter_(\d{7,})\.(saving|removing)")
+"""An iteration that is being written or removed, or was when its process died."""
+
+_NUMBER = re.compile(r"[0-9]{1,18}")
+
+
+def read_if_there(path: Path) -> bytes | None:
+    """The content of a file of one iteration, None if there is no such file.
+
+    Raises:
+        UnreadableCheckpoint: the file is there and cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UnreadableCheckpoint(f"{path} cannot be read ({error.strerror}); take another iteration") from error
+
+
+def read_tracker(root: Path) -> str | None:
+    """The name of the folder that the tracker of a --save folder names, None without a tracker.
+
+    Raises UnreadableCheckpoint for a tracker that cannot be read, or names no iteration.
+    """
+    path = root / TRACKER
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UnreadableCheckpoint(f"{path} cannot be read ({error.strerror})") from error
+    if text == RELEASE:
+        return RELEASE
+    if not _NUMBER.fullmatch(text):
+        raise UnreadableCheckpoint(f"{path} holds {text[:40]!r}, not an iteration")
+    return f"iter_{int(text):07d}"
+
+
+def condemned(folder: Path) -> Path:
+    """Rename an iteration that is to be removed: a crash in between leaves no half-deleted one that looks whole.
+
+    Returns:
+        The hidden folder that it has become. Raises OSError.
+    """
+    hidden = folder.with_name(f".{folder.name}.removing")
+    shutil.rmtree(hidden, ignore_errors=True)
+    return folder.rename(hidden)
+
+
+def new_iteration_folder(root: Path, iteration: int) -> Path:
+    """The folder for a new iteration in `root`, where no other checkpoints are; it is not created.
+
+    Raises:
+        UsageError: the folder is there already, or a tracker names another iteration and would have to be changed.
+    """
+    folder = root / f"iter_{iteration:07d}"
+    if folder.exists():
+        raise UsageError(f"{folder} exists already; give another target or remove it")
+    try:
+        named = read_tracker(root)
+    except UnreadableCheckpoint as error:
+        raise UsageError(f"{root} has checkpoints of its own ({error}); give an empty folder") from error
+    if named not in (None, folder.name):
+        raise UsageError(f"{root} has checkpoints of its own ({TRACKER} names {named}); give an empty folder")
+    return folder

@@ -1,0 +1,142 @@
+"""What a checkpoint strategy costs a training run, whoever asks: the closed form or the simulation of events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron.core.dist_checkpointing.moe.policy.checks import not_negative, whole
+
+Nodes = frozenset[int]
+"""Nodes, by number, as failure domains."""
+
+
+@dataclass(frozen=True)
+class RecoveryCost:
+    """What one fault costs, from the moment it strikes until training is again where it was.
+
+    detect_s: until all that have to know do. restart_s: of processes and their connections. load_s: of the state.
+    replay_s: of `iterations_again`, the whole iterations since the state that was loaded. lost_tokens: input tokens
+    whose updates an average MoE layer has lost for good, so that over the tokens of the planned training they are
+    MoC eq. 7's proportion. from_storage: memory held no complete copy any more. refill_s: until the memory of what
+    replaces the nodes holds copies again. The fraction of an iteration that a fault cuts off is not in here.
+    Raises UsageError for values that are negative or not finite.
+    """
+
+    detect_s: float
+    restart_s: float
+    load_s: float
+    replay_s: float
+    iterations_again: int
+    lost_tokens: float = 0.0
+    from_storage: bool = False
+    refill_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("detect_s", "restart_s", "load_s", "replay_s", "lost_tokens", "refill_s"):
+            not_negative(name, getattr(self, name))
+        whole("iterations_again", self.iterations_again, 0)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds until training is where it was."""
+        return self.down_s + self.replay_s
+
+    @property
+    def down_s(self) -> float:
+        """Seconds until the replay begins."""
+        return self.detect_s + self.restart_s + self.load_s
+
+
+class Behaviour(Protocol):
+    """A strategy under way in one job. Only `strike` changes it, and only where a strategy reacts to faults."""
+
+    @property
+    def name(self) -> str:
+        """Name of the system."""
+        ...
+
+    @property
+    def iteration_s(self) -> float:
+        """Seconds of an iteration without checkpoints."""
+        ...
+
+    @property
+    def interval(self) -> int:
+        """Iterations between states that one can return to; these are multiples of it. A window for sparse ones."""
+        ...
+
+    @property
+    def window(self) -> int:
+        """Iterations over which one checkpoint spreads; 1 where each is whole."""
+        ...
+
+    @property
+    def overhead_s(self) -> float:
+        """Mean seconds that checkpoints add to an iteration now; faults may have changed it."""
+        ...
+
+    @property
+    def expected_recovery_s(self) -> float:
+        """E[R]: mean seconds from a fault of one node, at any moment, until training is where it was."""
+        ...
+
+    @property
+    def k_share(self) -> float:
+        """Share of each layer's experts in a snapshot now; 1 where all are."""
+        ...
+
+    @property
+    def lost_tokens(self) -> float:
+        """Tokens that all faults so far have cost, as `RecoveryCost.lost_tokens` counts them."""
+        ...
+
+    def strike(self, iteration: int, *, nodes: Nodes, down: Nodes | None = None) -> RecoveryCost:
+        """What a fault of `nodes` costs that cuts off iteration number `iteration`, counted from 0.
+
+        Where a fault begins a recovery anew, `nodes` are those of both. down: those whose memory is empty now, wherever
+        they recover, without those whose memory has been filled again; None: `nodes`.
+        """
+        ...
+
+    def restarts(self, ongoing: Nodes, nodes: Nodes) -> bool:
+        """Whether a fault of `nodes` begins the recovery of `ongoing` anew; if not, the two go on side by side."""
+        ...
+
+    def fresh(self) -> Behaviour:
+        """The same strategy at the beginning of a run."""
+        ...
+
+
+@dataclass(frozen=True)
+class Steady:
+    """A strategy that no fault changes: everything about it is known before the run.
+
+    recover: what a fault costs, from (iteration, nodes to recover, nodes whose memory is empty). joint: whether a
+    recovery under way has to begin anew, from (nodes of it, nodes of the new fault); None: always, because it takes the
+    whole job.
+    """
+
+    name: str
+    iteration_s: float
+    interval: int
+    window: int
+    overhead_s: float
+    expected_recovery_s: float
+    recover: Callable[[int, Nodes, Nodes], RecoveryCost]
+    joint: Callable[[Nodes, Nodes], bool] | None = None
+    k_share: float = 1.0
+    lost_tokens: float = 0.0
+
+    def strike(self, iteration: int, *, nodes: Nodes, down: Nodes | None = None) -> RecoveryCost:
+        """See `Behaviour`."""
+        return self.recover(iteration, nodes, nodes if down is None else down)
+
+    def restarts(self, ongoing: Nodes, nodes: Nodes) -> bool:
+        """See `Behaviour`."""
+        return self.joint is None or self.joint(ongoing, nodes)
+
+    def fresh(self) -> Steady:
+        """Itself: nothing about it changes."""
+        return self

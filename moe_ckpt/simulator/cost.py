@@ -1,0 +1,270 @@
+"""What an iteration costs: compute from the model's shape, collectives by an affine law, the pipeline's formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.policy.boundary import sends
+from megatron.core.dist_checkpointing.moe.policy.checks import not_negative, positive
+from megatron.core.dist_checkpointing.moe.types import Direction, ModelShape, OperatorId, OperatorKind
+
+from .collectives import GroupSpread, Links
+from .inputs import Cluster, IterationCost, TrainingJob
+
+FROZEN_WORK = 2 / 3
+"""Forward and input gradients, of forward, input gradients and weight gradients, each as many operations."""
+
+
+@dataclass(frozen=True)
+class Utilisation:
+    """How much of a cluster's published rates training reaches: one set for all models on it.
+
+    gemm_share: of peak FLOPS, over the whole of a stage's computation. nic_share, nvlink_share: of a GPU's share of the
+    node's NICs, and of its links within the node, by collectives. latency_s: of a collective, for each step of a ring.
+    optimizer_bytes_per_s: of GPU memory, while the optimizer reads and writes its state. imbalance: how much of the
+    difference between the slowest stage and the mean one stays; 1 where stages have equal numbers of layers, as
+    Megatron-Core places them, 0 where all are equally slow. source: where these stand.
+    Raises UsageError for rates that are not above 0 and shares above 1.
+    """
+
+    gemm_share: float
+    nic_share: float
+    nvlink_share: float
+    latency_s: float
+    optimizer_bytes_per_s: float
+    imbalance: float
+    source: str
+
+    def __post_init__(self) -> None:
+        for name in ("gemm_share", "nic_share", "nvlink_share", "optimizer_bytes_per_s"):
+            positive(name, getattr(self, name))
+        for name in ("latency_s", "imbalance"):
+            not_negative(name, getattr(self, name))
+        for name in ("gemm_share", "nic_share", "nvlink_share", "imbalance"):
+            if getattr(self, name) > 1:
+                raise UsageError(f"{name} is {getattr(self, name)}, but a share is at most 1")
+
+
+MOEVEMENT_UTILISATION = Utilisation(
+    gemm_share=0.55,
+    nic_share=0.72,
+    nvlink_share=0.70,
+    latency_s=10e-6,
+    optimizer_bytes_per_s=1.5e12,
+    imbalance=0.35,
+    source=(
+        "gemm_share and nic_share are fitted to the iteration times that follow from MoEvement Table 3 (overhead in"
+        " seconds by overhead in per cent: 1.70, 2.10, 2.90 s), one value each for all models. nvlink_share and"
+        " latency_s are what NCCL usually reaches on A100, optimizer_bytes_per_s is three quarters of its memory's"
+        " 2.0 TB/s: none of them moves an iteration by more than a few per cent. imbalance: DeepSpeed places whole"
+        " layers by their parameters, which leaves 0.35 of the difference in MoE-LLaVa and 0.38 in DeepSeek-MoE."
+    ),
+)
+"""MoEvement 5.1: DeepSpeed on 96 A100. Samples of 2,048 tokens for all models: that of MoE-LLaVa is not published."""
+
+MEGATRON_UTILISATION = replace(
+    MOEVEMENT_UTILISATION,
+    imbalance=1.0,
+    source="as MoEvement's cluster, but with Megatron-Core's equal numbers of layers per stage",
+)
+"""Where nothing was measured: a profile's figures are better."""
+
+
+def operator_flops(
+    shape: ModelShape, seq_length: int, popularity: Mapping[OperatorId, float] | None = None
+) -> dict[OperatorId, float]:
+    """FLOPs of each operator for one input token, forward and backward, averaged over tokens.
+
+    Two per parameter and multiplication, of which there are three: forward, input gradients, weight gradients. With
+    attention come the scores of a sequence of `seq_length`, whole (12 s h), with the output layer its multiplication
+    also where it shares the embedding's weights; the embedding is a look-up. `popularity`: how often each expert is
+    chosen, in any unit; None: all alike.
+    """
+    chosen, found = _chosen(shape, popularity or {}), {}
+    for operator, parameters in shape.parameters.items():
+        if operator.kind is OperatorKind.EMBEDDING:
+            found[operator] = 0.0
+        elif operator.kind is OperatorKind.HEAD:
+            found[operator] = 6.0 * shape.vocab_size * shape.hidden_size
+        elif operator.is_expert:
+            found[operator] = 6.0 * parameters * shape.moe_router_topk * chosen(operator)
+        elif operator.kind is OperatorKind.NON_EXPERT:
+            found[operator] = 6.0 * parameters + 12.0 * seq_length * _attention_width(shape)
+        else:
+            found[operator] = 6.0 * parameters
+    return found
+
+
+def _chosen(shape: ModelShape, popularity: Mapping[OperatorId, float]) -> Callable[[OperatorId], float]:
+    """The share of a layer's routed tokens that an expert receives; an equal one where its layer has no counts."""
+    of_layer: dict[int, float] = {}
+    for operator, count in popularity.items():
+        of_layer[operator.layer] = of_layer.get(operator.layer, 0.0) + count
+
+    def share(operator: OperatorId) -> float:
+        total = of_layer.get(operator.layer, 0.0)
+        return popularity.get(operator, 0.0) / total if total else 1 / shape.num_experts
+
+    return share
+
+
+def _attention_width(shape: ModelShape) -> float:
+    """Channels of all heads together; with latent attention the mean of what scores and values multiply."""
+    if shape.multi_latent_attention:
+        return shape.num_attention_heads * (shape.qk_head_dim + shape.qk_pos_emb_head_dim + shape.v_head_dim) / 2
+    return shape.num_attention_heads * (shape.kv_channels or shape.hidden_size // shape.num_attention_heads)
+
+
+def iteration_cost(job: TrainingJob, cluster: Cluster, utilisation: Utilisation) -> IterationCost:
+    """Seconds of one iteration without checkpoints and faults (MoEvement App. C).
+
+    Counted: the FLOPs of each stage, the all-to-all of its experts, tensor parallelism's sums; gradients and parameters
+    of the distributed optimizer, all of which wait for the last backward pass; the optimizer's step. Stage boundaries
+    hide behind other microbatches, context parallelism's exchange behind attention; no activations are recomputed.
+    Raises UsageError for a job whose layers cannot fill its stages, and a cluster without a rate for its element size.
+    """
+    parts = _Parts(job, cluster, utilisation)
+    seconds = [parts.stage_s(stage) for stage in parts.stages]
+    mean_s = sum(seconds) / len(seconds)
+    return IterationCost(
+        tuple(mean_s + utilisation.imbalance * (stage_s - mean_s) for stage_s in seconds),
+        job.microbatches,
+        job.topology.vpp,
+        max(parts.sync_s(stage) for stage in parts.stages),
+        parts.update_s,
+        network_busy_s(job, cluster, utilisation),
+    )
+
+
+def network_busy_s(job: TrainingJob, cluster: Cluster, utilisation: Utilisation) -> float:
+    """Seconds of an iteration in which the busiest rank's share of the NICs carries training's own traffic.
+
+    Stage boundaries, expert parallelism over nodes, gradients and parameters, whether or not computation hides them:
+    what checkpoints send to other nodes has to wait. Raises UsageError as `iteration_cost`.
+    """
+    parts = _Parts(job, cluster, utilisation)
+    return max(parts.network_s(number, stage) for number, stage in enumerate(parts.stages))
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """What a stage has: FLOPs of one token; layers, and how many of them have experts; parameters."""
+
+    flops: float
+    layers: int
+    moe_layers: int
+    expert_parameters: int
+    other_parameters: int
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What one iteration of a job is made of."""
+
+    job: TrainingJob
+    cluster: Cluster
+    utilisation: Utilisation
+
+    @cached_property
+    def stages(self) -> tuple[_Stage, ...]:
+        flops = operator_flops(self.job.shape, self.job.seq_length)
+        parameters = self.job.shape.parameters
+        return tuple(
+            _Stage(
+                sum(flops[one] for one in operators),
+                sum(one.kind is OperatorKind.NON_EXPERT for one in operators),
+                sum(one.kind is OperatorKind.ROUTER for one in operators),
+                sum(parameters[one] for one in operators if one.is_expert),
+                sum(parameters[one] for one in operators if not one.is_expert),
+            )
+            for operators in self.job.shape.operators_of_stages(self.job.topology)
+        )
+
+    @cached_property
+    def links(self) -> Links:
+        return Links(
+            self.cluster.intra_node_bytes_per_s * self.utilisation.nvlink_share,
+            self.cluster.inter_node_bytes_per_s * self.utilisation.nic_share,
+            self.utilisation.latency_s,
+        )
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of one microbatch for which one rank does all the work of its stage."""
+        return self.job.tokens / self.job.microbatches / self.job.topology.ranks_per_stage
+
+    @property
+    def travelling_bytes(self) -> int:
+        """Bytes of an element of activations and gradients on their way: not even fp8 training sends 8 bits."""
+        return max(2, self.job.precision.compute_bytes)
+
+    @property
+    def token_bytes(self) -> int:
+        return self.job.shape.hidden_size * self.travelling_bytes
+
+    @property
+    def expert_spread(self) -> GroupSpread:
+        topology = self.job.topology
+        return GroupSpread.of(topology.ep, topology.expert_tp, topology.ranks_per_node)
+
+    def stage_s(self, stage: _Stage) -> float:
+        """t_s: forward and backward of one microbatch."""
+        peak = self.cluster.flops(self.job.precision.compute_bytes) * self.utilisation.gemm_share
+        return self.tokens * stage.flops / peak + self.exchange_s(stage) + self.tensor_s(stage)
+
+    def exchange_s(self, stage: _Stage) -> float:
+        """The experts' all-to-all: out and back, forward and backward."""
+        return 4 * stage.moe_layers * self.links.all_to_all_s(self.routed_bytes, self.expert_spread)
+
+    @property
+    def routed_bytes(self) -> float:
+        """What a rank sends to experts for one microbatch in one layer, itself included."""
+        return self.tokens * self.job.shape.moe_router_topk * self.token_bytes
+
+    def tensor_s(self, stage: _Stage) -> float:
+        """Tensor parallelism's sums, each a reduce-scatter and an all-gather: 2 per layer, forward and backward."""
+        ways = self.job.topology.tp
+        spread = GroupSpread.of(ways, 1, self.job.topology.ranks_per_node)
+        return 4 * stage.layers * 2 * self.links.ring_s(self.tokens * ways * self.token_bytes, spread)
+
+    def sync_s(self, stage: _Stage) -> float:
+        """Reduce-scatter of gradients and all-gather of parameters: of experts, then of all else."""
+        return sum(self.links.ring_s(size, spread) for size, spread in self._state(stage))
+
+    def network_s(self, number: int, stage: _Stage) -> float:
+        """See `network_busy_s`."""
+        sync = sum(self.links.ring_network_s(size, spread) for size, spread in self._state(stage))
+        exchange = 4 * stage.moe_layers * self.links.all_to_all_network_s(self.routed_bytes, self.expert_spread)
+        return sync + exchange * self.job.microbatches + self._boundary_network_s(number)
+
+    @property
+    def update_s(self) -> float:
+        """The optimizer reads gradients and state, and writes state and weights."""
+        precision = self.job.precision
+        size = 2 * (precision.master_bytes + precision.moments_bytes) + precision.compute_bytes + self.travelling_bytes
+        return self.job.busiest_rank_parameters * size / self.utilisation.optimizer_bytes_per_s
+
+    def _boundary_network_s(self, number: int) -> float:
+        """Seconds that sending to neighbouring stages keeps the NIC busy; the same stage may receive meanwhile."""
+        topology = self.job.topology
+        count = sum(len(sends(topology, number, self.job.microbatches, direction)) for direction in Direction)
+        here, there = (topology.stage_ranks(one % topology.pp).start for one in (number, number + 1))
+        if topology.node(here) == topology.node(there):
+            return 0.0
+        return count * (self.utilisation.latency_s + self.tokens * self.token_bytes / self.links.inter_bytes_per_s)
+
+    def _state(self, stage: _Stage) -> tuple[tuple[float, GroupSpread], ...]:
+        """Bytes of gradients and parameters of a rank's experts, and of all else; and who shares them."""
+        topology = self.job.topology
+        both = self.travelling_bytes + self.job.precision.compute_bytes
+        block = topology.ep * topology.expert_tp
+        return (
+            (stage.expert_parameters / block * both, GroupSpread.of(topology.edp, block, topology.ranks_per_node)),
+            (
+                stage.other_parameters / topology.tp * both,
+                GroupSpread.of(topology.dp * topology.cp, topology.tp, topology.ranks_per_node),
+            ),
+        )

@@ -1,0 +1,136 @@
+"""What a simulation is asked about: a cluster, a training job, and what an iteration of it costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.policy.checks import not_negative, positive, whole
+from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, sharing_ranks
+from megatron.core.dist_checkpointing.moe.types import ModelShape, Precision, Topology
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Machines of one kind. Bandwidths are in bytes per second and, but for storage, those of one GPU.
+
+    peak_flops: dense, by bytes per element of what is multiplied (2: fp16 or bf16, 1: fp8). host_link: GPU to host
+    memory. intra_node: NVLink or alike. inter_node: its share of the node's NICs. storage: of the whole cluster.
+    host_memory_bytes: of one node. source: where the figures stand. Raises UsageError for figures no cluster has.
+    """
+
+    name: str
+    gpus_per_node: int
+    peak_flops: dict[int, float]
+    host_link_bytes_per_s: float
+    intra_node_bytes_per_s: float
+    inter_node_bytes_per_s: float
+    storage_bytes_per_s: float
+    host_memory_bytes: int
+    source: str
+
+    def __post_init__(self) -> None:
+        whole("gpus_per_node", self.gpus_per_node, 1)
+        for name in (
+            "host_link_bytes_per_s",
+            "intra_node_bytes_per_s",
+            "inter_node_bytes_per_s",
+            "storage_bytes_per_s",
+            "host_memory_bytes",
+        ):
+            positive(f"cluster {self.name}: {name}", getattr(self, name))
+        for width, flops in self.peak_flops.items():
+            positive(f"cluster {self.name}: peak_flops[{width}]", flops)
+
+    def flops(self, compute_bytes: int) -> float:
+        """Peak operations per second with this element size; a wider type where it has none so narrow.
+
+        Raises UsageError when it has none.
+        """
+        for width in sorted(self.peak_flops):
+            if width >= compute_bytes:
+                return self.peak_flops[width]
+        raise UsageError(f"cluster {self.name} has no peak_flops for elements of {compute_bytes} bytes")
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """A model, where it runs, and its batch.
+
+    global_batch: samples per iteration. microbatches: of one pipeline in one iteration (M). seq_length: tokens per
+    sample. Raises UsageError for values below 1.
+    """
+
+    shape: ModelShape
+    topology: Topology
+    precision: Precision
+    global_batch: int
+    microbatches: int
+    seq_length: int
+
+    def __post_init__(self) -> None:
+        for name in ("global_batch", "microbatches", "seq_length"):
+            whole(name, getattr(self, name), 1)
+
+    @property
+    def tokens(self) -> int:
+        """Input tokens of one iteration."""
+        return self.global_batch * self.seq_length
+
+    @cached_property
+    def rank_parameters(self) -> dict[tuple[int, int], float]:
+        """Parameters whose state a rank owns with the distributed optimizer, by stage and expert-parallel rank."""
+        parameters = self.shape.parameters
+        return {
+            lane: sum(parameters[one] / sharing_ranks(one, self.topology) for one in operators)
+            for lane, operators in owned_operators(self.shape, self.topology).items()
+        }
+
+    @property
+    def busiest_rank_parameters(self) -> float:
+        """Parameters of the rank that owns most: it is the one that training waits for."""
+        return max(self.rank_parameters.values())
+
+
+@dataclass(frozen=True)
+class IterationCost:
+    """Seconds of one iteration without checkpoints (MoEvement App. C).
+
+    stage_s: t_s, forward and backward of one microbatch, by stage. pipeline_s: (M + (S - 1) / v) max t_s. sync_s: of
+    gradients, as far as it is not hidden. update_s: optimizer. network_busy_s: in which a rank's share of the NIC
+    belongs to training itself, hidden or not, so that copies of checkpoints have to wait.
+    """
+
+    stage_s: tuple[float, ...]
+    microbatches: int
+    vpp: int
+    sync_s: float
+    update_s: float
+    network_busy_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.stage_s:
+            raise UsageError("stage_s names no stages: a pipeline has at least 1")
+        for seconds in self.stage_s:
+            positive("stage_s", seconds)
+        whole("microbatches", self.microbatches, 1)
+        whole("vpp", self.vpp, 1)
+        not_negative("sync_s", self.sync_s)
+        not_negative("update_s", self.update_s)
+        not_negative("network_busy_s", self.network_busy_s)
+
+    @property
+    def pipeline_s(self) -> float:
+        """Forward and backward of all microbatches, with bubbles."""
+        return (self.microbatches + (len(self.stage_s) - 1) / self.vpp) * max(self.stage_s)
+
+    @property
+    def iteration_s(self) -> float:
+        """T_iter."""
+        return self.pipeline_s + self.sync_s + self.update_s
+
+    @property
+    def stage_alone_s(self) -> float:
+        """An iteration of the slowest stage alone, fed from logs: no bubbles (MoEvement 3.4)."""
+        return self.microbatches * max(self.stage_s) + self.sync_s + self.update_s

@@ -1,0 +1,156 @@
+"""What all systems share: how fast copies move, what the pieces of a rank weigh, and how one starts again."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.policy.placement import Placement, place_replicas, surviving
+from megatron.core.dist_checkpointing.moe.types import Part, SnapshotPlan
+
+from ..behaviour import Nodes, RecoveryCost
+from ..constants import Constants
+from ..inputs import Cluster, IterationCost, TrainingJob
+
+
+@dataclass(frozen=True)
+class SystemSetting:
+    """A job on a cluster, and what follows from both for every system."""
+
+    job: TrainingJob
+    cost: IterationCost
+    cluster: Cluster
+    constants: Constants
+
+    @cached_property
+    def settled(self) -> dict[Any, list[SnapshotPlan]]:
+        """The plans of windows that were found before, by what was asked for."""
+        return {}
+
+    @property
+    def iteration_s(self) -> float:
+        """T_iter."""
+        return self.cost.iteration_s
+
+    @property
+    def host_bytes_per_s(self) -> float:
+        """From a GPU to its host's memory."""
+        return self.cluster.host_link_bytes_per_s * self.constants.host_share
+
+    def peer_bytes_per_s(self, replicas: int) -> float:
+        """How fast a rank's snapshot reaches the host and all of its replicas, each of which crosses the NIC."""
+        if not replicas:
+            return self.host_bytes_per_s
+        return min(self.host_bytes_per_s, self.fetch_bytes_per_s / replicas)
+
+    @property
+    def fetch_bytes_per_s(self) -> float:
+        """From a peer's memory to one rank."""
+        return self.cluster.inter_node_bytes_per_s * self.constants.network_share
+
+    @property
+    def free_s(self) -> float:
+        """Seconds of an iteration in which the NIC is not training's."""
+        given_s = self.constants.network_busy_s
+        return max(0.0, self.iteration_s - (self.cost.network_busy_s if given_s is None else given_s))
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the job."""
+        return len(self.job.topology.ranks_by_node)
+
+    @property
+    def whole_bytes(self) -> float:
+        """A dense snapshot of the busiest rank: compute weights and the optimizer's state."""
+        return self.job.busiest_rank_parameters * self._everything
+
+    @property
+    def load_s(self) -> float:
+        """To read a dense snapshot from a peer's memory."""
+        return self.whole_bytes / self.fetch_bytes_per_s
+
+    @property
+    def model_bytes(self) -> float:
+        """A dense checkpoint of the whole model."""
+        return self.job.shape.total_parameters * self._everything
+
+    @property
+    def upload_s(self) -> float:
+        """A dense checkpoint of the whole model on its way to storage, or back."""
+        return self.model_bytes / self.cluster.storage_bytes_per_s
+
+    @property
+    def upload_iterations(self) -> int:
+        """Iterations until a checkpoint that is on its way to storage can be used."""
+        return math.ceil(self.upload_s / self.iteration_s)
+
+    @property
+    def persist_interval(self) -> int:
+        """Iterations between the states in storage of a system that checkpoints to memory."""
+        return max(1, round(self.constants.persist_every_s / self.iteration_s))
+
+    def restart(self, load_s: float, iterations: int, replay_s: float, *, from_storage: bool = False) -> RecoveryCost:
+        """All ranks start again from one state and train what came after it again.
+
+        Copies in memory do not wait for that, but only for the nodes.
+        """
+        constants = self.constants
+        return RecoveryCost(
+            constants.detect_s,
+            constants.global_restart_s,
+            load_s,
+            replay_s,
+            iterations,
+            from_storage=from_storage,
+            refill_s=constants.detect_s + constants.stage_restart_s + load_s,
+        )
+
+    def rewind(self, iteration: int, interval: int, latency: int, load_s: float) -> RecoveryCost:
+        """The recovery of checkpoints that are taken at once: back to the newest usable one, and train again."""
+        again = since(iteration, interval, latency)
+        return self.restart(load_s, again, again * self.iteration_s)
+
+    def from_storage(self, iteration: int) -> RecoveryCost:
+        """The recovery when memory has lost a copy for good."""
+        again = since(iteration, self.persist_interval, self.upload_iterations)
+        return self.restart(self.upload_s, again, again * self.iteration_s, from_storage=True)
+
+    @property
+    def _everything(self) -> int:
+        return self.job.precision.bytes_per_parameter(Part.EVERYTHING)
+
+
+def since(iteration: int, interval: int, latency: int) -> int:
+    """Whole iterations that a fault in iteration number `iteration` undoes.
+
+    States are captured after each `interval` iterations, and at the start, and can be used `latency` iterations later.
+    """
+    usable = iteration - latency
+    return iteration - (usable // interval * interval if usable > 0 else 0)
+
+
+def needs_experts(system: str, job: TrainingJob) -> None:
+    """Raises UsageError unless the model has experts."""
+    if not job.shape.moe_layers:
+        raise UsageError(f"{system} leaves experts out of checkpoints, but {job.shape.name} has none: choose another")
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Which losses of nodes the memory of the others survives."""
+
+    setting: SystemSetting
+    count: int
+
+    def survive(self, nodes: Nodes) -> bool:
+        """Whether each rank's snapshot is still in some node's memory."""
+        if len(nodes) <= min(self.count, self.setting.nodes - 1):
+            return True
+        return not surviving(self._placement, nodes).lost
+
+    @cached_property
+    def _placement(self) -> Placement:
+        return place_replicas(self.setting.job.topology, self.count)
