@@ -135,7 +135,7 @@ class Logged:
         from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology
         from megatron.core.dist_checkpointing.moe.policy.boundary import sent_bytes, tensor_shape
         from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
-        from megatron.core.dist_checkpointing.moe.snapshot.thread_executor import ThreadLane
+        from megatron.core.dist_checkpointing.moe.snapshot.thread_executor import ThreadExecutor
         from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 
         self.trainer = job.trainer()
@@ -147,7 +147,7 @@ class Logged:
         self.microbatches = self.trainer._microbatches
         self.predicted_bytes = sent_bytes(topology, topology.stage(self.rank), self.microbatches, shape, 2)
         self.store = MemoryStore(job.folder, "job", self.rank, self.plan.sizes(self.microbatches), area="standby")
-        self.recorder, self.lane = BoundaryRecorder(ThreadEngine("boundary-copy")), ThreadLane("logs")
+        self.recorder, self.lane = BoundaryRecorder(ThreadEngine("boundary-copy")), ThreadExecutor("logs")
         self.communicator = BoundaryCommunicator(parallel_state.get_pipeline_model_parallel_group(), transformer)
         self.communicator.sink = self
         self.iteration, self.inside_s = 0, 0.0

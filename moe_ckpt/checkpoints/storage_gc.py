@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.policy.lineage import Timeline
+from megatron.core.dist_checkpointing.moe.policy.lineage import Lineage
 from megatron.core.dist_checkpointing.moe.ports import Json, SnapshotId, Store, Torn
 from megatron.core.dist_checkpointing.moe.types import OperatorId, Part
 from moe_ckpt.checkpoints.windows import (
@@ -54,8 +54,8 @@ class RetainedState:
     states stay. kept, complete: by iteration and kind, what stays, and what all ranks have.
     """
 
-    timeline: Timeline
-    newer: tuple[Timeline, ...]
+    timeline: Lineage
+    newer: tuple[Lineage, ...]
     intact: StoredState
     keep_last: int
     kept: frozenset[tuple[int, str]]

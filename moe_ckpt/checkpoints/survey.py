@@ -157,7 +157,9 @@ def _copy(operator: OperatorId, part: str, iteration: int, held: Mapping[int, Se
 
 
 def _label(part: Part) -> str:
-    return "FULL" if Part.FULL in part else "WEIGHTS" if part & (Part.COMPUTE | Part.MASTER) else "MOMENTS"
+    return (
+        "FULL" if Part.MASTER_AND_MOMENTS in part else "WEIGHTS" if part & (Part.COMPUTE | Part.MASTER) else "MOMENTS"
+    )
 
 
 def _stored(persist_dir: PersistDir, snapshot: SnapshotId) -> Holding:

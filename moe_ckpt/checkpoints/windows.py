@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.policy.lineage import Timeline, belongs, newest_first
+from megatron.core.dist_checkpointing.moe.policy.lineage import Lineage, belongs, newest_first
 from megatron.core.dist_checkpointing.moe.policy.retention import kept_in_storage
 from megatron.core.dist_checkpointing.moe.ports import Facts, Manifest, SnapshotId, Store
 from megatron.core.dist_checkpointing.moe.strategies import Piece
@@ -39,7 +39,7 @@ class StoredSnapshot:
         return self.snapshot.iteration, self.snapshot.kind
 
     @property
-    def timeline(self) -> Timeline:
+    def timeline(self) -> Lineage:
         """The attempts that led to it; empty where its manifest does not say."""
         rows = cast("Sequence[tuple[str, int]]", self.facts.scalars.get("timeline", ()))
         return tuple((name, after) for name, after in rows)
@@ -103,7 +103,7 @@ class StoredState:
 class RestorableState:
     """A whole state, its timeline, and all snapshots that restore it: its own, and older ones with what these lack."""
 
-    timeline: Timeline
+    timeline: Lineage
     state: StoredState
     members: tuple[StoredSnapshot, ...] = field(repr=False)
 
@@ -123,12 +123,12 @@ def read_stored(store: Store, snapshot: SnapshotId) -> StoredSnapshot:
         return StoredSnapshot.of(reader.manifest)
 
 
-def timelines(snapshots: Sequence[StoredSnapshot]) -> list[Timeline]:
+def timelines(snapshots: Sequence[StoredSnapshot]) -> list[Lineage]:
     """Those that the snapshots are of, the newest first."""
     return newest_first(seen.timeline for seen in snapshots)
 
 
-def on_timeline(timeline: Timeline, snapshots: Sequence[StoredSnapshot]) -> tuple[StoredSnapshot, ...]:
+def on_timeline(timeline: Lineage, snapshots: Sequence[StoredSnapshot]) -> tuple[StoredSnapshot, ...]:
     """Those that lie in the past of `timeline`. What a job left when it went back is no part of it."""
     return tuple(seen for seen in snapshots if belongs(seen.timeline, seen.snapshot.iteration, timeline))
 

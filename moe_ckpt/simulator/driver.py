@@ -20,7 +20,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.policy.copies import Level
 from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
-from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Costs, Job, Pace, Strategy
+from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Costs, Job, Strategy, Throughput
 from megatron.core.dist_checkpointing.moe.types import (
     Copy,
     Inventory,
@@ -68,7 +68,7 @@ class Driver:
         job: Job,
         *,
         counts: Counts = (),
-        pace: Pace | None = None,
+        pace: Throughput | None = None,
         costs: Callable[[SnapshotPlan], Costs] | None = None,
     ) -> None:
         self.strategy: Strategy = STRATEGIES[job.config.strategy](job)
@@ -159,7 +159,7 @@ def layer_job(experts: int, topk: int, tokens: int, iterations: int, **flags: An
 def plan_bytes(plan: SnapshotPlan, sizes: Mapping[OperatorId, OperatorSize]) -> int:
     """What a rank that owns operators of these sizes copies of a snapshot."""
     return sum(
-        size.full_bytes if Part.FULL in plan.parts[operator] else size.weights_bytes
+        size.full_bytes if Part.MASTER_AND_MOMENTS in plan.parts[operator] else size.weights_bytes
         for operator, size in sizes.items()
         if operator in plan.parts
     )

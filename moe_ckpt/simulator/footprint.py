@@ -46,7 +46,7 @@ def _dense(setting: SystemSetting, system: CheckpointSystem, behaviour: Behaviou
 
 def _selective(setting: SystemSetting, system: CheckpointSystem, behaviour: Behaviour) -> int:
     """The newest state of everything, and a snapshot of non-experts and the selected experts."""
-    shape, full = setting.job.shape, setting.job.precision.bytes_per_parameter(Part.FULL)
+    shape, full = setting.job.shape, setting.job.precision.bytes_per_parameter(Part.MASTER_AND_MOMENTS)
     under_way = shape.total_parameters - (1 - behaviour.k_share) * shape.expert_parameters
     dense = memory_of(setting.job, _dense_windows(setting.job)).gemini_bytes
     held = dense - full * (shape.total_parameters - under_way)

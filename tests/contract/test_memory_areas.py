@@ -12,7 +12,7 @@ from workload import FACTS, JOB, LAYOUT, RANK, SEGMENTS, read, write
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.ports import NoRoom, SnapshotId
-from megatron.core.dist_checkpointing.moe.runtime.process_info import Place, drop_memory, open_memory
+from megatron.core.dist_checkpointing.moe.runtime.process_info import ProcessInfo, drop_memory, open_memory
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.storage.ownership import slot_directories
 from megatron.core.dist_checkpointing.moe.types import LOG
@@ -102,7 +102,7 @@ def test_an_area_that_cannot_be_a_folder_is_refused(place: Path, area: str) -> N
 
 
 def test_what_an_area_kept_is_given_back_where_the_next_attempt_does_not_use_it(place: Path) -> None:
-    config, process = MoECheckpointConfig(memory_dir=str(place)), Place(RANK, "node-0", JOB)
+    config, process = MoECheckpointConfig(memory_dir=str(place)), ProcessInfo(RANK, "node-0", JOB)
     with open_memory(config, process, SEGMENTS[:1], "standby").reserve(ONE, LAYOUT):
         pass
     kept = slot_directories(place / "node-0", JOB, "standby")[RANK]

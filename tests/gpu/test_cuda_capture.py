@@ -81,7 +81,7 @@ def test_snapshots_have_the_state_when_begun_and_restore_it(
     store: MemoryStore, engine: StreamEngine, tensors: list[StateTensor], caplog: pytest.LogCaptureFixture
 ) -> None:
     capturer = LiveCapturer(tensors, NoTrainer(), engine)
-    layout = capturer.layout(SnapshotPlan(0, {ROUTER: Part.FULL}))
+    layout = capturer.layout(SnapshotPlan(0, {ROUTER: Part.MASTER_AND_MOMENTS}))
     with caplog.at_level(logging.WARNING):
         for iteration in range(1, 6):
             for one in tensors:
@@ -97,7 +97,7 @@ def test_snapshots_have_the_state_when_begun_and_restore_it(
             restorer = LiveRestorer(tensors, lambda recast: None)
             restorer.poison()
             with store.open(SnapshotId(iteration, 0)) as reader:
-                restorer.restore(reader.read, {Part.FULL: [ROUTER]})
+                restorer.restore(reader.read, {Part.MASTER_AND_MOMENTS: [ROUTER]})
             restorer.complete()
             for one, value in zip(tensors, expected, strict=True):
                 assert torch.equal(one.tensor.cpu(), value), one.field
@@ -109,7 +109,7 @@ def test_begin_does_not_wait_for_the_device(
     store: MemoryStore, engine: StreamEngine, tensors: list[StateTensor]
 ) -> None:
     capturer = LiveCapturer(tensors, NoTrainer(), engine)
-    layout = capturer.layout(SnapshotPlan(0, {ROUTER: Part.FULL}))
+    layout = capturer.layout(SnapshotPlan(0, {ROUTER: Part.MASTER_AND_MOMENTS}))
     for iteration in (1, 2, 3):  # both segments are page-locked by the second
         writer = store.reserve(SnapshotId(iteration, 0), layout)
         hold_the_device()
@@ -142,7 +142,7 @@ def test_what_cannot_be_page_locked_is_copied_all_the_same_and_said_once(
 
     monkeypatch.setattr(torch.cuda, "cudart", Refusing)
     capturer = LiveCapturer(tensors, NoTrainer(), engine)
-    layout = capturer.layout(SnapshotPlan(0, {ROUTER: Part.FULL}))
+    layout = capturer.layout(SnapshotPlan(0, {ROUTER: Part.MASTER_AND_MOMENTS}))
     for iteration in (1, 2):
         with store.reserve(SnapshotId(iteration, 0), layout) as writer:
             capturer.begin([(layout, writer)])
@@ -159,7 +159,7 @@ def test_the_bandwidth_is_that_of_the_device_and_a_trial_comes_before_the_first_
 ) -> None:
     capturer = LiveCapturer(tensors, NoTrainer(), StreamEngine())
     tried = capturer.bandwidth_bytes_per_s
-    layout = capturer.layout(SnapshotPlan(1, {ROUTER: Part.FULL}))
+    layout = capturer.layout(SnapshotPlan(1, {ROUTER: Part.MASTER_AND_MOMENTS}))
     with store.reserve(SnapshotId(1, 0), layout) as writer:
         capturer.begin([(layout, writer)])
         capturer.end(WAIT_S)
@@ -172,7 +172,7 @@ def test_segments_that_were_let_go_are_page_locked_again_when_they_are_used_agai
 ) -> None:
     engine = StreamEngine()
     capturer = LiveCapturer(tensors, NoTrainer(), engine)
-    layout = capturer.layout(SnapshotPlan(1, {ROUTER: Part.FULL}))
+    layout = capturer.layout(SnapshotPlan(1, {ROUTER: Part.MASTER_AND_MOMENTS}))
     for iteration in range(1, 5):
         with store.reserve(SnapshotId(iteration, 0), layout) as writer:
             capturer.begin([(layout, writer)])

@@ -102,7 +102,7 @@ class Logged:
         from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
         from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
         from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
-        from megatron.core.dist_checkpointing.moe.snapshot.thread_executor import ThreadLane
+        from megatron.core.dist_checkpointing.moe.snapshot.thread_executor import ThreadExecutor
         from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 
         config, training = self.trainer._transformer, self.trainer._state.config.training
@@ -119,7 +119,7 @@ class Logged:
         sizes = self.plan.sizes(self.microbatches)
         self.store = MemoryStore(self.folder, JOB, self.rank, sizes, area="standby")
         self.recorder = BoundaryRecorder(ThreadEngine("boundary-copy"))
-        ports = LogPorts(self.store, ThreadLane("logs"), self.recorder, SystemClock())
+        ports = LogPorts(self.store, ThreadExecutor("logs"), self.recorder, SystemClock())
         self.logs = BoundaryLogs(self.plan, Identity(JOB, {}, frozenset()), ports, timeout_s=60.0)
         received = self.received
 

@@ -154,7 +154,7 @@ class _Capture:
 
         facts: dict[str, Any] = {"differences": {}}
         with self.store.open(snapshot) as reader:
-            for name, part in {"full": Part.FULL, "everything": Part.EVERYTHING}.items():
+            for name, part in {"full": Part.MASTER_AND_MOMENTS, "everything": Part.EVERYTHING}.items():
                 facts[f"{name} bytes"] = self._restore(reader, part)
                 facts["differences"][name] = _differences(self.state, self.reference)
             facts["refusals"] = self._refusals(reader)

@@ -151,7 +151,7 @@ class Frozen:
         from megatron.core.dist_checkpointing.moe.types import Part
 
         for one in self.tensors:
-            if one.operator in operators and not one.serves(Part.WEIGHTS):
+            if one.operator in operators and not one.serves(Part.COMPUTE):
                 one.tensor.fill_(GARBAGE if one.field == "step" else NAN)
 
     def facts(self) -> dict[str, Any]:
@@ -215,7 +215,7 @@ class Frozen:
         found = []
         everything = zip(self.tensors, now.tensors, before.tensors, after.tensors, strict=True)
         for one, is_now, was, should in everything:
-            if one.operator in frozen and not one.serves(Part.WEIGHTS):
+            if one.operator in frozen and not one.serves(Part.COMPUTE):
                 right = torch.equal(is_now, torch.full_like(is_now, GARBAGE)) or bool(torch.isnan(is_now).all())
             else:
                 keeps = one.operator in frozen and one.field != "buffer"

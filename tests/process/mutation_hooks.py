@@ -114,7 +114,7 @@ def weights_of_frozen_operators_left_as_they_were() -> Any:
     from megatron.core.dist_checkpointing.moe.types import Part
 
     def change(load: Any) -> Any:
-        return replace(load, parts={part: which for part, which in load.parts.items() if part is not Part.WEIGHTS})
+        return replace(load, parts={part: which for part, which in load.parts.items() if part is not Part.COMPUTE})
 
     return loaded_otherwise(change)
 

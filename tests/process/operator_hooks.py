@@ -256,7 +256,7 @@ def _restorations(state: Any, tensors: Sequence[Any], copies: Sequence[Any], ref
         differences[f"without {left_out}"] = restored(lambda one, out=left_out: kind(one) != out, gathered)
     differences["not gathered"] = restored(lambda one: True, lambda: None)
     differences["nothing"] = restored(lambda one: False, gathered)
-    differences["full parts, recast"] = restored(lambda one: one.serves(Part.FULL), recast)
+    differences["full parts, recast"] = restored(lambda one: one.serves(Part.MASTER_AND_MOMENTS), recast)
     differences["everything"] = restored(lambda one: True, gathered)
     return {"differences": differences}
 

@@ -302,7 +302,7 @@ class Parking(Frozen):
         with self.store.open(SnapshotId(iteration, self.rank, PARKED)) as reader:
             found = []
             for one, should in zip(self.tensors, moment.tensors, strict=True):
-                if one.serves(Part.FULL):
+                if one.serves(Part.MASTER_AND_MOMENTS):
                     value = torch.frombuffer(bytearray(reader.read(one.key)), dtype=should.dtype)
                     found += [] if torch.equal(value, should) else [f"parked {one.key}"]
             for name, data in moment.random.items():
@@ -321,7 +321,7 @@ class Parking(Frozen):
         self.restorer.poison()
         names = list(self.trainer_state.tensors())
         with self.store.open(SnapshotId(parked.iteration, self.rank, PARKED)) as reader:
-            self.restorer.restore(reader.read, {Part.FULL: self.operators})
+            self.restorer.restore(reader.read, {Part.MASTER_AND_MOMENTS: self.operators})
             scalars = reader.manifest.facts.scalars["trainer"]
             self.trainer_state.restore(scalars, {name: reader.read(f"{RANDOM}{name}") for name in names})
         if parked.gradients:
@@ -346,7 +346,7 @@ class Parking(Frozen):
         return [
             f"rolled {one.key}"
             for one, should in pairs
-            if one.serves(Part.FULL) and not torch.equal(one.tensor, should)
+            if one.serves(Part.MASTER_AND_MOMENTS) and not torch.equal(one.tensor, should)
         ]
 
     def scatter_numbers(self) -> None:

@@ -249,7 +249,7 @@ class Alone(Frozen):
         from megatron.core.dist_checkpointing.moe.types import Part
 
         for one, copy in zip(self.tensors, moment.tensors, strict=True):
-            if one.operator in whole or (one.operator in weights and one.serves(Part.WEIGHTS)):
+            if one.operator in whole or (one.operator in weights and one.serves(Part.COMPUTE)):
                 one.tensor.copy_(copy)
 
     def replayed_with(

@@ -319,12 +319,13 @@ def test_a_snapshot_of_one_expert_per_layer_has_the_share_of_bytes_that_is_predi
 def predicted(scope: str) -> Fraction:
     """Share of a full snapshot that a snapshot with one expert per layer has.
 
-    Snapshots store master weights and moments (Part.FULL); an expert that is not selected goes without those of them
-    that the scope names; `weights` names none of them. MoC eq. 6 over eq. 5 is the same share for `all`, although the
-    papers' checkpoints also have compute weights: all parameters take equally many bytes, which cancel out.
+    Snapshots store master weights and moments (Part.MASTER_AND_MOMENTS); an expert that is not selected goes without
+    those of them that the scope names; `weights` names none of them. MoC eq. 6 over eq. 5 is the same share for `all`,
+    although the papers' checkpoints also have compute weights: all parameters take equally many bytes, which cancel
+    out.
     """
-    stored = FP32.bytes_per_parameter(Part.FULL)
-    left_out = FP32.bytes_per_parameter(Part.FULL & PEC_SCOPES[scope].partial)
+    stored = FP32.bytes_per_parameter(Part.MASTER_AND_MOMENTS)
+    left_out = FP32.bytes_per_parameter(Part.MASTER_AND_MOMENTS & PEC_SCOPES[scope].partial)
     missing = LARGE.expert_parameters * (EXPERTS - 1) // EXPERTS
     share = 1 - Fraction(missing * left_out, LARGE.total_parameters * stored)
     if scope == "all":

@@ -70,7 +70,7 @@ def predicted(shard: str, layout: Layout) -> ShardAssignment:
         gated_linear_unit=True,
     )
     topology = Topology(layout.ranks, tp=layout.tp, pp=layout.pp, ep=layout.ep)
-    parts = full_plan(0, shape.operators, Part.FULL).parts
+    parts = full_plan(0, shape.operators, Part.MASTER_AND_MOMENTS).parts
     return shard_checkpoint(shard, shape, topology, FP32, parts, optimizer_sharded=False)
 
 

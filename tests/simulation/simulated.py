@@ -13,7 +13,7 @@ from simulated_world.world import World
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import ProtectionState, WindowState
-from megatron.core.dist_checkpointing.moe.policy.lineage import Timeline, continued
+from megatron.core.dist_checkpointing.moe.policy.lineage import Lineage, continued
 from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
 from megatron.core.dist_checkpointing.moe.recovery.recovery import Recovery, RecoveryOutcome, RecoveryPorts
 from megatron.core.dist_checkpointing.moe.replay.densify import Replay
@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.moe.snapshot.coordinator import Coordinato
 from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
 from megatron.core.dist_checkpointing.moe.snapshot.persister import Persister
 from megatron.core.dist_checkpointing.moe.snapshot.replication_worker import ReplicationWorker
-from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Room
+from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, BufferSpec, Job
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, StepJournal, Topology, expert
 
 LAYERS, EXPERTS, RANKS = 2, 4, 4
@@ -148,7 +148,7 @@ class Rank:
         self._peers, self._owners = placement.peers[rank], placement.kept_by[rank]
         self._persistent = ports.persistent if self._config.persist_dir else None
         self._identity = Identity("job", {"world_size": RANKS}, ports.capturer.operators)
-        self._rooms: tuple[Room, ...] | None = None
+        self._rooms: tuple[BufferSpec, ...] | None = None
         self._make_room()
 
     def main(self) -> None:
@@ -223,7 +223,7 @@ class Rank:
         self._told.replayed.append((self._rank, done.iterations))
         return recovery.finish()
 
-    def _coordinator(self, timeline: Timeline) -> Coordinator:
+    def _coordinator(self, timeline: Lineage) -> Coordinator:
         ports, identity = self._ports, replace(self._identity, timeline=timeline)
         replicator = Replicator(self._data, self._peers, self._owners) if self._config.replicas else None
         worker = ReplicationWorker(ports.memory, replicator, self._data, ports.clock, identity, owners=self._owners)
@@ -242,7 +242,7 @@ class Rank:
 
     def _make_room(self) -> None:
         """Segments as large as a session takes them, and not one more."""
-        rooms = self._strategy.rooms()
+        rooms = self._strategy.buffer_specs()
         if rooms != self._rooms:
             sizes = segment_sizes(rooms, self._ports.capturer, self._control, self._owners)
             done, _ = fit_memory(self._ports.memory, sizes, self._control)

@@ -21,7 +21,7 @@ from simulated_world.world import World
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.local_recovery.boundary_logs import BoundaryLogs, LogPlan, LogPorts
 from megatron.core.dist_checkpointing.moe.local_recovery.park import Parker, ParkPorts
-from megatron.core.dist_checkpointing.moe.policy.lineage import Timeline, continued
+from megatron.core.dist_checkpointing.moe.policy.lineage import Lineage, continued
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause, StepPhase, decide
 from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
 from megatron.core.dist_checkpointing.moe.ports import RANDOM, PeerLost
@@ -37,7 +37,7 @@ from megatron.core.dist_checkpointing.moe.snapshot.buffers import fit_memory, ga
 from megatron.core.dist_checkpointing.moe.snapshot.coordinator import Coordinator, Ports
 from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
 from megatron.core.dist_checkpointing.moe.snapshot.replication_worker import ReplicationWorker
-from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Room
+from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, BufferSpec, Job
 from megatron.core.dist_checkpointing.moe.types import (
     OperatorId,
     OperatorKind,
@@ -144,7 +144,7 @@ class StagedRank:
         placement = place_replicas(topology, job.replicas)
         self._peers, self._owners = placement.peers[rank], placement.kept_by[rank]
         self._identity = Identity("job", {"world_size": job.ranks}, ports.capturer.operators, "sparse")
-        self._rooms: tuple[Room, ...] | None = None
+        self._rooms: tuple[BufferSpec, ...] | None = None
         self._make_room()
         self._recorder = FakeRecorder(ports.world)
         self._stage = FakeStage(ports.model, topology, self._train, self._recorder)
@@ -165,7 +165,7 @@ class StagedRank:
             self._park()
             raise
 
-    def _attend(self, timeline: Timeline) -> None:
+    def _attend(self, timeline: Lineage) -> None:
         ports, identity = self._ports, replace(self._identity, timeline=timeline)
         self._logs = BoundaryLogs(
             self._log_plan, identity, LogPorts(ports.standby, self._logs_lane, self._recorder, ports.clock),
@@ -298,7 +298,7 @@ class StagedRank:
         self._logs.drain(5.0)
         self._seen.replayed.append((self._ports.start, self._rank, replay.iterations))
 
-    def _protected(self, timeline: Timeline) -> Coordinator:
+    def _protected(self, timeline: Lineage) -> Coordinator:
         ports, identity = self._ports, replace(self._identity, timeline=timeline)
         replicator = Replicator(self._data, self._peers, self._owners) if self._of.replicas else None
         worker = ReplicationWorker(ports.memory, replicator, self._data, ports.clock, identity, owners=self._owners)
@@ -309,7 +309,7 @@ class StagedRank:
         return Coordinator(self._job, self._strategy, used, worker, None)
 
     def _make_room(self) -> None:
-        rooms = self._strategy.rooms()
+        rooms = self._strategy.buffer_specs()
         if rooms != self._rooms:
             sizes = segment_sizes(rooms, self._ports.capturer, self._control, self._owners)
             done, _ = fit_memory(self._ports.memory, sizes, self._control)

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.moe.policy.parking import Cause
 from megatron.core.dist_checkpointing.moe.ports import PeerLost, StoreFailure
 from megatron.core.dist_checkpointing.moe.recovery.timestamps import Timestamps
 from megatron.core.dist_checkpointing.moe.runtime.live_state import Training
-from megatron.core.dist_checkpointing.moe.runtime.process_info import Place
+from megatron.core.dist_checkpointing.moe.runtime.process_info import ProcessInfo
 from megatron.core.dist_checkpointing.moe.runtime.session import Session
 from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -121,7 +121,7 @@ def _open(state: TrainingState, launch: Launch, trainer: LiveTrainerState, marks
         topk=config.moe.moe_router_topk,
         passes=_passes(config, transformer),
     )
-    place = Place(launch.local_rank, launch.node, launch.job_id)
+    place = ProcessInfo(launch.local_rank, launch.node, launch.job_id)
     return Session(config.moe_checkpoint, training, place, marks)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.policy.copies import Level
 from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
-from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Pace, Piece, Strategy
+from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Piece, Strategy, Throughput
 from megatron.core.dist_checkpointing.moe.types import SnapshotPlan
 
 from .options import PlannedJob
@@ -64,7 +64,7 @@ def driven(
     strategy: Strategy,
     iterations: Iterable[int],
     counts: Callable[[int], Sequence[Sequence[int]]],
-    pace: Pace | None = None,
+    pace: Throughput | None = None,
 ) -> Iterator[Taken]:
     """Train these iterations, ascending; what was snapshotted, as it comes.
 

@@ -24,7 +24,7 @@ be lost, and what it costs in memory and on the network.
 def placement(job: PlannedJob, replicas: int, zero_stage: int) -> Report:
     placed = place_replicas(job.topology, replicas)
     facts = coverage(placed, job.topology)
-    costs = replica_bytes(job.shape, job.topology, job.precision, zero_stage, placed, part=Part.FULL)
+    costs = replica_bytes(job.shape, job.topology, job.precision, zero_stage, placed, part=Part.MASTER_AND_MOMENTS)
     ranks = [
         (
             rank,

@@ -255,7 +255,7 @@ def _tiers(plan: RecoveryPlan, sizes: dict[OperatorId, OperatorSize]) -> Table:
     read: Counter[Tier] = Counter()
     for source in plan.sources:
         ranks.setdefault(source.tier, set()).add(source.rank)
-        full = source.part is Part.FULL
+        full = source.part is Part.MASTER_AND_MOMENTS
         read[source.tier] += sum(sizes[op].full_bytes if full else sizes[op].weights_bytes for op in source.operators)
     rows = [(tier.name.lower().replace("_", " "), len(ranks[tier]), read[tier]) for tier in sorted(ranks)]
     return Table("Tiers", (("tier", "text"), ("ranks", "count"), ("read", "bytes")), tuple(rows))

@@ -43,7 +43,7 @@ def predicted(
     """Seconds by part. parks: whether the survivors put their state aside."""
     read: dict[int, Counter[Tier]] = {}
     for source in plan.sources:
-        full = source.part is Part.FULL
+        full = source.part is Part.MASTER_AND_MOMENTS
         count = sum(sizes[op].full_bytes if full else sizes[op].weights_bytes for op in source.operators)
         read.setdefault(source.rank, Counter())[source.tier] += count
     stages = job.shape.operators_of_stages(job.topology)

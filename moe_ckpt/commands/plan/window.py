@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.moe.policy.lanes import Lane
 from megatron.core.dist_checkpointing.moe.policy.ordering import ORDERINGS
 from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
 from megatron.core.dist_checkpointing.moe.policy.window import Schedule, load_of, paper_window, schedule_of
-from megatron.core.dist_checkpointing.moe.strategies import Pace
+from megatron.core.dist_checkpointing.moe.strategies import Throughput
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorSize, Part
 from moe_ckpt.report import Columns, Fact, Report, Table
 
@@ -49,7 +49,7 @@ def window(
     budget = budget_bytes(budget_local_gbps * 1e9, iteration_time)
     config = MoECheckpointConfig(strategy="sparse", window=window, ordering=ordering)
     strategy = new_strategy(job, config)
-    groups = _second_window(driven(strategy, count(1), tokens.of, Pace(iteration_time, budget_local_gbps * 1e9)))
+    groups = _second_window(driven(strategy, count(1), tokens.of, Throughput(iteration_time, budget_local_gbps * 1e9)))
     schedules = _schedules(job, groups, sizes, budget)
     busiest = max(schedules, key=lambda lane: (schedules[lane].peak_bytes, [-number for number in lane]))
     peak = schedules[busiest]
@@ -83,7 +83,7 @@ def _second_window(taken: Iterable[Taken]) -> tuple[tuple[OperatorId, ...], ...]
         groups = []
         for snapshot in snapshots:
             parts = snapshot.plan.parts.items()
-            groups.append(tuple(operator for operator, part in parts if Part.FULL in part))
+            groups.append(tuple(operator for operator, part in parts if Part.MASTER_AND_MOMENTS in part))
             if snapshot.plan.iteration == snapshot.pieces[0].span[-1]:
                 break
     return tuple(groups)
@@ -115,7 +115,7 @@ def _steps(schedule: Schedule, bandwidth_bytes_per_s: float) -> Table:
     rows = []
     stalls = schedule.stall_s(bandwidth_bytes_per_s)
     for step, group in enumerate(schedule.window.groups):
-        frozen = sum(part is Part.WEIGHTS for part in schedule.window.plan(step).parts.values())
+        frozen = sum(part is Part.COMPUTE for part in schedule.window.plan(step).parts.values())
         experts = sum(operator.is_expert for operator in group)
         ends = (str(group[0]), str(group[-1])) if group else ("", "")
         rows.append((step, len(group), experts, frozen, schedule.load_bytes[step], stalls[step], *ends))

@@ -10,8 +10,8 @@ from megatron.core.dist_checkpointing.moe.policy.lanes import Lane
 from megatron.core.dist_checkpointing.moe.policy.prediction import Figures, replay_s
 from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
 from megatron.core.dist_checkpointing.moe.policy.window import Schedule
-from megatron.core.dist_checkpointing.moe.strategies import Costs, Pace
-from megatron.core.dist_checkpointing.moe.types import OperatorId, Part, Segment, SnapshotPlan, Window
+from megatron.core.dist_checkpointing.moe.strategies import Costs, Throughput
+from megatron.core.dist_checkpointing.moe.types import OperatorId, Part, ReplaySegment, SnapshotPlan, Window
 
 from ..behaviour import Behaviour, Nodes, RecoveryCost, Steady
 from ..cost import operator_flops
@@ -63,7 +63,9 @@ class MoEvement:
     def schedules(self, setting: SystemSetting, popularity: Sequence[float] | None) -> dict[Lane, Schedule]:
         """What the ranks of each lane copy in the windows that the strategy comes to plan in this job."""
         plans, job = settled_window(setting, self.copies(setting), self.window, popularity), setting.job
-        groups = tuple(tuple(one for one, part in plan.parts.items() if Part.FULL in part) for plan in plans)
+        groups = tuple(
+            tuple(one for one, part in plan.parts.items() if Part.MASTER_AND_MOMENTS in part) for plan in plans
+        )
         sizes, budget = shard_sizes(job.shape, job.topology, job.precision), self.budget_bytes(setting)
         found = {}
         for lane, operators in owned_operators(job.shape, job.topology).items():
@@ -98,7 +100,7 @@ def settled_window(
     driver = Driver(
         job,
         counts=token_counts(setting.job, popularity),
-        pace=Pace(setting.iteration_s, setting.host_bytes_per_s),
+        pace=Throughput(setting.iteration_s, setting.host_bytes_per_s),
         costs=costs,
     )
     plans, since = _next_window(driver), driver.iteration
@@ -178,7 +180,7 @@ class ReplayCost:
         return [frozenset().union(*groups[step + 1 :]) for step in range(self.window)]
 
     def _policy(self, stages: Stages, frozen: list[frozenset[OperatorId]]) -> float:
-        segment = Segment(stages, 0, len(frozen), tuple(frozen))
+        segment = ReplaySegment(stages, 0, len(frozen), tuple(frozen))
         return replay_s(segment, self._setting.job.topology, self._figures, self._work)
 
     @cached_property

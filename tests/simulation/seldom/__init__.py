@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
-from megatron.core.dist_checkpointing.moe.strategies import Room, Strategy
+from megatron.core.dist_checkpointing.moe.strategies import BufferSpec, Strategy
 from megatron.core.dist_checkpointing.moe.types import SnapshotPlan, full_plan
 
 
@@ -20,13 +20,13 @@ class Seldom(Strategy):
     def plan(self, iteration: int) -> SnapshotPlan | None:
         return full_plan(iteration, self._job.operators) if iteration % 2 else None
 
-    def rooms(self) -> tuple[Room, ...]:
-        return (Room(full_plan(0, self._job.operators), own=3, replica=2, trainer=True),)
+    def buffer_specs(self) -> tuple[BufferSpec, ...]:
+        return (BufferSpec(full_plan(0, self._job.operators), own=3, replica=2, trainer=True),)
 
 
 class Nothing(Strategy):
     def plan(self, iteration: int) -> SnapshotPlan | None:
         return None
 
-    def rooms(self) -> tuple[Room, ...]:
-        return (Room(SnapshotPlan(0, {}), own=1, replica=0, trainer=True),)
+    def buffer_specs(self) -> tuple[BufferSpec, ...]:
+        return (BufferSpec(SnapshotPlan(0, {}), own=1, replica=0, trainer=True),)

@@ -56,7 +56,7 @@ class FakeTensor:
 
     def serves(self, part: Part) -> bool:
         """Whether a snapshot with this part has it."""
-        return bool(self.field.part & part) or (self.in_forward and Part.WEIGHTS in part)
+        return bool(self.field.part & part) or (self.in_forward and Part.COMPUTE in part)
 
 
 class FakeModel:
@@ -141,7 +141,7 @@ class FakeModel:
         read = [
             key
             for key, tensor in self.tensors.items()
-            if tensor.serves(Part.WEIGHTS) or tensor.field.operator not in frozen
+            if tensor.serves(Part.COMPUTE) or tensor.field.operator not in frozen
         ]
         versions = self.versions()
         return all(versions[key] == self.iteration for key in (*read, *self.random_sizes))

@@ -187,7 +187,7 @@ class FakeRestorer:
 
 def _is_required(tensor: FakeTensor, frozen: Collection[OperatorId]) -> bool:
     is_frozen = tensor.field.operator in frozen
-    return tensor.serves(Part.WEIGHTS) if is_frozen else tensor.field.part is not Part.COMPUTE
+    return tensor.serves(Part.COMPUTE) if is_frozen else tensor.field.part is not Part.COMPUTE
 
 
 class FakeExecution:

@@ -11,7 +11,7 @@ from simulated import EXPERTS, LAYERS, RANKS, Simulation
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.policy.shards import shard_sizes
-from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Pace, Strategy
+from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Strategy, Throughput
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, SnapshotPlan, Topology
 from moe_ckpt.simulator.driver import Driver, strategy_job
 from moe_ckpt.simulator.inputs import TrainingJob
@@ -101,7 +101,7 @@ def test_one_rank_of_each_stage_and_expert_parallel_rank_stands_for_all_that_own
         every[rank] = {one: sizes[one] for one in few.sizes[at.pp * 4 + at.ep]}
     windows = []
     for job in (few, replace(few, sizes=every)):
-        driver = Driver(job, counts=[[1] * 8] * 6, pace=Pace(1.0, 40e6))
+        driver = Driver(job, counts=[[1] * 8] * 6, pace=Throughput(1.0, 40e6))
         windows.append([plan.parts for plan in (driver.iterate() for _ in range(12)) if plan is not None])
     assert windows[0] == windows[1]
     assert len(windows[0]) > 3

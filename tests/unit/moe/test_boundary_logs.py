@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.moe.ports import Layout, SnapshotId, Store
 from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
 from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
 from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
-from megatron.core.dist_checkpointing.moe.snapshot.thread_executor import ThreadLane
+from megatron.core.dist_checkpointing.moe.snapshot.thread_executor import ThreadExecutor
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import (
     LOG,
@@ -49,7 +49,7 @@ class Rank:
             place, "job", 0, self.plan.sizes(MICROBATCHES), area="standby", system=ports.get("system")
         )
         self.recorder = BoundaryRecorder(ThreadEngine("boundary-copy"))
-        self.lane = ports.get("lane") or ThreadLane("logs")
+        self.lane = ports.get("lane") or ThreadExecutor("logs")
         identity = Identity("job", {"world_size": 4, "pp": 2}, frozenset(), "sparse", ((0, 0),))
         self.logs = BoundaryLogs(
             self.plan, identity, LogPorts(self.store, self.lane, self.recorder, SystemClock()), timeout_s=WAIT_S
@@ -61,7 +61,7 @@ class Rank:
 
     def train(self, iterations: range, oldest_base: Callable[[int], int | None] = lambda iteration: 0) -> None:
         for iteration in iterations:
-            if isinstance(self.lane, ThreadLane):
+            if isinstance(self.lane, ThreadExecutor):
                 self.settle()
             self.logs.begins(iteration, MICROBATCHES)
             self.passes(iteration)
@@ -102,7 +102,7 @@ class HeldLane:
     """A lane that begins nothing until it is let go."""
 
     def __init__(self) -> None:
-        self.go, self._lane = threading.Event(), ThreadLane("held")
+        self.go, self._lane = threading.Event(), ThreadExecutor("held")
         self._lane.submit(lambda: self.go.wait(WAIT_S))
 
     def submit(self, work: Callable[[], Any], /) -> Any:

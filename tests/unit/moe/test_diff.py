@@ -198,7 +198,7 @@ def pec(root: Path, old: bytes = b"old") -> Path:
         for kind in kinds:
             own = groups[kind]
             scalars: dict[str, Json] = {
-                "operators": [[own.layer, own.kind.value, own.expert, Part.FULL.value]],
+                "operators": [[own.layer, own.kind.value, own.expert, Part.MASTER_AND_MOMENTS.value]],
                 "timeline": [["first", 0]],
                 "window": [iteration, iteration],
                 "made_by": "pec",

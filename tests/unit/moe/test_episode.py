@@ -22,10 +22,10 @@ from megatron.core.dist_checkpointing.moe.recovery.timestamps import (
     left_in,
 )
 from megatron.core.dist_checkpointing.moe.types import RecoveryPlan, Topology
-from megatron.core.dist_checkpointing.moe.types.recovery import Scope, Segment
+from megatron.core.dist_checkpointing.moe.types.recovery import ReplaySegment, Scope
 
 TOPOLOGY = Topology(world_size=4, pp=2, ep=2, ranks_per_node=2)
-PLAN = RecoveryPlan(7, Scope.LOCAL, (Segment((1,), 4, 7),), ())
+PLAN = RecoveryPlan(7, Scope.LOCAL, (ReplaySegment((1,), 4, 7),), ())
 AFTER = dict.fromkeys(("restarted", "rendezvous", "built", "inventory", "planned", "fetched", "rejoined"), 0.0)
 
 
@@ -143,7 +143,7 @@ def test_a_rank_that_reads_its_clock_late_does_not_make_the_clock_of_its_node_wr
 def test_the_line_says_who_replayed_and_how_much() -> None:
     line = next(iter(episode(row(fault(100, 101)), row(), row(), row(replayed=116)).lines()))
     assert "(local; 2 of 4 ranks replayed up to 3 iterations): detect 0.00, park 1.00, restart 9.00" in line
-    dense = RecoveryPlan(7, Scope.GLOBAL, (Segment((0, 1), 7, 7),), ())
+    dense = RecoveryPlan(7, Scope.GLOBAL, (ReplaySegment((0, 1), 7, 7),), ())
     assert "(global; no replay)" in next(iter(episode(row(), row(), row(), row(), plan=dense).lines()))
 
 

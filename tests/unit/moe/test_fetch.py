@@ -10,21 +10,21 @@ from megatron.core.dist_checkpointing.moe.recovery.inventory import Catalogue, F
 from megatron.core.dist_checkpointing.moe.types import (
     GRADIENTS,
     LOG,
+    CopySource,
     Direction,
     OperatorId,
     OperatorKind,
     Part,
     RecoveryPlan,
+    ReplaySegment,
     Scope,
-    Segment,
     SnapshotPlan,
-    Source,
     Tier,
     Topology,
 )
 
 HEAD = OperatorId(2, OperatorKind.HEAD)
-SNAPSHOT, PLAN = SnapshotId(4, 0), SnapshotPlan(4, {HEAD: Part.FULL})
+SNAPSHOT, PLAN = SnapshotId(4, 0), SnapshotPlan(4, {HEAD: Part.MASTER_AND_MOMENTS})
 ONE_NODE = (0, 0, 0)
 
 
@@ -33,11 +33,11 @@ def test_beside_a_damaged_copy_an_intact_one_on_the_same_node_is_taken(damaged: 
     found = tuple(Found(SNAPSHOT, Tier.OWN_MEMORY, finder=finder, plan=PLAN) for finder in (0, 2))
     known = Catalogue(found, {0: frozenset([HEAD])}, ONE_NODE)
     gone = {(damaged, SNAPSHOT, Tier.OWN_MEMORY)}
-    source = Source(0, 4, Tier.OWN_MEMORY, 0, Part.FULL, frozenset([HEAD]))
-    plan = RecoveryPlan(4, Scope.GLOBAL, (Segment((0,), 4, 4),), (source,), ())
+    source = CopySource(0, 4, Tier.OWN_MEMORY, 0, Part.MASTER_AND_MOMENTS, frozenset([HEAD]))
+    plan = RecoveryPlan(4, Scope.GLOBAL, (ReplaySegment((0,), 4, 4),), (source,), ())
     (need,) = needs(plan, known.inventory(gone), known.without(gone))
     assert need.found.finder == 2 - damaged
-    assert need.parts == ((Part.FULL, frozenset([HEAD])),)
+    assert need.parts == ((Part.MASTER_AND_MOMENTS, frozenset([HEAD])),)
 
 
 PIPELINE = Topology(4, pp=4)
@@ -51,7 +51,7 @@ def logged(iteration: int, sender: int, finder: int, *, journal: bool = True) ->
 
 
 def local(*stages: int, rolling: tuple[int, ...] = ()) -> RecoveryPlan:
-    segment = Segment(stages, 4, 6, (NOTHING, NOTHING))
+    segment = ReplaySegment(stages, 4, 6, (NOTHING, NOTHING))
     return RecoveryPlan(6, Scope.LOCAL, (segment,), (), roll_forward=rolling)
 
 

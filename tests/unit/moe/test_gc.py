@@ -84,7 +84,7 @@ class Made:
         parts: Sequence[OperatorId] = (),
     ) -> None:
         scalars: dict[str, Json] = {
-            "operators": [[one.layer, one.kind.value, one.expert, Part.FULL.value] for one in parts],
+            "operators": [[one.layer, one.kind.value, one.expert, Part.MASTER_AND_MOMENTS.value] for one in parts],
             "timeline": [list(attempt) for attempt in self.way],
             "window": [last - self.length + 1, last],
             "made_by": self.made_by,

@@ -62,7 +62,7 @@ def data(output: Call) -> Callable[..., dict[str, Any]]:
 
 
 def said(iteration: int, window: tuple[int, int], timeline: list[list[Any]] = ATTEMPTS, ranks: int = 2) -> Facts:
-    parts = {expert(0, 0): Part.FULL, ROUTER: Part.WEIGHTS}
+    parts = {expert(0, 0): Part.MASTER_AND_MOMENTS, ROUTER: Part.COMPUTE}
     held = [[one.layer, one.kind.value, one.expert, part.value] for one, part in parts.items()]
     scalars = {
         "trainer": {"iteration": iteration, "command": {"flags": ["--num-experts", "8", "--bf16"], "folder": "/x"}},

@@ -48,7 +48,7 @@ class Node:
     ) -> SnapshotId:  # fmt: skip
         snapshot = SnapshotId(iteration, owner, kind)
         held = sorted(OWN[owner]) if operators is None else operators
-        rows: list[Json] = [[one.layer, one.kind.value, one.expert, Part.FULL.value] for one in held]
+        rows: list[Json] = [[one.layer, one.kind.value, one.expert, Part.MASTER_AND_MOMENTS.value] for one in held]
         writer = store.reserve(snapshot, LAYOUT)
         writer.put("w", bytes(range(10)))
         scalars: dict[str, Json] = {"operators": rows, "timeline": list(map(list, timeline)), **(more or {})}
@@ -82,7 +82,7 @@ def test_what_was_sealed_is_found_with_its_operators_and_digest(node: Node) -> N
     (one,) = node.told().found
     assert (one.finder, one.snapshot, one.tier, one.digest, one.why) == (0, snapshot, Tier.OWN_MEMORY, "abc", "")
     assert one.timeline == FIRST
-    assert one.plan.parts == dict.fromkeys(OWN[0], Part.FULL)
+    assert one.plan.parts == dict.fromkeys(OWN[0], Part.MASTER_AND_MOMENTS)
 
 
 def test_a_replica_is_peer_memory_only_when_it_lies_on_another_node(node: Node) -> None:

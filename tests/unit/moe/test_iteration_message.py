@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.moe.snapshot.iteration_message import (
     IterationNews,
     MessageExchange,
 )
-from megatron.core.dist_checkpointing.moe.strategies import Costs, Pace
+from megatron.core.dist_checkpointing.moe.strategies import Costs, Throughput
 from megatron.core.dist_checkpointing.moe.types import SnapshotPlan, expert, full_plan
 
 COSTS = Costs(1.0, 0.5, 0.25)
@@ -88,7 +88,7 @@ def test_costs_are_those_of_the_slowest_rank_and_the_pace_is_the_least(
     ranks: list[tuple[float, float, float, float, int]],
 ) -> None:
     messages = [
-        message(costs=Costs(iteration, stall, round_), pace=Pace(copy, float(bandwidth)))
+        message(costs=Costs(iteration, stall, round_), pace=Throughput(copy, float(bandwidth)))
         for iteration, stall, round_, copy, bandwidth in ranks
     ]
     news = exchanged(*messages)

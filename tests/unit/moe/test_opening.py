@@ -11,9 +11,9 @@ from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.runtime.opening import open_memories
-from megatron.core.dist_checkpointing.moe.runtime.process_info import Place
+from megatron.core.dist_checkpointing.moe.runtime.process_info import ProcessInfo
 
-PLACE = Place(0, "node", "job")
+PLACE = ProcessInfo(0, "node", "job")
 SIZES = {"slot": [4096, 4096], "standby": [8192]}
 
 

@@ -11,19 +11,21 @@ from megatron.core.dist_checkpointing.moe.types import (
     Tier,
     expert,
 )
-from megatron.core.dist_checkpointing.moe.types.recovery import Reason, Refusal, Scope, Segment, Source
+from megatron.core.dist_checkpointing.moe.types.recovery import CopySource, Refusal, RefusalReason, ReplaySegment, Scope
 
 HEAD = OperatorId(2, OperatorKind.HEAD)
 ONE, OTHER = expert(1, 0), expert(1, 1)
 NODES = (0, 0, 1, 1)
 
 
-def source(rank: int, operators: set[OperatorId], **changes: object) -> Source:
-    there = Source(rank, 4, Tier.OWN_MEMORY, NODES[rank], Part.FULL, frozenset(operators))
+def source(rank: int, operators: set[OperatorId], **changes: object) -> CopySource:
+    there = CopySource(rank, 4, Tier.OWN_MEMORY, NODES[rank], Part.MASTER_AND_MOMENTS, frozenset(operators))
     return there._replace(**changes)  # type: ignore[arg-type]
 
 
-def lines(*sources: Source, plt: float | None = None, damaged: tuple[str, ...] = (), **changes: object) -> list[str]:
+def lines(
+    *sources: CopySource, plt: float | None = None, damaged: tuple[str, ...] = (), **changes: object
+) -> list[str]:
     plan = RecoveryPlan(4, Scope.GLOBAL, (), sources, **changes)  # type: ignore[arg-type]
     return list(RecoveryTable(plan, NODES, damaged, 0.256, plt).lines())
 
@@ -83,7 +85,7 @@ def test_ranks_that_do_not_follow_each_other_are_told_apart() -> None:
 
 
 def test_refused_copies_come_with_their_reasons_once_each() -> None:
-    torn = Refusal(1, 4, Tier.OWN_MEMORY, 0, Reason.TORN)
+    torn = Refusal(1, 4, Tier.OWN_MEMORY, 0, RefusalReason.TORN)
     found = lines(source(0, {ONE}), refusals=(torn, torn), damaged=("snapshot of rank 2: a bit flipped",))
     assert found[3:] == [
         "  not used: 1 copy in own memory of ranks 1, iterations 4: it was never sealed",
@@ -105,7 +107,7 @@ def test_the_share_of_lost_tokens_is_told_also_when_this_fault_cost_nothing() ->
 
 
 def test_a_replay_is_told_with_its_window_and_what_was_frozen() -> None:
-    replayed = Segment((0,), 4, 6, (frozenset({ONE, OTHER}), frozenset({ONE})))
+    replayed = ReplaySegment((0,), 4, 6, (frozenset({ONE, OTHER}), frozenset({ONE})))
     plan = RecoveryPlan(6, Scope.GLOBAL, (replayed,), ())
     assert list(RecoveryTable(plan, NODES, windows={4: range(4, 7)}).lines())[1] == (
         "  window 4 to 6: restored iteration 4, then replayed 5 to 6 with up to 2 operators frozen"
@@ -113,12 +115,12 @@ def test_a_replay_is_told_with_its_window_and_what_was_frozen() -> None:
 
 
 def test_a_state_that_is_dense_at_once_has_no_line_of_a_replay() -> None:
-    plan = RecoveryPlan(6, Scope.GLOBAL, (Segment((0,), 6, 6),), ())
+    plan = RecoveryPlan(6, Scope.GLOBAL, (ReplaySegment((0,), 6, 6),), ())
     assert not [line for line in RecoveryTable(plan, NODES).lines() if "replayed" in line]
 
 
 def test_a_local_recovery_says_who_replayed_from_whose_logs_and_who_ran_nothing_again() -> None:
-    replayed = Segment((1,), 4, 6, (frozenset({ONE}), frozenset()), logs_from=(0,))
+    replayed = ReplaySegment((1,), 4, 6, (frozenset({ONE}), frozenset()), logs_from=(0,))
     plan = RecoveryPlan(6, Scope.LOCAL, (replayed,), (), roll_forward=(1,))
     table = RecoveryTable(plan, NODES, windows={4: range(4, 6)}, stages=2)
     assert list(table.lines())[:4] == [
@@ -131,7 +133,7 @@ def test_a_local_recovery_says_who_replayed_from_whose_logs_and_who_ran_nothing_
 
 
 def test_each_segment_of_a_recovery_has_a_line_with_its_own_window() -> None:
-    segments = tuple(Segment((stage,), base, 6, (frozenset(),) * (6 - base)) for stage, base in ((0, 4), (2, 5)))
+    segments = tuple(ReplaySegment((stage,), base, 6, (frozenset(),) * (6 - base)) for stage, base in ((0, 4), (2, 5)))
     table = RecoveryTable(RecoveryPlan(6, Scope.LOCAL, segments, ()), (0,) * 3, windows={4: range(3, 5)}, stages=3)
     assert [line.split(":")[0] for line in table.lines() if "replayed" in line] == [
         "  stage 0 (ranks 0), window 3 to 4",
@@ -145,8 +147,8 @@ def test_the_reason_for_a_wider_scope_follows_the_first_line() -> None:
 
 
 def test_refusals_of_one_tier_and_reason_share_a_line() -> None:
-    refusals = [Refusal(rank, at, Tier.PEER_MEMORY, 1, Reason.CORRUPT) for rank in (0, 1) for at in (4, 5)]
-    refusals.append(Refusal(3, 5, Tier.PARKED, 1, Reason.TORN))
+    refusals = [Refusal(rank, at, Tier.PEER_MEMORY, 1, RefusalReason.CORRUPT) for rank in (0, 1) for at in (4, 5)]
+    refusals.append(Refusal(3, 5, Tier.PARKED, 1, RefusalReason.TORN))
     found = lines(refusals=tuple(refusals))
     assert found[2:] == [
         "  not used: 1 copy in parked of ranks 3, iterations 5: it was never sealed",

@@ -62,14 +62,14 @@ class Mixed:
 
 def test_weights_are_all_that_a_forward_pass_reads_and_nothing_else() -> None:
     mixed = Mixed()
-    mixed.restore({Part.WEIGHTS: [ONE, ROUTER]})
+    mixed.restore({Part.COMPUTE: [ONE, ROUTER]})
     restored = {(one.operator, one.field) for one in mixed.tensors if not torch.isnan(one.tensor).any()}
     assert restored == {(ONE, "compute"), (ROUTER, "master"), (ROUTER, "buffer")}
 
 
 def test_full_state_has_no_compute_weights_of_its_own_until_they_are_cast() -> None:
     mixed = Mixed()
-    mixed.restore({Part.FULL: [ONE]})
+    mixed.restore({Part.MASTER_AND_MOMENTS: [ONE]})
     assert torch.isnan(mixed.live(ONE, "compute")).all()
     mixed.restorer.refresh()
     assert torch.equal(mixed.live(ONE, "compute"), mixed.kept(ONE, "master").bfloat16())
@@ -78,7 +78,7 @@ def test_full_state_has_no_compute_weights_of_its_own_until_they_are_cast() -> N
 
 def test_compute_weights_that_were_restored_are_not_cast_from_masters_that_were_not() -> None:
     mixed = Mixed()
-    mixed.restore({Part.FULL: [ONE], Part.WEIGHTS: [OTHER]})
+    mixed.restore({Part.MASTER_AND_MOMENTS: [ONE], Part.COMPUTE: [OTHER]})
     mixed.restorer.refresh()
     assert torch.equal(mixed.live(OTHER, "compute"), mixed.kept(OTHER, "compute"))
     assert torch.isnan(mixed.live(OTHER, "master")).all()
@@ -86,11 +86,11 @@ def test_compute_weights_that_were_restored_are_not_cast_from_masters_that_were_
 
 def test_a_later_refresh_leaves_alone_what_was_trained_meanwhile() -> None:
     mixed = Mixed()
-    mixed.restore({Part.FULL: [ONE], Part.WEIGHTS: [OTHER]})
+    mixed.restore({Part.MASTER_AND_MOMENTS: [ONE], Part.COMPUTE: [OTHER]})
     mixed.restorer.refresh()
     mixed.live(ONE, "compute").fill_(7.0)
     mixed.live(OTHER, "compute").fill_(7.0)
-    mixed.restore({Part.FULL: [OTHER]})
+    mixed.restore({Part.MASTER_AND_MOMENTS: [OTHER]})
     mixed.restorer.refresh()
     assert (mixed.live(ONE, "compute") == 7.0).all()
     assert torch.equal(mixed.live(OTHER, "compute"), mixed.kept(OTHER, "master").bfloat16())
@@ -98,19 +98,19 @@ def test_a_later_refresh_leaves_alone_what_was_trained_meanwhile() -> None:
 
 def test_what_training_left_under_way_is_waited_for_before_a_later_snapshot_is_written() -> None:
     mixed = Mixed()
-    mixed.restore({Part.WEIGHTS: [ONE]})
+    mixed.restore({Part.COMPUTE: [ONE]})
     mixed.restorer.refresh()
-    mixed.restore({Part.WEIGHTS: [ONE]})
-    mixed.restore({Part.WEIGHTS: [OTHER]})
+    mixed.restore({Part.COMPUTE: [ONE]})
+    mixed.restore({Part.COMPUTE: [OTHER]})
     mixed.restorer.refresh()
     assert mixed.calls == ["settle", "gather", "settle", "gather"]
 
 
 def test_of_frozen_operators_only_what_a_forward_pass_reads_is_required() -> None:
     mixed = Mixed()
-    mixed.restore({Part.FULL: [ONE], Part.WEIGHTS: [OTHER]})
+    mixed.restore({Part.MASTER_AND_MOMENTS: [ONE], Part.COMPUTE: [OTHER]})
     assert "layer0.router" in mixed.restorer.missing([OTHER, ROUTER])
-    mixed.restore({Part.WEIGHTS: [ROUTER]})
+    mixed.restore({Part.COMPUTE: [ROUTER]})
     assert not mixed.restorer.missing([OTHER, ROUTER])
     assert mixed.restorer.missing([ROUTER]).startswith("2 tensors")
     assert mixed.restorer.missing()
@@ -119,7 +119,7 @@ def test_of_frozen_operators_only_what_a_forward_pass_reads_is_required() -> Non
 def test_the_state_is_complete_when_all_operators_were_anchored_whenever_that_was() -> None:
     mixed = Mixed()
     for anchored, frozen in ((ONE, (OTHER, ROUTER)), (OTHER, (ROUTER,)), (ROUTER, ())):
-        mixed.restore({Part.FULL: [anchored], Part.WEIGHTS: frozen})
+        mixed.restore({Part.MASTER_AND_MOMENTS: [anchored], Part.COMPUTE: frozen})
         mixed.restorer.refresh()
     assert not mixed.restorer.missing()
     mixed.restorer.complete()
@@ -131,5 +131,7 @@ def test_the_state_is_complete_when_all_operators_were_anchored_whenever_that_wa
 @pytest.mark.parametrize("lacking", [ONE, ROUTER])
 def test_an_operator_that_was_never_anchored_is_named(lacking: OperatorId) -> None:
     mixed = Mixed()
-    mixed.restore({Part.FULL: [one for one in (ONE, OTHER, ROUTER) if one != lacking], Part.WEIGHTS: [lacking]})
+    mixed.restore(
+        {Part.MASTER_AND_MOMENTS: [one for one in (ONE, OTHER, ROUTER) if one != lacking], Part.COMPUTE: [lacking]}
+    )
     assert str(lacking) in mixed.restorer.missing()

@@ -94,8 +94,8 @@ def snapshots(world: World) -> FakeStore:
 def parts_of(iteration: int) -> dict[Part, frozenset[OperatorId]]:
     plan = WINDOW.plan(iteration)
     return {
-        Part.FULL: plan.anchored,
-        Part.WEIGHTS: frozenset(operator for operator, part in plan.parts.items() if part is Part.WEIGHTS),
+        Part.MASTER_AND_MOMENTS: plan.anchored,
+        Part.COMPUTE: frozenset(operator for operator, part in plan.parts.items() if part is Part.COMPUTE),
     }
 
 
@@ -123,7 +123,7 @@ def resumed(
         change(
             ReplayStep(
                 iteration,
-                parts_of(iteration - 1)[Part.WEIGHTS],
+                parts_of(iteration - 1)[Part.COMPUTE],
                 JOURNALS[iteration],
                 (SnapshotLoad(readers[iteration], parts_of(iteration)),),
                 readers[iteration],
@@ -163,7 +163,10 @@ def test_frozen_operators_have_no_master_weights_until_their_snapshot_is_loaded(
 def test_a_step_over_stale_weights_would_not_have_been_exact() -> None:
     rank = resumed(
         change=lambda step: replace(
-            step, loads=(SnapshotLoad(step.loads[0].reader, {Part.FULL: parts_of(5)[Part.FULL]}),)
+            step,
+            loads=(
+                SnapshotLoad(step.loads[0].reader, {Part.MASTER_AND_MOMENTS: parts_of(5)[Part.MASTER_AND_MOMENTS]}),
+            ),
         )
     )
     rank.replay.begin()

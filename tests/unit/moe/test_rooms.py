@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.moe.snapshot.buffers import (
     operator_sizes,
     segment_sizes,
 )
-from megatron.core.dist_checkpointing.moe.strategies import Room
+from megatron.core.dist_checkpointing.moe.strategies import BufferSpec
 from megatron.core.dist_checkpointing.moe.types import (
     OperatorId,
     OperatorKind,
@@ -63,7 +63,7 @@ def capturer() -> FakeCapturer:
 
 def test_segments_are_as_large_as_the_largest_piece_of_any_rank(capturer: FakeCapturer) -> None:
     mine = capturer.layout(full_plan(0, OPERATORS), trainer=True).nbytes
-    room = Room(full_plan(0, OPERATORS), own=3, replica=2, trainer=True)
+    room = BufferSpec(full_plan(0, OPERATORS), own=3, replica=2, trainer=True)
     assert segment_sizes((room,), capturer, Alone(), (1, 2)) == [mine] * 7  # type: ignore[arg-type]
     assert segment_sizes((room,), capturer, Alone([-mine - 8]), ()) == [mine + 8] * 3  # type: ignore[arg-type]
 
@@ -71,7 +71,7 @@ def test_segments_are_as_large_as_the_largest_piece_of_any_rank(capturer: FakeCa
 def test_segments_of_a_window_hold_each_of_its_snapshots_with_little_to_spare(capturer: FakeCapturer) -> None:
     plans = (full_plan(0, OPERATORS[:1]), full_plan(1, OPERATORS), full_plan(2, OPERATORS[1:2]))
     largest = max(capturer.layout(plan, trainer=True).nbytes for plan in plans)
-    room = Room(plans[0], own=9, replica=6, trainer=True, also=plans[1:])
+    room = BufferSpec(plans[0], own=9, replica=6, trainer=True, also=plans[1:])
     sizes = segment_sizes((room,), capturer, Alone(), ())  # type: ignore[arg-type]
     assert len(sizes) == 9
     assert largest <= sizes[0] <= 1.04 * largest
@@ -80,7 +80,7 @@ def test_segments_of_a_window_hold_each_of_its_snapshots_with_little_to_spare(ca
 def test_sizes_of_operators_are_those_of_their_records(capturer: FakeCapturer) -> None:
     sizes = operator_sizes(capturer)
     assert sizes.keys() == capturer.operators
-    whole = SnapshotPlan(0, {OPERATORS[0]: Part.FULL})
+    whole = SnapshotPlan(0, {OPERATORS[0]: Part.MASTER_AND_MOMENTS})
     assert sizes[OPERATORS[0]].full_bytes == sum(one.nbytes for one in capturer.layout(whole).fields)
     assert sizes[OPERATORS[0]] == OperatorSize(12 * 512, 2 * 512)
     assert gathered_sizes(capturer, Alone()) == {0: sizes}  # type: ignore[arg-type]

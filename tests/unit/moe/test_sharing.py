@@ -46,7 +46,7 @@ TOPOLOGIES = {
 
 
 def assigned(strategy: str, topology: Topology) -> ShardAssignment:
-    parts = full_plan(0, SHAPE.operators, Part.FULL).parts
+    parts = full_plan(0, SHAPE.operators, Part.MASTER_AND_MOMENTS).parts
     return shard_checkpoint(strategy, SHAPE, topology, FP32, parts, optimizer_sharded=False)
 
 

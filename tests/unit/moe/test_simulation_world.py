@@ -559,7 +559,7 @@ def test_a_restored_rank_is_as_it_was_with_compute_weights_derived() -> None:
     restorer.poison()
     with pytest.raises(UnreadableCheckpoint, match="were not restored"):
         restorer.complete()
-    restorer.restore(lambda key: memoryview(kept[key]), {Part.FULL: OPERATORS})
+    restorer.restore(lambda key: memoryview(kept[key]), {Part.MASTER_AND_MOMENTS: OPERATORS})
     assert not restorer.missing()
     restorer.complete()
     states = {key: memoryview(kept[f"random/{key}"]) for key in trainer.tensors()}
@@ -583,7 +583,7 @@ def snapshotting(rank: int, ports: RankPorts) -> Callable[[], None]:
         store = ports.memory if newest in local else ports.persistent
         ports.restorer.poison()
         with store.open(SnapshotId(newest, rank)) as reader:
-            ports.restorer.restore(reader.read, {Part.FULL: OPERATORS})
+            ports.restorer.restore(reader.read, {Part.MASTER_AND_MOMENTS: OPERATORS})
             states = {name: reader.read(f"random/{name}") for name in ports.trainer.tensors()}
             ports.trainer.restore(reader.manifest.facts.scalars, states)
         ports.restorer.complete()

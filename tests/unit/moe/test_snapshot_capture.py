@@ -163,7 +163,12 @@ def test_a_snapshot_has_the_bytes_of_every_tensor(store: MemoryStore) -> None:
 
 def test_records_are_those_of_the_planned_parts(store: MemoryStore) -> None:
     model, capturer = Model(), LiveCapturer(Model().tensors, Trainer(), ThreadEngine())
-    parts = {ROUTER: Part.WEIGHTS, EXPERTS[0]: Part.FULL, EXPERTS[1]: Part.WEIGHTS, expert(9, 9): Part.FULL}
+    parts = {
+        ROUTER: Part.COMPUTE,
+        EXPERTS[0]: Part.MASTER_AND_MOMENTS,
+        EXPERTS[1]: Part.COMPUTE,
+        expert(9, 9): Part.MASTER_AND_MOMENTS,
+    }
     fields = capturer.layout(plan(parts)).fields
     kinds = {(field.operator, field.key.rpartition("/")[2], field.part, field.dtype) for field in fields}
     moments = [(EXPERTS[0], field, Part.MOMENTS, "float32") for field in ("exp_avg", "exp_avg_sq", "step")]
@@ -200,7 +205,7 @@ def test_layouts_that_were_forgotten_can_still_be_captured(store: MemoryStore, m
     model = Model()
     capturer = LiveCapturer(model.tensors, Trainer(), ThreadEngine())
     layout = capturer.layout(everything(model))
-    capturer.layout(plan({ROUTER: Part.FULL}))
+    capturer.layout(plan({ROUTER: Part.MASTER_AND_MOMENTS}))
     writer = store.reserve(SnapshotId(1, 0), layout)
     capturer.begin([(layout, writer)])
     capturer.end(WAIT_S)
@@ -221,7 +226,7 @@ def test_neighbours_in_memory_are_copied_in_one_piece() -> None:
             return memoryview(bytearray(1 << 16))
 
     capturer = LiveCapturer(model.tensors, Trainer(), Listening())
-    capturer.begin([(capturer.layout(plan(dict.fromkeys(EXPERTS, Part.WEIGHTS))), Segment())])  # type: ignore[list-item]
+    capturer.begin([(capturer.layout(plan(dict.fromkeys(EXPERTS, Part.COMPUTE))), Segment())])  # type: ignore[list-item]
     assert pieces == [[3 * 96 * 2]]
 
 
@@ -244,7 +249,7 @@ def test_what_a_forward_pass_changes_is_copied_before_begin_returns(store: Memor
 def test_a_snapshot_in_several_pieces_is_begun_and_ended_at_once(store: MemoryStore) -> None:
     model = Model()
     capturer = LiveCapturer(model.tensors, Trainer(), ThreadEngine())
-    plans = [plan({ROUTER: Part.FULL}), plan({EXPERTS[0]: Part.EVERYTHING})]
+    plans = [plan({ROUTER: Part.MASTER_AND_MOMENTS}), plan({EXPERTS[0]: Part.EVERYTHING})]
     layouts = [capturer.layout(one, trainer=at == 0) for at, one in enumerate(plans)]
     snapshots = [SnapshotId(1, 0), SnapshotId(1, 0, "parked")]
     writers = [store.reserve(*pair) for pair in zip(snapshots, layouts, strict=True)]
@@ -369,13 +374,13 @@ def test_the_bandwidth_of_the_first_copy_is_not_asked_for_while_it_is_made(store
 def test_empty_tensors_are_records_without_bytes(store: MemoryStore) -> None:
     tensors = [piece(EXPERTS[0], "master", torch.empty(0)), piece(EXPERTS[0], "step", torch.ones(1))]
     capturer = LiveCapturer(tensors, Trainer(), ThreadEngine())
-    found = stored(store, capture(store, capturer, plan({EXPERTS[0]: Part.FULL})))
+    found = stored(store, capture(store, capturer, plan({EXPERTS[0]: Part.MASTER_AND_MOMENTS})))
     assert sorted(map(len, found.values())) == [0, 4]
 
 
 def test_a_plan_with_nothing_of_this_rank_gives_an_empty_snapshot(store: MemoryStore) -> None:
     capturer = LiveCapturer(Model().tensors, Trainer(), ThreadEngine())
-    assert stored(store, capture(store, capturer, plan({expert(7, 7): Part.FULL}))) == {}
+    assert stored(store, capture(store, capturer, plan({expert(7, 7): Part.MASTER_AND_MOMENTS}))) == {}
 
 
 def test_layouts_and_random_states_of_others_are_refused(store: MemoryStore) -> None:
@@ -445,7 +450,7 @@ def test_everything_comes_back_from_a_snapshot(restoring: Restoring) -> None:
 
 def test_parts_come_from_where_they_are_asked_for_and_are_counted(restoring: Restoring) -> None:
     restoring.restorer.poison()
-    chosen = {Part.MASTER: [ROUTER], Part.COMPUTE: EXPERTS[:1], Part.FULL: EXPERTS[2:]}
+    chosen = {Part.MASTER: [ROUTER], Part.COMPUTE: EXPERTS[:1], Part.MASTER_AND_MOMENTS: EXPERTS[2:]}
     written = restoring.restore(chosen)
     found = restoring.model.bytes()
     for one in restoring.model.tensors:
@@ -460,7 +465,7 @@ def test_compute_weights_are_derived_unless_all_were_restored(
     restoring: Restoring, compute_of: list[OperatorId]
 ) -> None:
     restoring.restorer.poison()
-    restoring.restore({Part.FULL: restoring.model.operators})
+    restoring.restore({Part.MASTER_AND_MOMENTS: restoring.model.operators})
     restoring.restore({Part.COMPUTE: compute_of})
     restoring.restorer.complete()
     assert restoring.calls == ["settled", True]

@@ -8,7 +8,7 @@ import pytest
 from simulated_world.memory import Memory
 from simulated_world.storage import FakeStore
 
-from megatron.core.dist_checkpointing.moe.policy.lineage import Timeline
+from megatron.core.dist_checkpointing.moe.policy.lineage import Lineage
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.recovery.local_inventory import LocalInventory
 from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
@@ -36,7 +36,7 @@ class Slot:
         spare = FakeStore(Memory(), 1, (4096,))
         self.inventory = LocalInventory(spare, None, cast("Any", Rank()), identity, standby=self.store)
 
-    def seal(self, kind: str, iteration: int, rank: int = 1, timeline: Timeline = FIRST, **scalars: Json) -> SnapshotId:
+    def seal(self, kind: str, iteration: int, rank: int = 1, timeline: Lineage = FIRST, **scalars: Json) -> SnapshotId:
         snapshot = SnapshotId(iteration, rank, kind)
         with self.store.reserve(snapshot, LAYOUT) as writer:
             writer.put("w", bytes(range(10)))

@@ -307,7 +307,7 @@ def seal_experts(store: FilesystemStore, snapshot: SnapshotId) -> None:
     """A piece with the state of one expert, as `pec` stores it beside all that is no expert."""
     said = facts(snapshot.iteration)
     scalars = {key: value for key, value in said.scalars.items() if key != "trainer"}
-    scalars["operators"] = [[0, OperatorKind.EXPERT.value, 1, Part.FULL.value]]
+    scalars["operators"] = [[0, OperatorKind.EXPERT.value, 1, Part.MASTER_AND_MOMENTS.value]]
     with store.reserve(snapshot, Layout.of([Field("w", "uint8", (10,))])) as writer:
         writer.put("w", bytes(10))
         writer.seal(dataclasses.replace(said, scalars=scalars))

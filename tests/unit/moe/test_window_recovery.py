@@ -9,14 +9,14 @@ from megatron.core.dist_checkpointing.moe.recovery.inventory import Catalogue, F
 from megatron.core.dist_checkpointing.moe.recovery.local_inventory import whole_windows
 from megatron.core.dist_checkpointing.moe.strategies import Piece
 from megatron.core.dist_checkpointing.moe.types import (
+    CopySource,
     OperatorId,
     OperatorKind,
     Part,
     RecoveryPlan,
+    ReplaySegment,
     Scope,
-    Segment,
     SnapshotPlan,
-    Source,
     Tier,
     Topology,
     expert,
@@ -28,17 +28,17 @@ TWO = Topology(2)
 
 
 def found(rank: int, iteration: int, *operators: OperatorId, journal: bool = True) -> Found:
-    plan = SnapshotPlan(iteration, dict.fromkeys(operators, Part.FULL))
+    plan = SnapshotPlan(iteration, dict.fromkeys(operators, Part.MASTER_AND_MOMENTS))
     snapshot = SnapshotId(iteration, rank)
     return Found(snapshot, Tier.OWN_MEMORY, window=(4, 5), has_journal=journal, finder=rank, plan=plan)
 
 
-def planned(*sources: Source) -> RecoveryPlan:
-    return RecoveryPlan(5, Scope.GLOBAL, (Segment((0,), 4, 5, (frozenset({HEAD}),)),), sources)
+def planned(*sources: CopySource) -> RecoveryPlan:
+    return RecoveryPlan(5, Scope.GLOBAL, (ReplaySegment((0,), 4, 5, (frozenset({HEAD}),)),), sources)
 
 
-def source(rank: int, iteration: int, operator: OperatorId) -> Source:
-    return Source(rank, iteration, Tier.OWN_MEMORY, 0, Part.FULL, frozenset({operator}))
+def source(rank: int, iteration: int, operator: OperatorId) -> CopySource:
+    return CopySource(rank, iteration, Tier.OWN_MEMORY, 0, Part.MASTER_AND_MOMENTS, frozenset({operator}))
 
 
 def test_a_rank_reads_each_replayed_iteration_even_where_it_owns_no_operator_of_the_snapshot() -> None:
@@ -57,7 +57,7 @@ def test_a_rank_reads_each_replayed_iteration_even_where_it_owns_no_operator_of_
 
 def test_nothing_more_is_read_where_nothing_is_replayed() -> None:
     known = Catalogue((found(0, 5, HEAD), found(1, 5)), {0: NONE, 1: NONE}, (0, 0))
-    plan = RecoveryPlan(5, Scope.GLOBAL, (Segment((0,), 5, 5),), (source(0, 5, HEAD),))
+    plan = RecoveryPlan(5, Scope.GLOBAL, (ReplaySegment((0,), 5, 5),), (source(0, 5, HEAD),))
     assert [need.rank for need in with_trainer_states(needs(plan, known.inventory(), known), plan, known, TWO)] == [0]
 
 
@@ -67,7 +67,7 @@ def test_the_base_is_where_the_replay_begins_and_the_target_without_one() -> Non
 
 
 def piece(iteration: int, span: range = range(0), kind: str = "window") -> Piece:
-    return Piece(kind, SnapshotPlan(iteration, {HEAD: Part.FULL}), span)
+    return Piece(kind, SnapshotPlan(iteration, {HEAD: Part.MASTER_AND_MOMENTS}), span)
 
 
 def test_a_window_that_lacks_an_iteration_is_not_kept_at_all() -> None:

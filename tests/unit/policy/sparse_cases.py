@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.moe.snapshot.background import BackgroundW
 from megatron.core.dist_checkpointing.moe.snapshot.persister import PersistTask
 from megatron.core.dist_checkpointing.moe.snapshot.replication_worker import SnapshotTask
 from megatron.core.dist_checkpointing.moe.snapshot.tracker import SnapshotTracker
-from megatron.core.dist_checkpointing.moe.strategies import Costs, Job, Pace, Sparse
+from megatron.core.dist_checkpointing.moe.strategies import Costs, Job, Sparse, Throughput
 from megatron.core.dist_checkpointing.moe.strategies.sparse.windows import Timetable, timetable
 from megatron.core.dist_checkpointing.moe.types import (
     OperatorId,
@@ -149,7 +149,7 @@ class Rank:
             (piece,) = self.strategy.pieces(plan)
             self.spans[now] = piece.span
             self.tiers.memory.add(now)
-            assert len(self.tiers.memory) <= self.strategy.rooms()[0].own, (now, sorted(self.tiers.memory))
+            assert len(self.tiers.memory) <= self.strategy.buffer_specs()[0].own, (now, sorted(self.tiers.memory))
             task = SnapshotTask(plan, (piece,), None)
             self.tracker.open(task)
             self.tracker.copied(task)
@@ -194,7 +194,7 @@ class Rank:
     def _replicate(self, iterations: list[int]) -> None:
         """Replicas of another rank that is where this one is; they wait for room as long as news may bring it."""
         self.tiers.replicas |= set(iterations) & self.tiers.memory
-        assert len(self.tiers.replicas) <= max(1, self.strategy.rooms()[0].replica), self
+        assert len(self.tiers.replicas) <= max(1, self.strategy.buffer_specs()[0].replica), self
 
     def restorable(self) -> set[int]:
         """Last iterations of windows that are whole in memory."""
@@ -225,7 +225,7 @@ def auto(**flags: Any) -> MoECheckpointConfig:
 def pace(strategy: Sparse, nbytes: float, times: int = 4) -> None:
     """Iterations that have time for so many bytes, as measured."""
     for _ in range(times):
-        strategy.paced(Pace(2.0, nbytes / 2.0))
+        strategy.paced(Throughput(2.0, nbytes / 2.0))
 
 
 def peak(window: int) -> int:

@@ -100,7 +100,7 @@ class World:
         self.random = random.Random(self.seed)
         self.owned = owned(self.job)
         self.begin()
-        kinds = {room_kind(room.largest): room for room in self.strategy.rooms()}
+        kinds = {room_kind(room.largest): room for room in self.strategy.buffer_specs()}
         self.rooms = kinds
 
     def begin(self) -> None:

@@ -37,7 +37,11 @@ def tokens(operator: OperatorId, after: int, upto: int) -> int:
 
 
 def pec(iteration: int, saved: Iterable[int], others: Part = Part.NOTHING) -> SnapshotPlan:
-    parts = {REST: Part.FULL, **dict.fromkeys(EXPERTS, others), **{EXPERTS[index]: Part.FULL for index in saved}}
+    parts = {
+        REST: Part.MASTER_AND_MOMENTS,
+        **dict.fromkeys(EXPERTS, others),
+        **{EXPERTS[index]: Part.MASTER_AND_MOMENTS for index in saved},
+    }
     return SnapshotPlan(iteration, {operator: part for operator, part in parts.items() if part})
 
 
@@ -72,16 +76,16 @@ def two_levels() -> dict[int, list[Copy]]:
 def test_every_expert_takes_its_newest_copy_and_what_it_lost_is_counted() -> None:
     plan = recover(two_levels())
     assert (plan.target, plan.scope) == (20, Scope.GLOBAL)
-    assert restored(plan, EXPERTS[0]) == {(20, Tier.OWN_MEMORY, Part.FULL)}
-    assert restored(plan, EXPERTS[1]) == {(10, Tier.OWN_MEMORY, Part.FULL)}
+    assert restored(plan, EXPERTS[0]) == {(20, Tier.OWN_MEMORY, Part.MASTER_AND_MOMENTS)}
+    assert restored(plan, EXPERTS[1]) == {(10, Tier.OWN_MEMORY, Part.MASTER_AND_MOMENTS)}
     assert plan.lost_tokens == {EXPERTS[1]: 2 * 10, EXPERTS[3]: 4 * 10}
 
 
 def test_a_lost_node_loads_from_storage_while_the_others_use_their_memory() -> None:
     """MoC Fig. 8: the healthy node keeps the more recent experts of its snapshot."""
     plan = recover(two_levels(), 1)
-    assert restored(plan, EXPERTS[0]) == {(20, Tier.OWN_MEMORY, Part.FULL)}
-    assert restored(plan, EXPERTS[2]) == {(10, Tier.PERSISTENT, Part.FULL)}
+    assert restored(plan, EXPERTS[0]) == {(20, Tier.OWN_MEMORY, Part.MASTER_AND_MOMENTS)}
+    assert restored(plan, EXPERTS[2]) == {(10, Tier.PERSISTENT, Part.MASTER_AND_MOMENTS)}
     assert plan.lost_tokens[EXPERTS[2]] == 3 * 10
 
 

@@ -266,7 +266,7 @@ def test_bytes_per_parameter_are_those_of_the_table(
     name: str, compute: int, master: int, moments: int, full: int
 ) -> None:
     precision = PRECISIONS[name]
-    parts = (Part.COMPUTE, Part.MASTER, Part.MOMENTS, Part.FULL, Part.EVERYTHING, Part.NOTHING)
+    parts = (Part.COMPUTE, Part.MASTER, Part.MOMENTS, Part.MASTER_AND_MOMENTS, Part.EVERYTHING, Part.NOTHING)
     bytes_of_parts = [precision.bytes_per_parameter(part) for part in parts]
     assert bytes_of_parts == [compute, master, moments, full, full + compute, 0]
 

@@ -153,14 +153,14 @@ def test_persisting_does_not_depend_on_the_order_of_the_snapshot(
 @pytest.mark.parametrize(
     ("scope", "stored", "rest"),
     [
-        (WEIGHTS, Part.EVERYTHING, Part.FULL),
+        (WEIGHTS, Part.EVERYTHING, Part.MASTER_AND_MOMENTS),
         (OPTIMIZER, Part.EVERYTHING, Part.COMPUTE | Part.MASTER),
         (BOTH, Part.EVERYTHING, Part.MASTER),
         (ALL, Part.EVERYTHING, None),
-        (WEIGHTS, Part.FULL, Part.FULL),
-        (BOTH, Part.FULL, Part.MASTER),
-        (ALL, Part.FULL, None),
-        (PecScope("master", Part.MASTER), Part.FULL, Part.MOMENTS),
+        (WEIGHTS, Part.MASTER_AND_MOMENTS, Part.MASTER_AND_MOMENTS),
+        (BOTH, Part.MASTER_AND_MOMENTS, Part.MASTER),
+        (ALL, Part.MASTER_AND_MOMENTS, None),
+        (PecScope("master", Part.MASTER), Part.MASTER_AND_MOMENTS, Part.MOMENTS),
     ],
 )
 def test_experts_that_are_not_selected_keep_what_the_scope_does_not_name(
@@ -174,7 +174,7 @@ def test_experts_that_are_not_selected_keep_what_the_scope_does_not_name(
 
 def test_a_plan_has_the_bytes_that_the_formula_gives() -> None:
     selected = sequential_selection(GPT_350M.moe_layers, 16, 3, 5, ep=8)
-    for stored in (Part.FULL, Part.EVERYTHING):
+    for stored in (Part.MASTER_AND_MOMENTS, Part.EVERYTHING):
         for scope in PEC_SCOPES.values():
             for precision in (FP16_FP32, *LOW_PRECISIONS):
                 plan = pec_plan(1, GPT_350M.operators, selected, scope, stored)

@@ -89,7 +89,9 @@ def test_all_that_is_no_expert_is_in_every_snapshot() -> None:
     pec = Pec(job)
     for iteration in range(1, 6):
         plan = step(pec, iteration)
-        assert all(plan.parts[operator] is Part.FULL for operator in job.operators if not operator.is_expert)
+        assert all(
+            plan.parts[operator] is Part.MASTER_AND_MOMENTS for operator in job.operators if not operator.is_expert
+        )
 
 
 def test_everything_is_taken_until_that_has_succeeded_once() -> None:
@@ -166,12 +168,19 @@ def test_by_load_no_expert_waits_for_ever_and_each_rank_has_its_capacity(k: int,
 
 
 def test_the_scope_says_what_is_stored_of_experts_that_are_not_selected() -> None:
-    for scope, rest in (("all", None), ("optimizer", Part.MASTER), ("both", Part.MASTER), ("weights", Part.FULL)):
+    for scope, rest in (
+        ("all", None),
+        ("optimizer", Part.MASTER),
+        ("both", Part.MASTER),
+        ("weights", Part.MASTER_AND_MOMENTS),
+    ):
         pec = Pec(job_of(replace(PEC, pec_scope=scope)))
         step(pec, 1)
         plan = step(pec, 2)
         parts = Counter(plan.parts.get(operator) for operator in pec._groups.experts)
-        assert parts == ({Part.FULL: 24} if rest is Part.FULL else {Part.FULL: 3, rest: 21})
+        assert parts == (
+            {Part.MASTER_AND_MOMENTS: 24} if rest is Part.MASTER_AND_MOMENTS else {Part.MASTER_AND_MOMENTS: 3, rest: 21}
+        )
 
 
 def test_the_first_persistent_snapshot_has_everything_and_later_ones_what_was_taken() -> None:

@@ -22,8 +22,8 @@ from megatron.core.dist_checkpointing.moe.types import (
     OperatorId,
     OperatorKind,
     Part,
-    Reason,
     RecoveryPlan,
+    RefusalReason,
     Scope,
     SnapshotPlan,
     Tier,
@@ -107,7 +107,7 @@ def sources(plan: RecoveryPlan, rank: int) -> list[tuple[int, Tier, Part, frozen
     return [(s.iteration, s.tier, s.part, s.operators) for s in plan.sources if s.rank == rank]
 
 
-def reasons(plan: RecoveryPlan, rank: int) -> set[tuple[int, Tier, Reason]]:
+def reasons(plan: RecoveryPlan, rank: int) -> set[tuple[int, Tier, RefusalReason]]:
     return {(r.iteration, r.tier, r.reason) for r in plan.refusals if r.rank == rank}
 
 
@@ -121,7 +121,7 @@ def test_only_the_failed_stage_replays_and_the_others_wait_in_their_parked_state
     plan = failed_stage(1).recover(ranks=[1])
     assert plan.scope is Scope.LOCAL
     assert [(s.stages, s.base, s.target, s.logs_from) for s in plan.segments] == [((1,), 10, 14, (0, 2))]
-    assert sources(plan, 0) == [(14, Tier.PARKED, Part.FULL, frozenset(operators_of(0)))]
+    assert sources(plan, 0) == [(14, Tier.PARKED, Part.MASTER_AND_MOMENTS, frozenset(operators_of(0)))]
 
 
 def test_operators_thaw_in_the_order_of_the_window() -> None:
@@ -138,27 +138,29 @@ def test_operators_thaw_in_the_order_of_the_window() -> None:
 def test_each_snapshot_of_the_window_gives_full_state_and_the_weights_still_needed() -> None:
     one, two, router, rest = operators_of(1)
     assert sources(failed_stage(1).recover(ranks=[1]), 1) == [
-        (10, Tier.OWN_MEMORY, Part.FULL, frozenset({one, two})),
-        (10, Tier.OWN_MEMORY, Part.WEIGHTS, frozenset({router, rest})),
-        (11, Tier.OWN_MEMORY, Part.FULL, frozenset({router})),
-        (11, Tier.OWN_MEMORY, Part.WEIGHTS, frozenset({rest})),
-        (12, Tier.OWN_MEMORY, Part.FULL, frozenset({rest})),
+        (10, Tier.OWN_MEMORY, Part.MASTER_AND_MOMENTS, frozenset({one, two})),
+        (10, Tier.OWN_MEMORY, Part.COMPUTE, frozenset({router, rest})),
+        (11, Tier.OWN_MEMORY, Part.MASTER_AND_MOMENTS, frozenset({router})),
+        (11, Tier.OWN_MEMORY, Part.COMPUTE, frozenset({rest})),
+        (12, Tier.OWN_MEMORY, Part.MASTER_AND_MOMENTS, frozenset({rest})),
     ]
 
 
 def test_a_lost_node_is_recovered_from_the_memory_of_its_peer() -> None:
     plan = failed_stage(1).recover(ranks=[1], nodes=[1])
     assert {tier for _, tier, _, _ in sources(plan, 1)} == {Tier.PEER_MEMORY}
-    assert (10, Tier.OWN_MEMORY, Reason.HOLDER_LOST) in reasons(plan, 1)
+    assert (10, Tier.OWN_MEMORY, RefusalReason.HOLDER_LOST) in reasons(plan, 1)
 
 
 def test_a_damaged_record_comes_from_the_next_tier_and_the_intact_ones_beside_it_stay() -> None:
     one, two, _, _ = operators_of(1)
     cluster = failed_stage(1).change(1, 10, Tier.OWN_MEMORY, corrupt=frozenset({one}))
     plan = cluster.recover(ranks=[1])
-    full = [(tier, operators) for i, tier, part, operators in sources(plan, 1) if (i, part) == (10, Part.FULL)]
+    full = [
+        (tier, operators) for i, tier, part, operators in sources(plan, 1) if (i, part) == (10, Part.MASTER_AND_MOMENTS)
+    ]
     assert full == [(Tier.OWN_MEMORY, {two}), (Tier.PEER_MEMORY, {one})]
-    assert (10, Tier.OWN_MEMORY, Reason.CORRUPT) in reasons(plan, 1)
+    assert (10, Tier.OWN_MEMORY, RefusalReason.CORRUPT) in reasons(plan, 1)
 
 
 def test_a_torn_snapshot_in_every_tier_sends_the_stage_to_the_window_before() -> None:
@@ -167,13 +169,13 @@ def test_a_torn_snapshot_in_every_tier_sends_the_stage_to_the_window_before() ->
         cluster.change(1, 11, tier, sealed=False)
     plan = cluster.recover(ranks=[1])
     assert [(segment.stages, segment.base) for segment in plan.segments] == [((1,), 7)]
-    assert (11, Tier.PEER_MEMORY, Reason.TORN) in reasons(plan, 1)
-    assert (12, Tier.OWN_MEMORY, Reason.INCOMPLETE) in reasons(plan, 1)
+    assert (11, Tier.PEER_MEMORY, RefusalReason.TORN) in reasons(plan, 1)
+    assert (12, Tier.OWN_MEMORY, RefusalReason.INCOMPLETE) in reasons(plan, 1)
 
 
 def test_a_snapshot_newer_than_the_target_is_refused() -> None:
     plan = failed_stage(1).dense(15, Tier.OWN_MEMORY, ranks=[1]).recover(ranks=[1], target=14)
-    assert (15, Tier.OWN_MEMORY, Reason.NEWER) in reasons(plan, 1)
+    assert (15, Tier.OWN_MEMORY, RefusalReason.NEWER) in reasons(plan, 1)
     assert all(iteration <= 14 for iteration, _, _, _ in sources(plan, 1))
 
 
@@ -252,7 +254,7 @@ def test_survivors_one_step_behind_roll_forward_with_their_gradients() -> None:
     plan = cluster.recover(ranks=[2])
     assert plan.roll_forward == (0,)
     assert [segment.stages for segment in plan.segments] == [(2,)]
-    assert sources(plan, 0) == [(13, Tier.PARKED, Part.FULL, frozenset(operators_of(0)))]
+    assert sources(plan, 0) == [(13, Tier.PARKED, Part.MASTER_AND_MOMENTS, frozenset(operators_of(0)))]
 
 
 def test_nobody_rolls_forward_without_the_journaled_norm() -> None:
@@ -397,7 +399,7 @@ def intact(cluster: Cluster, lost: Lost, rank: int) -> Iterator[Copy]:
 
 
 def gives(cluster: Cluster, lost: Lost, rank: int, operator: OperatorId, iteration: int, part: Part) -> bool:
-    enough = {part, Part.MASTER} if part is Part.WEIGHTS else {part}
+    enough = {part, Part.MASTER} if part is Part.COMPUTE else {part}
     return any(
         any(one in copy.plan.parts.get(operator, Part.NOTHING) for one in enough) and operator not in copy.corrupt
         for copy in intact(cluster, lost, rank)
@@ -412,12 +414,12 @@ def dense_at(cluster: Cluster, lost: Lost, stage: int, base: int, target: int) -
         full = [
             i
             for i in range(base, target + 1)
-            if all(gives(cluster, lost, rank, operator, i, Part.FULL) for rank in ranks)
+            if all(gives(cluster, lost, rank, operator, i, Part.MASTER_AND_MOMENTS) for rank in ranks)
         ]
         if not full:
             return None
         for i in range(base, full[0]):
-            if not all(gives(cluster, lost, rank, operator, i, Part.WEIGHTS) for rank in ranks):
+            if not all(gives(cluster, lost, rank, operator, i, Part.COMPUTE) for rank in ranks):
                 return None
         dense = max(dense, full[0])
     return dense
@@ -533,7 +535,7 @@ def test_carrying_out_a_plan_brings_every_operator_to_the_target_from_intact_cop
 
 
 def serves(copy: Copy, part: Part, operators: frozenset[OperatorId]) -> bool:
-    enough = Part.MASTER if part is Part.WEIGHTS else part
+    enough = Part.MASTER if part is Part.COMPUTE else part
     held = [copy.plan.parts.get(operator, Part.NOTHING) for operator in operators - copy.corrupt]
     return not copy.corrupt & operators and all(part in one or enough in one for one in held)
 
@@ -555,11 +557,11 @@ def replay(
                     assert trained[operator] == iteration - 1, "an active operator has its state of the step before"
                     trained[operator] = iteration
         for operator in operators:
-            if (iteration, Part.FULL, operator) in loaded:
+            if (iteration, Part.MASTER_AND_MOMENTS, operator) in loaded:
                 assert operator not in trained, "nothing is loaded over trained state"
                 trained[operator] = iteration
             elif operator not in trained:
-                assert (iteration, Part.WEIGHTS, operator) in loaded, (
+                assert (iteration, Part.COMPUTE, operator) in loaded, (
                     "a frozen operator has its weights at each iteration"
                 )
     assert trained == dict.fromkeys(operators, plan.target)

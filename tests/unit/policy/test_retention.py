@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.moe.types import (
 EXPERTS = tuple(expert(0, index) for index in range(4))
 WHOLE = (WindowState.REPLICATING, WindowState.UNDER_REPLICATED, WindowState.RESTORED, WindowState.PROTECTED)
 STATES = [*WHOLE, WindowState.COPYING, WindowState.GIVEN_UP, WindowState.SPARE]
-PARTS = st.sampled_from([Part.FULL, Part.MASTER, Part.MOMENTS, Part.WEIGHTS])
+PARTS = st.sampled_from([Part.MASTER_AND_MOMENTS, Part.MASTER, Part.MOMENTS, Part.COMPUTE])
 Key = tuple[OperatorId, Part]
 
 
@@ -143,19 +143,23 @@ def test_windows_that_restore_nothing_yet_or_any_more_are_not_judged() -> None:
 
 
 def test_an_old_snapshot_with_the_newest_copy_of_one_expert_stays() -> None:
-    windows = [partial(1, (0, Part.FULL), (1, Part.FULL)), partial(2, (0, Part.FULL)), partial(3, (0, Part.FULL))]
+    windows = [
+        partial(1, (0, Part.MASTER_AND_MOMENTS), (1, Part.MASTER_AND_MOMENTS)),
+        partial(2, (0, Part.MASTER_AND_MOMENTS)),
+        partial(3, (0, Part.MASTER_AND_MOMENTS)),
+    ]
     assert freed(windows) == [2]
 
 
 def test_an_old_snapshot_with_the_newest_moments_of_an_expert_stays() -> None:
-    windows = [partial(1, (0, Part.FULL)), partial(2, (0, Part.MASTER))]
+    windows = [partial(1, (0, Part.MASTER_AND_MOMENTS)), partial(2, (0, Part.MASTER))]
     assert freed(windows) == []
     assert freed([*windows, partial(3, (0, Part.MOMENTS))]) == [1]
 
 
 def test_master_weights_make_older_compute_weights_superfluous_but_not_the_reverse() -> None:
-    assert freed([partial(1, (0, Part.WEIGHTS)), partial(2, (0, Part.MASTER))]) == [1]
-    assert freed([partial(1, (0, Part.MASTER)), partial(2, (0, Part.WEIGHTS))]) == []
+    assert freed([partial(1, (0, Part.COMPUTE)), partial(2, (0, Part.MASTER))]) == [1]
+    assert freed([partial(1, (0, Part.MASTER)), partial(2, (0, Part.COMPUTE))]) == []
 
 
 def test_pieces_of_one_snapshot_are_freed_by_kind() -> None:
@@ -164,13 +168,13 @@ def test_pieces_of_one_snapshot_are_freed_by_kind() -> None:
         Piece("dense", full_plan(1, EXPERTS[:1])),
         Piece("experts", full_plan(1, EXPERTS[1:])),
     )
-    assert covered_pieces([both, partial(2, (0, Part.FULL), kind="dense")]) == {(1, "dense")}
+    assert covered_pieces([both, partial(2, (0, Part.MASTER_AND_MOMENTS), kind="dense")]) == {(1, "dense")}
 
 
 def test_partial_snapshots_are_as_many_as_it_takes_to_cover_all_experts() -> None:
     held: list[TrackedWindow] = []
     for iteration in range(20):
-        held = kept([*held, partial(iteration, (iteration % 4, Part.FULL))])
+        held = kept([*held, partial(iteration, (iteration % 4, Part.MASTER_AND_MOMENTS))])
         assert [window.span[0] for window in held] == list(range(max(0, iteration - 3), iteration + 1))
 
 
@@ -230,7 +234,7 @@ def test_every_replay_from_a_kept_window_finds_all_logs_that_there_were(
 # Storage
 
 
-def stored(iteration: int, *indices: int, part: Part = Part.FULL) -> Piece:
+def stored(iteration: int, *indices: int, part: Part = Part.MASTER_AND_MOMENTS) -> Piece:
     return Piece("snapshot", full_plan(iteration, (EXPERTS[index] for index in indices), part))
 
 
@@ -256,7 +260,8 @@ def test_a_partial_snapshot_keeps_those_that_complete_it() -> None:
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sets(st.integers(0, 3)), st.sampled_from([Part.FULL, Part.MASTER, Part.MOMENTS])), max_size=9
+        st.tuples(st.sets(st.integers(0, 3)), st.sampled_from([Part.MASTER_AND_MOMENTS, Part.MASTER, Part.MOMENTS])),
+        max_size=9,
     ),
     st.integers(1, 4),
     st.randoms(use_true_random=False),

@@ -6,10 +6,10 @@ import pytest
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.strategies import Costs
-from megatron.core.dist_checkpointing.moe.strategies.rhythm import Rhythm
+from megatron.core.dist_checkpointing.moe.strategies.rhythm import IntervalPolicy
 
 
-def due_iterations(rhythm: Rhythm, asked: range) -> list[int]:
+def due_iterations(rhythm: IntervalPolicy, asked: range) -> list[int]:
     found = []
     for iteration in asked:
         due, rhythm = rhythm.due(iteration)
@@ -18,16 +18,16 @@ def due_iterations(rhythm: Rhythm, asked: range) -> list[int]:
 
 
 def test_a_fixed_interval_falls_on_its_multiples() -> None:
-    assert due_iterations(Rhythm(3), range(1, 10)) == [3, 6, 9]
+    assert due_iterations(IntervalPolicy(3), range(1, 10)) == [3, 6, 9]
 
 
 def test_a_snapshot_that_had_to_wait_is_taken_late_and_the_next_one_in_time() -> None:
-    rhythm = Rhythm(3)
+    rhythm = IntervalPolicy(3)
     assert [iteration for iteration in due_iterations(rhythm, range(5, 10))] == [5, 6, 9]
 
 
 def test_persistent_snapshots_have_an_interval_of_their_own() -> None:
-    rhythm, found = Rhythm(2, persist_interval=5), []
+    rhythm, found = IntervalPolicy(2, persist_interval=5), []
     for iteration in range(2, 21, 2):
         due, rhythm = rhythm.persist_due(iteration)
         found += [iteration] if due else []
@@ -35,34 +35,34 @@ def test_persistent_snapshots_have_an_interval_of_their_own() -> None:
 
 
 def test_without_a_folder_nothing_becomes_persistent() -> None:
-    rhythm = Rhythm.of(MoECheckpointConfig(strategy="full", persist_interval=1))
+    rhythm = IntervalPolicy.of(MoECheckpointConfig(strategy="full", persist_interval=1))
     assert not rhythm.persist_due(100)[0]
 
 
 def test_checkfreq_keeps_the_stall_at_three_percent() -> None:
-    rhythm = Rhythm(1, adapting="checkfreq").measured(Costs(iteration_s=1.0, stall_s=0.3, round_s=0.5))
+    rhythm = IntervalPolicy(1, adapting="checkfreq").measured(Costs(iteration_s=1.0, stall_s=0.3, round_s=0.5))
     assert rhythm.interval == 10
 
 
 def test_no_snapshot_is_due_before_the_round_of_the_one_before_can_end() -> None:
     costs = Costs(iteration_s=1.0, stall_s=0.0, round_s=7.5)
-    assert Rhythm(1, adapting="young", mtbf_s=100.0).measured(costs).interval == 8
-    assert Rhythm(1, adapting="checkfreq").measured(costs).interval == 8
+    assert IntervalPolicy(1, adapting="young", mtbf_s=100.0).measured(costs).interval == 8
+    assert IntervalPolicy(1, adapting="checkfreq").measured(costs).interval == 8
 
 
 @pytest.mark.parametrize(("rule", "interval"), [("young", 20), ("daly", 20)])
 def test_young_and_daly_weigh_the_stall_against_the_failures(rule: str, interval: int) -> None:
     # sqrt(2 x 0.2 x 1000) = 20 s of training, less than a second apart in both estimates
-    rhythm = Rhythm(1, adapting=rule, mtbf_s=1000.0).measured(Costs(iteration_s=1.0, stall_s=0.2, round_s=0.0))
+    rhythm = IntervalPolicy(1, adapting=rule, mtbf_s=1000.0).measured(Costs(iteration_s=1.0, stall_s=0.2, round_s=0.0))
     assert rhythm.interval == interval
 
 
 def test_a_fixed_interval_stays_whatever_it_costs() -> None:
-    assert Rhythm(3).measured(Costs(1.0, 9.0, 9.0)).interval == 3
+    assert IntervalPolicy(3).measured(Costs(1.0, 9.0, 9.0)).interval == 3
 
 
 def test_a_resumed_run_goes_on_in_the_rhythm_of_the_one_before() -> None:
-    _, before = Rhythm(4, persist_interval=8, adapting="checkfreq", last=12).due(16)
-    after = Rhythm(1, persist_interval=8, adapting="checkfreq").from_data(before.to_data())
+    _, before = IntervalPolicy(4, persist_interval=8, adapting="checkfreq", last=12).due(16)
+    after = IntervalPolicy(1, persist_interval=8, adapting="checkfreq").from_data(before.to_data())
     assert after == before
-    assert Rhythm(7).from_data(before.to_data()).interval == 7, "a fixed interval is that of the flags"
+    assert IntervalPolicy(7).from_data(before.to_data()).interval == 7, "a fixed interval is that of the flags"

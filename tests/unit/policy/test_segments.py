@@ -18,8 +18,8 @@ from megatron.core.dist_checkpointing.moe.policy.segments import (
 from megatron.core.dist_checkpointing.moe.types import (
     Direction,
     RecoveryPlan,
+    ReplaySegment,
     Scope,
-    Segment,
     Topology,
     expert,
 )
@@ -29,7 +29,7 @@ FOUR = Topology(8, pp=4)
 
 
 def fed(stages: tuple[int, ...], topology: Topology) -> list[tuple[int, int, Direction]]:
-    return list(feeds(Segment(stages, 4, 6), topology))
+    return list(feeds(ReplaySegment(stages, 4, 6), topology))
 
 
 def test_the_ranks_beside_a_segment_feed_its_edges_rank_by_rank() -> None:
@@ -67,7 +67,7 @@ def test_what_feeds_a_run_of_stages_is_what_the_planner_counts_on(
 
 
 def test_each_rank_begins_where_its_own_segment_does_or_where_it_parked() -> None:
-    segments = (Segment((0,), 4, 6), Segment((2,), 5, 6))
+    segments = (ReplaySegment((0,), 4, 6), ReplaySegment((2,), 5, 6))
     plan = RecoveryPlan(6, Scope.LOCAL, segments, (), roll_forward=(7,))
     assert [base_for(plan, rank, FOUR) for rank in range(8)] == [4, 4, 6, 6, 5, 5, 6, 5]
     assert segment_of(plan, 2, FOUR) is None
@@ -76,15 +76,15 @@ def test_each_rank_begins_where_its_own_segment_does_or_where_it_parked() -> Non
 
 def test_the_snapshots_that_make_a_segment_dense_end_where_nothing_is_frozen_any_more() -> None:
     one = frozenset({expert(0, 0)})
-    assert restored(Segment((0,), 4, 8, (one, one, frozenset(), frozenset()))) == range(4, 7)
-    assert restored(Segment((0,), 8, 8)) == range(8, 9)
+    assert restored(ReplaySegment((0,), 4, 8, (one, one, frozenset(), frozenset()))) == range(4, 7)
+    assert restored(ReplaySegment((0,), 8, 8)) == range(8, 9)
 
 
 def test_a_log_is_made_again_only_where_a_replay_sends_what_was_sent_at_first() -> None:
     one = frozenset({expert(0, 0)})
 
     def sent(stages: tuple[int, ...], topology: Topology = FOUR) -> list[bool]:
-        segment = Segment(stages, 4, 6, (one, frozenset()))
+        segment = ReplaySegment(stages, 4, 6, (one, frozenset()))
         return [sends_all(segment, iteration, topology) for iteration in segment.replayed]
 
     assert sent((1, 2)) == sent((0,)) == sent((0, 3)) == [True, True]

@@ -216,7 +216,7 @@ def test_non_experts_are_always_copied_and_sent_in_full_and_nothing_is_sent_that
     plan = selective_plan(7, sizes, unsaved_local, unsaved_remote, budgets)
     local, remote = plan.local.plan, plan.remote.plan
     assert local.iteration == remote.iteration == 7
-    assert set(local.parts.values()) | set(remote.parts.values()) <= {Part.FULL}
+    assert set(local.parts.values()) | set(remote.parts.values()) <= {Part.MASTER_AND_MOMENTS}
     assert {operator for operator in sizes if not operator.is_expert} <= remote.parts.keys() <= local.parts.keys()
     for selection in (plan.local, plan.remote):
         for layer, count in selection.experts_per_layer.items():

@@ -89,7 +89,9 @@ def layouts(draw: st.DrawFn) -> tuple[ModelShape, Topology]:
 def checkpoints(draw: st.DrawFn) -> tuple[ModelShape, Topology, dict[OperatorId, Part]]:
     """A layout and what a partial checkpoint saves of each operator; some save nothing of it."""
     shape, topology = draw(layouts())
-    choices = st.sampled_from([Part.EVERYTHING, Part.EVERYTHING, Part.FULL, Part.COMPUTE, Part.MASTER, Part.NOTHING])
+    choices = st.sampled_from(
+        [Part.EVERYTHING, Part.EVERYTHING, Part.MASTER_AND_MOMENTS, Part.COMPUTE, Part.MASTER, Part.NOTHING]
+    )
     experts = [operator for operator in shape.operators if operator.is_expert]
     parts = dict.fromkeys(shape.operators, Part.EVERYTHING)
     drawn = draw(st.lists(choices, min_size=len(experts), max_size=len(experts)))
@@ -338,7 +340,7 @@ def test_adaptive_sharding_is_within_one_module_of_even_or_bound_by_what_is_no_c
 ) -> None:
     shape, topology, parts = checkpoint
     without_rest = parts | {
-        operator: part & Part.FULL if zero else Part.NOTHING
+        operator: part & Part.MASTER_AND_MOMENTS if zero else Part.NOTHING
         for operator, part in parts.items()
         if not operator.is_expert
     }
@@ -403,7 +405,7 @@ ONE_GROUP = Topology(8, ep=8)
             "max_unit_bytes is 13, but must be at least 14",
         ),
         (
-            lambda: shard_checkpoint("none", GPT, ONE_GROUP, FP16_FP32, {expert(0, 0): Part.FULL}),
+            lambda: shard_checkpoint("none", GPT, ONE_GROUP, FP16_FP32, {expert(0, 0): Part.MASTER_AND_MOMENTS}),
             "parts names layer0.expert0, which model GPT-350M-16E does not have",
         ),
         (lambda: shard_checkpoint("none", GPT, Topology(3, ep=3), FP16_FP32), "ep 3 does not divide num_experts 16"),

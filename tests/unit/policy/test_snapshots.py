@@ -21,11 +21,13 @@ from megatron.core.dist_checkpointing.moe.types import (
 from moe_ckpt.simulator.models import PRESETS
 
 OPERATORS = PRESETS["GPT-125M-8E"].operators
-HOLDING_MASTERS = (Part.MASTER, Part.FULL, Part.EVERYTHING, Part.MASTER | Part.COMPUTE)
+HOLDING_MASTERS = (Part.MASTER, Part.MASTER_AND_MOMENTS, Part.EVERYTHING, Part.MASTER | Part.COMPUTE)
 plans = st.builds(
     SnapshotPlan,
     st.integers(0, 1000),
-    st.dictionaries(st.sampled_from(OPERATORS), st.sampled_from([*Part, Part.FULL, Part.EVERYTHING]), max_size=8),
+    st.dictionaries(
+        st.sampled_from(OPERATORS), st.sampled_from([*Part, Part.MASTER_AND_MOMENTS, Part.EVERYTHING]), max_size=8
+    ),
 )
 
 
@@ -57,7 +59,7 @@ def test_each_snapshot_has_the_weights_of_exactly_those_that_are_not_anchored_ye
     for iteration in range(window.first_iteration, window.last_iteration + 1):
         plan = window.plan(iteration)
         pending -= plan.anchored
-        assert {operator for operator, part in plan.parts.items() if part is Part.WEIGHTS} == pending
+        assert {operator for operator, part in plan.parts.items() if part is Part.COMPUTE} == pending
         assert plan.parts.keys() == plan.anchored | pending
     assert not pending
 
@@ -66,9 +68,15 @@ def test_the_window_of_moevement_figure_8() -> None:
     experts = [expert(0, index) for index in range(4)]
     gate, rest = OperatorId(0, OperatorKind.ROUTER), OperatorId(0, OperatorKind.NON_EXPERT)
     window = Window(10, (tuple(experts[:2]), tuple(experts[2:]), (gate, rest)))
-    assert window.plan(10).giving(Part.WEIGHTS) == {*experts, gate, rest}
+    assert window.plan(10).giving(Part.COMPUTE) == {*experts, gate, rest}
     assert window.plan(11) == SnapshotPlan(
-        11, {experts[2]: Part.FULL, experts[3]: Part.FULL, gate: Part.WEIGHTS, rest: Part.WEIGHTS}
+        11,
+        {
+            experts[2]: Part.MASTER_AND_MOMENTS,
+            experts[3]: Part.MASTER_AND_MOMENTS,
+            gate: Part.COMPUTE,
+            rest: Part.COMPUTE,
+        },
     )
     assert window.plan(12) == full_plan(12, [gate, rest])
 
@@ -154,8 +162,8 @@ def test_a_plan_gives_what_it_holds_and_compute_weights_as_the_cast_of_master_we
     for operator, part in plan.parts.items():
         assert (operator in plan.anchored) == (Part.MASTER in part and Part.MOMENTS in part)
         assert (operator in plan.giving(Part.MOMENTS)) == (Part.MOMENTS in part)
-        assert (operator in plan.giving(Part.WEIGHTS)) == (part in HOLDING_MASTERS or Part.COMPUTE in part)
-    assert plan.giving(Part.FULL) <= plan.parts.keys()
+        assert (operator in plan.giving(Part.COMPUTE)) == (part in HOLDING_MASTERS or Part.COMPUTE in part)
+    assert plan.giving(Part.MASTER_AND_MOMENTS) <= plan.parts.keys()
 
 
 def test_a_dense_plan_has_the_same_part_of_every_operator() -> None:

@@ -26,8 +26,8 @@ from sparse_cases import (
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.copies import Level
 from megatron.core.dist_checkpointing.moe.policy.rounds import Status
-from megatron.core.dist_checkpointing.moe.strategies import Costs, Job, Pace, Sparse
-from megatron.core.dist_checkpointing.moe.strategies.account import memory_account
+from megatron.core.dist_checkpointing.moe.strategies import Costs, Job, Sparse, Throughput
+from megatron.core.dist_checkpointing.moe.strategies.account import memory_report
 from megatron.core.dist_checkpointing.moe.strategies.sparse.budget import MEASURED, Budget
 from megatron.core.dist_checkpointing.moe.strategies.sparse.windows import timetable
 from megatron.core.dist_checkpointing.moe.types import (
@@ -74,7 +74,7 @@ def test_every_window_anchors_each_operator_once_and_has_the_weights_of_those_to
         for plan in plans:
             assert not anchored & plan.anchored
             anchored |= plan.anchored
-            weights = {operator for operator, part in plan.parts.items() if part is Part.WEIGHTS}
+            weights = {operator for operator, part in plan.parts.items() if part is Part.COMPUTE}
             assert weights == set(rank.job.operators) - anchored
         assert anchored == set(rank.job.operators)
 
@@ -128,22 +128,22 @@ def test_replicas_of_the_only_window_stay_though_one_of_them_is_missing() -> Non
 def test_where_memory_cannot_grow_windows_go_on_as_they_were() -> None:
     strategy = Sparse(job_of(replace(CONFIG, ordering="popularity")))
     strategy.plan(1)
-    before = strategy.rooms()
+    before = strategy.buffer_specs()
     strategy.counted(1, SKEWED)
     strategy.settled(strategy.plan(2), Level.SNAPSHOT, False)  # type: ignore[arg-type]
     assert strategy.plan(3) is not None
-    assert strategy.rooms() != before
-    strategy.no_room()
-    assert strategy.rooms() == before
+    assert strategy.buffer_specs() != before
+    strategy.buffers_refused()
+    assert strategy.buffer_specs() == before
     strategy.settled(SnapshotPlan(3, {}), Level.SNAPSHOT, False)
     assert strategy.plan(4) is not None
-    assert strategy.rooms() == before
+    assert strategy.buffer_specs() == before
 
 
 def test_slower_replicas_call_for_a_window_once_and_not_for_ever_longer_ones() -> None:
     budget = Budget(is_started=True)
     for _ in range(MEASURED):
-        budget = budget.paced(Pace(1.0, 1000.0))
+        budget = budget.paced(Throughput(1.0, 1000.0))
     slow, found = Costs(1.0, 0.0, 2.0), []
     for _ in range(20):
         peak_bytes = budget.decided_bytes or 1000
@@ -201,12 +201,12 @@ def test_ranks_that_are_told_the_same_plan_the_same(seed: int, ordering: str) ->
         for strategy in (one, other):
             if strategy.counts_tokens:
                 strategy.counted(iteration, rows)
-            strategy.paced(Pace(1.0, bandwidth))
+            strategy.paced(Throughput(1.0, bandwidth))
             if plans[0] is not None:
                 strategy.settled(plans[0], Level.SNAPSHOT, ok)
                 strategy.measured(Costs(1.0, 0.0, 0.5))
         assert one.to_data() == other.to_data()
-        assert one.rooms() == other.rooms()
+        assert one.buffer_specs() == other.buffer_specs()
 
 
 def test_a_new_order_takes_effect_between_windows_only() -> None:
@@ -289,25 +289,25 @@ def test_nothing_is_snapshotted_before_the_window_is_known() -> None:
     strategy = Sparse(job_of(auto()))
     assert strategy.plan(1) is None
     assert not strategy.due(2)
-    assert [(room.own, room.largest.parts) for room in strategy.rooms()] == [(1, {})]
+    assert [(room.own, room.largest.parts) for room in strategy.buffer_specs()] == [(1, {})]
 
 
 def test_three_iterations_after_the_first_decide_the_window() -> None:
     strategy = Sparse(job_of(auto()))
     for iteration in range(1, 6):
         assert (strategy.plan(iteration) is not None) == (iteration == 5)
-        strategy.paced(Pace(1.0, 1e6))
-    assert strategy.rooms()[0].own == 3, "an iteration has time for everything"
+        strategy.paced(Throughput(1.0, 1e6))
+    assert strategy.buffer_specs()[0].own == 3, "an iteration has time for everything"
 
 
 def test_the_first_iteration_of_a_start_is_not_measured() -> None:
     slow, usual = Sparse(job_of(auto())), Sparse(job_of(auto()))
     for strategy, first in ((slow, 1000.0), (usual, 1.0)):
-        strategy.paced(Pace(first, 500.0))
+        strategy.paced(Throughput(first, 500.0))
         for _ in range(3):
-            strategy.paced(Pace(1.0, 500.0))
+            strategy.paced(Throughput(1.0, 500.0))
         strategy.plan(5)
-    assert slow.rooms() == usual.rooms()
+    assert slow.buffer_specs() == usual.buffer_specs()
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
@@ -316,7 +316,7 @@ def test_the_window_is_the_smallest_whose_snapshots_fit_an_iteration(window: int
     strategy = Sparse(job)
     pace(strategy, (peak(window) + 1) / 0.8)
     strategy.plan(5)
-    assert strategy.rooms()[0].own == 3 * window
+    assert strategy.buffer_specs()[0].own == 3 * window
 
 
 def test_slower_copies_take_a_larger_window_from_the_next_one_on() -> None:
@@ -343,23 +343,23 @@ def test_slow_replication_takes_a_larger_window_too() -> None:
     strategy = Sparse(job_of(auto()))
     pace(strategy, 1e6)
     strategy.plan(5)
-    assert strategy.rooms()[0].own == 3
+    assert strategy.buffer_specs()[0].own == 3
     for _ in range(16):
         strategy.measured(Costs(iteration_s=1.0, stall_s=0.0, round_s=1.9))
     strategy.settled(SnapshotPlan(5, {}), Level.SNAPSHOT, True)
     strategy.plan(6)
-    assert strategy.rooms()[0].own > 3
+    assert strategy.buffer_specs()[0].own > 3
 
 
 def test_a_budget_that_wavers_changes_no_window() -> None:
     strategy = Sparse(job_of(auto()))
     pace(strategy, (peak(2) + 1) / 0.8)
     strategy.plan(5)
-    rooms = strategy.rooms()
+    rooms = strategy.buffer_specs()
     for iteration in range(6, 40):
         pace(strategy, peak(2) * (1 + 0.1 * (iteration % 3 - 1)) / 0.8, times=3)
         strategy.plan(iteration)
-        assert strategy.rooms() is rooms
+        assert strategy.buffer_specs() is rooms
 
 
 def test_a_whole_window_goes_to_storage_when_its_last_snapshot_has_settled() -> None:
@@ -406,7 +406,7 @@ def test_a_resumed_strategy_orders_and_sizes_windows_as_before() -> None:
     after = Sparse(job)
     after.resumed(NOWHERE, data, 19)
     assert after.to_data() == data
-    assert after.rooms() == before.rooms()
+    assert after.buffer_specs() == before.buffer_specs()
     assert after.plan(20) == before.plan(20)
 
 
@@ -414,7 +414,7 @@ def test_other_flags_hold_from_a_restart_on() -> None:
     before, after = Sparse(job_of()), Sparse(job_of(replace(CONFIG, window="2", ordering="layer-order")))
     before.plan(1)
     after.resumed(NOWHERE, before.to_data(), 1)
-    assert after.rooms()[0].own == 6
+    assert after.buffer_specs()[0].own == 6
 
 
 def test_a_resumed_strategy_does_not_go_on_with_a_window_that_the_fault_has_cut() -> None:
@@ -448,7 +448,7 @@ def test_a_window_restores_the_state_of_its_last_iteration_by_a_replay() -> None
 def test_the_account_of_memory_counts_the_weights_that_wait_for_their_full_state() -> None:
     job = job_of()
     strategy = Sparse(job)
-    account = memory_account(strategy.rooms(), job.sizes[0], owners=1)
+    account = memory_report(strategy.buffer_specs(), job.sizes[0], owners=1)
     table = timetable(job, {}, window=3)
     assert account.window == 3
     assert account.checkpoint_bytes == sum(bytes_per_step(table, job.sizes[0]))

@@ -83,7 +83,7 @@ def test_each_piece_of_a_plan_has_a_kind_of_its_own_that_names_snapshots(job: Jo
 @each_job
 def test_the_first_piece_alone_goes_to_the_room_for_the_state_of_the_trainer(job: Job) -> None:
     world = run(job, 1, 30)
-    (room,) = (room for room in world.strategy.rooms() if room.trainer)
+    (room,) = (room for room in world.strategy.buffer_specs() if room.trainer)
     for plan in world.plans:
         first, *others = world.strategy.pieces(plan)
         assert all(part in room.largest.parts[operator] for operator, part in first.plan.parts.items())

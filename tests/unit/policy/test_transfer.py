@@ -59,7 +59,7 @@ def test_gradients_that_are_not_smaller_than_the_state_are_not_sent(
 
 def test_gradients_are_a_fifth_of_the_published_state() -> None:
     published = Precision("2 + 8 bytes per parameter", 2, 4, 4, 4)  # MOETION 2.3
-    cost = transfer_cost(1000, published, 2, Part.WEIGHTS | Part.OPTIMIZER)
+    cost = transfer_cost(1000, published, 2, Part.COMPUTE | Part.MOMENTS)
     assert (cost.state_bytes, cost.gradient_bytes) == (10_000, 2_000)
 
 

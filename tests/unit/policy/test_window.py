@@ -74,8 +74,8 @@ def test_each_operator_is_full_once_and_gives_its_weights_until_then_and_nothing
     anchored: set[OperatorId] = set()
     for step in range(schedule.window.size):
         plan = schedule.window.plan(7 + step)
-        full = {operator for operator, part in plan.parts.items() if part == Part.FULL}
-        weights = {operator for operator, part in plan.parts.items() if part == Part.WEIGHTS}
+        full = {operator for operator, part in plan.parts.items() if part == Part.MASTER_AND_MOMENTS}
+        weights = {operator for operator, part in plan.parts.items() if part == Part.COMPUTE}
         assert not anchored & full
         anchored |= full
         assert weights == set(sizes) - anchored

@@ -20,9 +20,9 @@ from ..errors import MoECheckpointError, format_error
 from ..policy.boundary import covered_since, covers, kept
 from ..ports import (
     Clock,
+    Executor,
     Facts,
     Json,
-    Lane,
     Layout,
     MappedStore,
     MappedWriter,
@@ -68,7 +68,7 @@ class LogPorts:
     """What the logs of a rank need: the store beside its snapshots, a lane of its own, what records, and time."""
 
     store: MappedStore
-    lane: Lane
+    lane: Executor
     recorder: Recorder
     clock: Clock
 

@@ -37,7 +37,7 @@ from ..recovery.outcome import RollForward
 from ..snapshot.copy_engines import ThreadEngine
 from ..snapshot.identity import Identity
 from ..snapshot.stream_engine import StreamEngine
-from ..snapshot.thread_executor import ThreadLane
+from ..snapshot.thread_executor import ThreadExecutor
 from ..storage.memory import MemoryStore
 from ..types import PARKED, StepJournal, Topology
 from .boundary_copies import BoundaryRecorder
@@ -152,7 +152,7 @@ class Survivor:
         on_device = any(state.tensor.is_cuda for state in live.tensors)
         self._recorder = BoundaryRecorder(StreamEngine() if on_device else ThreadEngine("boundary-copy"))
         self.communicator.sink = self._recorder
-        self._guard, self._lane = StepGuard(live.optimizer), ThreadLane("logs")
+        self._guard, self._lane = StepGuard(live.optimizer), ThreadExecutor("logs")
         self._identity: Identity | None = None
         self._logs: BoundaryLogs | None = None
         self._parker: Parker | None = None

@@ -199,7 +199,7 @@ class StateTensor:
     def serves(self, part: Part) -> bool:
         """Whether a snapshot of `part` contains this tensor: COMPUTE takes all that a forward pass reads."""
         # fp32 masters and buffers serve as compute weights too: there is no second tensor for that.
-        return bool(self.part & part) or (self.in_forward and Part.WEIGHTS in part)
+        return bool(self.part & part) or (self.in_forward and Part.COMPUTE in part)
 
 
 def is_constant(name: str) -> bool:

@@ -90,7 +90,7 @@ class LiveRestorer:
             state.key
             for state in self._not_written()
             # A frozen operator only runs forward; of the others the compute weights are the cast of the master weights.
-            if (state.serves(Part.WEIGHTS) if state.operator in held_back else state.part is not Part.COMPUTE)
+            if (state.serves(Part.COMPUTE) if state.operator in held_back else state.part is not Part.COMPUTE)
         ]
         if not required:
             return ""

@@ -70,7 +70,7 @@ def assign(
     shape = model_shape(chunks)
     _check_counts(shape, tensors, topology, torch.distributed.get_rank())
     # Master weights and moments take the same bytes with and without compute weights of their own.
-    parts = full_plan(0, shape.operators, Part.FULL).parts
+    parts = full_plan(0, shape.operators, Part.MASTER_AND_MOMENTS).parts
     return shard_checkpoint(strategy, shape, topology, FP32, parts, optimizer_sharded=False)
 
 
@@ -156,7 +156,7 @@ def _check_counts(shape: ModelShape, tensors: Sequence[StateTensor], topology: T
 def _is_shareable(tensor: StateTensor, topology: Topology) -> bool:
     """Whether the assignment counts these elements: master weights and moments, cut over all tensor-parallel ranks."""
     partitions = topology.expert_tp if tensor.operator.is_expert else topology.tp
-    counted = bool(tensor.part & Part.FULL) and tensor.field not in ("step", "buffer")
+    counted = bool(tensor.part & Part.MASTER_AND_MOMENTS) and tensor.field not in ("step", "buffer")
     return counted and tensor.shard.tp_size == partitions
 
 

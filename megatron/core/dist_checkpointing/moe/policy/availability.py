@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..errors import UsageError
-from ..types import Copy, Inventory, Lost, OperatorId, Part, Reason, Refusal, Tier, Topology
+from ..types import Copy, Inventory, Lost, OperatorId, Part, Refusal, RefusalReason, Tier, Topology
 
 Operators = frozenset[OperatorId]
 NONE: Operators = frozenset()
@@ -28,7 +28,7 @@ class RankState:
     kind: int
     required: Operators
     copies: tuple[Copy, ...]
-    refused: tuple[tuple[Copy, Reason], ...]
+    refused: tuple[tuple[Copy, RefusalReason], ...]
     lacks: Mapping[Part, Mapping[int, Operators]]
     parked: Mapping[int, int]
 
@@ -49,7 +49,7 @@ def rank_states(inventory: Inventory, lost: Lost, topology: Topology, parts: tup
             reason = _damage(copy, lost)
             if reason is not None:
                 refused.append((copy, reason))
-            if reason is None or (reason is Reason.CORRUPT and not copy.corrupt.issuperset(copy.plan.parts)):
+            if reason is None or (reason is RefusalReason.CORRUPT and not copy.corrupt.issuperset(copy.plan.parts)):
                 usable.append(copy)
         alike = (id(required), *((id(copy.plan), copy.tier, copy.corrupt) for copy in usable))
         if alike not in shared:
@@ -68,17 +68,17 @@ def refusals(states: Mapping[int, RankState], target: int) -> Iterator[Refusal]:
     for rank, state in states.items():
         refused = state.refused
         if state.copies and state.copies[-1].plan.iteration > target:
-            refused += tuple((copy, Reason.NEWER) for copy in state.copies if copy.plan.iteration > target)
+            refused += tuple((copy, RefusalReason.NEWER) for copy in state.copies if copy.plan.iteration > target)
         for copy, reason in refused:
             yield Refusal(rank, copy.plan.iteration, copy.tier, copy.holder, reason)
 
 
-def _damage(copy: Copy, lost: Lost) -> Reason | None:
+def _damage(copy: Copy, lost: Lost) -> RefusalReason | None:
     if copy.holder is not None and copy.holder in lost.nodes:
-        return Reason.HOLDER_LOST
+        return RefusalReason.HOLDER_LOST
     if not copy.sealed:
-        return Reason.TORN
-    return Reason.CORRUPT if copy.corrupt else None
+        return RefusalReason.TORN
+    return RefusalReason.CORRUPT if copy.corrupt else None
 
 
 def _is_parked(copy: Copy, required: Operators) -> bool:
@@ -103,15 +103,15 @@ class StageState:
         """Which operators stay frozen after loading the snapshots of iterations base, base + 1, ...; ends with none.
 
         This is the condition of sparse-to-dense conversion (MoEvement 3.3): from `base` on, each operator has compute
-        weights at every iteration until the first one with its FULL state. None if that fails at or before `limit`.
+        weights at every iteration until the first one with its full state. None if that fails at or before `limit`.
         """
         found: list[Operators] = []
         pending, iteration = self.required, base
         while pending or not found:
             if limit is not None and iteration > limit:
                 return None
-            pending = pending & self.lacking(Part.FULL, iteration)
-            if pending & self.lacking(Part.WEIGHTS, iteration):
+            pending = pending & self.lacking(Part.MASTER_AND_MOMENTS, iteration)
+            if pending & self.lacking(Part.COMPUTE, iteration):
                 return None
             found.append(pending)
             iteration += 1
@@ -120,7 +120,7 @@ class StageState:
     @cached_property
     def dense(self) -> Mapping[int, int]:
         """Every iteration from which the stage can be rebuilt, with the iteration at which it is dense again."""
-        scanned = {base: self.frozen(base, None) for base in self.lacks[Part.FULL]}
+        scanned = {base: self.frozen(base, None) for base in self.lacks[Part.MASTER_AND_MOMENTS]}
         return {base: base + len(frozen) - 1 for base, frozen in scanned.items() if frozen is not None}
 
     def bases(self, limit: int | None) -> dict[int, int]:

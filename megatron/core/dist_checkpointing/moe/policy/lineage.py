@@ -12,13 +12,13 @@ from typing import TypeAlias
 
 from ..errors import UsageError
 
-Timeline: TypeAlias = tuple[tuple[str, int], ...]
+Lineage: TypeAlias = tuple[tuple[str, int], ...]
 """Attempts, oldest first: a name, which sorts by the time of its start, and the iteration after which it went on."""
 
 MAX_ATTEMPTS = 64
 
 
-def continued(timeline: Timeline, attempt: str, after: int) -> Timeline:
+def continued(timeline: Lineage, attempt: str, after: int) -> Lineage:
     """The timeline of an attempt that goes on from a state of `timeline` as it was after iteration `after`.
 
     The oldest attempts are forgotten beyond MAX_ATTEMPTS, and their snapshots with them. Raises UsageError when the
@@ -31,22 +31,22 @@ def continued(timeline: Timeline, attempt: str, after: int) -> Timeline:
     return (*timeline, (attempt, after))[-MAX_ATTEMPTS:]
 
 
-def past(timeline: Timeline, iteration: int) -> Timeline:
+def past(timeline: Lineage, iteration: int) -> Lineage:
     """The part of a timeline that led to the state after `iteration`."""
     return tuple((name, after) for name, after in timeline if after < iteration)
 
 
-def attempt_of(timeline: Timeline, iteration: int) -> str | None:
+def attempt_of(timeline: Lineage, iteration: int) -> str | None:
     """The attempt in which `iteration` was trained; None if it is not known any more."""
     return next((name for name, after in reversed(timeline) if after < iteration), None)
 
 
-def belongs(snapshot: Timeline, iteration: int, timeline: Timeline) -> bool:
+def belongs(snapshot: Lineage, iteration: int, timeline: Lineage) -> bool:
     """Whether a snapshot of `iteration`, made in its last attempt, lies in the past of `timeline`."""
     return bool(snapshot) and attempt_of(timeline, iteration) == snapshot[-1][0]
 
 
-def newest_first(timelines: Iterable[Timeline]) -> list[Timeline]:
+def newest_first(timelines: Iterable[Lineage]) -> list[Lineage]:
     """Different timelines by the start of their last attempt; those without an attempt are left out."""
     return sorted(
         {timeline for timeline in timelines if timeline},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from ..types import Inventory, Lost, OperatorId, Part, RecoveryPlan, Scope, Segment, Source, Topology
+from ..types import CopySource, Inventory, Lost, OperatorId, Part, RecoveryPlan, ReplaySegment, Scope, Topology
 from .availability import Operators, RankState, StageState, rank_states, refusals, stage_states
 from .recovery import impossible
 
@@ -44,7 +44,7 @@ def plan_lossy_recovery(
     return RecoveryPlan(
         reached,
         Scope.GLOBAL,
-        (Segment(tuple(range(topology.pp)), reached, reached),),
+        (ReplaySegment(tuple(range(topology.pp)), reached, reached),),
         tuple(_sources(states, found, topology)),
         tuple(refusals(states, reached)),
         lost_tokens={operator: tokens_between(operator, oldest[operator], reached) for operator in stale},
@@ -70,7 +70,7 @@ def _newest_iteration(stages: Sequence[StageState], target: int | None) -> int:
     return max(candidates or ())
 
 
-def _sources(states: Mapping[int, RankState], found: Sequence[Newest], topology: Topology) -> Iterator[Source]:
+def _sources(states: Mapping[int, RankState], found: Sequence[Newest], topology: Topology) -> Iterator[CopySource]:
     recipes: dict[tuple[int, int], list[tuple[int, Part, Operators]]] = {}
     for rank, state in states.items():
         key = (topology.stage(rank), state.kind)
@@ -78,7 +78,7 @@ def _sources(states: Mapping[int, RankState], found: Sequence[Newest], topology:
             recipes[key] = list(_records(state, found[topology.stage(rank)]))
         for index, part, operators in recipes[key]:
             copy = state.copies[index]
-            yield Source(rank, copy.plan.iteration, copy.tier, copy.holder, part, operators)
+            yield CopySource(rank, copy.plan.iteration, copy.tier, copy.holder, part, operators)
 
 
 def _records(state: RankState, newest: Newest) -> Iterator[tuple[int, Part, Operators]]:
@@ -94,7 +94,7 @@ def _records(state: RankState, newest: Newest) -> Iterator[tuple[int, Part, Oper
             for part in PARTS
         }
         both = given[Part.MASTER] & given[Part.MOMENTS]
-        for part, operators in ((Part.FULL, both), *((part, given[part] - both) for part in PARTS)):
+        for part, operators in ((Part.MASTER_AND_MOMENTS, both), *((part, given[part] - both) for part in PARTS)):
             if operators:
                 yield index, part, operators
         for part in PARTS:

@@ -52,12 +52,14 @@ class Items:
         return Items(*([column[index] for index in positions] for column in (self.full, self.weights, self.numbers)))
 
     def ascending(self) -> Items:
-        """First what adds least to the WEIGHTS of all, so that small ones are left for gaps; equal ones as before."""
+        """First what adds least to the compute weights of all, so that small ones are left for gaps; equal ones as
+        before."""
         return self.only(sorted(range(len(self)), key=lambda index: self.full[index] - self.weights[index]))
 
     @property
     def least_peak_bytes(self) -> int:
-        """What the first snapshot of any window needs at least: the WEIGHTS of all, and the smallest operator FULL."""
+        """What the first snapshot of any window needs at least: the compute weights of all, and the smallest operator
+        in full."""
         return sum(self.weights) + min(full - weights for full, weights, _, _ in self.runs)
 
     @cached_property
@@ -221,7 +223,7 @@ class _Step:
     """What one step has room for.
 
     gap: bytes that it can take. leave: operators that the steps before it need. earlier_gap: what the emptiest step
-    before it could hold if this one added no WEIGHTS; None if there is none. earlier_weights: the WEIGHTS that the
+    before it could hold if this one added no weights; None if there is none. earlier_weights: the weights that the
     fullest step before it has room for.
     """
 
@@ -234,7 +236,7 @@ class _Step:
 class _Remaining:
     """Operators that are not placed yet, and what one step after the other, from the last one, takes of them.
 
-    A run is a row of operators of equal size; operators are taken from its end. `due` are the WEIGHTS that all that was
+    A run is a row of operators of equal size; operators are taken from its end. `due` are the weights that all that was
     taken adds to every step before; `taken`, `full` and `weights` are of the step that was filled last.
     """
 
@@ -296,7 +298,7 @@ class _Remaining:
     def _take_large(self, gap: int, earlier_gap: int) -> None:
         """Take the largest operators while no earlier step would have room for them, were this one filled with others.
 
-        The others are taken to be average: as much WEIGHTS per byte as all operators together.
+        The others are taken to be average: as much weights per byte as all operators together.
         """
         all_full, all_weights = self.items.full_before[-1], self.items.weights_before[-1]
         while self.may_take:
@@ -307,7 +309,7 @@ class _Remaining:
             self._take(run, 1)
 
     def _take_small(self, gap: int, spare: int) -> None:
-        """Take operators from the end of the order while they fit and this step has no more WEIGHTS than `spare`."""
+        """Take operators from the end of the order while they fit and this step has no more weights than `spare`."""
         tried, run = 0, self.last_run
         while run >= 0 and self.may_take and tried < _LOOK_AHEAD:
             full, weights, start, _ = self.runs[run]

@@ -14,7 +14,7 @@ class PecScope:
     """Which components of the state of experts that are not selected are left out (MoC 6.3, "W", "O" and "WO").
 
     All other components of all operators are saved in full. What `partial` names but a checkpoint does not store
-    anyway changes nothing: `weights` leaves nothing out of checkpoints that store Part.FULL.
+    anyway changes nothing: `weights` leaves nothing out of checkpoints that store Part.MASTER_AND_MOMENTS.
     """
 
     name: str
@@ -108,7 +108,7 @@ def pec_plan(
     operators: Iterable[OperatorId],
     selected: Iterable[OperatorId],
     scope: PecScope,
-    stored: Part = Part.FULL,
+    stored: Part = Part.MASTER_AND_MOMENTS,
 ) -> SnapshotPlan:
     """The plan of a partial checkpoint (MoC 3): `stored` of non-experts and selected experts, less of the others.
 

@@ -84,7 +84,7 @@ def _without(load: Items, numbers: Sequence[int] | Mapping[int, int]) -> Items:
 
 
 def _too_large(load: Items, cap: int) -> list[int]:
-    """Numbers of operators that fit no step beside the WEIGHTS of others that are too large; the largest first."""
+    """Numbers of operators that fit no step beside the weights of others that are too large; the largest first."""
     found, reserved = [], 0
     if max(load.full, default=0) > cap:
         for index in sorted(range(len(load)), key=lambda index: (-load.full[index], -index)):

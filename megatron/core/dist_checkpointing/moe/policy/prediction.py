@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from ..types import OperatorId, RecoveryPlan, Segment, Tier, Topology
+from ..types import OperatorId, RecoveryPlan, ReplaySegment, Tier, Topology
 from .checks import not_negative, positive, whole
 
 
@@ -71,7 +71,7 @@ def predicted_parts(
 
 
 def replay_s(
-    segment: Segment, topology: Topology, figures: Figures, work: Mapping[int, Mapping[OperatorId, float]]
+    segment: ReplaySegment, topology: Topology, figures: Figures, work: Mapping[int, Mapping[OperatorId, float]]
 ) -> float:
     """Seconds that a segment replays: as iterations of a pipeline of its own, without the bubbles that the other stages
     cause (MoEvement 3.4), cheaper by what is frozen.

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from ..errors import RecoveryImpossible
 from ..types import (
     BoundaryLog,
+    CopySource,
     Direction,
     Inventory,
     Lost,
     Part,
-    Reason,
     RecoveryPlan,
     Refusal,
+    RefusalReason,
+    ReplaySegment,
     Scope,
-    Segment,
-    Source,
     Topology,
 )
 from .availability import NONE, Operators, RankState, StageState, rank_states, refusals, stage_states
@@ -47,7 +47,7 @@ def plan_recovery(
         RecoveryImpossible: No intact copies lead to the target.
         UsageError: The inventory leaves out a rank.
     """
-    states = rank_states(inventory, lost, topology, (Part.FULL, Part.WEIGHTS))
+    states = rank_states(inventory, lost, topology, (Part.MASTER_AND_MOMENTS, Part.COMPUTE))
     stages = stage_states(states, topology)
 
     def rolled_back(to: int) -> Way:
@@ -164,14 +164,14 @@ def _serves(log: BoundaryLog, direction: Direction, lost: Lost) -> bool:
     return log.direction is direction and log.holder not in lost.nodes
 
 
-def _segment(rollback: Rollback, pipeline: Pipeline, stages: Sequence[StageState]) -> Segment:
+def _segment(rollback: Rollback, pipeline: Pipeline, stages: Sequence[StageState]) -> ReplaySegment:
     frozen = [NONE] * (pipeline.target - rollback.base)
     for stage in rollback.stages:
         for step, pending in enumerate(stages[stage].frozen(rollback.base, pipeline.target) or ()):
             if pending:
                 frozen[step] |= pending
     feeding = sorted(set(_outside(rollback, pipeline))) if frozen else []
-    return Segment(rollback.stages, rollback.base, pipeline.target, tuple(frozen), tuple(feeding))
+    return ReplaySegment(rollback.stages, rollback.base, pipeline.target, tuple(frozen), tuple(feeding))
 
 
 def _outside(rollback: Rollback, pipeline: Pipeline) -> Iterator[int]:
@@ -181,15 +181,15 @@ def _outside(rollback: Rollback, pipeline: Pipeline) -> Iterator[int]:
                 yield neighbour
 
 
-def _scope(segments: Sequence[Segment], topology: Topology) -> Scope:
+def _scope(segments: Sequence[ReplaySegment], topology: Topology) -> Scope:
     if not segments:
         return Scope.NONE
     return Scope.GLOBAL if sum(len(segment.stages) for segment in segments) == topology.pp else Scope.LOCAL
 
 
 def _restored(
-    segment: Segment, states: Mapping[int, RankState], stages: Sequence[StageState], topology: Topology
-) -> Iterator[Source]:
+    segment: ReplaySegment, states: Mapping[int, RankState], stages: Sequence[StageState], topology: Topology
+) -> Iterator[CopySource]:
     """Who loads which records for a segment. Ranks of one kind differ only in who holds their copies."""
     for stage in segment.stages:
         pending = stages[stage].frozen(segment.base, segment.target) or []
@@ -200,18 +200,21 @@ def _restored(
                 recipes[state.kind] = list(_records(state, segment.base, pending))
             for index, part, operators in recipes[state.kind]:
                 copy = state.copies[index]
-                yield Source(rank, copy.plan.iteration, copy.tier, copy.holder, part, operators)
+                yield CopySource(rank, copy.plan.iteration, copy.tier, copy.holder, part, operators)
 
 
 def _records(state: RankState, base: int, pending: Sequence[Operators]) -> Iterator[Record]:
     """Which copy, by its index, gives which part of which operators; preferred tiers first."""
     before = state.required
     for iteration, frozen in enumerate(pending, start=base):
-        wanted = {Part.FULL: before - frozen, Part.WEIGHTS: before & frozen}
+        wanted = {Part.MASTER_AND_MOMENTS: before - frozen, Part.COMPUTE: before & frozen}
         for index, copy in enumerate(state.copies):
             if copy.plan.iteration != iteration:
                 continue
-            for part, given in ((Part.FULL, copy.plan.anchored), (Part.WEIGHTS, copy.plan.giving(Part.WEIGHTS))):
+            for part, given in (
+                (Part.MASTER_AND_MOMENTS, copy.plan.anchored),
+                (Part.COMPUTE, copy.plan.giving(Part.COMPUTE)),
+            ):
                 served = wanted[part] & given - copy.corrupt
                 if served:
                     wanted[part] -= served
@@ -219,15 +222,17 @@ def _records(state: RankState, base: int, pending: Sequence[Operators]) -> Itera
         before &= frozen
 
 
-def _waiting(states: Iterable[RankState], target: int) -> Iterator[Source]:
+def _waiting(states: Iterable[RankState], target: int) -> Iterator[CopySource]:
     """Ranks that resume from their parked state, at the target or one step before it."""
     for state in states:
         iteration = target if target in state.parked else target - 1
         parked = state.copies[state.parked[iteration]]
-        yield Source(state.rank, iteration, parked.tier, parked.holder, Part.FULL, state.required)
+        yield CopySource(state.rank, iteration, parked.tier, parked.holder, Part.MASTER_AND_MOMENTS, state.required)
 
 
-def _incomplete(segments: Sequence[Segment], states: Mapping[int, RankState], topology: Topology) -> Iterator[Refusal]:
+def _incomplete(
+    segments: Sequence[ReplaySegment], states: Mapping[int, RankState], topology: Topology
+) -> Iterator[Refusal]:
     """Intact copies newer than the base of their segment that take no part in rebuilding it."""
     for segment in segments:
         dense = segment.base + sum(1 for frozen in segment.frozen if frozen)
@@ -235,7 +240,7 @@ def _incomplete(segments: Sequence[Segment], states: Mapping[int, RankState], to
             for rank in topology.stage_ranks(stage):
                 for copy in states[rank].copies:
                     if dense < copy.plan.iteration <= segment.target:
-                        yield Refusal(rank, copy.plan.iteration, copy.tier, copy.holder, Reason.INCOMPLETE)
+                        yield Refusal(rank, copy.plan.iteration, copy.tier, copy.holder, RefusalReason.INCOMPLETE)
 
 
 def _impossible(stages: Sequence[StageState], target: int | None) -> RecoveryImpossible:
@@ -253,12 +258,16 @@ def _impossible(stages: Sequence[StageState], target: int | None) -> RecoveryImp
 
 
 def _missing(state: StageState, limit: int | None) -> Operators:
-    """Operators that stand in the way: without FULL state anywhere, or else without weights until it."""
-    iterations = [iteration for iteration in state.lacks[Part.FULL] if limit is None or iteration <= limit]
-    never = state.required.intersection(*(state.lacking(Part.FULL, iteration) for iteration in iterations))
+    """Operators that stand in the way: without full state anywhere, or else without weights until it."""
+    iterations = [
+        iteration for iteration in state.lacks[Part.MASTER_AND_MOMENTS] if limit is None or iteration <= limit
+    ]
+    never = state.required.intersection(
+        *(state.lacking(Part.MASTER_AND_MOMENTS, iteration) for iteration in iterations)
+    )
     if never:
         return never
-    return state.lacking(Part.FULL, max(iterations))
+    return state.lacking(Part.MASTER_AND_MOMENTS, max(iterations))
 
 
 def impossible(where: str, target: int | None, stage: int, missing: Operators) -> RecoveryImpossible:

@@ -15,7 +15,7 @@ from ..types import OperatorId, Part, Piece, SnapshotPlan, full_plan
 from .lifecycle import WindowState
 from .tracking import PieceName, TrackedWindow
 
-_COMPONENTS = (Part.MASTER, Part.MOMENTS, Part.WEIGHTS)
+_COMPONENTS = (Part.MASTER, Part.MOMENTS, Part.COMPUTE)
 _WHOLE = (WindowState.REPLICATING, WindowState.PROTECTED, WindowState.UNDER_REPLICATED, WindowState.RESTORED)
 
 

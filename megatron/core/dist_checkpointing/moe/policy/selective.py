@@ -92,7 +92,7 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Selection:
-    """One snapshot of a lane: all non-experts and the chosen experts, FULL.
+    """One snapshot of a lane: all non-experts and the chosen experts, in full.
 
     `experts_per_layer` is S[l]. `excess_bytes` is what the budget does not cover: 0, unless the non-experts alone are
     larger than it.

@@ -173,7 +173,9 @@ def shard_checkpoint(
     if max_unit_bytes is not None and max_unit_bytes < parameter_bytes:
         raise UsageError(f"max_unit_bytes is {max_unit_bytes}, but must be at least {parameter_bytes}, one parameter")
 
-    owned, held = _held(shape, topology, precision, parts, Part.FULL if optimizer_sharded else Part.NOTHING)
+    owned, held = _held(
+        shape, topology, precision, parts, Part.MASTER_AND_MOMENTS if optimizer_sharded else Part.NOTHING
+    )
     loads = _added([0] * topology.world_size, owned)
     place_experts, place_rest = SHARDINGS[strategy]
     experts = place_experts([stretch for stretch in held if stretch.operator.is_expert], loads)

@@ -36,7 +36,7 @@ class TransferCost:
 
 
 def transfer_cost(
-    parameters: int, precision: Precision, gradient_bytes_per_parameter: int, part: Part = Part.FULL
+    parameters: int, precision: Precision, gradient_bytes_per_parameter: int, part: Part = Part.MASTER_AND_MOMENTS
 ) -> TransferCost:
     """Bytes of the state (`part` of it) and of the gradients of an operator with so many parameters on this rank.
 

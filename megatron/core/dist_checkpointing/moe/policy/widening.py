@@ -15,7 +15,7 @@ def widened(plan: RecoveryPlan, inventory: Inventory, topology: Topology, *, tie
 
     Empty where neither is so.
     """
-    states = rank_states(inventory, plan.lost, topology, (Part.FULL, Part.WEIGHTS))
+    states = rank_states(inventory, plan.lost, topology, (Part.MASTER_AND_MOMENTS, Part.COMPUTE))
     newest = max((iteration for state in states.values() for iteration in state.parked), default=-1)
     if newest < plan.target:
         return "no rank has parked its state" if plan.scope is Scope.GLOBAL else ""

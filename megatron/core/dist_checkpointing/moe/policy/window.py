@@ -97,15 +97,16 @@ def byte_aware_schedule(
 ) -> Schedule:
     """The smallest window whose largest snapshot fits the budget, as even as can be (instead of MoEvement Alg. 1).
 
-    Operators differ in size by orders of magnitude, and late snapshots carry less WEIGHTS, so counting them does not
+    Operators differ in size by orders of magnitude, and late snapshots carry less weights, so counting them does not
     say what a snapshot weighs: snapshot i has the full bytes of group i and the weights bytes of all later groups.
     The order is kept where it fits, bent where an operator is too large for a gap, and given up between operators of
     different size where that saves an iteration or 2 % of the largest snapshot; equal ones always keep it.
 
     Where the budget is too small for every window that is found, each operator that is larger than the cap is anchored
-    alone, at the end of the window, where the least WEIGHTS come with it; for the others the cap is raised, from 10 %
-    above the least that any window needs (the WEIGHTS of all, and the smallest operator FULL) in steps of 10 %, until
-    a window is found. The last few per cent of a stall are thus not bought with a window many times as long.
+    alone, at the end of the window, where the least weights come with it; for the others the cap is raised, from 10 %
+    above the least that any window needs (the compute weights of all, and the smallest operator in full) in steps of
+    10 %, until a window is found. The last few per cent of a stall are thus not bought with a window many times as
+    long.
 
     `window` forces the number of iterations. `pinned` (with `window`) anchors operators in the given step from the
     first, 0; others than those in `ordered` are not looked at. No group is empty, except where pinned operators leave
@@ -143,7 +144,9 @@ def _why(ordered: Sequence[OperatorId], load: Items, loads: tuple[int, ...], bud
     if load.full[largest] > budget:
         reason = f"{ordered[largest]} alone has {load.full[largest]} bytes"
     elif load.least_peak_bytes > budget:
-        reason = f"the WEIGHTS of all {len(load)} operators have {weights} bytes, and the first snapshot needs them"
+        reason = (
+            f"the compute weights of all {len(load)} operators have {weights} bytes, and the first snapshot needs them"
+        )
     else:
         reason = f"no window of {len(loads)} iterations was found in which less than {max(loads)} bytes come together"
     return (

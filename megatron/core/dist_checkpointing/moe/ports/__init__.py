@@ -17,7 +17,7 @@ from ..types.layout import (
     Torn,
 )
 from .boundary import BoundarySink, BoundarySource
-from .executor import Clock, Lane, Task
+from .executor import Clock, Executor, Task
 from .storage import MappedReader, MappedStore, MappedWriter, Reader, Store, Writer
 from .training import RANDOM, Capturer, Execution, Restorer, TrainerState
 from .transport import Transfer, Transport
@@ -30,10 +30,10 @@ __all__ = [
     "Capturer",
     "Clock",
     "Execution",
+    "Executor",
     "Facts",
     "Field",
     "Json",
-    "Lane",
     "Layout",
     "Listing",
     "Manifest",

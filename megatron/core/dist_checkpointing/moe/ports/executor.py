@@ -28,7 +28,7 @@ class Task(Protocol[T]):
         """What it returned, or raises what it raised; TimeoutError after `timeout` seconds."""
 
 
-class Lane(Protocol):
+class Executor(Protocol):
     """Runs work beside training, one piece after the other in the order of submission; as `concurrent.futures`."""
 
     def submit(self, work: Callable[[], T], /) -> Task[T]:

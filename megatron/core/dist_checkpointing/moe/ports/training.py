@@ -74,14 +74,14 @@ class Restorer(Protocol):
     def restore(self, read: Callable[[str], memoryview], parts: Mapping[Part, Collection[OperatorId]]) -> int:
         """Copy the records of these parts of these operators, fetched by key with `read`, into the live state.
 
-        WEIGHTS are all that a forward pass reads, whichever part stores it (see `capture.operators.serves`).
+        COMPUTE weights are all that a forward pass reads, whichever part stores it (see `capture.operators.serves`).
         Returns the bytes copied. Lets through what `read` raises, UnreadableCheckpoint for a record of a wrong size.
         """
 
     def refresh(self) -> None:
-        """Make the compute weights whole after a `restore` of some operators' FULL state and the others' WEIGHTS:
-        derived from master weights where only these were restored since the last call; a collective of training's own
-        groups. Operators of which nothing was restored since then stay as training left them."""
+        """Make the compute weights whole after a `restore` of some operators' full state and the others' compute
+        weights: derived from master weights where only these were restored since the last call; a collective of
+        training's own groups. Operators of which nothing was restored since then stay as training left them."""
 
     def missing(self, frozen: Collection[OperatorId] = ()) -> str:
         """Which state still has to be restored, for people; empty when all is there that `complete` needs.

@@ -18,7 +18,7 @@ from ..errors import MoECheckpointError, UnreadableCheckpoint
 from ..policy.segments import feeds, ranks_of
 from ..ports import MappedReader, PeerLost, Reader, SnapshotId, StoreFailure, Transport
 from ..types import GRADIENTS, LOG, Copy, Direction, Inventory, OperatorId, Part, RecoveryPlan, Tier, Topology
-from .inventory import Catalogue, Found, Place
+from .inventory import Catalogue, CopyLocation, Found
 
 _SIZES = struct.Struct("<qq")
 
@@ -43,8 +43,8 @@ class Need:
 
 def needs(plan: RecoveryPlan, inventory: Inventory, catalogue: Catalogue) -> tuple[Need, ...]:
     """What each rank needs to carry out the plan, in the same order on all ranks."""
-    wanted: dict[tuple[int, Place], dict[Part, set[OperatorId]]] = {}
-    at: dict[Place, Found] = {}
+    wanted: dict[tuple[int, CopyLocation], dict[Part, set[OperatorId]]] = {}
+    at: dict[CopyLocation, Found] = {}
     for source in plan.sources:
         for copy in _copies(inventory, source.rank, source.iteration, source.tier, source.holder):
             useful = source.operators & copy.plan.giving(source.part) - copy.corrupt
@@ -83,8 +83,8 @@ def with_trainer_states(
 
 def logs_and_gradients(plan: RecoveryPlan, catalogue: Catalogue, topology: Topology) -> tuple[Need, ...]:
     """What is needed besides state: the logs that feed each segment, and gradients that were kept."""
-    wanted: dict[tuple[int, Place], list[Direction]] = {}
-    at: dict[Place, Found] = {}
+    wanted: dict[tuple[int, CopyLocation], list[Direction]] = {}
+    at: dict[CopyLocation, Found] = {}
     for segment in plan.segments:
         for iteration in segment.replayed:
             for rank, sender, way in feeds(segment, topology):
@@ -132,13 +132,13 @@ class Carrier:
     encode: Callable[[MappedReader], tuple[bytes, memoryview]]
     land: Callable[[int, bytes], Landing]
 
-    def carry(self, needed: Sequence[Need]) -> tuple[dict[Place, Reader], dict[Place, str]]:
+    def carry(self, needed: Sequence[Need]) -> tuple[dict[CopyLocation, Reader], dict[CopyLocation, str]]:
         """Send and receive all that travels, in the order of `needed`, which is the same on all ranks.
 
         Returns readers of what arrived here, verified, and the reasons for what did not. Raises PeerLost.
         """
-        arrived: dict[Place, Reader] = {}
-        refused: dict[Place, str] = {}
+        arrived: dict[CopyLocation, Reader] = {}
+        refused: dict[CopyLocation, str] = {}
         for need in needed:
             if not need.travels:
                 continue

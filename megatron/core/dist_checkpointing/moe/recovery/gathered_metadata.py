@@ -17,7 +17,7 @@ import msgspec
 from ..errors import UnreadableCheckpoint, format_error
 from ..ports import Json, Reader, StoreFailure, Transport
 from ..types import RecoveryPlan, StepJournal, Topology
-from .inventory import Catalogue, Found, Place
+from .inventory import Catalogue, CopyLocation, Found
 from .outcome import RefusedCopies, gather_refused
 
 
@@ -47,7 +47,7 @@ class GatheredMetadata:
     """
 
     strategy: Any = field(default=None, repr=False)
-    strategy_from: Place | None = None
+    strategy_from: CopyLocation | None = None
     outcomes: Mapping[int, StepOutcome] = field(default_factory=dict, repr=False)
 
 
@@ -69,7 +69,7 @@ def gather_metadata(
     # Only the last stage knows the loss, by which its replay is checked.
     journals = [found for iteration in wanted for found in catalogue.journal_sources(iteration, last)[:1]]
     strategies = catalogue.strategy_sources(plan.target)[:1]
-    own, refused = _Known(), dict[Place, str]()
+    own, refused = _Known(), dict[CopyLocation, str]()
     for found in dict.fromkeys((*strategies, *journals)):
         if found.finder == transport.rank:
             try:

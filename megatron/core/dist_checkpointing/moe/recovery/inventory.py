@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from ..policy.lineage import Timeline, belongs, newest_first, past
+from ..policy.lineage import Lineage, belongs, newest_first, past
 from ..ports import Json, SnapshotId
 from ..types import (
     GRADIENTS,
@@ -36,7 +36,7 @@ from ..types import (
 )
 from .listing import InventoryRow, OperatorPart, RankInventory
 
-Place = tuple[int, SnapshotId, Tier]
+CopyLocation = tuple[int, SnapshotId, Tier]
 """Who found a snapshot (a rank), which one, and in which tier: OWN_MEMORY of the finder, or PERSISTENT."""
 
 
@@ -47,7 +47,7 @@ class Found(InventoryRow, frozen=True, kw_only=True):
     plan: SnapshotPlan
 
     @property
-    def place(self) -> Place:
+    def place(self) -> CopyLocation:
         """What tells it apart from all others."""
         return self.finder, self.snapshot, self.tier
 
@@ -77,15 +77,15 @@ class Catalogue:
         return max((found.snapshot.iteration for found in self.found), default=-1)
 
     @property
-    def timelines(self) -> list[Timeline]:
+    def timelines(self) -> list[Lineage]:
         """The timelines of all intact finds, the newest first."""
         return newest_first(found.timeline for found in self.found if not found.why)
 
-    def within(self, timeline: Timeline) -> Catalogue:
+    def within(self, timeline: Lineage) -> Catalogue:
         """Only what lies in the past of `timeline`; what is torn or cannot be used stays, with its reason."""
         return self._where(lambda found: bool(found.why) or is_past(found.timeline, found.snapshot.iteration, timeline))
 
-    def without(self, damaged: Collection[Place]) -> Catalogue:
+    def without(self, damaged: Collection[CopyLocation]) -> Catalogue:
         """The same without what proved unreadable."""
         return self._where(lambda found: found.place not in damaged)
 
@@ -93,7 +93,7 @@ class Catalogue:
         """Only what is there under any strategy: with it all stages roll back together."""
         return self._where(lambda found: found.snapshot.kind not in STANDBY)
 
-    def inventory(self, damaged: Collection[Place] = ()) -> Inventory:
+    def inventory(self, damaged: Collection[CopyLocation] = ()) -> Inventory:
         """What the planner sees; `damaged` are copies that proved unreadable."""
         seen = [found for found in self.found if found.snapshot.rank in self.required]
         usable = [found for found in seen if not found.why and found.place not in damaged]
@@ -197,7 +197,7 @@ class Catalogue:
         return None if found.tier is Tier.PERSISTENT else self.nodes[found.finder]
 
 
-def is_past(snapshot: Timeline, iteration: int, timeline: Timeline) -> bool:
+def is_past(snapshot: Lineage, iteration: int, timeline: Lineage) -> bool:
     """Whether a snapshot of `iteration` lies in the past of `timeline`, also one that was made by an attempt that only
     went on from that iteration: it was trained by the one before."""
     return belongs(past(snapshot, iteration), iteration, timeline)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ..errors import UnreadableCheckpoint
-from ..policy.lineage import Timeline
+from ..policy.lineage import Lineage
 from ..ports import Facts, Json, SnapshotId, Store, Torn
 from ..types import OperatorId, Tier
 
@@ -44,7 +44,7 @@ class InventoryRow(msgspec.Struct, frozen=True, array_like=True):
     torn: bool = False
     digest: str = ""
     operators: tuple[OperatorPart, ...] = ()
-    timeline: Timeline = ()
+    timeline: Lineage = ()
     job: str = ""
     window: tuple[int, int] | None = None
     has_journal: bool = False
@@ -63,7 +63,7 @@ class _Scalars(msgspec.Struct):
     """What a recovery needs of the scalars of a manifest; others may stand beside it."""
 
     operators: tuple[OperatorPart, ...]
-    timeline: Timeline
+    timeline: Lineage
     window: tuple[int, int] | None = None
     journal: Any = None
     trainer: Any = msgspec.UNSET

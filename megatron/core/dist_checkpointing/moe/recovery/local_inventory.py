@@ -11,7 +11,7 @@ from operator import itemgetter
 import msgspec
 
 from ..errors import UnreadableCheckpoint, UsageError
-from ..policy.lineage import Timeline
+from ..policy.lineage import Lineage
 from ..ports import Json, MappedStore, SnapshotId, Store, StoreFailure, Transport
 from ..replication.agreement import raise_on_all_ranks
 from ..snapshot.identity import Identity
@@ -52,7 +52,7 @@ class LocalInventory:
         own = rank_inventory(str(node), self._identity.operators, rows)
         return catalogue(self._transport.gather(own))
 
-    def common(self, tier: Tier, timeline: Timeline, newest: int) -> tuple[Piece, ...]:
+    def common(self, tier: Tier, timeline: Lineage, newest: int) -> tuple[Piece, ...]:
         """The pieces up to iteration `newest` of which every rank has its own share; none if any rank cannot tell.
 
         Of a window, all of its pieces or none: a part of one restores nothing.
@@ -135,7 +135,7 @@ class LocalInventory:
         logged: range = range(0),
         arrived: Sequence[HostBuffer] = (),
         *,
-        timeline: Timeline = (),
+        timeline: Lineage = (),
     ) -> None:
         """Free all in the standby store but what is `kept`, and the logs of iterations `logged`, of this timeline; then
         move in what arrived for this rank."""
@@ -155,7 +155,7 @@ class LocalInventory:
             for reader in arrived:
                 _land(reader, store)
 
-    def journal_log(self, iteration: int, scalars: Mapping[str, Json], timeline: Timeline) -> None:
+    def journal_log(self, iteration: int, scalars: Mapping[str, Json], timeline: Lineage) -> None:
         """Let this rank's log of an iteration say how that came out, if it was sealed before the rank knew it.
 
         Else nobody may know it any more once parked state is freed, and then nothing is replayed alone past it.
@@ -193,11 +193,11 @@ def _land(reader: HostBuffer, store: MappedStore) -> None:
         writer.seal(manifest.facts, manifest.checksums)
 
 
-def _is_of(store: MappedStore, snapshot: SnapshotId, timeline: Timeline) -> bool:
+def _is_of(store: MappedStore, snapshot: SnapshotId, timeline: Lineage) -> bool:
     """Whether a snapshot is there and lies in the past of `timeline`."""
     try:
         with store.open(snapshot) as reader:
-            led = msgspec.convert(reader.manifest.facts.scalars["timeline"], Timeline)
+            led = msgspec.convert(reader.manifest.facts.scalars["timeline"], Lineage)
     except (UnreadableCheckpoint, KeyError, msgspec.ValidationError):
         return False
     return is_past(led, snapshot.iteration, timeline)

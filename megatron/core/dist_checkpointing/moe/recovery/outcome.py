@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ..errors import MoECheckpointError
-from ..policy.lineage import Timeline
+from ..policy.lineage import Lineage
 from ..policy.tracking import RestoredState
 from ..ports import Json, Reader, SnapshotId, Transport
 from ..strategies import Piece
 from ..types import RecoveryPlan, SnapshotPlan, StepJournal, Tier
-from .inventory import Place
+from .inventory import CopyLocation
 from .table import RecoveryTable
 
 
@@ -29,7 +29,7 @@ class RecoveryOutcome:
     """
 
     plan: RecoveryPlan
-    timeline: Timeline
+    timeline: Lineage
     kept: tuple[Piece, ...]
     persisted: tuple[tuple[SnapshotPlan, ...], ...]
     spare: frozenset[tuple[int, str]]
@@ -70,7 +70,7 @@ class Waiting:
 class RefusedCopies(MoECheckpointError):
     """A plan cannot be carried out because of these snapshots, with the reason for each."""
 
-    def __init__(self, refused: Mapping[Place, str]) -> None:
+    def __init__(self, refused: Mapping[CopyLocation, str]) -> None:
         super().__init__("; ".join(refused.values()))
         self.refused = dict(refused)
 
@@ -82,7 +82,7 @@ class _RefusedRow(msgspec.Struct, array_like=True):
     why: str
 
 
-def gather_refused(transport: Transport, refused: Mapping[Place, str]) -> dict[Place, str]:
+def gather_refused(transport: Transport, refused: Mapping[CopyLocation, str]) -> dict[CopyLocation, str]:
     """What any rank refuses, the same on all ranks; a collective. Raises PeerLost."""
     own = [_RefusedRow(finder, snapshot, tier, why) for (finder, snapshot, tier), why in refused.items()]
     gathered = msgspec.convert(transport.gather(msgspec.to_builtins(own)), list[list[_RefusedRow]])

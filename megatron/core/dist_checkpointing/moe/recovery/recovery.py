@@ -25,7 +25,7 @@ import logging
 from collections.abc import Sequence
 
 from ..errors import MoECheckpointError, RecoveryImpossible, UnreadableCheckpoint, format_error
-from ..policy.lineage import Timeline, past
+from ..policy.lineage import Lineage, past
 from ..policy.segments import base_for, ranks_of, restored, segment_of, sends_all
 from ..policy.widening import widened
 from ..ports import Json, PeerLost, SnapshotId
@@ -36,7 +36,7 @@ from ..strategies import Job, Strategy
 from ..types import GRADIENTS, PARKED, Lost, RecoveryPlan, Tier
 from .fetch import logs_and_gradients, needs, with_trainer_states
 from .gathered_metadata import GatheredMetadata, gather_metadata
-from .inventory import Catalogue, Place
+from .inventory import Catalogue, CopyLocation
 from .local_inventory import LocalInventory, by_window
 from .outcome import RecoveryOutcome, RefusedCopies, RollForward, Waiting, gather_refused
 from .restoring import Attempt, RecoveryPorts, absent
@@ -63,11 +63,11 @@ class Recovery:
         self._identity, self._rank = identity, ports.transport.rank
         self._local = LocalInventory(ports.memory, ports.persistent, ports.transport, identity, standby=ports.standby)
         self._catalogue = Catalogue((), {}, ())
-        self._timeline: Timeline = ()
+        self._timeline: Lineage = ()
         self._plan: RecoveryPlan | None = None
         self._is_local = job.config.recovery != "global" and ports.standby is not None
         self._wider = ""
-        self._damaged: dict[Place, str] = {}
+        self._damaged: dict[CopyLocation, str] = {}
         self._attempt: Attempt | None = None  # what a replay still reads
         self._late: list[HostBuffer] = []  # fetched state that has no room in memory before `finish`
         self._metadata = GatheredMetadata()
@@ -89,7 +89,7 @@ class Recovery:
         return self._plan
 
     @property
-    def timeline(self) -> Timeline:
+    def timeline(self) -> Lineage:
         """Of the state at the target, and of what is stored of it or of earlier iterations before training goes on."""
         return past(self._timeline, self._plan.target) if self._plan is not None else ()
 
@@ -116,7 +116,7 @@ class Recovery:
         """
         self._begun_s = self._ports.clock.now_s()
         while self._plan is not None:
-            refused: dict[Place, str] = {}
+            refused: dict[CopyLocation, str] = {}
             left_to_do = None
             try:
                 left_to_do = self._restored(self._plan)
@@ -217,7 +217,7 @@ class Recovery:
         )
         return None
 
-    def _usable(self, timeline: Timeline) -> Catalogue:
+    def _usable(self, timeline: Lineage) -> Catalogue:
         """What may be used, if training goes on in this timeline."""
         found = self._catalogue.within(timeline)
         return found if self._is_local else found.without_standby()

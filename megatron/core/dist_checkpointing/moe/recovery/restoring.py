@@ -28,10 +28,10 @@ from ..replication.replica_receiver import ReplicaReceiver, StoreReplica
 from ..storage.host_buffer import HostBuffer
 from ..storage.manifest import decode, encode
 from ..strategies import Job
-from ..types import GRADIENTS, LOG, STANDBY, OperatorId, RecoveryPlan, Segment, StepJournal, Tier, Topology
+from ..types import GRADIENTS, LOG, STANDBY, OperatorId, RecoveryPlan, ReplaySegment, StepJournal, Tier, Topology
 from .fetch import Carrier, Need
 from .gathered_metadata import GatheredMetadata, StepOutcome
-from .inventory import Found, Place
+from .inventory import CopyLocation, Found
 from .outcome import RefusedCopies
 from .timestamps import Milestone, Timestamps
 
@@ -124,7 +124,7 @@ class Attempt:
         if self._refused:
             raise RefusedCopies(self._refused)
 
-    def having(self, name: str, iteration: int) -> tuple[Place, Reader] | None:
+    def having(self, name: str, iteration: int) -> tuple[CopyLocation, Reader] | None:
         """A snapshot of this rank's state at an iteration whose manifest has a scalar of this name."""
         for need, reader in self._of(iteration):
             if reader.manifest.facts.scalars.get(name) is not None:
@@ -141,7 +141,7 @@ class Attempt:
 
     def replay(
         self,
-        segment: Segment,
+        segment: ReplaySegment,
         job: Job,
         required: Mapping[int, Collection[OperatorId]],
         unlogged: Mapping[int, frozenset[int]],
@@ -202,7 +202,7 @@ class Attempt:
         return [item for item in held if item[0].found.is_state]
 
     def _step(
-        self, segment: Segment, iteration: int, metadata: GatheredMetadata, outside: frozenset[OperatorId]
+        self, segment: ReplaySegment, iteration: int, metadata: GatheredMetadata, outside: frozenset[OperatorId]
     ) -> ReplayStep:
         journal, trainer = self._outcome(iteration, metadata.outcomes.get(iteration))
         loads = tuple(SnapshotLoad(reader, dict(need.parts)) for need, reader in self._of(iteration) if need.parts)
@@ -230,7 +230,7 @@ class Attempt:
             raise RefusedCopies({place: f"its journal cannot be read: {format_error(error)}"}) from error
 
 
-def absent(iteration: int, rank: int) -> Place:
+def absent(iteration: int, rank: int) -> CopyLocation:
     """Stands for a snapshot that is nowhere, in a refusal."""
     return rank, SnapshotId(iteration, rank), Tier.PARKED
 

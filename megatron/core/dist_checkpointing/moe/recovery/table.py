@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ..types import OperatorId, Part, Reason, RecoveryPlan, Refusal, Segment, Tier
+from ..types import OperatorId, Part, RecoveryPlan, Refusal, RefusalReason, ReplaySegment, Tier
 
-_PARTS = {Part.FULL: "full state", Part.MASTER: "master weights", Part.MOMENTS: "moments", Part.WEIGHTS: "weights"}
+_PARTS = {
+    Part.MASTER_AND_MOMENTS: "full state",
+    Part.MASTER: "master weights",
+    Part.MOMENTS: "moments",
+    Part.COMPUTE: "weights",
+}
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class RecoveryTable:
             yield f"  refused: {text}"
         yield from self._losses()
 
-    def _replay(self, segment: Segment) -> str:
+    def _replay(self, segment: ReplaySegment) -> str:
         window = self.windows.get(segment.base, range(segment.base, segment.base + 1))
         who = "" if len(segment.stages) == self.stages else f"{self._named(segment.stages)}, "
         fed = f", fed from the logs of {_stages(segment.logs_from)}" if segment.logs_from else ""
@@ -90,7 +95,7 @@ class RecoveryTable:
 
 def _refusals(refusals: Collection[Refusal]) -> Iterator[str]:
     """One line for each reason and tier."""
-    groups: dict[tuple[Tier, Reason], set[Refusal]] = {}
+    groups: dict[tuple[Tier, RefusalReason], set[Refusal]] = {}
     for refusal in refusals:
         groups.setdefault((refusal.tier, refusal.reason), set()).add(refusal)
     for (tier, reason), found in sorted(groups.items(), key=lambda group: (group[0][0], group[0][1].value)):

@@ -17,7 +17,7 @@ from ..replication.agreement import raise_on_all_ranks
 from ..replication.process_group import ProcessGroupTransport
 from ..storage.memory import MemoryStore
 from ..types import Topology
-from .process_info import Place, memory_folder, open_memory
+from .process_info import ProcessInfo, memory_folder, open_memory
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Transports(NamedTuple):
         return cls(*(ProcessGroupTransport(store, rank, world_size, f"moe-ckpt-{name}", waits[name]) for name in waits))
 
 
-def placed_topology(transport: Transport, place: Place) -> Topology:
+def placed_topology(transport: Transport, place: ProcessInfo) -> Topology:
     """The layout of the running job, with the nodes that its ranks are on. A collective. Raises UsageError."""
     nodes = [str(node) for node in transport.gather(place.node)]
     names = list(dict.fromkeys(nodes))
@@ -51,7 +51,7 @@ def placed_topology(transport: Transport, place: Place) -> Topology:
 
 
 def open_memories(
-    config: MoECheckpointConfig, place: Place, segment_bytes: Mapping[str, Sequence[int]], transport: Transport
+    config: MoECheckpointConfig, place: ProcessInfo, segment_bytes: Mapping[str, Sequence[int]], transport: Transport
 ) -> dict[str, MemoryStore]:
     """Memory of this rank by area. Segments have equal sizes on all ranks: a restart may place any rank anywhere.
 

@@ -20,7 +20,7 @@ from ..types import Topology
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessInfo:
     """Where this process runs: its local rank, and a name of its node that no other node of the job has.
 
     job_id: the same for all attempts of a job, and for no other job.
@@ -39,7 +39,7 @@ def memory_folder(config: MoECheckpointConfig) -> Path:
 
 
 def open_memory(
-    config: MoECheckpointConfig, place: Place, segment_bytes: Sequence[int], area: str = "slot"
+    config: MoECheckpointConfig, place: ProcessInfo, segment_bytes: Sequence[int], area: str = "slot"
 ) -> MemoryStore:
     """This process's slot of its node's memory, or one beside it for another purpose.
 
@@ -54,7 +54,7 @@ def open_memory(
     return MemoryStore(node if base.is_dir() else base, place.job_id, place.local_rank, segment_bytes, area=area)
 
 
-def drop_memory(config: MoECheckpointConfig, place: Place, area: str) -> None:
+def drop_memory(config: MoECheckpointConfig, place: ProcessInfo, area: str) -> None:
     """Give back what an earlier attempt of this process's slot kept in an area that this one does not use."""
     node = memory_folder(config) / place.node
     folder = slot_directory(node, place.job_id, place.local_rank, area)

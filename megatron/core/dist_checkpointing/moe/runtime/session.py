@@ -42,13 +42,13 @@ from ..snapshot.coordinator import Coordinator, Ports, ProtectionReport
 from ..snapshot.identity import Identity
 from ..snapshot.persister import Persister
 from ..snapshot.replication_worker import ReplicationWorker
-from ..snapshot.thread_executor import ThreadLane
+from ..snapshot.thread_executor import ThreadExecutor
 from ..strategies import GATE_UNIT, STRATEGIES, Job, Piece
 from ..types import RecoveryPlan, StepJournal
 from .clock import SystemClock
 from .live_state import LiveState, Training
 from .opening import Transports, open_memories, parallel_layout, placed_topology
-from .process_info import Place, drop_memory, memory_folder, open_persistent, replicas_placed
+from .process_info import ProcessInfo, drop_memory, memory_folder, open_persistent, replicas_placed
 from .restart_sequence import RestartSequence
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class Session:
     """
 
     def __init__(
-        self, config: MoECheckpointConfig, training: Training, place: Place, timestamps: Timestamps | None = None
+        self, config: MoECheckpointConfig, training: Training, place: ProcessInfo, timestamps: Timestamps | None = None
     ) -> None:
         """Raises UsageError, on all ranks alike, for flags, models and folders that cannot work."""
         self._config, self._training, self._place = config, training, place
@@ -131,7 +131,7 @@ class Session:
         self._strategy = self._together(lambda: STRATEGIES[config.strategy](self._job))
         placement = self._together(lambda: replicas_placed(config, self._topology))
         self._peers, self._owners = placement.peers[self._rank], placement.kept_by[self._rank]
-        self._rooms = self._strategy.rooms()
+        self._rooms = self._strategy.buffer_specs()
 
     def _open_memory(self) -> None:
         """Memory for snapshots, and beside it for boundary logs and parked state where a recovery can be local.
@@ -279,7 +279,7 @@ class Session:
         memory, clock, owners, capturer = self._memory, self._clock, self._owners, self._state.capturer
         trainer, release, rooms = self._training.trainer, self._state.release_segments, self._rooms
         ports = Ports(
-            memory, capturer, trainer, self._control, ThreadLane, clock, owners, rooms, release, self._log_bytes
+            memory, capturer, trainer, self._control, ThreadExecutor, clock, owners, rooms, release, self._log_bytes
         )
         replicator = Replicator(self._data, self._peers, owners) if self._peers or owners else None
         worker = ReplicationWorker(memory, replicator, self._data, clock, identity, owners=owners)
@@ -383,7 +383,7 @@ class Session:
 
     def _make_room(self) -> None:
         """Fit the memory to what the strategy needs once it knows what it knew before a fault; a collective."""
-        rooms = self._strategy.rooms()
+        rooms = self._strategy.buffer_specs()
         if rooms != self._rooms:
             sizes = segment_sizes(rooms, self._state.capturer, self._control, self._owners)
             done, why = fit_memory(self._memory, sizes, self._control, self._state.release_segments)

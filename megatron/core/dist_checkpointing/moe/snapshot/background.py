@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from ..errors import CheckpointFailure
-from ..ports import Lane, StoreFailure, Task
+from ..ports import Executor, StoreFailure, Task
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class BackgroundWork:
         strict: whether lost protection ends training.
     """
 
-    def __init__(self, lane: Callable[[str], Lane], *, timeout_s: float, strict: bool) -> None:
+    def __init__(self, lane: Callable[[str], Executor], *, timeout_s: float, strict: bool) -> None:
         self._replication, self._persist, self.control = (lane(name) for name in ("replication", "persist", "control"))
         self._timeout_s, self._strict = timeout_s, strict
         self._running: list[Task[None]] = []
@@ -62,7 +62,7 @@ class BackgroundWork:
         if self._strict:
             raise CheckpointFailure(f"{what}: {why}; {then}")
 
-    def _submitted(self, lane: Lane, work: Callable[[], None]) -> Task[None]:
+    def _submitted(self, lane: Executor, work: Callable[[], None]) -> Task[None]:
         task = lane.submit(work)
         self._running.append(task)
         return task

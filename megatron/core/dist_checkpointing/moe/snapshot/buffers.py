@@ -8,15 +8,17 @@ from typing import cast
 
 from ..errors import MoECheckpointError
 from ..ports import Capturer, Json, MappedStore, Transport
-from ..strategies import Job, Room
-from ..strategies.account import MemoryAccount, memory_account
+from ..strategies import BufferSpec, Job
+from ..strategies.account import MemoryReport, memory_report
 from ..types import OperatorId, OperatorKind, OperatorSize, Part, full_plan
 
 _STEPS = 32
 """Segments of windows have sizes of so many steps between a power of two and the next: not every change is a new one"""
 
 
-def segment_sizes(rooms: Sequence[Room], capturer: Capturer, transport: Transport, owners: Sequence[int]) -> list[int]:
+def segment_sizes(
+    rooms: Sequence[BufferSpec], capturer: Capturer, transport: Transport, owners: Sequence[int]
+) -> list[int]:
     """Bytes of each segment, as large as the largest piece of any rank, so that a restart may place any rank anywhere.
 
     A collective over all ranks. Raises PeerLost.
@@ -63,16 +65,18 @@ def gathered_sizes(capturer: Capturer, transport: Transport) -> dict[int, dict[O
 
 def operator_sizes(capturer: Capturer) -> dict[OperatorId, OperatorSize]:
     """Bytes of what this rank owns of each of its operators."""
-    full, weights = (_bytes_by_operator(capturer, part) for part in (Part.FULL, Part.WEIGHTS))
+    full, weights = (_bytes_by_operator(capturer, part) for part in (Part.MASTER_AND_MOMENTS, Part.COMPUTE))
     return {operator: OperatorSize(full[operator], weights[operator]) for operator in sorted(capturer.operators)}
 
 
-def account_of(rooms: tuple[Room, ...], job: Job, rank: int, owners: int, log_bytes: int = 0) -> MemoryAccount | None:
+def account_of(
+    rooms: tuple[BufferSpec, ...], job: Job, rank: int, owners: int, log_bytes: int = 0
+) -> MemoryReport | None:
     """What the rooms hold on this rank, and its boundary logs beside them, as MoEvement Table 6 counts it; None where
     the sizes are not known."""
     if rank not in job.sizes:
         return None
-    return replace(memory_account(rooms, job.sizes[rank], owners), log_bytes=log_bytes)
+    return replace(memory_report(rooms, job.sizes[rank], owners), log_bytes=log_bytes)
 
 
 def _bytes_by_operator(capturer: Capturer, part: Part) -> dict[OperatorId, int]:

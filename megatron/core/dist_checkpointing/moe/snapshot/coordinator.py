@@ -18,8 +18,8 @@ from ..policy.tracking import RestoredState
 from ..ports import (
     Capturer,
     Clock,
+    Executor,
     Json,
-    Lane,
     Layout,
     MappedStore,
     MappedWriter,
@@ -29,8 +29,8 @@ from ..ports import (
     TrainerState,
     Transport,
 )
-from ..strategies import Costs, Job, Pace, Room, Strategy
-from ..strategies.account import MemoryAccount
+from ..strategies import BufferSpec, Costs, Job, Strategy, Throughput
+from ..strategies.account import MemoryReport
 from ..types import SnapshotPlan, StepJournal
 from .background import BackgroundWork
 from .buffers import account_of, fit_memory, segment_sizes
@@ -66,10 +66,10 @@ class Ports:
     capturer: Capturer
     trainer: TrainerState
     control: Transport
-    lane: Callable[[str], Lane]
+    lane: Callable[[str], Executor]
     clock: Clock
     owners: Sequence[int] = ()
-    rooms: tuple[Room, ...] | None = None
+    rooms: tuple[BufferSpec, ...] | None = None
     before_resize: Callable[[], None] = lambda: None
     log_bytes: Callable[[], int] = lambda: 0
 
@@ -91,7 +91,7 @@ class ProtectionReport:
     protection: Protection
     persistent: Protection | None
     tokens: tuple[tuple[int, CountRows], ...] = ()
-    memory: MemoryAccount | None = None
+    memory: MemoryReport | None = None
 
 
 @dataclass
@@ -119,7 +119,7 @@ class Coordinator:
         self._background = BackgroundWork(ports.lane, timeout_s=job.config.timeout_s, strict=job.config.strict)
         self._messages = MessageExchange(ports.control, self._background.control, ports.clock)
         self._tracker = SnapshotTracker(job, strategy, worker, persister, self._background)
-        self._rooms = strategy.rooms() if ports.rooms is None else ports.rooms
+        self._rooms = strategy.buffer_specs() if ports.rooms is None else ports.rooms
         self._account = account_of(self._rooms, job, ports.control.rank, len(ports.owners), ports.log_bytes())
         self._copying: SnapshotTask | None = None
         self._in_contact, self._copies_late = True, False
@@ -143,7 +143,11 @@ class Coordinator:
         tally.iteration_s = begun_s - self._step_ended_s - tally.last_stall_s
         self._step_ended_s, self._iteration = begun_s, iteration
         self._background.check()
-        pace = Pace(tally.passes_s, self._ports.capturer.bandwidth_bytes_per_s) if self._strategy.needs_pace else None
+        pace = (
+            Throughput(tally.passes_s, self._ports.capturer.bandwidth_bytes_per_s)
+            if self._strategy.needs_pace
+            else None
+        )
         plan, no_room = self._planned(iteration)
         if plan is not None:
             scalars: dict[str, Json] = {"trainer": self._ports.trainer.scalars()}
@@ -219,7 +223,7 @@ class Coordinator:
                 self._tracker.behind(iteration)
             return None, ""
         plan = self._strategy.plan(iteration)
-        rooms = self._strategy.rooms()
+        rooms = self._strategy.buffer_specs()
         if rooms is self._rooms or rooms == self._rooms:
             self._rooms = rooms  # the same object from here on, so that nobody has to compare operators again
             return plan, ""
@@ -232,7 +236,7 @@ class Coordinator:
             self._tracker.lost_contact(iteration, error)
             return None, ""
 
-    def _make_room(self, rooms: tuple[Room, ...]) -> str:
+    def _make_room(self, rooms: tuple[BufferSpec, ...]) -> str:
         """Give memory the segments that the strategy now asks for; why this rank has none, tried again next time.
 
         A collective over all ranks, while no message is under way. Raises PeerLost.
@@ -241,7 +245,7 @@ class Coordinator:
         sizes = segment_sizes(rooms, ports.capturer, ports.control, ports.owners)
         done, why = fit_memory(ports.memory, sizes, ports.control, ports.before_resize)
         if not done:
-            self._strategy.no_room()
+            self._strategy.buffers_refused()
         else:
             self._rooms = rooms
             account = account_of(rooms, self._job, ports.control.rank, len(ports.owners), ports.log_bytes())
@@ -295,7 +299,7 @@ class Coordinator:
         return copied
 
     def _send_message(
-        self, plan: SnapshotPlan | None, counts: TokenCounts | None, patience_s: float, pace: Pace | None = None
+        self, plan: SnapshotPlan | None, counts: TokenCounts | None, patience_s: float, pace: Throughput | None = None
     ) -> None:
         """Send what this rank knows, once open rounds have ended or some time has passed."""
         tally, tracker = self._tally, self._tracker

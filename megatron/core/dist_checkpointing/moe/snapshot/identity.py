@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..policy.lineage import Timeline, past
+from ..policy.lineage import Lineage, past
 from ..ports import Facts, Json
 from ..strategies import Piece
 from ..types import OperatorId
@@ -19,7 +19,7 @@ class Identity:
     topology: Mapping[str, Json]
     operators: frozenset[OperatorId]
     strategy: str = ""
-    timeline: Timeline = ()
+    timeline: Lineage = ()
 
     def facts(self, piece: Piece, scalars: Mapping[str, Json]) -> Facts:
         """The facts of one piece, with the parts that it holds of this rank's operators."""

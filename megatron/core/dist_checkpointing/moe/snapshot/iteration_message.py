@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import MoECheckpointError
-from ..ports import Clock, Lane, Task, Transport
-from ..strategies import Costs, Pace
+from ..ports import Clock, Executor, Task, Transport
+from ..strategies import Costs, Throughput
 from ..types import SnapshotPlan
 
 MICROSECONDS = 1e6
@@ -36,7 +36,7 @@ class _Header(NamedTuple):
     least_bandwidth_bytes_per_s: int
 
     @classmethod
-    def of(cls, plan: SnapshotPlan | None, costs: Costs, pace: Pace) -> _Header:
+    def of(cls, plan: SnapshotPlan | None, costs: Costs, pace: Throughput) -> _Header:
         """As one rank sends it."""
         digest = int(plan.digest()[:_DIGEST_DIGITS], 16) if plan else 0
         return cls(
@@ -61,9 +61,9 @@ class _Header(NamedTuple):
         return Costs(*(-cost_us / MICROSECONDS for cost_us in negated_us))
 
     @property
-    def pace(self) -> Pace:
+    def pace(self) -> Throughput:
         """What all ranks have time for."""
-        return Pace(self.least_copy_us / MICROSECONDS, float(self.least_bandwidth_bytes_per_s))
+        return Throughput(self.least_copy_us / MICROSECONDS, float(self.least_bandwidth_bytes_per_s))
 
 
 _Reduced = tuple[tuple[int, ...], tuple[int, ...]]
@@ -87,7 +87,7 @@ class IterationMessage:
     costs: Costs
     statuses: Callable[[], Sequence[int]]
     counts: Sequence[int]
-    pace: Pace | None = None
+    pace: Throughput | None = None
 
 
 @dataclass(frozen=True)
@@ -98,20 +98,20 @@ class IterationNews:
     statuses: tuple[int, ...]
     costs: Costs
     counts: tuple[int, ...]
-    pace: Pace
+    pace: Throughput
 
 
 class MessageExchange:
     """Exchanges on a thread of its own, so that training never waits for a slow rank before it must know."""
 
-    def __init__(self, transport: Transport, lane: Lane, clock: Clock) -> None:
+    def __init__(self, transport: Transport, lane: Executor, clock: Clock) -> None:
         self._transport, self._lane, self._clock = transport, lane, clock
         self._sent: tuple[int, Task[_Reduced]] | None = None
 
     def send(self, message: IterationMessage, awaiting: Sequence[Task[None]], until_s: float) -> None:
         """Begin to exchange; work that is almost done is waited for until then: what misses this message takes the
         one of the next iteration."""
-        header = _Header.of(message.plan, message.costs, message.pace or Pace(0.0, 0.0))
+        header = _Header.of(message.plan, message.costs, message.pace or Throughput(0.0, 0.0))
 
         def exchange() -> _Reduced:
             for task in awaiting:

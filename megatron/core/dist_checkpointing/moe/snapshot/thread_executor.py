@@ -16,7 +16,7 @@ CLOSING_S = 60.0
 """How long `shutdown` waits; the thread ends with the process at the latest."""
 
 
-class ThreadLane:
+class ThreadExecutor:
     """One daemon thread that runs what is submitted, in order; as `ports.Lane`."""
 
     def __init__(self, name: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..types import Piece
-from .base import GATE_UNIT, Job, Pace, Room, Strategy
+from .base import GATE_UNIT, BufferSpec, Job, Strategy, Throughput
 from .full import Full
 from .pec import Pec, PecReport
 from .rhythm import Costs
@@ -18,14 +18,14 @@ STRATEGIES: dict[str, type[Strategy]] = {
 __all__ = [
     "GATE_UNIT",
     "STRATEGIES",
+    "BufferSpec",
     "Costs",
     "Full",
     "Job",
-    "Pace",
     "Pec",
     "PecReport",
     "Piece",
-    "Room",
     "Sparse",
     "Strategy",
+    "Throughput",
 ]

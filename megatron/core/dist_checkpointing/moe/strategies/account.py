@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..types import OperatorId, OperatorSize, Part, SnapshotPlan
-from .base import Room
+from .base import BufferSpec
 
 GB = 1e9
 
 
 @dataclass(frozen=True)
-class MemoryAccount:
+class MemoryReport:
     """Bytes of one rank's checkpoints in memory, without random states.
 
     window: iterations of one checkpoint. checkpoint_bytes: of all its snapshots, the X of MoEvement Table 6.
@@ -36,11 +36,11 @@ class MemoryAccount:
         )
 
 
-def memory_account(rooms: Sequence[Room], sizes: Mapping[OperatorId, OperatorSize], owners: int) -> MemoryAccount:
+def memory_report(rooms: Sequence[BufferSpec], sizes: Mapping[OperatorId, OperatorSize], owners: int) -> MemoryReport:
     """The account of a rank that owns operators of these sizes and keeps the replicas of `owners` ranks."""
     plans = [plan for room in rooms for plan in (room.largest, *room.also)]
     segments = [(room, max(_bytes(plan, sizes) for plan in (room.largest, *room.also))) for room in rooms]
-    return MemoryAccount(
+    return MemoryReport(
         window=max((1 + len(room.also) for room in rooms), default=0),
         checkpoint_bytes=sum(_bytes(plan, sizes) for plan in plans),
         dense_bytes=sum(size.full_bytes for size in sizes.values()),
@@ -55,6 +55,6 @@ def _bytes(plan: SnapshotPlan, sizes: Mapping[OperatorId, OperatorSize]) -> int:
         part = plan.parts.get(operator, Part.NOTHING)
         if Part.MASTER in part:
             total += size.full_bytes
-        elif Part.WEIGHTS in part:
+        elif Part.COMPUTE in part:
             total += size.weights_bytes
     return total

@@ -32,7 +32,7 @@ from ..errors import UsageError
 from ..policy.copies import Level
 from ..policy.recovery import plan_recovery
 from ..types import Inventory, Lost, OperatorId, OperatorSize, Piece, RecoveryPlan, SnapshotPlan, Topology
-from .rhythm import Costs, Rhythm
+from .rhythm import Costs, IntervalPolicy
 
 GATE_UNIT = 2.0**-16
 """The unit in which gating probabilities are summed: whole numbers give the same sum in any order."""
@@ -68,7 +68,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Room:
+class BufferSpec:
     """Memory that a strategy needs: segments that each hold a piece as large as `largest`.
 
     own: segments for the rank's own snapshots. replica: segments for each owner whose replicas the rank keeps.
@@ -84,7 +84,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Pace:
+class Throughput:
     """What an iteration has time for, as all ranks agree on it.
 
     iteration_s: from the end of one step to the next optimizer step, the time that a copy has. bandwidth_bytes_per_s:
@@ -128,12 +128,12 @@ class Strategy(ABC):
         """
         return iter(())
 
-    def __init__(self, job: Job, rhythm: Rhythm | None = None) -> None:
+    def __init__(self, job: Job, rhythm: IntervalPolicy | None = None) -> None:
         """Decide for `job`, snapshotting at `rhythm`; by default at that of its flags. Raises UsageError."""
         for problem in self.contradictions(job.config, job.num_experts):
             raise UsageError(problem)
         self._job = job
-        self._rhythm = Rhythm.of(job.config) if rhythm is None else rhythm
+        self._rhythm = IntervalPolicy.of(job.config) if rhythm is None else rhythm
 
     @property
     def lookback(self) -> int:
@@ -166,13 +166,13 @@ class Strategy(ABC):
         return (plan,) if due else ()
 
     @abstractmethod
-    def rooms(self) -> tuple[Room, ...]:
+    def buffer_specs(self) -> tuple[BufferSpec, ...]:
         """The memory that snapshots need, for as long as they are kept; the same object until that changes.
 
         It changes only in `plan` and `resumed`, and applies to the snapshots that are planned from then on.
         """
 
-    def no_room(self) -> None:
+    def buffers_refused(self) -> None:
         """Memory cannot hold what `rooms` asks for now: from the next `plan` on, what it held before has to do.
 
         Only a strategy whose `rooms` change has anything to do.
@@ -191,7 +191,7 @@ class Strategy(ABC):
         """What the last checkpoint cost."""
         self._rhythm = self._rhythm.measured(costs)
 
-    def paced(self, pace: Pace) -> None:
+    def paced(self, pace: Throughput) -> None:
         """How an iteration went; once per iteration that all ranks have told of."""
         return
 

@@ -144,8 +144,11 @@ class ModelShape:
         return sum(count for operator, count in self.parameters.items() if operator.is_expert)
 
     def sizes(self, precision: Precision) -> dict[OperatorId, OperatorSize]:
-        """Bytes of each whole operator, FULL and WEIGHTS."""
-        full, weights = precision.bytes_per_parameter(Part.FULL), precision.bytes_per_parameter(Part.WEIGHTS)
+        """Bytes of each whole operator: in full, and its compute weights."""
+        full, weights = (
+            precision.bytes_per_parameter(Part.MASTER_AND_MOMENTS),
+            precision.bytes_per_parameter(Part.COMPUTE),
+        )
         return {operator: OperatorSize(count * full, count * weights) for operator, count in self.parameters.items()}
 
     def operators_of_stages(self, topology: Topology) -> tuple[tuple[OperatorId, ...], ...]:

@@ -52,17 +52,16 @@ class Part(enum.Flag):
     """Which components of an operator's training state a snapshot holds.
 
     Three bits name the components as MoEvement Table 7 does: compute weights, master weights, and the moments of the
-    optimizer. `FULL` leaves out the compute weights because they are the cast of the master weights; `EVERYTHING` is
-    what the checkpoints of MoC eq. 5 store (B_w + B_o bytes per parameter).
+    optimizer. A snapshot of a whole operator is `MASTER_AND_MOMENTS`, what the papers call its full state: the compute
+    weights are left out because they are the cast of the master weights. `EVERYTHING` is what the checkpoints of MoC
+    eq. 5 store (B_w + B_o bytes per parameter).
     """
 
     NOTHING = 0
     COMPUTE = 1
     MASTER = 2
     MOMENTS = 4
-    WEIGHTS = COMPUTE
-    OPTIMIZER = MOMENTS
-    FULL = MASTER | MOMENTS
+    MASTER_AND_MOMENTS = MASTER | MOMENTS
     EVERYTHING = COMPUTE | MASTER | MOMENTS
 
 

@@ -82,7 +82,7 @@ class Lost:
     nodes: frozenset[int] = frozenset()
 
 
-class Reason(enum.Enum):
+class RefusalReason(enum.Enum):
     """Why a copy was not used."""
 
     HOLDER_LOST = "its node is lost"
@@ -100,7 +100,7 @@ class Refusal:
     iteration: int
     tier: Tier
     holder: int | None
-    reason: Reason
+    reason: RefusalReason
 
     def __str__(self) -> str:
         place = f" on node {self.holder}" if self.holder is not None else ""
@@ -108,7 +108,7 @@ class Refusal:
         return f"rank {self.rank}, iteration {self.iteration}, {tier}{place}: {self.reason.value}"
 
 
-class Source(NamedTuple):
+class CopySource(NamedTuple):
     """Which copy gives `rank` this part of the state of `operators`, as it was after `iteration`."""
 
     rank: int
@@ -128,7 +128,7 @@ class Scope(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Segment:
+class ReplaySegment:
     """Pipeline stages that roll back to `base` and replay up to `target` together (MoEvement App. A).
 
     `frozen[i]` are the operators that take no update in the replay of iteration `base + 1 + i`: their anchor snapshot
@@ -158,8 +158,8 @@ class RecoveryPlan:
 
     target: int
     scope: Scope
-    segments: tuple[Segment, ...]
-    sources: tuple[Source, ...] = field(repr=False)
+    segments: tuple[ReplaySegment, ...]
+    sources: tuple[CopySource, ...] = field(repr=False)
     refusals: tuple[Refusal, ...] = field(default=(), repr=False)
     roll_forward: tuple[int, ...] = ()
     lost_tokens: Mapping[OperatorId, int] = field(default_factory=dict)

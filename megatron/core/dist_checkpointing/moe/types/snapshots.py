@@ -27,7 +27,7 @@ class SnapshotPlan:
     def giving(self, part: Part) -> frozenset[OperatorId]:
         """Operators of which this snapshot gives `part`; compute weights also as the cast of master weights."""
         if part not in self._giving:
-            enough = (part, Part.MASTER) if part is Part.WEIGHTS else (part,)
+            enough = (part, Part.MASTER) if part is Part.COMPUTE else (part,)
             self._giving[part] = frozenset(
                 operator for operator, held in self.parts.items() if any(component in held for component in enough)
             )
@@ -35,8 +35,8 @@ class SnapshotPlan:
 
     @property
     def anchored(self) -> frozenset[OperatorId]:
-        """Operators with FULL state in this snapshot: from here they can be trained on."""
-        return self.giving(Part.FULL)
+        """Operators with full state in this snapshot: from here they can be trained on."""
+        return self.giving(Part.MASTER_AND_MOMENTS)
 
     def digest(self) -> str:
         """128-bit hexadecimal digest, the same on each rank that plans the same; compared at window starts."""
@@ -67,10 +67,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Window:
-    """A sparse checkpoint: every operator is snapshotted FULL exactly once in `len(groups)` iterations (MoEvement 3.2).
+    """A sparse checkpoint: every operator is snapshotted in full exactly once in `len(groups)` iterations (MoEvement
+    3.2).
 
     `groups[i]` holds the operators anchored by the snapshot of iteration `first_iteration + i`; that snapshot also has
-    the WEIGHTS of all operators that later groups anchor, which stay frozen until then.
+    the compute weights of all operators that later groups anchor, which stay frozen until then.
     """
 
     first_iteration: int
@@ -93,9 +94,9 @@ class Window:
             raise IndexError(
                 f"iteration {iteration} is not in the window {self.first_iteration}..{self.last_iteration}"
             )
-        parts = dict.fromkeys(self.groups[step], Part.FULL)
+        parts = dict.fromkeys(self.groups[step], Part.MASTER_AND_MOMENTS)
         for group in self.groups[step + 1 :]:
-            parts.update(dict.fromkeys(group, Part.WEIGHTS))
+            parts.update(dict.fromkeys(group, Part.COMPUTE))
         return SnapshotPlan(iteration, parts)
 
     def digest(self) -> str:
@@ -111,6 +112,6 @@ def _in_order(item: tuple[OperatorId, Part]) -> tuple[int, int, int]:
     return operator.layer, operator.kind.value, operator.expert
 
 
-def full_plan(iteration: int, operators: Iterable[OperatorId], part: Part = Part.FULL) -> SnapshotPlan:
+def full_plan(iteration: int, operators: Iterable[OperatorId], part: Part = Part.MASTER_AND_MOMENTS) -> SnapshotPlan:
     """The plan of a dense checkpoint: the same part of every operator."""
     return SnapshotPlan(iteration, dict.fromkeys(operators, part))

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from ...types import SnapshotPlan, full_plan
-from ..base import Job, Room, Strategy
+from ..base import BufferSpec, Job, Strategy
 
 
 class Full(Strategy):
-    """Snapshots the FULL state of all operators every `interval` iterations.
+    """Snapshots the full state of all operators every `interval` iterations.
 
     Rooms: the triple buffers of MoC 5.2, and of each owner a protected and an arriving replica.
     """
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self._rooms = (Room(full_plan(0, job.operators), own=3, replica=2, trainer=True),)
+        self._rooms = (BufferSpec(full_plan(0, job.operators), own=3, replica=2, trainer=True),)
 
     def plan(self, iteration: int) -> SnapshotPlan | None:
         due, self._rhythm = self._rhythm.due(iteration)
         return full_plan(iteration, self._job.operators) if due else None
 
-    def rooms(self) -> tuple[Room, ...]:
+    def buffer_specs(self) -> tuple[BufferSpec, ...]:
         return self._rooms

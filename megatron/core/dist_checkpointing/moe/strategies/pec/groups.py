@@ -89,11 +89,11 @@ class Groups:
         return frozenset().union(*(self.members[group] for group in groups))
 
     def pieces(self, plan: SnapshotPlan) -> tuple[Piece, ...]:
-        """`dense` with all that is not the FULL state of an expert, then the groups of which the plan has any."""
+        """`dense` with all that is not the full state of an expert, then the groups of which the plan has any."""
         rest: dict[OperatorId, Part] = {}
         found: dict[int, dict[OperatorId, Part]] = {}
         for operator, part in plan.parts.items():
-            is_full = operator.is_expert and Part.FULL in part
+            is_full = operator.is_expert and Part.MASTER_AND_MOMENTS in part
             (found.setdefault(self._group_of[operator], {}) if is_full else rest)[operator] = part
         return (
             Piece(DENSE, SnapshotPlan(plan.iteration, rest)),

@@ -18,7 +18,7 @@ _COUNTED = 256  # newest snapshots and writes by which ages are counted
 
 @dataclass(frozen=True)
 class Flight:
-    """A snapshot under way: experts with their FULL state, and those of them that go on to storage (None: not due)."""
+    """A snapshot under way: experts with their full state, and those of them that go on to storage (None: not due)."""
 
     iteration: int
     experts: Experts = field(repr=False)

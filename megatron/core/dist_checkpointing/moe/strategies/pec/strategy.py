@@ -15,7 +15,7 @@ from ...policy.dynamic_k import PltLimit, choose_k, k_ladder
 from ...policy.lossy_recovery import plan_lossy_recovery
 from ...policy.partial import PEC_SCOPES, pec_plan
 from ...types import Inventory, Lost, OperatorId, Part, Piece, RecoveryPlan, SnapshotPlan, Topology, full_plan
-from ..base import Job, Room, Strategy
+from ..base import BufferSpec, Job, Strategy
 from .groups import Groups
 from .selection import age, by_load, in_turn, overdue, to_persist
 from .state import Experts, Flight, PecState
@@ -32,7 +32,7 @@ class PecReport:
 
 
 class Pec(Strategy):
-    """Snapshots the FULL state of all operators that are no experts, and of K experts per MoE layer.
+    """Snapshots the full state of all operators that are no experts, and of K experts per MoE layer.
 
     Groups and rooms. Experts are in G = ceil(N / K0) fixed groups (`Groups`, K0 = --moe-ckpt-pec-k-snapshot), and a
     snapshot takes whole groups, each as a piece of its own kind. So a newer piece holds all that an older one of its
@@ -111,19 +111,19 @@ class Pec(Strategy):
         self._rhythm, self._state = rhythm, self._state.handed_on()
         return (pec_plan(plan.iteration, self._job.operators, ready.persist, self._scope),)
 
-    def rooms(self) -> tuple[Room, ...]:
+    def buffer_specs(self) -> tuple[BufferSpec, ...]:
         """Of each kind of piece as many as `full` needs of its snapshots."""
         return self._rooms
 
     @cached_property
-    def _rooms(self) -> tuple[Room, ...]:
+    def _rooms(self) -> tuple[BufferSpec, ...]:
         rest = () if self._keeps_all else self._groups.experts
         others = [operator for operator in self._job.operators if not operator.is_expert]
         dense = pec_plan(0, sorted([*others, *rest]), (), self._scope)
         groups = (full_plan(0, sorted(members)) for members in self._groups.members)
         return (
-            Room(dense, own=3, replica=2, trainer=True),
-            *(Room(members, own=3, replica=2, trainer=False) for members in groups),
+            BufferSpec(dense, own=3, replica=2, trainer=True),
+            *(BufferSpec(members, own=3, replica=2, trainer=False) for members in groups),
         )
 
     def counted(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
@@ -158,7 +158,7 @@ class Pec(Strategy):
     @property
     def _keeps_all(self) -> bool:
         """Whether the scope leaves out nothing that snapshots store."""
-        return not Part.FULL & self._scope.partial
+        return not Part.MASTER_AND_MOMENTS & self._scope.partial
 
     def _lacks_experts(self, level: Level) -> bool:
         """Whether some experts have no copy at this level, and none of all experts is under way."""

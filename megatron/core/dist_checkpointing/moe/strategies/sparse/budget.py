@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from ..base import Pace
+from ..base import Throughput
 from ..rhythm import Costs
 
 MEASURED = 3
@@ -22,9 +22,9 @@ _TOLERANCE = 0.2  # a budget that changes by less changes no window
 class Budget:
     """A value; each method returns the next one.
 
-    passes_s, bandwidths: of the newest iterations (see `Pace`). replicable: bytes that could have been replicated in an
-    iteration each, at the pace of the newest snapshots. decided_bytes: for which the window was chosen; 0 if it never
-    was. is_started: whether the first iteration of this start is over.
+    passes_s, bandwidths: of the newest iterations (see `Throughput`). replicable: bytes that could have been
+    replicated in an iteration each, at the pace of the newest snapshots. decided_bytes: for which the window was
+    chosen; 0 if it never was. is_started: whether the first iteration of this start is over.
     """
 
     passes_s: tuple[float, ...] = ()
@@ -33,7 +33,7 @@ class Budget:
     decided_bytes: int = 0
     is_started: bool = False
 
-    def paced(self, pace: Pace) -> Budget:
+    def paced(self, pace: Throughput) -> Budget:
         """With one more iteration."""
         if not self.is_started:
             return replace(self, is_started=True)

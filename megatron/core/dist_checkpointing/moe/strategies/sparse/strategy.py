@@ -1,4 +1,4 @@
-"""`sparse`: every iteration a part, each operator FULL once in a window of W iterations (MoEvement 3.2); exact."""
+"""`sparse`: every iteration a part, each operator in full once in a window of W iterations (MoEvement 3.2); exact."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...config import MoECheckpointConfig
 from ...policy.copies import Level
 from ...policy.rounds import PLACES
 from ...types import Piece, RecoveryPlan, SnapshotPlan, Window
-from ..base import Job, Pace, Room, Strategy
+from ..base import BufferSpec, Job, Strategy, Throughput
 from ..rhythm import Costs
 from .budget import Budget
 from .popularity import Popularity
@@ -65,7 +65,8 @@ class _Windows:
 
 
 class Sparse(Strategy):
-    """Windows one after the other: the snapshot of each iteration has some operators FULL and WEIGHTS of later ones.
+    """Windows one after the other: the snapshot of each iteration has some operators in full and the compute weights
+    of later ones.
 
     Window. `--moe-ckpt-window` iterations; with `auto` as few as fit what an iteration has time to copy and replicate
     (`Budget`), on the rank with the most bytes (MoEvement 3.5, Algorithm 1, by bytes in place of counts). Until that
@@ -158,7 +159,7 @@ class Sparse(Strategy):
         due, self._rhythm = self._rhythm.persist_due(plan.iteration)
         return tuple(map(begun.window.plan, begun.span)) if due else ()
 
-    def rooms(self) -> tuple[Room, ...]:
+    def buffer_specs(self) -> tuple[BufferSpec, ...]:
         return self._table.rooms if self._table else NO_ROOMS
 
     def counted(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
@@ -177,7 +178,7 @@ class Sparse(Strategy):
         if self.needs_pace:
             self._budget = self._budget.measured(costs, self._table.peak_bytes if self._table else 0)
 
-    def paced(self, pace: Pace) -> None:
+    def paced(self, pace: Throughput) -> None:
         self._budget = self._budget.paced(pace)
 
     def to_data(self) -> dict[str, Any]:
@@ -205,7 +206,7 @@ class Sparse(Strategy):
             self._table = self._timetable(window)
         return plan
 
-    def no_room(self) -> None:
+    def buffers_refused(self) -> None:
         if self._former is not None:
             self._table = self._former
 

@@ -10,7 +10,7 @@ from ...errors import UsageError
 from ...policy.lanes import joint_schedules, merge
 from ...policy.ordering import ORDERINGS, Counts
 from ...types import OperatorId, OperatorSize, SnapshotPlan, Window
-from ..base import Job, Room
+from ..base import BufferSpec, Job
 
 Sizes = Mapping[int, Mapping[OperatorId, OperatorSize]]
 
@@ -44,7 +44,7 @@ class Timetable:
         return len(self.groups)
 
     @cached_property
-    def rooms(self) -> tuple[Room, ...]:
+    def buffer_specs(self) -> tuple[BufferSpec, ...]:
         """Three windows, own snapshots and replicas of each owner.
 
         One window is kept, one may still be replicated, one is being copied (MoEvement 3.2, "Persisting Snapshots").
@@ -53,10 +53,10 @@ class Timetable:
         """
         window = Window(0, self.groups)
         first, *others = (window.plan(step) for step in range(window.size))
-        return (Room(first, own=3 * self.size, replica=3 * self.size, trainer=True, also=tuple(others)),)
+        return (BufferSpec(first, own=3 * self.size, replica=3 * self.size, trainer=True, also=tuple(others)),)
 
 
-NO_ROOMS = (Room(SnapshotPlan(0, {}), own=1, replica=0, trainer=True),)
+NO_ROOMS = (BufferSpec(SnapshotPlan(0, {}), own=1, replica=0, trainer=True),)
 """What a strategy asks for that does not know its window yet and takes no snapshots."""
 
 
