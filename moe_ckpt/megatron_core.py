@@ -1,17 +1,38 @@
-"""Brings Megatron-Core into a process that started without it (see `moe_ckpt.skip_megatron_core`)."""
+"""Keeps Megatron-Core, and with it torch, out of processes that do not need it, and brings it in where one does."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import warnings
 
-SHARED = "megatron.core.dist_checkpointing"
+SHARED_PACKAGES = ("megatron.core", "megatron.core.dist_checkpointing")
+"""The packages of the wheel below which ours lie."""
+
+
+def skip_megatron_core() -> None:
+    """Make what lies below the packages that we share with Megatron-Core importable without running them.
+
+    Importing anything below `megatron.core` first runs that package of the wheel, which imports all of Megatron-Core
+    and torch: seconds, and warnings of optional packages. Policies and planner need none of it; commands that do call
+    `load_megatron_core`. Does nothing in a process that has imported Megatron-Core already.
+    """
+    for name in SHARED_PACKAGES:
+        if name not in sys.modules:
+            spec = importlib.util.find_spec(name)
+            if spec is None:
+                raise ModuleNotFoundError(f"{name} is missing: install megatron-core")
+            package = importlib.util.module_from_spec(spec)
+            package.__dict__["skipped"] = True
+            sys.modules[name] = package
 
 
 def load_megatron_core() -> None:
     """Run the packages of the wheel that were skipped at the start, quietly; for what reads dense checkpoints."""
     warnings.filterwarnings("ignore", r"(?:Transformer Engine|Apex).* not installed", UserWarning)
-    if "skipped" in sys.modules[SHARED].__dict__:
-        del sys.modules["megatron.core"], sys.modules[SHARED]
-        importlib.import_module(SHARED).__dict__["moe"] = importlib.import_module(f"{SHARED}.moe")
+    shared = SHARED_PACKAGES[-1]
+    if "skipped" in sys.modules[shared].__dict__:
+        for name in SHARED_PACKAGES:
+            del sys.modules[name]
+        importlib.import_module(shared).__dict__["moe"] = importlib.import_module(f"{shared}.moe")

@@ -17,7 +17,7 @@ def run(script: str) -> NoReturn:
     """Recompute the table or figure of `script`; exits with 2 and one line for wrong usage."""
     # The scripts are modules of a package; Python puts their own folder first instead of the one above it.
     sys.path[0] = str(ROOT)
-    from moe_ckpt import skip_megatron_core
+    from moe_ckpt.megatron_core import skip_megatron_core
 
     skip_megatron_core()
     from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError

@@ -20,7 +20,7 @@ from megatron.pretrain.errors import PretrainError
 from megatron.pretrain.nodes import run_nodes
 from megatron.pretrain.processes import NODE_NAME, VERDICT_FILE
 from megatron.pretrain.rendezvous import BACKEND, register_backend
-from moe_ckpt import skip_megatron_core
+from moe_ckpt.megatron_core import skip_megatron_core
 
 MONITOR_INTERVAL_S = 0.1
 SHUTDOWN_TIMEOUT_S = 60

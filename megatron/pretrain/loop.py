@@ -50,7 +50,7 @@ UNPROTECTED = Unprotected()
 
 
 @dataclasses.dataclass(frozen=True)
-class _Step:
+class _OptimizerStep:
     """One optimizer step on this rank: what a replay of it has to come out with, and how long training waited."""
 
     journal: StepJournal
@@ -196,7 +196,7 @@ class Trainer:
             progress.consumed_valid_samples += training.eval_iters * (training.global_batch_size or 0)
         progress.evaluated_iteration = progress.iteration
 
-    def _train_step(self, iteration: int, batches: Any) -> _Step:
+    def _train_step(self, iteration: int, batches: Any) -> _OptimizerStep:
         state, progress, session = self._state, self._state.progress, self._session
         session.passes(iteration)
         for chunk in state.chunks:
@@ -216,7 +216,7 @@ class Trainer:
             progress.iteration = iteration
             progress.consumed_train_samples += state.config.training.global_batch_size or 0
         norm = None if grad_norm is None else float(grad_norm)
-        step = _Step(StepJournal(norm, not updated, loss, self._num_tokens), stall_s)
+        step = _OptimizerStep(StepJournal(norm, not updated, loss, self._num_tokens), stall_s)
         session.whole(iteration, step.journal)
         self._faults.reached(iteration, Phase.STEP)
         self._termination.check()

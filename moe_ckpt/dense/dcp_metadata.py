@@ -79,7 +79,7 @@ class CheckpointIndex:
     objects: dict[str, ChunkExtent]
 
 
-class _Record:
+class _PickledClass:
     """Holds what the pickle says about one object."""
 
     def __init__(self, *args: object) -> None:
@@ -111,12 +111,12 @@ class _IndexUnpickler(pickle.Unpickler):
 
 def _allowed_names() -> dict[tuple[str, str], Callable[..., Any]]:
     # Made anew for each file: what a file does to these classes ends with it.
-    names: dict[tuple[str, str], Callable[..., Any]] = {key: type(key[1], (_Record,), {}) for key in _RECORDS}
+    names: dict[tuple[str, str], Callable[..., Any]] = {key: type(key[1], (_PickledClass,), {}) for key in _RECORDS}
     names["torch", "Size"] = tuple
     names["collections", "OrderedDict"] = dict
     names["torch.serialization", "_get_layout"] = lambda name: name
     # Some releases of Python 3.11 pickle enum members as getattr(class, name).
-    names["builtins", "getattr"] = lambda owner, name: _Record(owner, name)
+    names["builtins", "getattr"] = lambda owner, name: _PickledClass(owner, name)
     return names
 
 

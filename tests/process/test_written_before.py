@@ -95,7 +95,8 @@ trains_alike = pytest.mark.skipif(arithmetic() != ARITHMETIC, reason="this CPU r
 def test_snapshots_in_storage_become_the_same_dense_checkpoint(strategy: str, written: Path, tmp_path: Path) -> None:
     command = [
         sys.executable,
-        str(ROOT / "moe_ckpt.py"),
+        "-m",
+        "moe_ckpt",
         "convert",
         "--to",
         "dense",

@@ -1,20 +1,110 @@
-"""The rooms of the project and who may import whom."""
+"""Who may import what: one row for each package, and nothing that is not in its row.
+
+Rows stand from low to high and name only rows above them, so imports never run upward and there are no circles. A
+package may also import itself and the standard library; pure ones only the part of it that is named.
+"""
 
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MOE = "megatron.core.dist_checkpointing.moe"
-VALUES = ("types", "errors", "config", "models")
-SIDE_ROOMS = ("capture", "store", "replicate", "recover", "replay")
+ENGINE, DRIVER, TOOLS = "megatron.core.dist_checkpointing.moe", "megatron.pretrain", "moe_ckpt"
+
+PURE = frozenset(
+    "__future__ abc bisect collections dataclasses enum fractions functools hashlib heapq itertools math operator re "
+    "statistics string typing".split()
+)
+"""The standard library of packages that decide: no I/O, clock, environment, randomness or threads."""
+
+VALUES = "errors types"
+PARTS = f"{VALUES} ports policy strategies"
+WORKERS = f"{PARTS} storage megatron_state replay snapshot recovery"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a package may import beside itself.
+
+    engine, tools: packages of the engine and of `moe_ckpt`. also: other rows, in full. others: distributions.
+    standard: of the standard library; None for all of it.
+    """
+
+    engine: str = ""
+    others: str = ""
+    tools: str = ""
+    also: str = ""
+    standard: frozenset[str] | None = None
+
+
+ROWS = {
+    # The engine: what a training job can reach.
+    f"{ENGINE}.errors": Row(standard=PURE),
+    f"{ENGINE}.types": Row("errors", standard=PURE),
+    f"{ENGINE}.config": Row(standard=PURE | {"argparse", "types"}),
+    f"{ENGINE}.ports": Row(VALUES, "typing_extensions"),
+    f"{ENGINE}.policy": Row(VALUES, standard=PURE),
+    f"{ENGINE}.strategies": Row(f"{VALUES} config policy", standard=PURE),
+    f"{ENGINE}.storage": Row(VALUES, "fsspec msgspec numpy psutil typing_extensions xxhash"),
+    f"{ENGINE}.replication": Row("errors ports storage", "msgspec numpy torch typing_extensions xxhash"),
+    f"{ENGINE}.megatron_state": Row(f"{VALUES} ports policy", "megatron.core numpy torch"),
+    f"{ENGINE}.replay": Row(f"{VALUES} ports replication", "megatron.core torch"),
+    f"{ENGINE}.snapshot": Row(f"{PARTS} storage replication megatron_state", "numpy torch"),
+    f"{ENGINE}.recovery": Row(f"{PARTS} storage replication replay snapshot", "msgspec"),
+    f"{ENGINE}.local_recovery": Row(WORKERS, "megatron.core numpy torch"),
+    f"{ENGINE}.runtime": Row(f"{WORKERS} config replication local_recovery", "megatron.core torch"),
+    # Offline: what people run beside jobs.
+    f"{TOOLS}.megatron_core": Row(),
+    f"{TOOLS}.report": Row("", "click rich"),
+    f"{TOOLS}.dense": Row(f"{VALUES} storage", "megatron.core msgspec numpy torch xxhash"),
+    f"{TOOLS}.checkpoints": Row(f"{PARTS} config storage recovery", "fsspec torch", "dense report megatron_core"),
+    f"{TOOLS}.simulator": Row(f"{VALUES} config policy strategies"),
+    f"{TOOLS}.commands": Row(
+        f"{PARTS} config storage", "click torch", "megatron_core report dense checkpoints simulator"
+    ),
+    # The driver, and drills that start it.
+    DRIVER: Row(
+        f"{PARTS} config storage megatron_state recovery local_recovery runtime",
+        "megatron.core numpy psutil tokenizers torch", "dense megatron_core",
+    ),
+    f"{TOOLS}.drills": Row("", "psutil", "dense", also=DRIVER),
+    # Entry points and what stands outside of packages.
+    TOOLS: Row(tools="commands megatron_core"),
+    f"{TOOLS}.__main__": Row(tools="__init__"),
+    "reproduce": Row(f"{VALUES} policy", "click matplotlib", "report simulator megatron_core"),
+    "tools": Row("policy", "click", "commands __init__", also=DRIVER),
+    "scripts": Row("", "matplotlib torch", also=DRIVER),
+    "pretrain_gpt_moe": Row("recovery", also=DRIVER),
+    "examples": Row("", "matplotlib torch", also="pretrain_gpt_moe"),
+    "benchmarks": Row(
+        "types ports policy storage megatron_state replay snapshot local_recovery runtime",
+        "matplotlib megatron.core numpy nvidia_resiliency_ext torch", "drills simulator", also=DRIVER,
+    ),
+    "setup": Row("", "setuptools"),
+}  # fmt: skip
+
+SIBLINGS = ("benchmarks", "examples", "reproduce", "scripts", "tools")
+"""Folders of scripts, which import the files beside them by their bare names."""
 
 FILES = sorted(
-    path for folder in ("megatron", "moe_ckpt", "reproduce", "tools") for path in (ROOT / folder).rglob("*.py")
+    ROOT / name
+    for name in subprocess.check_output(["git", "ls-files", "*.py"], cwd=ROOT, text=True).splitlines()
+    if not name.startswith("tests/")
 )
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def module_of(path: Path) -> str:
@@ -22,39 +112,80 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports_of(path: Path) -> set[str]:
-    """Absolute names of everything imported anywhere in the file, inside functions too."""
-    module, found = module_of(path), set()
+MODULES = {module_of(path): path for path in FILES}
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Absolute names of all modules imported anywhere in the file, inside functions too."""
+    module = module_of(path)
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package.rsplit(".", node.level - 1)[0] if node.level > 1 else package
             origin = f"{base}.{node.module or ''}".rstrip(".") if node.level else str(node.module)
-            found |= {origin} | {f"{origin}.{alias.name}" for alias in node.names}
-    return found
+            for alias in node.names:
+                yield f"{origin}.{alias.name}" if f"{origin}.{alias.name}" in MODULES else origin
 
 
-def in_room(module: str, room: str) -> bool:
-    return module == f"{MOE}.{room}" or module.startswith(f"{MOE}.{room}.")
+def row_of(module: str) -> str:
+    """The key of the row that speaks for this module: the longest that it lies in."""
+    fitting = [key for key in ROWS if module == key or module.startswith(f"{key}.")]
+    return max(fitting, key=len, default="")
 
 
-def is_pure(path: Path) -> bool:
-    module = module_of(path)
-    return is_value(module) or in_room(module, "policy") or in_room(module, "strategies")
+def allowed(key: str) -> set[str]:
+    """The keys of the rows that may be imported, itself among them."""
+    row = ROWS[key]
+    found = {f"{ENGINE}.{name}" for name in row.engine.split()} | {key}
+    found |= {TOOLS if name == "__init__" else f"{TOOLS}.{name}" for name in row.tools.split()}
+    return found | set(row.also.split())
 
 
-def is_value(module: str) -> bool:
-    return any(in_room(module, room) for room in VALUES)
+def offence(path: Path, name: str) -> bool:
+    """Whether a file must not import this module."""
+    key = row_of(module_of(path))
+    row, top = ROWS[key], name.split(".")[0]
+    if row_of(name):
+        return row_of(name) not in allowed(key)
+    if top in sys.stdlib_module_names:
+        return row.standard is not None and top not in row.standard
+    if key in SIBLINGS and any(file.stem == top for file in FILES):
+        return False
+    return not any(name == other or name.startswith(f"{other}.") for other in row.others.split())
 
 
-def named(path: Path) -> str:
-    return str(path.relative_to(ROOT))
+def test_every_file_lies_in_a_row() -> None:
+    outside = [module for module in MODULES if not row_of(module) and module not in (ENGINE,)]
+    assert len(FILES) > 200
+    assert not outside
 
 
-def test_there_are_files_to_judge() -> None:
-    assert len(FILES) > 20
+def test_no_import_is_outside_of_its_row() -> None:
+    judged = [path for path in FILES if row_of(module_of(path))]
+    found = {
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in judged
+        for name in imports_of(path)
+        if offence(path, name)
+    }
+    assert not sorted(found)
+
+
+def test_rows_name_only_rows_above_them() -> None:
+    order = list(ROWS)
+    late = [(key, name) for key in order for name in allowed(key) - {key} if order.index(name) > order.index(key)]
+    assert late == []
+
+
+def test_no_row_allows_what_is_not_imported() -> None:
+    used: dict[str, set[str]] = {}
+    for path in FILES:
+        if key := row_of(module_of(path)):
+            used.setdefault(key, set()).update(row_of(name) for name in imports_of(path))
+    unused = {key: allowed(key) - {key} - used.get(key, set()) for key in ROWS}
+    assert {key: names for key, names in unused.items() if names} == {}
 
 
 @pytest.mark.parametrize("folder", ["megatron", "megatron/core", "megatron/core/dist_checkpointing"])
@@ -66,63 +197,28 @@ def test_no_training_package_shadows_the_one_of_newer_wheels() -> None:
     assert not (ROOT / "megatron" / "training").exists()
 
 
-@pytest.mark.parametrize("path", FILES, ids=named)
-def test_the_subsystem_never_imports_the_driver(path: Path) -> None:
-    if module_of(path).startswith(MOE):
-        assert not [name for name in imports_of(path) if name.startswith("megatron.pretrain")]
-
-
-@pytest.mark.parametrize("path", [path for path in FILES if is_pure(path)], ids=named)
-def test_values_and_policies_import_only_values(path: Path) -> None:
-    foreign = {name for name in imports_of(path) if name.split(".")[0] in ("torch", "os", "time", "random", "megatron")}
-    rooms = ("policy", "strategies") if in_room(module_of(path), "strategies") else ("policy",)
-    allowed = [name for name in foreign if is_value(name) or any(in_room(name, room) for room in rooms)]
-    assert foreign == set(allowed)
-
-
-@pytest.mark.parametrize("path", FILES, ids=named)
-def test_side_rooms_do_not_import_each_other(path: Path) -> None:
-    module = module_of(path)
-    for room in SIDE_ROOMS:
-        if in_room(module, room):
-            others = [other for other in SIDE_ROOMS if other != room]
-            assert not [name for name in imports_of(path) if any(in_room(name, other) for other in others)]
-
-
-@pytest.mark.parametrize("path", FILES, ids=named)
-def test_what_looks_at_stores_from_outside_is_used_by_commands_alone(path: Path) -> None:
-    module = module_of(path)
-    uses = [name for name in imports_of(path) if in_room(name, "examine")]
-    assert not uses or in_room(module, "examine") or in_room(module, "cli") or not module.startswith("megatron")
-
-
-@pytest.mark.parametrize("path", FILES, ids=named)
-def test_reports_and_the_simulator_import_no_commands_and_nothing_imports_the_reproduction(path: Path) -> None:
-    module, imports = module_of(path), imports_of(path)
-    if module.startswith("moe_ckpt.report"):
-        assert not [name for name in imports if name.startswith("megatron")]
-    if in_room(module, "simulate"):
-        assert not [name for name in imports if in_room(name, "cli") or name.startswith("moe_ckpt")]
-    if not module.startswith("reproduce"):
-        assert not [name for name in imports if name.split(".")[0] == "reproduce"]
-
-
-@pytest.mark.parametrize("path", FILES, ids=named)
-def test_the_cpu_device_is_imported_only_where_a_cpu_run_starts(path: Path) -> None:
-    inside = module_of(path).startswith("megatron.pretrain.cpu_device")
-    uses = [name for name in imports_of(path) if name.startswith("megatron.pretrain.cpu_device")]
-    assert not uses or inside or module_of(path) == "megatron.pretrain.initialize"
-
-
-def test_no_module_imports_the_cpu_device_at_its_top_level() -> None:
-    tree = ast.parse((ROOT / "megatron" / "pretrain" / "initialize.py").read_text())
-    top_level = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+def test_the_cpu_device_is_imported_only_where_a_cpu_run_starts_and_not_when_that_is_imported() -> None:
+    device, start = f"{DRIVER}.cpu_device", ROOT / "megatron" / "pretrain" / "initialize.py"
+    users = {path for path in FILES if any(name.startswith(device) for name in imports_of(path))}
+    assert {path for path in users if not module_of(path).startswith(device)} == {start}
+    top_level = [ast.unparse(node) for node in tree_of(start).body if isinstance(node, ast.Import | ast.ImportFrom)]
     assert not [line for line in top_level if "cpu_device" in line]
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.is_relative_to(ROOT / "megatron")], ids=named)
-def test_library_code_neither_prints_nor_exits(path: Path) -> None:
-    calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    names = {ast.unparse(call) for call in calls}
-    in_main = {"sys.exit"} if '__name__ == "__main__"' in path.read_text() else set()
-    assert not (names & {"print", "exit", "quit", "sys.exit", "os._exit"}) - in_main
+def test_library_code_neither_prints_nor_exits() -> None:
+    for path in FILES:
+        if module_of(path).startswith((ENGINE, DRIVER, f"{TOOLS}.")):
+            calls = {ast.unparse(node.func) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)}
+            in_main = {"sys.exit"} if '__name__ == "__main__"' in path.read_text(encoding="utf-8") else set()
+            assert not (calls & {"print", "exit", "quit", "sys.exit", "os._exit"}) - in_main, path
+
+
+def test_no_class_name_has_two_meanings() -> None:
+    names = Counter(node.name for path in FILES for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef))
+    assert [name for name, times in names.items() if times > 1] == []
+
+
+def test_the_training_loop_never_asks_whether_there_is_a_session() -> None:
+    for name in ("pretrain_gpt_moe.py", "megatron/pretrain/loop.py", "megatron/pretrain/checkpoint/protect.py"):
+        tests = [ast.unparse(node) for node in ast.walk(tree_of(ROOT / name)) if isinstance(node, ast.Compare)]
+        assert not [test for test in tests if "session is" in test], name

@@ -50,7 +50,9 @@ class Moc:
         )
         counts = [[round(job.tokens * topk * one / sum(shares)) for one in shares]]
         costs = PecCosts(setting, of_a_layer.config.pec_k_snapshot / experts)
-        start = Stretch(Driver(of_a_layer, counts=counts), -(-experts // of_a_layer.config.pec_k_snapshot), costs)
+        start = SnapshotStretch(
+            Driver(of_a_layer, counts=counts), -(-experts // of_a_layer.config.pec_k_snapshot), costs
+        )
         return PecBehaviour(self.name, setting, Replicas(setting, constants.replicas), start)
 
 
@@ -92,7 +94,7 @@ class PecCosts:
 
 
 @dataclass
-class Stretch:
+class SnapshotStretch:
     """Training from a state that `pec` came back to, or from its start, until the next fault.
 
     Layers have the same experts and popularity here, so the strategy of a job with one of them decides for all. With
@@ -104,8 +106,8 @@ class Stretch:
     start: Driver
     rotation: int
     costs: PecCosts
-    known: dict[object, Stretch] = field(default_factory=dict, repr=False)
-    _after: dict[int, tuple[float, Stretch]] = field(default_factory=dict, repr=False)
+    known: dict[object, SnapshotStretch] = field(default_factory=dict, repr=False)
+    _after: dict[int, tuple[float, SnapshotStretch]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def _driven(self) -> tuple[list[Driver], list[SnapshotPlan]]:
@@ -135,7 +137,7 @@ class Stretch:
         """Mean seconds that these snapshots add to an iteration."""
         return fmean(map(self.costs.overhead_s, self.shares))
 
-    def fault(self, iterations: int) -> tuple[float, Stretch]:
+    def fault(self, iterations: int) -> tuple[float, SnapshotStretch]:
         """What a fault after so many iterations loses, in iterations' worth of tokens, and how training goes on."""
         if iterations > 2 * self.rotation:
             iterations = self.rotation + 1 + (iterations - self.rotation - 1) % self.rotation
@@ -155,7 +157,7 @@ class Stretch:
 class PecBehaviour(LossyBehaviour):
     """A run with partial checkpoints; what faults have lost raises K."""
 
-    def __init__(self, name: str, setting: SystemSetting, replicas: Replicas, start: Stretch) -> None:
+    def __init__(self, name: str, setting: SystemSetting, replicas: Replicas, start: SnapshotStretch) -> None:
         super().__init__(name, setting, replicas)
         self._start = self._stretch = start
         self._restored = 0

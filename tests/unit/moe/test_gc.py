@@ -672,9 +672,10 @@ def test_memory_without_snapshots_of_a_job_that_is_gone_goes_after_a_while(memor
 
 
 TAKES = """
-import sys, moe_ckpt
+import sys
+from moe_ckpt.megatron_core import skip_megatron_core
 from pathlib import Path
-moe_ckpt.skip_megatron_core()
+skip_megatron_core()
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 store = MemoryStore(Path(sys.argv[1]), "job", 0, (4096,) * 2)
 print("taken", flush=True)

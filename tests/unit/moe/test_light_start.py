@@ -9,8 +9,9 @@ import pytest
 
 MOE = "megatron.core.dist_checkpointing.moe"
 ALL_POLICIES = f"""
-import importlib, pkgutil, sys, moe_ckpt
-moe_ckpt.skip_megatron_core()
+import importlib, pkgutil, sys
+from moe_ckpt.megatron_core import skip_megatron_core
+skip_megatron_core()
 policy = importlib.import_module("{MOE}.policy")
 names = [module.name for module in pkgutil.iter_modules(policy.__path__)]
 for name in names:
@@ -38,13 +39,13 @@ def test_nothing_of_torch_or_megatron_core_is_imported(arguments: tuple[str, ...
 
 
 def test_commands_that_read_checkpoints_bring_megatron_core_in() -> None:
-    code = f"""
-import moe_ckpt
-moe_ckpt.skip_megatron_core()
+    code = """
+from moe_ckpt.megatron_core import skip_megatron_core
+skip_megatron_core()
 from moe_ckpt.megatron_core import load_megatron_core
 load_megatron_core()
 import megatron.core.dist_checkpointing as shared
-import {MOE}.store.safe_load
+import moe_ckpt.dense.safe_load
 print(shared.load.__module__, shared.moe.__name__)
 """
     assert run("-c", code).stdout.split() == ["megatron.core.dist_checkpointing.serialization", MOE]
