@@ -107,7 +107,7 @@ def loaded_otherwise(change: Callable[[Any], Any]) -> Any:
 
         return changed
 
-    return patched(Replay, "_take", make)
+    return patched(Replay, "_load", make)
 
 
 def weights_of_frozen_operators_left_as_they_were() -> Any:

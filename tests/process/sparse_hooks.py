@@ -90,7 +90,7 @@ def untouched(folder: str) -> Iterator[None]:
     from megatron.core.dist_checkpointing.moe.replay.execution import LiveExecution
     from megatron.core.dist_checkpointing.moe.runtime.session import Session
 
-    begin, freeze, take = Session.begin, LiveExecution.freeze, Replay._take
+    begin, freeze, take = Session.begin, LiveExecution.freeze, Replay._load
     sessions: list[Any] = []
     marked: list[Any] = []
 
@@ -116,7 +116,7 @@ def untouched(folder: str) -> Iterator[None]:
     with (
         mock.patch.object(Session, "begin", watched_begin),
         mock.patch.object(LiveExecution, "freeze", marking_freeze),
-        mock.patch.object(Replay, "_take", watched_take),
+        mock.patch.object(Replay, "_load", watched_take),
     ):
         yield
 
