@@ -205,7 +205,7 @@ def test_parked_state_that_proves_damaged_lets_its_stage_replay_too(when: dict[i
 def test_gradients_that_prove_damaged_are_made_again_from_the_parked_state() -> None:
     world, _ = Staged(stages=3).run(1)
     remade = 0
-    for event in range(world.events_of(0) // 2, world.events_of(0), 37):
+    for event in range(world.events_of(0) // 2, world.events_of(0), 29):
         rolled = killed(Staged(stages=3), {5: event}, seed=event).seen.rolled
         if rolled and remade < 2:
             start, rank = rolled[0]
