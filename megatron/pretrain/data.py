@@ -79,9 +79,9 @@ def _prepare(request: DatasetRequest, tokenizer: Tokenizer) -> Prepared:
         corpora = {prefix: open_corpus(prefix) for blend in blends if blend for prefix in blend.prefixes}
         for corpus in corpora.values():
             check_token_ids(corpus, tokenizer.vocab_size)
-        for i in range(3):
-            if wanted[i]:
-                _check_size(i, request, [corpora[prefix] for prefix in blends[i].prefixes], blends[i], spans[i])
+        for i, blend in enumerate(blends):
+            if wanted[i] and blend is not None:
+                _check_size(i, request, [corpora[prefix] for prefix in blend.prefixes], blend, spans[i])
         config.path_to_cache = str(_prepare_cache(request, tuple(corpora.values())))
     return config, wanted
 
@@ -130,7 +130,7 @@ def build_data_iterator(
     if num_workers < 0:
         raise InvalidInput(f"--num-workers {num_workers}: must not be negative")
     sampler = PretrainingSampler(
-        len(dataset),  # type: ignore[arg-type]
+        len(dataset),
         consumed_samples,
         micro_batch_size,
         data_parallel_rank,
@@ -245,12 +245,13 @@ def _leave_out_unwanted(config: GPTDatasetConfig, wanted: list[bool]) -> None:
 
 def _collate(samples: list[dict[str, Any]]) -> Sample:
     """Stack samples; a blend also tells which corpus a sample is from, which is no part of a batch."""
-    return default_collate([{key: value for key, value in s.items() if key != "dataset_id"} for s in samples])
+    batch: Sample = default_collate([{key: value for key, value in s.items() if key != "dataset_id"} for s in samples])
+    return batch
 
 
 def _start(loader: DataLoader[Sample]) -> Iterator[Sample]:
     before = set(multiprocessing.active_children())
-    batches = iter(loader)
+    batches: Iterator[Sample] = iter(loader)
     workers = [process for process in multiprocessing.active_children() if process not in before]
     if workers:
         # Registered behind torch's own clean-up, and so run before it, which would wait for a worker that is stuck.

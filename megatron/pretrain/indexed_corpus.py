@@ -6,6 +6,7 @@ import hashlib
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -61,8 +62,8 @@ def open_corpus(prefix: str) -> IndexedCorpus:
         raise InvalidInput(
             f"{index_path} is truncated ({index.size} of {index_bytes} bytes); make it again with {_TOOL}"
         )
-    lengths = index[_HEADER.size : lengths_end].view(np.int32)
-    pointers = index[lengths_end:pointers_end].view(np.int64)
+    lengths: np.ndarray[Any, Any] = index[_HEADER.size : lengths_end].view(np.int32)
+    pointers: np.ndarray[Any, Any] = index[lengths_end:pointers_end].view(np.int64)
     if sequences == 0 or not lengths.any():
         raise InvalidInput(f"data prefix {prefix} holds no tokens; give {_TOOL} some text")
     needed_bytes = int((pointers + lengths.astype(np.int64) * dtype.itemsize).max())
@@ -81,7 +82,7 @@ def check_token_ids(corpus: IndexedCorpus, vocab_size: int) -> None:
     """
     data_path = Path(f"{corpus.prefix}.bin")
     count = min(_SCANNED_BYTES, data_path.stat().st_size) // corpus.token_dtype.itemsize
-    tokens = np.memmap(data_path, mode="r", dtype=corpus.token_dtype, shape=(count,))
+    tokens: np.ndarray[Any, Any] = np.memmap(data_path, mode="r", dtype=corpus.token_dtype, shape=(count,))
     lowest, highest = int(tokens.min()), int(tokens.max())
     if lowest < 0 or highest >= vocab_size:
         wrong = lowest if lowest < 0 else highest

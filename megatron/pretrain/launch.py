@@ -106,7 +106,7 @@ def _run_agent(options: argparse.Namespace) -> int:
         sys.stderr.write(
             f"stopped by signal {stop.sigval.name}; workers had until their end or {SHUTDOWN_TIMEOUT_S} s\n"
         )
-        return 128 + stop.sigval
+        return 128 + int(stop.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         sys.stderr.write(

@@ -60,8 +60,10 @@ def dense_view(folder: str) -> StateView:
     those that hold the others. Raises UnreadableCheckpoint.
     """
     merged = open_merged(folder)
-    whole = merged is None or merged.chain.is_complete
-    values = _dense_values(open_dense(folder)) if whole else _merged_values(merged)
+    if merged is None or merged.chain.is_complete:
+        values = _dense_values(open_dense(folder))
+    else:
+        values = _merged_values(merged)
     return StateView(folder, True, tuple(values))
 
 

@@ -68,7 +68,11 @@ def _all_entries(checkpoint: DenseCheckpoint) -> Iterator[DigestEntry]:
     for name in checkpoint.objects:
         yield DigestEntry(component_of(name, OBJECT_RULES), name, None, partial(checkpoint.read_object, name))
     for name, value in leaves(dict(checkpoint.common)):
-        yield DigestEntry(component_of(name, COMMON_RULES), name, None, lambda leaf=value: leaf)
+        yield DigestEntry(component_of(name, COMMON_RULES), name, None, partial(_given, value))
+
+
+def _given(value: Any) -> Any:
+    return value
 
 
 def digest_components(checkpoint: DenseCheckpoint) -> tuple[ComponentDigest, ...]:
@@ -104,7 +108,7 @@ def _feed_entry(sink: Sink, entry: DigestEntry) -> int:
     """Feeds the value and returns how many bytes it took."""
     if entry.tensor is not None:
         feed_blocks(sink, entry.tensor.dtype, entry.tensor.shape, entry.read())
-        return prod(entry.tensor.shape) * entry.tensor.dtype.itemsize
+        return int(prod(entry.tensor.shape) * entry.tensor.dtype.itemsize)
     try:
         encoding = encoded(entry.read())
     except TypeError as error:

@@ -29,10 +29,10 @@ from megatron.core.dist_checkpointing.moe.types import OperatorId
 
 from .chain import stacked_name, stacked_object_name
 from .dcp_metadata import Chunk, ChunkExtent
-from .dense import COMMON, FORMAT, INDEX, TRACKER, DenseCheckpoint, read_extent
+from .dense import DenseCheckpoint, read_extent
 from .integrity import damaged, seal, sums_of
 from .merged import MergedCheckpoint, open_merged
-from .names import new_iteration_folder
+from .names import COMMON, FORMAT, INDEX, TRACKER, new_iteration_folder
 
 _DATA = "__0_0.distcp"
 

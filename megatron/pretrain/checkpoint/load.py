@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.safe_globals import register_safe_globals
 from megatron.pretrain.agreement import RankFailure, on_rank_zero, raise_on_all_ranks
-from megatron.pretrain.checkpoint.directory import RELEASE, CheckpointDirectory, Step
+from megatron.pretrain.checkpoint.directory import CheckpointDirectory, Step
 from megatron.pretrain.checkpoint.integrity import require_intact
 from megatron.pretrain.checkpoint.partial import MergingLoadStrategy, Sources, content_of, report_staleness
 from megatron.pretrain.checkpoint.state import (
@@ -35,9 +35,10 @@ from megatron.pretrain.checkpoint.state import (
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.errors import InvalidInput
 from moe_ckpt.dense.chain import Chain
-from moe_ckpt.dense.dense import COMMON, open_dense
+from moe_ckpt.dense.dense import open_dense
 from moe_ckpt.dense.integrity import NAME, FileSum, sums_of
 from moe_ckpt.dense.merged import open_merged
+from moe_ckpt.dense.names import COMMON, RELEASE
 
 log = logging.getLogger(__name__)
 

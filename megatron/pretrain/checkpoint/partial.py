@@ -7,7 +7,7 @@ import logging
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
@@ -29,7 +29,8 @@ from moe_ckpt.dense.merged import MergedCheckpoint
 
 log = logging.getLogger(__name__)
 
-Shard = ShardedTensor | ShardedObject
+Shard: TypeAlias = Any
+"""A `ShardedTensor` or a `ShardedObject` of Megatron-Core."""
 
 
 @dataclasses.dataclass(frozen=True)

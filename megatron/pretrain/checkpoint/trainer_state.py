@@ -186,7 +186,7 @@ def _restore_random(tensors: Mapping[str, memoryview]) -> None:
 
 
 def _bytes_of(state: torch.Tensor) -> bytes:
-    return state.cpu().numpy().tobytes()
+    return bytes(state.cpu().numpy().tobytes())
 
 
 def _tensor_of(data: memoryview) -> torch.Tensor:
@@ -199,7 +199,7 @@ _NUMPY = numpy.dtype([("words", "<u4", 624), ("position", "<i8"), ("has_gauss", 
 
 def _python_bytes() -> bytes:
     version, words, gauss = random.getstate()
-    return numpy.array((version, words, gauss is not None, gauss or 0.0), _PYTHON).tobytes()
+    return bytes(numpy.array((version, words, gauss is not None, gauss or 0.0), _PYTHON).tobytes())
 
 
 def _set_python(data: memoryview) -> None:
@@ -211,7 +211,7 @@ def _set_python(data: memoryview) -> None:
 def _numpy_bytes() -> bytes:
     kind, *values = numpy.random.get_state()
     assert kind == "MT19937", kind
-    return numpy.array(tuple(values), _NUMPY).tobytes()
+    return bytes(numpy.array(tuple(values), _NUMPY).tobytes())
 
 
 def _set_numpy(data: memoryview) -> None:

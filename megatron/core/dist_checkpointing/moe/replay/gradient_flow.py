@@ -110,7 +110,7 @@ def _zeros_to(decoder: Any, output: torch.Tensor) -> torch.Tensor:
     return viewless
 
 
-class _ZerosBelow(torch.autograd.Function):  # type: ignore[misc]
+class _ZerosBelow(torch.autograd.Function):
     """Hands on its first argument; the gradient of the second one is zero."""
 
     @staticmethod

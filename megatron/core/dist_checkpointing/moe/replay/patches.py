@@ -146,7 +146,7 @@ def _finalizing_all(finalize: Callable[..., None], fixed: Sequence[torch.nn.Para
     return finalized
 
 
-class _FrozenGating(moe_utils.RouterGatingLinearFunction):  # type: ignore[misc]
+class _FrozenGating(moe_utils.RouterGatingLinearFunction):
     """Core's gate without the gradient of its weights."""
 
     @staticmethod

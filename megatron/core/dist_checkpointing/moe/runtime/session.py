@@ -131,7 +131,7 @@ class Session:
         self._strategy = self._together(lambda: STRATEGIES[config.strategy](self._job))
         placement = self._together(lambda: replicas_placed(config, self._topology))
         self._peers, self._owners = placement.peers[self._rank], placement.kept_by[self._rank]
-        self._rooms = self._strategy.buffer_specs()
+        self._buffer_specs = self._strategy.buffer_specs()
 
     def _open_memory(self) -> None:
         """Memory for snapshots, and beside it for boundary logs and parked state where a recovery can be local.
@@ -139,7 +139,7 @@ class Session:
         Local recovery needs pipeline stages, and a strategy that replays. Sizes are those of the rank that needs most.
         """
         config, passes, state = self._config, self._training.passes, self._state
-        sizes = {"slot": segment_sizes(self._rooms, state.capturer, self._control, self._owners)}
+        sizes = {"slot": segment_sizes(self._buffer_specs, state.capturer, self._control, self._owners)}
         plan = buffers = None
         if self._strategy.replays and self._topology.pp > 1 and config.recovery != "global" and passes is not None:
             plan = passes.log_plan(self._topology, self._rank, self._strategy.lookback)
@@ -155,7 +155,7 @@ class Session:
                 memories["standby"], buffers, state.live, plan, passes, self._clock, config.timeout_s
             )
         if self._rank == 0:
-            log.info("%s", account_of(self._rooms, self._job, self._rank, len(self._owners), self._log_bytes()))
+            log.info("%s", account_of(self._buffer_specs, self._job, self._rank, len(self._owners), self._log_bytes()))
 
     def _prepare_recovery(self, execution: Execution | None) -> None:
         self._times_left = left_in(self._memory.directory)
@@ -277,9 +277,18 @@ class Session:
     def _protection(self, identity: Identity) -> Coordinator:
         """What copies, replicates, keeps and persists snapshots under this name."""
         memory, clock, owners, capturer = self._memory, self._clock, self._owners, self._state.capturer
-        trainer, release, rooms = self._training.trainer, self._state.release_segments, self._rooms
+        trainer, release, specs = self._training.trainer, self._state.release_segments, self._buffer_specs
         ports = Ports(
-            memory, capturer, trainer, self._control, ThreadExecutor, clock, owners, rooms, release, self._log_bytes
+            memory,
+            capturer,
+            trainer,
+            self._control,
+            ThreadExecutor,
+            clock,
+            owners,
+            specs,
+            release,
+            self._log_bytes,
         )
         replicator = Replicator(self._data, self._peers, owners) if self._peers or owners else None
         worker = ReplicationWorker(memory, replicator, self._data, clock, identity, owners=owners)
@@ -383,11 +392,11 @@ class Session:
 
     def _make_room(self) -> None:
         """Fit the memory to what the strategy needs once it knows what it knew before a fault; a collective."""
-        rooms = self._strategy.buffer_specs()
-        if rooms != self._rooms:
-            sizes = segment_sizes(rooms, self._state.capturer, self._control, self._owners)
+        specs = self._strategy.buffer_specs()
+        if specs != self._buffer_specs:
+            sizes = segment_sizes(specs, self._state.capturer, self._control, self._owners)
             done, why = fit_memory(self._memory, sizes, self._control, self._state.release_segments)
-            self._rooms = rooms if done else self._rooms
+            self._buffer_specs = specs if done else self._buffer_specs
             if why:
                 log.error("rank %d: %s", self._rank, why)
 

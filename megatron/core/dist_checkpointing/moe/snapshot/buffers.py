@@ -1,4 +1,4 @@
-"""How much memory a strategy's rooms take: the same segments on all ranks."""
+"""How much memory a strategy's specs take: the same segments on all ranks."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _STEPS = 32
 
 
 def segment_sizes(
-    rooms: Sequence[BufferSpec], capturer: Capturer, transport: Transport, owners: Sequence[int]
+    specs: Sequence[BufferSpec], capturer: Capturer, transport: Transport, owners: Sequence[int]
 ) -> list[int]:
     """Bytes of each segment, as large as the largest piece of any rank, so that a restart may place any rank anywhere.
 
     A collective over all ranks. Raises PeerLost.
     """
     needed = [
-        max(capturer.layout(plan, trainer=room.trainer).nbytes for plan in (room.largest, *room.also)) for room in rooms
+        max(capturer.layout(plan, trainer=spec.trainer).nbytes for plan in (spec.largest, *spec.also)) for spec in specs
     ]
     largest = transport.least([-nbytes for nbytes in needed])
     sizes: list[int] = []
-    for room, negative in zip(rooms, largest, strict=True):
-        nbytes = _stepped(-negative) if room.also else -negative
-        sizes += [max(1, nbytes)] * (room.own + room.replica * len(owners))
+    for spec, negative in zip(specs, largest, strict=True):
+        nbytes = _stepped(-negative) if spec.also else -negative
+        sizes += [max(1, nbytes)] * (spec.own + spec.replica * len(owners))
     return sizes
 
 
@@ -70,13 +70,13 @@ def operator_sizes(capturer: Capturer) -> dict[OperatorId, OperatorSize]:
 
 
 def account_of(
-    rooms: tuple[BufferSpec, ...], job: Job, rank: int, owners: int, log_bytes: int = 0
+    specs: tuple[BufferSpec, ...], job: Job, rank: int, owners: int, log_bytes: int = 0
 ) -> MemoryReport | None:
-    """What the rooms hold on this rank, and its boundary logs beside them, as MoEvement Table 6 counts it; None where
-    the sizes are not known."""
+    """What the buffers hold on this rank, and its boundary logs beside them, as MoEvement Table 6 counts it; None
+    where the sizes are not known."""
     if rank not in job.sizes:
         return None
-    return replace(memory_report(rooms, job.sizes[rank], owners), log_bytes=log_bytes)
+    return replace(memory_report(specs, job.sizes[rank], owners), log_bytes=log_bytes)
 
 
 def _bytes_by_operator(capturer: Capturer, part: Part) -> dict[OperatorId, int]:

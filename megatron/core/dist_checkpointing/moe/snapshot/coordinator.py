@@ -57,7 +57,7 @@ class Ports:
         control: carries the messages.
         lane: makes a thread of this name that does one thing after the other.
         owners: ranks whose replicas this one keeps.
-        rooms: for which `memory` was opened; None: what the strategy asks for.
+        buffer_specs: for which `memory` was opened; None: what the strategy asks for.
         before_resize: called before segments of `memory` may go.
         log_bytes: what boundary logs take beside it.
     """
@@ -69,7 +69,7 @@ class Ports:
     lane: Callable[[str], Executor]
     clock: Clock
     owners: Sequence[int] = ()
-    rooms: tuple[BufferSpec, ...] | None = None
+    buffer_specs: tuple[BufferSpec, ...] | None = None
     before_resize: Callable[[], None] = lambda: None
     log_bytes: Callable[[], int] = lambda: 0
 
@@ -119,8 +119,8 @@ class Coordinator:
         self._background = BackgroundWork(ports.lane, timeout_s=job.config.timeout_s, strict=job.config.strict)
         self._messages = MessageExchange(ports.control, self._background.control, ports.clock)
         self._tracker = SnapshotTracker(job, strategy, worker, persister, self._background)
-        self._rooms = strategy.buffer_specs() if ports.rooms is None else ports.rooms
-        self._account = account_of(self._rooms, job, ports.control.rank, len(ports.owners), ports.log_bytes())
+        self._buffer_specs = strategy.buffer_specs() if ports.buffer_specs is None else ports.buffer_specs
+        self._account = account_of(self._buffer_specs, job, ports.control.rank, len(ports.owners), ports.log_bytes())
         self._copying: SnapshotTask | None = None
         self._in_contact, self._copies_late = True, False
         self._tally, self._step_ended_s = _Tally(), ports.clock.now_s()
@@ -223,32 +223,32 @@ class Coordinator:
                 self._tracker.behind(iteration)
             return None, ""
         plan = self._strategy.plan(iteration)
-        rooms = self._strategy.buffer_specs()
-        if rooms is self._rooms or rooms == self._rooms:
-            self._rooms = rooms  # the same object from here on, so that nobody has to compare operators again
+        specs = self._strategy.buffer_specs()
+        if specs is self._buffer_specs or specs == self._buffer_specs:
+            self._buffer_specs = specs  # the same object from here on: comparing operators again would take time
             return plan, ""
         if plan is None:
             return None, ""
         try:
-            return plan, self._make_room(rooms)
+            return plan, self._make_room(specs)
         except PeerLost as error:
             self._in_contact = False
             self._tracker.lost_contact(iteration, error)
             return None, ""
 
-    def _make_room(self, rooms: tuple[BufferSpec, ...]) -> str:
+    def _make_room(self, specs: tuple[BufferSpec, ...]) -> str:
         """Give memory the segments that the strategy now asks for; why this rank has none, tried again next time.
 
         A collective over all ranks, while no message is under way. Raises PeerLost.
         """
         ports = self._ports
-        sizes = segment_sizes(rooms, ports.capturer, ports.control, ports.owners)
+        sizes = segment_sizes(specs, ports.capturer, ports.control, ports.owners)
         done, why = fit_memory(ports.memory, sizes, ports.control, ports.before_resize)
         if not done:
             self._strategy.buffers_refused()
         else:
-            self._rooms = rooms
-            account = account_of(rooms, self._job, ports.control.rank, len(ports.owners), ports.log_bytes())
+            self._buffer_specs = specs
+            account = account_of(specs, self._job, ports.control.rank, len(ports.owners), ports.log_bytes())
             if account != self._account and ports.control.rank == 0:
                 log.info("%s", account)
             self._account = account

@@ -36,16 +36,16 @@ class MemoryReport:
         )
 
 
-def memory_report(rooms: Sequence[BufferSpec], sizes: Mapping[OperatorId, OperatorSize], owners: int) -> MemoryReport:
+def memory_report(specs: Sequence[BufferSpec], sizes: Mapping[OperatorId, OperatorSize], owners: int) -> MemoryReport:
     """The account of a rank that owns operators of these sizes and keeps the replicas of `owners` ranks."""
-    plans = [plan for room in rooms for plan in (room.largest, *room.also)]
-    segments = [(room, max(_bytes(plan, sizes) for plan in (room.largest, *room.also))) for room in rooms]
+    plans = [plan for spec in specs for plan in (spec.largest, *spec.also)]
+    segments = [(spec, max(_bytes(plan, sizes) for plan in (spec.largest, *spec.also))) for spec in specs]
     return MemoryReport(
-        window=max((1 + len(room.also) for room in rooms), default=0),
+        window=max((1 + len(spec.also) for spec in specs), default=0),
         checkpoint_bytes=sum(_bytes(plan, sizes) for plan in plans),
         dense_bytes=sum(size.full_bytes for size in sizes.values()),
-        own_bytes=sum(room.own * nbytes for room, nbytes in segments),
-        replica_bytes=sum(room.replica * owners * nbytes for room, nbytes in segments),
+        own_bytes=sum(spec.own * nbytes for spec, nbytes in segments),
+        replica_bytes=sum(spec.replica * owners * nbytes for spec, nbytes in segments),
     )
 
 

@@ -16,7 +16,7 @@ same methods, so what is predicted is what runs:
         strategy.resumed(plan, data, fault_iteration)   data: what `to_data` gave when the target was snapshotted
 
 `Strategy` has the answers of one that snapshots by itself, all in one piece, at the interval of the flags, and that
-counts and measures nothing else. A subclass has to give `plan` and `rooms`.
+counts and measures nothing else. A subclass has to give `plan` and `buffer_specs`.
 """
 
 from __future__ import annotations
@@ -173,9 +173,9 @@ class Strategy(ABC):
         """
 
     def buffers_refused(self) -> None:
-        """Memory cannot hold what `rooms` asks for now: from the next `plan` on, what it held before has to do.
+        """Memory cannot hold what `buffer_specs` asks for now: from the next `plan` on, what it held before has to do.
 
-        Only a strategy whose `rooms` change has anything to do.
+        Only a strategy whose `buffer_specs` change has anything to do.
         """
         return
 

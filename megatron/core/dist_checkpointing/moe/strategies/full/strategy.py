@@ -14,11 +14,11 @@ class Full(Strategy):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self._rooms = (BufferSpec(full_plan(0, job.operators), own=3, replica=2, trainer=True),)
+        self._buffer_specs = (BufferSpec(full_plan(0, job.operators), own=3, replica=2, trainer=True),)
 
     def plan(self, iteration: int) -> SnapshotPlan | None:
         due, self._rhythm = self._rhythm.due(iteration)
         return full_plan(iteration, self._job.operators) if due else None
 
     def buffer_specs(self) -> tuple[BufferSpec, ...]:
-        return self._rooms
+        return self._buffer_specs

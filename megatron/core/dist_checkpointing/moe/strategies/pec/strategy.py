@@ -34,7 +34,7 @@ class PecReport:
 class Pec(Strategy):
     """Snapshots the full state of all operators that are no experts, and of K experts per MoE layer.
 
-    Groups and rooms. Experts are in G = ceil(N / K0) fixed groups (`Groups`, K0 = --moe-ckpt-pec-k-snapshot), and a
+    Groups and buffers. Experts are in G = ceil(N / K0) fixed groups (`Groups`, K0 = --moe-ckpt-pec-k-snapshot), and a
     snapshot takes whole groups, each as a piece of its own kind. So a newer piece holds all that an older one of its
     kind holds, as snapshots of `full` do, and each kind needs what these need: own 3, replica 2, segments exactly as
     large as the group's records on each rank. That is enough whatever is selected, fails, or K grows to, while at most
@@ -113,10 +113,10 @@ class Pec(Strategy):
 
     def buffer_specs(self) -> tuple[BufferSpec, ...]:
         """Of each kind of piece as many as `full` needs of its snapshots."""
-        return self._rooms
+        return self._buffer_specs
 
     @cached_property
-    def _rooms(self) -> tuple[BufferSpec, ...]:
+    def _buffer_specs(self) -> tuple[BufferSpec, ...]:
         rest = () if self._keeps_all else self._groups.experts
         others = [operator for operator in self._job.operators if not operator.is_expert]
         dense = pec_plan(0, sorted([*others, *rest]), (), self._scope)

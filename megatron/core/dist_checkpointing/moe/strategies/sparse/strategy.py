@@ -14,7 +14,7 @@ from ..base import BufferSpec, Job, Strategy, Throughput
 from ..rhythm import Costs
 from .budget import Budget
 from .popularity import Popularity
-from .windows import NO_ROOMS, Timetable, ordering_of, timetable
+from .windows import NO_BUFFERS, Timetable, ordering_of, timetable
 
 KIND = "window"
 AUTO = "auto"
@@ -160,7 +160,7 @@ class Sparse(Strategy):
         return tuple(map(begun.window.plan, begun.span)) if due else ()
 
     def buffer_specs(self) -> tuple[BufferSpec, ...]:
-        return self._table.rooms if self._table else NO_ROOMS
+        return self._table.buffer_specs if self._table else NO_BUFFERS
 
     def counted(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
         self._popularity = self._popularity.counted(counts)

@@ -56,7 +56,7 @@ class Timetable:
         return (BufferSpec(first, own=3 * self.size, replica=3 * self.size, trainer=True, also=tuple(others)),)
 
 
-NO_ROOMS = (BufferSpec(SnapshotPlan(0, {}), own=1, replica=0, trainer=True),)
+NO_BUFFERS = (BufferSpec(SnapshotPlan(0, {}), own=1, replica=0, trainer=True),)
 """What a strategy asks for that does not know its window yet and takes no snapshots."""
 
 
