@@ -60,10 +60,8 @@ def dense_view(folder: str) -> StateView:
     those that hold the others. Raises UnreadableCheckpoint.
     """
     merged = open_merged(folder)
-    if merged is None or merged.chain.is_complete:
-        values = _dense_values(open_dense(folder))
-    else:
-        values = _merged_values(merged)
+    lacks_experts = merged is not None and not merged.chain.is_complete
+    values = _merged_values(merged) if merged and lacks_experts else _dense_values(open_dense(folder))
     return StateView(folder, True, tuple(values))
 
 

@@ -113,7 +113,8 @@ def test_a_cluster_is_a_value_that_nobody_changes() -> None:
 def test_the_built_package_has_every_data_file_of_the_tree(tmp_path: Path) -> None:
     command = [sys.executable, "setup.py", "-q", "build", "--build-base", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
-    source, built = ROOT / "megatron", tmp_path / "lib" / "megatron"
-    data = {path.relative_to(source) for end in ("*.json", "*.csv") for path in source.rglob(end)}
-    assert Path("core/dist_checkpointing/moe/simulate/ettr/presets/clusters.json") in data
+    packages, built = ("megatron", "moe_ckpt"), tmp_path / "lib"
+    files = (path for package in packages for end in ("*.json", "*.csv") for path in (ROOT / package).rglob(end))
+    data = {path.relative_to(ROOT) for path in files}
+    assert Path("moe_ckpt/simulator/presets/clusters.json") in data
     assert {path for path in data if not (built / path).is_file()} == set()

@@ -73,7 +73,7 @@ def least_peak(sizes: Sequence[OperatorSize], window: int, known: int) -> int:
     ("weights", "window", "pinned", "budget", "peak"),
     [
         pytest.param("15 9 9 13 9", 4, {}, 156, 111, id="in order rather than by size"),
-        pytest.param("6 5 5 6 6 6 5", 7, {0: 5, 2: 2, 5: 5, 4: 4}, 167, 72, id="around WEIGHTS of pinned operators"),
+        pytest.param("6 5 5 6 6 6 5", 7, {0: 5, 2: 2, 5: 5, 4: 4}, 167, 72, id="around weights of pinned operators"),
         pytest.param("14 13 6 13 14 6 6 14", 7, {6: 1, 4: 4, 5: 5, 3: 6}, 358, 139, id="something for each step"),
         pytest.param(
             "14 7 8 8 8 14 8 7 7", 9, {6: 5, 7: 5, 4: 7, 8: 5, 5: 7, 3: 4}, 134, 168, id="one above the budget"
