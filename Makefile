@@ -2,6 +2,8 @@
 VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 RUN = $(VENV)/bin/python
+# Files of tests side by side: the ranks of one wait for each other while those of the other compute.
+WORKERS ?= -n auto --maxprocesses 4 --dist loadfile
 export PYTHONWARNINGS ?= ignore::FutureWarning
 
 .PHONY: setup demo test test-full check format bench gpu-check clean
@@ -20,15 +22,16 @@ demo: setup
 	$(RUN) scripts/demo.py
 
 test: setup
-	OMP_NUM_THREADS=1 $(RUN) -m pytest tests
+	OMP_NUM_THREADS=1 $(RUN) -m pytest tests $(WORKERS)
 
 test-full: setup
-	OMP_NUM_THREADS=1 $(RUN) -m pytest tests -m "full or not full"
+	OMP_NUM_THREADS=1 $(RUN) -m pytest tests $(WORKERS) -m "full or not full"
 
 check: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(RUN) -m vulture
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/unit/test_architecture.py
 
 format: setup

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/lifecycle.md from the tables in policy/lifecycle.py and policy/parking.py."""
+"""Write docs/internals/lifecycle.md from the tables in policy/lifecycle.py and policy/parking.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.moe.policy import parking
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import TABLES, TransitionTable
 from megatron.core.dist_checkpointing.moe.policy.parking import PARKING, Cause, Keep, StepPhase
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "lifecycle.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "internals" / "lifecycle.md"
 HEADING = """# Lifecycles
 
 Made by `python tools/lifecycle_diagrams.py` from the tables in `lifecycle.py` and `parking.py` of

@@ -6,16 +6,6 @@ from megatron.core.dist_checkpointing.moe.policy.checks import positive
 
 from .behaviour import Behaviour
 
-ASSUMPTIONS = (
-    "Faults take one node each.",
-    "The mean time between failures counts training time: no fault strikes while training recovers from another.",
-    "A fault strikes at any moment of a checkpoint interval with the same chance, so that it costs E[R] seconds.",
-    "There is always a spare node.",
-    "Checkpoint overhead is its mean per iteration, and is not paid again for iterations that are trained again.",
-    "A strategy that faults change meets them at equal distances.",
-)
-"""What `ettr` takes for granted, in sentences; the simulation of events does without."""
-
 
 def ettr(behaviour: Behaviour, mtbf_s: float, duration_s: float = 12 * 3600.0) -> float:
     """Effective training time ratio, from 0 to 1: 1 / (1 + T_ckpt / (T_iter I)) x 1 / (1 + E[R] / MTBF).

@@ -114,6 +114,3 @@ THIS_PROJECT = replace(
     restarts_all=True,
 )
 """Predictions of runs with this project."""
-
-CONSTANTS = {constants.name: constants for constants in (MOEVEMENT, MOEVEMENT_ELSEWHERE, THIS_PROJECT)}
-"""All sets, by name."""

@@ -14,9 +14,6 @@ from megatron.core.dist_checkpointing.moe.types import Direction, ModelShape, Op
 from .collectives import GroupSpread, Links
 from .inputs import Cluster, IterationCost, TrainingJob
 
-FROZEN_WORK = 2 / 3
-"""Forward and input gradients, of forward, input gradients and weight gradients, each as many operations."""
-
 
 @dataclass(frozen=True)
 class Utilisation:

@@ -129,8 +129,3 @@ class IterationCost:
     def iteration_s(self) -> float:
         """T_iter."""
         return self.pipeline_s + self.sync_s + self.update_s
-
-    @property
-    def stage_alone_s(self) -> float:
-        """An iteration of the slowest stage alone, fed from logs: no bubbles (MoEvement 3.4)."""
-        return self.microbatches * max(self.stage_s) + self.sync_s + self.update_s

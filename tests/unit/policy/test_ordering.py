@@ -14,12 +14,10 @@ from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.ordering import (
     ORDERINGS,
     capacity_aware,
-    decay,
     hard_count,
     layer_order,
     should_reorder,
     soft_count,
-    time_decayed,
 )
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, expert
 
@@ -68,27 +66,6 @@ def test_experts_with_equal_counts_are_ordered_by_their_ids() -> None:
 
 def test_soft_counts_order_experts_that_hard_counts_cannot_tell_apart() -> None:
     assert soft_count(EXPERTS[:3], one_layer(0.75, 0.5, 0.625)) == (expert(0, 1), expert(0, 2), expert(0, 0))
-
-
-def test_the_decayed_average_weighs_the_past_with_alpha() -> None:
-    assert decay(one_layer(8.0), one_layer(4), 0.75) == one_layer(7.0)
-
-
-def test_decay_covers_experts_of_either_mapping() -> None:
-    state = decay({expert(0, 0): 8.0}, {expert(0, 1): 4}, 0.5)
-    assert state == {expert(0, 0): 4.0, expert(0, 1): 2.0}
-
-
-@pytest.mark.parametrize(("alpha", "kept"), [(0.0, one_layer(1, 9)), (1.0, one_layer(9, 1))])
-def test_alpha_is_how_much_of_the_past_is_kept(alpha: float, kept: dict[OperatorId, float]) -> None:
-    assert decay(one_layer(9, 1), one_layer(1, 9), alpha) == kept
-
-
-def test_an_expert_that_became_popular_lately_is_deferred_by_the_decayed_order() -> None:
-    state: dict[OperatorId, float] = {}
-    for counts in (one_layer(100, 0), one_layer(0, 40), one_layer(0, 40)):
-        state = decay(state, counts, 0.5)
-    assert time_decayed(state, state) == (expert(0, 0), expert(0, 1))
 
 
 def test_an_expert_with_twice_the_capacity_may_have_more_tokens_and_come_first() -> None:
@@ -205,7 +182,6 @@ def test_the_same_shares_never_trigger_a_new_order(tokens: list[int], factor: in
     "use",
     [
         *(partial(ordering, EXPERTS) for ordering in ORDERINGS.values()),
-        partial(decay, {}, alpha=0.5),
         partial(should_reorder, {}),
         lambda counts: should_reorder(counts, {}),
     ],
@@ -213,12 +189,6 @@ def test_the_same_shares_never_trigger_a_new_order(tokens: list[int], factor: in
 def test_a_count_below_zero_or_not_finite_is_refused_by_name(use: object, count: float) -> None:
     with pytest.raises(UsageError, match=r"count of layer0\.expert1 is .*, but must be at least 0 and finite"):
         use({expert(0, 0): 1, expert(0, 1): count})  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("alpha", [-0.1, 1.1, math.nan])
-def test_alpha_outside_of_its_range_is_refused(alpha: float) -> None:
-    with pytest.raises(UsageError, match=r"alpha of the decayed popularity is .*, but must be from 0 to 1"):
-        decay({}, {}, alpha)
 
 
 @pytest.mark.parametrize("capacity", [0, -1, math.nan, math.inf])

@@ -102,7 +102,9 @@ def test_of_two_operators_larger_than_the_budget_the_larger_one_comes_last() -> 
 def test_weights_larger_than_the_budget_do_not_stretch_the_window_over_all_operators(budget: int) -> None:
     sizes = named(*[(12, 2)] * 5000)
     schedule = scheduled(sizes, budget)
-    expected = "the compute weights of all 5000 operators have 10000 bytes" if budget > 12 else "layer0.expert0 alone has 12"
+    expected = (
+        "the compute weights of all 5000 operators have 10000 bytes" if budget > 12 else "layer0.expert0 alone has 12"
+    )
     assert schedule.why.startswith(expected)
     assert schedule.window.size == 14, "the smallest with (5/6)^W below 1/11: within 10 % of the weights of all"
     assert schedule.peak_bytes <= 11_000 + 12

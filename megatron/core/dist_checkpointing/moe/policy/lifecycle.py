@@ -2,7 +2,7 @@
 
 `snapshot.tracker` changes the state of a window, of a persistent copy and of the job's protection through these tables
 and in no other way; what a table does not hold raises. The value of each state and event is its meaning, and each
-transition has a reason: docs/lifecycle.md is made of them.
+transition has a reason: docs/internals/lifecycle.md is made of them.
 """
 
 from __future__ import annotations

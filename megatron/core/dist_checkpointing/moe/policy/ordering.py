@@ -56,21 +56,6 @@ def time_decayed(operators: Iterable[OperatorId], counts: Counts) -> tuple[Opera
     return hard_count(operators, counts)
 
 
-def decay(previous: Counts, counts: Counts, alpha: float) -> dict[OperatorId, float]:
-    """A(t) = alpha A(t-1) + (1 - alpha) count, for every operator in either mapping (MoEvement App. B).
-
-    Each value takes the same two products and one sum on every rank, so equal inputs give equal bits. Start with an
-    empty `previous`. Raises UsageError for alpha outside of 0..1, or a count below 0 or not finite.
-    """
-    if not 0 <= alpha <= 1:
-        raise UsageError(f"alpha of the decayed popularity is {alpha}, but must be from 0 to 1")
-    operators = list(dict.fromkeys((*previous, *counts)))
-    before, now = _checked(operators, previous), _checked(operators, counts)
-    return {
-        operator: alpha * old + (1 - alpha) * new for operator, old, new in zip(operators, before, now, strict=True)
-    }
-
-
 def capacity_aware(
     operators: Iterable[OperatorId], counts: Counts, capacities: Mapping[OperatorId, float] | None = None
 ) -> tuple[OperatorId, ...]:
