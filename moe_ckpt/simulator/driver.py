@@ -1,7 +1,7 @@
 """A strategy of a running job without its job: the real object, called as the coordinator calls it.
 
 What the ranks tell each other after the step of an iteration is heard before the next step, and the snapshot of an
-iteration is copied and replicated during the one after it. So before `plan(t)` come, as in `runtime/coordinator.py`,
+iteration is copied and replicated during the one after it. So before `plan(t)` come, as in `snapshot/coordinator.py`,
 
     counted(t - 1)                    what was routed
     settled(plan of t - 2), measured  that all replicas are there, and what that cost

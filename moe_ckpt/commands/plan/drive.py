@@ -1,14 +1,14 @@
 """A strategy driven as a job drives it: `moe-ckpt plan` shows what the strategy itself decides.
 
-The order is that of the coordinator (`runtime/coordinator.py`): `plan(t)` when the step of iteration t has ended, then
-what the ranks tell each other about t. Nothing fails here and nothing is late: a snapshot is whole on all ranks, and in
-storage where it goes there, before the next one is planned.
+The order is that of the coordinator (`snapshot/coordinator.py`): `plan(t)` when the step of iteration t has ended, then
+what all ranks report of t. Nothing fails here and nothing is late: all ranks have sealed the snapshot of t, and have
+it in storage where it goes there, before the snapshot of t + 2 is planned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
@@ -18,6 +18,9 @@ from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Pie
 from megatron.core.dist_checkpointing.moe.types import SnapshotPlan
 
 from .options import PlannedJob
+
+SETTLED_AFTER = 2
+"""Iterations from a snapshot's plan until the strategy hears that all ranks have it."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +37,16 @@ class Taken:
     data: Mapping[str, Any] = field(repr=False)
 
 
-def new_strategy(planned: PlannedJob, config: MoECheckpointConfig, *, iterations: int = 1) -> Strategy:
-    """The strategy that the job would run. Raises UsageError for settings that contradict it.
+def job_of(planned: PlannedJob, config: MoECheckpointConfig, *, iterations: int = 1) -> Job:
+    """What a strategy is told of the job.
 
-    Ranks of one pipeline stage and expert-parallel rank own the same: one of them stands for all.
+    Ranks of one pipeline stage and expert-parallel rank own the same here: one of them stands for all. In a job the
+    distributed optimizer cuts shards at any byte, so operators of a rank may differ from these by a few bytes.
     """
     shape, topology = planned.shape, planned.topology
     sizes = shard_sizes(shape, topology, planned.precision)
     owned = owned_operators(shape, topology).values()
-    job = Job(
+    return Job(
         config,
         shape.operators,
         topology,
@@ -52,7 +56,11 @@ def new_strategy(planned: PlannedJob, config: MoECheckpointConfig, *, iterations
         tied_embeddings=tied_embeddings(planned),
         sizes={rank: {operator: sizes[operator] for operator in operators} for rank, operators in enumerate(owned)},
     )
-    return STRATEGIES[config.strategy](job)
+
+
+def new_strategy(planned: PlannedJob, config: MoECheckpointConfig, *, iterations: int = 1) -> Strategy:
+    """The strategy that the job would run. Raises UsageError for settings that contradict it."""
+    return STRATEGIES[config.strategy](job_of(planned, config, iterations=iterations))
 
 
 def tied_embeddings(planned: PlannedJob) -> bool:
@@ -70,18 +78,26 @@ def driven(
 
     counts: tokens of an iteration by MoE layer and expert. pace: what every iteration has time for.
     """
+    waiting: list[Taken] = []
     for iteration in iterations:
+        while waiting and waiting[0].plan.iteration <= iteration - SETTLED_AFTER:
+            yield _settled(strategy, waiting.pop(0))
         plan = strategy.plan(iteration)
         pieces = strategy.pieces(plan) if plan is not None else ()
         if strategy.counts_tokens:
             strategy.counted(iteration, counts(iteration))
         if strategy.needs_pace and pace is not None:
             strategy.paced(pace)
-        if plan is None:
-            continue
-        data = strategy.to_data()
-        strategy.settled(plan, Level.SNAPSHOT, ok=True)
-        persisted = strategy.persistent(plan)
-        for stored in persisted:
-            strategy.settled(stored, Level.PERSIST, ok=True)
-        yield Taken(plan, pieces, persisted, data)
+        if plan is not None:
+            waiting.append(Taken(plan, pieces, (), strategy.to_data()))
+    for taken in waiting:
+        yield _settled(strategy, taken)
+
+
+def _settled(strategy: Strategy, taken: Taken) -> Taken:
+    """All ranks have sealed this snapshot, and have in storage what goes on to it."""
+    strategy.settled(taken.plan, Level.SNAPSHOT, ok=True)
+    persisted = strategy.persistent(taken.plan)
+    for stored in persisted:
+        strategy.settled(stored, Level.PERSIST, ok=True)
+    return replace(taken, persisted=persisted)

@@ -1,0 +1,71 @@
+"""The planner says what a job does: from the tokens that a job counted it plans each of that job's snapshots."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attempts import Cluster
+from plan_hooks import recorded
+from runs import Layout
+
+from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
+from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES
+from megatron.core.dist_checkpointing.moe.types import (
+    PRECISIONS,
+    ModelShape,
+    OperatorId,
+    OperatorKind,
+    OperatorSize,
+    Topology,
+)
+from moe_ckpt.commands.plan.counts_file import load_counts
+from moe_ckpt.commands.plan.drive import driven, job_of
+from moe_ckpt.commands.plan.options import PlannedJob
+
+LAYOUT = Layout(tp=1, pp=2, ep=2, ranks=4)
+ITERATIONS = 14
+LENGTH = ("--train-iters", str(ITERATIONS), "--lr-decay-iters", str(ITERATIONS))
+SHAPE = ModelShape("of the test", 2, 32, 4, 384, 128, num_experts=4, moe_ffn_hidden_size=32, gated_linear_unit=True)
+PLANNED = PlannedJob(SHAPE, PRECISIONS["fp32"], Topology(4, pp=2, ep=2))
+SETTINGS = {
+    "full": {"interval": 2},
+    "pec, experts in turn": {"interval": 1, "pec_k_snapshot": 1},
+    "pec, experts by load": {"interval": 3, "pec_k_snapshot": 1, "pec_selection": "load-aware"},
+    "sparse": {"window": "3"},
+    "sparse, popular experts last": {"window": "2", "reorder_threshold": 0.01, "reorder_fraction": 0.01},
+}
+
+
+def sizes_in(recorded: dict[str, Any]) -> dict[int, dict[OperatorId, OperatorSize]]:
+    """Bytes by rank and operator: the distributed optimizer cuts shards at any byte, which a planner cannot know."""
+    found: dict[int, dict[OperatorId, OperatorSize]] = {}
+    for rank, own in recorded.items():
+        named = ((OperatorId(layer, OperatorKind(kind), index), size) for (layer, kind, index), size in own)
+        found[int(rank)] = {operator: OperatorSize(*size) for operator, size in named}
+    return found
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_planner_plans_each_snapshot_of_a_job_from_its_counts(name: str, cluster: Cluster, tmp_path: Path) -> None:
+    strategy = name.partition(",")[0]
+    config = dataclasses.replace(MoECheckpointConfig(strategy=strategy), **SETTINGS[name])
+    flags = [part for key, value in SETTINGS[name].items() for part in (f"--moe-ckpt-{key.replace('_', '-')}", value)]
+    hooks = [partial(recorded, str(tmp_path), strategy)]
+    cluster.run(LAYOUT, *LENGTH, "--moe-ckpt-strategy", strategy, *flags, hooks=hooks)
+
+    events = [json.loads(line) for line in (tmp_path / "plans-0.jsonl").read_text().splitlines()]
+    of_job = {event["planned"]: event["digest"] for event in events if "planned" in event}
+    tokens = [event["tokens"] for event in events if "counted" in event]
+    (tmp_path / "counts.json").write_text(json.dumps(tokens or [[1] * 4] * 2))
+    counts = load_counts(tmp_path / "counts.json", SHAPE)
+    job = dataclasses.replace(job_of(PLANNED, config, iterations=ITERATIONS), sizes=sizes_in(events[0]["sizes"]))
+    planner = STRATEGIES[strategy](job)
+    taken = driven(planner, range(1, ITERATIONS + 1), counts.of)
+    planned = {snapshot.plan.iteration: snapshot.plan.digest() for snapshot in taken}
+    assert len(of_job) >= ITERATIONS // 3
+    assert planned == of_job
