@@ -111,7 +111,17 @@ def densified(source: ConversionSource, persist_dir: PersistDir, out: Path, flag
         # The snapshots of the source alone, so that nothing is tidied up in a storage that a job may still write to.
         alone = persist_dir.copied_to(Path(view), source.snapshots)
         own += ["--moe-ckpt-memory-dir", memory, "--moe-ckpt-persist-dir", alone]
-        command = [sys.executable, "-m", LAUNCHER, "--nproc-per-node", str(source.world_size), "--max-restarts", "0"]
+        # Not from the folder of the job: a checkout of another version may lie there.
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            LAUNCHER,
+            "--nproc-per-node",
+            str(source.world_size),
+            "--max-restarts",
+            "0",
+        ]
         command += [script.origin, *recorded(source.flags), *own, *flags]
         # Standard output is for what the command itself has to say.
         environment = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -124,7 +124,7 @@ def test_replay_takes_no_more_iterations_than_the_window_has() -> None:
         assert all(len(iterations) <= 4 for _, iterations in job.told.replayed)
 
 
-@pytest.mark.parametrize("step", [pytest.param(809, id="sample"), pytest.param(151, id="full", marks=full)])
+@pytest.mark.parametrize("step", [pytest.param(797, id="sample"), pytest.param(151, id="full", marks=full)])
 @pytest.mark.parametrize("window", [2, 3])
 def test_ranks_that_move_to_other_nodes_find_their_state(window: int, step: int) -> None:
     for event in events(sparse(window), 1, step, offset=900):
