@@ -17,7 +17,7 @@ from moe_ckpt.checkpoints.statistics import statistics
 from moe_ckpt.checkpoints.values import read_tensor
 from moe_ckpt.dense.dense import open_dense
 from moe_ckpt.dense.digest import state_entries
-from moe_ckpt.report import Columns, Fact, Report, Table
+from moe_ckpt.report import Fact, Report, table
 from moe_ckpt.report.progress import progress
 
 from .records import batches
@@ -25,10 +25,7 @@ from .records import batches
 Open = Callable[[SnapshotId], Reader]
 """Opens one snapshot, wherever it lies."""
 
-_COLUMNS: Columns = (
-    *(("tensor", "text"), ("dtype", "text"), ("shape", "text"), ("size", "bytes"), ("min", "number")),
-    *(("max", "number"), ("mean", "number"), ("std", "number"), ("non-finite", "count")),
-)
+_COLUMNS = "tensor | dtype | shape | size:bytes | min:number | max:number | mean:number | std:number | non-finite:count"
 _HELD_BYTES = 256_000_000
 """Snapshots in memory are let go of after so many bytes, so that a running job gets its segments back soon."""
 
@@ -96,4 +93,4 @@ def _report(title: str, rows: Sequence[tuple[Any, ...]], pattern: str) -> Report
         Fact("Bytes", sum(row[3] for row in rows), "bytes"),
         Fact("Tensors with non-finite numbers", sum(bool(row[8]) for row in rows), "count"),
     )
-    return Report(title, facts, (Table("Statistics", _COLUMNS, tuple(rows)),))
+    return Report(title, facts, (table("Statistics", _COLUMNS, rows),))
