@@ -11,15 +11,7 @@ from megatron.core.dist_checkpointing.moe.ports import SnapshotId
 from megatron.core.dist_checkpointing.moe.recovery.table import spans
 from megatron.core.dist_checkpointing.moe.storage.manifest import FORMAT_VERSION
 from megatron.core.dist_checkpointing.moe.types import STANDBY
-from moe_ckpt.checkpoints.survey import (
-    Holding,
-    OperatorCopy,
-    Survey,
-    operator_copies,
-    survey_slot,
-    survey_snapshot,
-    survey_storage,
-)
+from moe_ckpt.checkpoints.survey import Holding, Survey, operator_rows, survey_slot, survey_snapshot, survey_storage
 from moe_ckpt.checkpoints.windows import StoredSnapshot, StoredState
 from moe_ckpt.report import Fact, Report, Table, table
 
@@ -115,14 +107,9 @@ def _tables(survey: Survey, now_s: float) -> tuple[Table, ...]:
     torn = ((str(torn.snapshot), torn.why) for torn in survey.torn)
     return (
         table("Windows", _WINDOWS, windows),
-        table("Operators", _OPERATORS, map(_operator, operator_copies(survey.holdings))),
+        table("Operators", _OPERATORS, operator_rows(survey.holdings)),
         table("Torn snapshots", "snapshot | why", torn),
     )
-
-
-def _operator(copy: OperatorCopy) -> tuple[Any, ...]:
-    held = spans(set(copy.ranks)), list(copy.places), copy.copies
-    return (str(copy.operator), copy.part, copy.nbytes, copy.iteration, *held)
 
 
 def _state(state: StoredState, is_left: bool) -> str:
