@@ -14,7 +14,7 @@ from moe_ckpt.dense.components import OBJECT_RULES, TENSOR_RULES, component_of, 
 from moe_ckpt.dense.integrity import NAME as INTEGRITY
 from moe_ckpt.dense.names import COMMON, TRACKER
 from moe_ckpt.megatron_core import load_megatron_core
-from moe_ckpt.report import Columns, Fact, Report, Table
+from moe_ckpt.report import Fact, Report, Table, table
 
 from .location import Inspection
 from .saves import SavedIteration, saved_iteration, saved_iterations, tracked
@@ -30,13 +30,6 @@ _DEGREES = (
     ("EP", "expert_model_parallel_size"),
     ("ETP", "expert_tensor_parallel_size"),
     ("DP", "data_parallel_size"),
-)
-_ITERATIONS: Columns = (
-    *(("iteration", "text"), ("state", "text"), ("tracked", "text"), ("integrity", "text")),
-    *(("size", "bytes"), ("age", "seconds"), ("needs", "text")),
-)
-_OPERATORS: Columns = (
-    *(("operator", "text"), ("part", "text"), ("iteration", "count"), ("behind", "count"), ("held by", "text")),
 )
 
 
@@ -121,8 +114,8 @@ def _components(checkpoint: DenseCheckpoint) -> Table:
             component = component_of(name, rules)
             entries[component] += 1
             nbytes[component] += size
-    rows = tuple((component, entries[component], nbytes[component]) for component in in_order(tuple(entries)))
-    return Table("Components", (("component", "text"), ("entries", "count"), ("size", "bytes")), rows)
+    rows = ((component, entries[component], nbytes[component]) for component in in_order(tuple(entries)))
+    return table("Components", "component | entries:count | size:bytes", rows)
 
 
 def _layout(arguments: Mapping[str, Any]) -> str | None:
@@ -138,7 +131,7 @@ def _experts(chain: Chain | None) -> str | None:
 
 
 def _iterations(found: tuple[SavedIteration, ...], now_s: float) -> Table:
-    rows = tuple(
+    rows = (
         (
             saved.folder.name,
             saved.state,
@@ -150,23 +143,23 @@ def _iterations(found: tuple[SavedIteration, ...], now_s: float) -> Table:
         )
         for saved in reversed(found)
     )
-    return Table("Iterations", _ITERATIONS, rows)
+    return table("Iterations", "iteration | state | tracked | integrity | size:bytes | age:seconds | needs", rows)
 
 
 def _chain_table(chain: Chain | None) -> Iterator[Table]:
     """Which iteration has the newest copy of each expert, of a checkpoint that was saved with some of them."""
     if chain is not None:
-        rows = tuple(
+        rows = (
             (str(operator), "FULL", holder, chain.iteration - holder, f"iter_{holder:07d}")
             for holder in sorted(chain.iterations)
             for operator in chain.held_by(holder)
         )
-        yield Table("Operators", _OPERATORS, rows)
+        yield table("Operators", "operator | part | iteration:count | behind:count | held by", rows)
 
 
 def _arguments(arguments: Mapping[str, Any]) -> Table:
-    rows = tuple((name, str(value)) for name, value in sorted(arguments.items()) if value not in (None, False, [], ()))
-    return Table("Arguments", (("argument", "text"), ("value", "text")), rows)
+    rows = ((name, str(value)) for name, value in sorted(arguments.items()) if value not in (None, False, [], ()))
+    return table("Arguments", "argument | value", rows)
 
 
 def _notes(saved: SavedIteration | None) -> tuple[str, ...]:

@@ -11,36 +11,17 @@ from megatron.core.dist_checkpointing.moe.ports import SnapshotId
 from megatron.core.dist_checkpointing.moe.recovery.table import spans
 from megatron.core.dist_checkpointing.moe.storage.manifest import FORMAT_VERSION
 from megatron.core.dist_checkpointing.moe.types import STANDBY
-from moe_ckpt.checkpoints.survey import (
-    Holding,
-    Survey,
-    operator_copies,
-    survey_slot,
-    survey_snapshot,
-    survey_storage,
-)
+from moe_ckpt.checkpoints.survey import Holding, Survey, operator_rows, survey_slot, survey_snapshot, survey_storage
 from moe_ckpt.checkpoints.windows import StoredSnapshot, StoredState
-from moe_ckpt.report import Columns, Fact, Report, Table
+from moe_ckpt.report import Fact, Report, Table, table
 
 from .persist_dir import PersistDir
 from .slots import Slot, slots
 
 _DEGREES = ("tp", "pp", "vpp", "cp", "ep", "etp")
-_WINDOWS: Columns = (
-    *(("iterations", "text"), ("kind", "text"), ("snapshots", "count"), ("of", "count"), ("state", "text")),
-    *(("copies", "count"), ("size", "bytes"), ("age", "seconds"), ("job", "text")),
-)
-_OPERATORS: Columns = (
-    *(("operator", "text"), ("part", "text"), ("size", "bytes"), ("iteration", "count"), ("ranks", "text")),
-    *(("held by", "text"), ("copies", "count")),
-)
-_SLOTS: Columns = (
-    *(("node", "text"), ("job", "text"), ("local rank", "count"), ("area", "text"), ("owner", "text")),
-    *(("size", "bytes"), ("sealed", "count"), ("torn", "count"), ("being written", "count")),
-)
-_STANDBY: Columns = (
-    *(("kind", "text"), ("rank", "count"), ("iterations", "text"), ("size", "bytes"), ("held by", "text")),
-)
+_WINDOWS = "iterations | kind | snapshots:count | of:count | state | copies:count | size:bytes | age:seconds | job"
+_OPERATORS = "operator | part | size:bytes | iteration:count | ranks | held by | copies:count"
+_SLOTS = "node | job | local rank:count | area | owner | size:bytes | sealed:count | torn:count | being written:count"
 
 
 def snapshot_report(place: str, persist_dir: PersistDir, snapshot: SnapshotId, now_s: float) -> Report:
@@ -123,23 +104,11 @@ def _tables(survey: Survey, now_s: float) -> tuple[Table, ...]:
         size, age_s = sum(member.nbytes for member in members), _age_s(members, now_s)
         span, kind = spans(set(state.span)), state.leading.snapshot.kind
         windows.append((span, kind, *counts, size, age_s, state.leading.facts.job))
-    operators = tuple(
-        (
-            str(copy.operator),
-            copy.part,
-            copy.nbytes,
-            copy.iteration,
-            spans(set(copy.ranks)),
-            list(copy.places),
-            copy.copies,
-        )
-        for copy in operator_copies(survey.holdings)
-    )
-    torn = tuple((str(torn.snapshot), torn.why) for torn in survey.torn)
+    torn = ((str(torn.snapshot), torn.why) for torn in survey.torn)
     return (
-        Table("Windows", _WINDOWS, tuple(windows)),
-        Table("Operators", _OPERATORS, operators),
-        Table("Torn snapshots", (("snapshot", "text"), ("why", "text")), torn),
+        table("Windows", _WINDOWS, windows),
+        table("Operators", _OPERATORS, operator_rows(survey.holdings)),
+        table("Torn snapshots", "snapshot | why", torn),
     )
 
 
@@ -190,7 +159,7 @@ def _flags(survey: Survey) -> Table:
             rows.append([word, ""])
         else:
             rows[-1][1] = f"{rows[-1][1]} {word}".strip()
-    return Table("Flags", (("flag", "text"), ("value", "text")), tuple(map(tuple, rows)))
+    return table("Flags", "flag | value", map(tuple, rows))
 
 
 def _slots(found: Sequence[Slot], surveys: Sequence[Survey]) -> Table:
@@ -199,7 +168,7 @@ def _slots(found: Sequence[Slot], surveys: Sequence[Survey]) -> Table:
         owner = f"{slot.owner or 'a process'}, {'alive' if slot.alive else 'gone'}"
         counts = len(survey.holdings), len(survey.torn), len(survey.writing)
         rows.append((slot.node, slot.job, slot.local_rank, slot.area, owner, slot.nbytes, *counts))
-    return Table("Slots", _SLOTS, tuple(rows))
+    return table("Slots", _SLOTS, rows)
 
 
 def _standby(survey: Survey) -> Table:
@@ -208,8 +177,8 @@ def _standby(survey: Survey) -> Table:
     for holding in survey.holdings:
         if holding.snapshot.kind in STANDBY:
             groups.setdefault((holding.snapshot.kind, holding.snapshot.rank, holding.place), []).append(holding)
-    rows = tuple(
+    rows = (
         (kind, rank, spans({held.snapshot.iteration for held in group}), sum(held.nbytes for held in group), place)
         for (kind, rank, place), group in sorted(groups.items())
     )
-    return Table("Logs and parked states", _STANDBY, rows)
+    return table("Logs and parked states", "kind | rank:count | iterations | size:bytes | held by", rows)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,10 @@ import torch
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.ports import Reader, Record, SnapshotId
 from megatron.core.dist_checkpointing.moe.types import STANDBY
-from moe_ckpt.checkpoints.statistics import statistics
 from moe_ckpt.checkpoints.values import read_tensor
 from moe_ckpt.dense.dense import open_dense
 from moe_ckpt.dense.digest import state_entries
-from moe_ckpt.report import Columns, Fact, Report, Table
+from moe_ckpt.report import Fact, Report, table
 from moe_ckpt.report.progress import progress
 
 from .records import batches
@@ -25,12 +25,12 @@ from .records import batches
 Open = Callable[[SnapshotId], Reader]
 """Opens one snapshot, wherever it lies."""
 
-_COLUMNS: Columns = (
-    *(("tensor", "text"), ("dtype", "text"), ("shape", "text"), ("size", "bytes"), ("min", "number")),
-    *(("max", "number"), ("mean", "number"), ("std", "number"), ("non-finite", "count")),
-)
+_COLUMNS = "tensor | dtype | shape | size:bytes | min:number | max:number | mean:number | std:number | non-finite:count"
 _HELD_BYTES = 256_000_000
 """Snapshots in memory are let go of after so many bytes, so that a running job gets its segments back soon."""
+
+_BLOCK = 1 << 22
+"""Elements that are looked at together, so that a tensor takes little more memory than its own."""
 
 
 def dense_tensors(folder: Path, pattern: str) -> Report:
@@ -38,7 +38,7 @@ def dense_tensors(folder: Path, pattern: str) -> Report:
     checkpoint = open_dense(folder)
     entries = (entry for entry in state_entries(checkpoint) if fnmatchcase(entry.name, pattern))
     chosen = sorted((entry.name, entry.tensor, entry.read) for entry in entries if entry.tensor is not None)
-    sizes = [prod(tensor.shape) * tensor.dtype.itemsize for _, tensor, _ in chosen]
+    sizes = [math.prod(tensor.shape) * tensor.dtype.itemsize for _, tensor, _ in chosen]
     with progress("reading tensors", sum(sizes)) as advance:
         rows = []
         for (name, tensor, read), nbytes in zip(chosen, sizes, strict=True):
@@ -83,7 +83,7 @@ def _matching(open_: Open, snapshot: SnapshotId, pattern: str) -> list[Record]:
 
 
 def _row(name: str, dtype: torch.dtype, shape: Sequence[int], blocks: Iterable[torch.Tensor]) -> tuple[Any, ...]:
-    found, nbytes = statistics(blocks), prod(shape) * dtype.itemsize
+    found, nbytes = statistics(blocks), math.prod(shape) * dtype.itemsize
     described = str(dtype).removeprefix("torch."), "x".join(map(str, shape)) or "scalar"
     return name, *described, nbytes, found.minimum, found.maximum, found.mean, found.std, found.non_finite
 
@@ -96,4 +96,47 @@ def _report(title: str, rows: Sequence[tuple[Any, ...]], pattern: str) -> Report
         Fact("Bytes", sum(row[3] for row in rows), "bytes"),
         Fact("Tensors with non-finite numbers", sum(bool(row[8]) for row in rows), "count"),
     )
-    return Report(title, facts, (Table("Statistics", _COLUMNS, tuple(rows)),))
+    return Report(title, facts, (table("Statistics", _COLUMNS, rows),))
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Of the finite elements of a tensor, in double precision; None where there are none.
+
+    std: standard deviation of the elements themselves (divided by their number). non_finite: infinities and NaN.
+    Complex numbers count as their two parts.
+    """
+
+    minimum: float | None
+    maximum: float | None
+    mean: float | None
+    std: float | None
+    non_finite: int
+
+
+def statistics(tensors: Iterable[torch.Tensor]) -> Statistics:
+    """Look at every element of these tensors of any one dtype and any shapes, on the CPU."""
+    count, mean, squares, non_finite = 0, 0.0, 0.0, 0
+    minimum, maximum = math.inf, -math.inf
+    for block in (block for tensor in tensors for block in _blocks(tensor)):
+        finite = block[block.isfinite()]
+        non_finite += block.numel() - finite.numel()
+        if not finite.numel():
+            continue
+        # Means and squared deviations of two sets give those of their union (Chan, Golub, LeVeque 1979).
+        own, block_mean = finite.numel(), finite.mean().item()
+        apart = block_mean - mean
+        squares += (finite - block_mean).square_().sum().item() + apart * apart * count * own / (count + own)
+        mean += apart * own / (count + own)
+        count += own
+        minimum, maximum = min(minimum, finite.min().item()), max(maximum, finite.max().item())
+    if not count:
+        return Statistics(None, None, None, None, non_finite)
+    return Statistics(minimum, maximum, mean, math.sqrt(squares / count), non_finite)
+
+
+def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    flat = real.detach().reshape(-1)
+    for start in range(0, flat.numel(), _BLOCK):
+        yield flat[start : start + _BLOCK].to(torch.float64)

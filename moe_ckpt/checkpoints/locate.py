@@ -8,14 +8,10 @@ from .recognition import recognize
 from .saves import IterationLocation, SavesLocation
 from .storage import SnapshotLocation, StorageLocation
 
-_LOCATIONS: tuple[type[CheckpointLocation], ...] = (
-    IterationLocation,
-    SavesLocation,
-    StorageLocation,
-    SnapshotLocation,
-    MemoryLocation,
-)
-_BY_KIND: dict[LocationKind, type[CheckpointLocation]] = {location.kind: location for location in _LOCATIONS}
+_BY_KIND: dict[LocationKind, type[CheckpointLocation]] = {
+    location.kind: location
+    for location in (IterationLocation, SavesLocation, StorageLocation, SnapshotLocation, MemoryLocation)
+}
 
 
 def locate(place: str) -> CheckpointLocation:

@@ -71,33 +71,21 @@ class CheckpointLocation(ABC):
     def inspect_tensors(self, pattern: str) -> Report:
         """Statistics of the tensors whose names match a glob, each read whole.
 
-        Raises:
-            UnreadableCheckpoint: bytes are not what was saved.
-            UsageError: no tensor matches.
+        Raises UnreadableCheckpoint for bytes that are not what was saved, UsageError where no tensor matches.
         """
 
     @abstractmethod
     def verify(self, advance: Advance = unwatched) -> Verified:
         """Read everything and say what is damaged, missing or cannot be checked; nothing is changed.
 
-        Args:
-            advance: is called with the number of bytes after each read.
-
-        Raises:
-            NewerFormat: a later version wrote it.
-            UnreadableCheckpoint, StoreFailure: the place as a whole cannot be read.
+        Raises NewerFormat; UnreadableCheckpoint, StoreFailure where the place as a whole cannot be read.
         """
 
     def gc_plan(self, limits: GcLimits, advance: Advance = unwatched) -> GcPlan:
         """What may be freed, why the rest stays, and how to free it. What stays for its content was read first.
 
-        Args:
-            limits: what the user says of the place.
-            advance: is called with the number of bytes after each read.
-
-        Raises:
-            UsageError: the place is a piece of something that is freed as a whole.
-            OSError, StoreFailure, UnreadableCheckpoint: it cannot be read.
+        Raises UsageError for a piece of something that is freed as a whole; OSError, StoreFailure, UnreadableCheckpoint
+        where the place cannot be read.
         """
         raise UsageError(f"{self.place} is one {self.kind.value}: give the folder it lies in")
 

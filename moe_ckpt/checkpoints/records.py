@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Protocol
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.ports import Manifest, Reader, Record, SnapshotId
+from megatron.core.dist_checkpointing.moe.ports import Manifest, Record, Store
+from megatron.core.dist_checkpointing.moe.storage.slot_reader import SlotReader
 from moe_ckpt.dense.integrity import Advance
 
 from .location import Finding
@@ -15,14 +15,7 @@ BATCH_BYTES = 1 << 26
 """So many bytes are read before a snapshot is let go of: the job that owns its memory may need that meanwhile."""
 
 
-class Readable(Protocol):
-    """Where snapshots can be opened."""
-
-    def open(self, snapshot: SnapshotId) -> Reader:
-        """As `ports.Store.open`."""
-
-
-def verify_records(store: Readable, manifest: Manifest, path: str, advance: Advance) -> tuple[Finding, ...]:
+def verify_records(store: Store | SlotReader, manifest: Manifest, path: str, advance: Advance) -> tuple[Finding, ...]:
     """The records of a snapshot that cannot be read or have changed; `path` says where it is.
 
     Raises UnreadableCheckpoint if it cannot be opened any more.

@@ -24,17 +24,7 @@ from moe_ckpt.dense.names import FORMAT, INDEX, ITERATION, RELEASE, STAGED, cond
 from moe_ckpt.megatron_core import load_megatron_core
 
 from .files import last_written_s
-from .location import (
-    A_LINK,
-    OUTLIVED,
-    CheckpointLocation,
-    GcItem,
-    GcLimits,
-    GcPlan,
-    Inspection,
-    LocationKind,
-    Verified,
-)
+from .location import A_LINK, OUTLIVED, CheckpointLocation, GcItem, GcLimits, GcPlan, Inspection, LocationKind, Verified
 from .recognition import UNSUPPORTED, is_unsupported, recognize
 
 if TYPE_CHECKING:

@@ -6,13 +6,14 @@ import fcntl
 import json
 import os
 import struct
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.storage.ownership import is_claimed_here, owner_files
 from megatron.core.dist_checkpointing.moe.storage.slot_reader import SlotReader
+
+from .files import disk_bytes
 
 _FLOCK = "hhqqi4x"  # struct flock of Linux: type, whence, start, length, process
 
@@ -41,11 +42,7 @@ class Slot:
     @property
     def nbytes(self) -> int:
         """Bytes that its files take now; those that vanish meanwhile do not count."""
-        total = 0
-        for path in self.directory.iterdir():
-            with suppress(FileNotFoundError):
-                total += path.stat().st_blocks * 512
-        return total
+        return disk_bytes(self.directory)
 
 
 def slots(memory_dir: Path) -> tuple[Slot, ...]:

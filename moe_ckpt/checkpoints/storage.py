@@ -30,16 +30,7 @@ from moe_ckpt.dense.integrity import Advance, unwatched
 from moe_ckpt.megatron_core import load_megatron_core
 
 from .inspect_snapshots import snapshot_report, storage_report
-from .location import (
-    Checked,
-    CheckpointLocation,
-    Finding,
-    GcLimits,
-    GcPlan,
-    Inspection,
-    LocationKind,
-    Verified,
-)
+from .location import Checked, CheckpointLocation, Finding, GcLimits, GcPlan, Inspection, LocationKind, Verified
 from .persist_dir import PersistDir, is_unsealed, open_persist_dir, snapshot_at
 from .records import verify_records
 from .storage_gc import storage_gc_plan

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.recovery.table import spans
 from megatron.core.dist_checkpointing.moe.storage.slot_reader import SEALED, WRITING, SlotEntry
 from megatron.core.dist_checkpointing.moe.types import STANDBY, OperatorId, Part
 from megatron.core.dist_checkpointing.moe.types.layout import Manifest, SnapshotId, Torn
@@ -80,23 +82,6 @@ class Survey:
         )
 
 
-@dataclass(frozen=True)
-class OperatorCopy:
-    """The newest copy of one operator, as far as it is the newest of these ranks.
-
-    part: "FULL", or "WEIGHTS" where only compute weights are there. nbytes: of what all `ranks` own of it, once.
-    copies: in how many places it is at least, of each rank's share.
-    """
-
-    operator: OperatorId
-    part: str
-    nbytes: int
-    iteration: int
-    ranks: tuple[int, ...]
-    places: tuple[str, ...]
-    copies: int
-
-
 def survey_snapshot(persist_dir: PersistDir, snapshot: SnapshotId) -> Survey:
     """One snapshot of a storage. Raises StoreFailure, UnreadableCheckpoint where it is torn."""
     return Survey((_stored(persist_dir, snapshot),), ())
@@ -128,8 +113,13 @@ def survey_slot(slot: Slot) -> Survey:
     return Survey(tuple(holdings), listed.torn, tuple(snapshot for snapshot in begun if snapshot not in torn))
 
 
-def operator_copies(holdings: Sequence[Holding]) -> tuple[OperatorCopy, ...]:
-    """Who has the newest copy of each operator, in the order of operators; logs and parked states do not count."""
+def operator_rows(holdings: Sequence[Holding]) -> Iterator[tuple[Any, ...]]:
+    """Who has the newest copy of each operator, in the order of operators; logs and parked states do not count.
+
+    Yields:
+        Operator; "FULL", or "WEIGHTS" where only compute weights are there; bytes of what all ranks own of it, once;
+        iteration; those ranks; the places it is in; in how many of them at least each rank's share is.
+    """
     found = [
         (operator, _label(part), holding)
         for holding in holdings
@@ -145,15 +135,11 @@ def operator_copies(holdings: Sequence[Holding]) -> tuple[OperatorCopy, ...]:
         iteration, rank = holding.snapshot.iteration, holding.snapshot.rank
         if newest[operator, part, rank] == iteration:
             copies.setdefault((operator, part, -iteration), {}).setdefault(rank, []).append(holding)
-    newest_first = sorted(copies)
-    return tuple(_copy(key[0], key[1], -key[2], copies[key]) for key in newest_first)
-
-
-def _copy(operator: OperatorId, part: str, iteration: int, held: Mapping[int, Sequence[Holding]]) -> OperatorCopy:
-    places = {holding.place for holdings in held.values() for holding in holdings}
-    nbytes = sum(holdings[0].operator_bytes.get(operator, 0) for holdings in held.values())
-    copies = min(len({holding.place for holding in holdings}) for holdings in held.values())
-    return OperatorCopy(operator, part, nbytes, iteration, tuple(sorted(held)), tuple(sorted(places)), copies)
+    for (operator, part, negative), held in sorted(copies.items(), key=lambda item: item[0]):
+        places = {holding.place for of_rank in held.values() for holding in of_rank}
+        nbytes = sum(of_rank[0].operator_bytes.get(operator, 0) for of_rank in held.values())
+        least = min(len({holding.place for holding in of_rank}) for of_rank in held.values())
+        yield str(operator), part, nbytes, -negative, spans(set(held)), sorted(places), least
 
 
 def _label(part: Part) -> str:

@@ -10,7 +10,7 @@ from moe_ckpt.report import Fact, Report, Table, table
 
 from ..simulator.advise import Advice, described
 from ..simulator.advise import advise as advise_on
-from ..simulator.choices import Choice, Question
+from ..simulator.choices import Question
 from ..simulator.systems import SYSTEMS
 from .plan.options import PlannedJob, number, plan_command
 from .training import Duration, machine_of, with_training_flags
@@ -62,6 +62,7 @@ def as_report(question: Question, advice: Advice) -> Report:
     """Advice as a person reads it: the recommendation, all systems side by side, the reasons."""
     chosen = advice.recommended
     assumed = f"Rates and costs: {question.cluster.source}. {question.constants.source}"
+    impossible = table("Cannot run this job", "system | why", advice.impossible.items())
     gpus = question.job.topology.world_size
     return Report(
         f"Checkpoints of {question.job.shape.name} on {gpus} GPUs of {question.cluster.name}",
@@ -73,7 +74,7 @@ def as_report(question: Question, advice: Advice) -> Report:
             Fact("Mean time between faults", question.mtbf_s, "seconds"),
             Fact("Host memory of a node for checkpoints", question.limit_bytes, "bytes"),
         ),
-        (_systems(advice), _settings(advice), _impossible(advice)),
+        (_systems(advice), _settings(advice), impossible),
         (*advice.reasons, assumed),
     )
 
@@ -96,17 +97,11 @@ def _systems(advice: Advice) -> Table:
             choice.worst_iterations,
             choice.lost_share,
             choice.memory_bytes,
-            _verdict(choice, advice),
+            "refused" if choice.refused else "recommended" if choice is advice.recommended else "",
         )
         for choice in advice.choices
     )
     return table("Systems", columns, rows)
-
-
-def _verdict(choice: Choice, advice: Advice) -> str:
-    if choice.refused:
-        return "refused"
-    return "recommended" if choice is advice.recommended else ""
 
 
 def _settings(advice: Advice) -> Table:
@@ -124,7 +119,3 @@ def _settings(advice: Advice) -> Table:
         for choice in advice.choices
     )
     return table("Settings of each", columns, rows)
-
-
-def _impossible(advice: Advice) -> Table:
-    return Table("Cannot run this job", (("system", "text"), ("why", "text")), tuple(advice.impossible.items()))

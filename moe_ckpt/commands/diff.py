@@ -10,7 +10,7 @@ import click
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from moe_ckpt.megatron_core import load_megatron_core
-from moe_ckpt.report import Columns, Fact, Report, Table, show
+from moe_ckpt.report import Fact, Report, show, table
 from moe_ckpt.report.progress import progress
 
 if TYPE_CHECKING:
@@ -40,16 +40,7 @@ compare a dense checkpoint with storage by converting it first (`moe-ckpt conver
 Exit codes: 0 equal; 1 different, or one of them cannot be read; 2 wrong usage.
 """
 
-_COLUMNS: Columns = (
-    ("entry", "text"),
-    ("what", "text"),
-    ("first", "text"),
-    ("second", "text"),
-    ("index", "text"),
-    ("differing", "count"),
-    ("elements", "count"),
-    ("largest difference", "text"),
-)
+_COLUMNS = "entry | what | first | second | index | differing:count | elements:count | largest difference"
 
 
 @click.command(help=HELP)
@@ -102,9 +93,8 @@ def _report(views: tuple[StateView, StateView], found: Sequence[Difference], eve
     )
     others = any(difference.what == "value" for difference in found) and not everything
     note = ("Only the first tensor with other values is listed; --all lists each of them.",) if others else ()
-    return Report(
-        "Comparison of two training states", facts, (Table("Differing", _COLUMNS, tuple(map(_row, found))),), note
-    )
+    differing = table("Differing", _COLUMNS, map(_row, found))
+    return Report("Comparison of two training states", facts, (differing,), note)
 
 
 def _row(found: Difference) -> tuple[str | float | list[int] | None, ...]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError, UnreadableCheckpoint
-from moe_ckpt.report import Columns, Fact, Report, Table, show
+from moe_ckpt.report import Fact, Report, show, table
 from moe_ckpt.report.progress import progress
 
 from .training import Duration
@@ -42,8 +42,6 @@ cannot be read just now, and what it may belong to; links.
 
 Exit codes: 0 done; 1 PLACE cannot be read, or something could not be freed; 2 wrong usage.
 """
-
-_COLUMNS: Columns = (("what", "text"), ("size", "bytes"), ("verdict", "text"), ("why", "text"))
 
 
 @click.command(help=HELP)
@@ -115,5 +113,5 @@ def _report(place: str, holds: str, plan: GcPlan, failures: Sequence[str], appli
         Fact("Stays", sum(item.nbytes for item in plan.items) - going_bytes, "bytes"),
     )
     hint = ("Nothing was changed; --apply frees what can go.",) if plan.freed and not applied else ()
-    table = Table("Items", _COLUMNS, tuple(row(item, failure) for item, failure in judged))
-    return Report(place, facts, (table,), (*plan.notes, *hint))
+    items = table("Items", "what | size:bytes | verdict | why", (row(item, failure) for item, failure in judged))
+    return Report(place, facts, (items,), (*plan.notes, *hint))

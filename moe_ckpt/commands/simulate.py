@@ -1,10 +1,128 @@
-"""`moe-ckpt simulate`: what training would get of each checkpoint system."""
+"""`moe-ckpt simulate`: what training would get of each checkpoint system, at one or several failure rates."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import click
 
-from .simulate_run import run
+from moe_ckpt.report import Fact, Report, table
+
+from ..simulator.closed_form import ettr as closed_form
+from ..simulator.events import estimate
+from ..simulator.events import simulate as simulated
+from ..simulator.faults import Fault, load_trace, poisson
+from ..simulator.systems import SYSTEMS
+from ..simulator.systems.links import SystemSetting
+from .plan.options import PlannedJob, number, plan_command
+from .training import Duration, machine_of, with_training_flags
+
+HELP = """Simulate a training run under failures with each checkpoint system, for any model, layout and cluster.
+
+Systems choose their intervals, windows and K as in a real run. Failures strike by chance (`--mtbf`, as often as you
+like), or as a CSV file says (`--trace`, with the columns at_s and nodes).
+
+\b
+    $ moe-ckpt simulate run --model DeepSeek-MoE --pp 12 --ep 8 --world-size 96 --micro-batch-size 4 \\
+          --mtbf 1h --mtbf 10m
+"""
+
+Scenarios = dict[float, tuple[tuple[Fault, ...], ...]]
+"""The faults of each run, by the mean seconds between them."""
+
+_COLUMNS = (
+    "MTBF:seconds | system | interval:count | W:count | overhead:share | recovery:seconds | lost:share | ETTR:share"
+    " | ±:share | formula:share"
+)
+
+ENDLESS = 10**9
+"""Iterations between checkpoints that no run reaches: there are none."""
+
+
+@plan_command(HELP)
+@with_training_flags
+@click.option("--mtbf", "mtbfs_s", type=Duration(), multiple=True, metavar="TIME", help="Between faults of the job.")
+@click.option("--trace", type=click.Path(path_type=Path), metavar="FILE", help="Faults of one run, instead of --mtbf.")
+@click.option("--systems", "systems", default=",".join(SYSTEMS), metavar="A,B", help="By default all.")
+@number("--hours", default=12, maximum=10_000, show_default=True, help="Of a run.")
+@number("--seeds", default=20, maximum=1000, show_default=True, help="Runs of which the mean is reported.")
+def run(
+    job: PlannedJob,
+    mtbfs_s: tuple[float, ...],
+    trace: Path | None,
+    systems: str,
+    hours: int,
+    seeds: int,
+    **training: Any,
+) -> Report:
+    names = _names(systems)
+    if bool(mtbfs_s) == (trace is not None):
+        raise click.UsageError("give --mtbf, once or several times, or --trace")
+    machine = machine_of(job, **training)
+    duration_s = hours * 3600.0
+    if trace is not None:
+        faults = load_trace(trace)
+        scenarios: Scenarios = {duration_s / max(1, sum(fault.at_s < duration_s for fault in faults)): (faults,)}
+    else:
+        nodes = len(machine.job.topology.ranks_by_node)
+        scenarios = {
+            mtbf_s: tuple(poisson(mtbf_s, duration_s, nodes, seed) for seed in range(seeds)) for mtbf_s in mtbfs_s
+        }
+    rows = tuple(row for mtbf_s, runs in scenarios.items() for row in _rows(machine, names, mtbf_s, runs, duration_s))
+    return Report(
+        f"Checkpoints of {job.shape.name} under failures",
+        (
+            Fact("Cluster", machine.cluster.name),
+            Fact("Ranks", job.topology.world_size, "count"),
+            Fact("Iteration", machine.cost.iteration_s, "seconds"),
+            Fact("Microbatches of a pipeline", machine.job.microbatches, "count"),
+            Fact("Hours of a run", hours, "count"),
+        ),
+        (table("Systems", _COLUMNS, rows),),
+        (
+            "overhead: per iteration. recovery: of a fault. lost: tokens whose updates experts lost. ETTR: mean over"
+            " the runs, ± half of its 95 % confidence interval; formula: by MoEvement App. C.",
+            "Iteration time and bandwidths are estimates unless --profile gives what was measured.",
+        ),
+    )
+
+
+def _names(systems: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in systems.split(",") if name.strip())
+    unknown = [name for name in names if name not in SYSTEMS]
+    if unknown or not names:
+        raise click.UsageError(f"--systems {systems!r}: give some of {', '.join(SYSTEMS)}, with commas between")
+    return names
+
+
+def _rows(
+    machine: SystemSetting,
+    names: tuple[str, ...],
+    mtbf_s: float,
+    faults: tuple[tuple[Fault, ...], ...],
+    duration_s: float,
+) -> Iterator[tuple[Any, ...]]:
+    """One row per system: means over the runs, each with its own faults."""
+    for name in names:
+        behaviour = SYSTEMS[name].behaviour(machine, mtbf_s)
+        runs = [simulated(behaviour, of_run, duration_s) for of_run in faults]
+        struck = sum(run.faults for run in runs)
+        found = estimate([run.ettr for run in runs])
+        yield (
+            mtbf_s,
+            name,
+            behaviour.interval if behaviour.interval < ENDLESS else None,
+            behaviour.window,
+            sum(run.overhead_s for run in runs) / (sum(run.useful_s for run in runs) or 1.0),
+            sum(run.recovery_s for run in runs) / struck if struck else 0.0,
+            sum(run.lost_tokens for run in runs) / (machine.job.tokens * (sum(run.iterations for run in runs) or 1.0)),
+            found.mean,
+            found.half_width,
+            closed_form(behaviour, mtbf_s, duration_s),
+        )
+
 
 MOVED = (
     *("table3", "table6", "table7", "fig1", "fig10", "fig11", "fig13", "fig16"),

@@ -77,19 +77,6 @@ def with_training_flags(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def training_job(job: PlannedJob, global_batch_size: int, micro_batch_size: int, seq_length: int) -> TrainingJob:
-    """The job with its batch. Raises UsageError where microbatches of all data-parallel ranks do not make the batch."""
-    share = micro_batch_size * job.topology.dp
-    if global_batch_size % share:
-        raise UsageError(
-            f"--global-batch-size {global_batch_size} is not a multiple of --micro-batch-size {micro_batch_size} x"
-            f" {job.topology.dp} data-parallel ranks = {share}"
-        )
-    return TrainingJob(
-        job.shape, job.topology, job.precision, global_batch_size, global_batch_size // share, seq_length
-    )
-
-
 def machine_of(
     job: PlannedJob,
     global_batch_size: int,
@@ -100,10 +87,17 @@ def machine_of(
     restart_s: float,
 ) -> SystemSetting:
     """The job on its cluster. Raises UsageError for a batch that does not fit the layout, or no such cluster."""
-    training = training_job(job, global_batch_size, micro_batch_size, seq_length)
+    share = micro_batch_size * job.topology.dp
+    if global_batch_size % share:
+        raise UsageError(
+            f"--global-batch-size {global_batch_size} is not a multiple of --micro-batch-size {micro_batch_size} x"
+            f" {job.topology.dp} data-parallel ranks = {share}"
+        )
+    batch = global_batch_size, global_batch_size // share, seq_length
+    training = TrainingJob(job.shape, job.topology, job.precision, *batch)
     constants = replace(THIS_PROJECT, global_restart_s=restart_s)
     if profile is None:
-        cluster, utilisation = cluster_of(cluster_name, None), MEGATRON_UTILISATION
+        cluster, utilisation = _cluster(cluster_name), MEGATRON_UTILISATION
     else:
         measured = load_profile(profile)
         cluster, utilisation = measured.cluster, measured.utilisation
@@ -111,9 +105,6 @@ def machine_of(
     return SystemSetting(training, iteration_cost(training, cluster, utilisation), cluster, constants)
 
 
-def cluster_of(name: str, profile: Path | None) -> Cluster:
-    """The cluster of `--profile` where that is given, else of `--cluster`. Raises UsageError for neither."""
-    if profile is not None:
-        return load_cluster(profile)
+def _cluster(name: str) -> Cluster:
     is_file = name.casefold() not in presets() and (Path(name).suffix or len(Path(name).parts) > 1)
     return load_cluster(Path(name)) if is_file else preset_cluster(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from moe_ckpt.report import Columns, Fact, Report, Table, show
+from moe_ckpt.report import Fact, Report, show, table
 from moe_ckpt.report.progress import progress
 
 HELP = """Read all of PLACE and say whether it is what was saved.
@@ -42,11 +42,10 @@ def verify(context: click.Context, place: str, as_json: bool, rows: int) -> None
     location = locate(place)
     with progress("verifying", location.size_bytes()) as advance:
         result = location.verify(advance)
-    columns: Columns = (("path", "text"), ("item", "text"), ("found", "text"), ("expected", "text"))
-    rows_found = tuple((finding.path, finding.item, finding.found, finding.expected) for finding in result.findings)
-    findings = Table("findings", columns, rows_found)
-    parts = tuple((part.part, part.how, part.items, part.nbytes) for part in result.checked)
-    checked = Table("checked", (("part", "text"), ("how", "text"), ("items", "count"), ("size", "bytes")), parts)
+    found = ((finding.path, finding.item, finding.found, finding.expected) for finding in result.findings)
+    findings = table("findings", "path | item | found | expected", found)
+    parts = ((part.part, part.how, part.items, part.nbytes) for part in result.checked)
+    checked = table("checked", "part | how | items:count | size:bytes", parts)
     facts = [
         Fact("holds", location.kind.value),
         Fact("verdict", "damaged" if result.findings else "intact"),

@@ -27,7 +27,7 @@ def feed(sink: Sink, value: Any) -> None:
     """
     match value:
         case torch.Tensor():
-            feed_tensor(sink, value)
+            feed_blocks(sink, value.dtype, tuple(value.shape), [value])
         case np.ndarray() | np.generic() if not isinstance(value, str | bytes | float):
             feed_array(sink, np.asarray(value))
         case dict():
@@ -42,13 +42,8 @@ def feed(sink: Sink, value: Any) -> None:
             _frame(sink, *_scalar(value))
 
 
-def feed_tensor(sink: Sink, tensor: torch.Tensor) -> None:
-    """Feeds dtype, shape and raw bytes of a dense tensor."""
-    feed_blocks(sink, tensor.dtype, tuple(tensor.shape), [tensor])
-
-
 def feed_blocks(sink: Sink, dtype: torch.dtype, shape: tuple[int, ...], blocks: Iterable[torch.Tensor]) -> None:
-    """As `feed_tensor`, of a tensor whose elements come in several blocks."""
+    """Feeds dtype, shape and raw bytes of a dense tensor, whose elements come in one block or several."""
     _frame(sink, b"tensor", str(dtype).encode(), repr(shape).encode())
     for block in blocks:
         flat = block.detach().cpu().contiguous().reshape(-1)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -158,12 +158,9 @@ def decode(content: bytes, name: str) -> Chain:
 
     Raises UnreadableCheckpoint for any deviation: a changed byte, an expert without an iteration; NewerFormat.
     """
-    return decoded(content, name, key=_KEY, newest=FORMAT_VERSION, make=_chain, encode=encode)
-
-
-def _chain(body: dict[str, Any]) -> Chain:
     # JSON has no numbers as keys: str_keys reads layers and iterations from strings.
-    return msgspec.convert(body, Chain, str_keys=True)
+    make: Callable[[dict[str, Any]], Chain] = partial(msgspec.convert, type=Chain, str_keys=True)
+    return decoded(content, name, key=_KEY, newest=FORMAT_VERSION, make=make, encode=encode)
 
 
 def read_chain(directory: Path) -> Chain | None:

@@ -15,33 +15,22 @@ import torch
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 
 _DCP = "torch.distributed.checkpoint"
-_MCORE = "megatron.core.dist_checkpointing.strategies.torch"
 
-# Classes of the index. They are read as inert records, never as the real classes, so that a crafted file can neither
-# call nor change anything outside the values that are being read.
-_RECORDS = (
-    (f"{_DCP}.metadata", "Metadata"),
-    (f"{_DCP}.metadata", "MetadataIndex"),
-    (f"{_DCP}.metadata", "TensorStorageMetadata"),
-    (f"{_DCP}.metadata", "BytesStorageMetadata"),
-    (f"{_DCP}.metadata", "ChunkStorageMetadata"),
-    (f"{_DCP}.metadata", "TensorProperties"),
-    (f"{_DCP}.metadata", "StorageMeta"),
-    (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
-    (f"{_DCP}.filesystem", "_StorageInfo"),
+# Classes of the index, by module. They are read as inert records, never as the real classes, so that a crafted file can
+# neither call nor change anything outside the values that are being read.
+_RECORDS = {
+    f"{_DCP}.metadata": (
+        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+        *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    ),
+    f"{_DCP}.filesystem": ("_StorageInfo",),
     # Megatron-Core keeps the save plans of all ranks in the index.
-    (f"{_DCP}.planner", "SavePlan"),
-    (f"{_DCP}.planner", "WriteItem"),
-    (f"{_DCP}.planner", "WriteItemType"),
-    (f"{_DCP}.planner", "TensorWriteData"),
-    (f"{_DCP}.planner", "BytesIOWriteData"),
-    (_MCORE, "MCoreMetadata"),
-    (_MCORE, "MCoreSavePlan"),
+    f"{_DCP}.planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
+    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
     # Where older releases of torch kept the same classes.
-    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
-    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
-    ("pathlib", "PosixPath"),
-)
+    "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties", "MEM_FORMAT_ENCODING"),
+    "pathlib": ("PosixPath",),
+}
 
 
 @dataclass(frozen=True)
@@ -111,7 +100,9 @@ class _IndexUnpickler(pickle.Unpickler):
 
 def _allowed_names() -> dict[tuple[str, str], Callable[..., Any]]:
     # Made anew for each file: what a file does to these classes ends with it.
-    names: dict[tuple[str, str], Callable[..., Any]] = {key: type(key[1], (_PickledClass,), {}) for key in _RECORDS}
+    names: dict[tuple[str, str], Callable[..., Any]] = {
+        (module, name): type(name, (_PickledClass,), {}) for module, found in _RECORDS.items() for name in found
+    }
     names["torch", "Size"] = tuple
     names["collections", "OrderedDict"] = dict
     names["torch.serialization", "_get_layout"] = lambda name: name

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 from xxhash import xxh3_128
@@ -21,6 +21,9 @@ from megatron.core.dist_checkpointing.moe.storage.atomic import write_atomically
 from megatron.core.dist_checkpointing.moe.storage.checksums import decoded, framed
 
 from .names import read_if_there
+
+if TYPE_CHECKING:
+    from .dense import DenseCheckpoint
 
 NAME = "moe_ckpt_integrity.json"
 FORMAT_VERSION = 1
@@ -51,18 +54,6 @@ class FileSum:
 
 Sums = Mapping[str, FileSum]
 """By the names of the files in the folder of one iteration."""
-
-
-class Opened(Protocol):
-    """An iteration that was opened, with the part of it that is the same on all ranks."""
-
-    @property
-    def directory(self) -> Path:
-        """Its folder."""
-
-    @property
-    def common(self) -> Mapping[str, Any]:
-        """Its common part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +130,7 @@ def expected(directory: Path, common: Mapping[str, Any]) -> dict[Path, FileSum] 
     return sums
 
 
-def sums_of(parts: Iterable[Opened]) -> dict[Path, FileSum]:
+def sums_of(parts: Iterable[DenseCheckpoint]) -> dict[Path, FileSum]:
     """What the files of a checkpoint were when they were saved; `parts` are the iterations that it is loaded from.
 
     Those without an integrity file, as stock Megatron saves, add nothing. Raises as `expected` does.

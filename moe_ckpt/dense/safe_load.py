@@ -44,14 +44,11 @@ def _safe_names() -> Iterator[None]:
     # safe_globals() removes on exit whatever it was given, even names that were registered before it (Megatron-Core
     # registers its own when imported): hand it only the missing ones.
     known = torch.serialization.get_safe_globals()
-    missing = [name for name in [*SAFE_GLOBALS, *_signal_names(), *_numpy_names()] if name not in known]
+    # Stock has a signal among its arguments, and some releases of Python 3.11 write one by its own name.
+    signals = [(member, f"signal.{member.name}") for member in signal.Signals]
+    missing = [name for name in [*SAFE_GLOBALS, *signals, *_numpy_names()] if name not in known]
     with torch.serialization.safe_globals(missing):
         yield
-
-
-def _signal_names() -> list[Any]:
-    # Stock has a signal among its arguments, and some releases of Python 3.11 write one by its own name.
-    return [(member, f"signal.{member.name}") for member in signal.Signals]
 
 
 def _numpy_names() -> list[Any]:

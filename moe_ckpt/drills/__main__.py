@@ -126,17 +126,8 @@ def _settings(arguments: argparse.Namespace, folder: Path, memory: Path, flags: 
     run_s = 60 * arguments.minutes
     odds = Odds(arguments.mtbf, arguments.node_share, arguments.nodes, arguments.nodes * arguments.nproc)
     kills = schedule(arguments.seed, odds, run_s)
-    return DrillSettings(
-        folder.resolve(),
-        memory,
-        arguments.nodes,
-        arguments.nproc,
-        run_s,
-        arguments.mtbf,
-        arguments.patience,
-        kills,
-        flags,
-    )
+    size, times = (arguments.nodes, arguments.nproc), (run_s, arguments.mtbf, arguments.patience)
+    return DrillSettings(folder.resolve(), memory, *size, *times, kills, flags)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -58,9 +58,9 @@ def job_of(planned: PlannedJob, config: MoECheckpointConfig, *, iterations: int 
     )
 
 
-def new_strategy(planned: PlannedJob, config: MoECheckpointConfig, *, iterations: int = 1) -> Strategy:
+def new_strategy(planned: PlannedJob, config: MoECheckpointConfig) -> Strategy:
     """The strategy that the job would run. Raises UsageError for settings that contradict it."""
-    return STRATEGIES[config.strategy](job_of(planned, config, iterations=iterations))
+    return STRATEGIES[config.strategy](job_of(planned, config))
 
 
 def tied_embeddings(planned: PlannedJob) -> bool:

@@ -108,8 +108,9 @@ def number(
 
 
 def _shared() -> list[Callable[..., Any]]:
+    preset = dict.fromkeys(LAYOUT, (1, "Default 1.")) | {"etp": (None, "By default the tensor-parallel size.")}
     degrees = [
-        number(f"--{long}", f"--{short}", short, default=None if short == "etp" else 1, help=_degree(short))
+        number(f"--{long}", f"--{short}", short, default=preset[short][0], help=preset[short][1])
         for short, long in LAYOUT.items()
     ]
     return [
@@ -122,10 +123,6 @@ def _shared() -> list[Callable[..., Any]]:
         number("--rows", default=40, minimum=0, help="Rows of a table to print; 0 prints all.", show_default=True),
         click.option("--json", "as_json", is_flag=True, help="Print the same facts as JSON, all rows, plain numbers."),
     ]
-
-
-def _degree(short: str) -> str:
-    return "By default the tensor-parallel size." if short == "etp" else "Default 1."
 
 
 def _job(given: dict[str, Any]) -> PlannedJob:

@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.partial import PEC_SCOPES, pec_plan, sequential_selection
 from megatron.core.dist_checkpointing.moe.policy.sharding import ShardAssignment, shard_checkpoint
 from megatron.core.dist_checkpointing.moe.types import ModelShape, OperatorId, Part, SnapshotPlan, Topology
-from moe_ckpt.report import Columns, Fact, Report, Table
+from moe_ckpt.report import Fact, Report, Table, table
 
 from . import counts_file
 from .drive import driven, new_strategy
@@ -36,10 +36,7 @@ Bytes are counted as the papers do: compute weights, master weights and moments.
 @click.option("--pec-scope", "scope", type=click.Choice(list(PEC_SCOPES)), default="both", show_default=True)
 @click.option("--shard", type=click.Choice(["none", "equal", "adaptive"]), default="adaptive", show_default=True)
 @number(
-    "--checkpoints",
-    default=None,
-    maximum=10_000,
-    help="How many to show [default: the first, then all experts once].",
+    "--checkpoints", default=None, maximum=10_000, help="How many to show [default: the first, then all experts once]."
 )
 @click.option("--counts", type=click.Path(path_type=Path), default=None, metavar="FILE", help=counts_file.HELP)
 def pec(
@@ -61,6 +58,7 @@ def pec(
         pec_selection=selection, pec_scope=scope,
     )  # fmt: skip
     rotation = -(-shape.num_experts // k)
+    is_sequential = selection == "sequential"
     shown = 1 + rotation if checkpoints is None else checkpoints
     tokens = counts_file.load_counts(counts, shape)
     found = [
@@ -70,7 +68,7 @@ def pec(
     after_first = [selected for selected, _ in found[1:] or found]
     covered = frozenset[OperatorId]().union(*after_first)
     partial = [_sharded(job, selected, scope, shard) for selected in after_first]
-    largest = max(one.total_bytes for one in partial)
+    largest = max(shards.total_bytes for shards in partial)
     whole = shard_checkpoint(shard, shape, job.topology, job.precision)
     return Report(
         f"Partial experts checkpoints of {shape.name}: {k} of {shape.num_experts} experts per MoE layer",
@@ -78,13 +76,9 @@ def pec(
             Fact("Checkpoint", largest, "bytes"),
             Fact("Full checkpoint", whole.total_bytes, "bytes"),
             Fact("Share of the full checkpoint", largest / whole.total_bytes, "share"),
-            Fact("Most bytes of a rank", max(one.bottleneck_bytes for one in partial), "bytes"),
+            Fact("Most bytes of a rank", max(shards.bottleneck_bytes for shards in partial), "bytes"),
             Fact("Most bytes of a rank, full", whole.bottleneck_bytes, "bytes"),
-            *(
-                (Fact("Checkpoints until all experts are saved", rotation, "count"),)
-                if selection == "sequential"
-                else ()
-            ),
+            *((Fact("Checkpoints until all experts are saved", rotation, "count"),) if is_sequential else ()),
             Fact("Experts covered by those shown", len(covered) / (len(shape.moe_layers) * shape.num_experts), "share"),
         ),
         (_selections(shape, found),),
@@ -99,13 +93,12 @@ def _sharded(job: PlannedJob, selected: frozenset[OperatorId], scope: str, shard
 
 def _selections(shape: ModelShape, found: Sequence[Sequence[frozenset[OperatorId]]]) -> Table:
     """A row for each checkpoint and layer: the experts of the snapshot, and those of them that went on to storage."""
-    rows = [
-        (index, layer, *(sorted(one.expert for one in experts if one.layer == layer) for experts in checkpoint))
+    rows = (
+        (index, layer, *(sorted(op.expert for op in experts if op.layer == layer) for experts in checkpoint))
         for index, checkpoint in enumerate(found)
         for layer in shape.moe_layers
-    ]
-    columns: Columns = (("checkpoint", "count"), ("layer", "count"), ("snapshot", "text"), ("persist", "text"))
-    return Table("Selections", columns, tuple(rows))
+    )
+    return table("Selections", "checkpoint:count | layer:count | snapshot | persist", rows)
 
 
 def check_experts(shape: ModelShape, k: int, k_persist: int = 1) -> None:

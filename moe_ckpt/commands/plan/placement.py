@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.core.dist_checkpointing.moe.policy.placement import coverage, place_replicas, replica_bytes
 from megatron.core.dist_checkpointing.moe.types import Part
-from moe_ckpt.report import Fact, Report, Table
+from moe_ckpt.report import Fact, Report, table
 
 from .options import PlannedJob, number, plan_command
 
@@ -36,11 +36,7 @@ def placement(job: PlannedJob, replicas: int, zero_stage: int) -> Report:
         )
         for rank, peers in enumerate(placed.peers)
     ]
-    alone = (
-        (f"{facts.same_node} replicas are on their owner's own node and do not protect from its loss: add nodes.",)
-        if facts.same_node
-        else ()
-    )
+    alone = f"{facts.same_node} replicas are on their owner's own node and do not protect from its loss: add nodes."
     return Report(
         f"Replicas of {job.shape.name} on {len(set(placed.nodes))} nodes",
         (
@@ -55,19 +51,6 @@ def placement(job: PlannedJob, replicas: int, zero_stage: int) -> Report:
             Fact("Most sent by a rank", max(costs.sent_bytes), "bytes"),
             Fact("Most memory of a node", max(costs.node_bytes.values()), "bytes"),
         ),
-        (
-            Table(
-                "Ranks",
-                (
-                    ("rank", "count"),
-                    ("node", "count"),
-                    ("peers", "text"),
-                    ("their nodes", "text"),
-                    ("sends", "bytes"),
-                    ("keeps", "bytes"),
-                ),
-                tuple(ranks),
-            ),
-        ),
-        alone,
+        (table("Ranks", "rank:count | node:count | peers | their nodes | sends:bytes | keeps:bytes", ranks),),
+        (alone,) if facts.same_node else (),
     )

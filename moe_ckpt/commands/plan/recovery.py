@@ -25,19 +25,18 @@ from megatron.core.dist_checkpointing.moe.types import (
     Lost,
     OperatorId,
     OperatorSize,
-    Part,
     RecoveryPlan,
     SnapshotPlan,
     Tier,
     full_plan,
 )
-from moe_ckpt.report import Columns, Fact, Report, Table
+from moe_ckpt.report import Fact, Report, Table, table
 
 from . import counts_file
 from .counts_file import Counts
 from .drive import Taken, driven, new_strategy, tied_embeddings
 from .options import PlannedJob, number, plan_command, positive
-from .timeline import predicted, taken, timelines_table, without_survivors
+from .timeline import predicted, source_bytes, taken, timelines_table, without_survivors
 
 LONGEST = 10_000  # iterations; each is a row
 LAST = 100_000  # iterations that a strategy is driven through, at most
@@ -115,11 +114,12 @@ def recovery(
             without_survivors(inventory), lost, topology, tied_embeddings=tied_embeddings(job), target=plan.target
         )
         timelines.append(predicted(whole, job, figures, sizes, parks=False))
+    refused = Counter(refusal.reason.value for refusal in plan.refusals)
     return Report(
         f"Recovery of {job.shape.name} after the loss of {len(ranks)} of {topology.world_size} ranks",
         _facts(plan, history.target, topology.ranks_per_stage),
         (_segments(plan), _frozen(plan, job), _tiers(plan, sizes), timelines_table(timelines), _losses(plan)),
-        tuple(f"{count} copies refused: {reason}" for reason, count in sorted(_refused(plan).items())),
+        tuple(f"{count} copies refused: {reason}" for reason, count in sorted(refused.items())),
     )
 
 
@@ -128,8 +128,8 @@ def _facts(plan: RecoveryPlan, failed_after: int, ranks_per_stage: int) -> tuple
         Fact("Iteration of the failure", failed_after, "count"),
         Fact("Recovered iteration", plan.target, "count"),
         Fact("Scope", plan.scope.value),
-        Fact("Ranks that go back", sum(len(one.stages) for one in plan.segments) * ranks_per_stage, "count"),
-        Fact("Iterations replayed", max((len(one.replayed) for one in plan.segments), default=0), "count"),
+        Fact("Ranks that go back", sum(len(segment.stages) for segment in plan.segments) * ranks_per_stage, "count"),
+        Fact("Iterations replayed", max((len(segment.replayed) for segment in plan.segments), default=0), "count"),
         Fact("Iterations trained again", failed_after - plan.target, "count"),
         Fact("Lost tokens", sum(plan.lost_tokens.values()), "count"),
     )
@@ -159,7 +159,7 @@ class _History:
     def take(self, snapshot: Taken) -> None:
         """One more snapshot, which all ranks have sealed and replicated."""
         for piece in snapshot.pieces:
-            pieces = [one for one in self.under_way.get(piece.kind, ()) if one.span == piece.span]
+            pieces = [other for other in self.under_way.get(piece.kind, ()) if other.span == piece.span]
             self.under_way[piece.kind] = [*pieces, piece]
             if len(pieces) + 1 == len(piece.span):
                 self.kept[piece.kind] = self.under_way.pop(piece.kind)
@@ -202,7 +202,7 @@ def _inventory(job: PlannedJob, history: _History, placed: Placement, lost: froz
     for lane, operators in owned_operators(job.shape, job.topology).items():
         own = frozenset(operators)
         shares = [
-            SnapshotPlan(piece.plan.iteration, {one: part for one, part in piece.plan.parts.items() if one in own})
+            SnapshotPlan(piece.plan.iteration, {op: part for op, part in piece.plan.parts.items() if op in own})
             for piece in pieces
         ]
         lanes[lane] = own, [share for share in shares if share.parts], full_plan(target, operators)
@@ -224,30 +224,17 @@ def _inventory(job: PlannedJob, history: _History, placed: Placement, lost: froz
 
 def _segments(plan: RecoveryPlan) -> Table:
     rows = [(list(s.stages), s.base, s.target, len(s.replayed), list(s.logs_from) or "none") for s in plan.segments]
-    columns: Columns = (
-        ("stages", "text"),
-        ("from", "count"),
-        ("to", "count"),
-        ("replayed", "count"),
-        ("logs of stages", "text"),
-    )
-    return Table("Segments", columns, tuple(rows))
+    return table("Segments", "stages | from:count | to:count | replayed:count | logs of stages", rows)
 
 
 def _frozen(plan: RecoveryPlan, job: PlannedJob) -> Table:
     stages = job.shape.operators_of_stages(job.topology)
-    rows = [
-        (
-            list(segment.stages),
-            iteration,
-            sum(len(stages[stage]) for stage in segment.stages) - len(frozen),
-            len(frozen),
-        )
-        for segment in plan.segments
-        for iteration, frozen in zip(segment.replayed, segment.frozen, strict=True)
-    ]
-    columns: Columns = (("stages", "text"), ("iteration", "count"), ("active", "count"), ("frozen", "count"))
-    return Table("Replay", columns, tuple(rows))
+    rows = []
+    for segment in plan.segments:
+        count = sum(len(stages[stage]) for stage in segment.stages)
+        for iteration, frozen in zip(segment.replayed, segment.frozen, strict=True):
+            rows.append((list(segment.stages), iteration, count - len(frozen), len(frozen)))
+    return table("Replay", "stages | iteration:count | active:count | frozen:count", rows)
 
 
 def _tiers(plan: RecoveryPlan, sizes: dict[OperatorId, OperatorSize]) -> Table:
@@ -255,10 +242,9 @@ def _tiers(plan: RecoveryPlan, sizes: dict[OperatorId, OperatorSize]) -> Table:
     read: Counter[Tier] = Counter()
     for source in plan.sources:
         ranks.setdefault(source.tier, set()).add(source.rank)
-        full = source.part is Part.MASTER_AND_MOMENTS
-        read[source.tier] += sum(sizes[op].full_bytes if full else sizes[op].weights_bytes for op in source.operators)
+        read[source.tier] += source_bytes(source, sizes)
     rows = [(tier.name.lower().replace("_", " "), len(ranks[tier]), read[tier]) for tier in sorted(ranks)]
-    return Table("Tiers", (("tier", "text"), ("ranks", "count"), ("read", "bytes")), tuple(rows))
+    return table("Tiers", "tier | ranks:count | read:bytes", rows)
 
 
 def _losses(plan: RecoveryPlan) -> Table:
@@ -267,12 +253,8 @@ def _losses(plan: RecoveryPlan) -> Table:
     for operator, tokens in plan.lost_tokens.items():
         by_layer[operator.layer] += tokens
         experts[operator.layer] += 1
-    rows = tuple((layer, experts[layer], by_layer[layer]) for layer in sorted(by_layer))
-    return Table("Losses", (("layer", "count"), ("stale experts", "count"), ("lost tokens", "count")), rows)
-
-
-def _refused(plan: RecoveryPlan) -> Counter[str]:
-    return Counter(refusal.reason.value for refusal in plan.refusals)
+    rows = ((layer, experts[layer], by_layer[layer]) for layer in sorted(by_layer))
+    return table("Losses", "layer:count | stale experts:count | lost tokens:count", rows)
 
 
 def _numbers(flag: str, text: str, below: int) -> list[int]:

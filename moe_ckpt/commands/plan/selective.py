@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from megatron.core.dist_checkpointing.moe.policy.selective import Budgets, SelectivePlan, selective_plan
+from megatron.core.dist_checkpointing.moe.policy.selective import Budgets, Selection, SelectivePlan, selective_plan
 from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
-from moe_ckpt.report import Fact, Report, Table
+from moe_ckpt.report import Fact, Report, Table, table
 
 from . import counts_file
 from .options import PlannedJob, plan_command, positive
@@ -39,14 +39,15 @@ def selective(
         lane: selective_plan(0, {operator: sizes[operator] for operator in operators}, tokens, tokens, budgets)
         for lane, operators in owned_operators(job.shape, job.topology).items()
     }
-    fewest = min(plans, key=lambda lane: (sum(plans[lane].local.experts_per_layer.values()), lane))
+    fewest = min(plans, key=lambda lane: (_count(plans[lane].local), lane))
+    experts = max(1, len(job.shape.moe_layers) * job.shape.num_experts)
     return Report(
         f"Selective expert checkpoints of {job.shape.name}",
         (
             Fact("Local budget", budgets.local_bytes, "bytes"),
             Fact("Remote budget", budgets.remote_bytes, "bytes"),
-            Fact("Experts saved, of all", _share(plans, "local", job), "share"),
-            Fact("Experts replicated, of all", _share(plans, "remote", job), "share"),
+            Fact("Experts saved, of all", sum(_count(plan.local) for plan in plans.values()) / experts, "share"),
+            Fact("Experts replicated, of all", sum(_count(plan.remote) for plan in plans.values()) / experts, "share"),
             Fact("Fits", all(plan.fits for plan in plans.values())),
             Fact("Stall", max(plan.stall_s for plan in plans.values()), "seconds"),
             Fact("Lag of replication", max(plan.lag_s for plan in plans.values()), "seconds"),
@@ -55,13 +56,12 @@ def selective(
     )
 
 
-def _share(plans: dict[tuple[int, int], SelectivePlan], which: str, job: PlannedJob) -> float:
-    chosen = sum(sum(getattr(plan, which).experts_per_layer.values()) for plan in plans.values())
-    return chosen / max(1, len(job.shape.moe_layers) * job.shape.num_experts)
+def _count(chosen: Selection) -> int:
+    return sum(chosen.experts_per_layer.values())
 
 
 def _layers(plan: SelectivePlan) -> Table:
-    rows = [
+    rows = (
         (
             layer,
             count,
@@ -69,34 +69,17 @@ def _layers(plan: SelectivePlan) -> Table:
             plan.remote.experts_per_layer.get(layer, 0),
         )
         for layer, count in plan.local.experts_per_layer.items()
-    ]
-    return Table(
-        "Layers", (("layer", "count"), ("saved", "count"), ("experts", "text"), ("replicated", "count")), tuple(rows)
     )
+    return table("Layers", "layer:count | saved:count | experts | replicated:count", rows)
 
 
 def _ranks(plans: dict[tuple[int, int], SelectivePlan]) -> Table:
-    rows = [
-        (
-            *lane,
-            sum(plan.local.experts_per_layer.values()),
-            sum(plan.remote.experts_per_layer.values()),
-            plan.local.snapshot_bytes,
-            plan.remote.snapshot_bytes,
-            plan.stall_s,
-        )
+    rows = (
+        (*lane, _count(local), _count(remote), local.snapshot_bytes, remote.snapshot_bytes, plan.stall_s)
         for lane, plan in plans.items()
-    ]
-    return Table(
-        "Ranks",
-        (
-            ("stage", "count"),
-            ("ep rank", "count"),
-            ("saved", "count"),
-            ("replicated", "count"),
-            ("local", "bytes"),
-            ("remote", "bytes"),
-            ("stall", "seconds"),
-        ),
-        tuple(rows),
+        for local, remote in [(plan.local, plan.remote)]
     )
+    columns = (
+        "stage:count | ep rank:count | saved:count | replicated:count | local:bytes | remote:bytes | stall:seconds"
+    )
+    return table("Ranks", columns, rows)

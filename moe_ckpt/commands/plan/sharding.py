@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import click
 
 from megatron.core.dist_checkpointing.moe.policy.partial import PEC_SCOPES, pec_plan
@@ -14,8 +12,8 @@ from megatron.core.dist_checkpointing.moe.policy.sharding import (
     is_balanced,
     shard_checkpoint,
 )
-from megatron.core.dist_checkpointing.moe.types import OperatorId, Part
-from moe_ckpt.report import Fact, Report, Table
+from megatron.core.dist_checkpointing.moe.types import Part
+from moe_ckpt.report import Fact, Report, table
 
 from .options import PlannedJob, number, plan_command
 from .pec import check_experts, selected_experts
@@ -39,22 +37,19 @@ The rank with the most bytes decides how long a checkpoint takes. Bytes are comp
 @click.option("--use-distributed-optimizer/--no-distributed-optimizer", "sharded", default=True, show_default=True)
 def sharding(job: PlannedJob, shard: str, k: int | None, sharded: bool) -> Report:
     shape, topology = job.shape, job.topology
+    parts = None
     if k is not None:
         check_experts(shape, k)
-    parts = None if k is None else _partial(job, k)
+        selected = selected_experts(shape, topology, k, 0)
+        parts = pec_plan(0, shape.operators, selected, PEC_SCOPES["all"], Part.EVERYTHING).parts
     by_name = {
         name: shard_checkpoint(name, shape, topology, job.precision, parts, optimizer_sharded=sharded)
         for name in SHARDINGS
     }
     chosen = by_name[shard]
+    baseline = by_name["none"].bottleneck_bytes
     compared = [
-        (
-            name,
-            plan.bottleneck_bytes,
-            plan.bottleneck_rank,
-            plan.imbalance,
-            plan.bottleneck_bytes / by_name["none"].bottleneck_bytes,
-        )
+        (name, plan.bottleneck_bytes, plan.bottleneck_rank, plan.imbalance, plan.bottleneck_bytes / baseline)
         for name, plan in by_name.items()
     ]
     moe, groups = set(shape.moe_layers), topology.ep * topology.edp
@@ -74,22 +69,11 @@ def sharding(job: PlannedJob, shard: str, k: int | None, sharded: bool) -> Repor
             Fact("Experts balanced (eq. 9)", balanced),
         ),
         (
-            Table(
+            table(
                 "Strategies",
-                (
-                    ("strategy", "text"),
-                    ("most of a rank", "bytes"),
-                    ("rank", "count"),
-                    ("of mean", "share"),
-                    ("of baseline", "share"),
-                ),
-                tuple(compared),
+                "strategy | most of a rank:bytes | rank:count | of mean:share | of baseline:share",
+                compared,
             ),
-            Table("Ranks", (("rank", "count"), ("node", "count"), (f"{shard}", "bytes")), tuple(ranks)),
+            table("Ranks", f"rank:count | node:count | {shard}:bytes", ranks),
         ),
     )
-
-
-def _partial(job: PlannedJob, k: int) -> Mapping[OperatorId, Part]:
-    selected = selected_experts(job.shape, job.topology, k, 0)
-    return pec_plan(0, job.shape.operators, selected, PEC_SCOPES["all"], Part.EVERYTHING).parts

@@ -9,6 +9,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.moe.policy.prediction import Figures, predicted_parts
 from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators
 from megatron.core.dist_checkpointing.moe.types import (
+    CopySource,
     Inventory,
     OperatorId,
     OperatorSize,
@@ -16,7 +17,7 @@ from megatron.core.dist_checkpointing.moe.types import (
     RecoveryPlan,
     Tier,
 )
-from moe_ckpt.report import Columns, Table
+from moe_ckpt.report import Table, table
 
 from .options import PlannedJob
 
@@ -43,23 +44,27 @@ def predicted(
     """Seconds by part. parks: whether the survivors put their state aside."""
     read: dict[int, Counter[Tier]] = {}
     for source in plan.sources:
-        full = source.part is Part.MASTER_AND_MOMENTS
-        count = sum(sizes[op].full_bytes if full else sizes[op].weights_bytes for op in source.operators)
-        read.setdefault(source.rank, Counter())[source.tier] += count
+        read.setdefault(source.rank, Counter())[source.tier] += source_bytes(source, sizes)
     stages = job.shape.operators_of_stages(job.topology)
     used = job.shape.moe_router_topk / max(1, job.shape.num_experts)
     work = {
-        stage: {one: job.shape.parameters[one] * (used if one.is_expert else 1.0) for one in operators}
+        stage: {op: job.shape.parameters[op] * (used if op.is_expert else 1.0) for op in operators}
         for stage, operators in enumerate(stages)
     }
     owned = owned_operators(job.shape, job.topology).values() if parks else ()
-    parked = [sum(sizes[one].full_bytes for one in operators) for operators in owned]
+    parked = [sum(sizes[op].full_bytes for op in operators) for operators in owned]
     return predicted_parts(plan, job.topology, figures, read, parked, work)
+
+
+def source_bytes(source: CopySource, sizes: dict[OperatorId, OperatorSize]) -> int:
+    """What a rank reads of one copy."""
+    is_full = source.part is Part.MASTER_AND_MOMENTS
+    return sum(sizes[op].full_bytes if is_full else sizes[op].weights_bytes for op in source.operators)
 
 
 def timelines_table(timelines: list[dict[str, float]]) -> Table:
     """A row for each part: of the plan and, where there is a second one, of a rollback of all stages."""
-    rows = [(part, *(one[part] for one in timelines)) for part in timelines[0]]
-    rows.append(("all", *(sum(one.values()) for one in timelines)))
-    columns: Columns = (("part", "text"), ("predicted", "seconds"), ("rollback of all stages", "seconds"))
-    return Table("Timeline", columns[: 1 + len(timelines)], tuple(rows))
+    rows = [(part, *(parts[part] for parts in timelines)) for part in timelines[0]]
+    rows.append(("all", *(sum(parts.values()) for parts in timelines)))
+    second = " | rollback of all stages:seconds" if len(timelines) > 1 else ""
+    return table("Timeline", f"part | predicted:seconds{second}", rows)

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, 
 from megatron.core.dist_checkpointing.moe.policy.window import Schedule, load_of, paper_window, schedule_of
 from megatron.core.dist_checkpointing.moe.strategies import Throughput
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorSize, Part
-from moe_ckpt.report import Columns, Fact, Report, Table
+from moe_ckpt.report import Fact, Report, Table, table
 
 from . import counts_file
 from .drive import Taken, driven, new_strategy
@@ -48,30 +48,30 @@ def window(
     sizes = shard_sizes(job.shape, job.topology, job.precision)
     budget = budget_bytes(budget_local_gbps * 1e9, iteration_time)
     config = MoECheckpointConfig(strategy="sparse", window=window, ordering=ordering)
-    strategy = new_strategy(job, config)
-    groups = _second_window(driven(strategy, count(1), tokens.of, Throughput(iteration_time, budget_local_gbps * 1e9)))
+    bandwidth = budget_local_gbps * 1e9
+    trained = driven(new_strategy(job, config), count(1), tokens.of, Throughput(iteration_time, bandwidth))
+    groups = _second_window(trained)
     schedules = _schedules(job, groups, sizes, budget)
     busiest = max(schedules, key=lambda lane: (schedules[lane].peak_bytes, [-number for number in lane]))
     peak = schedules[busiest]
     own = {operator: sizes[operator] for group in peak.window.groups for operator in group}
     by_count, _ = paper_window(own, budget)
-    size = peak.window.size
     return Report(
         f"Sparse checkpointing window of {job.shape.name}",
         (
             Fact("Operators", len(job.shape.operators), "count"),
             Fact("Parameters", job.shape.total_parameters, "count"),
             Fact("Budget per iteration", budget, "bytes"),
-            Fact("Window", size, "count"),
+            Fact("Window", peak.window.size, "count"),
             Fact("Window by counts (MoEvement Alg. 1)", by_count, "count"),
             Fact("Largest snapshot of a rank", peak.peak_bytes, "bytes"),
             Fact("Even share", peak.even_share_bytes, "bytes"),
             Fact("Dense snapshot of a rank", sum(size.full_bytes for size in own.values()), "bytes"),
             Fact("Fits", peak.fits),
-            Fact("Stall per window", _stall_s(schedules, budget_local_gbps * 1e9), "seconds"),
-            Fact("Iterations replayed at most", 2 * size - 2, "count"),
+            Fact("Stall per window", _stall_s(schedules, bandwidth), "seconds"),
+            Fact("Iterations replayed at most", 2 * peak.window.size - 2, "count"),
         ),
-        (_steps(peak, budget_local_gbps * 1e9), _lanes(schedules)),
+        (_steps(peak, bandwidth), _lanes(schedules)),
         (peak.why,) if peak.why else (),
     )
 
@@ -105,9 +105,9 @@ def _schedules(
     return schedules
 
 
-def _stall_s(schedules: dict[tuple[int, int], Schedule], bandwidth_bytes_per_s: float) -> float:
+def _stall_s(schedules: dict[Lane, Schedule], bandwidth_bytes_per_s: float) -> float:
     """All ranks wait for the one that copies most in an iteration."""
-    stalls = [one.stall_s(bandwidth_bytes_per_s) for one in schedules.values()]
+    stalls = [schedule.stall_s(bandwidth_bytes_per_s) for schedule in schedules.values()]
     return math.fsum(max(of_step) for of_step in zip(*stalls, strict=True))
 
 
@@ -119,37 +119,13 @@ def _steps(schedule: Schedule, bandwidth_bytes_per_s: float) -> Table:
         experts = sum(operator.is_expert for operator in group)
         ends = (str(group[0]), str(group[-1])) if group else ("", "")
         rows.append((step, len(group), experts, frozen, schedule.load_bytes[step], stalls[step], *ends))
-    columns: Columns = (
-        ("step", "count"),
-        ("anchored", "count"),
-        ("experts", "count"),
-        ("weights only", "count"),
-        ("snapshot", "bytes"),
-        ("stall", "seconds"),
-        ("first", "text"),
-        ("last", "text"),
-    )
-    return Table("Steps", columns, tuple(rows))
+    counts, of_link = "anchored:count | experts:count | weights only:count", "snapshot:bytes | stall:seconds"
+    return table("Steps", f"step:count | {counts} | {of_link} | first | last", rows)
 
 
-def _lanes(schedules: dict[tuple[int, int], Schedule]) -> Table:
-    rows = [
-        (
-            stage,
-            ep,
-            sum(map(len, schedule.window.groups)),
-            schedule.peak_bytes,
-            schedule.even_share_bytes,
-            schedule.fits,
-        )
-        for (stage, ep), schedule in schedules.items()
-    ]
-    columns: Columns = (
-        ("stage", "count"),
-        ("ep rank", "count"),
-        ("operators", "count"),
-        ("peak", "bytes"),
-        ("even share", "bytes"),
-        ("fits", "text"),
+def _lanes(schedules: dict[Lane, Schedule]) -> Table:
+    rows = (
+        (*lane, sum(map(len, plan.window.groups)), plan.peak_bytes, plan.even_share_bytes, plan.fits)
+        for lane, plan in schedules.items()
     )
-    return Table("Ranks", columns, tuple(rows))
+    return table("Ranks", "stage:count | ep rank:count | operators:count | peak:bytes | even share:bytes | fits", rows)

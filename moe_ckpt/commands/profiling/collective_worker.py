@@ -45,5 +45,5 @@ def _seconds(share: int, ranks: int, on_gpus: bool) -> float:
 
 if __name__ == "__main__":
     given = sys.argv
-    found = main(given[1], int(given[2]), int(given[3]), [int(one) for one in given[4].split(",")], float(given[5]))
+    found = main(given[1], int(given[2]), int(given[3]), [*map(int, given[4].split(","))], float(given[5]))
     sys.stdout.write(json.dumps(found))

@@ -108,7 +108,7 @@ def layer_flops(shape: ModelShape, layer: int, length: int) -> float:
     flops = operator_flops(shape, length)
     kinds = (OperatorId(layer, OperatorKind.NON_EXPERT), OperatorId(layer, OperatorKind.ROUTER))
     experts = tuple(expert(layer, index) for index in range(shape.num_experts))
-    return sum(flops.get(one, 0.0) for one in (*kinds, *experts))
+    return sum(flops.get(operator, 0.0) for operator in (*kinds, *experts))
 
 
 class Layer:
@@ -132,7 +132,7 @@ class Layer:
         """Whether there are no weight gradients from now on."""
         routers = [] if self.router is None else [self.router]
         blocks = [*self.experts, *([self.dense] if self.dense else [])]
-        for weight in (self.qkv, self.out, *routers, *(one for block in blocks for one in block)):
+        for weight in (self.qkv, self.out, *routers, *(matrix for block in blocks for matrix in block)):
             weight.requires_grad_(not frozen)
 
     def step(self, sequences: int, length: int) -> None:

@@ -52,6 +52,7 @@ def measured_profile(shape: ModelShape, settings: ProfileSettings) -> Profile:
     peak = layer.matrix_flops(_MATRIX[layer.device()], width)
     times = layer.layer_times(shape, settings.tokens, settings.seq_length)
     others = settings.inter_node_bytes_per_s
+    inter_node = "given" if others is not None else "as within the node, because one machine cannot tell"
     cluster = Cluster(
         name=f"measured-{layer.device()}",
         gpus_per_node=_ranks_per_node(),
@@ -61,7 +62,7 @@ def measured_profile(shape: ModelShape, settings: ProfileSettings) -> Profile:
         inter_node_bytes_per_s=law.bytes_per_s if others is None else others,
         storage_bytes_per_s=storage,
         host_memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        source=f"moe-ckpt profile on {_device_name()}; inter_node: {_inter_node_source(others)}",
+        source=f"moe-ckpt profile on {_device_name()}; inter_node: {inter_node}",
     )
     utilisation = Utilisation(
         gemm_share=min(1.0, times.flops / times.active_s / peak),
@@ -101,7 +102,3 @@ def _device_name() -> str:
     import torch
 
     return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
-
-
-def _inter_node_source(given: float | None) -> str:
-    return "as within the node, because one machine cannot tell" if given is None else "given"

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from moe_ckpt.checkpoints.statistics import Statistics, statistics
+from moe_ckpt.checkpoints.inspect_tensors import Statistics, statistics
 from moe_ckpt.report.progress import PATIENCE_S, progress
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.core.dist_checkpointing.moe.config import add_flags
 from megatron.pretrain.config import _GROUPS, parse_config
-from moe_ckpt.commands.conversion import _DROPPED, recorded
+from moe_ckpt.commands.convert import _DROPPED, recorded
 
 GIVEN = (
     "--num-layers 4 --save old --save-interval=5 --async-save --data-path 1 one 2 other --load old --finetune "
