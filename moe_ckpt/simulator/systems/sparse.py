@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.policy.lanes import Lane
 from megatron.core.dist_checkpointing.moe.policy.prediction import Figures, replay_s
 from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
@@ -90,7 +91,10 @@ def settled_window(
     asked = (replicas, window, popularity and tuple(popularity))
     if asked in setting.settled:
         return setting.settled[asked]
-    job = strategy_job(setting.job, strategy="sparse", window="auto" if window is None else str(window))
+    training = setting.job
+    config = MoECheckpointConfig(strategy="sparse", window="auto" if window is None else str(window))
+    job = strategy_job(training.shape, training.topology, training.precision, config, tokens=training.tokens)
+    counts = token_counts(training, popularity)
     free = max(setting.free_s / setting.iteration_s, 1e-9)
 
     def costs(plan: SnapshotPlan) -> Costs:
@@ -99,7 +103,7 @@ def settled_window(
 
     driver = Driver(
         job,
-        counts=token_counts(setting.job, popularity),
+        lambda iteration: counts,
         pace=Throughput(setting.iteration_s, setting.host_bytes_per_s),
         costs=costs,
     )
