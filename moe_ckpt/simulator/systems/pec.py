@@ -159,27 +159,17 @@ class PecBehaviour(LossyBehaviour):
     """A run with partial checkpoints; what faults have lost raises K."""
 
     def __init__(self, name: str, setting: SystemSetting, replicas: Replicas, start: SnapshotStretch) -> None:
-        super().__init__(name, setting, replicas)
+        super().__init__(name, setting, replicas, overhead_s=start.overhead_s, k_share=start.k_share)
         self._start = self._stretch = start
         self._restored = 0
 
-    @property
-    def overhead_s(self) -> float:
-        """See `Behaviour`."""
-        return self._stretch.overhead_s
-
-    @property
-    def k_share(self) -> float:
-        """See `Behaviour`."""
-        return self._stretch.k_share
-
     def strike(self, iteration: int, *, nodes: Nodes, down: Nodes | None = None) -> RecoveryCost:
         """See `Behaviour`. A second recovery to the same checkpoint loses nothing: experts are as their copies."""
-        recovery = self._rewind(iteration, nodes, down)
+        recovery = super().strike(iteration, nodes=nodes, down=down)
         lost, self._stretch = self._stretch.fault(max(0, iteration - self._restored))
         self._restored = iteration - recovery.iterations_again
-        self._lost_iterations += lost
-        return replace(recovery, lost_tokens=lost * self._setting.job.tokens)
+        self.overhead_s, self.k_share = self._stretch.overhead_s, self._stretch.k_share
+        return self._lose(recovery, lost)
 
     def fresh(self) -> PecBehaviour:
         """See `Behaviour`."""

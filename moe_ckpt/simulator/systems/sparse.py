@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.moe.policy.window import Schedule
 from megatron.core.dist_checkpointing.moe.strategies import Costs, Throughput
 from megatron.core.dist_checkpointing.moe.types import OperatorId, Part, ReplaySegment, SnapshotPlan, Window
 
-from ..behaviour import Behaviour, Nodes, RecoveryCost, Steady
+from ..behaviour import Behaviour, Nodes, RecoveryCost
 from ..cost import operator_flops
 from ..driver import Driver, plan_bytes, strategy_job
 from ..inputs import TrainingJob
@@ -55,7 +55,7 @@ class MoEvement:
         recover = _Recover(setting, replay, Replicas(setting, count), self.local)
         overhead_s = stall_s + constants.copy_slowdown * setting.iteration_s
         joint = recover.meet if self.local and not constants.restarts_all else None
-        return Steady(self.name, setting.iteration_s, size, size, overhead_s, recover.expected_s, recover, joint)
+        return Behaviour(self.name, setting.iteration_s, size, size, overhead_s, recover.expected_s, recover, joint)
 
     def copies(self, setting: SystemSetting) -> int:
         """Peers that keep a replica of each snapshot."""
