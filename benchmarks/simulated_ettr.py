@@ -23,7 +23,7 @@ from harness import ROOT, Benchmark, machine
 from moe_ckpt.drills.job import STOP_SIGNAL, DrillJob, DrillOutcome, JobPlan
 from moe_ckpt.drills.reports import ettr
 from moe_ckpt.drills.schedule import Kind, Odds, PlannedKill, schedule
-from moe_ckpt.simulator.behaviour import Nodes, RecoveryCost, Steady
+from moe_ckpt.simulator.behaviour import Behaviour, Nodes, RecoveryCost
 from moe_ckpt.simulator.events import simulate
 from moe_ckpt.simulator.faults import Fault as SimulatedFault
 
@@ -168,7 +168,7 @@ def compared(name: str, setup: Setup, inputs: Inputs, outcome: DrillOutcome) -> 
     pace = pace_s(outcome, inputs.between)
     useful_s = inputs.plain * pace
     recovery = recovery_of(setup, inputs, outcome.first, pace)
-    behaviour = Steady(name, useful_s, setup.interval, 1, pace - useful_s, 0.0, recovery)
+    behaviour = Behaviour(name, useful_s, setup.interval, 1, pace - useful_s, 0.0, recovery)
     faults = [SimulatedFault(strike.at_s, frozenset({0})) for strike in outcome.strikes]
     run = simulate(behaviour, faults, outcome.wall_s)
     shares = {"simulated": run.ettr, "measured": ettr(outcome.last - outcome.first, useful_s, outcome.wall_s)}

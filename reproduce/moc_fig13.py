@@ -32,6 +32,9 @@ SEQ_LENGTHS = (512, 1024, 2048, 4096)
 """Of panel (d); the paper's are not in its text."""
 
 
+_PASSES_AND_SNAPSHOTS = ("forward_backward_s", "base_snapshot_s")
+
+
 @cache
 def panels() -> dict[str, dict[str, MocIterationCost]]:
     """Bars by panel and label, as far as they differ: (f) is the persisted bytes of (a)."""
@@ -136,35 +139,35 @@ def figure() -> Figure:
 def statements() -> dict[str, bool]:
     """What the text says of the figure, and whether it comes out."""
     by_panel = {name[0]: group for name, group in panels().items()}
-    every = [one for group in panels().values() for one in group.values()]
-
-    def hidden(panel: str) -> Mapping[str, bool]:
-        return {label: one.base_snapshot_s <= one.forward_backward_s for label, one in by_panel[panel].items()}
-
-    gains = [one.base_async_s - one.moc_async_s for one in by_panel["e"].values()]
-    small, *_, large = by_panel["e"].values()
-    sequences = list(by_panel["d"].values())
-    only_1024 = {str(gpus): gpus >= 1024 for gpus in GPUS}
-    bound = {label: one.forward_backward_s > one.moc_snapshot_s for label, one in by_panel["a"].items()}
+    a, lengths, sizes = by_panel["a"], list(by_panel["d"].values()), list(by_panel["e"].values())
+    passes_s, snapshots_s = ([getattr(bar, field) for bar in a.values()] for field in _PASSES_AND_SNAPSHOTS)
+    hidden = {
+        panel: [bar.base_snapshot_s <= bar.forward_backward_s for bar in by_panel[panel].values()] for panel in "abc"
+    }
+    only_1024 = [gpus >= 1024 for gpus in GPUS]
+    passes, snapshots = (getattr(sizes[-1], field) / getattr(sizes[0], field) for field in _PASSES_AND_SNAPSHOTS)
     return {
-        "(a) passes take longer with more GPUs": _rises(one.forward_backward_s for one in by_panel["a"].values()),
-        "(a) Base-Async is hidden from 1024 GPUs on": dict(hidden("a")) == only_1024,
-        "(a) passes bound MoC-Async above 64 GPUs": bound == {str(gpus): gpus > 64 for gpus in GPUS},
-        "(a) snapshots stay similar": max(one.base_snapshot_s for one in by_panel["a"].values())
-        < 1.05 * min(one.base_snapshot_s for one in by_panel["a"].values()),
-        "(b) Base-Async is hidden from 1024 GPUs on": dict(hidden("b")) == only_1024,
-        "(c) Base-Async is not hidden even with 1024 GPUs": not any(hidden("c").values()),
-        "(d) passes grow with the sequence, snapshots do not": _rises(one.forward_backward_s for one in sequences)
-        and len({one.base_snapshot_s for one in sequences}) == 1,
-        "(e) the larger the model, the more MoC-Async saves": _rises(gains),
-        "(e) snapshots grow more than passes": large.base_snapshot_s / small.base_snapshot_s
-        > large.forward_backward_s / small.forward_backward_s,
+        "(a) passes take longer with more GPUs": _rises(passes_s),
+        "(a) Base-Async is hidden from 1024 GPUs on": hidden["a"] == only_1024,
+        "(a) passes bound MoC-Async above 64 GPUs": [bar.forward_backward_s > bar.moc_snapshot_s for bar in a.values()]
+        == [gpus > 64 for gpus in GPUS],
+        "(a) snapshots stay similar": max(snapshots_s) < 1.05 * min(snapshots_s),
+        "(b) Base-Async is hidden from 1024 GPUs on": hidden["b"] == only_1024,
+        "(c) Base-Async is not hidden even with 1024 GPUs": not any(hidden["c"]),
+        "(d) passes grow with the sequence, snapshots do not": _rises(bar.forward_backward_s for bar in lengths)
+        and len({bar.base_snapshot_s for bar in lengths}) == 1,
+        "(e) the larger the model, the more MoC-Async saves": _rises(
+            bar.base_async_s - bar.moc_async_s for bar in sizes
+        ),
+        "(e) snapshots grow more than passes": snapshots > passes,
         "(f) persisted bytes grow with GPUs, and MoC's are a fraction": _rises(
-            one.base_persist_bytes for one in by_panel["a"].values()
+            bar.base_persist_bytes for bar in a.values()
         )
-        and all(one.moc_persist_bytes < one.base_persist_bytes / 4 for one in by_panel["a"].values()),
+        and all(bar.moc_persist_bytes < bar.base_persist_bytes / 4 for bar in a.values()),
         "MoC-Async is never slower than Base-Async, nor that than Baseline": all(
-            one.moc_async_s <= one.base_async_s < one.baseline_s for one in every
+            bar.moc_async_s <= bar.base_async_s < bar.baseline_s
+            for group in panels().values()
+            for bar in group.values()
         ),
     }
 
@@ -173,27 +176,19 @@ def _rises(values: Iterable[float]) -> bool:
     return all(before < after for before, after in itertools.pairwise(values))
 
 
-def _as_data(one: MocIterationCost) -> dict[str, float]:
-    whole = {"baseline_s": one.baseline_s, "base_async_s": one.base_async_s, "moc_async_s": one.moc_async_s}
-    return vars(one) | whole
+_WHOLE = {"Baseline": "baseline_s", "Base-Async": "base_async_s", "MoC-Async": "moc_async_s"}
+
+
+def _as_data(bar: MocIterationCost) -> dict[str, float]:
+    return vars(bar) | {field: getattr(bar, field) for field in _WHOLE.values()}
 
 
 def _panel(name: str, group: Mapping[str, MocIterationCost]) -> Table:
     first = name[3:] if name[0] in "de" else "GPUs"
-    rows = (
-        (
-            label,
-            one.forward_backward_s,
-            one.base_snapshot_s,
-            one.moc_snapshot_s,
-            one.baseline_s,
-            one.base_async_s,
-            one.moc_async_s,
-        )
-        for label, one in group.items()
-    )
-    columns = "passes | snapshot, base | snapshot, MoC | Baseline | Base-Async | MoC-Async".replace(" |", ":seconds |")
-    return table(f"({name[0]}){name[2:]}", f"{first} | {columns}:seconds", rows)
+    fields = (*_PASSES_AND_SNAPSHOTS, "moc_snapshot_s", *_WHOLE.values())
+    rows = ((label, *(getattr(bar, field) for field in fields)) for label, bar in group.items())
+    columns = ("passes", "snapshot, base", "snapshot, MoC", *_WHOLE)
+    return table(f"({name[0]}){name[2:]}", " | ".join((first, *(f"{column}:seconds" for column in columns))), rows)
 
 
 def _persisted() -> Table:
@@ -218,9 +213,7 @@ def _statements() -> Table:
 def _draw(axes: list[Any]) -> None:
     for axis, (name, group) in zip(axes, panels().items(), strict=False):
         places = range(len(group))
-        for offset, (label, attribute) in enumerate(
-            (("Baseline", "baseline_s"), ("Base-Async", "base_async_s"), ("MoC-Async", "moc_async_s"))
-        ):
+        for offset, (label, attribute) in enumerate(_WHOLE.items()):
             heights = [getattr(one, attribute) for one in group.values()]
             axis.bar([place + (offset - 1) * 0.27 for place in places], heights, 0.27, label=label)
         axis.plot(list(places), [one.forward_backward_s for one in group.values()], "k_", markersize=24)

@@ -75,11 +75,6 @@ class MocIteration:
         """Expert parallelism over all data-parallel ranks."""
         return Topology(self.gpus, tp=self.tp, ep=self.gpus // self.tp)
 
-    @property
-    def experts_saved(self) -> int:
-        """K of MoC-Async: an eighth of the experts."""
-        return max(1, int(self.gpus * published("moc")["fig13"]["moc_expert_share"]))
-
 
 @cache
 def _shape(experts: int, hidden_size: int) -> ModelShape:
@@ -150,39 +145,29 @@ def exchanges_s(setting: MocIteration) -> tuple[float, float]:
     return within, times * data_bytes * (nodes - 1) / 2 / rate
 
 
-@dataclass(frozen=True)
-class SavedBytes:
-    """Bytes of one checkpoint: of the rank that saves most, and of all ranks."""
-
-    rank_bytes: int
-    total_bytes: int
-
-
 @cache
-def saved(gpus: int, tp: int, hidden_size: int) -> tuple[SavedBytes, SavedBytes]:
-    """What Base-Async and MoC-Async save, by the real selection and sharding; machine and sequence play no part."""
+def _shards(gpus: int, tp: int, hidden_size: int) -> tuple[int, int, int, int]:
+    """Bytes of the rank that saves most, with Base-Async and with MoC-Async, and of all ranks, with either.
+
+    By the real selection and sharding; machine and sequence play no part. MoC-Async saves an eighth of the experts.
+    """
     setting = MocIteration("", gpus, tp, hidden_size)
-    shape, topology, k = setting.shape, setting.topology, setting.experts_saved
+    shape, topology = setting.shape, setting.topology
+    k = max(1, int(gpus * published("moc")["fig13"]["moc_expert_share"]))
     parts = pec_plan(0, shape.operators, selected_experts(shape, topology, k, 0), ALL, Part.EVERYTHING).parts
-    base = shard_checkpoint("none", shape, topology, FP16_FP32)
-    moc = shard_checkpoint("adaptive", shape, topology, FP16_FP32, parts)
     return (
-        SavedBytes(base.bottleneck_bytes, checkpoint_bytes(shape, FP16_FP32, shape.num_experts).total_bytes),
-        SavedBytes(moc.bottleneck_bytes, checkpoint_bytes(shape, FP16_FP32, k).total_bytes),
+        shard_checkpoint("none", shape, topology, FP16_FP32).bottleneck_bytes,
+        shard_checkpoint("adaptive", shape, topology, FP16_FP32, parts).bottleneck_bytes,
+        checkpoint_bytes(shape, FP16_FP32, shape.num_experts).total_bytes,
+        checkpoint_bytes(shape, FP16_FP32, k).total_bytes,
     )
 
 
 @cache
 def cost_of(setting: MocIteration) -> MocIterationCost:
     """All of one setting."""
-    base, moc = saved(setting.gpus, setting.tp, setting.hidden_size)
+    base_bytes, moc_bytes, *persisted = _shards(setting.gpus, setting.tp, setting.hidden_size)
     within_s, between_s = exchanges_s(setting)
     rate = machines()[setting.machine].snapshot_bytes_per_s
-    return MocIterationCost(
-        compute_s(setting) + within_s + between_s,
-        between_s,
-        base.rank_bytes / rate,
-        moc.rank_bytes / rate,
-        base.total_bytes,
-        moc.total_bytes,
-    )
+    passes_s = compute_s(setting) + within_s + between_s
+    return MocIterationCost(passes_s, between_s, base_bytes / rate, moc_bytes / rate, *persisted)

@@ -8,7 +8,7 @@ costs and recoveries, is that of the simulator.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 from megatron.core.dist_checkpointing.moe.policy.dynamic_k import (
@@ -129,21 +129,12 @@ class PaperPecBehaviour(LossyBehaviour):
     """A run with partial checkpoints; faults raise K."""
 
     def __init__(self, name: str, rules: _PaperPec) -> None:
-        super().__init__(name, rules.setting, rules.replicas)
+        share = rules.floor / rules.experts
+        super().__init__(name, rules.setting, rules.replicas, overhead_s=rules.costs.overhead_s(share), k_share=share)
         self._rules = rules
         self._k = rules.floor
         self._faults = 0
         self._restored = -1
-
-    @property
-    def overhead_s(self) -> float:
-        """See `Behaviour`."""
-        return self._rules.costs.overhead_s(self.k_share)
-
-    @property
-    def k_share(self) -> float:
-        """See `Behaviour`."""
-        return self._k / self._rules.experts
 
     def strike(self, iteration: int, *, nodes: Nodes, down: Nodes | None = None) -> RecoveryCost:
         """See `Behaviour`. A second recovery to the same checkpoint finds all experts as their copies, and costs none.
@@ -151,16 +142,18 @@ class PaperPecBehaviour(LossyBehaviour):
         Afterwards K is doubled if it would not keep the budget (MoC 5.3): with the faults that are still expected.
         """
         rules = self._rules
-        recovery = self._rewind(iteration, nodes, down)
+        recovery = super().strike(iteration, nodes=nodes, down=down)
         restored = iteration - recovery.iterations_again
         lost = 0.0 if restored in (0, self._restored) else rules.loss(self._k, restored)
         self._restored = restored
-        self._lost_iterations += lost
+        recovery = self._lose(recovery, lost)
         self._faults += 1
         to_come = max(0.0, rules.faults - self._faults)
         foreseen = self._lost_iterations + to_come * rules.expected_loss(self._k)
         self._k = paper_next_k(self._k, rules.experts, Fraction(foreseen), Fraction(rules.budget))
-        return replace(recovery, lost_tokens=lost * rules.setting.job.tokens)
+        self.k_share = self._k / rules.experts
+        self.overhead_s = rules.costs.overhead_s(self.k_share)
+        return recovery
 
     def fresh(self) -> PaperPecBehaviour:
         """See `Behaviour`."""

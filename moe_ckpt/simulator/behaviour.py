@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from megatron.core.dist_checkpointing.moe.policy.checks import not_negative, whole
 
@@ -49,73 +48,22 @@ class RecoveryCost:
         return self.detect_s + self.restart_s + self.load_s
 
 
-class Behaviour(Protocol):
-    """A strategy under way in one job. Only `strike` changes it, and only where a strategy reacts to faults."""
+@dataclass(eq=False)
+class Behaviour:
+    """A strategy under way in one job. Only `strike` changes it, and only in subclasses that react to faults.
 
-    @property
-    def name(self) -> str:
-        """Name of the system."""
-        ...
-
-    @property
-    def iteration_s(self) -> float:
-        """Seconds of an iteration without checkpoints."""
-        ...
-
-    @property
-    def interval(self) -> int:
-        """Iterations between states that one can return to; these are multiples of it. A window for sparse ones."""
-        ...
-
-    @property
-    def window(self) -> int:
-        """Iterations over which one checkpoint spreads; 1 where each is whole."""
-        ...
-
-    @property
-    def overhead_s(self) -> float:
-        """Mean seconds that checkpoints add to an iteration now; faults may have changed it."""
-        ...
-
-    @property
-    def expected_recovery_s(self) -> float:
-        """E[R]: mean seconds from a fault of one node, at any moment, until training is where it was."""
-        ...
-
-    @property
-    def k_share(self) -> float:
-        """Share of each layer's experts in a snapshot now; 1 where all are."""
-        ...
-
-    @property
-    def lost_tokens(self) -> float:
-        """Tokens that all faults so far have cost, as `RecoveryCost.lost_tokens` counts them."""
-        ...
-
-    def strike(self, iteration: int, *, nodes: Nodes, down: Nodes | None = None) -> RecoveryCost:
-        """What a fault of `nodes` costs that cuts off iteration number `iteration`, counted from 0.
-
-        Where a fault begins a recovery anew, `nodes` are those of both. down: those whose memory is empty now, wherever
-        they recover, without those whose memory has been filled again; None: `nodes`.
-        """
-        ...
-
-    def restarts(self, ongoing: Nodes, nodes: Nodes) -> bool:
-        """Whether a fault of `nodes` begins the recovery of `ongoing` anew; if not, the two go on side by side."""
-        ...
-
-    def fresh(self) -> Behaviour:
-        """The same strategy at the beginning of a run."""
-        ...
-
-
-@dataclass(frozen=True)
-class Steady:
-    """A strategy that no fault changes: everything about it is known before the run.
-
-    recover: what a fault costs, from (iteration, nodes to recover, nodes whose memory is empty). joint: whether a
-    recovery under way has to begin anew, from (nodes of it, nodes of the new fault); None: always, because it takes the
-    whole job.
+    Args:
+        name: Of the system.
+        iteration_s: Seconds of an iteration without checkpoints.
+        interval: Iterations between states that one can return to; these are multiples of it. A window for sparse ones.
+        window: Iterations over which one checkpoint spreads; 1 where each is whole.
+        overhead_s: Mean seconds that checkpoints add to an iteration now.
+        expected_recovery_s: E[R], mean seconds from a fault of one node, at any moment, until training is where it was.
+        recover: What a fault costs, from (iteration, nodes to recover, nodes whose memory is empty).
+        joint: Whether a recovery under way has to begin anew, from (nodes of it, nodes of the new fault); None: always,
+            because it takes the whole job.
+        k_share: Share of each layer's experts in a snapshot now; 1 where all are.
+        lost_tokens: That all faults so far have cost, as `RecoveryCost.lost_tokens` counts them.
     """
 
     name: str
@@ -130,13 +78,17 @@ class Steady:
     lost_tokens: float = 0.0
 
     def strike(self, iteration: int, *, nodes: Nodes, down: Nodes | None = None) -> RecoveryCost:
-        """See `Behaviour`."""
+        """What a fault of `nodes` costs that cuts off iteration number `iteration`, counted from 0.
+
+        Where a fault begins a recovery anew, `nodes` are those of both. down: those whose memory is empty now, wherever
+        they recover, without those whose memory has been filled again; None: `nodes`.
+        """
         return self.recover(iteration, nodes, nodes if down is None else down)
 
     def restarts(self, ongoing: Nodes, nodes: Nodes) -> bool:
-        """See `Behaviour`."""
+        """Whether a fault of `nodes` begins the recovery of `ongoing` anew; if not, the two go on side by side."""
         return self.joint is None or self.joint(ongoing, nodes)
 
-    def fresh(self) -> Steady:
-        """Itself: nothing about it changes."""
+    def fresh(self) -> Behaviour:
+        """The same strategy at the beginning of a run."""
         return self

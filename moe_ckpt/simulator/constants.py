@@ -96,21 +96,14 @@ MOEVEMENT = Constants(
 )
 """MoEvement's own 96 A100 (5.1 to 5.6)."""
 
-MOEVEMENT_ELSEWHERE = replace(
-    MOEVEMENT,
-    name="moevement-elsewhere",
-    source=MOEVEMENT.source + " On other clusters training's traffic is counted.",
-    network_busy_s=None,
-)
-"""MoEvement's other clusters (5.4, 5.7): as above, but with the traffic that the iteration's cost counts."""
-
 THIS_PROJECT = replace(
-    MOEVEMENT_ELSEWHERE,
+    MOEVEMENT,
     name="this-project",
     source=(
         "As MoEvement's, where nothing was measured, and with torchrun, which restarts the"
         " processes of all ranks after each fault."
     ),
+    network_busy_s=None,
     restarts_all=True,
 )
 """Predictions of runs with this project."""

@@ -1,42 +1,45 @@
-"""A strategy of a running job without its job: the real object, called as the coordinator calls it.
+"""A strategy of a job without the job: the real object, called as the coordinator calls it.
 
 What the ranks tell each other after the step of an iteration is heard before the next step, and the snapshot of an
 iteration is copied and replicated during the one after it. So before `plan(t)` come, as in `snapshot/coordinator.py`,
 
     counted(t - 1)                    what was routed
     settled(plan of t - 2), measured  that all replicas are there, and what that cost
+    persistent(plan of t - 2)         what of it goes on to storage, which it has reached at once
     paced                             how fast copies are
 
-`Driver` makes these calls with costs and counts that the simulator expects. tests/unit/ettr/test_driver.py compares its
-plans, snapshot by snapshot, with those of a job under the real coordinator.
+`Driver` makes these calls for the simulator and for `moe-ckpt plan`, with costs and counts that they expect. Nothing
+fails and nothing is late. tests/unit/ettr/test_driver.py compares its plans, snapshot by snapshot, with those of a job
+under the real coordinator.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.policy.copies import Level
 from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
-from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Costs, Job, Strategy, Throughput
+from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Costs, Job, Piece, Strategy, Throughput
 from megatron.core.dist_checkpointing.moe.types import (
     Copy,
     Inventory,
     Lost,
+    ModelShape,
     OperatorId,
     OperatorKind,
     OperatorSize,
     Part,
+    Precision,
     RecoveryPlan,
     SnapshotPlan,
     Tier,
     Topology,
     expert,
 )
-
-from .inputs import TrainingJob
 
 Counts = Sequence[Sequence[int]]
 """Tokens of one iteration, by MoE layer and expert."""
@@ -53,12 +56,26 @@ ENDLESS = 10**9
 """Iterations of a training whose end plays no part."""
 
 
+@dataclass(frozen=True)
+class Taken:
+    """A snapshot that has settled.
+
+    stored: the strategy with what it had to remember then. persisted: what of it, and of the snapshots that it
+    completes, went on to storage.
+    """
+
+    plan: SnapshotPlan
+    pieces: tuple[Piece, ...]
+    stored: Strategy = field(repr=False)
+    persisted: tuple[SnapshotPlan, ...] = ()
+
+
 class Driver:
     """One strategy from its beginning, iteration by iteration.
 
     Args:
         job: What the strategy is told of its job.
-        counts: Tokens of every iteration, for a strategy that counts them.
+        counts: Tokens of an iteration, for a strategy that counts them.
         pace: Of every iteration, for a strategy that wants it.
         costs: What a snapshot costs, by its plan; None: nothing is measured.
     """
@@ -66,8 +83,8 @@ class Driver:
     def __init__(
         self,
         job: Job,
+        counts: Callable[[int], Counts] = lambda iteration: (),
         *,
-        counts: Counts = (),
         pace: Throughput | None = None,
         costs: Callable[[SnapshotPlan], Costs] | None = None,
     ) -> None:
@@ -76,31 +93,21 @@ class Driver:
         self._job, self._counts, self._pace, self._costs = job, counts, pace, costs
         self._stored = self.strategy
         self._plans: tuple[SnapshotPlan, ...] = ()
-        self._is_told = False
-
-    @property
-    def experts(self) -> int:
-        """Of a layer."""
-        return self._job.num_experts
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that a layer routes in an iteration."""
-        return sum(self._counts[0])
+        self._waiting: tuple[Taken, ...] = ()
+        self._has_news = False
 
     def iterate(self) -> SnapshotPlan | None:
         """Train one iteration; what is snapshotted after it."""
-        self.iteration += 1
-        if self._is_told:
-            self._hear()
-        self._is_told = True
-        # What the strategy had to remember at the end of the iteration before is stored with the snapshot of that one.
-        # Its state is made of values, so that a shallow copy keeps it.
-        self._stored = copy.copy(self.strategy)
-        plan = self.strategy.plan(self.iteration)
-        if plan is not None:
-            self._plans = (*self._plans, plan)[-_REMEMBERED:]
-        return plan
+        self._hear()
+        return self._plan()
+
+    def snapshots(self, last: int) -> Iterator[Taken]:
+        """Train up to iteration `last`; each snapshot, once it has settled."""
+        while self.iteration < last:
+            yield from self._hear()
+            self._plan()
+        yield from self._hear()
+        yield from self._settle(last)
 
     def fork(self) -> Driver:
         """Another driver that goes on from here by itself."""
@@ -118,36 +125,80 @@ class Driver:
         data = self._stored.to_data()
         self.strategy = STRATEGIES[self._job.config.strategy](self._job)
         plan = self.strategy.resumed(plan, data, self.iteration)
-        self.iteration, self._is_told = plan.target, False
+        self.iteration, self._has_news, self._waiting = plan.target, False, ()
         self._plans = tuple(snapshot for snapshot in usable if snapshot.iteration <= plan.target)
         return plan
 
-    def _hear(self) -> None:
-        if self.strategy.counts_tokens:
-            self.strategy.counted(self.iteration - 1, self._counts)
-        for plan in self._plans[-SETTLED_AFTER:]:
-            if plan.iteration == self.iteration - SETTLED_AFTER:
-                self.strategy.settled(plan, Level.SNAPSHOT, True)
-                if self._costs is not None:
-                    self.strategy.measured(self._costs(plan))
-        if self.strategy.needs_pace and self._pace is not None:
+    def _plan(self) -> SnapshotPlan | None:
+        self.iteration += 1
+        self._has_news = True
+        plan = self.strategy.plan(self.iteration)
+        if plan is not None:
+            self._plans = (*self._plans, plan)[-_REMEMBERED:]
+            self._waiting = (*self._waiting, Taken(plan, self.strategy.pieces(plan), self.strategy))
+        return plan
+
+    def _hear(self) -> list[Taken]:
+        """What the ranks tell each other of this iteration; the snapshot before it, which has settled."""
+        if self._has_news and self.strategy.counts_tokens:
+            self.strategy.counted(self.iteration, self._counts(self.iteration))
+        settled = self._settle(self.iteration - 1)
+        if self._has_news and self.strategy.needs_pace and self._pace is not None:
             self.strategy.paced(self._pace)
+        self._has_news = False
+        # What the strategy has to remember now is stored with the snapshot of this iteration. Its state is made of
+        # values, so that a shallow copy keeps it.
+        self._stored = copy.copy(self.strategy)
+        self._waiting = tuple(replace(taken, stored=self._stored) for taken in self._waiting)
+        return settled
+
+    def _settle(self, last: int) -> list[Taken]:
+        """All ranks have sealed the snapshots up to `last`, and have in storage what goes on to it."""
+        settled = []
+        for taken in self._waiting:
+            if taken.plan.iteration <= last:
+                self.strategy.settled(taken.plan, Level.SNAPSHOT, ok=True)
+                if self._costs is not None:
+                    self.strategy.measured(self._costs(taken.plan))
+                persisted = self.strategy.persistent(taken.plan)
+                for plan in persisted:
+                    self.strategy.settled(plan, Level.PERSIST, ok=True)
+                settled.append(replace(taken, persisted=persisted))
+        self._waiting = self._waiting[len(settled) :]
+        return settled
 
 
-def strategy_job(job: TrainingJob, **flags: Any) -> Job:
-    """What a strategy is told of a training job; one rank stands for all at the same stage and expert-parallel rank."""
-    sizes = shard_sizes(job.shape, job.topology, job.precision)
-    lanes = owned_operators(job.shape, job.topology).values()
-    own = {rank: {operator: sizes[operator] for operator in operators} for rank, operators in enumerate(lanes)}
+def strategy_job(
+    shape: ModelShape,
+    topology: Topology,
+    precision: Precision,
+    config: MoECheckpointConfig,
+    *,
+    tokens: int = 1,
+    iterations: int = ENDLESS,
+) -> Job:
+    """What a strategy is told of a job, of `tokens` per iteration.
+
+    One rank stands for all at the same pipeline stage and expert-parallel rank. In a job the distributed optimizer cuts
+    shards at any byte, so operators of a rank may differ from these by a few bytes.
+    """
+    sizes = shard_sizes(shape, topology, precision)
+    lanes = owned_operators(shape, topology).values()
     return Job(
-        MoECheckpointConfig(**flags),
-        job.shape.operators,
-        job.topology,
-        job.tokens,
-        ENDLESS,
-        topk=max(1, job.shape.moe_router_topk),
-        sizes=own,
+        config,
+        shape.operators,
+        topology,
+        tokens,
+        iterations,
+        topk=max(1, shape.moe_router_topk),
+        tied_embeddings=tied_embeddings(shape, topology),
+        sizes={rank: {operator: sizes[operator] for operator in operators} for rank, operators in enumerate(lanes)},
     )
+
+
+def tied_embeddings(shape: ModelShape, topology: Topology) -> bool:
+    """Whether the first and the last pipeline stage share the embeddings."""
+    return not shape.untie_embeddings_and_output_weights and topology.pp > 1
 
 
 def layer_job(experts: int, topk: int, tokens: int, iterations: int, **flags: Any) -> Job:

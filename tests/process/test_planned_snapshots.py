@@ -14,7 +14,6 @@ from plan_hooks import recorded
 from runs import Layout
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
-from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES
 from megatron.core.dist_checkpointing.moe.types import (
     PRECISIONS,
     ModelShape,
@@ -24,8 +23,9 @@ from megatron.core.dist_checkpointing.moe.types import (
     Topology,
 )
 from moe_ckpt.commands.plan.counts_file import load_counts
-from moe_ckpt.commands.plan.drive import driven, job_of
+from moe_ckpt.commands.plan.drive import job_of
 from moe_ckpt.commands.plan.options import PlannedJob
+from moe_ckpt.simulator.driver import Driver
 
 LAYOUT = Layout(tp=1, pp=2, ep=2, ranks=4)
 ITERATIONS = 14
@@ -64,8 +64,7 @@ def test_the_planner_plans_each_snapshot_of_a_job_from_its_counts(name: str, clu
     (tmp_path / "counts.json").write_text(json.dumps(tokens or [[1] * 4] * 2))
     counts = load_counts(tmp_path / "counts.json", SHAPE)
     job = dataclasses.replace(job_of(PLANNED, config, iterations=ITERATIONS), sizes=sizes_in(events[0]["sizes"]))
-    planner = STRATEGIES[strategy](job)
-    taken = driven(planner, range(1, ITERATIONS + 1), counts.of)
+    taken = Driver(job, counts.of).snapshots(ITERATIONS)
     planned = {snapshot.plan.iteration: snapshot.plan.digest() for snapshot in taken}
     assert len(of_job) >= ITERATIONS // 3
     assert planned == of_job

@@ -22,7 +22,7 @@ from megatron.pretrain.config import parse_config
 from megatron.pretrain.config.derived import Environment
 from megatron.pretrain.config.protection import protection
 from moe_ckpt.commands.plan.counts_file import load_counts
-from moe_ckpt.commands.plan.drive import driven
+from moe_ckpt.simulator.driver import Driver
 
 CONFIG = MoECheckpointConfig(replicas=1, persist_dir="disk", persist_interval=8, timeout_s=60.0)
 JOBS = {
@@ -153,7 +153,7 @@ def test_the_planner_plans_each_snapshot_of_a_job_from_its_counts(
     counts = tmp_path / "counts.json"
     counts.write_text(json.dumps([recorded.counts[at] for at in sorted(recorded.counts)] or [[1] * EXPERTS] * LAYERS))
     tokens = load_counts(counts, SHAPE)
-    planned = list(driven(STRATEGIES[config.strategy](recorded.job), range(1, 31), tokens.of))
+    planned = list(Driver(recorded.job, tokens.of).snapshots(30))
     assert len(planned) >= 7
     assert {snapshot.plan.iteration: snapshot.plan for snapshot in planned} == recorded.plans
     stored = {snapshot.plan.iteration: list(snapshot.persisted) for snapshot in planned if snapshot.persisted}

@@ -14,8 +14,9 @@ from megatron.core.dist_checkpointing.moe.policy.sharding import ShardAssignment
 from megatron.core.dist_checkpointing.moe.types import ModelShape, OperatorId, Part, SnapshotPlan, Topology
 from moe_ckpt.report import Fact, Report, Table, table
 
+from ...simulator.driver import Driver
 from . import counts_file
-from .drive import driven, new_strategy
+from .drive import job_of
 from .options import PlannedJob, number, plan_command
 
 HELP = """Show partial experts checkpointing (MoC 3, PEC 3.1): the experts that successive checkpoints hold, what they
@@ -63,7 +64,7 @@ def pec(
     tokens = counts_file.load_counts(counts, shape)
     found = [
         tuple(frozenset().union(*map(_experts, plans)) for plans in ((taken.plan,), taken.persisted))
-        for taken in driven(new_strategy(job, config), range(1, shown + 1), tokens.of)
+        for taken in Driver(job_of(job, config), tokens.of).snapshots(shown)
     ]
     after_first = [selected for selected, _ in found[1:] or found]
     covered = frozenset[OperatorId]().union(*after_first)

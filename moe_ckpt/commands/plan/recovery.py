@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.placement import Placement, place_replicas
 from megatron.core.dist_checkpointing.moe.policy.recovery import plan_recovery
 from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
-from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Piece, Strategy
+from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Piece
 from megatron.core.dist_checkpointing.moe.types import (
     BoundaryLog,
     Copy,
@@ -32,9 +32,9 @@ from megatron.core.dist_checkpointing.moe.types import (
 )
 from moe_ckpt.report import Fact, Report, Table, table
 
+from ...simulator.driver import Driver, Taken, tied_embeddings
 from . import counts_file
-from .counts_file import Counts
-from .drive import Taken, driven, new_strategy, tied_embeddings
+from .drive import job_of
 from .options import PlannedJob, number, plan_command, positive
 from .timeline import predicted, source_bytes, taken, timelines_table, without_survivors
 
@@ -99,20 +99,19 @@ def recovery(
         raise UsageError("nothing is lost: name --lost-ranks or --lost-nodes")
     tokens = counts_file.load_counts(counts, job.shape)
     config = _config(strategy, given["window"], given["interval"], given["k"])
-    history = _history(new_strategy(job, config), tokens, given["iteration"])
+    history = _history(Driver(job_of(job, config), tokens.of), given["iteration"])
     lost = Lost(ranks, nodes)
     sizes = shard_sizes(job.shape, topology, job.precision)
     inventory = _inventory(job, history, place_replicas(topology, replicas), ranks, logging)
-    started_again = new_strategy(job, config)
+    started_again = Driver(job_of(job, config)).strategy
     plan = started_again.recover(inventory, lost, topology)
     if plan.target in history.data:
         plan = started_again.resumed(plan, history.data[plan.target], history.target)
     is_exact = started_again.plt is None
     timelines = [predicted(plan, job, figures, sizes, parks=is_exact and logging)]
     if is_exact:
-        whole = plan_recovery(
-            without_survivors(inventory), lost, topology, tied_embeddings=tied_embeddings(job), target=plan.target
-        )
+        ties = tied_embeddings(job.shape, topology)
+        whole = plan_recovery(without_survivors(inventory), lost, topology, tied_embeddings=ties, target=plan.target)
         timelines.append(predicted(whole, job, figures, sizes, parks=False))
     refused = Counter(refusal.reason.value for refusal in plan.refusals)
     return Report(
@@ -164,7 +163,7 @@ class _History:
             if len(pieces) + 1 == len(piece.span):
                 self.kept[piece.kind] = self.under_way.pop(piece.kind)
         self.states += snapshot.pieces[0].kind not in self.under_way
-        self.data[snapshot.plan.iteration] = snapshot.data
+        self.data[snapshot.plan.iteration] = snapshot.stored.to_data()
         oldest = min((piece.plan.iteration for pieces in self.kept.values() for piece in pieces), default=0)
         self.data = {iteration: data for iteration, data in self.data.items() if iteration >= oldest}
 
@@ -174,14 +173,14 @@ class _History:
         return sorted(chain.from_iterable(self.kept.values()), key=lambda piece: piece.plan.iteration)
 
 
-def _history(strategy: Strategy, tokens: Counts, iteration: int | None) -> _History:
+def _history(driver: Driver, iteration: int | None) -> _History:
     """What there is after `iteration`; None takes the worst one.
 
     That is the one before another state would be whole, when every kind of piece has been there once more than at the
     start: the first checkpoint of `pec` has all experts, and only after a whole turn are the others as old as they get.
     """
     history, turn = _History(), 0
-    for snapshot in driven(strategy, range(1, (LAST if iteration is None else iteration) + 1), tokens.of):
+    for snapshot in driver.snapshots(LAST if iteration is None else iteration):
         turn = turn or len(snapshot.pieces)
         completes = snapshot.plan.iteration == snapshot.pieces[0].span[-1]
         if iteration is None and completes and history.states == turn:
@@ -189,7 +188,7 @@ def _history(strategy: Strategy, tokens: Counts, iteration: int | None) -> _Hist
         history.take(snapshot)
     if iteration is not None and history.states:
         return replace(history, target=iteration)
-    for snapshot in driven(strategy, range((iteration or 0) + 1, LAST + 1), tokens.of):
+    for snapshot in driver.snapshots(LAST):
         first = snapshot.pieces[0].span[-1]
         raise UsageError(f"--iteration is {iteration}, but the first snapshot is complete after iteration {first}")
     raise UsageError(f"nothing can be recovered: the strategy restores no state within {LAST} iterations")

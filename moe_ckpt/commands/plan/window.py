@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import count
 from pathlib import Path
 
 import click
@@ -19,8 +18,9 @@ from megatron.core.dist_checkpointing.moe.strategies import Throughput
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorSize, Part
 from moe_ckpt.report import Fact, Report, Table, table
 
+from ...simulator.driver import ENDLESS, Driver, Taken
 from . import counts_file
-from .drive import Taken, driven, new_strategy
+from .drive import job_of
 from .options import PlannedJob, plan_command, positive
 
 HELP = """Show the sparse checkpointing window (MoEvement 3.5): in how many iterations every operator is snapshotted
@@ -48,9 +48,8 @@ def window(
     sizes = shard_sizes(job.shape, job.topology, job.precision)
     budget = budget_bytes(budget_local_gbps * 1e9, iteration_time)
     config = MoECheckpointConfig(strategy="sparse", window=window, ordering=ordering)
-    bandwidth = budget_local_gbps * 1e9
-    trained = driven(new_strategy(job, config), count(1), tokens.of, Throughput(iteration_time, bandwidth))
-    groups = _second_window(trained)
+    driver = Driver(job_of(job, config), tokens.of, pace=Throughput(iteration_time, budget_local_gbps * 1e9))
+    groups = _second_window(driver.snapshots(ENDLESS))
     schedules = _schedules(job, groups, sizes, budget)
     busiest = max(schedules, key=lambda lane: (schedules[lane].peak_bytes, [-number for number in lane]))
     peak = schedules[busiest]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from megatron.core.dist_checkpointing.moe.policy.interval import gemini_oracle
 from megatron.core.dist_checkpointing.moe.strategies import Costs
 
-from ..behaviour import Behaviour, Nodes, RecoveryCost, Steady
+from ..behaviour import Behaviour, Nodes, RecoveryCost
 from ..driver import ENDLESS, SETTLED_AFTER, Driver, layer_job
 from .links import Replicas, SystemSetting
 
@@ -43,7 +43,7 @@ class _Dense:
 
         lost_s = (interval / 2 + self.latency) * setting.iteration_s
         expected_s = self.fixed_s(setting) + lost_s
-        return Steady(name, setting.iteration_s, interval, 1, self.stall_s / interval, expected_s, recover)
+        return Behaviour(name, setting.iteration_s, interval, 1, self.stall_s / interval, expected_s, recover)
 
     def fixed_s(self, setting: SystemSetting) -> float:
         """The part of a recovery that no interval changes, but for the latency."""

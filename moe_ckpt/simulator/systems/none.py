@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..behaviour import Behaviour, Nodes, RecoveryCost, Steady
+from ..behaviour import Behaviour, Nodes, RecoveryCost
 from .links import SystemSetting
 
 NEVER = 10**12
@@ -27,4 +27,4 @@ class NoCheckpoints:
         def recover(iteration: int, nodes: Nodes, down: Nodes) -> RecoveryCost:
             return setting.rewind(iteration, NEVER, 0, 0.0)
 
-        return Steady(self.name, setting.iteration_s, NEVER, 1, 0.0, expected_s, recover)
+        return Behaviour(self.name, setting.iteration_s, NEVER, 1, 0.0, expected_s, recover)

@@ -48,11 +48,10 @@ class Moc:
             pec_k_snapshot=min(max(1, round(share * experts)), experts),
             plt_threshold=min(1.0, per_hour * setting.iteration_s / 3600),
         )
-        counts = [[round(job.tokens * topk * one / sum(shares)) for one in shares]]
+        counts = [[round(job.tokens * topk * share / sum(shares)) for share in shares]]
         costs = PecCosts(setting, of_a_layer.config.pec_k_snapshot / experts)
-        start = SnapshotStretch(
-            Driver(of_a_layer, counts=counts), -(-experts // of_a_layer.config.pec_k_snapshot), costs
-        )
+        rotation = -(-experts // of_a_layer.config.pec_k_snapshot)
+        start = SnapshotStretch(Driver(of_a_layer, lambda iteration: counts), experts, sum(counts[0]), rotation, costs)
         return PecBehaviour(self.name, setting, Replicas(setting, constants.replicas), start)
 
 
@@ -100,10 +99,12 @@ class SnapshotStretch:
     Layers have the same experts and popularity here, so the strategy of a job with one of them decides for all. With
     the same counts in each iteration what it does repeats after one rotation over its groups. So it is driven for two
     only, and a fault after longer finds the state of the second one at the same place; and stretches that begin in the
-    same state are the same one.
+    same state are the same one. experts, tokens: of a layer, and what it routes in an iteration.
     """
 
     start: Driver
+    experts: int
+    tokens: int
     rotation: int
     costs: PecCosts
     known: dict[object, SnapshotStretch] = field(default_factory=dict, repr=False)
@@ -124,8 +125,8 @@ class SnapshotStretch:
     @cached_property
     def shares(self) -> list[float]:
         """Of a layer's experts, in each snapshot of a rotation that has settled."""
-        experts = self.start.experts
-        return [sum(one.is_expert for one in plan.parts) / experts for plan in self._driven[1][-self.rotation :]]
+        plans = self._driven[1][-self.rotation :]
+        return [sum(operator.is_expert for operator in plan.parts) / self.experts for plan in plans]
 
     @cached_property
     def k_share(self) -> float:
@@ -150,7 +151,7 @@ class SnapshotStretch:
             kept = driver.strategy.report().lost_tokens, driver.strategy.to_data()["cursor"]
             ages = tuple((plan.target - source.iteration, source.operators) for source in plan.sources)
             following = self.known.setdefault((*kept, ages), replace(self, start=driver, _after={}))
-            self._after[iterations] = sum(plan.lost_tokens.values()) / driver.tokens, following
+            self._after[iterations] = sum(plan.lost_tokens.values()) / self.tokens, following
         return self._after[iterations]
 
 
@@ -158,27 +159,17 @@ class PecBehaviour(LossyBehaviour):
     """A run with partial checkpoints; what faults have lost raises K."""
 
     def __init__(self, name: str, setting: SystemSetting, replicas: Replicas, start: SnapshotStretch) -> None:
-        super().__init__(name, setting, replicas)
+        super().__init__(name, setting, replicas, overhead_s=start.overhead_s, k_share=start.k_share)
         self._start = self._stretch = start
         self._restored = 0
 
-    @property
-    def overhead_s(self) -> float:
-        """See `Behaviour`."""
-        return self._stretch.overhead_s
-
-    @property
-    def k_share(self) -> float:
-        """See `Behaviour`."""
-        return self._stretch.k_share
-
     def strike(self, iteration: int, *, nodes: Nodes, down: Nodes | None = None) -> RecoveryCost:
         """See `Behaviour`. A second recovery to the same checkpoint loses nothing: experts are as their copies."""
-        recovery = self._rewind(iteration, nodes, down)
+        recovery = super().strike(iteration, nodes=nodes, down=down)
         lost, self._stretch = self._stretch.fault(max(0, iteration - self._restored))
         self._restored = iteration - recovery.iterations_again
-        self._lost_iterations += lost
-        return replace(recovery, lost_tokens=lost * self._setting.job.tokens)
+        self.overhead_s, self.k_share = self._stretch.overhead_s, self._stretch.k_share
+        return self._lose(recovery, lost)
 
     def fresh(self) -> PecBehaviour:
         """See `Behaviour`."""

@@ -6,7 +6,7 @@ There is no strategy for running jobs that does this yet, so `policy/selective` 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.core.dist_checkpointing.moe.policy.selective import Budgets, select, selective_plan
@@ -99,29 +99,19 @@ class SelectiveBehaviour(LossyBehaviour):
     """A run with selective snapshots."""
 
     def __init__(self, name: str, losses: SelectiveLosses) -> None:
-        super().__init__(name, losses.setting, losses.replicas)
+        setting = losses.setting
+        overhead_s = losses.stall_s + setting.constants.copy_slowdown * setting.iteration_s
+        super().__init__(name, setting, losses.replicas, overhead_s=overhead_s, k_share=losses.share)
         self._losses = losses
         self._restored = 0
 
-    @property
-    def overhead_s(self) -> float:
-        """See `Behaviour`."""
-        return self._losses.stall_s + self._setting.constants.copy_slowdown * self.iteration_s
-
-    @property
-    def k_share(self) -> float:
-        """See `Behaviour`."""
-        return self._losses.share
-
     def strike(self, iteration: int, *, nodes: Nodes, down: Nodes | None = None) -> RecoveryCost:
         """See `Behaviour`. Where no expert is ever sent, all tokens since the recovery before are lost."""
-        recovery = self._rewind(iteration, nodes, down)
+        recovery = super().strike(iteration, nodes=nodes, down=down)
         restored = iteration - recovery.iterations_again
         since_then = max(0, restored - self._restored)
-        lost = min(self._losses.mean, since_then) if self._losses.share else since_then
         self._restored = restored
-        self._lost_iterations += lost
-        return replace(recovery, lost_tokens=lost * self._setting.job.tokens)
+        return self._lose(recovery, min(self._losses.mean, since_then) if self._losses.share else since_then)
 
     def fresh(self) -> SelectiveBehaviour:
         """See `Behaviour`."""

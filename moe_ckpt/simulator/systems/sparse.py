@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.policy.lanes import Lane
 from megatron.core.dist_checkpointing.moe.policy.prediction import Figures, replay_s
 from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
@@ -13,7 +14,7 @@ from megatron.core.dist_checkpointing.moe.policy.window import Schedule
 from megatron.core.dist_checkpointing.moe.strategies import Costs, Throughput
 from megatron.core.dist_checkpointing.moe.types import OperatorId, Part, ReplaySegment, SnapshotPlan, Window
 
-from ..behaviour import Behaviour, Nodes, RecoveryCost, Steady
+from ..behaviour import Behaviour, Nodes, RecoveryCost
 from ..cost import operator_flops
 from ..driver import Driver, plan_bytes, strategy_job
 from ..inputs import TrainingJob
@@ -54,7 +55,7 @@ class MoEvement:
         recover = _Recover(setting, replay, Replicas(setting, count), self.local)
         overhead_s = stall_s + constants.copy_slowdown * setting.iteration_s
         joint = recover.meet if self.local and not constants.restarts_all else None
-        return Steady(self.name, setting.iteration_s, size, size, overhead_s, recover.expected_s, recover, joint)
+        return Behaviour(self.name, setting.iteration_s, size, size, overhead_s, recover.expected_s, recover, joint)
 
     def copies(self, setting: SystemSetting) -> int:
         """Peers that keep a replica of each snapshot."""
@@ -90,7 +91,10 @@ def settled_window(
     asked = (replicas, window, popularity and tuple(popularity))
     if asked in setting.settled:
         return setting.settled[asked]
-    job = strategy_job(setting.job, strategy="sparse", window="auto" if window is None else str(window))
+    training = setting.job
+    config = MoECheckpointConfig(strategy="sparse", window="auto" if window is None else str(window))
+    job = strategy_job(training.shape, training.topology, training.precision, config, tokens=training.tokens)
+    counts = token_counts(training, popularity)
     free = max(setting.free_s / setting.iteration_s, 1e-9)
 
     def costs(plan: SnapshotPlan) -> Costs:
@@ -99,7 +103,7 @@ def settled_window(
 
     driver = Driver(
         job,
-        counts=token_counts(setting.job, popularity),
+        lambda iteration: counts,
         pace=Throughput(setting.iteration_s, setting.host_bytes_per_s),
         costs=costs,
     )

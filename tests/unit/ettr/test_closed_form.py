@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.interval import ettr as formula
-from moe_ckpt.simulator.behaviour import Nodes, RecoveryCost, Steady
+from moe_ckpt.simulator.behaviour import Behaviour, Nodes, RecoveryCost
 from moe_ckpt.simulator.closed_form import ettr
 
 
-def steady(iteration_s: float, overhead_s: float, recovery_s: float) -> Steady:
+def steady(iteration_s: float, overhead_s: float, recovery_s: float) -> Behaviour:
     def recover(iteration: int, nodes: Nodes, down: Nodes) -> RecoveryCost:
         return RecoveryCost(0.0, recovery_s, 0.0, 0.0, 0)
 
-    return Steady("steady", iteration_s, 10, 1, overhead_s, recovery_s, recover)
+    return Behaviour("steady", iteration_s, 10, 1, overhead_s, recovery_s, recover)
 
 
-class Tiring(Steady):
+class Tiring(Behaviour):
     """Each fault doubles the overhead."""
 
     def strike(self, iteration: int, *, nodes: Nodes, down: Nodes | None = None) -> RecoveryCost:

@@ -80,7 +80,7 @@ def test_plans_are_those_of_a_job_under_the_real_coordinator(
         Simulation(config, iterations=ITERATIONS, counts=counts_of, each=lambda job, rank: job.world.sleep(1.0)).run(
             seed=0
         )
-    driver = Driver(recorded.jobs[0], counts=summed())
+    driver = Driver(recorded.jobs[0], lambda iteration: summed())
     plans = [plan for plan in (driver.iterate() for _ in range(ITERATIONS)) if plan is not None]
     of_ranks = [of_rank for of_rank in recorded.plans if of_rank]
     assert len(of_ranks) == RANKS
@@ -93,7 +93,8 @@ def test_plans_are_those_of_a_job_under_the_real_coordinator(
 
 def test_one_rank_of_each_stage_and_expert_parallel_rank_stands_for_all_that_own_the_same() -> None:
     training = TrainingJob(preset("GPT-125M-8E"), Topology(16, pp=2, ep=4), FP16_FP32, 32, 4, 2048)
-    few = strategy_job(training, strategy="sparse")
+    config = MoECheckpointConfig(strategy="sparse")
+    few = strategy_job(training.shape, training.topology, training.precision, config, tokens=training.tokens)
     sizes = shard_sizes(training.shape, training.topology, training.precision)
     every = {}
     for rank in range(16):
@@ -101,7 +102,7 @@ def test_one_rank_of_each_stage_and_expert_parallel_rank_stands_for_all_that_own
         every[rank] = {one: sizes[one] for one in few.sizes[at.pp * 4 + at.ep]}
     windows = []
     for job in (few, replace(few, sizes=every)):
-        driver = Driver(job, counts=[[1] * 8] * 6, pace=Throughput(1.0, 40e6))
+        driver = Driver(job, lambda iteration: [[1] * 8] * 6, pace=Throughput(1.0, 40e6))
         windows.append([plan.parts for plan in (driver.iterate() for _ in range(12)) if plan is not None])
     assert windows[0] == windows[1]
     assert len(windows[0]) > 3

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, Topology
-from moe_ckpt.simulator.behaviour import Behaviour, Nodes, RecoveryCost, Steady
+from moe_ckpt.simulator.behaviour import Behaviour, Nodes, RecoveryCost
 from moe_ckpt.simulator.closed_form import ettr
 from moe_ckpt.simulator.constants import THIS_PROJECT
 from moe_ckpt.simulator.events import Estimate, estimate, simulate
@@ -39,7 +39,7 @@ def at(at_s: float, *nodes: int) -> Fault:
     return Fault(at_s, frozenset(nodes))
 
 
-def simple(*, local: bool = False, storage_iterations: int | None = None, overhead_s: float = 0.0) -> Steady:
+def simple(*, local: bool = False, storage_iterations: int | None = None, overhead_s: float = 0.0) -> Behaviour:
     """Iterations of 1 s, a checkpoint after every 10, 20 s down after a fault."""
 
     def recover(iteration: int, nodes: Nodes, down: Nodes) -> RecoveryCost:
@@ -48,7 +48,7 @@ def simple(*, local: bool = False, storage_iterations: int | None = None, overhe
         return RecoveryCost(0.0, 20.0, 0.0, iteration % 10, iteration % 10, refill_s=5.0)
 
     joint = (lambda ongoing, nodes: bool(ongoing & nodes)) if local else None
-    return Steady("simple", 1.0, 10, 1, overhead_s, 25.0, recover, joint)
+    return Behaviour("simple", 1.0, 10, 1, overhead_s, 25.0, recover, joint)
 
 
 def repeated(behaviour: Behaviour, mtbf_s: float, duration_s: float, seeds: range) -> Estimate:
@@ -110,8 +110,8 @@ def test_the_slowest_of_recoveries_side_by_side_counts() -> None:
     def recover(iteration: int, nodes: Nodes, down: Nodes) -> RecoveryCost:
         return RecoveryCost(0.0, 100.0 if 0 in nodes else 10.0, 0.0, 0.0, 0)
 
-    apart = Steady("apart", 1.0, 10, 1, 0.0, 0.0, recover, lambda ongoing, nodes: False)
-    together = Steady("together", 1.0, 10, 1, 0.0, 0.0, recover)
+    apart = Behaviour("apart", 1.0, 10, 1, 0.0, 0.0, recover, lambda ongoing, nodes: False)
+    together = Behaviour("together", 1.0, 10, 1, 0.0, 0.0, recover)
     faults = [at(100, 0), at(150, 1)]
     assert simulate(apart, faults, 1000).recovery_s == pytest.approx(100)
     assert simulate(together, faults, 1000).recovery_s == pytest.approx(150)
