@@ -48,7 +48,8 @@ def window(
     sizes = shard_sizes(job.shape, job.topology, job.precision)
     budget = budget_bytes(budget_local_gbps * 1e9, iteration_time)
     config = MoECheckpointConfig(strategy="sparse", window=window, ordering=ordering)
-    driver = Driver(job_of(job, config), tokens.of, pace=Throughput(iteration_time, budget_local_gbps * 1e9))
+    bandwidth = budget_local_gbps * 1e9
+    driver = Driver(job_of(job, config), tokens.of, pace=Throughput(iteration_time, bandwidth))
     groups = _second_window(driver.snapshots(ENDLESS))
     schedules = _schedules(job, groups, sizes, budget)
     busiest = max(schedules, key=lambda lane: (schedules[lane].peak_bytes, [-number for number in lane]))
