@@ -242,13 +242,22 @@ def test_a_command_line_that_would_not_work_is_found(line: str, wrong: str) -> N
     assert wrong in found
 
 
-@pytest.fixture(scope="module")
-def reference() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("command_reference", ROOT / "tools" / "command_reference.py")
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    return tool("command_reference")
+
+
+def test_the_picture_of_the_architecture_is_what_its_source_draws() -> None:
+    picture = tool("architecture_picture")
+    assert picture.TARGET.read_text(encoding="utf-8") == picture.architecture(), "run tools/architecture_picture.py"
 
 
 def test_the_page_of_commands_is_what_the_commands_say_of_themselves(reference: ModuleType) -> None:
