@@ -6,7 +6,7 @@ iteration is copied and replicated during the one after it. So before `plan(t)` 
     counted(t - 1)                    what was routed
     settled(plan of t - 2), measured  that all replicas are there, and what that cost
     persistent(plan of t - 2)         what of it goes on to storage, which it has reached at once
-    paced                             how fast copies are
+    throughput_measured                             how fast copies are
 
 `Driver` makes these calls for the simulator and for `moe-ckpt plan`, with costs and counts that they expect. Nothing
 fails and nothing is late. tests/unit/ettr/test_driver.py compares its plans, snapshot by snapshot, with those of a job
@@ -143,8 +143,8 @@ class Driver:
         if self._has_news and self.strategy.counts_tokens:
             self.strategy.counted(self.iteration, self._counts(self.iteration))
         settled = self._settle(self.iteration - 1)
-        if self._has_news and self.strategy.needs_pace and self._pace is not None:
-            self.strategy.paced(self._pace)
+        if self._has_news and self.strategy.needs_throughput and self._pace is not None:
+            self.strategy.throughput_measured(self._pace)
         self._has_news = False
         # What the strategy has to remember now is stored with the snapshot of this iteration. Its state is made of
         # values, so that a shallow copy keeps it.

@@ -126,14 +126,14 @@ def paced(iterations: int) -> Iterator[None]:
     """Copies seem so slow that an iteration has time for one part in `iterations` of what the largest rank owns."""
     from megatron.core.dist_checkpointing.moe.strategies.sparse import Sparse
 
-    original = Sparse.paced
+    original = Sparse.throughput_measured
 
     def slowly(self: Sparse, pace: Any) -> None:
         largest = max(sum(size.full_bytes for size in sizes.values()) for sizes in self._job.sizes.values())
         bandwidth = largest / iterations / max(pace.iteration_s, 1e-3)
         original(self, replace(pace, bandwidth_bytes_per_s=bandwidth))
 
-    with mock.patch.object(Sparse, "paced", slowly):
+    with mock.patch.object(Sparse, "throughput_measured", slowly):
         yield
 
 

@@ -222,3 +222,19 @@ def test_the_training_loop_never_asks_whether_there_is_a_session() -> None:
     for name in ("pretrain_gpt_moe.py", "megatron/pretrain/loop.py", "megatron/pretrain/checkpoint/protect.py"):
         tests = [ast.unparse(node) for node in ast.walk(tree_of(ROOT / name)) if isinstance(node, ast.Compare)]
         assert not [test for test in tests if "session is" in test], name
+
+
+PRIVATE_ACCESSES = 97
+"""Of tests, mostly hooks that change a running job from within; lower it when one goes."""
+
+
+def test_tests_reach_into_privates_nowhere_new() -> None:
+    found = [
+        ast.unparse(node)
+        for path in (ROOT / "tests").rglob("*.py")
+        if "simulated_world" not in path.parts
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
+        if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+    ]
+    assert len(found) <= PRIVATE_ACCESSES

@@ -225,7 +225,7 @@ def auto(**flags: Any) -> MoECheckpointConfig:
 def pace(strategy: Sparse, nbytes: float, times: int = 4) -> None:
     """Iterations that have time for so many bytes, as measured."""
     for _ in range(times):
-        strategy.paced(Throughput(2.0, nbytes / 2.0))
+        strategy.throughput_measured(Throughput(2.0, nbytes / 2.0))
 
 
 def peak(window: int) -> int:

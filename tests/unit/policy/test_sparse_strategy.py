@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.copies import Level
 from megatron.core.dist_checkpointing.moe.policy.rounds import Status
 from megatron.core.dist_checkpointing.moe.strategies import Costs, Job, Sparse, Throughput
-from megatron.core.dist_checkpointing.moe.strategies.account import memory_report
+from megatron.core.dist_checkpointing.moe.strategies.memory_report import memory_report
 from megatron.core.dist_checkpointing.moe.strategies.sparse.budget import MEASURED, Budget
 from megatron.core.dist_checkpointing.moe.strategies.sparse.windows import timetable
 from megatron.core.dist_checkpointing.moe.types import (
@@ -143,7 +143,7 @@ def test_where_memory_cannot_grow_windows_go_on_as_they_were() -> None:
 def test_slower_replicas_call_for_a_window_once_and_not_for_ever_longer_ones() -> None:
     budget = Budget(is_started=True)
     for _ in range(MEASURED):
-        budget = budget.paced(Throughput(1.0, 1000.0))
+        budget = budget.throughput_measured(Throughput(1.0, 1000.0))
     slow, found = Costs(1.0, 0.0, 2.0), []
     for _ in range(20):
         peak_bytes = budget.decided_bytes or 1000
@@ -201,7 +201,7 @@ def test_ranks_that_are_told_the_same_plan_the_same(seed: int, ordering: str) ->
         for strategy in (one, other):
             if strategy.counts_tokens:
                 strategy.counted(iteration, rows)
-            strategy.paced(Throughput(1.0, bandwidth))
+            strategy.throughput_measured(Throughput(1.0, bandwidth))
             if plans[0] is not None:
                 strategy.settled(plans[0], Level.SNAPSHOT, ok)
                 strategy.measured(Costs(1.0, 0.0, 0.5))
@@ -296,16 +296,16 @@ def test_three_iterations_after_the_first_decide_the_window() -> None:
     strategy = Sparse(job_of(auto()))
     for iteration in range(1, 6):
         assert (strategy.plan(iteration) is not None) == (iteration == 5)
-        strategy.paced(Throughput(1.0, 1e6))
+        strategy.throughput_measured(Throughput(1.0, 1e6))
     assert strategy.buffer_specs()[0].own == 3, "an iteration has time for everything"
 
 
 def test_the_first_iteration_of_a_start_is_not_measured() -> None:
     slow, usual = Sparse(job_of(auto())), Sparse(job_of(auto()))
     for strategy, first in ((slow, 1000.0), (usual, 1.0)):
-        strategy.paced(Throughput(first, 500.0))
+        strategy.throughput_measured(Throughput(first, 500.0))
         for _ in range(3):
-            strategy.paced(Throughput(1.0, 500.0))
+            strategy.throughput_measured(Throughput(1.0, 500.0))
         strategy.plan(5)
     assert slow.buffer_specs() == usual.buffer_specs()
 

@@ -37,7 +37,7 @@ from ..recovery.timestamps import Milestone, Timestamps, forget, left_in
 from ..replay.densify import Replay
 from ..replication.agreement import raise_on_all_ranks
 from ..replication.replicator import Replicator
-from ..snapshot.buffers import account_of, fit_memory, gathered_sizes, segment_sizes
+from ..snapshot.buffers import fit_memory, gathered_sizes, memory_report_of, segment_sizes
 from ..snapshot.coordinator import Coordinator, Ports, ProtectionReport
 from ..snapshot.identity import Identity
 from ..snapshot.persister import Persister
@@ -155,7 +155,9 @@ class Session:
                 memories["standby"], buffers, state.live, plan, passes, self._clock, config.timeout_s
             )
         if self._rank == 0:
-            log.info("%s", account_of(self._buffer_specs, self._job, self._rank, len(self._owners), self._log_bytes()))
+            log.info(
+                "%s", memory_report_of(self._buffer_specs, self._job, self._rank, len(self._owners), self._log_bytes())
+            )
 
     def _prepare_recovery(self, execution: Execution | None) -> None:
         self._times_left = left_in(self._memory.directory)

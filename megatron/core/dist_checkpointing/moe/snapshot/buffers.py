@@ -9,7 +9,7 @@ from typing import cast
 from ..errors import MoECheckpointError
 from ..ports import Capturer, Json, MappedStore, Transport
 from ..strategies import BufferSpec, Job
-from ..strategies.account import MemoryReport, memory_report
+from ..strategies.memory_report import MemoryReport, memory_report
 from ..types import OperatorId, OperatorKind, OperatorSize, Part, full_plan
 
 _STEPS = 32
@@ -69,7 +69,7 @@ def operator_sizes(capturer: Capturer) -> dict[OperatorId, OperatorSize]:
     return {operator: OperatorSize(full[operator], weights[operator]) for operator in sorted(capturer.operators)}
 
 
-def account_of(
+def memory_report_of(
     specs: tuple[BufferSpec, ...], job: Job, rank: int, owners: int, log_bytes: int = 0
 ) -> MemoryReport | None:
     """What the buffers hold on this rank, and its boundary logs beside them, as MoEvement Table 6 counts it; None

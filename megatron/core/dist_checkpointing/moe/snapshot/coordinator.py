@@ -30,10 +30,10 @@ from ..ports import (
     Transport,
 )
 from ..strategies import BufferSpec, Costs, Job, Strategy, Throughput
-from ..strategies.account import MemoryReport
+from ..strategies.memory_report import MemoryReport
 from ..types import SnapshotPlan, StepJournal
 from .background import BackgroundWork
-from .buffers import account_of, fit_memory, segment_sizes
+from .buffers import fit_memory, memory_report_of, segment_sizes
 from .iteration_message import IterationMessage, MessageExchange
 from .persister import Persister
 from .replication_worker import ReplicationWorker, SnapshotTask
@@ -120,7 +120,9 @@ class Coordinator:
         self._messages = MessageExchange(ports.control, self._background.control, ports.clock)
         self._tracker = SnapshotTracker(job, strategy, worker, persister, self._background)
         self._buffer_specs = strategy.buffer_specs() if ports.buffer_specs is None else ports.buffer_specs
-        self._account = account_of(self._buffer_specs, job, ports.control.rank, len(ports.owners), ports.log_bytes())
+        self._memory_report = memory_report_of(
+            self._buffer_specs, job, ports.control.rank, len(ports.owners), ports.log_bytes()
+        )
         self._copying: SnapshotTask | None = None
         self._in_contact, self._copies_late = True, False
         self._tally, self._step_ended_s = _Tally(), ports.clock.now_s()
@@ -145,7 +147,7 @@ class Coordinator:
         self._background.check()
         pace = (
             Throughput(tally.passes_s, self._ports.capturer.bandwidth_bytes_per_s)
-            if self._strategy.needs_pace
+            if self._strategy.needs_throughput
             else None
         )
         plan, no_room = self._planned(iteration)
@@ -209,7 +211,7 @@ class Coordinator:
             protection=self._tracker.protection,
             persistent=self._tracker.durable,
             tokens=self._tally.tokens,
-            memory=self._account,
+            memory=self._memory_report,
         )
         self._tally = replace(self._tally, stall_s=0.0, snapshot_bytes=0, tokens=())
         return report
@@ -248,10 +250,10 @@ class Coordinator:
             self._strategy.buffers_refused()
         else:
             self._buffer_specs = specs
-            account = account_of(specs, self._job, ports.control.rank, len(ports.owners), ports.log_bytes())
-            if account != self._account and ports.control.rank == 0:
-                log.info("%s", account)
-            self._account = account
+            report = memory_report_of(specs, self._job, ports.control.rank, len(ports.owners), ports.log_bytes())
+            if report != self._memory_report and ports.control.rank == 0:
+                log.info("%s", report)
+            self._memory_report = report
         return why
 
     def _begin(self, plan: SnapshotPlan, scalars: Mapping[str, Json], no_room: str) -> SnapshotTask:
@@ -328,5 +330,5 @@ class Coordinator:
             self._tally.tokens += ((news.iteration, rows),)
         if self._tracker.update(news.statuses, self._iteration):
             self._strategy.measured(news.costs)
-        if self._strategy.needs_pace:
-            self._strategy.paced(news.pace)
+        if self._strategy.needs_throughput:
+            self._strategy.throughput_measured(news.pace)

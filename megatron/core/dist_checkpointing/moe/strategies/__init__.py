@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..types import Piece
 from .base import GATE_UNIT, BufferSpec, Job, Strategy, Throughput
 from .full import Full
+from .interval_policy import Costs
 from .pec import Pec, PecReport
-from .rhythm import Costs
 from .sparse import Sparse
 
 STRATEGIES: dict[str, type[Strategy]] = {

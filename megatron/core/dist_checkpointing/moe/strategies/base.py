@@ -7,7 +7,7 @@ same methods, so what is predicted is what runs:
     strategy = STRATEGIES[name](job)
     for each iteration t:
         strategy.counted(t, tokens of each expert)      only if it `counts_tokens`
-        strategy.measured(costs), strategy.paced(pace)  what checkpoints cost, and how fast copies are
+        strategy.measured(costs), strategy.throughput_measured(pace)  what checkpoints cost, and how fast copies are
         strategy.settled(plan, level, ok)               what all ranks have sealed or persisted meanwhile
         strategy.plan(t) -> SnapshotPlan | None         what to snapshot; `pieces` cuts it into what is freed together
         strategy.persistent(plan) -> plans              what goes on to storage, once a snapshot has settled
@@ -32,7 +32,7 @@ from ..errors import UsageError
 from ..policy.copies import Level
 from ..policy.recovery import plan_recovery
 from ..types import Inventory, Lost, OperatorId, OperatorSize, Piece, RecoveryPlan, SnapshotPlan, Topology
-from .rhythm import Costs, IntervalPolicy
+from .interval_policy import Costs, IntervalPolicy
 
 GATE_UNIT = 2.0**-16
 """The unit in which gating probabilities are summed: whole numbers give the same sum in any order."""
@@ -108,8 +108,8 @@ class Strategy(ABC):
     counts_gates: bool = False
     """Whether gating probabilities are wanted in `counted` in place of tokens, in units of `GATE_UNIT`."""
 
-    needs_pace: bool = False
-    """Whether `paced` is wanted."""
+    needs_throughput: bool = False
+    """Whether `throughput_measured` is wanted."""
 
     replays: bool = False
     """Whether a recovery may have to run iterations again with some operators frozen."""
@@ -128,12 +128,12 @@ class Strategy(ABC):
         """
         return iter(())
 
-    def __init__(self, job: Job, rhythm: IntervalPolicy | None = None) -> None:
-        """Decide for `job`, snapshotting at `rhythm`; by default at that of its flags. Raises UsageError."""
+    def __init__(self, job: Job, interval_policy: IntervalPolicy | None = None) -> None:
+        """Decide for `job`, snapshotting at `interval_policy`; by default at that of its flags. Raises UsageError."""
         for problem in self.contradictions(job.config, job.num_experts):
             raise UsageError(problem)
         self._job = job
-        self._rhythm = IntervalPolicy.of(job.config) if rhythm is None else rhythm
+        self._interval_policy = IntervalPolicy.of(job.config) if interval_policy is None else interval_policy
 
     @property
     def lookback(self) -> int:
@@ -147,7 +147,7 @@ class Strategy(ABC):
 
     def due(self, iteration: int) -> bool:
         """Whether `plan` would give a snapshot; asked where none may begin."""
-        return self._rhythm.due(iteration)[0]
+        return self._interval_policy.due(iteration)[0]
 
     @abstractmethod
     def plan(self, iteration: int) -> SnapshotPlan | None:
@@ -162,7 +162,7 @@ class Strategy(ABC):
 
         Each one is a part of a snapshot that is still kept; together they restore the state of the last one.
         """
-        due, self._rhythm = self._rhythm.persist_due(plan.iteration)
+        due, self._interval_policy = self._interval_policy.persist_due(plan.iteration)
         return (plan,) if due else ()
 
     @abstractmethod
@@ -189,15 +189,16 @@ class Strategy(ABC):
 
     def measured(self, costs: Costs) -> None:
         """What the last checkpoint cost."""
-        self._rhythm = self._rhythm.measured(costs)
+        self._interval_policy = self._interval_policy.measured(costs)
 
-    def paced(self, pace: Throughput) -> None:
-        """How an iteration went; once per iteration that all ranks have told of."""
+    def throughput_measured(self, pace: Throughput) -> None:
+        """How an iteration went; once per iteration that all ranks have reported."""
         return
 
     def to_data(self) -> dict[str, Any]:
         """What it has to remember, as JSON values; stored with each snapshot."""
-        return {"rhythm": self._rhythm.to_data()}
+        # The name that stored snapshots have for it.
+        return {"rhythm": self._interval_policy.to_data()}
 
     def recover(self, inventory: Inventory, lost: Lost, topology: Topology) -> RecoveryPlan:
         """How to come back. Raises RecoveryImpossible."""
@@ -208,5 +209,5 @@ class Strategy(ABC):
 
         `fault_iteration` is the newest iteration that is known to have ended before the fault.
         """
-        self._rhythm = self._rhythm.from_data(data["rhythm"])
+        self._interval_policy = self._interval_policy.from_data(data["rhythm"])
         return plan

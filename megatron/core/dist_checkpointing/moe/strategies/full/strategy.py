@@ -17,7 +17,7 @@ class Full(Strategy):
         self._buffer_specs = (BufferSpec(full_plan(0, job.operators), own=3, replica=2, trainer=True),)
 
     def plan(self, iteration: int) -> SnapshotPlan | None:
-        due, self._rhythm = self._rhythm.due(iteration)
+        due, self._interval_policy = self._interval_policy.due(iteration)
         return full_plan(iteration, self._job.operators) if due else None
 
     def buffer_specs(self) -> tuple[BufferSpec, ...]:

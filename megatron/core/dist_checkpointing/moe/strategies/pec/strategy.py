@@ -87,10 +87,12 @@ class Pec(Strategy):
         self._state = PecState(job.moe_layers, job.num_experts, config.pec_k_snapshot, kept)
 
     def plan(self, iteration: int) -> SnapshotPlan | None:
-        due, self._rhythm = self._rhythm.due(iteration)
+        due, self._interval_policy = self._interval_policy.due(iteration)
         if not due:
             return None
-        writing = self._rhythm.persist_due(iteration)[0] and all(one.persist is None for one in self._state.flights)
+        writing = self._interval_policy.persist_due(iteration)[0] and all(
+            one.persist is None for one in self._state.flights
+        )
         lacking = self._lacks_experts(Level.SNAPSHOT) or (writing and self._lacks_experts(Level.PERSIST))
         k = self._groups.num_experts if lacking or self._keeps_all else self._chosen_k(iteration, writing)
         experts, cursor = self._selected(k, writing)
@@ -105,10 +107,10 @@ class Pec(Strategy):
     def persistent(self, plan: SnapshotPlan) -> tuple[SnapshotPlan, ...]:
         """What goes on was chosen when the snapshot was planned."""
         ready = self._state.ready
-        due, rhythm = self._rhythm.persist_due(plan.iteration)
+        due, interval_policy = self._interval_policy.persist_due(plan.iteration)
         if ready is None or ready.persist is None or ready.iteration != plan.iteration or not due:
             return ()
-        self._rhythm, self._state = rhythm, self._state.handed_on()
+        self._interval_policy, self._state = interval_policy, self._state.handed_on()
         return (pec_plan(plan.iteration, self._job.operators, ready.persist, self._scope),)
 
     def buffer_specs(self) -> tuple[BufferSpec, ...]:

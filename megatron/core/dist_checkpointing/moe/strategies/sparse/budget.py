@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from ..base import Throughput
-from ..rhythm import Costs
+from ..interval_policy import Costs
 
 MEASURED = 3
 """Iterations that are measured before the first decision; the first one of a start never counts."""
@@ -33,7 +33,7 @@ class Budget:
     decided_bytes: int = 0
     is_started: bool = False
 
-    def paced(self, pace: Throughput) -> Budget:
+    def throughput_measured(self, pace: Throughput) -> Budget:
         """With one more iteration."""
         if not self.is_started:
             return replace(self, is_started=True)

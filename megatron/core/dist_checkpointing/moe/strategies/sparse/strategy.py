@@ -11,7 +11,7 @@ from ...policy.copies import Level
 from ...policy.rounds import PLACES
 from ...types import Piece, RecoveryPlan, SnapshotPlan, Window
 from ..base import BufferSpec, Job, Strategy, Throughput
-from ..rhythm import Costs
+from ..interval_policy import Costs
 from .budget import Budget
 from .popularity import Popularity
 from .windows import NO_BUFFERS, Timetable, ordering_of, timetable
@@ -116,7 +116,7 @@ class Sparse(Strategy):
         self.counts_tokens = bool(job.moe_layers) and ordering in _COUNTING
         self.counts_gates = self.counts_tokens and ordering == "soft-count"
         self._fixed = None if config.window == AUTO else int(config.window)
-        self.needs_pace = self._fixed is None
+        self.needs_throughput = self._fixed is None
         self._popularity = Popularity(job.moe_layers, decays=ordering == "time-decayed")
         self._budget = Budget()
         self._windows = _Windows()
@@ -156,7 +156,7 @@ class Sparse(Strategy):
         begun = self._windows.of(plan.iteration)
         if begun is None or plan.iteration != begun.span[-1] or begun.sealed < begun.window.size:
             return ()
-        due, self._rhythm = self._rhythm.persist_due(plan.iteration)
+        due, self._interval_policy = self._interval_policy.persist_due(plan.iteration)
         return tuple(map(begun.window.plan, begun.span)) if due else ()
 
     def buffer_specs(self) -> tuple[BufferSpec, ...]:
@@ -175,11 +175,11 @@ class Sparse(Strategy):
             self._windows = self._windows.without(plan.iteration)
 
     def measured(self, costs: Costs) -> None:
-        if self.needs_pace:
+        if self.needs_throughput:
             self._budget = self._budget.measured(costs, self._table.peak_bytes if self._table else 0)
 
-    def paced(self, pace: Throughput) -> None:
-        self._budget = self._budget.paced(pace)
+    def throughput_measured(self, pace: Throughput) -> None:
+        self._budget = self._budget.throughput_measured(pace)
 
     def to_data(self) -> dict[str, Any]:
         """Who is anchored when follows from the window and what the last order was made from."""

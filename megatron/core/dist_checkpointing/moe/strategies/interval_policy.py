@@ -40,12 +40,12 @@ class IntervalPolicy:
 
     @classmethod
     def of(cls, config: MoECheckpointConfig) -> IntervalPolicy:
-        """The rhythm that the flags ask for; an adapting one begins with `--moe-ckpt-interval`."""
+        """The interval_policy that the flags ask for; an adapting one begins with `--moe-ckpt-interval`."""
         persist = config.persist_interval if config.persist_dir else None
         return cls(config.interval, persist, config.interval_policy, config.mtbf_s or 0.0)
 
     def due(self, iteration: int) -> tuple[bool, IntervalPolicy]:
-        """Whether a snapshot is due after `iteration`, and the rhythm once it is taken."""
+        """Whether a snapshot is due after `iteration`, and the interval_policy once it is taken."""
         if self.adapting == "fixed":
             due = iteration // self.interval > self.last // self.interval
         else:
@@ -53,13 +53,13 @@ class IntervalPolicy:
         return due, replace(self, last=iteration) if due else self
 
     def persist_due(self, iteration: int) -> tuple[bool, IntervalPolicy]:
-        """Whether the snapshot of `iteration` goes on to persistent storage, and the rhythm after that."""
+        """Whether the snapshot of `iteration` goes on to persistent storage, and the interval_policy after that."""
         every = self.persist_interval
         due = every is not None and iteration // every > self.last_persistent // every
         return due, replace(self, last_persistent=iteration) if due else self
 
     def measured(self, costs: Costs) -> IntervalPolicy:
-        """The rhythm with the interval that these costs call for (CheckFreq's 3 %, Young 1974, Daly 2006).
+        """The interval_policy with the interval that these costs call for (CheckFreq's 3 %, Young 1974, Daly 2006).
 
         What a checkpoint costs is its stall; the next one begins at the earliest when its round has ended.
         """
@@ -77,6 +77,6 @@ class IntervalPolicy:
         return {"interval": self.interval, "last": self.last, "last_persistent": self.last_persistent}
 
     def from_data(self, data: Mapping[str, Any]) -> IntervalPolicy:
-        """This rhythm as it stood when `to_data` was called; a fixed interval is that of the flags."""
+        """This interval_policy as it stood when `to_data` was called; a fixed interval is that of the flags."""
         interval = self.interval if self.adapting == "fixed" else data["interval"]
         return replace(self, interval=interval, last=data["last"], last_persistent=data["last_persistent"])

@@ -6,13 +6,13 @@ import pytest
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.strategies import Costs
-from megatron.core.dist_checkpointing.moe.strategies.rhythm import IntervalPolicy
+from megatron.core.dist_checkpointing.moe.strategies.interval_policy import IntervalPolicy
 
 
-def due_iterations(rhythm: IntervalPolicy, asked: range) -> list[int]:
+def due_iterations(interval_policy: IntervalPolicy, asked: range) -> list[int]:
     found = []
     for iteration in asked:
-        due, rhythm = rhythm.due(iteration)
+        due, interval_policy = interval_policy.due(iteration)
         found += [iteration] if due else []
     return found
 
@@ -22,26 +22,26 @@ def test_a_fixed_interval_falls_on_its_multiples() -> None:
 
 
 def test_a_snapshot_that_had_to_wait_is_taken_late_and_the_next_one_in_time() -> None:
-    rhythm = IntervalPolicy(3)
-    assert [iteration for iteration in due_iterations(rhythm, range(5, 10))] == [5, 6, 9]
+    interval_policy = IntervalPolicy(3)
+    assert [iteration for iteration in due_iterations(interval_policy, range(5, 10))] == [5, 6, 9]
 
 
 def test_persistent_snapshots_have_an_interval_of_their_own() -> None:
-    rhythm, found = IntervalPolicy(2, persist_interval=5), []
+    interval_policy, found = IntervalPolicy(2, persist_interval=5), []
     for iteration in range(2, 21, 2):
-        due, rhythm = rhythm.persist_due(iteration)
+        due, interval_policy = interval_policy.persist_due(iteration)
         found += [iteration] if due else []
     assert found == [6, 10, 16, 20]
 
 
 def test_without_a_folder_nothing_becomes_persistent() -> None:
-    rhythm = IntervalPolicy.of(MoECheckpointConfig(strategy="full", persist_interval=1))
-    assert not rhythm.persist_due(100)[0]
+    interval_policy = IntervalPolicy.of(MoECheckpointConfig(strategy="full", persist_interval=1))
+    assert not interval_policy.persist_due(100)[0]
 
 
 def test_checkfreq_keeps_the_stall_at_three_percent() -> None:
-    rhythm = IntervalPolicy(1, adapting="checkfreq").measured(Costs(iteration_s=1.0, stall_s=0.3, round_s=0.5))
-    assert rhythm.interval == 10
+    interval_policy = IntervalPolicy(1, adapting="checkfreq").measured(Costs(iteration_s=1.0, stall_s=0.3, round_s=0.5))
+    assert interval_policy.interval == 10
 
 
 def test_no_snapshot_is_due_before_the_round_of_the_one_before_can_end() -> None:
@@ -53,8 +53,10 @@ def test_no_snapshot_is_due_before_the_round_of_the_one_before_can_end() -> None
 @pytest.mark.parametrize(("rule", "interval"), [("young", 20), ("daly", 20)])
 def test_young_and_daly_weigh_the_stall_against_the_failures(rule: str, interval: int) -> None:
     # sqrt(2 x 0.2 x 1000) = 20 s of training, less than a second apart in both estimates
-    rhythm = IntervalPolicy(1, adapting=rule, mtbf_s=1000.0).measured(Costs(iteration_s=1.0, stall_s=0.2, round_s=0.0))
-    assert rhythm.interval == interval
+    interval_policy = IntervalPolicy(1, adapting=rule, mtbf_s=1000.0).measured(
+        Costs(iteration_s=1.0, stall_s=0.2, round_s=0.0)
+    )
+    assert interval_policy.interval == interval
 
 
 def test_a_fixed_interval_stays_whatever_it_costs() -> None:
