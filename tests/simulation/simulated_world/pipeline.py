@@ -23,26 +23,26 @@ class FakeRecorder:
         self._writer: MappedWriter | None = None
 
     def arm(self, layout: Layout, writer: MappedWriter) -> None:
-        """As `runtime.logs.Recorder.arm`."""
+        """As `local_recovery.boundary_logs.Recorder.arm`."""
         self._keys, self._writer = [field.key for field in layout.fields], writer
 
     def passed(self) -> None:
-        """As `runtime.logs.Recorder.passed`."""
+        """As `local_recovery.boundary_logs.Recorder.passed`."""
 
     @property
     def complete(self) -> bool:
-        """As `runtime.logs.Recorder.complete`."""
+        """As `local_recovery.boundary_logs.Recorder.complete`."""
         return self._writer is not None and not self._keys
 
     def end(self, timeout_s: float) -> None:
-        """As `runtime.logs.Recorder.end`."""
+        """As `local_recovery.boundary_logs.Recorder.end`."""
         self._world.event("end the log")
         if self._keys:
             raise UsageError(f"{len(self._keys)} tensors were not sent, such as {self._keys[0]}")
         self._writer = None
 
     def disarm(self) -> None:
-        """As `runtime.logs.Recorder.disarm`."""
+        """As `local_recovery.boundary_logs.Recorder.disarm`."""
         self._writer = None
 
     def sent(self, key: str, data: bytes) -> None:
@@ -131,32 +131,32 @@ class FakeStage:
 
 
 class FakeBuffers:
-    """A `recover.park.Moving`: what forward passes change of a model's operators."""
+    """A `local_recovery.park.Moving`: what forward passes change of a model's operators."""
 
     def __init__(self, model: FakeModel) -> None:
         self._model = model
         self._tensors = [tensor for tensor in model.tensors.values() if tensor.in_forward]
 
     def fields(self) -> Sequence[Field]:
-        """As `recover.park.Moving.fields`."""
+        """As `local_recovery.park.Moving.fields`."""
         return [tensor.field for tensor in self._tensors]
 
     def copy(self) -> dict[str, bytes]:
-        """As `recover.park.Moving.copy`."""
+        """As `local_recovery.park.Moving.copy`."""
         return {tensor.key: bytes(self._model.live[tensor.key]) for tensor in self._tensors}
 
     def put_back(self, copy: Mapping[str, bytes]) -> None:
-        """As `recover.park.Moving.put_back`."""
+        """As `local_recovery.park.Moving.put_back`."""
         for key, data in copy.items():
             self._model.set(key, data)
 
     def records(self, copy: Mapping[str, bytes]) -> Mapping[str, memoryview]:
-        """As `recover.park.Moving.records`."""
+        """As `local_recovery.park.Moving.records`."""
         return {key: memoryview(data) for key, data in copy.items()}
 
 
 class FakeGradients:
-    """A `recover.park.Gradients`: a tensor that says of which iteration it is."""
+    """A `local_recovery.park.Gradients`: a tensor that says of which iteration it is."""
 
     KEY = "gradient"
 
@@ -164,11 +164,11 @@ class FakeGradients:
         self._model = model
 
     def fields(self) -> Sequence[Field]:
-        """As `recover.park.Gradients.fields`."""
+        """As `local_recovery.park.Gradients.fields`."""
         return [Field(self.KEY, "uint8", (TENSOR_BYTES,))]
 
     def copy(self, buffer: Callable[[str], memoryview]) -> None:
-        """As `recover.park.Gradients.copy`."""
+        """As `local_recovery.park.Gradients.copy`."""
         model = self._model
         right = expected_bytes(model.rank, self.KEY, model.iteration + 1, TENSOR_BYTES)
         buffer(self.KEY)[:] = right if model.is_exact else b"\xff" * TENSOR_BYTES

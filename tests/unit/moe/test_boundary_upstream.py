@@ -1,7 +1,7 @@
 """What logs of stage boundaries, and replays of some stages, rely on in Megatron-Core is what was read.
 
-Where this fails, read what has changed, see whether `runtime/communicator.py` and `replay/patches.py` still hold, run
-`tests/process/test_stage_replay.py`, and only then take over the new digest.
+Where this fails, read what has changed, see whether `local_recovery/communicator.py` and `replay/patches.py` still
+hold, run `tests/process/test_stage_replay.py`, and only then take over the new digest.
 """
 
 from __future__ import annotations

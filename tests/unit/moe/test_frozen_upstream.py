@@ -1,8 +1,8 @@
 """What frozen execution and the guard of a step rely on in Megatron-Core is what was read when they were written.
 
 Where this fails, read what has changed, see whether `replay/patches.py`, `replay/gradient_flow.py`,
-`runtime/step_guard.py` and `runtime/gradients.py` still hold, run `tests/process/test_frozen_execution.py` and
-`tests/process/test_parking.py`, and only then take over the new digest.
+`local_recovery/step_guard.py` and `local_recovery/gradients.py` still hold, run
+`tests/process/test_frozen_execution.py` and `tests/process/test_parking.py`, and only then take over the new digest.
 """
 
 from __future__ import annotations

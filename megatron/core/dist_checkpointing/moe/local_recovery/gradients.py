@@ -79,7 +79,7 @@ class Prepared:
 
 
 class LiveGradients:
-    """The `recover.park.Gradients` of live training.
+    """The `local_recovery.park.Gradients` of live training.
 
     Args:
         optimizer: What core's `get_megatron_optimizer` gave.
@@ -96,7 +96,7 @@ class LiveGradients:
         self._optimizer, self._stepped, self._prepared = optimizer, tuple(stepped), prepared
 
     def fields(self) -> tuple[Field, ...]:
-        """As `recover.park.Gradients.fields`: flat, of the dtype of the master weights."""
+        """As `local_recovery.park.Gradients.fields`: flat, of the dtype of the master weights."""
         return tuple(Field(shard.key(GRADIENT), _named(main.dtype), (main.numel(),)) for shard, main in self._stepped)
 
     @classmethod
@@ -113,7 +113,7 @@ class LiveGradients:
 
     @torch.no_grad()
     def copy(self, buffer: Callable[[str], memoryview]) -> None:
-        """As `recover.park.Gradients.copy`. Raises UsageError where a master weight has no gradient."""
+        """As `local_recovery.park.Gradients.copy`. Raises UsageError where a master weight has no gradient."""
         self._prepared().finish(self._optimizer)
         for shard, main in self._stepped:
             if main.grad is None:
@@ -122,7 +122,8 @@ class LiveGradients:
 
 
 class LiveBuffers:
-    """The `recover.park.Moving` of live training: what routers count, and expert biases, copied on their own device.
+    """The `local_recovery.park.Moving` of live training: what routers count, and expert biases, copied on their own
+    device.
 
     Args:
         tensors: All state of this rank.
@@ -132,21 +133,21 @@ class LiveBuffers:
         self._buffers = tuple(state for state in tensors if state.field == "buffer")
 
     def fields(self) -> tuple[Field, ...]:
-        """As `recover.park.Moving.fields`."""
+        """As `local_recovery.park.Moving.fields`."""
         return tuple(state.record for state in self._buffers)
 
     def copy(self) -> tuple[torch.Tensor, ...]:
-        """As `recover.park.Moving.copy`."""
+        """As `local_recovery.park.Moving.copy`."""
         return tuple(state.tensor.clone() for state in self._buffers)
 
     def put_back(self, copy: tuple[torch.Tensor, ...]) -> None:
-        """As `recover.park.Moving.put_back`."""
+        """As `local_recovery.park.Moving.put_back`."""
         with torch.no_grad():
             for state, value in zip(self._buffers, copy, strict=True):
                 state.tensor.copy_(value)
 
     def records(self, copy: tuple[torch.Tensor, ...]) -> Mapping[str, memoryview]:
-        """As `recover.park.Moving.records`."""
+        """As `local_recovery.park.Moving.records`."""
         return {
             state.key: memoryview(value.contiguous().view(torch.uint8).cpu().numpy())
             for state, value in zip(self._buffers, copy, strict=True)

@@ -74,8 +74,9 @@ class Restorer(Protocol):
     def restore(self, read: Callable[[str], memoryview], parts: Mapping[Part, Collection[OperatorId]]) -> int:
         """Copy the records of these parts of these operators, fetched by key with `read`, into the live state.
 
-        COMPUTE weights are all that a forward pass reads, whichever part stores it (see `capture.operators.serves`).
-        Returns the bytes copied. Lets through what `read` raises, UnreadableCheckpoint for a record of a wrong size.
+        COMPUTE weights are all that a forward pass reads, whichever part stores it (see
+        `megatron_state.operators.serves`). Returns the bytes copied. Lets through what `read` raises,
+        UnreadableCheckpoint for a record of a wrong size.
         """
 
     def refresh(self) -> None:

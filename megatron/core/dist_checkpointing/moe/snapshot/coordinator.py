@@ -55,7 +55,7 @@ class Ports:
     Args:
         memory: keeps snapshots.
         control: carries the messages.
-        lane: makes a thread of this name that does one thing after the other.
+        executor: makes a thread of this name that does one thing after the other.
         owners: ranks whose replicas this one keeps.
         buffer_specs: for which `memory` was opened; None: what the strategy asks for.
         before_resize: called before segments of `memory` may go.
@@ -66,7 +66,7 @@ class Ports:
     capturer: Capturer
     trainer: TrainerState
     control: Transport
-    lane: Callable[[str], Executor]
+    executor: Callable[[str], Executor]
     clock: Clock
     owners: Sequence[int] = ()
     buffer_specs: tuple[BufferSpec, ...] | None = None
@@ -116,7 +116,7 @@ class Coordinator:
         self, job: Job, strategy: Strategy, ports: Ports, worker: ReplicationWorker, persister: Persister | None
     ) -> None:
         self._job, self._strategy, self._ports = job, strategy, ports
-        self._background = BackgroundWork(ports.lane, timeout_s=job.config.timeout_s, strict=job.config.strict)
+        self._background = BackgroundWork(ports.executor, timeout_s=job.config.timeout_s, strict=job.config.strict)
         self._messages = MessageExchange(ports.control, self._background.control, ports.clock)
         self._tracker = SnapshotTracker(job, strategy, worker, persister, self._background)
         self._buffer_specs = strategy.buffer_specs() if ports.buffer_specs is None else ports.buffer_specs

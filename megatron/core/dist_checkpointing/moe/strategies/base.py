@@ -1,19 +1,20 @@
 """What every strategy answers: what is snapshotted after an iteration, and how training comes back from it.
 
 A strategy is a folder beside this file and one line of the registry in `__init__.py`. It decides and does nothing: the
-coordinator of a job (`runtime/coordinator.py`), `moe-ckpt plan` and the simulator drive the same object through the
+coordinator of a job (`snapshot/coordinator.py`), `moe-ckpt plan` and the simulator drive the same object through the
 same methods, so what is predicted is what runs:
 
     strategy = STRATEGIES[name](job)
     for each iteration t:
-        strategy.counted(t, tokens of each expert)      only if it `counts_tokens`
-        strategy.measured(costs), strategy.throughput_measured(pace)  what checkpoints cost, and how fast copies are
-        strategy.settled(plan, level, ok)               what all ranks have sealed or persisted meanwhile
-        strategy.plan(t) -> SnapshotPlan | None         what to snapshot; `pieces` cuts it into what is freed together
-        strategy.persistent(plan) -> plans              what goes on to storage, once a snapshot has settled
+        strategy.counted(t, tokens of each expert)        only if it `counts_tokens`
+        strategy.measured(costs)                          what checkpoints cost
+        strategy.throughput_measured(throughput)          how fast copies are; only if it `needs_throughput`
+        strategy.settled(plan, level, ok)                 what all ranks have sealed or persisted meanwhile
+        strategy.plan(t) -> SnapshotPlan | None           what to snapshot; `pieces` cuts it into what is freed together
+        strategy.persistent(plan) -> plans                what goes on to storage, once a snapshot has settled
     after a fault:
         plan = strategy.recover(inventory, lost, topology)
-        strategy.resumed(plan, data, fault_iteration)   data: what `to_data` gave when the target was snapshotted
+        strategy.resumed(plan, data, fault_iteration)     data: what `to_data` gave when the target was snapshotted
 
 `Strategy` has the answers of one that snapshots by itself, all in one piece, at the interval of the flags, and that
 counts and measures nothing else. A subclass has to give `plan` and `buffer_specs`.
@@ -44,7 +45,7 @@ class Job:
 
     operators: all of the model, ascending. tokens_per_iteration: input tokens of one iteration of the whole job.
     iterations: of the whole training. topk: experts per token. tied_embeddings: first and last stage share them.
-    sizes: bytes of what each rank owns of each of its operators; empty where nobody has told.
+    sizes: bytes of what each rank owns of each of its operators; empty where they are not known.
     """
 
     config: MoECheckpointConfig
@@ -191,7 +192,7 @@ class Strategy(ABC):
         """What the last checkpoint cost."""
         self._interval_policy = self._interval_policy.measured(costs)
 
-    def throughput_measured(self, pace: Throughput) -> None:
+    def throughput_measured(self, throughput: Throughput) -> None:
         """How an iteration went; once per iteration that all ranks have reported."""
         return
 

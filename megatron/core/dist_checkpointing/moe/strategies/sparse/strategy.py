@@ -178,8 +178,8 @@ class Sparse(Strategy):
         if self.needs_throughput:
             self._budget = self._budget.measured(costs, self._table.peak_bytes if self._table else 0)
 
-    def throughput_measured(self, pace: Throughput) -> None:
-        self._budget = self._budget.throughput_measured(pace)
+    def throughput_measured(self, throughput: Throughput) -> None:
+        self._budget = self._budget.throughput_measured(throughput)
 
     def to_data(self) -> dict[str, Any]:
         """Who is anchored when follows from the window and what the last order was made from."""
