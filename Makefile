@@ -2,8 +2,8 @@
 VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 RUN = $(VENV)/bin/python
-# Process tests on one worker, one after the other, because they are about time as well; all others beside them.
-WORKERS ?= -n 2 --dist loadgroup
+# Two files of tests side by side: the ranks of one wait for each other while those of the other compute.
+WORKERS ?= -n 2 --dist loadfile
 export PYTHONWARNINGS ?= ignore::FutureWarning
 
 .PHONY: setup demo test test-full check format bench gpu-check clean

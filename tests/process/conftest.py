@@ -17,13 +17,6 @@ from world import Hook, Outcome, Running, World
 from megatron.pretrain.preprocess import PreprocessRequest, preprocess
 
 
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """One worker of pytest-xdist runs all process tests, one after the other: each has the processor for its ranks."""
-    for item in items:
-        if item.path.is_relative_to(Path(__file__).parent):
-            item.add_marker(pytest.mark.xdist_group("processes"))
-
-
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     started = World(tmp_path_factory.mktemp("world"))
