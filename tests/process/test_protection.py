@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from attempts import Cluster, Nodes, recovered
+from fault_hooks import once_sealed
 from runs import Layout, Train, differences, digest, reports_in
 
 FULL = ("--moe-ckpt-strategy", "full", "--moe-ckpt-interval", "2")
@@ -48,6 +49,7 @@ def test_after_a_kill_training_ends_in_the_state_of_an_undisturbed_run(
     outcomes = cluster.run(
         layout, *FULL, *precision, "--metrics-jsonl", killed / "reports", "--save", killed,
         "--moe-ckpt-inject-fault", "2@6", distributed=distributed,
+        hooks=(once_sealed(cluster.memory, 4, layout.ranks),),
     )  # fmt: skip
     assert len(outcomes) == 2
     assert recovered(outcomes[1])[0] == "recovered iteration 4 exactly", outcomes[1].said
@@ -64,8 +66,9 @@ def test_a_lost_node_with_its_memory_is_replaced_from_replicas_though_ranks_move
     nodes = Nodes((before, after), lost={0: "node-0"})
     faults = ["--moe-ckpt-inject-fault", "0@6", "--moe-ckpt-inject-fault", "1@6"]
     outcomes = cluster.run(
-        layout, *FULL, "--bf16", "--metrics-jsonl", killed / "reports", "--save", killed, *faults, nodes=nodes
-    )
+        layout, *FULL, "--bf16", "--metrics-jsonl", killed / "reports", "--save", killed, *faults, nodes=nodes,
+        hooks=(once_sealed(cluster.memory, 4, 2 * layout.ranks),),
+    )  # fmt: skip
     table = recovered(outcomes[1])
     assert table[0] == "recovered iteration 4 exactly", outcomes[1].said
     assert any("peer memory" in line for line in table), table
@@ -122,6 +125,7 @@ def test_a_damaged_copy_is_refused_and_the_peers_copy_is_taken(cluster: Cluster,
     outcomes = cluster.run(
         layout, *FULL, "--moe-ckpt-interval", "3", "--metrics-jsonl", killed / "reports", "--save", killed,
         "--moe-ckpt-inject-fault", "1@6:step", nodes=Nodes((("node-0", "node-1"),)), between=damage,
+        hooks=(once_sealed(cluster.memory, 3, 2 * layout.ranks),),
     )  # fmt: skip
     table = recovered(outcomes[1])
     assert table[0] == "recovered iteration 3 exactly", outcomes[1].said

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from attempts import Cluster, recovered
+from fault_hooks import once_sealed
 from guarantee_hooks import another_plan, little_space, storage_vanishes
 from runs import Layout, flags
 from world import Hook, Outcome
@@ -158,9 +159,10 @@ def contents(storage: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def killed(run: Run, storage: Path) -> Outcome:
+def killed(run: Run, storage: Path, cluster: Cluster) -> Outcome:
     """A job that was killed in iteration 6, with iteration 4 in memory, and iterations 2 and 4 persistent."""
-    outcome = run(*durable(storage), "--moe-ckpt-inject-fault", "1@6:step")
+    hooks = (once_sealed(cluster.memory, 4, LAYOUT.ranks),)
+    outcome = run(*durable(storage), "--moe-ckpt-inject-fault", "1@6:step", hooks=hooks)
     assert any(outcome.codes), outcome.said
     return outcome
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from attempts import Cluster, Nodes, recovered
+from fault_hooks import once_sealed
 from runs import Layout, Train, differences, digest
 
 from megatron.core.dist_checkpointing.moe.policy.sharding import ShardAssignment, shard_checkpoint
@@ -92,6 +93,7 @@ def test_ranks_store_the_predicted_bytes_and_come_back_from_them_to_the_last_bit
     outcomes = cluster.run(
         layout, *FULL, "--moe-ckpt-shard", shard, *flags.split(), "--save", killed,
         "--moe-ckpt-inject-fault", f"{layout.ranks - 1}@6", distributed=False,
+        hooks=(once_sealed(cluster.memory, 3, layout.ranks),),
         between=lambda _: seen.update(stored(cluster.memory, iteration=3)),
     )  # fmt: skip
     assert recovered(outcomes[1])[0] == "recovered iteration 3 exactly", outcomes[1].said
@@ -115,6 +117,7 @@ def test_without_sharing_every_rank_stores_all_that_it_holds_which_is_more(clust
     seen = dict[int, Stored]()
     cluster.run(
         GROUPS, *FULL, "--moe-ckpt-shard", "none", "--moe-ckpt-inject-fault", "1@6", distributed=False,
+        hooks=(once_sealed(cluster.memory, 3, GROUPS.ranks),),
         between=lambda _: seen.update(stored(cluster.memory, iteration=3)),
     )  # fmt: skip
     experts_elsewhere = LAYERS * (EXPERTS // GROUPS.ep) * 3 * HIDDEN * EXPERT_HIDDEN
@@ -134,6 +137,7 @@ def test_a_node_lost_with_its_memory_is_replaced_from_replicas_of_its_parts(
     outcomes = cluster.run(
         PARTITIONED, *FULL, "--moe-ckpt-shard", "adaptive", "--bf16", "--save", killed, *faults, distributed=False,
         nodes=Nodes((before, after), lost={0: "node-0"}),
+        hooks=(once_sealed(cluster.memory, 3, 2 * PARTITIONED.ranks),),
     )  # fmt: skip
     table = recovered(outcomes[1])
     assert table[0] == "recovered iteration 3 exactly", outcomes[1].said
@@ -147,6 +151,7 @@ def test_experts_saved_in_turn_come_back_the_same_whether_shared_out_or_not(clus
         outcomes = cluster.run(
             GROUPS, *pec, "--moe-ckpt-shard", shard, "--train-iters", "14", "--save", tmp_path / shard,
             "--moe-ckpt-inject-fault", "2@12", distributed=False, job=shard,
+            hooks=(once_sealed(cluster.memory, 8, GROUPS.ranks),),
         )  # fmt: skip
         assert "recovered iteration 8 " in outcomes[1].said, outcomes[1].said
         assert "lost in layer 0" in outcomes[1].said
