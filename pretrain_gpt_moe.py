@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 import megatron.pretrain.core_import  # noqa: F401  # before all that imports Megatron-Core
-from megatron.core.dist_checkpointing.moe.recovery.timestamps import Timestamps
+from megatron.core.dist_checkpointing.moe import Timestamps
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.errors import PretrainError, TrainingFailure
 from megatron.pretrain.initialize import Launch, initialize
@@ -16,37 +16,30 @@ def pretrain(config: PretrainConfig, launch: Launch, marks: Timestamps) -> None:
     initialize(config, launch, marks)
 
     # Core looks at the device while it is imported, so the device comes first.
-    from megatron.pretrain.assemble import build_faults, build_metrics, build_state
+    from megatron.pretrain.assemble import build_metrics, build_state
     from megatron.pretrain.batches import build_splits
-    from megatron.pretrain.checkpoint.protect import driver_errors, leave, resume
+    from megatron.pretrain.checkpoint.protect import driver_errors, resume
     from megatron.pretrain.loop import Trainer
     from megatron.pretrain.progress import log_progress
-    from megatron.pretrain.stopping import Termination
     from megatron.pretrain.tokenizer import build_tokenizer
 
     data = config.data
     tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size)
     state, transformer = build_state(config, tokenizer)
-    session = resume(state, launch, marks)
-    termination = Termination()
-    if session.communicator is not None:
-        termination.install()  # there is state to put aside first
+    manager = resume(state, launch, marks)
     datasets = build_splits(config, tokenizer)
 
     metrics = build_metrics(config)
     log_progress(state, f"Started training\tIteration: {state.progress.iteration}", launch)
-    trainer = Trainer(state, transformer, datasets, metrics, build_faults(config, launch), session, termination)
+    trainer = Trainer(state, transformer, datasets, metrics, manager)
     try:
-        with driver_errors():
+        with driver_errors(), manager.run():
             trainer.run()
-    except BaseException as error:
-        leave(session, error)
-        if session.replays_alone and isinstance(error, PretrainError):
+    except PretrainError as error:
+        if manager.replays_alone:
             # Rank 0, which speaks for all, may be one of those that wait and know nothing of it.
             raise TrainingFailure(str(error)) from error
         raise
-    finally:
-        termination.uninstall()
     log_progress(state, f"Ended training\tIteration: {state.progress.iteration}", launch)
     metrics.close()
 

@@ -134,11 +134,13 @@ class Logged:
         from megatron.core.dist_checkpointing.moe.local_recovery.communicator import BoundaryCommunicator
         from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology
         from megatron.core.dist_checkpointing.moe.policy.boundary import sent_bytes, tensor_shape
+        from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected
         from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
         from megatron.core.dist_checkpointing.moe.snapshot.thread_executor import ThreadExecutor
         from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 
-        self.trainer = job.trainer()
+        self.session = Unprotected()
+        self.trainer = job.trainer(self.session)
         self.batches, self.rank = job.batches, job.launch.rank
         training, transformer, topology = job.config.training, job.transformer, read_topology(job.launch.world_size)
         sizes = (training.seq_length, training.micro_batch_size, transformer.hidden_size)
@@ -214,7 +216,7 @@ class Logged:
 
     def plain(self, iterations: int) -> None:
         """Training without logs."""
-        self.trainer._boundary = None
+        self.session.communicator = None
         for _ in range(iterations):
             self.trainer.iterate(self.batches)
 
@@ -222,7 +224,7 @@ class Logged:
         """Training with logs; only iterations of such turns are counted."""
         from megatron.core.dist_checkpointing.moe.types import StepJournal
 
-        self.trainer._boundary = self.communicator
+        self.session.communicator = self.communicator
         for _ in range(iterations):
             self.iteration += 1
             started_s = time.perf_counter()

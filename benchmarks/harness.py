@@ -151,16 +151,25 @@ class BenchmarkJob:
 
     def trainer(self, session: Any = None) -> Any:
         """The driver's loop around a checkpointing session, or none."""
-        from megatron.pretrain.assemble import build_faults, build_metrics
-        from megatron.pretrain.loop import UNPROTECTED, Trainer
+        from megatron.core.dist_checkpointing.moe import MoECheckpointManager
+        from megatron.pretrain.assemble import build_metrics
+        from megatron.pretrain.loop import Trainer
 
-        metrics, faults = build_metrics(self.config), build_faults(self.config, self.launch)
-        return Trainer(self.state, self.transformer, self.datasets, metrics, faults, session or UNPROTECTED)
+        state, training = self.state, self.config.training
+        sizes = {name: getattr(training, name) for name in ("global_batch_size", "micro_batch_size", "seq_length")}
+        live = state.chunks, state.optimizer, state.scheduler
+        manager = MoECheckpointManager(*live, train_iters=training.train_iters, session=session, **sizes)
+        return Trainer(state, self.transformer, self.datasets, build_metrics(self.config), manager)
 
     def iterating(self, session: Any = None) -> Callable[[], None]:
         """One iteration of that loop."""
         trainer = self.trainer(session)
-        return lambda: trainer.iterate(self.batches)
+
+        def iterate() -> None:
+            trainer.iterate(self.batches)
+            trainer._manager.detach()  # others train with the same optimizer
+
+        return iterate
 
 
 def build_job(config: Any, launch: Any, folder: Path) -> BenchmarkJob:

@@ -54,13 +54,15 @@ def _bandwidth(job: BenchmarkJob, copies: int) -> dict[str, Any]:
     """Capture of all of a rank's state into the memory tier against one memcpy of as many bytes, in pairs."""
     import torch
 
+    from megatron.core.dist_checkpointing.moe.megatron_state.trainer_state import LiveTrainerState, NoLoopState
     from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
     from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
     from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
     from megatron.core.dist_checkpointing.moe.types.snapshots import full_plan
-    from megatron.pretrain.checkpoint.trainer_state import LiveTrainerState
 
-    capturer = LiveCapturer(live_tensors(job), LiveTrainerState(job.state), ThreadEngine())
+    capturer = LiveCapturer(
+        live_tensors(job), LiveTrainerState(job.state.optimizer, job.state.scheduler, NoLoopState()), ThreadEngine()
+    )
     layout = capturer.layout(full_plan(1, sorted(capturer.operators)), trainer=True)
     folder = job.folder / "bandwidth"
     folder.mkdir(exist_ok=True)

@@ -59,9 +59,9 @@ class Ours:
         # Sessions name their connections alike, as a job has only one: here each gets a part of the store for itself.
         own = PrefixStore(f"benchmark-{own_name}-{interval}", _get_default_store())
         with mock.patch.object(sessions, "_get_default_store", return_value=own):
-            session = resume(dataclasses.replace(job.state, config=config), launch)
-        session.begin(job.state.progress.iteration)
-        self.session = session
+            manager = resume(dataclasses.replace(job.state, config=config), launch)
+        manager.detach()  # the loop makes a manager of its own around this session
+        self.session = session = manager._session
         self._newest_bytes = 0
         self._windows: dict[range, list[int]] = {}
         self._span = range(0)

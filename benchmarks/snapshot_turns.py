@@ -28,6 +28,8 @@ class Timed:
     Calls of the loop that peers have no use for go to the session of `Ours`, or to one that protects nothing.
     """
 
+    protects = True
+
     def __init__(self, contestant: Contestant) -> None:
         from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected
 

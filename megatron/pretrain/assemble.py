@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 import torch
 
-from megatron.core.dist_checkpointing.moe.runtime.faults import FaultInjector, parse_fault
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.pretrain.agreement import raise_invalid_input_on_all_ranks
 from megatron.pretrain.checkpoint.state import Progress, TrainingState
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.errors import InvalidInput
-from megatron.pretrain.initialize import Launch
 from megatron.pretrain.metrics import Metrics
 from megatron.pretrain.model import build_model, build_transformer_config
 from megatron.pretrain.optimization import build_optimizer, build_scheduler
@@ -48,9 +43,3 @@ def build_metrics(config: PretrainConfig) -> Metrics:
             raise InvalidInput(f"--metrics-jsonl or --tensorboard-dir cannot be written: {error}") from error
 
     return raise_invalid_input_on_all_ranks(opened)
-
-
-def build_faults(config: PretrainConfig, launch: Launch) -> FaultInjector:
-    """The fault injector of this rank; what it fired is remembered across restarts of the job."""
-    points = [parse_fault(text) for text in config.moe_checkpoint.inject_fault]
-    return FaultInjector(points, launch.rank, Path(tempfile.gettempdir()) / f"moe-ckpt-faults-{launch.job_id}")

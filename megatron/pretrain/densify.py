@@ -3,8 +3,7 @@
 import sys
 
 import megatron.pretrain.core_import  # noqa: F401  # before all that imports Megatron-Core
-from megatron.core.dist_checkpointing.moe.recovery.timestamps import Timestamps
-from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected
+from megatron.core.dist_checkpointing.moe import Timestamps
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.initialize import Launch, initialize
@@ -16,7 +15,7 @@ def densify(config: PretrainConfig, launch: Launch, _marks: Timestamps) -> None:
     initialize(config, launch)
 
     # Core looks at the device while it is imported, so the device comes first.
-    from megatron.pretrain.assemble import build_faults, build_metrics, build_state
+    from megatron.pretrain.assemble import build_metrics, build_state
     from megatron.pretrain.batches import build_splits
     from megatron.pretrain.checkpoint.protect import driver_errors, resume
     from megatron.pretrain.checkpoint.save import Saver
@@ -26,19 +25,19 @@ def densify(config: PretrainConfig, launch: Launch, _marks: Timestamps) -> None:
     data = config.data
     tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size)
     state, transformer = build_state(config, tokenizer)
-    session = resume(state, launch)
-    if isinstance(session, Unprotected) or not (session.is_replaying or state.progress.iteration):
+    manager = resume(state, launch)
+    if config.moe_checkpoint.strategy == "none" or not (manager.is_replaying or manager.iteration):
         raise InvalidInput(
             f"no state can be recovered from {config.moe_checkpoint.persist_dir}; the lines above say why"
         )
     with driver_errors():
-        if session.is_replaying:
+        if manager.is_replaying:
             datasets = build_splits(config, tokenizer)
-            Trainer(state, transformer, datasets, build_metrics(config), build_faults(config, launch), session).replay()
+            Trainer(state, transformer, datasets, build_metrics(config), manager).replay()
             return
-        session.begin(state.progress.iteration)
+        manager.begin()
         Saver(state).save()
-        session.shutdown(keep_memory=False)
+        manager.finish()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,3 @@ class InvalidInput(PretrainError):
 
 class TrainingFailure(PretrainError):
     """Training cannot go on; raised where it is noticed, which may be one rank only."""
-
-
-class Terminated(TrainingFailure):
-    """The launcher asked this rank to end (SIGTERM), as it does with all when one has failed."""

@@ -15,7 +15,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.moe.recovery.timestamps import Milestone, Timestamps
+from megatron.core.dist_checkpointing.moe import Milestone, Timestamps
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.config.derived import Environment, virtual_pipeline_size
 from megatron.pretrain.processes import NODE_NAME, started_s

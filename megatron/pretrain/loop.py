@@ -1,18 +1,14 @@
 """The training loop: iterations, evaluation, checkpoints, the end.
 
-An iteration, and the calls of its session on the way:
+An iteration, and what the checkpoint manager does on the way:
 
-    passes              before the first forward pass
-    reduced             after the last backward pass, when gradients are reduced
-    before_optimizer    waits until snapshots have copied what the step is going to change
-    stepping            around the optimizer's step, so that a rank that fails inside knows how far it came
-    whole               when the state after the iteration is complete
-    step_end            after evaluation and dense checkpoint: the snapshot, if one is due
+    forward_backward    around all passes and the reduction of gradients: frozen operators in a replay, boundary logs
+    optimizer.step      is the manager's: it waits until snapshots have copied what the step is going to change
+    step_done           the scheduler has stepped, the loop has counted: the state after the iteration is complete
+    after_step          after evaluation and dense checkpoint: the snapshot, if one is due; in a replay its record
     reported            when the numbers of the iteration are written
 
-A replayed iteration has `stepped` in place of `step_end`, which also takes progress, schedules and random states from
-the record of the iteration; nothing is evaluated or saved then. Faults are injected, and SIGTERM is acted on, between
-these calls only (`Phase`).
+Faults are injected, and SIGTERM is acted on, in these calls only.
 """
 
 from __future__ import annotations
@@ -26,11 +22,7 @@ from typing import Any
 import torch
 
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.moe.local_recovery.communicator import process_groups
-from megatron.core.dist_checkpointing.moe.runtime.faults import FaultInjector, Phase
-from megatron.core.dist_checkpointing.moe.runtime.session import Session
-from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected
-from megatron.core.dist_checkpointing.moe.types import StepJournal
+from megatron.core.dist_checkpointing.moe import MoECheckpointManager, StepJournal
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -42,27 +34,16 @@ from megatron.pretrain.checkpoint.due import Checkpoints
 from megatron.pretrain.checkpoint.state import TrainingState, gather_parameters
 from megatron.pretrain.errors import TrainingFailure
 from megatron.pretrain.metrics import IterationReport, Metrics
-from megatron.pretrain.stopping import StopConditions, Termination
+from megatron.pretrain.stopping import StopConditions
 
 log = logging.getLogger(__name__)
-
-UNPROTECTED = Unprotected()
-
-
-@dataclasses.dataclass(frozen=True)
-class _OptimizerStep:
-    """One optimizer step on this rank: what a replay of it has to come out with, and how long training waited."""
-
-    journal: StepJournal
-    stall_s: float
 
 
 class Trainer:
     """Trains to `--train-iters`; all methods are collectives over all ranks.
 
     Args:
-        session: Protects the training; called in a fixed order around each phase of an iteration.
-        termination: Knows whether SIGTERM has come; training then ends between two phases of a step.
+        manager: Protects the training.
     """
 
     def __init__(
@@ -71,23 +52,18 @@ class Trainer:
         transformer: TransformerConfig,
         datasets: Datasets,
         metrics: Metrics,
-        faults: FaultInjector,
-        session: Session | Unprotected = UNPROTECTED,
-        termination: Termination | None = None,
+        manager: MoECheckpointManager,
     ) -> None:
         training = state.config.training
-        self._session, self._termination = session, termination or Termination()
         self._state, self._transformer, self._datasets = state, transformer, datasets
-        self._metrics, self._faults = metrics, faults
-        self._checkpoints = Checkpoints(state, faults)
+        self._metrics, self._manager = metrics, manager
+        self._checkpoints = Checkpoints(state, manager)
         self._stop = StopConditions(training)
         assert training.global_batch_size and training.micro_batch_size
         data_parallel = parallel_state.get_data_parallel_world_size()
         self._microbatches = training.global_batch_size // (training.micro_batch_size * data_parallel)
         transformer.grad_scale_func = state.optimizer.scale_loss
-        transformer.finalize_model_grads_func = self._finalize
-        self._boundary = session.communicator
-        self._num_tokens: int | None = None
+        transformer.finalize_model_grads_func = finalize_model_grads
 
     def run(self) -> None:
         """Train from the current progress to the end, or to an exit condition."""
@@ -100,7 +76,7 @@ class Trainer:
             log.info("leaving training at iteration %d: %s", progress.iteration, reason)
         self._checkpoints.finish()
         # Left early without a checkpoint of this iteration, only the memory has it.
-        self._session.shutdown(keep_memory=reason is not None and not self._checkpoints.has_newest)
+        self._manager.finish(keep_memory=reason is not None and not self._checkpoints.has_newest)
         if reason is None:
             self._evaluate("test", self._datasets.test, 0)
 
@@ -108,28 +84,28 @@ class Trainer:
         """Run the iterations that make the recovered state dense, save it, and end."""
         self._recover()
         self._checkpoints.finish()
-        self._session.shutdown(keep_memory=False)
+        self._manager.finish(keep_memory=False)
 
     def _recover(self) -> Any:
         """Make this rank's state dense by replaying iterations, wait for the stages that still do, and finish the
         iteration that all have reached; returns the batches that follow."""
-        session = self._session
-        session.begin(self._state.progress.iteration)  # may make a step: batches are counted from behind it
+        manager = self._manager
+        manager.begin()  # may make a step: batches are counted from behind it
         batches = self._begin()
-        while session.is_replaying:
+        while manager.is_replaying:
             # In the middle of a replay there is no state to leave behind, so no stop is asked for.
             self.iterate(batches)
-        if session.rejoin():
+        if manager.rejoin():
             self._catch_up()
         return batches
 
     def _catch_up(self) -> None:
         """What the fault kept from following the last iteration's step: its report, evaluation and checkpoint."""
-        progress, session = self._state.progress, self._session
-        if session.episode is not None:
-            self._metrics.recovered(session.episode.to_data())
-        if session.unreported is not None:
-            self._metrics.record(self._report(session.unreported, replayed=True))
+        progress, manager = self._state.progress, self._manager
+        if manager.recovery is not None:
+            self._metrics.recovered(manager.recovery.to_data())
+        if manager.unreported is not None:
+            self._metrics.record(self._report(manager.unreported, replayed=True))
         # Some ranks were parked before the evaluation, others after it.
         agreed = torch.tensor(
             [progress.evaluated_iteration, progress.consumed_valid_samples], device=torch.cuda.current_device()
@@ -148,11 +124,9 @@ class Trainer:
 
     def iterate(self, batches: Any) -> None:
         """One iteration with all that belongs to it: faults, checkpoint, report, evaluation."""
-        progress, started_at = self._state.progress, time.monotonic()
-        iteration, replayed = progress.iteration + 1, self._session.is_replaying
-        self._faults.reached(iteration, Phase.START)
-        self._termination.check()
-        step = self._train_step(iteration, batches)
+        started_at = time.monotonic()
+        replayed = self._manager.is_replaying
+        journal = self._train_step(batches)
         trained_at = time.monotonic()
         if not replayed:
             # Before the checkpoint, as in stock Megatron: a resumed run must not read this evaluation's samples again.
@@ -160,18 +134,17 @@ class Trainer:
         evaluated_at = time.monotonic()
         if not replayed:
             self._checkpoints.save_if_due()
-        protection = self._protect(iteration, step.journal)
+        protection = self._protect()
         now = time.monotonic()
         report = dataclasses.replace(
-            self._report(step.journal, replayed=replayed),
+            self._report(journal, replayed=replayed),
             iteration_time_s=now - evaluated_at + trained_at - started_at,
-            stall_s=now - evaluated_at + step.stall_s,
+            stall_s=now - evaluated_at + self._manager.stall_s,
             **protection,
         )
         self._metrics.record(report)
-        self._session.reported(iteration)
+        self._manager.reported()
         self._log(report)
-        self._faults.reached(iteration, Phase.END)
 
     def _report(self, journal: StepJournal, *, replayed: bool) -> IterationReport:
         """The report of the newest iteration, without times and checkpoints."""
@@ -196,42 +169,29 @@ class Trainer:
             progress.consumed_valid_samples += training.eval_iters * (training.global_batch_size or 0)
         progress.evaluated_iteration = progress.iteration
 
-    def _train_step(self, iteration: int, batches: Any) -> _OptimizerStep:
-        state, progress, session = self._state, self._state.progress, self._session
-        session.passes(iteration)
-        for chunk in state.chunks:
-            chunk.zero_grad_buffer()
-        state.optimizer.zero_grad()
-        losses = self._forward_backward(batches, forward_only=False)
-        session.reduced()
+    def _train_step(self, batches: Any) -> StepJournal:
+        state, progress, manager = self._state, self._state.progress, self._manager
+        samples, replayed = state.config.training.global_batch_size or 0, manager.is_replaying
+        with manager.forward_backward():
+            for chunk in state.chunks:
+                chunk.zero_grad_buffer()
+            state.optimizer.zero_grad()
+            losses = self._forward_backward(batches, forward_only=False)
         # Known before the step: whoever is parked after it can still tell the loss.
-        loss = _mean_loss(losses)
-        self._faults.reached(iteration, Phase.FORWARD_BACKWARD)
-        self._termination.check()
-        stall_s = session.before_optimizer()
-        with session.stepping(iteration, loss, self._num_tokens):
-            updated, grad_norm, _ = state.optimizer.step()
-            if updated:
-                state.scheduler.step(increment=state.config.training.global_batch_size)
-            progress.iteration = iteration
-            progress.consumed_train_samples += state.config.training.global_batch_size or 0
-        norm = None if grad_norm is None else float(grad_norm)
-        step = _OptimizerStep(StepJournal(norm, not updated, loss, self._num_tokens), stall_s)
-        session.whole(iteration, step.journal)
-        self._faults.reached(iteration, Phase.STEP)
-        self._termination.check()
-        checked = state.config.training.check_for_nan_in_loss_and_grad and not session.is_replaying
+        manager.loss = loss = _mean_loss(losses)
+        updated, grad_norm, _ = state.optimizer.step()
+        if updated:
+            state.scheduler.step(increment=samples)
+        progress.iteration += 1
+        progress.consumed_train_samples += samples
+        manager.step_done()
+        checked = state.config.training.check_for_nan_in_loss_and_grad and not replayed
         if loss is not None and math.isnan(loss) and checked:
             raise TrainingFailure(
-                f"the loss of iteration {iteration} is NaN; lower --lr or resume from an earlier checkpoint with "
-                "--ckpt-step, or pass --no-check-for-nan-in-loss-and-grad to train on"
+                f"the loss of iteration {progress.iteration} is NaN; lower --lr or resume from an earlier checkpoint "
+                "with --ckpt-step, or pass --no-check-for-nan-in-loss-and-grad to train on"
             )
-        return step
-
-    def _finalize(self, chunks: Any, num_tokens: torch.Tensor | None = None, **options: Any) -> None:
-        """Core's, which sums up the tokens of the global batch in place where gradients are divided by them."""
-        finalize_model_grads(chunks, num_tokens, **options)
-        self._num_tokens = None if num_tokens is None else int(num_tokens.item())
+        return StepJournal(None if grad_norm is None else float(grad_norm), not updated, loss)
 
     def _forward_backward(self, batches: Any, *, forward_only: bool) -> list[dict[str, torch.Tensor]]:
         training = self._state.config.training
@@ -243,21 +203,14 @@ class Trainer:
             seq_length=training.seq_length,
             micro_batch_size=training.micro_batch_size,
             forward_only=forward_only,
-            p2p_communicator=self._boundary,
-            pg_collection=None if self._boundary is None else process_groups(),
+            p2p_communicator=self._manager.communicator,
+            pg_collection=self._manager.process_groups,
         )
         return losses
 
-    def _protect(self, iteration: int, journal: StepJournal) -> dict[str, Any]:
-        """Snapshot the iteration if that is due; what checkpointing did, for the report.
-
-        After a replayed iteration, take what its snapshot has instead: progress, schedules and random states too.
-        """
-        if self._session.is_replaying:
-            self._session.stepped(journal)
-            return {}
-        self._session.step_end(iteration, journal)
-        done = self._session.report()
+    def _protect(self) -> dict[str, Any]:
+        """Snapshot the iteration if that is due; what checkpointing did, for the report."""
+        done = self._manager.after_step()
         if done is None:
             return {}
         return {
@@ -275,7 +228,7 @@ class Trainer:
         due = report.iteration % config.training.log_interval == 0
         if config.moe.num_experts is not None:
             # Stages that replay alone have no others to sum these losses up with.
-            if due and not self._session.replays_alone:
+            if due and not self._manager.replays_alone:
                 board = self._metrics.board
                 losses = auxiliary_losses(config.moe, self._transformer, self._microbatches, report.iteration, board)
             else:

@@ -7,8 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.moe.ports import PeerLost
-from megatron.core.dist_checkpointing.moe.recovery.timestamps import Timestamps
+from megatron.core.dist_checkpointing.moe import Timestamps, is_lost_peer
 from megatron.pretrain.config import PretrainConfig, parse_config
 from megatron.pretrain.config.validate import resolve
 from megatron.pretrain.errors import PretrainError, TrainingFailure
@@ -17,12 +16,6 @@ from megatron.pretrain.logs import configure_logging
 from megatron.pretrain.processes import VERDICT_FILE
 
 log = logging.getLogger(__name__)
-
-# What gloo and NCCL say when the process at the other end is gone.
-_LOST_PEER = (
-    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Timed out"),
-    *("Application timeout caused pair closure", "Socket Timeout", "ncclRemoteError", "NCCL communicator was aborted"),
-)
 
 
 def run_worker(argv: Sequence[str], work: Callable[[PretrainConfig, Launch, Timestamps], None]) -> int:
@@ -53,17 +46,6 @@ def exit_code_of(error: Exception, launch: Launch) -> int:
         log.critical("rank %d: lost a peer in a collective; leaving, so that the job can be restarted", launch.rank)
         return TrainingFailure.exit_code
     raise error
-
-
-def is_lost_peer(error: BaseException | None) -> bool:
-    """Whether an error, or what it was raised from, says that another rank is gone: nothing is wrong with this one."""
-    while error is not None:
-        if isinstance(error, PeerLost):
-            return True
-        if isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_PEER):
-            return True
-        error = error.__cause__
-    return False
 
 
 def _final(exit_code: int) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from trainer_states import communicating
 
 ITERATIONS = 4
 BASE = 1
@@ -132,8 +133,9 @@ class Logged:
                 return found
 
         group = parallel_state.get_pipeline_model_parallel_group()
-        self.trainer._boundary = Listening(group, config)
-        self.trainer._boundary.sink = self.recorder
+        self.communicator = Listening(group, config)
+        self.communicator.sink = self.recorder
+        communicating(self.trainer, self.communicator)
 
     def train(self) -> None:
         """Iterations as a session frames them."""
@@ -177,7 +179,7 @@ class Logged:
             if next(count):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        self.trainer._boundary.sink = mock.Mock(sent=dying)
+        self.communicator.sink = mock.Mock(sent=dying)
 
     def facts(self) -> dict[str, Any]:
         """What this rank received against what its neighbours' logs hold, and how large its own logs are."""

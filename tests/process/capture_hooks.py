@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from operator_hooks import _complete_state, _differences
+from trainer_states import trainer_state_of
 from worker_hooks import poison
 
 BEFORE_SNAPSHOT = 2
@@ -73,12 +74,11 @@ class _Capture:
         from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
         from megatron.core.dist_checkpointing.moe.types import Part
         from megatron.core.dist_checkpointing.moe.types.snapshots import full_plan
-        from megatron.pretrain.checkpoint.trainer_state import LiveTrainerState
 
         self.trainer, self.state = trainer, trainer._state
         self.topology, self.rank = read_topology(8), torch.distributed.get_rank()
         self.tensors = state_tensors(self.state.chunks, self.state.optimizer, self.topology)
-        self.trainer_state = LiveTrainerState(self.state)
+        self.trainer_state = trainer_state_of(self.state)
         engine = ThreadEngine()
         self.capturers = [
             LiveCapturer(self.tensors, self.trainer_state, kind)

@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from trainer_states import trainer_state_of
 
 NAN = float("nan")
 GARBAGE = 77
@@ -82,14 +83,13 @@ class Frozen:
         )
         from megatron.core.dist_checkpointing.moe.megatron_state.model_operators import model_operators
         from megatron.core.dist_checkpointing.moe.replay.execution import LiveExecution
-        from megatron.pretrain.checkpoint.trainer_state import LiveTrainerState
 
         self.trainer, self.state = trainer, trainer._state
         chunks, optimizer, topology = self.state.chunks, self.state.optimizer, read_topology(8)
         self.tensors = state_tensors(chunks, optimizer, topology)
         self.operators = model_operators(chunks)
         self.operator_of = operators_of_parameters(chunks, topology)
-        self.trainer_state = LiveTrainerState(self.state)
+        self.trainer_state = trainer_state_of(self.state)
         self.execution = LiveExecution(chunks, optimizer, self.operator_of)
         self.reports: list[Any] = []
         trainer._metrics.record = self.reports.append

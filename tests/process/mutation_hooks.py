@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 Restored = Callable[[Any], None]
-"""What is done to a training state after its trainer state was put back."""
+"""What is done to an optimizer after trainer state was put back."""
 
 
 @contextlib.contextmanager
@@ -169,13 +169,13 @@ def step_counts_of_adam_one_too_high() -> Any:
 
 
 def restored_otherwise(change: Restored) -> Any:
-    """Each time that trainer state was put back, `change` is done to the training state."""
-    from megatron.pretrain.checkpoint.trainer_state import LiveTrainerState
+    """Each time that trainer state was put back, `change` is done to the optimizer."""
+    from megatron.core.dist_checkpointing.moe.megatron_state.trainer_state import LiveTrainerState
 
     def make(restore: Any) -> Any:
         def changed(self: Any, *saved: Any) -> None:
             restore(self, *saved)
-            change(self._state)
+            change(self._optimizer)
 
         return changed
 
@@ -183,8 +183,8 @@ def restored_otherwise(change: Restored) -> Any:
 
 
 def _times(name: str, factor: float) -> Any:
-    def change(state: Any) -> None:
-        for group in state.optimizer.param_groups:
+    def change(optimizer: Any) -> None:
+        for group in optimizer.param_groups:
             group[name] *= factor
 
     return restored_otherwise(change)
@@ -198,29 +198,29 @@ def another_weight_decay() -> Any:
     return _times("weight_decay", 1.1)
 
 
-def _scalers(state: Any) -> list[Any]:
-    members = getattr(state.optimizer, "chained_optimizers", [state.optimizer])
+def _scalers(optimizer: Any) -> list[Any]:
+    members = getattr(optimizer, "chained_optimizers", [optimizer])
     return [member.grad_scaler for member in members]
 
 
 def another_loss_scale() -> Any:
-    def change(state: Any) -> None:
-        for scaler in _scalers(state):
+    def change(optimizer: Any) -> None:
+        for scaler in _scalers(optimizer):
             scaler._scale *= 4
 
     return restored_otherwise(change)
 
 
 def another_count_of_steps_since_the_last_overflow() -> Any:
-    def change(state: Any) -> None:
-        for scaler in _scalers(state):
+    def change(optimizer: Any) -> None:
+        for scaler in _scalers(optimizer):
             scaler._growth_tracker += 1
 
     return restored_otherwise(change)
 
 
 def random_states_left_as_they_are() -> Any:
-    from megatron.pretrain.checkpoint import trainer_state
+    from megatron.core.dist_checkpointing.moe.megatron_state import trainer_state
 
     return patched(trainer_state, "_restore_random", lambda _: lambda tensors: None)
 

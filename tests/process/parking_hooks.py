@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 from frozen_hooks import Frozen, Moment
+from trainer_states import manage
 
 BEFORE, ITERATIONS = 1, 3
 KINDS = ("gradients", "finish", "loss", "step", "gather")
@@ -43,27 +44,27 @@ def interrupted(folder: str) -> Iterator[None]:
         yield
 
 
-class Guarded:
-    """Stands where training has a session: all that it does is to follow the step."""
+def guarded_by(guard: Any) -> Any:
+    """A session that does nothing but follow the step; `inside` while that is under way."""
+    from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected
 
-    def __init__(self, guard: Any) -> None:
-        self.guard, self.inside, self.is_replaying = guard, False, False
-        self.passes, self.reduced = guard.passes, guard.reduced
+    class Guarded(Unprotected):
+        protects, inside = True, False
+        passes, reduced = staticmethod(guard.passes), staticmethod(guard.reduced)
 
-    def before_optimizer(self) -> float:
-        return 0.0
+        @contextlib.contextmanager
+        def stepping(self, iteration: int, *_unused: Any) -> Iterator[None]:
+            self.inside = True
+            try:
+                with guard.stepping(iteration):
+                    yield
+            finally:
+                self.inside = False
 
-    @contextlib.contextmanager
-    def stepping(self, iteration: int, *_unused: Any) -> Iterator[None]:
-        self.inside = True
-        try:
-            with self.guard.stepping(iteration):
-                yield
-        finally:
-            self.inside = False
+        def whole(self, iteration: int, journal: Any) -> None:
+            guard.stands(iteration)
 
-    def whole(self, iteration: int, _journal: Any) -> None:
-        self.guard.stands(iteration)
+    return Guarded()
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Lost(RuntimeError):
 class Network:
     """Counts the collectives of a step, and breaks at a fault."""
 
-    def __init__(self, guarded: Guarded, fault: Fault | None = None) -> None:
+    def __init__(self, guarded: Any, fault: Fault | None = None) -> None:
         self.guarded, self.fault = guarded, fault
         self.counts = dict.fromkeys(KINDS, 0)
         self.within = False
@@ -174,7 +175,7 @@ class Parking(Frozen):
         self.folder, self.rank = folder, torch.distributed.get_rank()
         live = (self.state.chunks, self.state.optimizer, read_topology(8))
         self.guard = StepGuard(self.state.optimizer)
-        self.guarded = Guarded(self.guard)
+        self.guarded = guarded_by(self.guard)
         self.restorer, self.stepped = live_restorer(*live), stepped_parameters(*live)
         self.parker = self._parker()
 
@@ -209,9 +210,12 @@ class Parking(Frozen):
 
     def train(self, session: Any = None) -> Any:
         """The passes and the step of one iteration, with or without the guard; returns its journal."""
-        iteration = self.state.progress.iteration + 1
-        with mock.patch.object(self.trainer, "_session", session or self.trainer._session):
-            return self.trainer._train_step(iteration, self.batches).journal
+        manager = manage(self.trainer, session)
+        manager.resume(lambda: self.state.progress.iteration)
+        try:
+            return self.trainer._train_step(self.batches)
+        finally:
+            manager.detach()
 
     def facts(self) -> dict[str, Any]:
         """Of each fault what was parked, and what of it differs from a run without; all lists are empty if all is

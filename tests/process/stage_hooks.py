@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 from frozen_hooks import BEFORE, ITERATIONS, Frozen, Moment
+from trainer_states import communicating
 
 PATIENCE_S = 120.0
 
@@ -89,7 +90,8 @@ class Alone(Frozen):
         from megatron.core.dist_checkpointing.moe.local_recovery.communicator import BoundaryCommunicator
 
         group = parallel_state.get_pipeline_model_parallel_group()
-        communicator = self.trainer._boundary = BoundaryCommunicator(group, self.trainer._transformer)
+        communicator = BoundaryCommunicator(group, self.trainer._transformer)
+        self.session = communicating(self.trainer, communicator)
         communicator.connect()
         return communicator
 
@@ -106,6 +108,13 @@ class Alone(Frozen):
 
             setattr(owner, name, count)
 
+        config, finalize = self.trainer._transformer, self.trainer._transformer.finalize_model_grads_func
+
+        def finalized(chunks: Any, num_tokens: torch.Tensor | None = None, **options: Any) -> None:
+            finalize(chunks, num_tokens, **options)
+            self.num_tokens = None if num_tokens is None else int(num_tokens.item())
+
+        config.finalize_model_grads_func = finalized
         counted(schedules, "forward_step")
         counted(schedules, "backward_step")
         counted(self.communicator, "_communicate")
@@ -139,7 +148,7 @@ class Alone(Frozen):
         """One iteration of the driver, and how it came out."""
         from dataclasses import replace
 
-        return replace(super().iterate(), num_tokens=self.trainer._num_tokens)
+        return replace(super().iterate(), num_tokens=self.num_tokens)
 
     def logged(self) -> Moment:
         """An iteration whose sent tensors are sealed in a log afterwards."""
@@ -183,7 +192,7 @@ class Alone(Frozen):
         before, found = Counter(self.done), dict[str, Any]()
         self.replayed_iterations = 0
         if self.rank in ranks:
-            with mock.patch.object(type(self.trainer._session), "replays_alone", True):
+            with mock.patch.object(self.session, "replays_alone", True):
                 for name, work in {"confused": self.confused, "dense": self.dense, "sparse": self.sparse}.items():
                     found[name] = work(stages, moments)
         else:

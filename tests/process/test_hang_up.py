@@ -17,10 +17,10 @@ from hang_up_hooks import BUSY_S, chained
 from runs import Layout, flags
 from world import ROOT, World
 
-from megatron.core.dist_checkpointing.moe.ports import PeerLost
-from megatron.pretrain.errors import Terminated, TrainingFailure
-from megatron.pretrain.stopping import Termination
-from megatron.pretrain.worker import is_lost_peer
+from megatron.core.dist_checkpointing.moe.errors import PeerLost, Terminated
+from megatron.core.dist_checkpointing.moe.runtime.disconnect import is_lost_peer
+from megatron.core.dist_checkpointing.moe.runtime.termination import Termination
+from megatron.pretrain.errors import TrainingFailure
 
 LAYOUT = Layout(pp=1, ep=1, ranks=3)
 
@@ -53,7 +53,7 @@ def test_only_connected_tcp_sockets_are_closed() -> None:
     """In a process of its own: a listener and a local pair go on, a connection does not."""
     code = """
 import socket
-from megatron.pretrain.disconnect import close_connections
+from megatron.core.dist_checkpointing.moe.runtime.disconnect import close_connections
 listener = socket.create_server(("127.0.0.1", 0))
 caller = socket.create_connection(listener.getsockname())
 called, _ = listener.accept()

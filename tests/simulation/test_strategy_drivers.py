@@ -19,8 +19,8 @@ from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Strategy
 from megatron.core.dist_checkpointing.moe.types import ModelShape, SnapshotPlan
 from megatron.pretrain.config import parse_config
+from megatron.pretrain.config.checks import protection
 from megatron.pretrain.config.derived import Environment
-from megatron.pretrain.config.protection import protection
 from moe_ckpt.commands.plan.counts_file import load_counts
 from moe_ckpt.simulator.driver import Driver
 

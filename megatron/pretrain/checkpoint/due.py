@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.core.dist_checkpointing.moe.runtime.faults import FaultInjector, Phase
+from megatron.core.dist_checkpointing.moe import MoECheckpointManager
 from megatron.pretrain.checkpoint.save import Saver
 from megatron.pretrain.checkpoint.state import TrainingState
 from megatron.pretrain.progress import log_progress
@@ -11,8 +11,8 @@ from megatron.pretrain.progress import log_progress
 class Checkpoints:
     """Saves where `--save-interval` asks for it, and at the end; without `--save` never. Methods are collectives."""
 
-    def __init__(self, state: TrainingState, faults: FaultInjector) -> None:
-        self._state, self._faults = state, faults
+    def __init__(self, state: TrainingState, manager: MoECheckpointManager) -> None:
+        self._state, self._manager = state, manager
         self._saver = Saver(state) if state.config.checkpoint.save else None
         self._noted_iteration: int | None = None
 
@@ -59,4 +59,4 @@ class Checkpoints:
     def _save(self, saver: Saver) -> None:
         saver.save()
         self._note_saved()
-        self._faults.reached(self._state.progress.iteration, Phase.SAVE)
+        self._manager.saved()

@@ -4,60 +4,52 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 
-from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.moe import MoECheckpointManager, ProcessInfo, Timestamps
 from megatron.core.dist_checkpointing.moe.config import flag_name
 from megatron.core.dist_checkpointing.moe.errors import (
     CheckpointFailure,
     MoECheckpointError,
+    PeerLost,
+    StoreFailure,
+    Terminated,
     UnreadableCheckpoint,
 )
-from megatron.core.dist_checkpointing.moe.local_recovery.survivor import Passes
-from megatron.core.dist_checkpointing.moe.policy.parking import Cause
-from megatron.core.dist_checkpointing.moe.ports import PeerLost, StoreFailure
-from megatron.core.dist_checkpointing.moe.recovery.timestamps import Timestamps
-from megatron.core.dist_checkpointing.moe.runtime.live_state import Training
-from megatron.core.dist_checkpointing.moe.runtime.process_info import ProcessInfo
-from megatron.core.dist_checkpointing.moe.runtime.session import Session
-from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_model_config
 from megatron.pretrain.agreement import on_rank_zero
 from megatron.pretrain.checkpoint.directory import CheckpointDirectory
 from megatron.pretrain.checkpoint.load import load_checkpoint
+from megatron.pretrain.checkpoint.loop_state import ProgressState
 from megatron.pretrain.checkpoint.state import TrainingState
-from megatron.pretrain.checkpoint.trainer_state import LiveTrainerState
-from megatron.pretrain.config import PretrainConfig, parse_config
+from megatron.pretrain.config import parse_config
 from megatron.pretrain.config.model import ModelConfig, MoEConfig
 from megatron.pretrain.config.training import OptimizerFlags
-from megatron.pretrain.disconnect import close_connections
-from megatron.pretrain.errors import InvalidInput, PretrainError, Terminated, TrainingFailure
+from megatron.pretrain.errors import InvalidInput, PretrainError, TrainingFailure
 from megatron.pretrain.initialize import Launch
-from megatron.pretrain.worker import is_lost_peer
-
-log = logging.getLogger(__name__)
 
 
-def resume(state: TrainingState, launch: Launch, marks: Timestamps | None = None) -> Session | Unprotected:
+def resume(state: TrainingState, launch: Launch, marks: Timestamps | None = None) -> MoECheckpointManager:
     """Bring the state to where training goes on.
 
     A collective. Of what an earlier attempt left in memory and storage, and the checkpoints of `--load`, the newest
-    usable one is taken. The session has to begin yet: it may have to run iterations again, or to wait for stages that
-    do.
+    usable one is taken. Iterations may have to be run again, or other stages waited for, before training goes on.
     """
-    if state.config.moe_checkpoint.strategy == "none":
-        if state.config.checkpoint.load is not None:
-            load_checkpoint(state)
-        return Unprotected()
-    trainer = LiveTrainerState(state)
+    loop_state, checkpoint = ProgressState(state.progress, state.config.argv), state.config.checkpoint
+    load = None if checkpoint.load is None else partial(_load, state)
     with driver_errors():
-        session = _open(state, launch, trainer, marks)
-        _restore(state, session)
-        if session.repeats_steps and trainer.recorded_flags is not None:
-            refuse_other_flags(trainer.recorded_flags, state.config.argv)
-    return session
+        manager = _manager(state, launch, loop_state, marks)
+        newest = on_rank_zero(lambda: _newest_dense(state), errors=(InvalidInput,))
+        # A restart goes on from what its own job did; which checkpoint was asked for matters to the first start.
+        manager.resume(load, newest, asked_for=checkpoint.ckpt_step is not None or checkpoint.finetune)
+        if manager.repeats_steps and loop_state.recorded_flags is not None:
+            refuse_other_flags(loop_state.recorded_flags, state.config.argv)
+    return manager
+
+
+def _load(state: TrainingState) -> int:
+    load_checkpoint(state)
+    return state.progress.iteration
 
 
 @contextlib.contextmanager
@@ -65,24 +57,14 @@ def driver_errors() -> Iterator[None]:
     """Turn errors of the subsystem into the driver's: a lost peer is worth a restart, all else would come again."""
     try:
         yield
+    except Terminated as error:
+        raise TrainingFailure(str(error)) from error
     except (PeerLost, StoreFailure) as error:
         raise TrainingFailure(f"{error}; leaving, so that the job can be restarted") from error
     except CheckpointFailure as error:
         raise PretrainError(str(error)) from error
     except MoECheckpointError as error:
         raise InvalidInput(str(error)) from error
-
-
-def leave(session: Session | Unprotected, error: BaseException) -> None:
-    """Training ends here with an error: let the other ranks know at once, and put aside what is whole."""
-    if isinstance(session, Unprotected):
-        return  # with nothing to put aside this rank is gone soon enough
-    if isinstance(error, Terminated):
-        cause = Cause.TOLD_TO_END
-    else:
-        cause = Cause.PEER_LOST if is_lost_peer(error) else Cause.OWN_ERROR
-    close_connections()
-    session.failure(cause)
 
 
 def refuse_other_flags(recorded: Sequence[str], given: Sequence[str]) -> None:
@@ -110,51 +92,23 @@ _SHAPING_FIELDS = (
 )  # fmt: skip
 
 
-def _open(state: TrainingState, launch: Launch, trainer: LiveTrainerState, marks: Timestamps | None) -> Session:
-    config, transformer = state.config, get_model_config(state.chunks[0])
-    training = Training(
+def _manager(
+    state: TrainingState, launch: Launch, loop_state: ProgressState, marks: Timestamps | None
+) -> MoECheckpointManager:
+    training = state.config.training
+    return MoECheckpointManager(
         state.chunks,
         state.optimizer,
-        trainer,
-        tokens_per_iteration=(config.training.global_batch_size or 0) * (config.training.seq_length or 0),
-        iterations=config.training.train_iters or 0,
-        topk=config.moe.moe_router_topk,
-        passes=_passes(config, transformer),
+        state.scheduler,
+        state.config.moe_checkpoint,
+        train_iters=training.train_iters or 0,
+        global_batch_size=training.global_batch_size or 0,
+        micro_batch_size=training.micro_batch_size or 1,
+        seq_length=training.seq_length or 0,
+        state=loop_state,
+        place=ProcessInfo(launch.local_rank, launch.node, launch.job_id),
+        timestamps=marks,
     )
-    place = ProcessInfo(launch.local_rank, launch.node, launch.job_id)
-    return Session(config.moe_checkpoint, training, place, marks)
-
-
-def _passes(config: PretrainConfig, transformer: TransformerConfig) -> Passes:
-    training = config.training
-    samples, microbatch = training.global_batch_size or 0, training.micro_batch_size or 1
-    data_parallel = parallel_state.get_data_parallel_world_size()
-    return Passes(transformer, training.seq_length or 0, microbatch, samples // (microbatch * data_parallel))
-
-
-def _restore(state: TrainingState, session: Session) -> None:
-    plan, checkpoint = session.look(), state.config.checkpoint
-    dense = on_rank_zero(lambda: _newest_dense(state), errors=(InvalidInput,))
-    # A restart goes on from what its own job did; which checkpoint was asked for matters to the first start.
-    asked = checkpoint.ckpt_step is not None or checkpoint.finetune
-    if plan is not None and (session.is_own if asked else plan.target >= dense):
-        if session.carry_out() is not None:
-            return
-        if checkpoint.load is None:
-            raise InvalidInput(
-                "all copies of the training state in memory and storage are damaged or lost, see the reasons above;"
-                " give --load with an older checkpoint, or remove them to begin at iteration 0"
-            )
-        session.clear_counters()
-    if plan is None and session.unusable and checkpoint.load is None:
-        raise InvalidInput(
-            f"--moe-ckpt-persist-dir has snapshots that this job cannot use: {session.unusable}; give --load, or"
-            " another folder to begin at iteration 0"
-        )
-    if checkpoint.load is not None:
-        load_checkpoint(state)
-        session.refresh()
-    session.discard()
 
 
 def _newest_dense(state: TrainingState) -> int:

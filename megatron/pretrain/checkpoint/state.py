@@ -12,7 +12,9 @@ import torch
 
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import gather_compute_weights
+from megatron.core.dist_checkpointing.moe.megatron_state.trainer_state import load_scheduler
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
@@ -114,7 +116,10 @@ def apply_state_dict(state: TrainingState, loaded: dict[str, Any], parts: Parts)
     if parts.optimizer:
         state.optimizer.load_state_dict(loaded["optimizer"])
         separate_steps(state.optimizer)
-        load_schedules(state.scheduler, loaded["opt_param_scheduler"], "checkpoint")
+        try:
+            load_scheduler(state.scheduler, loaded["opt_param_scheduler"], "checkpoint")
+        except UsageError as error:
+            raise InvalidInput(str(error)) from error
     else:
         # Master weights are still those of the initialization; take them from the loaded compute weights.
         state.optimizer.reload_model_params()
@@ -126,18 +131,6 @@ def apply_state_dict(state: TrainingState, loaded: dict[str, Any], parts: Parts)
         state.progress.evaluated_iteration = loaded["iteration"]  # checkpoints are taken after evaluations
         state.progress.consumed_train_samples = getattr(recorded, "consumed_train_samples", 0)
         state.progress.consumed_valid_samples = getattr(recorded, "consumed_valid_samples", 0)
-
-
-def load_schedules(scheduler: OptimizerParamScheduler, saved: dict[str, Any], source: str) -> None:
-    """Raises InvalidInput when this job's schedules are others than those of `source`."""
-    try:
-        scheduler.load_state_dict(saved)
-    except AssertionError as error:
-        raise InvalidInput(
-            f"the schedules of this job are not those of the {source} ({error}); give the same --train-iters, "
-            "--lr-decay-iters and learning rates, or --override-opt_param-scheduler to take the new ones, or "
-            "--use-checkpoint-opt_param-scheduler to keep the old ones"
-        ) from error
 
 
 def _plain_values(state: TrainingState) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.dist_checkpointing.moe.config import out_of_range
+from megatron.core.dist_checkpointing.moe.contradictions import contradictions
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.config.derived import (
     Environment,
@@ -12,7 +13,6 @@ from megatron.pretrain.config.derived import (
     moe_layer_pattern,
     virtual_pipeline_size,
 )
-from megatron.pretrain.config.protection import faults, protection
 
 
 def required(config: PretrainConfig, _: Environment) -> Iterator[str]:
@@ -29,7 +29,8 @@ def required(config: PretrainConfig, _: Environment) -> Iterator[str]:
     if missing:
         yield f"missing {', '.join(missing)}; see --help"
     for group in config.groups():
-        yield from out_of_range(group, prefix=getattr(group, "PREFIX", ""))
+        if group is not config.moe_checkpoint:
+            yield from out_of_range(group, prefix=getattr(group, "PREFIX", ""))
     if config.optimizer.lr == 0:
         yield "--lr 0 trains nothing"
     data, sources = config.data, 0
@@ -250,5 +251,14 @@ def _partial_saves(config: PretrainConfig, save_experts: int) -> Iterator[str]:
         )
 
 
+def protection(config: PretrainConfig, environment: Environment) -> Iterator[str]:
+    yield from contradictions(
+        config.moe_checkpoint,
+        world_size=environment.world_size,
+        num_experts=config.moe.num_experts or 0,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+    )
+
+
 BEFORE_DEFAULTS = (required, devices, layout)
-AFTER_DEFAULTS = (batches, model, experts, precision, schedule, checkpoints, faults, protection)
+AFTER_DEFAULTS = (batches, model, experts, precision, schedule, checkpoints, protection)

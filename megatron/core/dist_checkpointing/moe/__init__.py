@@ -1,0 +1,40 @@
+"""Checkpoints of Mixture-of-Experts training at every iteration, in host memory, and exact recovery from them.
+
+What a training loop needs has its name here; importing the package imports none of it, nor torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import MoECheckpointConfig as MoECheckpointConfig
+    from .manager import MoECheckpointManager as MoECheckpointManager
+    from .megatron_state.trainer_state import LoopState as LoopState
+    from .recovery.timestamps import Milestone as Milestone
+    from .recovery.timestamps import Timestamps as Timestamps
+    from .runtime.disconnect import is_lost_peer as is_lost_peer
+    from .runtime.process_info import ProcessInfo as ProcessInfo
+    from .snapshot.coordinator import ProtectionReport as ProtectionReport
+    from .types import StepJournal as StepJournal
+
+_MODULES = {
+    "LoopState": "megatron_state.trainer_state",
+    "Milestone": "recovery.timestamps",
+    "MoECheckpointConfig": "config",
+    "MoECheckpointManager": "manager",
+    "ProcessInfo": "runtime.process_info",
+    "ProtectionReport": "snapshot.coordinator",
+    "StepJournal": "types",
+    "Timestamps": "recovery.timestamps",
+    "is_lost_peer": "runtime.disconnect",
+}
+
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_MODULES[name]}", __name__), name)

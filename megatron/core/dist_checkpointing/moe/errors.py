@@ -52,3 +52,7 @@ class NoRoom(StoreFailure):
 
 class PeerLost(MoECheckpointError):
     """Another rank did not answer in time, or its connection broke; the sentence names it and what was waited for."""
+
+
+class Terminated(MoECheckpointError):
+    """The launcher asked this process to end (SIGTERM), as it does with all when one has failed."""

@@ -26,7 +26,7 @@ class Phase(Enum):
     SAVE = "save"
     """Right after a checkpoint save returned or was scheduled."""
     END = "end"
-    """At the end of the iteration, after logging."""
+    """At the end of the iteration, when its numbers are written down."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import getpass
+import os
 import shutil
+import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +20,9 @@ from ..storage.memory import MemoryStore
 from ..storage.ownership import slot_directory
 from ..types import Topology
 
+NODE_NAME = "MOE_CKPT_NODE"
+"""Environment variable that names the node where several are played on one machine; else the host's name counts."""
+
 
 @dataclass(frozen=True)
 class ProcessInfo:
@@ -29,6 +34,23 @@ class ProcessInfo:
     local_rank: int
     node: str
     job_id: str
+
+    @classmethod
+    def from_environment(cls) -> ProcessInfo:
+        """As torchrun's or Slurm's variables say; without a launcher, one process on this host.
+
+        `MOE_CKPT_NODE` names the node where several are played on one machine.
+        """
+        local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
+        return cls(int(local_rank), os.environ.get(NODE_NAME) or socket.gethostname(), _job_id())
+
+
+def _job_id() -> str:
+    """A name that all attempts of one job share and two jobs do not: of torchrun's run, Slurm's job, or its parent."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if run_id != "none":
+        return run_id
+    return f"slurm-{os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else f"agent-{os.getppid()}"
 
 
 def memory_folder(config: MoECheckpointConfig) -> Path:

@@ -86,6 +86,8 @@ class Session:
     the ranks that replay together.
     """
 
+    protects = True
+
     def __init__(
         self, config: MoECheckpointConfig, training: Training, place: ProcessInfo, timestamps: Timestamps | None = None
     ) -> None:

@@ -14,7 +14,7 @@ class Unprotected:
     Nothing is found, restored or replayed, and no collective is entered; `report` has nothing to tell.
     """
 
-    is_replaying = replays_alone = repeats_steps = is_own = False
+    protects = is_replaying = replays_alone = repeats_steps = is_own = False
     communicator = unreported = episode = None
     unusable = ""
 

@@ -1,52 +1,78 @@
-"""What training keeps beside weights and moments: progress, schedules, loss scale, random states."""
+"""What training keeps beside weights and moments: counts, schedules, loss scale, random states."""
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
 import torch
 
 from megatron.core import tensor_parallel
-from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.ports import Json
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.pretrain.checkpoint.state import TrainingState, load_schedules
-from megatron.pretrain.errors import InvalidInput
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-_COUNTS = ("iteration", "consumed_train_samples", "consumed_valid_samples", "evaluated_iteration")
+from ..errors import UnreadableCheckpoint, UsageError
+from ..ports import Json
+
+ITERATION = "iteration"
 _GROUP_FIELDS = ("lr", "weight_decay", "step")
 _TRACKED = "tracker/"
-_COMMAND = "command"
-"""How the job was started, for a conversion that has to start it again; nothing is restored from it."""
+
+
+class LoopState(Protocol):
+    """What the training loop itself counts, such as consumed samples; whatever has these two methods will do."""
+
+    def state_dict(self) -> dict[str, Json]:
+        """All of it as JSON values, with the same keys each time; called between iterations, and once per snapshot."""
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave after the iteration `values["iteration"]`."""
+
+
+class NoLoopState:
+    """The state of a loop that counts nothing but iterations."""
+
+    def state_dict(self) -> dict[str, Json]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        """There is nothing to take back."""
 
 
 class LiveTrainerState:
     """The `ports.TrainerState` of live training; call it between iterations.
 
-    `step` is among the fields of parameter groups only where a fused Adam counts there. recorded_flags: those of the
-    start that made what was restored last; None before, or where nobody wrote them down.
+    `step` is among the fields of parameter groups only where a fused Adam counts there.
+
+    Args:
+        optimizer: Its parameter groups and loss scalers.
+        scheduler: Its steps; None where nothing is scheduled.
+        loop: What the training loop counts.
+
+    Attributes:
+        iteration: The one after which training stands.
     """
 
-    def __init__(self, state: TrainingState) -> None:
-        self._state = state
-        self._command: dict[str, Json] = {"flags": list(state.config.argv), "folder": os.getcwd()}
-        self.recorded_flags: tuple[str, ...] | None = None
+    def __init__(
+        self, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler | None, loop: LoopState
+    ) -> None:
+        self._optimizer, self._scheduler, self._loop = optimizer, scheduler, loop
+        self.iteration = 0
 
     def scalars(self) -> dict[str, Json]:
         """As `ports.TrainerState.scalars`."""
-        state = self._state
-        counts: dict[str, Json] = {name: getattr(state.progress, name) for name in _COUNTS}
-        return counts | {
-            _COMMAND: self._command,
-            "scheduler": _plain(state.scheduler.state_dict()),
-            "grad_scalers": [_plain(scaler.state_dict()) for scaler in _scalers(state.optimizer)],
+        return self._loop.state_dict() | {ITERATION: self.iteration} | self._schedules()
+
+    def _schedules(self) -> dict[str, Json]:
+        return {
+            "scheduler": _plain(self._scheduler.state_dict()) if self._scheduler is not None else {},
+            "grad_scalers": [_plain(scaler.state_dict()) for scaler in _scalers(self._optimizer)],
             "param_groups": [
                 {name: _plain(group[name]) for name in _GROUP_FIELDS if name in group}
-                for group in state.optimizer.param_groups
+                for group in self._optimizer.param_groups
             ],
         }
 
@@ -61,38 +87,34 @@ class LiveTrainerState:
     def restore(self, scalars: Mapping[str, Json], tensors: Mapping[str, memoryview]) -> None:
         """As `ports.TrainerState.restore`; nothing is changed when something is missing.
 
-        Raises InvalidInput when the schedules of this job are others than those of the snapshot.
+        Raises UsageError when the schedules of this job are others than those of the snapshot.
         """
         self._check(scalars, tensors)
         saved = dict[str, Any](scalars)
-        _load_groups(self._state.optimizer, saved["param_groups"])
-        self._restore_common(saved)
+        _load_groups(self._optimizer, saved["param_groups"])
+        self.restore_common(saved)
         _restore_random(tensors)
-        if saved.get(_COMMAND):
-            self.recorded_flags = tuple(saved[_COMMAND]["flags"])
 
     def restore_common(self, scalars: Mapping[str, Json]) -> None:
         """As `ports.TrainerState.restore_common`."""
-        self._restore_common(dict[str, Any](scalars))
-
-    def _restore_common(self, saved: dict[str, Any]) -> None:
-        state = self._state
-        _load_schedules(state, saved["scheduler"])
+        saved = dict[str, Any](scalars)
+        if self._scheduler is not None:
+            load_scheduler(self._scheduler, saved["scheduler"])
         # A stage may lack the part of the optimizer that has the experts, and its scaler.
-        for scaler, values in zip(_scalers(state.optimizer), saved["grad_scalers"], strict=False):
+        for scaler, values in zip(_scalers(self._optimizer), saved["grad_scalers"], strict=False):
             scaler.load_state_dict(_scaler_state(values))
-        for name in _COUNTS:
-            setattr(state.progress, name, saved[name])
+        self.iteration = int(saved[ITERATION])
+        self._loop.load_state_dict(saved)
 
     def _check(self, scalars: Mapping[str, Json], tensors: Mapping[str, memoryview]) -> None:
-        own, live = self.scalars(), self.tensors()
-        del own[_COMMAND]
+        live = self.tensors()
         missing = sorted(
-            [name for name in own if name not in scalars] + [f"random/{n}" for n in live if n not in tensors]
+            [name for name in self.scalars() if name not in scalars]
+            + [f"random/{name}" for name in live if name not in tensors]
         )
         if missing:
             raise UnreadableCheckpoint(f"the snapshot lacks trainer state: {', '.join(missing)}")
-        for name, value in own.items():
+        for name, value in self._schedules().items():
             path = _other_shape(value, scalars[name], name)
             if path:
                 raise UnreadableCheckpoint(
@@ -105,6 +127,21 @@ class LiveTrainerState:
                     f"random state {name} has {tensors[name].nbytes} bytes, but this job's has {view.nbytes}: the"
                     " snapshot was made on another kind of device or with another version of torch"
                 )
+
+
+def load_scheduler(scheduler: OptimizerParamScheduler, saved: dict[str, Any], source: str = "snapshot") -> None:
+    """Set a scheduler to what its `state_dict` was; raises UsageError, and changes nothing, where settings differ."""
+    before = scheduler.num_steps
+    scheduler.num_steps = 0  # core adds what it loads to what was counted before
+    try:
+        scheduler.load_state_dict(saved)
+    except AssertionError as error:
+        scheduler.num_steps = before
+        raise UsageError(
+            f"the schedules of this job are not those of the {source} ({error}); give the same --train-iters, "
+            "--lr-decay-iters and learning rates, or --override-opt_param-scheduler to take the new ones, or "
+            "--use-checkpoint-opt_param-scheduler to keep the old ones"
+        ) from error
 
 
 def _other_shape(own: Json, saved: Json, path: str) -> str:
@@ -158,21 +195,11 @@ def _load_groups(optimizer: MegatronOptimizer, saved: list[dict[str, Any]]) -> N
                 group[name] = values[name]
 
 
-def _load_schedules(state: TrainingState, saved: dict[str, Any]) -> None:
-    before = state.scheduler.num_steps
-    state.scheduler.num_steps = 0  # core adds what it loads to what was counted before
-    try:
-        load_schedules(state.scheduler, saved, "snapshot")
-    except InvalidInput:
-        state.scheduler.num_steps = before
-        raise
-
-
 def _tracked() -> dict[str, torch.Tensor]:
     states: dict[str, Any] = tensor_parallel.get_cuda_rng_tracker().get_states()
     for name, tracked in states.items():
         if not isinstance(tracked, torch.Tensor):
-            raise InvalidInput(f"random state {name} is a generator, as CUDA graphs need it, and cannot be captured")
+            raise UsageError(f"random state {name} is a generator, as CUDA graphs need it, and cannot be captured")
     return states
 
 

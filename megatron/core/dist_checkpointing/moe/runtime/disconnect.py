@@ -1,4 +1,4 @@
-"""Lets the other ranks know at once that this one is leaving, while it still has state to put aside."""
+"""The end of connections to peers: how a rank hears that one is gone, and lets others know that it is leaving."""
 
 from __future__ import annotations
 
@@ -10,9 +10,28 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ..ports import PeerLost
+
 _DESCRIPTORS = Path("/proc/self/fd")
 _ABORT_TIMEOUT_S = 5.0
 _STDERR = 2  # the last messages still go there, whatever the standard streams are
+
+# What gloo and NCCL say when the process at the other end is gone.
+_LOST_PEER = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Timed out"),
+    *("Application timeout caused pair closure", "Socket Timeout", "ncclRemoteError", "NCCL communicator was aborted"),
+)
+
+
+def is_lost_peer(error: BaseException | None) -> bool:
+    """Whether an error, or what it was raised from, says that another rank is gone: nothing is wrong with this one."""
+    while error is not None:
+        if isinstance(error, PeerLost):
+            return True
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_PEER):
+            return True
+        error = error.__cause__
+    return False
 
 
 def close_connections() -> int:

@@ -1,26 +1,36 @@
-"""Contradictions in the flags of checkpointing, each told with the values in it and what to change."""
+"""Contradictions in the settings of checkpointing, each told with the values in it and what to change."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
 
-from megatron.core.dist_checkpointing.moe.errors import UsageError as FaultUsageError
-from megatron.core.dist_checkpointing.moe.runtime.faults import check_fault_ranks, parse_fault
-from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES
-from megatron.pretrain.config import PretrainConfig
-from megatron.pretrain.config.derived import Environment
+from .config import MoECheckpointConfig, out_of_range
+from .errors import UsageError
+from .runtime.faults import check_fault_ranks, parse_fault
+from .strategies import STRATEGIES
 
 
-def faults(config: PretrainConfig, environment: Environment) -> Iterator[str]:
+def contradictions(
+    given: MoECheckpointConfig, *, world_size: int, num_experts: int, use_distributed_optimizer: bool
+) -> Iterator[str]:
+    """Settings that are out of range, or that contradict each other or the job.
+
+    Args:
+        given: The settings.
+        world_size: Ranks of the job.
+        num_experts: Experts per MoE layer, 0 in a model without.
+        use_distributed_optimizer: Whether each rank's optimizer state is sharded over data-parallel ranks already.
+
+    Yields:
+        A sentence for each.
+    """
+    yield from out_of_range(given, given.PREFIX)
     try:
-        check_fault_ranks([parse_fault(text) for text in config.moe_checkpoint.inject_fault], environment.world_size)
-    except FaultUsageError as error:
+        check_fault_ranks([parse_fault(text) for text in given.inject_fault], world_size)
+    except UsageError as error:
         yield f"--moe-ckpt-inject-fault: {error}"
-
-
-def protection(config: PretrainConfig, environment: Environment) -> Iterator[str]:
-    given, default = config.moe_checkpoint, type(config.moe_checkpoint)()
+    default = MoECheckpointConfig()
     changed = [
         field.name
         for field in dataclasses.fields(given)
@@ -36,8 +46,8 @@ def protection(config: PretrainConfig, environment: Environment) -> Iterator[str
             owners = [owner for owner, strategy in STRATEGIES.items() if name.startswith(strategy.settings)]
             if owners and given.strategy not in owners:
                 yield f"{_moe_flag(name)} is for --moe-ckpt-strategy {owners[0]}, not {given.strategy}"
-        yield from STRATEGIES[given.strategy].contradictions(given, config.moe.num_experts or 0)
-    if given.shard != "none" and config.parallel.use_distributed_optimizer:
+        yield from STRATEGIES[given.strategy].contradictions(given, num_experts)
+    if given.shard != "none" and use_distributed_optimizer:
         yield (
             f"--moe-ckpt-shard {given.shard} is for state that data-parallel ranks hold alike, but with "
             "--use-distributed-optimizer each rank's state is sharded already; leave one of them out"
@@ -54,10 +64,10 @@ def protection(config: PretrainConfig, environment: Environment) -> Iterator[str
             f"--moe-ckpt-persist-interval {given.persist_interval} is below --moe-ckpt-interval {given.interval}: only "
             "snapshots become persistent"
         )
-    if given.replicas is not None and given.replicas >= environment.world_size:
+    if given.replicas is not None and given.replicas >= world_size:
         yield (
-            f"--moe-ckpt-replicas {given.replicas} needs as many peers, but the job has {environment.world_size} "
-            f"ranks: at most {environment.world_size - 1} are possible"
+            f"--moe-ckpt-replicas {given.replicas} needs as many peers, but the job has {world_size} "
+            f"ranks: at most {world_size - 1} are possible"
         )
 
 

@@ -1,0 +1,375 @@
+"""Checkpoints of a training job, from any loop over Megatron-Core: the one door into this package.
+
+A loop that trains with `full`, `pec` or `selective` makes three calls:
+
+    manager = MoECheckpointManager(model, optimizer, scheduler, config, train_iters=..., ...)
+    with manager.run():
+        for iteration in range(manager.resume(), train_iters):
+            ...                          # passes, optimizer.step(), scheduler.step()
+            manager.after_step()
+
+`sparse` runs iterations again after a fault, perhaps on some pipeline stages only, so it asks for two more:
+
+        manager.resume()
+        for iteration in manager.iterations():
+            with manager.forward_backward():
+                losses = forward_backward(..., p2p_communicator=manager.communicator,
+                                          pg_collection=manager.process_groups)
+            optimizer.step(); scheduler.step(...)
+            manager.after_step(loss)
+
+What the manager needs between these calls it hangs on the live optimizer: `optimizer.step` waits for copies of what it
+is going to change, and is followed from inside, so that a rank that fails in it knows how far it came.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core import parallel_state
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import get_model_config
+
+from .config import MoECheckpointConfig
+from .contradictions import contradictions
+from .errors import UsageError
+from .local_recovery.communicator import BoundaryCommunicator, process_groups
+from .local_recovery.survivor import Passes
+from .megatron_state.trainer_state import LiveTrainerState, LoopState, NoLoopState
+from .recovery.timeline import RecoveryTimeline
+from .recovery.timestamps import Timestamps
+from .runtime.faults import FaultInjector, Phase, parse_fault
+from .runtime.iteration_hooks import IterationHooks
+from .runtime.live_state import Training
+from .runtime.process_info import ProcessInfo
+from .runtime.session import Session
+from .runtime.step_order import LoopCall
+from .runtime.termination import Termination
+from .runtime.unprotected import Unprotected
+from .snapshot.coordinator import ProtectionReport
+from .strategies import STRATEGIES
+from .types import StepJournal
+
+
+class MoECheckpointManager:
+    """Protects one training process, and brings it back after a fault; all ranks make the same calls.
+
+    Args:
+        model: The model chunk of this rank, or all of them, wrapped in core's DistributedDataParallel.
+        optimizer: What core's `get_megatron_optimizer` gave for them; its `step` is the one that the loop calls.
+        scheduler: Core's, stepped by the loop after the optimizer.
+        config: The `--moe-ckpt-*` settings; with strategy `none`, the default, every call is free and does nothing.
+        train_iters: Iterations of the whole training.
+        global_batch_size: Samples of an iteration.
+        micro_batch_size: Samples of a microbatch.
+        seq_length: Tokens of a sample.
+        state: What the loop itself counts; restored with everything else.
+        place: Where this process runs; what the environment says if not given.
+        timestamps: What this process passed so far, for the timeline of a recovery.
+        session: Protects in place of what `config` asks for; benchmarks put other savers here.
+
+    Raises:
+        UsageError: Settings, model or folders cannot work; on all ranks alike, before anything was changed.
+        IncompleteState: Some bytes of the training state belong to no operator; names them.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler | None = None,
+        config: MoECheckpointConfig | None = None,
+        *,
+        train_iters: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        seq_length: int,
+        state: LoopState | None = None,
+        place: ProcessInfo | None = None,
+        timestamps: Timestamps | None = None,
+        session: Session | Unprotected | None = None,
+    ) -> None:
+        config, place = config or MoECheckpointConfig(), place or ProcessInfo.from_environment()
+        chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+        self._train_iters, transformer = train_iters, get_model_config(chunks[0])
+        _refuse_contradictions(config, chunks[0], transformer)
+        self._trainer = LiveTrainerState(optimizer, scheduler, state or NoLoopState())
+        self._faults = _fault_injector(config, place)
+        self._session: Session | Unprotected = session or Unprotected()
+        if session is None and config.strategy != "none":
+            microbatches = global_batch_size // (micro_batch_size * parallel_state.get_data_parallel_world_size())
+            training = Training(
+                chunks,
+                optimizer,
+                self._trainer,
+                tokens_per_iteration=global_batch_size * seq_length,
+                iterations=train_iters,
+                topk=getattr(transformer, "moe_router_topk", None) or 1,
+                passes=Passes(transformer, seq_length, micro_batch_size, microbatches),
+            )
+            self._session = Session(config, training, place, timestamps)
+        self._termination, self._finished, self._given = Termination(), False, 0
+        self._hooks = IterationHooks(
+            self._session,
+            optimizer,
+            transformer,
+            self._trainer,
+            self._faults,
+            self._termination,
+            replays=config.strategy != "none" and STRATEGIES[config.strategy].replays,
+        )
+        self._is_active = self._session.protects or bool(config.inject_fault)
+
+    # Before training.
+
+    def resume(self, load: Callable[[], int] | None = None, newest: int = -1, *, asked_for: bool = False) -> int:
+        """Bring model, optimizer, scheduler, random states and the loop's state to where training goes on.
+
+        The newest usable state is taken: of what an earlier attempt of this job left in memory, of persistent storage,
+        and of what `load` has to offer. A collective.
+
+        Args:
+            load: Loads a dense checkpoint in the way of the loop, or begins from scratch if there is none; returns the
+                iteration after which training then stands.
+            newest: The iteration that it would load, -1 if none; the same on all ranks.
+            asked_for: Whether a user named this very checkpoint: then only a restart of the same job passes it by.
+
+        Returns:
+            The iteration after which training stands. With `sparse` it may be one from which iterations are run again.
+
+        Raises:
+            UsageError: There are snapshots, but none can be used, and nothing else to begin from was given.
+        """
+        session = self._session
+        plan = session.look()
+        if plan is not None and (session.is_own if asked_for else plan.target >= newest):
+            if session.carry_out() is not None:
+                self._arm()
+                return self.iteration
+            if load is None:
+                raise UsageError(
+                    "all copies of the training state in memory and storage are damaged or lost, see the reasons above;"
+                    " give --load with an older checkpoint, or remove them to begin at iteration 0"
+                )
+            session.clear_counters()
+        if plan is None and session.unusable and load is None:
+            raise UsageError(
+                f"--moe-ckpt-persist-dir has snapshots that this job cannot use: {session.unusable}; give --load, or"
+                " another folder to begin at iteration 0"
+            )
+        if load is not None:
+            self._trainer.iteration = load()
+            session.refresh()
+        session.discard()
+        self._arm()
+        return self.iteration
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[MoECheckpointManager]:
+        """A block around training that ends well or is left with an error, which it lets through.
+
+        Where it ends well, also by `sys.exit(0)`, memory goes back to the node, unless iterations are left: then the
+        next start goes on from it. For an error other ranks are told at once and what is whole is put aside. SIGTERM
+        is caught where there is something to put aside, and becomes a Terminated error between two phases of a step.
+        """
+        if self.communicator is not None:
+            self._termination.install()
+        try:
+            yield self
+            self.finish(keep_memory=self.iteration < self._train_iters)
+        except BaseException as error:
+            if isinstance(error, SystemExit) and not error.code:
+                self.finish(keep_memory=self.iteration < self._train_iters)
+            else:
+                self._leave(error)
+            raise
+        finally:
+            self._termination.uninstall()
+
+    def begin(self) -> None:
+        """Protect training from here on, or make ready for iterations that are run again; a collective.
+
+        Made by the first call of an iteration if the loop does not. The model's `config.finalize_model_grads_func` has
+        to be set by then.
+        """
+        if self._is_active:
+            self._hooks.begin()
+
+    def rejoin(self) -> bool:
+        """Wait until all ranks stand at one iteration, when nothing is to be replayed any more; a collective.
+
+        Returns whether training was brought back after a fault. Made by the first call of the next iteration if the
+        loop does not. Raises PeerLost.
+        """
+        return self._is_active and self._hooks.rejoin()
+
+    def iterations(self) -> Iterator[int]:
+        """The iterations to run, from 1, each followed by `after_step`; those that are run again come first."""
+        self.begin()
+        while self.is_replaying:
+            yield self._next()
+        self.rejoin()
+        while self.iteration < self._train_iters:
+            yield self._next()
+
+    # In each iteration.
+
+    @contextlib.contextmanager
+    def forward_backward(self) -> Iterator[None]:
+        """A block around the forward and backward passes of an iteration, and the reduction of gradients."""
+        if not self._is_active:
+            yield
+            return
+        with self._hooks.forward_backward():
+            yield
+
+    def step_done(self) -> None:
+        """The scheduler has stepped and the loop has counted: the state after the iteration is complete.
+
+        Worth a call before evaluation or anything else that may lose a peer; `after_step` makes it otherwise.
+        """
+        if self._is_active:
+            self._hooks.step_done()
+
+    def after_step(self, loss: float | None = None) -> ProtectionReport | None:
+        """Protect the iteration, or in a replay take what was recorded of it; once in each iteration.
+
+        Args:
+            loss: As the attribute, where it becomes known after the step.
+
+        Returns:
+            What checkpointing did; None without a strategy and in a replay.
+
+        Raises:
+            UsageError: It was called twice, or without a step.
+            CheckpointFailure: Protection was lost, and `strict` is set.
+            MoECheckpointError: A replayed iteration came out otherwise than recorded.
+        """
+        if not self._is_active:
+            self._trainer.iteration += 1
+            return None
+        return self._hooks.after_step(loss)
+
+    def reported(self) -> None:
+        """The iteration's numbers were written down: a recovery of its state need not write them again."""
+        self._session.reported(self.iteration)
+        self._faults.reached(self.iteration, Phase.END)
+
+    def saved(self) -> None:
+        """A dense checkpoint was saved or scheduled; a point at which faults can be injected."""
+        self._faults.reached(self.iteration, Phase.SAVE)
+
+    def finish(self, *, keep_memory: bool = False) -> None:
+        """End well, before the block of `run` does; a collective. keep_memory: for another start of the same job."""
+        if self._finished:
+            return
+        if self._is_active:
+            self._hooks.finish(keep_memory=keep_memory)
+        self._finished = True
+
+    def detach(self) -> None:
+        """Take what was hung on the optimizer off it; the next `forward_backward` puts it back."""
+        self._hooks.disarm()
+
+    # What a loop may ask.
+
+    @property
+    def iteration(self) -> int:
+        """The iteration after which training stands."""
+        return self._trainer.iteration
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether iterations are run again: nothing may be evaluated, saved or reported as new meanwhile."""
+        return self._session.is_replaying
+
+    @property
+    def replays_alone(self) -> bool:
+        """Whether other pipeline stages only wait meanwhile: no collective may include them."""
+        return self._session.replays_alone
+
+    @property
+    def repeats_steps(self) -> bool:
+        """Whether any rank runs iterations again, which have to be shaped as they were; the same on all ranks."""
+        return self._session.repeats_steps
+
+    @property
+    def communicator(self) -> BoundaryCommunicator | None:
+        """For the `p2p_communicator` of pipeline schedules; None: core's own."""
+        return self._session.communicator
+
+    @property
+    def process_groups(self) -> Any:
+        """For the `pg_collection` of pipeline schedules, which goes with the communicator; None: core's own."""
+        return None if self._session.communicator is None else process_groups()
+
+    @property
+    def recovery(self) -> RecoveryTimeline | None:
+        """Phases and seconds of the recovery that training goes on from, once ranks have rejoined."""
+        return self._session.episode
+
+    @property
+    def unreported(self) -> StepJournal | None:
+        """How the recovered iteration came out where its numbers were not written down by this rank."""
+        return self._session.unreported
+
+    @property
+    def loss(self) -> float | None:
+        """Mean loss of the iteration over all ranks; set by the loop between passes and step, where it is known (on the
+        last pipeline stage). Replays are checked with it."""
+        return self._hooks.loss
+
+    @loss.setter
+    def loss(self, loss: float | None) -> None:
+        self._hooks.loss = loss
+
+    @property
+    def stall_s(self) -> float:
+        """How long the last optimizer step waited for copies, in seconds."""
+        return self._hooks.stall_s
+
+    def _next(self) -> int:
+        """The iteration that comes now. Raises UsageError if the one before it was given out and not made."""
+        iteration = self.iteration + 1
+        if self._given == iteration:
+            raise UsageError(
+                f"iteration {iteration} ended without {LoopCall.AFTER_STEP.value}, so nothing of it is protected; call"
+                " it once in each iteration, after the optimizer's and the scheduler's step"
+            )
+        self._given = iteration
+        return iteration
+
+    def _arm(self) -> None:
+        if self._is_active:
+            self._hooks.arm()
+
+    def _leave(self, error: BaseException) -> None:
+        # With nothing to put aside this rank is gone soon enough.
+        if self._session.protects and not self._finished:
+            self._hooks.leave(error)
+
+
+def _refuse_contradictions(config: MoECheckpointConfig, chunk: torch.nn.Module, transformer: Any) -> None:
+    settings = getattr(chunk, "ddp_config", None)
+    found = contradictions(
+        config,
+        world_size=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
+        num_experts=getattr(transformer, "num_moe_experts", None) or 0,
+        use_distributed_optimizer=bool(getattr(settings, "use_distributed_optimizer", False)),
+    )
+    if sentences := "; ".join(found):
+        raise UsageError(sentences)
+
+
+def _fault_injector(config: MoECheckpointConfig, place: ProcessInfo) -> FaultInjector:
+    """What it fired is remembered across restarts of the job."""
+    points = [parse_fault(text) for text in config.inject_fault]
+    ledger = Path(tempfile.gettempdir()) / f"moe-ckpt-faults-{place.job_id}"
+    return FaultInjector(points, torch.distributed.get_rank() if points else 0, ledger)
