@@ -50,7 +50,9 @@ def guarded_by(guard: Any) -> Any:
 
     class Guarded(Unprotected):
         protects, inside = True, False
-        passes, reduced = staticmethod(guard.passes), staticmethod(guard.reduced)
+
+        def __init__(self) -> None:
+            self.guard, self.passes, self.reduced = guard, guard.passes, guard.reduced
 
         @contextlib.contextmanager
         def stepping(self, iteration: int, *_unused: Any) -> Iterator[None]:
