@@ -79,11 +79,7 @@ def initialize(config: PretrainConfig, launch: Launch, marks: Timestamps | None 
     """
     layout = config.parallel
     if layout.device == "cpu":
-        from megatron.pretrain import cpu_device
-
-        # Core advises on the queues of a GPU.
-        warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")
-        cpu_device.install()
+        use_cpu()
     else:
         torch.cuda.set_device(launch.local_rank)
     timeout = datetime.timedelta(minutes=layout.distributed_timeout_minutes)
@@ -104,6 +100,15 @@ def initialize(config: PretrainConfig, launch: Launch, marks: Timestamps | None 
     _seed(config.training.seed, config.training.data_parallel_random_init)
     if marks is not None:
         marks.mark(Milestone.RENDEZVOUS)
+
+
+def use_cpu() -> None:
+    """Let the CPU play the device; before anything that asks for one, such as Megatron-Core's model modules."""
+    from megatron.pretrain import cpu_device
+
+    # Core advises on the queues of a GPU.
+    warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")
+    cpu_device.install()
 
 
 def shut_down() -> None:

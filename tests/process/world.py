@@ -13,6 +13,7 @@ import gc
 import multiprocessing
 import multiprocessing.connection
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -20,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,17 @@ Hook = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class Job:
-    """What one rank is asked to run: the driver's flags, its environment, and where its output goes."""
+    """What one rank is asked to run: the driver's flags, its environment, and where its output goes.
+
+    script: Of another program, which is run in place of the driver.
+    """
 
     argv: tuple[str, ...]
     environment: dict[str, str]
     stdout: Path
     stderr: Path
     hooks: tuple[Hook, ...]
+    script: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,7 @@ class World:
         ranks: int,
         hooks: Sequence[Hook] = (),
         environments: Sequence[Mapping[str, str]] = (),
+        script: Path | None = None,
     ) -> Running:
         """Start a job on `ranks` new workers; `environments` changes what each rank's environment says."""
         workers = self._spawn(ranks)
@@ -96,6 +102,8 @@ class World:
         folder.mkdir()
         port = free_port()
         jobs = [_job(argv, rank, ranks, port, folder, tuple(hooks)) for rank in range(ranks)]
+        if script is not None:
+            jobs = [replace(job, script=str(script)) for job in jobs]
         for job, changes in zip(jobs, environments, strict=False):
             job.environment.update(changes)
         for (_, connection), job in zip(workers, jobs, strict=True):
@@ -224,6 +232,10 @@ def _perform(job: Job) -> int:
             try:
                 for hook in job.hooks:
                     stack.enter_context(hook())
+                if job.script:
+                    sys.argv = [job.script, *job.argv]
+                    runpy.run_path(job.script, run_name="__main__")
+                    return 0
                 return pretrain_gpt_moe.main(list(job.argv))
             except SystemExit as ending:
                 return ending.code if isinstance(ending.code, int) else 1

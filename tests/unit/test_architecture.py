@@ -90,7 +90,7 @@ ROWS = {
     "tools": Row("policy", "click", "commands __init__", also=DRIVER),
     "scripts": Row("", "matplotlib torch", also=DRIVER),
     "pretrain_gpt_moe": Row(also=f"{DRIVER} {ENGINE}"),
-    "examples": Row("", "matplotlib torch", also="pretrain_gpt_moe"),
+    "examples": Row("", "matplotlib megatron.core torch", also=f"pretrain_gpt_moe {DRIVER} {ENGINE}"),
     "benchmarks": Row(
         "types ports policy storage megatron_state replay snapshot local_recovery runtime",
         "matplotlib megatron.core numpy nvidia_resiliency_ext torch", "drills simulator", also=f"{DRIVER} {ENGINE}",

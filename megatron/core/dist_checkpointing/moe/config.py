@@ -138,6 +138,16 @@ class MoECheckpointConfig:
 
     PREFIX: typing.ClassVar[str] = "moe-ckpt-"
 
+    @classmethod
+    def from_argv(cls, argv: Sequence[str]) -> MoECheckpointConfig:
+        """What the `--moe-ckpt-*` flags among these arguments say; others are left to whoever knows them.
+
+        For scripts with a parser of their own, `add_flags` and `from_namespace` do the same in two steps.
+        """
+        parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+        add_flags(parser, cls, "checkpoints", prefix=cls.PREFIX)
+        return from_namespace(cls, parser.parse_known_args(argv)[0], prefix=cls.PREFIX)
+
     strategy: str = flag(
         "none",
         "what is snapshotted: nothing, everything (full), all but experts and K experts per layer (pec), or each "

@@ -30,6 +30,9 @@ def contradictions(
         check_fault_ranks([parse_fault(text) for text in given.inject_fault], world_size)
     except UsageError as error:
         yield f"--moe-ckpt-inject-fault: {error}"
+    if given.strategy not in ("none", *STRATEGIES):
+        yield f"--moe-ckpt-strategy {given.strategy} is unknown; choose none, {', '.join(STRATEGIES)}"
+        return
     default = MoECheckpointConfig()
     changed = [
         field.name
