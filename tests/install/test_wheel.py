@@ -113,8 +113,9 @@ def test_its_commands_run_outside_of_the_sources_behind_a_source_tree(
     assert result.stdout.lower().startswith("usage:")
 
 
-def test_its_driver_is_a_module_that_torchrun_starts(installed: Environment) -> None:
-    result = installed.run("python", "-m", "torch.distributed.run", "-m", "pretrain_gpt_moe", "--help")
+@pytest.mark.parametrize("driver", [("-m", "pretrain_gpt_moe"), ("--no-python", "moe-ckpt-pretrain")])
+def test_its_driver_is_what_torchrun_starts(installed: Environment, driver: tuple[str, str]) -> None:
+    result = installed.run("python", "-m", "torch.distributed.run", *driver, "--help")
     assert result.returncode == 0, result.stderr
     assert "--moe-ckpt-strategy" in result.stdout
 

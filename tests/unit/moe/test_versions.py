@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.moe.versions import (
 )
 
 ROOT = Path(__file__).parents[3]
+ENGINE = "megatron.core.dist_checkpointing.moe"
 FINE = {
     "Python": FoundVersion("3.12.1"),
     "torch": FoundVersion("2.13.0+cpu"),
@@ -115,20 +116,35 @@ STARTS = {
 }
 
 
-@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
-def test_every_start_refuses_a_source_tree_that_is_too_old_in_a_line(start: tuple[str, ...], tmp_path: Path) -> None:
-    core = tmp_path / "megatron" / "core"
+def tree(folder: Path, init: str) -> Path:
+    """A Megatron source tree of a version that nobody supports, and what its packages run."""
+    core = folder / "megatron" / "core"
     (core / "dist_checkpointing").mkdir(parents=True)
     (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 15\nPATCH = 3\nPRE_RELEASE = 'rc1'\n")
     for package in (core, core / "dist_checkpointing"):
-        (package / "__init__.py").write_text("raise RuntimeError('this must not be run')\n")
-    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
-    result = subprocess.run(
-        [sys.executable, *start], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=100
-    )
+        (package / "__init__.py").write_text(init)
+    return core
+
+
+def start_behind(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    command, environment = [sys.executable, *arguments], {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+def test_every_start_refuses_a_source_tree_that_is_too_old_in_a_line(start: tuple[str, ...], tmp_path: Path) -> None:
+    core = tree(tmp_path, "raise RuntimeError('this must not be run')\n")
+    result = start_behind(tmp_path, *start)
     assert result.returncode == 2, result.stderr
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"megatron-core 0.15.3 ({core}) is too old; 0.16.1 to 0.19 are supported: pip install")
+
+
+def test_a_loop_of_a_users_own_gets_no_manager_but_that_line(tmp_path: Path) -> None:
+    tree(tmp_path, "")
+    result = start_behind(tmp_path, "-c", f"from {ENGINE} import MoECheckpointManager")
+    assert result.stderr.splitlines()[-1].startswith(f"{ENGINE}.versions.UnsupportedVersion: megatron-core 0.15.3 (")
 
 
 ON_ANY_PYTHON = (
