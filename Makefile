@@ -1,22 +1,32 @@
 # Every target makes what it needs and can be repeated; VENV and PYTHON may be given.
 VENV ?= .venv
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# The first that starts: a pyenv has names for versions that are not switched on.
+first_of = $(shell for p in $(1); do "$$p" -c "" 2>/dev/null && echo "$$p" && break; done)
+PYTHON ?= $(call first_of,python3.11 python3.12 python3.13 python3)
+STOCK_PYTHON ?= $(call first_of,python3.12 python3.13 $(wildcard $(HOME)/.pyenv/versions/3.1[23].*/bin/python3))
+STOCK_VENV ?= .venv-stock
 RUN = $(VENV)/bin/python
 # Two files of tests side by side: the ranks of one wait for each other while those of the other compute.
 WORKERS ?= -n 2 --dist loadfile
 export PYTHONWARNINGS ?= ignore::FutureWarning
 
-.PHONY: setup demo test test-full check format bench gpu-check clean
+.PHONY: setup setup-stock demo test test-full check format bench gpu-check clean
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: setup.py scripts/install_torch.py
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "Python 3.11 is needed; give PYTHON=/path/to/python3.11")'
+$(VENV)/.ready: setup.py pyproject.toml scripts/install_torch.py
+	@[ -n "$(PYTHON)" ] || { echo "no python3 found: give PYTHON=/path/to/python3.11, 3.12 or 3.13" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit("Python %d.%d is not supported, 3.11 to 3.13 are: give PYTHON=/path/to/python3.11, 3.12 or 3.13" % v)'
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --upgrade "pip>=24" "setuptools>=64"
-	$(RUN) scripts/install_torch.py
+	$(RUN) -m pip install --quiet --upgrade "pip>=24" "setuptools>=77"
+	$(RUN) scripts/install_torch.py $(TORCH_FLAGS)
 	$(RUN) -m pip install --quiet --editable ".[dev]"
 	touch $@
+
+# The training loop of newer Megatron-Core wheels, beside our own: Python 3.12 or 3.13, and torch as PyPI has it.
+setup-stock:
+	@[ -n "$(STOCK_PYTHON)" ] || { echo "no Python 3.12 or 3.13 found: give STOCK_PYTHON=/path/to/python3.12" >&2; exit 2; }
+	$(MAKE) setup VENV=$(STOCK_VENV) PYTHON=$(STOCK_PYTHON) TORCH_FLAGS=--with-cuda
 
 demo: setup
 	$(RUN) scripts/demo.py
@@ -53,4 +63,4 @@ gpu-check: setup
 	$(RUN) -m pytest tests/gpu
 
 clean:
-	rm -rf $(VENV) .data .demo build dist *.egg-info
+	rm -rf $(VENV) $(STOCK_VENV) .data .demo build dist *.egg-info

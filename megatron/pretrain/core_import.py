@@ -3,6 +3,8 @@
 Core decorates its fused functions with `torch.compile` while it is imported, and that imports torch's compiler, which
 few jobs need. Here functions are compiled when they are called first, and not at all where a CPU plays the device. And
 Python looks for garbage again and again while a million objects come to be that all stay.
+
+Where Python, torch or Megatron-Core is too old for the driver, the process ends here with a line that says so.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
+
+from moe_ckpt.megatron_core import load_megatron_core, refuse_unsupported_versions
 
 
 @contextmanager
@@ -42,13 +46,14 @@ def compiled_at_first_call(torch: ModuleType) -> Iterator[None]:
 
 
 def _import() -> None:
+    refuse_unsupported_versions()
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         import torch
 
         with compiled_at_first_call(torch):
-            import megatron.core  # noqa: F401
+            load_megatron_core()
     finally:
         gc.freeze()
         if was_enabled:

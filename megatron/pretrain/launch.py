@@ -20,7 +20,7 @@ from megatron.pretrain.errors import PretrainError
 from megatron.pretrain.nodes import run_nodes
 from megatron.pretrain.processes import NODE_NAME, VERDICT_FILE
 from megatron.pretrain.rendezvous import BACKEND, register_backend
-from moe_ckpt.megatron_core import skip_megatron_core
+from moe_ckpt.megatron_core import refuse_unsupported_versions
 
 MONITOR_INTERVAL_S = 0.1
 SHUTDOWN_TIMEOUT_S = 60
@@ -132,5 +132,5 @@ def _free_port() -> int:
 
 
 if __name__ == "__main__":
-    skip_megatron_core()  # nothing is trained here, and importing all of it takes longer than all else
+    refuse_unsupported_versions()  # and skip core: nothing is trained here, and importing all of it takes longest
     sys.exit(main(sys.argv[1:]))

@@ -16,8 +16,9 @@ from megatron.pretrain.processes import started_s
 from moe_ckpt.drills.processes import TOKEN, Running
 from moe_ckpt.drills.reports import Journal, read_journal
 from moe_ckpt.drills.schedule import Kind, PlannedKill
+from moe_ckpt.scripts import scripts_folder
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = scripts_folder()
 POLL_S = 0.05
 STOP_SIGNAL = signal.SIGUSR1
 ASK_AGAIN_S = 0.5

@@ -10,13 +10,14 @@
 #   KEEP_MEMORY (0)       1 keeps snapshots in memory until the requeued job starts, for nodes that nobody else gets
 #   TMPFS (/dev/shm)      where each node has the job's folder for snapshots in memory
 #   IMAGE, MOUNTS         container image, and what it needs mounted beside the repository (A:B,C:D; Pyxis)
-#   PYTHON, SCRIPT        interpreter (default: .venv of the repository), training script
+#   PYTHON, SCRIPT        interpreter (default: .venv of the repository, else python3), training script
 #   RDZV_HOST, RDZV_PORT  where the nodes meet (default: this host, a port that follows from the job's number)
 #   ANSWER_S (60)         how long RDZV_HOST may take to lead to this node once the meeting point is there
 
 : "${SPARES:=1}" "${NPROC:=${SLURM_GPUS_ON_NODE:-1}}" "${LEAD_S:=180}" "${MAX_RESTARTS:=20}" "${MIN_RUN_S:=600}"
 : "${ON_STOP:=requeue}" "${KEEP_MEMORY:=0}" "${TMPFS:=/dev/shm}" "${IMAGE:=}" "${MOUNTS:=}"
-: "${PYTHON:=$root/.venv/bin/python}" "${SCRIPT:=$root/pretrain_gpt_moe.py}"
+: "${PYTHON:=$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}"
+: "${SCRIPT:=$root/pretrain_gpt_moe.py}"
 : "${RDZV_HOST:=$(hostname)}" "${RDZV_PORT:=$((20000 + SLURM_JOB_ID % 10000))}" "${ANSWER_S:=60}"
 export KEEP_MEMORY PYTHON
 

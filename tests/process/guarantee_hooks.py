@@ -20,6 +20,17 @@ from megatron.core.dist_checkpointing.moe.ports import StoreFailure
 
 
 @contextlib.contextmanager
+def newer_core() -> Iterator[None]:
+    """The session finds a Megatron-Core that came out after it."""
+    from megatron.core.dist_checkpointing.moe.runtime import session
+    from megatron.core.dist_checkpointing.moe.versions import FoundVersion
+
+    found = {"megatron-core": FoundVersion("0.20.0", "/image/core")}
+    with mock.patch.object(session, "found_versions", return_value=found):
+        yield
+
+
+@contextlib.contextmanager
 def watching_sealed_bytes(folder: str) -> Iterator[None]:
     """Hash each sealed snapshot and replica of this slot when it is first seen, and again after every iteration.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from attempts import Cluster, recovered
 from fault_hooks import once_sealed
-from guarantee_hooks import another_plan, little_space, storage_vanishes
+from guarantee_hooks import another_plan, little_space, newer_core, storage_vanishes
 from runs import Layout, flags
 from world import Hook, Outcome
 
@@ -101,6 +101,19 @@ def test_a_memory_dir_on_a_disk_works_with_a_warning(run: Run, tmp_path: Path) -
     assert set(outcome.codes) == {0}, outcome.said
     (line,) = outcome.warnings
     assert "not on tmpfs" in line
+
+
+def test_a_newer_core_is_refused_by_a_strategy_that_replays(run: Run) -> None:
+    line = refused(run("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "2", hooks=(newer_core,)))
+    assert "megatron-core 0.20.0 (/image/core) is newer" in line
+    assert "--moe-ckpt-strategy sparse" in line
+
+
+def test_a_newer_core_is_tried_with_a_warning_by_one_that_only_copies(run: Run) -> None:
+    outcome = run(hooks=(newer_core,))
+    assert set(outcome.codes) == {0}, outcome.said
+    (line,) = outcome.warnings
+    assert "megatron-core 0.20.0 (/image/core) is newer" in line
 
 
 def test_ranks_with_different_plans_all_end_with_that_sentence(run: Run) -> None:

@@ -47,9 +47,12 @@ class Row:
 
 
 ROWS = {
+    # Imported whenever Python starts.
+    "moe_ckpt_finder": Row(standard=frozenset({"importlib", "os", "sys"})),
     # The engine: what a training job can reach.
     f"{ENGINE}.errors": Row(standard=PURE),
     f"{ENGINE}.types": Row("errors", standard=PURE),
+    f"{ENGINE}.versions": Row("errors", standard=PURE | {"importlib", "pathlib", "platform"}),
     f"{ENGINE}.config": Row(standard=PURE | {"argparse", "types"}),
     f"{ENGINE}.ports": Row(VALUES, "typing_extensions"),
     f"{ENGINE}.policy": Row(VALUES, standard=PURE),
@@ -61,15 +64,16 @@ ROWS = {
     f"{ENGINE}.snapshot": Row(f"{PARTS} storage replication megatron_state", "numpy torch"),
     f"{ENGINE}.recovery": Row(f"{PARTS} storage replication replay snapshot", "msgspec"),
     f"{ENGINE}.local_recovery": Row(WORKERS, "megatron.core numpy torch"),
-    f"{ENGINE}.runtime": Row(f"{WORKERS} config replication local_recovery", "megatron.core torch"),
+    f"{ENGINE}.runtime": Row(f"{WORKERS} versions config replication local_recovery", "megatron.core torch"),
     f"{ENGINE}.contradictions": Row("config errors runtime strategies"),
     f"{ENGINE}.manager": Row(
         "config contradictions errors local_recovery megatron_state recovery runtime snapshot strategies types",
         "megatron.core torch",
     ),
-    ENGINE: Row("config manager megatron_state recovery runtime snapshot types"),
+    ENGINE: Row("versions config manager megatron_state recovery runtime snapshot types"),
     # Offline: what people run beside jobs.
-    f"{TOOLS}.megatron_core": Row(),
+    f"{TOOLS}.megatron_core": Row("versions", also="moe_ckpt_finder"),
+    f"{TOOLS}.scripts": Row(),
     f"{TOOLS}.report": Row("", "click rich"),
     f"{TOOLS}.dense": Row(f"{VALUES} storage", "megatron.core msgspec numpy torch xxhash"),
     f"{TOOLS}.checkpoints": Row(f"{PARTS} config storage recovery", "fsspec torch", "dense report megatron_core"),
@@ -82,7 +86,7 @@ ROWS = {
         "errors policy strategies config contradictions storage megatron_state",
         "megatron.core numpy psutil tokenizers torch", "dense megatron_core", also=ENGINE,
     ),
-    f"{TOOLS}.drills": Row("", "psutil", "dense", also=DRIVER),
+    f"{TOOLS}.drills": Row("", "psutil", "dense scripts", also=DRIVER),
     # Entry points and what stands outside of packages.
     TOOLS: Row(tools="commands megatron_core"),
     f"{TOOLS}.__main__": Row(tools="__init__"),

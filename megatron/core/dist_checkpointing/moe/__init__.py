@@ -1,12 +1,15 @@
 """Checkpoints of Mixture-of-Experts training at every iteration, in host memory, and exact recovery from them.
 
-What a training loop needs has its name here; importing the package imports none of it, nor torch.
+What a training loop needs has its name here; importing the package imports none of it, nor torch. The manager is not
+imported where Python, torch or Megatron-Core is too old for it: `UnsupportedVersion` says what to do.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from .versions import check_versions, found_versions
 
 if TYPE_CHECKING:
     from .config import MoECheckpointConfig as MoECheckpointConfig
@@ -37,4 +40,6 @@ __all__ = sorted(_MODULES)
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "MoECheckpointManager":
+        check_versions(found_versions())
     return getattr(import_module(f".{_MODULES[name]}", __name__), name)

@@ -45,6 +45,7 @@ from ..snapshot.replication_worker import ReplicationWorker
 from ..snapshot.thread_executor import ThreadExecutor
 from ..strategies import GATE_UNIT, STRATEGIES, Job, Piece
 from ..types import RecoveryPlan, StepJournal
+from ..versions import check_versions, found_versions
 from .clock import SystemClock
 from .live_state import LiveState, Training
 from .opening import Transports, open_memories, parallel_layout, placed_topology
@@ -96,6 +97,7 @@ class Session:
         self._timestamps, self._clock = timestamps or Timestamps(), SystemClock()
         self._rank = torch.distributed.get_rank()
         self._control, self._data, self._patient = Transports.connected(_get_default_store(), config.timeout_s)
+        self._together(self._check_versions)
         # Nodes of all ranks: where replicas go and which copies are near depends on them, and so does all below.
         self._topology = self._together(lambda: placed_topology(self._control, place))
         # Before anything is promised or allocated: a model of which some bytes belong to no operator is refused.
@@ -116,6 +118,12 @@ class Session:
             self._counter = TokenCounter(training.chunks, gate_unit=GATE_UNIT if self._strategy.counts_gates else None)
         self._episode: RecoveryTimeline | None = None
         self._timestamps.mark(Milestone.BUILT)
+
+    def _check_versions(self) -> None:
+        strategy = self._config.strategy
+        for line in check_versions(found_versions(), strategy if STRATEGIES[strategy].replays else None):
+            if self._rank == 0:
+                log.warning("%s", line)
 
     def _choose_strategy(self) -> None:
         """The strategy, which plans from sizes of all ranks, and who keeps whose replicas."""

@@ -1,0 +1,161 @@
+"""What the wheel has, what it does where it is installed, and what it leaves alone."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+from environments import ROOT, Environment, built_wheel, empty, sources, with_torch
+
+NGC = {
+    "torch": "2.10.0a0+b4e4ee81d3.nv25.12",
+    "megatron-core": "0.18.0",
+    "transformer-engine": "2.16.0",
+    "numpy": "1.26.4",
+    "typing_extensions": "4.15.0",
+    **dict.fromkeys(("psutil", "click", "fsspec", "msgspec", "rich", "tensorboard", "tokenizers", "xxhash"), "9999"),
+}
+"""What an image brings, as pip sees it."""
+
+
+def names_in(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def metadata_of(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return Parser().parsestr(archive.read(name).decode())
+
+
+def image(folder: Path, **other: str) -> Environment:
+    """An environment in which pip finds these distributions, of which nothing but the names is there."""
+    made = empty(folder)
+    for name, version in (NGC | other).items():
+        info = made.site / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (info / "INSTALLER").write_text("the image\n")
+    return made
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    made = with_torch(tmp_path_factory.mktemp("installed"))
+    result = made.installs("--no-deps", "--ignore-installed", wheel)
+    assert result.returncode == 0, result.stderr
+    return made
+
+
+def test_it_has_every_module_and_script_of_the_sources(wheel: Path) -> None:
+    tracked = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
+    modules = {name for name in tracked if name.startswith(("megatron/", "moe_ckpt/")) and name.endswith(".py")}
+    shared = {name for name in tracked if name.startswith(("scripts/", "examples/")) and not name.endswith(".json")}
+    expected = modules | {f"moe_ckpt/share/{name}" for name in shared} | {"pretrain_gpt_moe.py", "moe_ckpt_finder.pth"}
+    assert len(modules) > 200
+    assert "scripts/train_cpu.sh" in shared
+    assert sorted(expected - names_in(wheel)) == []
+
+
+def test_it_has_the_licence_and_says_which(wheel: Path) -> None:
+    about = metadata_of(wheel)
+    assert (about["License-Expression"], about["License-File"]) == ("Apache-2.0", "LICENSE")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("licenses/LICENSE"))
+        assert archive.read(name) == (ROOT / "LICENSE").read_bytes()
+
+
+def test_the_source_distribution_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    source = sources(tmp_path / "source")
+    code = f"from setuptools.build_meta import build_sdist; build_sdist({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=source, check=True, capture_output=True)
+    (packed,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(packed) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    assert names_in(built_wheel(unpacked, tmp_path / "second")) == names_in(wheel)
+    assert (unpacked / "tests" / "conftest.py").exists()
+
+
+def test_it_has_no_file_of_megatron_core(wheel: Path) -> None:
+    files = {str(file) for file in importlib.metadata.files("megatron-core") or ()}
+    assert "megatron/core/__init__.py" in files
+    assert names_in(wheel) & files == set()
+
+
+def test_it_merges_with_megatron_core_and_goes_again_without_a_trace(wheel: Path, tmp_path: Path) -> None:
+    site = with_torch(tmp_path / "venv")
+    before = {path for path in site.site.rglob("*") if path.suffix != ".pyc"}
+    assert site.installs("--no-deps", "--ignore-installed", wheel).returncode == 0
+    assert (site.site / "megatron" / "core" / "dist_checkpointing" / "moe" / "__init__.py").exists()
+    command = [sys.executable, "-m", "pip", "--isolated", "--python", str(site.python), "uninstall", "-y"]
+    subprocess.run([*command, "megatron-moe-ckpt"], check=True, capture_output=True, timeout=100)
+    assert {path for path in site.site.rglob("*") if path.suffix != ".pyc"} == before
+
+
+@pytest.mark.parametrize("command", ["moe-ckpt", "moe-ckpt-pretrain"])
+def test_its_commands_run_outside_of_the_sources_behind_a_source_tree(
+    installed: Environment, megatron_tree: Path, command: str
+) -> None:
+    result = installed.run(command, "--help", path=(megatron_tree,))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.lower().startswith("usage:")
+
+
+@pytest.mark.parametrize("driver", [("-m", "pretrain_gpt_moe"), ("--no-python", "moe-ckpt-pretrain")])
+def test_its_driver_is_what_torchrun_starts(installed: Environment, driver: tuple[str, str]) -> None:
+    result = installed.run("python", "-m", "torch.distributed.run", *driver, "--help")
+    assert result.returncode == 0, result.stderr
+    assert "--moe-ckpt-strategy" in result.stdout
+
+
+def test_its_scripts_work_where_they_are_copied_to(installed: Environment, tmp_path: Path) -> None:
+    folder = Path(installed.run("python", "-m", "moe_ckpt.scripts").stdout.strip())
+    assert folder.is_relative_to(installed.site)
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    script = copy / "scripts" / "train_cpu.sh"
+    assert os.access(script, os.X_OK)
+    result = installed.run(script, "--train-iters", "1", "--lr", "no number")
+    assert "invalid float value: 'no number'" in result.stderr
+    assert (copy / ".data" / "stdlib.idx").exists()
+
+
+def test_python_starts_with_nothing_more_than_the_finder(installed: Environment, tmp_path: Path) -> None:
+    bare = with_torch(tmp_path / "bare", core=False)
+    started = [
+        {
+            line.rpartition("|")[2].strip()
+            for line in made.run("python", "-X", "importtime", "-c", "").stderr.splitlines()
+        }
+        for made in (installed, bare)
+    ]
+    assert started[0] - started[1] == {"moe_ckpt_finder"}
+
+
+@pytest.mark.parametrize("core", ["0.16.1", "0.17.1", "0.18.0", "0.19.2"])
+def test_an_image_with_torch_and_megatron_core_gets_nothing_but_us(wheel: Path, tmp_path: Path, core: str) -> None:
+    made = image(tmp_path / "image", **{"megatron-core": core})
+    result = made.installs("--dry-run", "--quiet", "--report", "-", wheel)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)["install"]
+    assert [item["metadata"]["name"] for item in report] == ["megatron-moe-ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "version"), [("torch", "2.5.1"), ("megatron-core", "0.15.3"), ("megatron-core", "0.20.0")]
+)
+def test_pip_refuses_an_image_with_what_cannot_work(wheel: Path, tmp_path: Path, name: str, version: str) -> None:
+    result = image(tmp_path / "image", **{name: version}).installs("--dry-run", wheel)
+    assert result.returncode == 1
+    assert f"No matching distribution found for {name}" in result.stderr
