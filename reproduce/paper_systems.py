@@ -16,10 +16,15 @@ from megatron.core.dist_checkpointing.moe.policy.dynamic_k import (
     paper_next_k,
     worst_case_lost_tokens,
 )
-from megatron.core.dist_checkpointing.moe.policy.lanes import Lane, joint_schedules
 from megatron.core.dist_checkpointing.moe.policy.ordering import hard_count
 from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
-from megatron.core.dist_checkpointing.moe.policy.window import Schedule, paper_schedule, paper_window
+from megatron.core.dist_checkpointing.moe.policy.window import (
+    Lane,
+    Schedule,
+    joint_schedules,
+    paper_schedule,
+    paper_window,
+)
 from moe_ckpt.simulator.behaviour import Behaviour, Nodes, RecoveryCost
 from moe_ckpt.simulator.systems import SYSTEMS, CheckpointSystem, MoEvement
 from moe_ckpt.simulator.systems.links import Replicas, SystemSetting, needs_experts

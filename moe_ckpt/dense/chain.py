@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.storage.checksums import decoded, framed
+from megatron.core.dist_checkpointing.moe.storage.manifest import decoded, framed
 from megatron.core.dist_checkpointing.moe.types import OperatorId, expert
 
 from .names import FORMAT, read_if_there

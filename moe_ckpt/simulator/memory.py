@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.core.dist_checkpointing.moe.policy.boundary import kept, sent_bytes, tensor_shape
-from megatron.core.dist_checkpointing.moe.policy.lanes import Lane
 from megatron.core.dist_checkpointing.moe.policy.shards import sharing_ranks
+from megatron.core.dist_checkpointing.moe.policy.window import Lane
 from megatron.core.dist_checkpointing.moe.types import Part, Window
 
 from .inputs import TrainingJob

@@ -98,7 +98,7 @@ def replicas_refused(owner: int, iterations: range) -> Iterator[None]:
 
 def _is_there(place: str, *arguments: Any) -> bool:
     if place == "waiting":
-        from megatron.core.dist_checkpointing.moe.recovery.outcome import Waiting
+        from megatron.core.dist_checkpointing.moe.recovery.gathered_metadata import Waiting
 
         return isinstance(arguments[0]._restart._todo, Waiting)
     if place == "restarting":

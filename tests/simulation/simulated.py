@@ -21,8 +21,7 @@ from megatron.core.dist_checkpointing.moe.replication.replicator import Replicat
 from megatron.core.dist_checkpointing.moe.snapshot.buffers import fit_memory, gathered_sizes, segment_sizes
 from megatron.core.dist_checkpointing.moe.snapshot.coordinator import Coordinator, Ports, ProtectionReport
 from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
-from megatron.core.dist_checkpointing.moe.snapshot.persister import Persister
-from megatron.core.dist_checkpointing.moe.snapshot.replication_worker import ReplicationWorker
+from megatron.core.dist_checkpointing.moe.snapshot.workers import Persister, ReplicationWorker
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, BufferSpec, Job
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, StepJournal, Topology, expert
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
-from megatron.core.dist_checkpointing.moe.policy.lanes import Lane
 from megatron.core.dist_checkpointing.moe.policy.prediction import Figures, replay_s
 from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
-from megatron.core.dist_checkpointing.moe.policy.window import Schedule
+from megatron.core.dist_checkpointing.moe.policy.window import Lane, Schedule
 from megatron.core.dist_checkpointing.moe.strategies import Costs, Throughput
 from megatron.core.dist_checkpointing.moe.types import OperatorId, Part, ReplaySegment, SnapshotPlan, Window
 

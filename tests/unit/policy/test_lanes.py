@@ -10,10 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.lanes import Lane, joint_schedules, merge
 from megatron.core.dist_checkpointing.moe.policy.ordering import hard_count
 from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
-from megatron.core.dist_checkpointing.moe.policy.window import Schedule, byte_aware_schedule
+from megatron.core.dist_checkpointing.moe.policy.window import (
+    Lane,
+    Schedule,
+    byte_aware_schedule,
+    joint_schedules,
+    merge,
+)
 from megatron.core.dist_checkpointing.moe.types import (
     FP16_FP32,
     OperatorId,

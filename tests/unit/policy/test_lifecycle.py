@@ -29,8 +29,7 @@ from megatron.core.dist_checkpointing.moe.policy.lifecycle import (
     WindowEvent,
     WindowState,
 )
-from megatron.core.dist_checkpointing.moe.policy.rounds import Status
-from megatron.core.dist_checkpointing.moe.policy.tracking import SPARE_SPAN, RestoredState
+from megatron.core.dist_checkpointing.moe.policy.tracking import SPARE_SPAN, RestoredState, Status
 from megatron.core.dist_checkpointing.moe.strategies import Piece
 from megatron.core.dist_checkpointing.moe.types import Window
 

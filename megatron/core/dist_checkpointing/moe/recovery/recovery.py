@@ -26,22 +26,29 @@ from collections.abc import Sequence
 
 from ..errors import MoECheckpointError, RecoveryImpossible, UnreadableCheckpoint, format_error
 from ..policy.lineage import Lineage, past
+from ..policy.recovery import widened
 from ..policy.segments import base_for, ranks_of, restored, segment_of, sends_all
-from ..policy.widening import widened
 from ..ports import Json, PeerLost, SnapshotId
 from ..replay.densify import Replay
 from ..snapshot.identity import Identity
-from ..storage.host_buffer import HostBuffer
+from ..storage.base import HostBuffer
 from ..strategies import Job, Strategy
 from ..types import GRADIENTS, PARKED, Lost, RecoveryPlan, Tier
 from .fetch import logs_and_gradients, needs, with_trainer_states
-from .gathered_metadata import GatheredMetadata, gather_metadata
+from .gathered_metadata import (
+    GatheredMetadata,
+    RecoveryOutcome,
+    RefusedCopies,
+    RollForward,
+    Waiting,
+    gather_metadata,
+    gather_refused,
+)
 from .inventory import Catalogue, CopyLocation
 from .local_inventory import LocalInventory, by_window
-from .outcome import RecoveryOutcome, RefusedCopies, RollForward, Waiting, gather_refused
 from .restoring import Attempt, RecoveryPorts, absent
 from .table import RecoveryTable
-from .timestamps import Milestone
+from .timeline import Milestone
 
 __all__ = ["Recovery", "RecoveryOutcome", "RecoveryPorts", "RollForward", "Waiting"]
 

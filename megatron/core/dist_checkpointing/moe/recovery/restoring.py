@@ -25,15 +25,14 @@ from ..ports import (
 )
 from ..replay.densify import Logs, Replay, ReplayPorts, ReplayStep, SnapshotLoad, StageFeed, restore_trainer
 from ..replication.replica_receiver import ReplicaReceiver, StoreReplica
-from ..storage.host_buffer import HostBuffer
+from ..storage.base import HostBuffer
 from ..storage.manifest import decode, encode
 from ..strategies import Job
 from ..types import GRADIENTS, LOG, STANDBY, OperatorId, RecoveryPlan, ReplaySegment, StepJournal, Tier, Topology
 from .fetch import Carrier, Need
-from .gathered_metadata import GatheredMetadata, StepOutcome
+from .gathered_metadata import GatheredMetadata, RefusedCopies, StepOutcome
 from .inventory import CopyLocation, Found
-from .outcome import RefusedCopies
-from .timestamps import Milestone, Timestamps
+from .timeline import Milestone, Timestamps
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..errors import UnreadableCheckpoint, UsageError
 from ..ports import Clock, Manifest, MappedStore, MappedWriter, NoRoom, Reader
-from ..storage.host_buffer import HostBuffer
+from ..storage.base import HostBuffer
 from ..storage.manifest import decode
 
 PATIENCE_S = 10.0

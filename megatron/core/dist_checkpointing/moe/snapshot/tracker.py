@@ -30,12 +30,14 @@ from ..policy.lifecycle import (
     WindowState,
 )
 from ..policy.retention import covered_pieces, kept_in_storage
-from ..policy.rounds import CommitRound, CommitRounds, Status
 from ..policy.tracking import (
     SPARE_SPAN,
+    CommitRound,
+    CommitRounds,
     PersistedWindow,
     PieceName,
     RestoredState,
+    Status,
     TrackedWindow,
     may_begin,
     oldest_base,
@@ -45,8 +47,7 @@ from ..ports import SnapshotId, StoreFailure, Task
 from ..strategies import Job, Piece, Strategy
 from ..types import SnapshotPlan
 from .background import BackgroundWork
-from .persister import Persister, PersistTask
-from .replication_worker import ReplicationWorker, SnapshotTask
+from .workers import Persister, PersistTask, ReplicationWorker, SnapshotTask
 
 log = logging.getLogger(__name__)
 

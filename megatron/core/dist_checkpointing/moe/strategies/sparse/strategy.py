@@ -8,7 +8,7 @@ from typing import Any
 
 from ...config import MoECheckpointConfig
 from ...policy.copies import Level
-from ...policy.rounds import PLACES
+from ...policy.tracking import PLACES
 from ...types import Piece, RecoveryPlan, SnapshotPlan, Window
 from ..base import BufferSpec, Job, Strategy, Throughput
 from ..interval_policy import Costs
