@@ -19,7 +19,6 @@ from pathlib import Path
 from megatron.core.dist_checkpointing.moe.policy.ordering import ORDERINGS
 from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
 from megatron.core.dist_checkpointing.moe.policy.recovery import plan_recovery
-from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators
 from megatron.core.dist_checkpointing.moe.policy.window import Schedule, byte_aware_schedule
 from megatron.core.dist_checkpointing.moe.types import (
     FP16_FP32,
@@ -34,6 +33,7 @@ from megatron.core.dist_checkpointing.moe.types import (
     full_plan,
 )
 from moe_ckpt.simulator.models import PRESETS
+from moe_ckpt.simulator.shards import owned_operators
 
 RESULT = Path(__file__).resolve().parent / "results" / "planning.json"
 

@@ -98,7 +98,7 @@ def replicas_refused(owner: int, iterations: range) -> Iterator[None]:
 
 def _is_there(place: str, *arguments: Any) -> bool:
     if place == "waiting":
-        from megatron.core.dist_checkpointing.moe.recovery.gathered_metadata import Waiting
+        from megatron.core.dist_checkpointing.moe.recovery.recovery import Waiting
 
         return isinstance(arguments[0]._restart._todo, Waiting)
     if place == "restarting":
@@ -122,7 +122,7 @@ def _session(name: str) -> Callable[[], tuple[Any, str]]:
 
 
 def _sending() -> tuple[Any, str]:
-    from megatron.core.dist_checkpointing.moe.recovery.fetch import Carrier
+    from megatron.core.dist_checkpointing.moe.recovery.restoring import Carrier
 
     return Carrier, "_send"
 

@@ -28,9 +28,9 @@ from megatron.core.dist_checkpointing.moe.ports import RANDOM, PeerLost
 from megatron.core.dist_checkpointing.moe.recovery.recovery import (
     Recovery,
     RecoveryOutcome,
-    RecoveryPorts,
     Waiting,
 )
+from megatron.core.dist_checkpointing.moe.recovery.restoring import RecoveryPorts
 from megatron.core.dist_checkpointing.moe.replay.densify import Replay
 from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
 from megatron.core.dist_checkpointing.moe.snapshot.buffers import fit_memory, gathered_sizes, segment_sizes

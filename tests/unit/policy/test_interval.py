@@ -9,17 +9,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.interval import (
+from megatron.core.dist_checkpointing.moe.policy.interval import checkfreq_interval, daly, in_iterations, young
+from moe_ckpt.simulator.ettr import (
     TrainingRun,
-    checkfreq_interval,
-    daly,
     ettr,
     expected_recovery_s,
     gemini_oracle,
-    in_iterations,
     moc_overhead_s,
     moc_save_overhead_s,
-    young,
 )
 
 NAN, INF = math.nan, math.inf

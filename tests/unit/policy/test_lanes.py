@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.ordering import hard_count
-from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
 from megatron.core.dist_checkpointing.moe.policy.window import (
     Lane,
     Schedule,
@@ -28,6 +27,7 @@ from megatron.core.dist_checkpointing.moe.types import (
     expert,
 )
 from moe_ckpt.simulator.models import PRESETS
+from moe_ckpt.simulator.shards import owned_operators, shard_sizes
 
 Lanes = dict[Lane, tuple[OperatorId, ...]]
 Job = tuple[Lanes, dict[OperatorId, OperatorSize]]

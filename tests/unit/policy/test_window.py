@@ -13,12 +13,9 @@ from window_cases import budgets, named, scheduled, some_sizes
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.checks import budget_bytes
-from megatron.core.dist_checkpointing.moe.policy.window import (
-    byte_aware_schedule,
-    paper_schedule,
-    paper_window,
-)
+from megatron.core.dist_checkpointing.moe.policy.window import byte_aware_schedule
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorSize, Part, expert
+from moe_ckpt.simulator.paper_window import paper_schedule, paper_window
 
 # What the paper publishes
 

@@ -33,7 +33,7 @@ from ..megatron_state.operators import Shard, StateTensor
 from ..policy.boundary import tensor_shape
 from ..policy.parking import Cause, StepPhase
 from ..ports import RANDOM, Capturer, Clock, Json, SnapshotId, StoreFailure, TrainerState, Transport
-from ..recovery.gathered_metadata import RollForward
+from ..recovery.recovery import RollForward
 from ..snapshot.background import ThreadExecutor
 from ..snapshot.copy_engines import ThreadEngine
 from ..snapshot.identity import Identity

@@ -1,8 +1,12 @@
-"""What the ranks agree on about snapshots under way, from one small message of each rank in every iteration.
+"""The windows of a job as all ranks know them, and what follows from that alone.
 
 A commit round begins when a snapshot, or its persistent copy, is planned, which all ranks do alike. Each rank then
 reports how far it has come; the least of these reports is what all have reached. So every rank learns the same in the
 same iteration, whatever the order in which things happen on it.
+
+A window is the range of iterations whose snapshots restore a state together; a snapshot of `full` or `pec` is a window
+of one. `snapshot.tracker` keeps one value per window and replaces it at each piece of news; every change of state goes
+through a table of `lifecycle`. Nothing here depends on the rank, so all ranks decide alike without asking.
 """
 
 from __future__ import annotations

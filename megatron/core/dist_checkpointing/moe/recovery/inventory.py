@@ -1,4 +1,13 @@
-"""What one rank finds in its stores, one row per snapshot: named fields that ranks exchange as JSON values."""
+"""What every rank finds in its memory and in persistent storage, gathered, so that all ranks plan from the same facts.
+
+1. Each rank lists its own stores: `listing` opens each manifest, none of the records, and gives a row for every
+   snapshot, also for those that cannot be used, with the reason.
+2. All ranks gather their rows; `catalogue` makes the same `Catalogue` of them everywhere.
+3. It has copies of several attempts of the job, which may differ in the same iteration: `within` leaves those that led
+   to one state. `inventory` is what the planner sees of these, without what proved damaged meanwhile.
+4. For a plan, it says who serves it: `sources_for` operators, `trainer_sources` for the random states of a replayed
+   iteration, `journal_sources` and `strategy_sources` for what all need and one rank reads.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""When a rank passed the points of a fault and of the recovery from it, kept in memory that survives the process."""
+"""The timeline of one recovery, from the first rank that heard of the fault to the last one that trains again.
+
+Each rank keeps `Timestamps`. What ranks leave in memory when a fault ends them, and what they note while they recover,
+is gathered and merged; so a timeline spans processes and nodes. What is not known is left out, never guessed:
+
+- A rank that was killed left nothing, and a node that was lost took its times along. The others' times say when it was.
+- Where nobody left anything, as when all ranks were killed, the timeline begins with the restart.
+- An attempt that failed during its recovery is a part of the same timeline: it counts from the first fault on.
+- Clocks of nodes are compared when the marks are gathered, all ranks having just left the same collective. One that
+  is off by more than a collective could explain is corrected by what it is off; the timeline says so.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""How all ranks agree, through the rendezvous store, on the number of their next connection."""
+"""Bytes and small numbers between ranks over gloo, apart from the process groups of training.
+
+c10d's own groups cannot be used: a group whose peer died is broken for good, and collectives of training must never
+wait for replication. So this talks to `ProcessGroupGloo` itself. After any failure all connections are dropped at once,
+which other ranks notice as closed sockets, and `renew` builds a new gloo group under a number on which all ranks have
+agreed (`Meeting`), so that no message of the old connections can be taken for one of the new.
+"""
 
 from __future__ import annotations
 

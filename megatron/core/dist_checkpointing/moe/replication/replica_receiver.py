@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ..errors import UnreadableCheckpoint, UsageError
+from ..errors import UnreadableCheckpoint
 from ..ports import Clock, Manifest, MappedStore, MappedWriter, NoRoom, Reader
-from ..storage.base import HostBuffer
 from ..storage.manifest import decode
 
 PATIENCE_S = 10.0
@@ -71,13 +70,3 @@ class ReplicaReceiver:
                 if self._clock.now_s() >= until_s:
                     return None
                 self._clock.sleep(PAUSE_S)
-
-    def begin_for_recovery(self, source: int, manifest: bytes) -> StoreReplica | HostBuffer:
-        """Space for a snapshot that a recovery fetches from `source`: in the store, or in host memory where the store
-        has none. Raises UnreadableCheckpoint, StoreFailure."""
-        wanted = decode(manifest, f"manifest from rank {source}")
-        self._store.free(wanted.snapshot)  # a copy that is here already has proved damaged, or it would not be fetched
-        try:
-            return StoreReplica(self._store, self._store.reserve(wanted.snapshot, wanted.layout), wanted)
-        except (NoRoom, UsageError):  # segments are too small until the strategy knows how large its snapshots are
-            return HostBuffer(source, wanted)

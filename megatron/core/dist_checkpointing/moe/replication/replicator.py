@@ -1,4 +1,15 @@
-"""What is offered to peers, and what came of it."""
+"""Gives sealed snapshots of this rank to its peers and keeps those of its owners, verified before acknowledged.
+
+One exchange has four steps, which come in the same order on all ranks:
+
+    announce   owners send their peers a header, and a table of the pieces that they offer
+    answer     peers reply about each piece: it is wanted, held already, or refused
+    move       what is wanted goes from memory to memory; peers verify, seal and acknowledge it
+    move       once more, with what arrived damaged
+
+Two ranks may be owner and peer of each other. The transport keeps the order of messages between two ranks, so they
+need no names: each step receives and sends for all pairs, and ends only when all of it is through.
+"""
 
 from __future__ import annotations
 

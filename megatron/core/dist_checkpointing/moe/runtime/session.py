@@ -31,7 +31,8 @@ from ..megatron_state.popularity import TokenCounter
 from ..policy.lineage import continued
 from ..policy.parking import Cause
 from ..ports import Execution, Layout
-from ..recovery.recovery import Recovery, RecoveryOutcome, RecoveryPorts, Waiting
+from ..recovery.recovery import Recovery, RecoveryOutcome, Waiting
+from ..recovery.restoring import RecoveryPorts
 from ..recovery.timeline import Milestone, RecoveryTimeline, Timestamps, forget, gather_timeline, left_in
 from ..replay.densify import Replay
 from ..replication.agreement import raise_on_all_ranks

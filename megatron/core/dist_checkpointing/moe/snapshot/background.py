@@ -1,4 +1,4 @@
-"""Threads that do work beside training and never keep a process from ending."""
+"""The threads on which snapshots are worked on beside training, and what is said when that fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLOSING_S = 60.0
 
 
 class ThreadExecutor:
-    """One daemon thread that runs what is submitted, in order; as `ports.Lane`."""
+    """One daemon thread that runs what is submitted, in order; as `ports.Executor`."""
 
     def __init__(self, name: str) -> None:
         self._name, self._closed = name, False
@@ -28,7 +28,7 @@ class ThreadExecutor:
         self._thread.start()
 
     def submit(self, work: Callable[[], T], /) -> Future[T]:
-        """As `ports.Lane.submit`. Raises MoECheckpointError after `shutdown`."""
+        """As `ports.Executor.submit`. Raises MoECheckpointError after `shutdown`."""
         if self._closed:
             raise MoECheckpointError(f"the lane {self._name} was shut down and takes no more work")
         future: Future[T] = Future()
@@ -36,7 +36,7 @@ class ThreadExecutor:
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """As `ports.Lane.shutdown`."""
+        """As `ports.Executor.shutdown`."""
         self._closed = True
         if cancel_futures:
             self._cancel_waiting()

@@ -1,4 +1,8 @@
-"""Seals, replicates and frees snapshots once they are copied. Runs on a thread beside training."""
+"""What is done with a snapshot beside training, once it is copied: seal, replicate, write to storage, free.
+
+`ReplicationWorker` and `Persister` run on threads of their own (`background.BackgroundWork`); the tracker tells them
+what to do, and reads how far they have come from their tasks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""What the stores have in common: how a snapshot is written record by record, and read back verified."""
+"""What the stores have in common: how a snapshot is written record by record, and read back verified.
+
+Durable stores, on a disk and behind a URL, have one folder for each snapshot:
+
+    <root>/iter_0000012-rank_00003-snapshot/
+        segment.bin, or with a name of its own      the bytes of all records
+        manifest.json                               which records these are, and their checksums
+
+`filesystem.py` commits by renaming the folder and makes calls to the operating system, `objects.py` commits by writing
+the manifest last and makes calls to fsspec.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,16 @@
-"""Checksums of raw bytes: xxh3 with 128 bits, computed in place while other threads run."""
+"""Checksums, and the file that makes raw bytes a snapshot: strict JSON that knows its own checksum.
+
+One line, `{"xxh3":"<32 hexadecimal digits>","manifest":<body>}`, where the checksum is that of the body's bytes as they
+stand. So every changed byte of the file is found before anything in it is believed. `_Body` and `_Record` are the
+body's members in the order in which they are written: the one description of the format for both directions.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from msgspec import Meta, Struct, ValidationError, convert, to_builtins
 from xxhash import xxh3_128_hexdigest
@@ -16,9 +21,6 @@ from ..types.layout import Facts, Field, Json, Layout, Manifest, Record, Snapsho
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-
-
-T = TypeVar("T")
 
 
 def checksum(data: Buffer) -> str:
@@ -36,38 +38,6 @@ def unframed(key: str, content: bytes) -> bytes | None:
     before = len(framed(key, b"")) - len(b"}\n")
     body = content[before : -len(b"}\n")]
     return body if framed(key, body) == content else None
-
-
-def decoded(
-    content: bytes,
-    name: str,
-    *,
-    key: str,
-    newest: int,
-    make: Callable[[Any], T],
-    encode: Callable[[T], bytes],
-) -> T:
-    """What `make` makes of the body of a framed file, called `name` in errors; `encode` writes the file of a value.
-
-    Raises UnreadableCheckpoint for any deviation from what `encode` writes, NewerFormat for a format above `newest`.
-    """
-    written = unframed(key, content)
-    if written is None:
-        raise UnreadableCheckpoint(f"{name} is damaged: it does not match its checksum; take another iteration")
-    try:
-        body = json.loads(written)
-        if type(body["format"]) is int and body["format"] > newest:
-            raise NewerFormat(
-                f"{name} is written in format {body['format']}, this version reads up to {newest}: use the version"
-                " that wrote it, or a newer one"
-            )
-        value = make(body)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, UsageError) as error:
-        raise UnreadableCheckpoint(f"{name} is damaged ({error!r:.120}); take another iteration") from error
-    # What is believed is exactly what is written: another spelling of it is of no save.
-    if encode(value) != content:
-        raise UnreadableCheckpoint(f"{name} is damaged: no save writes it so; take another iteration")
-    return value
 
 
 def verified(data: memoryview, record: Record, where: str) -> memoryview:

@@ -1,4 +1,4 @@
-"""Writing one snapshot into a preallocated segment of the memory tier."""
+"""Snapshots in host memory that survives the process: preallocated segments on a tmpfs, used in turn."""
 
 from __future__ import annotations
 
