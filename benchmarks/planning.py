@@ -19,7 +19,7 @@ from pathlib import Path
 from megatron.core.dist_checkpointing.moe.policy.ordering import ORDERINGS
 from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
 from megatron.core.dist_checkpointing.moe.policy.recovery import plan_recovery
-from megatron.core.dist_checkpointing.moe.policy.window import Schedule, byte_aware_schedule
+from megatron.core.dist_checkpointing.moe.policy.window import Schedule, joint_schedules
 from megatron.core.dist_checkpointing.moe.types import (
     FP16_FP32,
     BoundaryLog,
@@ -103,7 +103,8 @@ def schedule(runs: int) -> list[Row]:
 
     def row(budget: int) -> Row:
         def plan() -> Schedule:
-            return byte_aware_schedule(ORDERINGS["popularity"](shape.operators, counts), sizes, budget)
+            order = ORDERINGS["popularity"](shape.operators, counts)
+            return joint_schedules({(0,): order}, sizes, budget)[(0,)]
 
         name = f"{shape.name}, {len(sizes)} operators, window of {plan().window.size}"
         return timed(name, plan, runs, allowed_s=0.050)

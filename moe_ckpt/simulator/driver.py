@@ -21,11 +21,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
-from megatron.core.dist_checkpointing.moe.policy.copies import Level
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Costs, Job, Piece, Strategy, Throughput
 from megatron.core.dist_checkpointing.moe.types import (
     Copy,
     Inventory,
+    Level,
     Lost,
     ModelShape,
     OperatorId,

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
-from megatron.core.dist_checkpointing.moe.policy.copies import Level
 from megatron.core.dist_checkpointing.moe.policy.tracking import Status
 from megatron.core.dist_checkpointing.moe.snapshot.background import BackgroundWork
 from megatron.core.dist_checkpointing.moe.snapshot.tracker import SnapshotTracker
@@ -16,6 +15,7 @@ from megatron.core.dist_checkpointing.moe.snapshot.workers import PersistTask, S
 from megatron.core.dist_checkpointing.moe.strategies import Costs, Job, Sparse, Throughput
 from megatron.core.dist_checkpointing.moe.strategies.sparse.windows import Timetable, timetable
 from megatron.core.dist_checkpointing.moe.types import (
+    Level,
     OperatorId,
     OperatorKind,
     OperatorSize,

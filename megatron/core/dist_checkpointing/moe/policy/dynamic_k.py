@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from ..errors import UsageError
-from ..types import OperatorId
-from .copies import Level
+from ..types import Level, OperatorId
 from .ledger import TokenLedger
 from .losses import plt_moc
 

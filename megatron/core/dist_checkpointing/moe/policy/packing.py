@@ -203,34 +203,16 @@ def _bent(items: Items, bins: Bins, cap: int) -> Packing | None:
     columns = zip(bins.base, bins.least_base_before, bins.most_base_before(cap), bins.leave, strict=True)
     for base, least_before, most_before, leave in columns:
         due = base + remaining.due
-        step = _Step(
-            gap=max(cap - due, 0),
-            leave=leave,
-            earlier_gap=None if least_before is None else cap - least_before - remaining.due,
-            earlier_weights=cap - most_before - remaining.due,
-        )
-        if due > cap >= base or not remaining.fill(step):
+        earlier_gap = None if least_before is None else cap - least_before - remaining.due
+        if due > cap >= base or not remaining.fill(
+            max(cap - due, 0), leave, earlier_gap, earlier_weights=cap - most_before - remaining.due
+        ):
             return None
         if bins.needs_one[len(steps)] and not remaining.taken:
             return None
         steps.append(tuple(sorted(remaining.taken)))
         peak = max(peak, due + remaining.full) if base <= cap else peak
     return None if remaining.count else Packing(tuple(reversed(steps)), peak)
-
-
-@dataclass(frozen=True)
-class _Step:
-    """What one step has room for.
-
-    gap: bytes that it can take. leave: operators that the steps before it need. earlier_gap: what the emptiest step
-    before it could hold if this one added no weights; None if there is none. earlier_weights: the weights that the
-    fullest step before it has room for.
-    """
-
-    gap: int
-    leave: int
-    earlier_gap: int | None
-    earlier_weights: int
 
 
 class _Remaining:
@@ -249,23 +231,30 @@ class _Remaining:
         self.may_take = 0
         self.taken: list[Positions] = []
 
-    def fill(self, step: _Step) -> bool:
-        """Fill one step; False if what remains can then not be placed any more."""
+    def fill(self, gap: int, leave: int, earlier_gap: int | None, earlier_weights: int) -> bool:
+        """Fill one step; False if what remains can then not be placed any more.
+
+        gap: bytes that it can take. leave: operators that the steps before it need. earlier_gap: what the emptiest step
+        before it could hold if this one added no weights; None if there is none. earlier_weights: the weights that the
+        fullest step before it has room for.
+        """
         self.taken, self.full, self.weights = [], 0, 0
-        self.may_take = max(self.count - step.leave, 0)
+        self.may_take = max(self.count - leave, 0)
         if not self.count:
             return True
-        if self.count_full <= step.gap and not step.leave:
-            self._take_all()
-        elif step.earlier_gap is None or step.earlier_gap < 0:
+        if self.count_full <= gap and not leave:
+            for run, (_, _, start, _) in enumerate(self.runs):
+                if self.ends[run] > start:
+                    self._take(run, self.ends[run] - start)
+        elif earlier_gap is None or earlier_gap < 0:
             return False
         else:
-            self._take_large(step.gap, step.earlier_gap)
+            self._take_large(gap, earlier_gap)
             # Weights that this step may add before the largest item that remains fits no earlier step.
-            spare = min(step.earlier_gap - self._largest()[0], step.earlier_weights)
+            spare = min(earlier_gap - self._largest()[0], earlier_weights)
             if spare < self.weights:
                 return False
-            self._take_small(step.gap, spare)
+            self._take_small(gap, spare)
         self.due += self.weights
         return True
 
@@ -278,11 +267,6 @@ class _Remaining:
         self.may_take -= count
         self.count -= count
         self.count_full -= full * count
-
-    def _take_all(self) -> None:
-        for run, (_, _, start, _) in enumerate(self.runs):
-            if self.ends[run] > start:
-                self._take(run, self.ends[run] - start)
 
     def _largest(self) -> tuple[int, int]:
         """(full bytes, run) of the largest operator that remains; (0, -1) if none does."""
@@ -335,7 +319,7 @@ _WORTH_OF_ORDER = 50  # the order of anchoring is given up for one step less, or
 def partition(
     load: Items, budget_bytes: int, window: int | None = None, pinned: Mapping[int, int] | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Numbers that each step anchors, ascending; the rules are those of `window.byte_aware_schedule`.
+    """Numbers that each step anchors, ascending; the rules are those of `window`.
 
     The operators of `load` are numbered from 0 in the order of anchoring. `pinned` gives the step of some numbers and
     needs `window`. A window with more steps than operators, or one whose pinned operators leave too few others, has

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 from ..errors import RecoveryImpossible
 from ..types import (
-    BoundaryLog,
     CopySource,
     Direction,
     Inventory,
@@ -19,10 +19,19 @@ from ..types import (
     Scope,
     Topology,
 )
-from .availability import NONE, Operators, RankState, StageState, rank_states, refusals, stage_states
+from .availability import (
+    NONE,
+    Operators,
+    RankState,
+    Record,
+    StageState,
+    copy_sources,
+    rank_states,
+    refusals,
+    stage_states,
+)
 from .rollback import Pipeline, Rollback, cheapest_rollbacks
 
-Record = tuple[int, Part, Operators]
 Way = tuple[Pipeline, frozenset[int], tuple[Rollback, ...] | None]
 """The pipeline as seen from a target, the ranks that can roll forward to it, and the rollbacks if any lead there."""
 ADVICE = "load an older checkpoint with --load and --ckpt-step"
@@ -152,16 +161,13 @@ def _logs_since(inventory: Inventory, lost: Lost, ranks: Iterable[int], directio
     since = 0
     for rank in ranks:
         reached = target + 1
-        found = (log.iterations for log in inventory.logs.get(rank, ()) if _serves(log, direction, lost))
-        for iterations in sorted(found, key=lambda span: span.stop, reverse=True):
+        logs = (log for log in inventory.logs.get(rank, ()) if log.direction is direction)
+        there = (log.iterations for log in logs if log.holder not in lost.nodes)
+        for iterations in sorted(there, key=lambda span: span.stop, reverse=True):
             if iterations.start < reached <= iterations.stop:
                 reached = iterations.start
         since = max(since, reached)
     return since
-
-
-def _serves(log: BoundaryLog, direction: Direction, lost: Lost) -> bool:
-    return log.direction is direction and log.holder not in lost.nodes
 
 
 def _segment(rollback: Rollback, pipeline: Pipeline, stages: Sequence[StageState]) -> ReplaySegment:
@@ -190,17 +196,11 @@ def _scope(segments: Sequence[ReplaySegment], topology: Topology) -> Scope:
 def _restored(
     segment: ReplaySegment, states: Mapping[int, RankState], stages: Sequence[StageState], topology: Topology
 ) -> Iterator[CopySource]:
-    """Who loads which records for a segment. Ranks of one kind differ only in who holds their copies."""
+    """Who loads which records for a segment."""
     for stage in segment.stages:
         pending = stages[stage].frozen(segment.base, segment.target) or []
-        recipes: dict[int, list[Record]] = {}
-        for rank in topology.stage_ranks(stage):
-            state = states[rank]
-            if state.kind not in recipes:
-                recipes[state.kind] = list(_records(state, segment.base, pending))
-            for index, part, operators in recipes[state.kind]:
-                copy = state.copies[index]
-                yield CopySource(rank, copy.plan.iteration, copy.tier, copy.holder, part, operators)
+        records = partial(_records, base=segment.base, pending=pending)
+        yield from copy_sources(states, topology.stage_ranks(stage), records)
 
 
 def _records(state: RankState, base: int, pending: Sequence[Operators]) -> Iterator[Record]:

@@ -17,8 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import MoECheckpointError
-from ..types import Piece, SnapshotPlan
-from .copies import Level
+from ..types import Level, Piece, SnapshotPlan
 from .lifecycle import PERSISTENT_COPY, WINDOW, PersistEvent, PersistState, WindowEvent, WindowState
 
 MAX_OPEN_SPANS = 2

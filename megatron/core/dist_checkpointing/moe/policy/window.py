@@ -1,7 +1,18 @@
 """Windows: which operators are anchored in which iteration, by bytes (in place of MoEvement's Algorithm 1).
 
-A rank's window follows from the bytes that it owns. Ranks that own different operators, such as the expert-parallel
-ranks of pipeline stages ("lanes"), get windows of one size in which what they share is anchored in the same step.
+Operators differ in size by orders of magnitude, and late snapshots carry less weights, so counting operators does not
+say what a snapshot weighs: snapshot i has the full bytes of group i and the weights bytes of all later groups. Here a
+rank gets the smallest window whose largest snapshot fits the budget, as even as can be. The order is kept where it
+fits, bent where an operator is too large for a gap, and given up between operators of different size where that saves
+an iteration or 2 % of the largest snapshot; equal ones always keep it.
+
+Where the budget is too small for every window that is found, each operator that is larger than the cap is anchored
+alone, at the end of the window, where the least weights come with it; for the others the cap is raised, from 10 % above
+the least that any window needs (the compute weights of all, and the smallest operator in full) in steps of 10 %, until
+a window is found. The last few per cent of a stall are thus not bought with a window many times as long.
+
+Ranks that own different operators, such as the expert-parallel ranks of pipeline stages ("lanes"), get windows of one
+size in which what they share is anchored in the same step.
 """
 
 from __future__ import annotations
@@ -58,43 +69,6 @@ class Schedule:
         return tuple(stall / bandwidth_bytes_per_s for stall in self.stall_bytes)
 
 
-def byte_aware_schedule(
-    ordered: Sequence[OperatorId],
-    sizes: Sizes,
-    budget_bytes: int,
-    *,
-    first_iteration: int = 0,
-    window: int | None = None,
-    pinned: Mapping[OperatorId, int] | None = None,
-) -> Schedule:
-    """The smallest window whose largest snapshot fits the budget, as even as can be (instead of MoEvement Alg. 1).
-
-    Operators differ in size by orders of magnitude, and late snapshots carry less weights, so counting them does not
-    say what a snapshot weighs: snapshot i has the full bytes of group i and the weights bytes of all later groups.
-    The order is kept where it fits, bent where an operator is too large for a gap, and given up between operators of
-    different size where that saves an iteration or 2 % of the largest snapshot; equal ones always keep it.
-
-    Where the budget is too small for every window that is found, each operator that is larger than the cap is anchored
-    alone, at the end of the window, where the least weights come with it; for the others the cap is raised, from 10 %
-    above the least that any window needs (the compute weights of all, and the smallest operator in full) in steps of
-    10 %, until a window is found. The last few per cent of a stall are thus not bought with a window many times as
-    long.
-
-    `window` forces the number of iterations. `pinned` (with `window`) anchors operators in the given step from the
-    first, 0; others than those in `ordered` are not looked at. No group is empty, except where pinned operators leave
-    too few of the others. The result does not depend on the order of `sizes`.
-    Raises UsageError for a budget below 1, no operators, one that occurs twice or has no size, a window below 1 or
-    above the number of operators, and a pinned step outside of the window.
-    """
-    whole("budget_bytes", budget_bytes, 1)
-    load = load_of(ordered, sizes)
-    if window is not None and not 1 <= window <= len(ordered):
-        raise UsageError(f"window is {window}, but must be from 1 to the number of operators, {len(ordered)}")
-    steps = _pinned_steps(ordered, window, pinned or {})
-    groups = partition(load, budget_bytes, window, steps)
-    return schedule_of(ordered, load, groups, first_iteration, budget_bytes)
-
-
 def schedule_of(
     ordered: Sequence[OperatorId], load: Items, groups: Sequence[Sequence[int]], first_iteration: int, budget: int
 ) -> Schedule:
@@ -141,24 +115,8 @@ def load_of(ordered: Sequence[OperatorId], sizes: Sizes) -> Items:
     return Items([size.full_bytes for size in known], [size.weights_bytes for size in known], range(len(known)))
 
 
-def _pinned_steps(
-    ordered: Sequence[OperatorId], window: int | None, pinned: Mapping[OperatorId, int]
-) -> dict[int, int]:
-    if not pinned:
-        return {}
-    if window is None:
-        raise UsageError(
-            f"pinned names {len(pinned)} operators, but no window: give the window that their steps are of"
-        )
-    steps = {index: pinned[operator] for index, operator in enumerate(ordered) if operator in pinned}
-    for index, step in steps.items():
-        if not 0 <= step < window:
-            raise UsageError(f"pinned step of {ordered[index]} is {step}, but must be from 0 to {window - 1}")
-    return steps
-
-
 Lane = tuple[int, int]
-"""Pipeline stage and expert-parallel rank, as `shards.owned_operators` names them."""
+"""Pipeline stage and expert-parallel rank."""
 
 AnyLane = TypeVar("AnyLane", bound=tuple[int, ...])
 """A Lane, or a rank alone."""
@@ -211,8 +169,8 @@ def joint_schedules(
     operators then keep a lane from fitting, the next larger one up to twice that size with which all fit that can.
     `window` forces it. A lane with fewer operators than iterations has empty steps. The result does not depend on the
     order of `lanes` or `sizes`.
-    Raises UsageError for no lanes, a window below 1 or above the largest number of operators in a lane, and as
-    `byte_aware_schedule`.
+    Raises UsageError for a budget below 1, no lanes, a window below 1 or above the largest number of operators in a
+    lane, and a lane without operators, with one twice, or with one that has no size.
     """
     whole("budget_bytes", budget_bytes, 1)
     if not lanes:

@@ -353,12 +353,8 @@ def catalogue(gathered: Sequence[Json]) -> Catalogue:
             if key not in plans:
                 parts: dict[OperatorId, Part] = {_operator(held[:3]): Part(held.part) for held in row.operators}
                 plans[key] = SnapshotPlan(row.snapshot.iteration, parts)
-            found.append(Found(**_fields(row), finder=rank, plan=plans[key]))
+            found.append(Found(**msgspec.structs.asdict(row), finder=rank, plan=plans[key]))
     return Catalogue(tuple(found), required, tuple(nodes.index(inventory.node) for inventory in ranks))
-
-
-def _fields(row: InventoryRow) -> dict[str, Any]:
-    return msgspec.structs.asdict(row)
 
 
 def _operator(fields: tuple[int, int, int]) -> OperatorId:

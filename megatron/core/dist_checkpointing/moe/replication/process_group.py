@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import count
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -35,19 +35,6 @@ _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.1
 
 
-class KeyStore(Protocol):
-    """What is used of a c10d store."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Set a key."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are set; never waits."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to a counter and return it."""
-
-
 class Meeting:
     """Numbers the connections of a job: all ranks that `meet` leave with the same number, larger than before.
 
@@ -57,7 +44,7 @@ class Meeting:
     same connection from it.
     """
 
-    def __init__(self, store: KeyStore, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
         self._number = 0
 

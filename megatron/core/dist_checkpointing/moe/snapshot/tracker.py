@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 
-from ..policy.copies import Level
 from ..policy.lifecycle import (
     PersistEvent,
     PersistState,
@@ -45,7 +44,7 @@ from ..policy.tracking import (
 )
 from ..ports import SnapshotId, StoreFailure, Task
 from ..strategies import Job, Piece, Strategy
-from ..types import SnapshotPlan
+from ..types import Level, SnapshotPlan
 from .background import BackgroundWork
 from .workers import Persister, PersistTask, ReplicationWorker, SnapshotTask
 

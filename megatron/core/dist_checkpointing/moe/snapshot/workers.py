@@ -216,7 +216,8 @@ class Persister:
         pause_s = FIRST_PAUSE_S
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                self._write(task)
+                for plan, pieces, kinds in zip(task.plans, task.pieces, task.kinds, strict=True):
+                    self._write_snapshot(plan.iteration, pieces, kinds)
                 task.status = Status.PROTECTED
                 break
             except Exception as error:  # whatever it is costs this copy, and all ranks hear of it
@@ -233,10 +234,6 @@ class Persister:
         for snapshot in self._storage.snapshots().sealed:
             if snapshot.rank == self._rank and snapshot.iteration in iterations:
                 self._storage.free(snapshot)
-
-    def _write(self, task: PersistTask) -> None:
-        for plan, pieces, kinds in zip(task.plans, task.pieces, task.kinds, strict=True):
-            self._write_snapshot(plan.iteration, pieces, kinds)
 
     def _write_snapshot(self, iteration: int, pieces: Sequence[Piece], kinds: Sequence[str]) -> None:
         with ExitStack() as stack:

@@ -8,13 +8,13 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from window_cases import byte_aware_schedule
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.ordering import hard_count
 from megatron.core.dist_checkpointing.moe.policy.window import (
     Lane,
     Schedule,
-    byte_aware_schedule,
     joint_schedules,
     merge,
 )

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from sparse_cases import CONFIG, Rank, job_of
 
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError
-from megatron.core.dist_checkpointing.moe.policy.copies import Level
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import WindowState
 from megatron.core.dist_checkpointing.moe.policy.tracking import (
     MAX_OPEN_SPANS,
@@ -20,7 +19,7 @@ from megatron.core.dist_checkpointing.moe.policy.tracking import (
     may_begin,
 )
 from megatron.core.dist_checkpointing.moe.strategies import Piece
-from megatron.core.dist_checkpointing.moe.types import SnapshotPlan, expert, full_plan
+from megatron.core.dist_checkpointing.moe.types import Level, SnapshotPlan, expert, full_plan
 
 OPERATORS = tuple(expert(0, index) for index in range(4))
 
