@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Mapping
 from fractions import Fraction
 
 import pytest
@@ -13,6 +14,7 @@ from window_cases import budgets, byte_aware_schedule, named, scheduled, some_si
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.checks import budget_bytes
+from megatron.core.dist_checkpointing.moe.policy.window import Schedule, joint_schedules
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorSize, Part, expert
 from moe_ckpt.simulator.paper_window import paper_schedule, paper_window
 
@@ -177,10 +179,16 @@ def test_a_bandwidth_that_copies_less_than_a_byte_is_refused() -> None:
         budget_bytes(1.0, 0.5)
 
 
+def jointly(sizes: Mapping[OperatorId, OperatorSize], budget: int, window: int | None = None) -> Schedule:
+    """The schedule of the only rank of a job."""
+    (schedule,) = joint_schedules({(0,): list(sizes)}, sizes, budget, window=window).values()
+    return schedule
+
+
 @pytest.mark.parametrize("budget", [0, -5])
 def test_a_budget_below_one_byte_is_refused(budget: int) -> None:
     sizes = named((12, 2))
-    for use in (scheduled, paper_window):
+    for use in (jointly, paper_window):
         with pytest.raises(UsageError, match=f"budget_bytes is {budget}, but must be a whole number of at least 1"):
             use(sizes, budget)
 
@@ -190,7 +198,7 @@ def test_a_window_with_more_iterations_than_operators_or_none_is_refused(window:
     with pytest.raises(
         UsageError, match=f"window is {window}, but must be from 1 to the number of operators of the largest lane, 3"
     ):
-        scheduled(named(*[(12, 2)] * 3), 100, window=window)
+        jointly(named(*[(12, 2)] * 3), 100, window=window)
 
 
 def test_operators_without_a_size_given_twice_or_not_at_all_are_refused() -> None:

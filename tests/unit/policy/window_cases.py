@@ -9,7 +9,7 @@ from fractions import Fraction
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.policy.packing import partition
-from megatron.core.dist_checkpointing.moe.policy.window import Schedule, joint_schedules, load_of, schedule_of
+from megatron.core.dist_checkpointing.moe.policy.window import Schedule, load_of, schedule_of
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorSize, expert
 
 Sizes = Mapping[OperatorId, OperatorSize]
@@ -30,11 +30,9 @@ def byte_aware_schedule(
     window: int | None = None,
     pinned: Mapping[OperatorId, int] | None = None,
 ) -> Schedule:
-    """The schedule of a rank alone, or of one that shares `pinned` operators with others, which anchor them there."""
-    if not pinned:
-        return joint_schedules({(0,): ordered}, sizes, budget, first_iteration=first_iteration, window=window)[(0,)]
+    """The schedule of a rank for itself, around `pinned` operators that others have anchored in these steps."""
     load = load_of(ordered, sizes)
-    pins = {at: pinned[operator] for at, operator in enumerate(ordered) if operator in pinned}
+    pins = {at: pinned[operator] for at, operator in enumerate(ordered) if pinned and operator in pinned}
     return schedule_of(ordered, load, partition(load, budget, window, pins), first_iteration, budget)
 
 

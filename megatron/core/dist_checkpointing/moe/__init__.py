@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "LoopState": "megatron_state.trainer_state",
-    "Milestone": "recovery.timestamps",
+    "Milestone": "recovery.timeline",
     "MoECheckpointConfig": "config",
     "MoECheckpointManager": "manager",
     "ProcessInfo": "runtime.process_info",
     "ProtectionReport": "snapshot.coordinator",
     "StepJournal": "types",
-    "Timestamps": "recovery.timestamps",
+    "Timestamps": "recovery.timeline",
     "is_lost_peer": "runtime.disconnect",
 }
 

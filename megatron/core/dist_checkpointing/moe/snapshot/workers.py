@@ -26,8 +26,7 @@ from ..ports import (
     Task,
     Transport,
 )
-from ..replication.replica_receiver import ReplicaReceiver
-from ..replication.replicator import Offer, Replicator
+from ..replication.replicator import Offer, ReplicaReceiver, Replicator
 from ..storage.manifest import encode
 from ..strategies import Piece
 from ..types import SnapshotPlan
