@@ -35,6 +35,8 @@ _FEW_STEPS = 64  # tried before as many steps as there are operators
 Positions = tuple[int, int]
 """Positions from start to stop, stop excluded."""
 
+_WORTH_OF_ORDER = 50  # the order of anchoring is given up for one step less, or for 1/50 of the largest load
+
 
 @dataclass(frozen=True)
 class Items:
@@ -52,14 +54,12 @@ class Items:
         return Items(*([column[index] for index in positions] for column in (self.full, self.weights, self.numbers)))
 
     def ascending(self) -> Items:
-        """First what adds least to the compute weights of all, so that small ones are left for gaps; equal ones as
-        before."""
+        """First what adds least to the compute weights: small ones are left for gaps; equal ones as before."""
         return self.only(sorted(range(len(self)), key=lambda index: self.full[index] - self.weights[index]))
 
     @property
     def least_peak_bytes(self) -> int:
-        """What the first snapshot of any window needs at least: the compute weights of all, and the smallest operator
-        in full."""
+        """What the first snapshot of any window needs: compute weights of all, and the smallest operator in full."""
         return sum(self.weights) + min(full - weights for full, weights, _, _ in self.runs)
 
     @cached_property
@@ -311,9 +311,6 @@ class _Remaining:
 def _times(room: int, size: int) -> int:
     """How many of this size fit."""
     return room // size if size else 1 << 62
-
-
-_WORTH_OF_ORDER = 50  # the order of anchoring is given up for one step less, or for 1/50 of the largest load
 
 
 def partition(

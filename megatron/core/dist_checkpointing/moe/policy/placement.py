@@ -11,6 +11,9 @@ from functools import cached_property
 from ..errors import UsageError
 from ..types import Topology
 
+Peers = list[tuple[int, ...]]
+"""For each rank the ranks that keep its replicas, in the order of preference."""
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -135,10 +138,6 @@ def _moved(node: int, step: int, radices: tuple[int, ...]) -> int:
         moved += weight * ((node % radix + step) % radix)
         node, step, weight = node // radix, step // radix, weight * radix
     return moved
-
-
-Peers = list[tuple[int, ...]]
-"""For each rank the ranks that keep its replicas, in the order of preference."""
 
 
 def group_ids(topology: Topology) -> list[tuple[int, int]]:

@@ -30,6 +30,12 @@ from .packing import Items, partition
 
 Sizes = Mapping[OperatorId, OperatorSize]
 
+Lane = tuple[int, int]
+"""Pipeline stage and expert-parallel rank."""
+AnyLane = TypeVar("AnyLane", bound=tuple[int, ...])
+"""A Lane, or a rank alone."""
+Groups = tuple[tuple[int, ...], ...]
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -113,15 +119,6 @@ def load_of(ordered: Sequence[OperatorId], sizes: Sizes) -> Items:
         twice = Counter(ordered).most_common(1)[0][0]
         raise UsageError(f"{twice} occurs more than once in the order: a window anchors each operator once")
     return Items([size.full_bytes for size in known], [size.weights_bytes for size in known], range(len(known)))
-
-
-Lane = tuple[int, int]
-"""Pipeline stage and expert-parallel rank."""
-
-AnyLane = TypeVar("AnyLane", bound=tuple[int, ...])
-"""A Lane, or a rank alone."""
-
-Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass

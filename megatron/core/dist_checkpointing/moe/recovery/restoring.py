@@ -54,6 +54,9 @@ from .timeline import Milestone, Timestamps
 
 _SIZES = struct.Struct("<qq")
 
+Landing = StoreReplica | HostBuffer
+"""Where a snapshot that travels arrives."""
+
 
 @dataclass(frozen=True)
 class RecoveryPorts:
@@ -93,10 +96,6 @@ class RecoveryPorts:
         store = self.standby if snapshot.kind in STANDBY else self.memory
         assert store is not None
         return store
-
-
-Landing = StoreReplica | HostBuffer
-"""Where a snapshot that travels arrives."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,10 @@ FILE = "marks.json"
 """In the folder of the rank's slot, which a restarted process takes over."""
 
 
+TRUSTED_S = 0.5
+"""By how much clocks of nodes may seem to differ: a busy rank leaves a collective that late."""
+
+
 class Milestone(enum.Enum):
     """The points of a recovery, in their order. Those before RESTARTED are passed by the attempt that failed."""
 
@@ -117,9 +121,6 @@ def _times(data: Mapping[str, Any]) -> dict[str, float]:
     names = {milestone.value for milestone in Milestone}
     return {name: float(at_s) for name, at_s in data.items() if name in names}
 
-
-TRUSTED_S = 0.5
-"""By how much clocks of nodes may seem to differ: a busy rank leaves a collective that late."""
 
 PARTS = {
     Milestone.DETECTED: "detect",

@@ -30,9 +30,13 @@ if TYPE_CHECKING:
 
     from ..ports import Json
 
-
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.1
+
+CHUNK_BYTES = 64 << 20
+"""Longer messages travel in chunks of this size, each of which must arrive within the timeout."""
+_CONNECT_AT_LEAST_S = 1.0
+_MAX_TAG = 2**31 - 1
 
 
 class Meeting:
@@ -90,13 +94,6 @@ class Meeting:
         if not ranks:
             return "the last ones came when others had given up; try again"
         return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} did not come"
-
-
-CHUNK_BYTES = 64 << 20
-"""Longer messages travel in chunks of this size, each of which must arrive within the timeout."""
-
-_CONNECT_AT_LEAST_S = 1.0
-_MAX_TAG = 2**31 - 1
 
 
 class _Transfer:

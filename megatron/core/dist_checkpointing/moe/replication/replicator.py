@@ -39,9 +39,16 @@ from .messages import (
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-
 PATIENCE_S = 10.0
 PAUSE_S = 0.005
+
+_TO_SEND = (Reply.WANTED, Reply.DAMAGED)
+_KEPT = (Reply.HELD, Reply.SEALED)
+_MEANING = {
+    Reply.REFUSED: "it refused",
+    Reply.DAMAGED: "it arrived damaged twice",
+    Reply.FAILED: "it could not store it",
+}
 
 
 class StoreReplica:
@@ -130,15 +137,6 @@ class Exchange:
     sent_bytes: int
     received_bytes: int
     failures: tuple[str, ...]
-
-
-_TO_SEND = (Reply.WANTED, Reply.DAMAGED)
-_KEPT = (Reply.HELD, Reply.SEALED)
-_MEANING = {
-    Reply.REFUSED: "it refused",
-    Reply.DAMAGED: "it arrived damaged twice",
-    Reply.FAILED: "it could not store it",
-}
 
 
 @dataclass

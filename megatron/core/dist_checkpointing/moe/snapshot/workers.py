@@ -32,6 +32,9 @@ from ..strategies import Piece
 from ..types import SnapshotPlan
 from .identity import Identity
 
+ATTEMPTS = 3
+FIRST_PAUSE_S = 1.0
+
 
 @dataclass
 class SnapshotTask:
@@ -166,10 +169,6 @@ class ReplicationWorker:
         task.failures += done.failures
         if offers and task.status is Status.SEALED and all(done.acknowledged.values()):
             task.status = Status.PROTECTED
-
-
-ATTEMPTS = 3
-FIRST_PAUSE_S = 1.0
 
 
 @dataclass

@@ -22,6 +22,11 @@ from ..types.layout import Facts, Field, Json, Layout, Manifest, Record, Snapsho
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+FORMAT_VERSION = 1
+_FLOAT = "$float"  # the only key of an object that stands for a float that JSON cannot write
+_FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+_KINDS = {kind.name: kind for kind in OperatorKind}
+
 
 def checksum(data: Buffer) -> str:
     """The xxh3 of contiguous bytes: 32 hexadecimal digits. Nothing is copied and the GIL is released."""
@@ -66,18 +71,11 @@ def flat_bytes(data: Buffer, field: Field) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
-FORMAT_VERSION = 1
-
-_FLOAT = "$float"  # the only key of an object that stands for a float that JSON cannot write
-_FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
-
-
 def _name_of_part(part: Part) -> str:
     return "+".join(str(component.name) for component in part) or "NOTHING"
 
 
 _PARTS = {_name_of_part(Part(value)): Part(value) for value in range(Part.EVERYTHING.value + 1)}
-_KINDS = {kind.name: kind for kind in OperatorKind}
 
 
 class _Record(Struct, forbid_unknown_fields=True):
