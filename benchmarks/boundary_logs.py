@@ -135,8 +135,8 @@ class Logged:
         from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology
         from megatron.core.dist_checkpointing.moe.policy.boundary import sent_bytes, tensor_shape
         from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected
+        from megatron.core.dist_checkpointing.moe.snapshot.background import ThreadExecutor
         from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
-        from megatron.core.dist_checkpointing.moe.snapshot.thread_executor import ThreadExecutor
         from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 
         self.session = Unprotected()

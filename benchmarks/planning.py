@@ -19,8 +19,7 @@ from pathlib import Path
 from megatron.core.dist_checkpointing.moe.policy.ordering import ORDERINGS
 from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
 from megatron.core.dist_checkpointing.moe.policy.recovery import plan_recovery
-from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators
-from megatron.core.dist_checkpointing.moe.policy.window import Schedule, byte_aware_schedule
+from megatron.core.dist_checkpointing.moe.policy.window import Schedule, joint_schedules
 from megatron.core.dist_checkpointing.moe.types import (
     FP16_FP32,
     BoundaryLog,
@@ -34,6 +33,7 @@ from megatron.core.dist_checkpointing.moe.types import (
     full_plan,
 )
 from moe_ckpt.simulator.models import PRESETS
+from moe_ckpt.simulator.shards import owned_operators
 
 RESULT = Path(__file__).resolve().parent / "results" / "planning.json"
 
@@ -103,7 +103,8 @@ def schedule(runs: int) -> list[Row]:
 
     def row(budget: int) -> Row:
         def plan() -> Schedule:
-            return byte_aware_schedule(ORDERINGS["popularity"](shape.operators, counts), sizes, budget)
+            order = ORDERINGS["popularity"](shape.operators, counts)
+            return joint_schedules({(0,): order}, sizes, budget)[(0,)]
 
         name = f"{shape.name}, {len(sizes)} operators, window of {plan().window.size}"
         return timed(name, plan, runs, allowed_s=0.050)

@@ -6,10 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from megatron.core.dist_checkpointing.moe.policy.lanes import Lane
 from megatron.core.dist_checkpointing.moe.policy.ordering import hard_count
-from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
-from megatron.core.dist_checkpointing.moe.policy.window import paper_schedule
+from megatron.core.dist_checkpointing.moe.policy.window import Lane
 from megatron.core.dist_checkpointing.moe.types import Window
 from moe_ckpt.simulator.behaviour import Behaviour
 from moe_ckpt.simulator.closed_form import ettr as closed_form
@@ -19,6 +17,8 @@ from moe_ckpt.simulator.cost import MOEVEMENT_UTILISATION, Utilisation, iteratio
 from moe_ckpt.simulator.events import Estimate, SimulatedRun, estimate, simulate
 from moe_ckpt.simulator.faults import Fault, poisson
 from moe_ckpt.simulator.inputs import Cluster, IterationCost, TrainingJob
+from moe_ckpt.simulator.paper_window import paper_schedule
+from moe_ckpt.simulator.shards import owned_operators, shard_sizes
 from moe_ckpt.simulator.systems import CheckpointSystem
 from moe_ckpt.simulator.systems.links import SystemSetting
 

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
-from megatron.core.dist_checkpointing.moe.policy.interval import ettr, expected_recovery_s
 from moe_ckpt.report import Fact, Table, table
+from moe_ckpt.simulator.ettr import ettr, expected_recovery_s
 
 from .evaluation import AZURE, behaviour_of
 from .figure import Figure, decimals, minutes, published

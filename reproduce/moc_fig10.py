@@ -15,7 +15,6 @@ from megatron.core.dist_checkpointing.moe.policy.partial import (
     BOTH,
     OPTIMIZER,
     WEIGHTS,
-    checkpoint_bytes,
     pec_plan,
     sequential_selection,
 )
@@ -23,6 +22,7 @@ from megatron.core.dist_checkpointing.moe.policy.sharding import shard_checkpoin
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, ModelShape, OperatorId, Part, Topology
 from moe_ckpt.report import Fact, Table, table
 from moe_ckpt.simulator.models import preset
+from moe_ckpt.simulator.paper_sizes import checkpoint_bytes
 
 from .figure import Figure, published
 

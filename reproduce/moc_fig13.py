@@ -13,14 +13,9 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from megatron.core.dist_checkpointing.moe.policy.interval import (
-    TrainingRun,
-    in_iterations,
-    moc_overhead_s,
-    moc_save_overhead_s,
-    young,
-)
+from megatron.core.dist_checkpointing.moe.policy.interval import in_iterations, young
 from moe_ckpt.report import Fact, Table, table
+from moe_ckpt.simulator.ettr import TrainingRun, moc_overhead_s, moc_save_overhead_s
 
 from .figure import Figure, published
 from .moc_iteration import MocIteration, MocIterationCost, cost_of, machines

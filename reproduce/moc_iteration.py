@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from megatron.core.dist_checkpointing.moe.policy.interval import moc_save_overhead_s
-from megatron.core.dist_checkpointing.moe.policy.partial import ALL, checkpoint_bytes, pec_plan
+from megatron.core.dist_checkpointing.moe.policy.partial import ALL, pec_plan
 from megatron.core.dist_checkpointing.moe.policy.sharding import shard_checkpoint
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, ModelShape, Part, Topology
 from moe_ckpt.simulator.clusters import cluster
 from moe_ckpt.simulator.cost import operator_flops
+from moe_ckpt.simulator.ettr import moc_save_overhead_s
+from moe_ckpt.simulator.paper_sizes import checkpoint_bytes
 
 from .figure import published
 from .moc_fig10 import selected_experts

@@ -12,7 +12,6 @@ from functools import cache
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.policy.selective import Budgets, SelectivePlan, selective_plan
-from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, sharing_ranks
 from megatron.core.dist_checkpointing.moe.types import (
     FP16_FP32,
     ModelShape,
@@ -25,6 +24,7 @@ from moe_ckpt.simulator.clusters import cluster
 from moe_ckpt.simulator.cost import MOEVEMENT_UTILISATION, iteration_cost
 from moe_ckpt.simulator.inputs import Cluster, TrainingJob
 from moe_ckpt.simulator.models import preset
+from moe_ckpt.simulator.shards import owned_operators, sharing_ranks
 
 from .figure import Figure, published
 

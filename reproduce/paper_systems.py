@@ -11,21 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megatron.core.dist_checkpointing.moe.policy.dynamic_k import (
-    Cadence,
-    paper_next_k,
-    worst_case_lost_tokens,
-)
-from megatron.core.dist_checkpointing.moe.policy.lanes import Lane, joint_schedules
 from megatron.core.dist_checkpointing.moe.policy.ordering import hard_count
-from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
-from megatron.core.dist_checkpointing.moe.policy.window import Schedule, paper_schedule, paper_window
+from megatron.core.dist_checkpointing.moe.policy.window import Lane, Schedule, joint_schedules
 from moe_ckpt.simulator.behaviour import Behaviour, Nodes, RecoveryCost
+from moe_ckpt.simulator.paper_window import paper_schedule, paper_window
+from moe_ckpt.simulator.shards import owned_operators, shard_sizes
 from moe_ckpt.simulator.systems import SYSTEMS, CheckpointSystem, MoEvement
 from moe_ckpt.simulator.systems.links import Replicas, SystemSetting, needs_experts
 from moe_ckpt.simulator.systems.lossy import LossyBehaviour
 from moe_ckpt.simulator.systems.pec import PecCosts
 from moe_ckpt.simulator.systems.sparse import expert_shares
+from reproduce.paper_k import Cadence, paper_next_k, worst_case_lost_tokens
 
 
 @dataclass(frozen=True)

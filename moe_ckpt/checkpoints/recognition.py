@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint, UsageError
-from megatron.core.dist_checkpointing.moe.storage.checksums import unframed
 from megatron.core.dist_checkpointing.moe.storage.manifest import FORMAT_VERSION as SNAPSHOT_VERSION
+from megatron.core.dist_checkpointing.moe.storage.manifest import unframed
 from megatron.core.dist_checkpointing.moe.storage.ownership import owner_files
 from megatron.core.dist_checkpointing.moe.types.layout import MANIFEST, UNSEALED, SnapshotId
 from moe_ckpt.dense.chain import FORMAT_VERSION as CHAIN_VERSION

@@ -17,9 +17,10 @@ from typing import Any
 import msgspec
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.storage.checksums import decoded, framed
+from megatron.core.dist_checkpointing.moe.storage.manifest import framed
 from megatron.core.dist_checkpointing.moe.types import OperatorId, expert
 
+from .framed import decoded
 from .names import FORMAT, read_if_there
 
 MANIFEST = "moe_ckpt_chain.json"

@@ -18,8 +18,9 @@ from xxhash import xxh3_128
 
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.storage.atomic import write_atomically
-from megatron.core.dist_checkpointing.moe.storage.checksums import decoded, framed
+from megatron.core.dist_checkpointing.moe.storage.manifest import framed
 
+from .framed import decoded
 from .names import read_if_there
 
 if TYPE_CHECKING:

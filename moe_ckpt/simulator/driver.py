@@ -21,12 +21,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
-from megatron.core.dist_checkpointing.moe.policy.copies import Level
-from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Costs, Job, Piece, Strategy, Throughput
 from megatron.core.dist_checkpointing.moe.types import (
     Copy,
     Inventory,
+    Level,
     Lost,
     ModelShape,
     OperatorId,
@@ -40,6 +39,8 @@ from megatron.core.dist_checkpointing.moe.types import (
     Topology,
     expert,
 )
+
+from .shards import owned_operators, shard_sizes
 
 Counts = Sequence[Sequence[int]]
 """Tokens of one iteration, by MoE layer and expert."""

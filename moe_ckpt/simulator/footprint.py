@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators
 from megatron.core.dist_checkpointing.moe.types import Part, Window
 
 from .behaviour import Behaviour
 from .inputs import TrainingJob
 from .memory import memory_of
+from .shards import owned_operators
 from .systems import CheckpointSystem, MoEvement
 from .systems.links import SystemSetting
 

@@ -7,8 +7,9 @@ from functools import cached_property
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.checks import not_negative, positive, whole
-from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, sharing_ranks
 from megatron.core.dist_checkpointing.moe.types import ModelShape, Precision, Topology
+
+from .shards import owned_operators, sharing_ranks
 
 
 @dataclass(frozen=True)

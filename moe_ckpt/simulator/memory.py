@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.core.dist_checkpointing.moe.policy.boundary import kept, sent_bytes, tensor_shape
-from megatron.core.dist_checkpointing.moe.policy.lanes import Lane
-from megatron.core.dist_checkpointing.moe.policy.shards import sharing_ranks
+from megatron.core.dist_checkpointing.moe.policy.window import Lane
 from megatron.core.dist_checkpointing.moe.types import Part, Window
 
 from .inputs import TrainingJob
+from .shards import sharing_ranks
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class MemoryUse:
 
 
 def memory_of(job: TrainingJob, windows: Window | Mapping[Lane, Window]) -> MemoryUse:
-    """What checkpoints and logs of a job take, with one window, or that of each lane (`policy.shards.owned_operators`).
+    """What checkpoints and logs of a job take, with one window, or that of each lane (`shards.owned_operators`).
 
     Published for Gemini are 26 bytes per parameter in all rows: two checkpoints of 12 (master weights and moments), and
     the 2 of the compute weights once. X adds, for each operator, its WEIGHTS in the snapshots before its anchor; what

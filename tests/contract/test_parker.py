@@ -347,9 +347,7 @@ def test_a_park_that_was_interrupted_by_a_kill_is_torn_and_never_read(
     rank.parker = rank.begun(capturer=capturer(rank.capturer))
     rank.parker.note(4)
     # A killed process abandons nothing.
-    monkeypatch.setattr(
-        "megatron.core.dist_checkpointing.moe.storage.writing.SnapshotWriter.abandon", lambda self: None
-    )
+    monkeypatch.setattr("megatron.core.dist_checkpointing.moe.storage.base.SnapshotWriter.abandon", lambda self: None)
     with pytest.raises(Killed):
         rank.park(BEFORE)
     rank.store.close()

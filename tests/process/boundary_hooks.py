@@ -101,9 +101,9 @@ class Logged:
         from megatron.core.dist_checkpointing.moe.local_recovery.communicator import BoundaryCommunicator
         from megatron.core.dist_checkpointing.moe.policy.boundary import tensor_shape
         from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
+        from megatron.core.dist_checkpointing.moe.snapshot.background import ThreadExecutor
         from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
         from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
-        from megatron.core.dist_checkpointing.moe.snapshot.thread_executor import ThreadExecutor
         from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 
         config, training = self.trainer._transformer, self.trainer._state.config.training

@@ -92,7 +92,7 @@ def no_joint_snapshot_after(iteration: int) -> Iterator[None]:
     slowly the work beside training runs.
     """
     from megatron.core.dist_checkpointing.moe.runtime.session import Session
-    from megatron.core.dist_checkpointing.moe.snapshot.replication_worker import ReplicationWorker
+    from megatron.core.dist_checkpointing.moe.snapshot.workers import ReplicationWorker
 
     original, step_end = ReplicationWorker._seal, Session.step_end
 
@@ -165,7 +165,7 @@ def another_plan(rank: int, iteration: int) -> Iterator[None]:
 def storage_vanishes(folder: str, iteration: int) -> Iterator[None]:
     """The folder of persistent snapshots becomes a file at the end of `iteration`; retries come quickly."""
     from megatron.core.dist_checkpointing.moe.runtime.session import Session
-    from megatron.core.dist_checkpointing.moe.snapshot import persister
+    from megatron.core.dist_checkpointing.moe.snapshot import workers
 
     original = Session.step_end
 
@@ -175,5 +175,5 @@ def storage_vanishes(folder: str, iteration: int) -> Iterator[None]:
             Path(folder).write_text("not a folder")
         original(self, at, *journal)
 
-    with mock.patch.object(Session, "step_end", step_end), mock.patch.object(persister, "FIRST_PAUSE_S", 0.05):
+    with mock.patch.object(Session, "step_end", step_end), mock.patch.object(workers, "FIRST_PAUSE_S", 0.05):
         yield

@@ -82,7 +82,7 @@ def held_back(folder: str, rank: int, iteration: int) -> Iterator[None]:
 @contextlib.contextmanager
 def replicas_refused(owner: int, iterations: range) -> Iterator[None]:
     """Whoever should keep replicas for `owner` has no room for those of these iterations."""
-    from megatron.core.dist_checkpointing.moe.replication.replica_receiver import ReplicaReceiver
+    from megatron.core.dist_checkpointing.moe.replication.replicator import ReplicaReceiver
     from megatron.core.dist_checkpointing.moe.storage.manifest import decode
 
     begin = ReplicaReceiver.begin
@@ -98,7 +98,7 @@ def replicas_refused(owner: int, iterations: range) -> Iterator[None]:
 
 def _is_there(place: str, *arguments: Any) -> bool:
     if place == "waiting":
-        from megatron.core.dist_checkpointing.moe.recovery.outcome import Waiting
+        from megatron.core.dist_checkpointing.moe.recovery.recovery import Waiting
 
         return isinstance(arguments[0]._restart._todo, Waiting)
     if place == "restarting":
@@ -122,7 +122,7 @@ def _session(name: str) -> Callable[[], tuple[Any, str]]:
 
 
 def _sending() -> tuple[Any, str]:
-    from megatron.core.dist_checkpointing.moe.recovery.fetch import Carrier
+    from megatron.core.dist_checkpointing.moe.recovery.restoring import Carrier
 
     return Carrier, "_send"
 

@@ -27,8 +27,7 @@ from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, NoRoom, PeerLost, SnapshotId
 from megatron.core.dist_checkpointing.moe.replication import process_group
 from megatron.core.dist_checkpointing.moe.replication.process_group import ProcessGroupTransport
-from megatron.core.dist_checkpointing.moe.replication.replicas import Exchange, Offer
-from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
+from megatron.core.dist_checkpointing.moe.replication.replicator import Exchange, Offer, Replicator
 from megatron.core.dist_checkpointing.moe.storage.manifest import decode, encode
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import Topology

@@ -21,8 +21,8 @@ from runs import Layout, Train, differences, digest, reports_in
 from world import Outcome, World
 
 from megatron.core.dist_checkpointing.moe.policy.partial import PEC_SCOPES
-from megatron.core.dist_checkpointing.moe.policy.sharding import eq_5_full_bytes, eq_6_pec_bytes
 from megatron.core.dist_checkpointing.moe.types import FP32, ModelShape, Part
+from moe_ckpt.simulator.paper_sizes import eq_5_full_bytes, eq_6_pec_bytes
 
 ITERATIONS, LAYERS, EXPERTS, TOPK = 30, 2, 4, 2
 THRESHOLD = Fraction(15, 100)

@@ -16,7 +16,7 @@ from guarantee_hooks import another_plan, little_space, newer_core, storage_vani
 from runs import Layout, flags
 from world import Hook, Outcome
 
-from megatron.core.dist_checkpointing.moe.storage.checksums import checksum
+from megatron.core.dist_checkpointing.moe.storage.manifest import checksum
 from megatron.core.dist_checkpointing.moe.storage.ownership import Claim
 
 LAYOUT = Layout(pp=2, ep=1, ranks=2)

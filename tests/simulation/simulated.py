@@ -15,14 +15,14 @@ from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import ProtectionState, WindowState
 from megatron.core.dist_checkpointing.moe.policy.lineage import Lineage, continued
 from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
-from megatron.core.dist_checkpointing.moe.recovery.recovery import Recovery, RecoveryOutcome, RecoveryPorts
+from megatron.core.dist_checkpointing.moe.recovery.recovery import Recovery, RecoveryOutcome
+from megatron.core.dist_checkpointing.moe.recovery.restoring import RecoveryPorts
 from megatron.core.dist_checkpointing.moe.replay.densify import Replay
 from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
 from megatron.core.dist_checkpointing.moe.snapshot.buffers import fit_memory, gathered_sizes, segment_sizes
 from megatron.core.dist_checkpointing.moe.snapshot.coordinator import Coordinator, Ports, ProtectionReport
 from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
-from megatron.core.dist_checkpointing.moe.snapshot.persister import Persister
-from megatron.core.dist_checkpointing.moe.snapshot.replication_worker import ReplicationWorker
+from megatron.core.dist_checkpointing.moe.snapshot.workers import Persister, ReplicationWorker
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, BufferSpec, Job
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, StepJournal, Topology, expert
 
@@ -161,7 +161,7 @@ class Rank:
         if outcome is not None:
             coordinator.resume(outcome.restored)
             is_protected = coordinator.report().protection.state is not ProtectionState.UNPROTECTED
-            assert is_protected == bool(outcome.kept), "what was restored from memory has copies there"
+            assert is_protected == bool(outcome.restored.kept), "what was restored from memory has copies there"
         for iteration in range(ports.model.iteration + 1, simulation.iterations + 1):
             ports.model.forward_backward()
             coordinator.before_optimizer()

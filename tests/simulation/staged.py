@@ -28,15 +28,15 @@ from megatron.core.dist_checkpointing.moe.ports import RANDOM, PeerLost
 from megatron.core.dist_checkpointing.moe.recovery.recovery import (
     Recovery,
     RecoveryOutcome,
-    RecoveryPorts,
     Waiting,
 )
+from megatron.core.dist_checkpointing.moe.recovery.restoring import RecoveryPorts
 from megatron.core.dist_checkpointing.moe.replay.densify import Replay
 from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
 from megatron.core.dist_checkpointing.moe.snapshot.buffers import fit_memory, gathered_sizes, segment_sizes
 from megatron.core.dist_checkpointing.moe.snapshot.coordinator import Coordinator, Ports
 from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
-from megatron.core.dist_checkpointing.moe.snapshot.replication_worker import ReplicationWorker
+from megatron.core.dist_checkpointing.moe.snapshot.workers import ReplicationWorker
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, BufferSpec, Job
 from megatron.core.dist_checkpointing.moe.types import (
     OperatorId,

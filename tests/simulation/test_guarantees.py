@@ -21,9 +21,8 @@ from xxhash import xxh3_128_digest
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import ProtectionState
-from megatron.core.dist_checkpointing.moe.replication.replica_receiver import StoreReplica
-from megatron.core.dist_checkpointing.moe.storage.checksums import checksum
-from megatron.core.dist_checkpointing.moe.storage.manifest import decode
+from megatron.core.dist_checkpointing.moe.replication.replicator import StoreReplica
+from megatron.core.dist_checkpointing.moe.storage.manifest import checksum, decode
 from megatron.core.dist_checkpointing.moe.types.layout import Manifest, SnapshotId
 
 FULL = MoECheckpointConfig(strategy="full", interval=1, replicas=1, timeout_s=60.0)

@@ -260,6 +260,19 @@ def test_the_picture_of_the_architecture_is_what_its_source_draws() -> None:
     assert picture.TARGET.read_text(encoding="utf-8") == picture.architecture(), "run tools/architecture_picture.py"
 
 
+def test_the_way_of_a_tensor_names_files_that_are_there_and_counts_them() -> None:
+    page = (ROOT / "docs/internals/design.md").read_text(encoding="utf-8")
+    (section,) = re.findall(r"^## The way of one expert's tensor\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    files = re.findall(r"`([\w/]+\.py)`", section)
+    engine = ROOT / "megatron/core/dist_checkpointing/moe"
+    assert [file for file in files if not ((engine / file).is_file() or (ROOT / file).is_file())] == []
+    told = re.search(r"\*\*(\d+) files\*\*, of which (\d+) \(in bold\)", section)
+    assert told and [int(count) for count in told.groups()] == [
+        len(set(files)),
+        len(re.findall(r"\*\*`[\w/]+\.py`\*\*", section)),
+    ]
+
+
 def test_the_page_of_commands_is_what_the_commands_say_of_themselves(reference: ModuleType) -> None:
     page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     assert page == reference.render(), "run python tools/command_reference.py"

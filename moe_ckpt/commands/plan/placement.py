@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from megatron.core.dist_checkpointing.moe.policy.placement import coverage, place_replicas, replica_bytes
+from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
 from megatron.core.dist_checkpointing.moe.types import Part
 from moe_ckpt.report import Fact, Report, table
 
+from ...simulator.replicas import coverage, replica_bytes
 from .options import PlannedJob, number, plan_command
 
 HELP = """Show which peers keep the replicas of each rank's snapshot in their memory (MOETION 5.1), how many nodes may

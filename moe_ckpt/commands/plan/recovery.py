@@ -15,7 +15,6 @@ from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.placement import Placement, place_replicas
 from megatron.core.dist_checkpointing.moe.policy.recovery import plan_recovery
-from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Piece
 from megatron.core.dist_checkpointing.moe.types import (
     BoundaryLog,
@@ -33,6 +32,7 @@ from megatron.core.dist_checkpointing.moe.types import (
 from moe_ckpt.report import Fact, Report, Table, table
 
 from ...simulator.driver import Driver, Taken, tied_embeddings
+from ...simulator.shards import owned_operators, shard_sizes
 from . import counts_file
 from .drive import job_of
 from .options import PlannedJob, number, plan_command, positive

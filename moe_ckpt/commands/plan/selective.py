@@ -7,9 +7,9 @@ from pathlib import Path
 import click
 
 from megatron.core.dist_checkpointing.moe.policy.selective import Budgets, Selection, SelectivePlan, selective_plan
-from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
 from moe_ckpt.report import Fact, Report, Table, table
 
+from ...simulator.shards import owned_operators, shard_sizes
 from . import counts_file
 from .options import PlannedJob, plan_command, positive
 

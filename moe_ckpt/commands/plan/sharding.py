@@ -5,16 +5,11 @@ from __future__ import annotations
 import click
 
 from megatron.core.dist_checkpointing.moe.policy.partial import PEC_SCOPES, pec_plan
-from megatron.core.dist_checkpointing.moe.policy.sharding import (
-    SHARDINGS,
-    eq_5_full_bytes,
-    eq_6_pec_bytes,
-    is_balanced,
-    shard_checkpoint,
-)
+from megatron.core.dist_checkpointing.moe.policy.sharding import SHARDINGS, shard_checkpoint
 from megatron.core.dist_checkpointing.moe.types import Part
 from moe_ckpt.report import Fact, Report, table
 
+from ...simulator.paper_sizes import eq_5_full_bytes, eq_6_pec_bytes, is_balanced
 from .options import PlannedJob, number, plan_command
 from .pec import check_experts, selected_experts
 

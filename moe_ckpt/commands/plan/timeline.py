@@ -6,8 +6,6 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from megatron.core.dist_checkpointing.moe.policy.prediction import Figures, predicted_parts
-from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators
 from megatron.core.dist_checkpointing.moe.types import (
     CopySource,
     Inventory,
@@ -19,6 +17,8 @@ from megatron.core.dist_checkpointing.moe.types import (
 )
 from moe_ckpt.report import Table, table
 
+from ...simulator.prediction import Figures, predicted_parts
+from ...simulator.shards import owned_operators
 from .options import PlannedJob
 
 

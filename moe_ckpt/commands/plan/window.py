@@ -10,15 +10,15 @@ import click
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.policy.checks import budget_bytes
-from megatron.core.dist_checkpointing.moe.policy.lanes import Lane
 from megatron.core.dist_checkpointing.moe.policy.ordering import ORDERINGS
-from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
-from megatron.core.dist_checkpointing.moe.policy.window import Schedule, load_of, paper_window, schedule_of
+from megatron.core.dist_checkpointing.moe.policy.window import Lane, Schedule, load_of, schedule_of
 from megatron.core.dist_checkpointing.moe.strategies import Throughput
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorSize, Part
 from moe_ckpt.report import Fact, Report, Table, table
 
 from ...simulator.driver import ENDLESS, Driver, Taken
+from ...simulator.paper_window import paper_window
+from ...simulator.shards import owned_operators, shard_sizes
 from . import counts_file
 from .drive import job_of
 from .options import PlannedJob, plan_command, positive

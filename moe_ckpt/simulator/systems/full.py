@@ -9,11 +9,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron.core.dist_checkpointing.moe.policy.interval import gemini_oracle
 from megatron.core.dist_checkpointing.moe.strategies import Costs
 
 from ..behaviour import Behaviour, Nodes, RecoveryCost
 from ..driver import ENDLESS, SETTLED_AFTER, Driver, layer_job
+from ..ettr import gemini_oracle
 from .links import Replicas, SystemSetting
 
 

@@ -8,12 +8,13 @@ from functools import cached_property
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.placement import Placement, place_replicas, surviving
+from megatron.core.dist_checkpointing.moe.policy.placement import Placement, place_replicas
 from megatron.core.dist_checkpointing.moe.types import Part, SnapshotPlan
 
 from ..behaviour import Nodes, RecoveryCost
 from ..constants import Constants
 from ..inputs import Cluster, IterationCost, TrainingJob
+from ..replicas import surviving
 
 
 @dataclass(frozen=True)

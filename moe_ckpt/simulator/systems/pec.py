@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
 
-from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, sharing_ranks
 from megatron.core.dist_checkpointing.moe.strategies import Pec
 from megatron.core.dist_checkpointing.moe.types import Part, SnapshotPlan
 
 from ..behaviour import Behaviour, Nodes, RecoveryCost
 from ..driver import Driver, layer_job
+from ..shards import owned_operators, sharing_ranks
 from .links import Replicas, SystemSetting, needs_experts
 from .lossy import LossyBehaviour
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.core.dist_checkpointing.moe.policy.selective import Budgets, select, selective_plan
-from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
 from megatron.core.dist_checkpointing.moe.types import expert
 
 from ..behaviour import Behaviour, Nodes, RecoveryCost
+from ..shards import owned_operators, shard_sizes
 from .links import Replicas, SystemSetting, needs_experts
 from .lossy import LossyBehaviour
 

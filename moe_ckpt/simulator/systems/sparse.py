@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
-from megatron.core.dist_checkpointing.moe.policy.lanes import Lane
-from megatron.core.dist_checkpointing.moe.policy.prediction import Figures, replay_s
-from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
-from megatron.core.dist_checkpointing.moe.policy.window import Schedule
+from megatron.core.dist_checkpointing.moe.policy.window import Lane, Schedule
 from megatron.core.dist_checkpointing.moe.strategies import Costs, Throughput
 from megatron.core.dist_checkpointing.moe.types import OperatorId, Part, ReplaySegment, SnapshotPlan, Window
 
@@ -18,6 +15,8 @@ from ..behaviour import Behaviour, Nodes, RecoveryCost
 from ..cost import operator_flops
 from ..driver import Driver, plan_bytes, strategy_job
 from ..inputs import TrainingJob
+from ..prediction import Figures, replay_s
+from ..shards import owned_operators, shard_sizes
 from .links import Replicas, SystemSetting
 
 Stages = tuple[int, ...]

@@ -65,7 +65,7 @@ class FakeTask(Generic[Value]):
 
 
 class FakeLane:
-    """A `ports.Lane` of one rank. Its thread lives while there is work, so an idle lane keeps nothing from ending."""
+    """A `ports.Executor` of one rank. Its thread lives while there is work: an idle lane keeps nothing from ending."""
 
     def __init__(self, world: World, rank: int, name: str) -> None:
         self._world, self._rank, self._name = world, rank, name
@@ -73,7 +73,7 @@ class FakeLane:
         self._works, self._open = False, True
 
     def submit(self, work: Callable[[], Value], /) -> FakeTask[Value]:
-        """As `ports.Lane.submit`. Raises RuntimeError after `shutdown`, as `concurrent.futures` does."""
+        """As `ports.Executor.submit`. Raises RuntimeError after `shutdown`, as `concurrent.futures` does."""
         self._world.event(f"submit work to lane {self._name}")
         if not self._open:
             raise RuntimeError(f"lane {self._name} was shut down and takes no more work")
@@ -85,7 +85,7 @@ class FakeLane:
         return task
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """As `ports.Lane.shutdown`."""
+        """As `ports.Executor.shutdown`."""
         self._world.event(f"shut lane {self._name} down")
         self._open = False
         if cancel_futures:

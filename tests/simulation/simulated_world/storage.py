@@ -8,10 +8,8 @@ from itertools import count
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.ports import NoRoom, StoreFailure
-from megatron.core.dist_checkpointing.moe.storage.checksums import checksum
-from megatron.core.dist_checkpointing.moe.storage.manifest import decode
-from megatron.core.dist_checkpointing.moe.storage.reading import SnapshotReader
-from megatron.core.dist_checkpointing.moe.storage.writing import SnapshotWriter
+from megatron.core.dist_checkpointing.moe.storage.base import SnapshotReader, SnapshotWriter
+from megatron.core.dist_checkpointing.moe.storage.manifest import checksum, decode
 from megatron.core.dist_checkpointing.moe.types.layout import (
     Field,
     Layout,

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.interval import ettr as formula
 from moe_ckpt.simulator.behaviour import Behaviour, Nodes, RecoveryCost
 from moe_ckpt.simulator.closed_form import ettr
+from moe_ckpt.simulator.ettr import ettr as formula
 
 
 def steady(iteration_s: float, overhead_s: float, recovery_s: float) -> Behaviour:

@@ -10,12 +10,12 @@ import pytest
 from simulated import EXPERTS, LAYERS, RANKS, Simulation
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
-from megatron.core.dist_checkpointing.moe.policy.shards import shard_sizes
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Strategy, Throughput
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, SnapshotPlan, Topology
 from moe_ckpt.simulator.driver import Driver, strategy_job
 from moe_ckpt.simulator.inputs import TrainingJob
 from moe_ckpt.simulator.models import preset
+from moe_ckpt.simulator.shards import shard_sizes
 
 ITERATIONS = 18
 

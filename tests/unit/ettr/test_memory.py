@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.policy.lanes import joint_schedules, merge
-from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
+from megatron.core.dist_checkpointing.moe.policy.window import joint_schedules, merge
 from megatron.core.dist_checkpointing.moe.types import PRECISIONS
 from moe_ckpt.simulator.memory import logged_iterations, memory_of
+from moe_ckpt.simulator.shards import owned_operators, shard_sizes
 from reproduce.evaluation import windows_by_count
 from reproduce.jobs import azure_job
 

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.policy.interval import moc_save_overhead_s
+from moe_ckpt.simulator.ettr import moc_save_overhead_s
 from reproduce import moc_fig10, moc_fig13
 from reproduce.figure import published
 from reproduce.moc_iteration import MocIteration, compute_s, cost_of, exchanges_s, machines

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.interval import ettr as formula
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, Topology
 from moe_ckpt.simulator.behaviour import Behaviour
 from moe_ckpt.simulator.constants import MOEVEMENT, THIS_PROJECT, Constants
+from moe_ckpt.simulator.ettr import ettr as formula
 from moe_ckpt.simulator.inputs import Cluster, IterationCost, TrainingJob
 from moe_ckpt.simulator.models import preset
 from moe_ckpt.simulator.systems import (

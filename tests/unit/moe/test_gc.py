@@ -33,8 +33,8 @@ from megatron.core.dist_checkpointing.moe.ports import (
     StoreFailure,
 )
 from megatron.core.dist_checkpointing.moe.storage import manifest
-from megatron.core.dist_checkpointing.moe.storage.checksums import checksum
 from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
+from megatron.core.dist_checkpointing.moe.storage.manifest import checksum
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.storage.objects import ObjectStore
 from megatron.core.dist_checkpointing.moe.storage.system import OperatingSystem

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.storage.checksums import framed, unframed
+from megatron.core.dist_checkpointing.moe.storage.manifest import framed, unframed
 from megatron.pretrain import cpu_device
 from megatron.pretrain.agreement import RankFailure
 from megatron.pretrain.checkpoint import integrity as loading

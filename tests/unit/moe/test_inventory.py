@@ -10,8 +10,7 @@ from simulated_world.memory import Memory
 from simulated_world.storage import FakeStore
 
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, SnapshotId
-from megatron.core.dist_checkpointing.moe.recovery.inventory import Catalogue, catalogue
-from megatron.core.dist_checkpointing.moe.recovery.listing import listing, rank_inventory
+from megatron.core.dist_checkpointing.moe.recovery.inventory import Catalogue, catalogue, listing, rank_inventory
 from megatron.core.dist_checkpointing.moe.types import (
     GRADIENTS,
     LOG,

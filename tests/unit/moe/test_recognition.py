@@ -15,8 +15,8 @@ import pytest
 
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
-from megatron.core.dist_checkpointing.moe.storage.checksums import framed
 from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
+from megatron.core.dist_checkpointing.moe.storage.manifest import framed
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.storage.objects import ObjectStore
 from moe_ckpt.checkpoints.location import LocationKind

@@ -20,7 +20,6 @@ from xxhash import xxh3_128_digest
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.ports import NoRoom, PeerLost, StoreFailure
-from megatron.core.dist_checkpointing.moe.replication.meeting import Meeting
 from megatron.core.dist_checkpointing.moe.replication.messages import (
     HEADER_BYTES,
     Garbled,
@@ -30,9 +29,8 @@ from megatron.core.dist_checkpointing.moe.replication.messages import (
     encode_header,
     encode_table,
 )
-from megatron.core.dist_checkpointing.moe.replication.process_group import ProcessGroupTransport
-from megatron.core.dist_checkpointing.moe.replication.replicas import Exchange, Offer
-from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
+from megatron.core.dist_checkpointing.moe.replication.process_group import Meeting, ProcessGroupTransport
+from megatron.core.dist_checkpointing.moe.replication.replicator import Exchange, Offer, Replicator
 
 HANG_TIMEOUT_S = 30.0
 

@@ -21,8 +21,8 @@ from verify_places import PLACES, copies, facts, harmed, write
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.ports import Field, Layout, SnapshotId
-from megatron.core.dist_checkpointing.moe.storage.checksums import framed, unframed
 from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
+from megatron.core.dist_checkpointing.moe.storage.manifest import framed, unframed
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.storage.objects import ObjectStore
 from megatron.core.dist_checkpointing.moe.types import OperatorKind, Part

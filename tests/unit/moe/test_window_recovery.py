@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from megatron.core.dist_checkpointing.moe.policy.segments import base_for
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId
-from megatron.core.dist_checkpointing.moe.recovery.fetch import needs, with_trainer_states
 from megatron.core.dist_checkpointing.moe.recovery.inventory import Catalogue, Found
 from megatron.core.dist_checkpointing.moe.recovery.local_inventory import whole_windows
+from megatron.core.dist_checkpointing.moe.recovery.sources import needs, with_trainer_states
 from megatron.core.dist_checkpointing.moe.strategies import Piece
 from megatron.core.dist_checkpointing.moe.types import (
     CopySource,

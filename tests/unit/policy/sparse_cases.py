@@ -8,15 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
-from megatron.core.dist_checkpointing.moe.policy.copies import Level
-from megatron.core.dist_checkpointing.moe.policy.rounds import Status
+from megatron.core.dist_checkpointing.moe.policy.tracking import Status
 from megatron.core.dist_checkpointing.moe.snapshot.background import BackgroundWork
-from megatron.core.dist_checkpointing.moe.snapshot.persister import PersistTask
-from megatron.core.dist_checkpointing.moe.snapshot.replication_worker import SnapshotTask
 from megatron.core.dist_checkpointing.moe.snapshot.tracker import SnapshotTracker
+from megatron.core.dist_checkpointing.moe.snapshot.workers import PersistTask, SnapshotTask
 from megatron.core.dist_checkpointing.moe.strategies import Costs, Job, Sparse, Throughput
 from megatron.core.dist_checkpointing.moe.strategies.sparse.windows import Timetable, timetable
 from megatron.core.dist_checkpointing.moe.types import (
+    Level,
     OperatorId,
     OperatorKind,
     OperatorSize,

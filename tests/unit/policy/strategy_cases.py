@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import RecoveryImpossible
-from megatron.core.dist_checkpointing.moe.policy.copies import Level
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import WindowState
 from megatron.core.dist_checkpointing.moe.policy.retention import covered_pieces
 from megatron.core.dist_checkpointing.moe.policy.tracking import TrackedPiece, TrackedWindow
@@ -17,6 +16,7 @@ from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Pie
 from megatron.core.dist_checkpointing.moe.types import (
     Copy,
     Inventory,
+    Level,
     Lost,
     OperatorId,
     OperatorKind,

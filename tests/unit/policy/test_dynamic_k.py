@@ -12,18 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.dynamic_k import (
-    MOC_PLT_THRESHOLD,
-    Cadence,
-    PltLimit,
-    choose_k,
-    k_ladder,
-    paper_next_k,
-    worst_case_lost_tokens,
-)
+from megatron.core.dist_checkpointing.moe.policy.dynamic_k import MOC_PLT_THRESHOLD, PltLimit, choose_k, k_ladder
 from megatron.core.dist_checkpointing.moe.policy.losses import Level, TokenLedger
 from megatron.core.dist_checkpointing.moe.policy.partial import next_position, sequential_selection
 from megatron.core.dist_checkpointing.moe.types import OperatorId, expert
+from reproduce.paper_k import Cadence, paper_next_k, worst_case_lost_tokens
 
 EXPERTS, EP, TOKENS, TOPK = 8, 4, 30, 2
 PERSIST = Level.PERSIST

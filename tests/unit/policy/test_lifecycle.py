@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_cases import CONFIG, Rank, at_random, job_of, protected
 
-from megatron.core.dist_checkpointing.moe.policy.copies import Level
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import (
     PROTECTION,
     TABLES,
@@ -29,10 +28,9 @@ from megatron.core.dist_checkpointing.moe.policy.lifecycle import (
     WindowEvent,
     WindowState,
 )
-from megatron.core.dist_checkpointing.moe.policy.rounds import Status
-from megatron.core.dist_checkpointing.moe.policy.tracking import SPARE_SPAN, RestoredState
+from megatron.core.dist_checkpointing.moe.policy.tracking import SPARE_SPAN, RestoredState, Status
 from megatron.core.dist_checkpointing.moe.strategies import Piece
-from megatron.core.dist_checkpointing.moe.types import Window
+from megatron.core.dist_checkpointing.moe.types import Level, Window
 
 ROOT = Path(__file__).parents[3]
 AnyTable = TransitionTable[Any, Any]

@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import pytest
-from window_cases import WINDOWS, even_budget, is_even, named, scheduled
+from window_cases import WINDOWS, byte_aware_schedule, even_budget, is_even, named, scheduled
 
 from megatron.core.dist_checkpointing.moe.policy.ordering import hard_count
-from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
-from megatron.core.dist_checkpointing.moe.policy.window import byte_aware_schedule, paper_schedule
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, OperatorSize, Topology, expert
 from moe_ckpt.simulator.models import PRESETS
+from moe_ckpt.simulator.paper_window import paper_schedule
+from moe_ckpt.simulator.shards import owned_operators, shard_sizes
 
 LAYOUTS = {
     "GPT-125M-8E": {"world_size": 16, "ep": 8},

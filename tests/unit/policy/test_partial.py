@@ -16,7 +16,6 @@ from megatron.core.dist_checkpointing.moe.policy.partial import (
     PEC_SCOPES,
     WEIGHTS,
     PecScope,
-    checkpoint_bytes,
     next_position,
     pec_plan,
     persist_selection,
@@ -31,6 +30,7 @@ from megatron.core.dist_checkpointing.moe.types import (
     expert,
 )
 from moe_ckpt.simulator.models import PRESETS
+from moe_ckpt.simulator.paper_sizes import checkpoint_bytes
 
 GPT_350M = PRESETS["GPT-350M-16E"]
 

@@ -11,10 +11,9 @@ from strategy_cases import TOKENS, World, job_of
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.copies import Level
 from megatron.core.dist_checkpointing.moe.policy.partial import next_position, sequential_selection
 from megatron.core.dist_checkpointing.moe.strategies import Job, Pec
-from megatron.core.dist_checkpointing.moe.types import OperatorId, Part, SnapshotPlan, Topology
+from megatron.core.dist_checkpointing.moe.types import Level, OperatorId, Part, SnapshotPlan, Topology
 
 PEC = MoECheckpointConfig(strategy="pec", interval=1)
 STORING = replace(PEC, persist_dir="/storage", persist_interval=4)

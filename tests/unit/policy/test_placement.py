@@ -12,15 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.placement import (
-    Placement,
-    coverage,
-    place_replicas,
-    redundant_part,
-    replica_bytes,
-    surviving,
-)
+from megatron.core.dist_checkpointing.moe.policy.placement import Placement, place_replicas
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, ModelShape, Part, Topology
+from moe_ckpt.simulator.replicas import coverage, redundant_part, replica_bytes, surviving
 
 SMALL = ModelShape("small", 4, 16, 2, 64, 64, 8, 1)
 

@@ -11,8 +11,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import RecoveryImpossible, UsageError
-from megatron.core.dist_checkpointing.moe.policy.recovery import plan_recovery
-from megatron.core.dist_checkpointing.moe.policy.widening import widened
+from megatron.core.dist_checkpointing.moe.policy.recovery import plan_recovery, widened
 from megatron.core.dist_checkpointing.moe.types import (
     BoundaryLog,
     Copy,

@@ -14,8 +14,7 @@ from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.boundary import kept as kept_logs
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import WindowState
 from megatron.core.dist_checkpointing.moe.policy.retention import covered_pieces, kept_in_storage
-from megatron.core.dist_checkpointing.moe.policy.rounds import Status
-from megatron.core.dist_checkpointing.moe.policy.tracking import TrackedPiece, TrackedWindow, oldest_base
+from megatron.core.dist_checkpointing.moe.policy.tracking import Status, TrackedPiece, TrackedWindow, oldest_base
 from megatron.core.dist_checkpointing.moe.strategies import Piece
 from megatron.core.dist_checkpointing.moe.types import (
     OperatorId,

@@ -16,10 +16,7 @@ from megatron.core.dist_checkpointing.moe.policy.sharding import (
     ShardAssignment,
     Stretch,
     adaptive_layers,
-    eq_5_full_bytes,
-    eq_6_pec_bytes,
     fixed_layers,
-    is_balanced,
     shard_checkpoint,
 )
 from megatron.core.dist_checkpointing.moe.types import (
@@ -32,6 +29,7 @@ from megatron.core.dist_checkpointing.moe.types import (
     expert,
 )
 from moe_ckpt.simulator.models import PRESETS
+from moe_ckpt.simulator.paper_sizes import eq_5_full_bytes, eq_6_pec_bytes, is_balanced
 
 GPT = PRESETS["GPT-350M-16E"]
 H = 1024

@@ -24,8 +24,7 @@ from sparse_cases import (
 )
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.copies import Level
-from megatron.core.dist_checkpointing.moe.policy.rounds import Status
+from megatron.core.dist_checkpointing.moe.policy.tracking import Status
 from megatron.core.dist_checkpointing.moe.strategies import Costs, Job, Sparse, Throughput
 from megatron.core.dist_checkpointing.moe.strategies.memory_report import memory_report
 from megatron.core.dist_checkpointing.moe.strategies.sparse.budget import MEASURED, Budget
@@ -33,6 +32,7 @@ from megatron.core.dist_checkpointing.moe.strategies.sparse.windows import timet
 from megatron.core.dist_checkpointing.moe.types import (
     Copy,
     Inventory,
+    Level,
     Lost,
     OperatorId,
     OperatorSize,

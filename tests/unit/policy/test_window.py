@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Mapping
 from fractions import Fraction
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from window_cases import budgets, named, scheduled, some_sizes
+from window_cases import budgets, byte_aware_schedule, named, scheduled, some_sizes
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.checks import budget_bytes
-from megatron.core.dist_checkpointing.moe.policy.window import (
-    byte_aware_schedule,
-    paper_schedule,
-    paper_window,
-)
+from megatron.core.dist_checkpointing.moe.policy.window import Schedule, joint_schedules
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorSize, Part, expert
+from moe_ckpt.simulator.paper_window import paper_schedule, paper_window
 
 # What the paper publishes
 
@@ -181,18 +179,26 @@ def test_a_bandwidth_that_copies_less_than_a_byte_is_refused() -> None:
         budget_bytes(1.0, 0.5)
 
 
+def jointly(sizes: Mapping[OperatorId, OperatorSize], budget: int, window: int | None = None) -> Schedule:
+    """The schedule of the only rank of a job."""
+    (schedule,) = joint_schedules({(0,): list(sizes)}, sizes, budget, window=window).values()
+    return schedule
+
+
 @pytest.mark.parametrize("budget", [0, -5])
 def test_a_budget_below_one_byte_is_refused(budget: int) -> None:
     sizes = named((12, 2))
-    for use in (scheduled, paper_window):
+    for use in (jointly, paper_window):
         with pytest.raises(UsageError, match=f"budget_bytes is {budget}, but must be a whole number of at least 1"):
             use(sizes, budget)
 
 
 @pytest.mark.parametrize("window", [0, -1, 4])
 def test_a_window_with_more_iterations_than_operators_or_none_is_refused(window: int) -> None:
-    with pytest.raises(UsageError, match=f"window is {window}, but must be from 1 to the number of operators, 3"):
-        scheduled(named(*[(12, 2)] * 3), 100, window=window)
+    with pytest.raises(
+        UsageError, match=f"window is {window}, but must be from 1 to the number of operators of the largest lane, 3"
+    ):
+        jointly(named(*[(12, 2)] * 3), 100, window=window)
 
 
 def test_operators_without_a_size_given_twice_or_not_at_all_are_refused() -> None:
@@ -204,11 +210,3 @@ def test_operators_without_a_size_given_twice_or_not_at_all_are_refused() -> Non
             use([expert(0, 1), expert(0, 0), expert(0, 1)], sizes, 100)
         with pytest.raises(UsageError, match="ordered names no operators"):
             use([], sizes, 100)
-
-
-def test_pinned_steps_need_a_window_that_has_them() -> None:
-    sizes = named((12, 2), (12, 2))
-    with pytest.raises(UsageError, match="pinned names 1 operators, but no window"):
-        byte_aware_schedule(list(sizes), sizes, 100, pinned={expert(0, 0): 0})
-    with pytest.raises(UsageError, match=r"pinned step of layer0\.expert0 is 2, but must be from 0 to 1"):
-        byte_aware_schedule(list(sizes), sizes, 100, window=2, pinned={expert(0, 0): 2})

@@ -12,6 +12,7 @@ from window_cases import (
     WINDOWS,
     alone_with_due_weights,
     budgets,
+    byte_aware_schedule,
     even_budget,
     fluid_bound,
     is_even,
@@ -21,7 +22,6 @@ from window_cases import (
 )
 
 from megatron.core.dist_checkpointing.moe.policy.ordering import ORDERINGS, hard_count
-from megatron.core.dist_checkpointing.moe.policy.window import byte_aware_schedule, paper_schedule
 from megatron.core.dist_checkpointing.moe.types import (
     FP16_FP32,
     PRECISIONS,
@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.moe.types import (
     expert,
 )
 from moe_ckpt.simulator.models import PRESETS
+from moe_ckpt.simulator.paper_window import paper_schedule
 
 # Budget and evenness
 

@@ -8,7 +8,8 @@ from fractions import Fraction
 
 from hypothesis import strategies as st
 
-from megatron.core.dist_checkpointing.moe.policy.window import Schedule, byte_aware_schedule
+from megatron.core.dist_checkpointing.moe.policy.packing import partition
+from megatron.core.dist_checkpointing.moe.policy.window import Schedule, load_of, schedule_of
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorSize, expert
 
 Sizes = Mapping[OperatorId, OperatorSize]
@@ -18,6 +19,21 @@ WINDOWS = (2, 3, 6, 10, 20)
 def named(*sizes: tuple[int, int]) -> dict[OperatorId, OperatorSize]:
     """Experts 0, 1, ... of one layer with these full and weights bytes."""
     return {expert(0, index): OperatorSize(*size) for index, size in enumerate(sizes)}
+
+
+def byte_aware_schedule(
+    ordered: Sequence[OperatorId],
+    sizes: Sizes,
+    budget: int,
+    *,
+    first_iteration: int = 0,
+    window: int | None = None,
+    pinned: Mapping[OperatorId, int] | None = None,
+) -> Schedule:
+    """The schedule of a rank for itself, around `pinned` operators that others have anchored in these steps."""
+    load = load_of(ordered, sizes)
+    pins = {at: pinned[operator] for at, operator in enumerate(ordered) if pinned and operator in pinned}
+    return schedule_of(ordered, load, partition(load, budget, window, pins), first_iteration, budget)
 
 
 def scheduled(sizes: Sizes, budget: int, window: int | None = None) -> Schedule:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from .config import MoECheckpointConfig as MoECheckpointConfig
     from .manager import MoECheckpointManager as MoECheckpointManager
     from .megatron_state.trainer_state import LoopState as LoopState
-    from .recovery.timestamps import Milestone as Milestone
-    from .recovery.timestamps import Timestamps as Timestamps
+    from .recovery.timeline import Milestone as Milestone
+    from .recovery.timeline import Timestamps as Timestamps
     from .runtime.disconnect import is_lost_peer as is_lost_peer
     from .runtime.process_info import ProcessInfo as ProcessInfo
     from .snapshot.coordinator import ProtectionReport as ProtectionReport
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "LoopState": "megatron_state.trainer_state",
-    "Milestone": "recovery.timestamps",
+    "Milestone": "recovery.timeline",
     "MoECheckpointConfig": "config",
     "MoECheckpointManager": "manager",
     "ProcessInfo": "runtime.process_info",
     "ProtectionReport": "snapshot.coordinator",
     "StepJournal": "types",
-    "Timestamps": "recovery.timestamps",
+    "Timestamps": "recovery.timeline",
     "is_lost_peer": "runtime.disconnect",
 }
 

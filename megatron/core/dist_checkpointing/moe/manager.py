@@ -43,8 +43,7 @@ from .errors import UsageError
 from .local_recovery.communicator import BoundaryCommunicator, process_groups
 from .local_recovery.survivor import Passes
 from .megatron_state.trainer_state import LiveTrainerState, LoopState, NoLoopState
-from .recovery.timeline import RecoveryTimeline
-from .recovery.timestamps import Timestamps
+from .recovery.timeline import RecoveryTimeline, Timestamps
 from .runtime.faults import FaultInjector, Phase, parse_fault
 from .runtime.iteration_hooks import IterationHooks
 from .runtime.live_state import Training

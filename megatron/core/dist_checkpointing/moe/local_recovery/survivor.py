@@ -33,11 +33,11 @@ from ..megatron_state.operators import Shard, StateTensor
 from ..policy.boundary import tensor_shape
 from ..policy.parking import Cause, StepPhase
 from ..ports import RANDOM, Capturer, Clock, Json, SnapshotId, StoreFailure, TrainerState, Transport
-from ..recovery.outcome import RollForward
+from ..recovery.recovery import RollForward
+from ..snapshot.background import ThreadExecutor
 from ..snapshot.copy_engines import ThreadEngine
 from ..snapshot.identity import Identity
 from ..snapshot.stream_engine import StreamEngine
-from ..snapshot.thread_executor import ThreadExecutor
 from ..storage.memory import MemoryStore
 from ..types import PARKED, StepJournal, Topology
 from .boundary_copies import BoundaryRecorder

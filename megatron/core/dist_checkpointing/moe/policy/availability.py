@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from ..errors import UsageError
-from ..types import Copy, Inventory, Lost, OperatorId, Part, Refusal, RefusalReason, Tier, Topology
+from ..types import Copy, CopySource, Inventory, Lost, OperatorId, Part, Refusal, RefusalReason, Tier, Topology
 
 Operators = frozenset[OperatorId]
 NONE: Operators = frozenset()
+
+Record = tuple[int, Part, Operators]
+"""Which copy of a rank, by its index, gives which part of which operators."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,20 @@ class StageState:
                 found.update(dict.fromkeys(pending - self.lacking(part, iteration), iteration))
                 pending = pending & self.lacking(part, iteration)
         return found
+
+
+def copy_sources(
+    states: Mapping[int, RankState], ranks: Iterable[int], records: Callable[[RankState], Iterable[Record]]
+) -> Iterator[CopySource]:
+    """What each of these ranks of one stage loads; ranks of one kind differ only in who holds their copies."""
+    recipes: dict[int, list[Record]] = {}
+    for rank in ranks:
+        state = states[rank]
+        if state.kind not in recipes:
+            recipes[state.kind] = list(records(state))
+        for index, part, operators in recipes[state.kind]:
+            copy = state.copies[index]
+            yield CopySource(rank, copy.plan.iteration, copy.tier, copy.holder, part, operators)
 
 
 def stage_states(states: Mapping[int, RankState], topology: Topology) -> list[StageState]:

@@ -7,8 +7,8 @@ from fractions import Fraction
 from math import lcm
 
 from ..errors import UsageError
-from .copies import Level, LossRecord
-from .ledger import TokenLedger
+from ..types import Level
+from .ledger import LossRecord, TokenLedger
 
 __all__ = ["Level", "LossRecord", "TokenLedger", "mlt", "plt_moc", "plt_pec"]
 

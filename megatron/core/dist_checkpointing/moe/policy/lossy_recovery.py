@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
-from ..types import CopySource, Inventory, Lost, OperatorId, Part, RecoveryPlan, ReplaySegment, Scope, Topology
-from .availability import Operators, RankState, StageState, rank_states, refusals, stage_states
+from ..types import Inventory, Lost, OperatorId, Part, RecoveryPlan, ReplaySegment, Scope, Topology
+from .availability import RankState, Record, StageState, copy_sources, rank_states, refusals, stage_states
 from .recovery import impossible
 
 PARTS = (Part.MASTER, Part.MOMENTS)
@@ -45,7 +46,11 @@ def plan_lossy_recovery(
         reached,
         Scope.GLOBAL,
         (ReplaySegment(tuple(range(topology.pp)), reached, reached),),
-        tuple(_sources(states, found, topology)),
+        tuple(
+            source
+            for stage, newest in enumerate(found)
+            for source in copy_sources(states, topology.stage_ranks(stage), partial(_records, newest=newest))
+        ),
         tuple(refusals(states, reached)),
         lost_tokens={operator: tokens_between(operator, oldest[operator], reached) for operator in stale},
         lost=lost,
@@ -70,18 +75,7 @@ def _newest_iteration(stages: Sequence[StageState], target: int | None) -> int:
     return max(candidates or ())
 
 
-def _sources(states: Mapping[int, RankState], found: Sequence[Newest], topology: Topology) -> Iterator[CopySource]:
-    recipes: dict[tuple[int, int], list[tuple[int, Part, Operators]]] = {}
-    for rank, state in states.items():
-        key = (topology.stage(rank), state.kind)
-        if key not in recipes:
-            recipes[key] = list(_records(state, found[topology.stage(rank)]))
-        for index, part, operators in recipes[key]:
-            copy = state.copies[index]
-            yield CopySource(rank, copy.plan.iteration, copy.tier, copy.holder, part, operators)
-
-
-def _records(state: RankState, newest: Newest) -> Iterator[tuple[int, Part, Operators]]:
+def _records(state: RankState, newest: Newest) -> Iterator[Record]:
     """Which copy, by its index, gives which part of which operators; preferred tiers first."""
     wanted = {part: {operator: newest[part][operator] for operator in state.required} for part in PARTS}
     for index, copy in enumerate(state.copies):

@@ -23,7 +23,7 @@ speaks of operators.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -34,6 +34,8 @@ _FEW_STEPS = 64  # tried before as many steps as there are operators
 
 Positions = tuple[int, int]
 """Positions from start to stop, stop excluded."""
+
+_WORTH_OF_ORDER = 50  # the order of anchoring is given up for one step less, or for 1/50 of the largest load
 
 
 @dataclass(frozen=True)
@@ -52,14 +54,12 @@ class Items:
         return Items(*([column[index] for index in positions] for column in (self.full, self.weights, self.numbers)))
 
     def ascending(self) -> Items:
-        """First what adds least to the compute weights of all, so that small ones are left for gaps; equal ones as
-        before."""
+        """First what adds least to the compute weights: small ones are left for gaps; equal ones as before."""
         return self.only(sorted(range(len(self)), key=lambda index: self.full[index] - self.weights[index]))
 
     @property
     def least_peak_bytes(self) -> int:
-        """What the first snapshot of any window needs at least: the compute weights of all, and the smallest operator
-        in full."""
+        """What the first snapshot of any window needs: compute weights of all, and the smallest operator in full."""
         return sum(self.weights) + min(full - weights for full, weights, _, _ in self.runs)
 
     @cached_property
@@ -203,34 +203,16 @@ def _bent(items: Items, bins: Bins, cap: int) -> Packing | None:
     columns = zip(bins.base, bins.least_base_before, bins.most_base_before(cap), bins.leave, strict=True)
     for base, least_before, most_before, leave in columns:
         due = base + remaining.due
-        step = _Step(
-            gap=max(cap - due, 0),
-            leave=leave,
-            earlier_gap=None if least_before is None else cap - least_before - remaining.due,
-            earlier_weights=cap - most_before - remaining.due,
-        )
-        if due > cap >= base or not remaining.fill(step):
+        earlier_gap = None if least_before is None else cap - least_before - remaining.due
+        if due > cap >= base or not remaining.fill(
+            max(cap - due, 0), leave, earlier_gap, earlier_weights=cap - most_before - remaining.due
+        ):
             return None
         if bins.needs_one[len(steps)] and not remaining.taken:
             return None
         steps.append(tuple(sorted(remaining.taken)))
         peak = max(peak, due + remaining.full) if base <= cap else peak
     return None if remaining.count else Packing(tuple(reversed(steps)), peak)
-
-
-@dataclass(frozen=True)
-class _Step:
-    """What one step has room for.
-
-    gap: bytes that it can take. leave: operators that the steps before it need. earlier_gap: what the emptiest step
-    before it could hold if this one added no weights; None if there is none. earlier_weights: the weights that the
-    fullest step before it has room for.
-    """
-
-    gap: int
-    leave: int
-    earlier_gap: int | None
-    earlier_weights: int
 
 
 class _Remaining:
@@ -249,23 +231,30 @@ class _Remaining:
         self.may_take = 0
         self.taken: list[Positions] = []
 
-    def fill(self, step: _Step) -> bool:
-        """Fill one step; False if what remains can then not be placed any more."""
+    def fill(self, gap: int, leave: int, earlier_gap: int | None, earlier_weights: int) -> bool:
+        """Fill one step; False if what remains can then not be placed any more.
+
+        gap: bytes that it can take. leave: operators that the steps before it need. earlier_gap: what the emptiest step
+        before it could hold if this one added no weights; None if there is none. earlier_weights: the weights that the
+        fullest step before it has room for.
+        """
         self.taken, self.full, self.weights = [], 0, 0
-        self.may_take = max(self.count - step.leave, 0)
+        self.may_take = max(self.count - leave, 0)
         if not self.count:
             return True
-        if self.count_full <= step.gap and not step.leave:
-            self._take_all()
-        elif step.earlier_gap is None or step.earlier_gap < 0:
+        if self.count_full <= gap and not leave:
+            for run, (_, _, start, _) in enumerate(self.runs):
+                if self.ends[run] > start:
+                    self._take(run, self.ends[run] - start)
+        elif earlier_gap is None or earlier_gap < 0:
             return False
         else:
-            self._take_large(step.gap, step.earlier_gap)
+            self._take_large(gap, earlier_gap)
             # Weights that this step may add before the largest item that remains fits no earlier step.
-            spare = min(step.earlier_gap - self._largest()[0], step.earlier_weights)
+            spare = min(earlier_gap - self._largest()[0], earlier_weights)
             if spare < self.weights:
                 return False
-            self._take_small(step.gap, spare)
+            self._take_small(gap, spare)
         self.due += self.weights
         return True
 
@@ -278,11 +267,6 @@ class _Remaining:
         self.may_take -= count
         self.count -= count
         self.count_full -= full * count
-
-    def _take_all(self) -> None:
-        for run, (_, _, start, _) in enumerate(self.runs):
-            if self.ends[run] > start:
-                self._take(run, self.ends[run] - start)
 
     def _largest(self) -> tuple[int, int]:
         """(full bytes, run) of the largest operator that remains; (0, -1) if none does."""
@@ -327,3 +311,89 @@ class _Remaining:
 def _times(room: int, size: int) -> int:
     """How many of this size fit."""
     return room // size if size else 1 << 62
+
+
+def partition(
+    load: Items, budget_bytes: int, window: int | None = None, pinned: Mapping[int, int] | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Numbers that each step anchors, ascending; the rules are those of `window`.
+
+    The operators of `load` are numbered from 0 in the order of anchoring. `pinned` gives the step of some numbers and
+    needs `window`. A window with more steps than operators, or one whose pinned operators leave too few others, has
+    empty steps. Nothing is validated.
+    """
+    fixed = dict(pinned or {})
+    for cap in _caps(load, budget_bytes):
+        alone = _too_large(_without(load, fixed), cap)
+        steps = window or _steps_needed(load, alone, cap)
+        if steps is not None:
+            taken = set(fixed.values())
+            open_steps = [step for step in reversed(range(steps)) if step not in taken]
+            pins = fixed | dict(zip(alone, open_steps, strict=False))
+            found = _most_even_around(load, pins, steps, cap)
+            if found is not None:
+                return found
+    raise AssertionError("caps grow until one step holds everything")
+
+
+def _caps(load: Items, budget_bytes: int) -> Iterator[int]:
+    """The budget, then caps from 10 % above the least that any window needs, in steps of 10 %."""
+    cap = budget_bytes
+    yield cap
+    cap = max(cap, load.least_peak_bytes)
+    while True:
+        cap = cap * 11 // 10 + 1
+        yield cap
+
+
+def _steps_needed(load: Items, alone: Sequence[int], cap: int) -> int | None:
+    """The smallest window that is found for `cap`; None if there is none."""
+    if sum(load.weights) > cap:
+        return None  # also where all are too large: else each would get an iteration of its own
+    rest, room = _without(load, alone), cap - sum(load.weights[number] for number in alone)
+    steps = fewest_steps(rest, room)
+    if steps is None or not rest.can_never_fit(steps - 1, room):
+        steps = min((n for n in (steps, fewest_steps(rest.ascending(), room)) if n is not None), default=None)
+    return None if steps is None else steps + len(alone)
+
+
+def _most_even_around(
+    load: Items, pins: Mapping[int, int], window: int, cap: int
+) -> tuple[tuple[int, ...], ...] | None:
+    """The most even partition around pinned positions, in order unless that costs too much; None: not below `cap`."""
+    rest = _without(load, pins)
+    pinned = [(step, load.full[number], load.weights[number]) for number, step in pins.items()]
+    bins = Bins.around(window, pinned, len(rest))
+    in_order = most_even(rest, bins, cap)
+    good_enough = in_order.peak_bytes * (_WORTH_OF_ORDER - 1) // _WORTH_OF_ORDER if in_order else cap
+    if in_order and rest.can_never_fit(window, good_enough):
+        return _groups(rest, in_order, pins)
+    ascending = rest.ascending()
+    by_size = most_even(ascending, bins, cap)
+    if by_size and (in_order is None or by_size.peak_bytes < good_enough):
+        return _groups(ascending, by_size, pins)
+    return _groups(rest, in_order, pins) if in_order else None
+
+
+def _groups(load: Items, packing: Packing, pins: Mapping[int, int]) -> tuple[tuple[int, ...], ...]:
+    groups = [[number for start, stop in pieces for number in load.numbers[start:stop]] for pieces in packing.steps]
+    for number, step in pins.items():
+        groups[step].append(number)
+    return tuple(tuple(sorted(group)) for group in groups)
+
+
+def _without(load: Items, numbers: Sequence[int] | Mapping[int, int]) -> Items:
+    left_out = set(numbers)
+    return load.only([index for index in range(len(load)) if index not in left_out]) if left_out else load
+
+
+def _too_large(load: Items, cap: int) -> list[int]:
+    """Numbers of operators that fit no step beside the weights of others that are too large; the largest first."""
+    found, reserved = [], 0
+    if max(load.full, default=0) > cap:
+        for index in sorted(range(len(load)), key=lambda index: (-load.full[index], -index)):
+            if load.full[index] + reserved <= cap:
+                break
+            found.append(load.numbers[index])
+            reserved += load.weights[index]
+    return found

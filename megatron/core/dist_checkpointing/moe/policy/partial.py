@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..errors import UsageError
-from ..types import ModelShape, OperatorId, Part, Precision, SnapshotPlan, expert
+from ..types import OperatorId, Part, SnapshotPlan, expert
 
 
 @dataclass(frozen=True)
@@ -128,54 +128,6 @@ def pec_plan(
         if rest or operator in chosen or not operator.is_expert
     }
     return SnapshotPlan(iteration, parts)
-
-
-@dataclass(frozen=True)
-class CheckpointBytes:
-    """Bytes of one checkpoint: weights are compute weights, optimizer is master weights and moments (MoC Fig. 2)."""
-
-    expert_weights_bytes: int
-    non_expert_weights_bytes: int
-    expert_optimizer_bytes: int
-    non_expert_optimizer_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of the whole checkpoint."""
-        return (
-            self.expert_weights_bytes
-            + self.non_expert_weights_bytes
-            + self.expert_optimizer_bytes
-            + self.non_expert_optimizer_bytes
-        )
-
-
-def checkpoint_bytes(
-    shape: ModelShape, precision: Precision, k: int, scope: PecScope = ALL, stored: Part = Part.EVERYTHING
-) -> CheckpointBytes:
-    """Bytes of a checkpoint with K experts per MoE layer (MoC eq. 6; eq. 5 with K = N), by component.
-
-    Eq. 6 is the scope `all`; the sizes of MoC Table 3 are those of `weights`, `optimizer` and `both`.
-    Raises UsageError for k outside of 1..num_experts.
-    """
-    _check_k("k", k, "num_experts", shape.num_experts)
-    experts = shape.expert_parameters
-    others = shape.total_parameters - experts
-    chosen = experts // shape.num_experts * k  # exact: all experts are of one size
-    rest = stored & ~scope.partial
-
-    def expert_bytes(component: Part) -> int:
-        return chosen * precision.bytes_per_parameter(stored & component) + (
-            experts - chosen
-        ) * precision.bytes_per_parameter(rest & component)
-
-    optimizer = Part.MASTER | Part.MOMENTS
-    return CheckpointBytes(
-        expert_bytes(Part.COMPUTE),
-        others * precision.bytes_per_parameter(stored & Part.COMPUTE),
-        expert_bytes(optimizer),
-        others * precision.bytes_per_parameter(stored & optimizer),
-    )
 
 
 def _by_expert(operator: OperatorId) -> tuple[int, int]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 from ..errors import RecoveryImpossible
 from ..types import (
-    BoundaryLog,
     CopySource,
     Direction,
     Inventory,
@@ -19,10 +19,19 @@ from ..types import (
     Scope,
     Topology,
 )
-from .availability import NONE, Operators, RankState, StageState, rank_states, refusals, stage_states
+from .availability import (
+    NONE,
+    Operators,
+    RankState,
+    Record,
+    StageState,
+    copy_sources,
+    rank_states,
+    refusals,
+    stage_states,
+)
 from .rollback import Pipeline, Rollback, cheapest_rollbacks
 
-Record = tuple[int, Part, Operators]
 Way = tuple[Pipeline, frozenset[int], tuple[Rollback, ...] | None]
 """The pipeline as seen from a target, the ranks that can roll forward to it, and the rollbacks if any lead there."""
 ADVICE = "load an older checkpoint with --load and --ckpt-step"
@@ -152,16 +161,13 @@ def _logs_since(inventory: Inventory, lost: Lost, ranks: Iterable[int], directio
     since = 0
     for rank in ranks:
         reached = target + 1
-        found = (log.iterations for log in inventory.logs.get(rank, ()) if _serves(log, direction, lost))
-        for iterations in sorted(found, key=lambda span: span.stop, reverse=True):
+        logs = (log for log in inventory.logs.get(rank, ()) if log.direction is direction)
+        there = (log.iterations for log in logs if log.holder not in lost.nodes)
+        for iterations in sorted(there, key=lambda span: span.stop, reverse=True):
             if iterations.start < reached <= iterations.stop:
                 reached = iterations.start
         since = max(since, reached)
     return since
-
-
-def _serves(log: BoundaryLog, direction: Direction, lost: Lost) -> bool:
-    return log.direction is direction and log.holder not in lost.nodes
 
 
 def _segment(rollback: Rollback, pipeline: Pipeline, stages: Sequence[StageState]) -> ReplaySegment:
@@ -190,17 +196,11 @@ def _scope(segments: Sequence[ReplaySegment], topology: Topology) -> Scope:
 def _restored(
     segment: ReplaySegment, states: Mapping[int, RankState], stages: Sequence[StageState], topology: Topology
 ) -> Iterator[CopySource]:
-    """Who loads which records for a segment. Ranks of one kind differ only in who holds their copies."""
+    """Who loads which records for a segment."""
     for stage in segment.stages:
         pending = stages[stage].frozen(segment.base, segment.target) or []
-        recipes: dict[int, list[Record]] = {}
-        for rank in topology.stage_ranks(stage):
-            state = states[rank]
-            if state.kind not in recipes:
-                recipes[state.kind] = list(_records(state, segment.base, pending))
-            for index, part, operators in recipes[state.kind]:
-                copy = state.copies[index]
-                yield CopySource(rank, copy.plan.iteration, copy.tier, copy.holder, part, operators)
+        records = partial(_records, base=segment.base, pending=pending)
+        yield from copy_sources(states, topology.stage_ranks(stage), records)
 
 
 def _records(state: RankState, base: int, pending: Sequence[Operators]) -> Iterator[Record]:
@@ -279,3 +279,47 @@ def impossible(where: str, target: int | None, stage: int, missing: Operators) -
         tuple(sorted(missing)),
         (stage,),
     )
+
+
+def widened(plan: RecoveryPlan, inventory: Inventory, topology: Topology, *, tied: bool = False) -> str:
+    """Why stages with parked state roll back, or an older iteration than the newest parked one is recovered.
+
+    Empty where neither is so.
+    """
+    states = rank_states(inventory, plan.lost, topology, (Part.MASTER_AND_MOMENTS, Part.COMPUTE))
+    newest = max((iteration for state in states.values() for iteration in state.parked), default=-1)
+    if newest < plan.target:
+        return "no rank has parked its state" if plan.scope is Scope.GLOBAL else ""
+    pipeline, _ = pipeline_at(inventory, plan.lost, topology, states, stage_states(states, topology), newest, tied)
+    kept = {stage for stage in range(topology.pp) if pipeline.parked[stage]}
+    moving = {stage for segment in plan.segments if segment.replayed for stage in segment.stages}
+    if plan.target == newest and not kept & moving:
+        return ""
+    failed = sorted(set(range(topology.pp)) - kept)
+    return _hindrance(pipeline, failed) or f"{_stages(failed)} cannot come to iteration {newest} alone"
+
+
+def _hindrance(pipeline: Pipeline, failed: Sequence[int]) -> str:
+    """What a replay of the `failed` stages alone lacks, as far as one look tells."""
+    stages = len(pipeline.parked)
+    if len(failed) == stages:
+        return "ranks of every stage lost their state"
+    if pipeline.tied and len({0, stages - 1} & set(failed)) == 1:
+        return "the first and the last stage share embeddings, and one of them lost its state"
+    for stage in failed:
+        if not pipeline.bases[stage]:
+            return f"no intact copies of stage {stage} lead to iteration {pipeline.target}"
+        base = max(pipeline.bases[stage])
+        unknown = sorted(set(range(base + 1, pipeline.target + 1)) - pipeline.journal)
+        if unknown:
+            return f"nobody knows how iteration {unknown[0]} came out"
+        for neighbour, way in pipeline.neighbours(stage, 1):
+            since = pipeline.logs_since[way][neighbour]
+            if neighbour not in failed and since > base + 1:
+                have = f"begin with iteration {since}" if since <= pipeline.target else "do not reach the target"
+                return f"the logs of stage {neighbour} {have}; stage {stage} replays from iteration {base + 1} on"
+    return ""
+
+
+def _stages(stages: Sequence[int]) -> str:
+    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"

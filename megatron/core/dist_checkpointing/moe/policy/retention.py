@@ -2,7 +2,7 @@
 
 The paper frees a window once a newer one is protected, and leaves out that ranks get there at different times and can
 only recover to a state that all of them have (MoEvement 3.2, "Persisting Snapshots"; MoC 5.1). Here a window is in a
-state only once all ranks agree on it (`policy.rounds`), so what is freed on one rank is not missed on another.
+state only once all ranks agree on it (`policy.tracking`), so what is freed on one rank is not missed on another.
 """
 
 from __future__ import annotations

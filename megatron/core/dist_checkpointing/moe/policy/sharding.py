@@ -9,7 +9,6 @@ from functools import cached_property
 
 from ..errors import UsageError
 from ..types import ModelShape, OperatorId, Part, Precision, Topology, full_plan
-from .checks import whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,38 +182,6 @@ def shard_checkpoint(
     units = [unit for stretch in held if not stretch.operator.is_expert for unit in _units(stretch, max_unit_bytes)]
     rest = place_rest(units, loads)
     return ShardAssignment(strategy, (*owned, *experts, *rest), tuple(_added(loads, rest)))
-
-
-def eq_5_full_bytes(shape: ModelShape, precision: Precision) -> int:
-    """C_full of MoC eq. 5: bytes of a checkpoint of all parameters with weights and optimizer state."""
-    return shape.total_parameters * precision.bytes_per_parameter(Part.EVERYTHING)
-
-
-def eq_6_pec_bytes(shape: ModelShape, precision: Precision, k: int) -> int:
-    """C_pec of MoC eq. 6: bytes of a checkpoint with `k` of the N experts of each MoE layer.
-
-    Raises UsageError when k is not from 1 to N.
-    """
-    if not 1 <= k <= shape.num_experts:
-        raise UsageError(f"k is {k}, but must be from 1 to num_experts = {shape.num_experts}")
-    saved = shape.total_parameters - shape.expert_parameters + shape.expert_parameters * k // shape.num_experts
-    return saved * precision.bytes_per_parameter(Part.EVERYTHING)
-
-
-def is_balanced(k: int, moe_layers: int, d_ep: int, d_dp: int) -> bool:
-    """Whether MoC eq. 9 finds no reason for imbalance when k experts of each MoE layer are saved.
-
-    Its second condition speaks of whole experts per EP group; see `all_replicas`, which needs only the first.
-    Raises UsageError when d_ep does not divide d_dp, for k below 1 and for a negative number of layers.
-    """
-    _check_groups(d_dp, d_ep)
-    per_rank, left = divmod(whole("k", k, 1) * whole("moe_layers", moe_layers, 0), d_ep)
-    return left == 0 and per_rank % (d_dp // d_ep) == 0
-
-
-def _check_groups(d_dp: int, d_ep: int) -> None:
-    if min(d_dp, d_ep) < 1 or d_dp % d_ep:
-        raise UsageError(f"d_ep is {d_ep}, but must be a divisor of d_dp = {d_dp}")
 
 
 def _share(first: int, end: int, ways: int, index: int) -> tuple[int, int]:

@@ -1,4 +1,19 @@
-"""Windows: which operators are anchored in which iteration, by counts and by bytes (MoEvement 3.5, Algorithm 1)."""
+"""Windows: which operators are anchored in which iteration, by bytes (in place of MoEvement's Algorithm 1).
+
+Operators differ in size by orders of magnitude, and late snapshots carry less weights, so counting operators does not
+say what a snapshot weighs: snapshot i has the full bytes of group i and the weights bytes of all later groups. Here a
+rank gets the smallest window whose largest snapshot fits the budget, as even as can be. The order is kept where it
+fits, bent where an operator is too large for a gap, and given up between operators of different size where that saves
+an iteration or 2 % of the largest snapshot; equal ones always keep it.
+
+Where the budget is too small for every window that is found, each operator that is larger than the cap is anchored
+alone, at the end of the window, where the least weights come with it; for the others the cap is raised, from 10 % above
+the least that any window needs (the compute weights of all, and the smallest operator in full) in steps of 10 %, until
+a window is found. The last few per cent of a stall are thus not bought with a window many times as long.
+
+Ranks that own different operators, such as the expert-parallel ranks of pipeline stages ("lanes"), get windows of one
+size in which what they share is anchored in the same step.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +21,20 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Generic, TypeVar, cast
 
 from ..errors import UsageError
 from ..types import OperatorId, OperatorSize, Window
 from .checks import positive, whole
-from .packing import Items
-from .partition import partition
+from .packing import Items, partition
 
 Sizes = Mapping[OperatorId, OperatorSize]
+
+Lane = tuple[int, int]
+"""Pipeline stage and expert-parallel rank."""
+AnyLane = TypeVar("AnyLane", bound=tuple[int, ...])
+"""A Lane, or a rank alone."""
+Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -52,75 +73,6 @@ class Schedule:
         """Seconds that training waits for each snapshot. Raises UsageError for a bandwidth not above 0 and finite."""
         positive("bandwidth_bytes_per_s", bandwidth_bytes_per_s)
         return tuple(stall / bandwidth_bytes_per_s for stall in self.stall_bytes)
-
-
-def paper_window(sizes: Sizes, budget_bytes: int) -> tuple[int, int]:
-    """W_Sparse and O_Active as FindWindowSize of MoEvement Alg. 1 (lines 7 to 18) finds them.
-
-    S_Master + S_Optim and S_Compute, "per operator", are averages over all operators; they are compared exactly.
-    The loop never tries fewer than 3 operators, so that 2 may be returned although they do not fit.
-    Raises UsageError for a budget below 1 or no operators.
-    """
-    whole("budget_bytes", budget_bytes, 1)
-    total, active = len(sizes), len(sizes)
-    if not total:
-        raise UsageError("sizes names no operators: a window needs at least 1")
-    full = sum(size.full_bytes for size in sizes.values())
-    weights = sum(size.weights_bytes for size in sizes.values())
-    while active > 2 and full * active + weights * (total - active) > budget_bytes * total:
-        active -= 1
-    return -(-total // active), active
-
-
-def paper_schedule(
-    ordered: Sequence[OperatorId], sizes: Sizes, budget_bytes: int, first_iteration: int = 0
-) -> Schedule:
-    """GenerateSchedule of MoEvement Alg. 1 (lines 19 to 29): O_Active operators each, in their order, by count.
-
-    The bytes are those that the snapshots really have, so that `fits` tells whether counting was good enough.
-    Raises UsageError as `paper_window`, and for an operator that occurs twice or has no size.
-    """
-    load = load_of(ordered, sizes)
-    window, active = paper_window({operator: sizes[operator] for operator in ordered}, budget_bytes)
-    groups = [range(step * active, min((step + 1) * active, len(ordered))) for step in range(window)]
-    return schedule_of(ordered, load, groups, first_iteration, budget_bytes)
-
-
-def byte_aware_schedule(
-    ordered: Sequence[OperatorId],
-    sizes: Sizes,
-    budget_bytes: int,
-    *,
-    first_iteration: int = 0,
-    window: int | None = None,
-    pinned: Mapping[OperatorId, int] | None = None,
-) -> Schedule:
-    """The smallest window whose largest snapshot fits the budget, as even as can be (instead of MoEvement Alg. 1).
-
-    Operators differ in size by orders of magnitude, and late snapshots carry less weights, so counting them does not
-    say what a snapshot weighs: snapshot i has the full bytes of group i and the weights bytes of all later groups.
-    The order is kept where it fits, bent where an operator is too large for a gap, and given up between operators of
-    different size where that saves an iteration or 2 % of the largest snapshot; equal ones always keep it.
-
-    Where the budget is too small for every window that is found, each operator that is larger than the cap is anchored
-    alone, at the end of the window, where the least weights come with it; for the others the cap is raised, from 10 %
-    above the least that any window needs (the compute weights of all, and the smallest operator in full) in steps of
-    10 %, until a window is found. The last few per cent of a stall are thus not bought with a window many times as
-    long.
-
-    `window` forces the number of iterations. `pinned` (with `window`) anchors operators in the given step from the
-    first, 0; others than those in `ordered` are not looked at. No group is empty, except where pinned operators leave
-    too few of the others. The result does not depend on the order of `sizes`.
-    Raises UsageError for a budget below 1, no operators, one that occurs twice or has no size, a window below 1 or
-    above the number of operators, and a pinned step outside of the window.
-    """
-    whole("budget_bytes", budget_bytes, 1)
-    load = load_of(ordered, sizes)
-    if window is not None and not 1 <= window <= len(ordered):
-        raise UsageError(f"window is {window}, but must be from 1 to the number of operators, {len(ordered)}")
-    steps = _pinned_steps(ordered, window, pinned or {})
-    groups = partition(load, budget_bytes, window, steps)
-    return schedule_of(ordered, load, groups, first_iteration, budget_bytes)
 
 
 def schedule_of(
@@ -169,17 +121,104 @@ def load_of(ordered: Sequence[OperatorId], sizes: Sizes) -> Items:
     return Items([size.full_bytes for size in known], [size.weights_bytes for size in known], range(len(known)))
 
 
-def _pinned_steps(
-    ordered: Sequence[OperatorId], window: int | None, pinned: Mapping[OperatorId, int]
-) -> dict[int, int]:
-    if not pinned:
-        return {}
-    if window is None:
+@dataclass
+class _Lanes(Generic[AnyLane]):
+    """Operators and sizes per lane; lanes of the same shape share one partition."""
+
+    ordered: dict[AnyLane, tuple[OperatorId, ...]]
+    loads: dict[AnyLane, Items]
+    budget_bytes: int
+    found: dict[object, Groups] = field(default_factory=dict)
+
+    def groups(self, lane: AnyLane, window: int | None, pinned: Mapping[int, int]) -> Groups:
+        load = self.loads[lane]
+        shape = (tuple(load.full), tuple(load.weights), window, tuple(sorted(pinned.items())))
+        if shape not in self.found:
+            self.found[shape] = partition(load, self.budget_bytes, window, pinned)
+        return self.found[shape]
+
+    def schedules(self, window: int, first_iteration: int) -> dict[AnyLane, Schedule]:
+        """Lanes with the most bytes choose freely; what they anchor is pinned for lanes that share it."""
+        step_of: dict[OperatorId, int] = {}
+        scheduled = {}
+        for lane in sorted(self.ordered, key=lambda lane: (-sum(self.loads[lane].full), lane)):
+            ordered = self.ordered[lane]
+            pinned = {index: step_of[operator] for index, operator in enumerate(ordered) if operator in step_of}
+            groups = self.groups(lane, window, pinned)
+            step_of.update((ordered[index], step) for step, group in enumerate(groups) for index in group)
+            scheduled[lane] = schedule_of(ordered, self.loads[lane], groups, first_iteration, self.budget_bytes)
+        return {lane: scheduled[lane] for lane in sorted(scheduled)}
+
+
+def joint_schedules(
+    lanes: Mapping[AnyLane, Sequence[OperatorId]],
+    sizes: Sizes | Mapping[AnyLane, Sizes],
+    budget_bytes: int,
+    *,
+    first_iteration: int = 0,
+    window: int | None = None,
+) -> dict[AnyLane, Schedule]:
+    """Byte-aware schedules of the same window size for all lanes of a job, by lane, ascending (MoEvement 3.5).
+
+    Each lane's ranks copy only their own operators, given in the order of anchoring; `sizes` are bytes per rank, the
+    same for all lanes or by lane, and `budget_bytes` is that of one rank. Operators in several lanes (non-experts) are
+    anchored in the same step by all of them. The window is the largest that any lane needs on its own, or, if shared
+    operators then keep a lane from fitting, the next larger one up to twice that size with which all fit that can.
+    `window` forces it. A lane with fewer operators than iterations has empty steps. The result does not depend on the
+    order of `lanes` or `sizes`.
+    Raises UsageError for a budget below 1, no lanes, a window below 1 or above the largest number of operators in a
+    lane, and a lane without operators, with one twice, or with one that has no size.
+    """
+    whole("budget_bytes", budget_bytes, 1)
+    if not lanes:
+        raise UsageError("lanes names none: give the operators of at least 1")
+    most = max(map(len, lanes.values()))
+    if window is not None and not 1 <= window <= most:
         raise UsageError(
-            f"pinned names {len(pinned)} operators, but no window: give the window that their steps are of"
+            f"window is {window}, but must be from 1 to the number of operators of the largest lane, {most}"
         )
-    steps = {index: pinned[operator] for index, operator in enumerate(ordered) if operator in pinned}
-    for index, step in steps.items():
-        if not 0 <= step < window:
-            raise UsageError(f"pinned step of {ordered[index]} is {step}, but must be from 0 to {window - 1}")
-    return steps
+    ordered = {lane: tuple(operators) for lane, operators in lanes.items()}
+    loads = {lane: load_of(ordered[lane], _sizes_of(lane, sizes)) for lane in ordered}
+    job = _Lanes(ordered, loads, budget_bytes)
+    if window is not None:
+        return job.schedules(window, first_iteration)
+    alone = {
+        lane: schedule_of(ordered[lane], job.loads[lane], job.groups(lane, None, {}), first_iteration, budget_bytes)
+        for lane in ordered
+    }
+    needed = max(schedule.window.size for schedule in alone.values())
+    can_fit = [lane for lane, schedule in alone.items() if schedule.fits]
+    for size in range(needed, min(2 * needed, most) + 1):
+        schedules = job.schedules(size, first_iteration)
+        if all(schedules[lane].fits for lane in can_fit):
+            return schedules
+    return job.schedules(needed, first_iteration)
+
+
+def _sizes_of(lane: AnyLane, sizes: Sizes | Mapping[AnyLane, Sizes]) -> Sizes:
+    own = sizes.get(lane)  # type: ignore[call-overload]
+    return cast("Sizes", sizes) if own is None else own
+
+
+def merge(schedules: Mapping[AnyLane, Schedule]) -> Window:
+    """The window of the whole job: each operator once, in the step in which its lanes anchor it.
+
+    Raises UsageError for no schedules, for windows that differ in size or first iteration, and for an operator that
+    two lanes anchor in different steps.
+    """
+    windows = [schedules[lane].window for lane in sorted(schedules)]
+    spans = {(window.first_iteration, window.size) for window in windows}
+    if len(spans) != 1:
+        raise UsageError(f"schedules have (first iteration, size) {sorted(spans)}, but must have one in common")
+    step_of: dict[OperatorId, int] = {}
+    for window in windows:
+        for step, group in enumerate(window.groups):
+            for operator in group:
+                if step_of.setdefault(operator, step) != step:
+                    raise UsageError(
+                        f"{operator} is anchored in steps {step_of[operator]} and {step}: schedule jointly"
+                    )
+    groups: list[list[OperatorId]] = [[] for _ in windows[0].groups]
+    for operator, step in step_of.items():
+        groups[step].append(operator)
+    return Window(windows[0].first_iteration, tuple(map(tuple, groups)))

@@ -15,11 +15,10 @@ from ..policy.lineage import Lineage
 from ..ports import Json, MappedStore, SnapshotId, Store, StoreFailure, Transport
 from ..replication.agreement import raise_on_all_ranks
 from ..snapshot.identity import Identity
-from ..storage.host_buffer import HostBuffer
+from ..storage.base import HostBuffer
 from ..strategies import Piece
 from ..types import LOG, OperatorId, Part, SnapshotPlan, Tier
-from .inventory import Catalogue, Found, catalogue, is_past
-from .listing import InventoryRow, listing, rank_inventory
+from .inventory import Catalogue, Found, InventoryRow, catalogue, is_past, listing, rank_inventory
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ All ranks run the same steps, each a collective, so that all decide the same fro
    rows, and each makes the same plan of them (`strategy.recover`, pure). Attempts of the job left copies of different
    pasts ("timelines"); the newest past that suffices is taken, and copies of two are never mixed.
 2. `carry_out`: some rank reads what only it knows and all gather it (`gather_metadata`); snapshots that others need
-   travel to them, verified by checksum (`fetch.Carrier`); the live state is filled with NaN, then restored.
+   travel to them, verified by checksum (`restoring.Carrier`); the live state is filled with NaN, then restored.
 3. A copy may prove damaged on any rank. All gather what they refused, and plan again without it, up to the end of what
    was found. If nothing new was refused the same plan would come again: then a local recovery is given up for a global
    one, whose plan needs other copies; if it is global already, that is an error.
@@ -22,30 +22,72 @@ A rank that fails in here ends its process: the peers notice a lost connection, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ..errors import MoECheckpointError, RecoveryImpossible, UnreadableCheckpoint, format_error
 from ..policy.lineage import Lineage, past
+from ..policy.recovery import widened
 from ..policy.segments import base_for, ranks_of, restored, segment_of, sends_all
-from ..policy.widening import widened
-from ..ports import Json, PeerLost, SnapshotId
+from ..policy.tracking import RestoredState
+from ..ports import Json, PeerLost, Reader, SnapshotId
 from ..replay.densify import Replay
 from ..snapshot.identity import Identity
-from ..storage.host_buffer import HostBuffer
+from ..storage.base import HostBuffer
 from ..strategies import Job, Strategy
-from ..types import GRADIENTS, PARKED, Lost, RecoveryPlan, Tier
-from .fetch import logs_and_gradients, needs, with_trainer_states
-from .gathered_metadata import GatheredMetadata, gather_metadata
+from ..types import GRADIENTS, PARKED, Lost, RecoveryPlan, StepJournal, Tier
 from .inventory import Catalogue, CopyLocation
 from .local_inventory import LocalInventory, by_window
-from .outcome import RecoveryOutcome, RefusedCopies, RollForward, Waiting, gather_refused
 from .restoring import Attempt, RecoveryPorts, absent
+from .sources import (
+    GatheredMetadata,
+    RefusedCopies,
+    gather_metadata,
+    gather_refused,
+    logs_and_gradients,
+    needs,
+    with_trainer_states,
+)
 from .table import RecoveryTable
-from .timestamps import Milestone
-
-__all__ = ["Recovery", "RecoveryOutcome", "RecoveryPorts", "RollForward", "Waiting"]
+from .timeline import Milestone
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RecoveryOutcome:
+    """A recovery that was carried out: training goes on after `plan.target`, whose snapshot has this timeline."""
+
+    plan: RecoveryPlan
+    timeline: Lineage
+    restored: RestoredState
+    table: RecoveryTable = field(repr=False)
+
+
+@dataclass(frozen=True)
+class RollForward:
+    """What a rank needs to make the step of `iteration` from its parked state of the one before.
+
+    Attributes:
+        journal: How the step came out elsewhere.
+        gradients: The rank's reduced gradients, verified; open until `Recovery.finish`.
+        trainer: The trainer scalars of a rank that made the step.
+    """
+
+    iteration: int
+    journal: StepJournal
+    gradients: Reader = field(repr=False)
+    trainer: Mapping[str, Json] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """This rank runs no iteration again, and others come to the target on their own: then all call `Recovery.finish`.
+
+    roll: what this rank needs to make one step first, if it is one of those that do; else its state is restored.
+    """
+
+    roll: RollForward | None = None
 
 
 class Recovery:
@@ -172,7 +214,8 @@ class Recovery:
             )
         local.collect_garbage(names | spare, self._owners)
         self._keep_standby(plan, min((iteration for iteration, _ in names | spare), default=plan.target), parked)
-        return RecoveryOutcome(plan, self.timeline, kept, by_window(persisted), spare - names, self._table(plan))
+        state = RestoredState(plan.target, kept, by_window(persisted), spare - names)
+        return RecoveryOutcome(plan, self.timeline, state, self._table(plan))
 
     def _await_all(self, plan: RecoveryPlan) -> None:
         try:

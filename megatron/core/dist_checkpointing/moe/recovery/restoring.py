@@ -1,14 +1,20 @@
-"""One try to carry a recovery plan out on one rank: its snapshots fetched, held open, restored, and replayed from."""
+"""One try to carry a recovery plan out on one rank: its snapshots fetched, held open, restored, and replayed from.
+
+All ranks make the same list of needs in the same order (`sources.needs`), so a transfer needs no request: whoever found
+a snapshot that another rank needs sends its manifest and bytes, and that rank receives them, verifies every checksum,
+and refuses what is damaged. What lies in storage, or in the rank's own memory, is opened in place and does not travel.
+"""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
-from ..errors import MoECheckpointError, UnreadableCheckpoint, format_error
+from ..errors import MoECheckpointError, UnreadableCheckpoint, UsageError, format_error
 from ..policy.segments import base_for, ranks_of, segment_of
 from ..ports import (
     Clock,
@@ -16,24 +22,40 @@ from ..ports import (
     Json,
     MappedReader,
     MappedStore,
+    NoRoom,
+    PeerLost,
     Reader,
     Restorer,
     SnapshotId,
     Store,
+    StoreFailure,
     TrainerState,
     Transport,
 )
 from ..replay.densify import Logs, Replay, ReplayPorts, ReplayStep, SnapshotLoad, StageFeed, restore_trainer
-from ..replication.replica_receiver import ReplicaReceiver, StoreReplica
-from ..storage.host_buffer import HostBuffer
+from ..replication.replicator import StoreReplica
+from ..storage.base import HostBuffer
 from ..storage.manifest import decode, encode
 from ..strategies import Job
-from ..types import GRADIENTS, LOG, STANDBY, OperatorId, RecoveryPlan, ReplaySegment, StepJournal, Tier, Topology
-from .fetch import Carrier, Need
-from .gathered_metadata import GatheredMetadata, StepOutcome
+from ..types import (
+    GRADIENTS,
+    LOG,
+    STANDBY,
+    OperatorId,
+    RecoveryPlan,
+    ReplaySegment,
+    StepJournal,
+    Tier,
+    Topology,
+)
 from .inventory import CopyLocation, Found
-from .outcome import RefusedCopies
-from .timestamps import Milestone, Timestamps
+from .sources import GatheredMetadata, Need, RefusedCopies, StepOutcome
+from .timeline import Milestone, Timestamps
+
+_SIZES = struct.Struct("<qq")
+
+Landing = StoreReplica | HostBuffer
+"""Where a snapshot that travels arrives."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +89,103 @@ class RecoveryPorts:
 
     def open_in_memory(self, snapshot: SnapshotId) -> MappedReader:
         """As `open`, of what lies in this rank's memory."""
+        return self.store_of(snapshot).open(snapshot)
+
+    def store_of(self, snapshot: SnapshotId) -> MappedStore:
+        """The part of this rank's memory in which such a snapshot lies."""
         store = self.standby if snapshot.kind in STANDBY else self.memory
         assert store is not None
-        return store.open(snapshot)
+        return store
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """How snapshots travel from the memory of one rank to that of another."""
+
+    ports: RecoveryPorts
+
+    def carry(self, needed: Sequence[Need]) -> tuple[dict[CopyLocation, Reader], dict[CopyLocation, str]]:
+        """Send and receive all that travels, in the order of `needed`, which is the same on all ranks.
+
+        Returns readers of what arrived here, verified, and the reasons for what did not. Raises PeerLost.
+        """
+        arrived: dict[CopyLocation, Reader] = {}
+        refused: dict[CopyLocation, str] = {}
+        rank = self.ports.transport.rank
+        for need in needed:
+            if need.travels and need.found.finder == rank:
+                self._send(need)
+            elif need.travels and need.rank == rank:
+                try:
+                    arrived[need.found.place] = self._receive(need)
+                except (UnreadableCheckpoint, StoreFailure) as error:
+                    refused[need.found.place] = str(error)
+        return arrived, refused
+
+    def _send(self, need: Need) -> None:
+        try:
+            reader = self.ports.open_in_memory(need.found.snapshot)
+        except (UnreadableCheckpoint, StoreFailure):
+            self.ports.transport.send(need.rank, _SIZES.pack(-1, 0)).wait()
+            return
+        with reader:
+            manifest, raw = encode(reader.manifest), reader.raw()
+            messages = (_SIZES.pack(len(manifest), len(raw)), manifest, raw)
+            for transfer in [self.ports.transport.send(need.rank, message) for message in messages]:
+                transfer.wait()
+
+    def _receive(self, need: Need) -> Reader:
+        transport, source = self.ports.transport, need.found.finder
+        sizes = bytearray(_SIZES.size)
+        transport.receive(source, memoryview(sizes)).wait()
+        manifest_bytes, raw_bytes = _SIZES.unpack(sizes)
+        if manifest_bytes < 0:
+            raise UnreadableCheckpoint(f"rank {source} could not open the {need.found.snapshot}")
+        manifest = _memory(manifest_bytes, source)
+        transport.receive(source, memoryview(manifest)).wait()
+        landing, problem = self._landing(source, bytes(manifest), raw_bytes)
+        try:
+            transport.receive(source, landing.buffer if landing else memoryview(_memory(raw_bytes, source))).wait()
+            if landing is None:
+                raise UnreadableCheckpoint(problem)
+            landing.seal()
+        except MoECheckpointError:
+            if landing is not None:
+                landing.abandon()
+            raise
+        return landing.reader()
+
+    def _landing(self, source: int, manifest: bytes, raw_bytes: int) -> tuple[Landing | None, str]:
+        """A place for what comes; without one the bytes are still taken off the wire."""
+        try:
+            landing = self._land(source, manifest)
+        except (UnreadableCheckpoint, StoreFailure) as error:
+            return None, str(error)
+        if len(landing.buffer) != raw_bytes:
+            landing.abandon()
+            return None, f"rank {source} sends {raw_bytes} bytes, but its manifest has {len(landing.buffer)}"
+        return landing, ""
+
+    def _land(self, source: int, manifest: bytes) -> Landing:
+        """State lands in the store where it belongs, or in host memory where that has no room; what only this recovery
+        needs in host memory. Raises UnreadableCheckpoint, StoreFailure."""
+        wanted = decode(manifest, f"manifest from rank {source}")
+        if wanted.snapshot.kind in (LOG, GRADIENTS):
+            return HostBuffer(source, wanted)
+        store = self.ports.store_of(wanted.snapshot)
+        store.free(wanted.snapshot)  # a copy that is here already has proved damaged, or it would not be fetched
+        try:
+            return StoreReplica(store, store.reserve(wanted.snapshot, wanted.layout), wanted)
+        except (NoRoom, UsageError):  # segments are too small until the strategy knows how large its snapshots are
+            return HostBuffer(source, wanted)
+
+
+def _memory(nbytes: int, source: int) -> bytearray:
+    """Raises PeerLost for a size that cannot be meant: whatever comes next on this connection is not understood."""
+    try:
+        return bytearray(nbytes)
+    except (MemoryError, ValueError, OverflowError) as error:
+        raise PeerLost(f"rank {source} announced {nbytes} bytes, which cannot be: the connection is bad") from error
 
 
 class Attempt:
@@ -84,8 +200,7 @@ class Attempt:
         self._base = base_for(plan, self._rank, topology)
         self._open = ExitStack()
         self._held: list[tuple[Need, Reader]] = []
-        carrier = Carrier(ports.transport, ports.open_in_memory, _encoded, self._land)
-        self._arrived, self._refused = carrier.carry(needed)
+        self._arrived, self._refused = Carrier(ports).carry(needed)
         for reader in self._arrived.values():
             if reader not in self.late:
                 self._open.enter_context(reader)
@@ -175,16 +290,6 @@ class Attempt:
         self._open.close()
         self._held, self._arrived = [], {}
 
-    def _land(self, source: int, manifest: bytes) -> StoreReplica | HostBuffer:
-        """Where a snapshot arrives: state in the store where it belongs, what only this recovery needs outside."""
-        wanted = decode(manifest, f"manifest from rank {source}")
-        ports, kind = self._ports, wanted.snapshot.kind
-        if kind in (LOG, GRADIENTS):
-            return HostBuffer(source, wanted)
-        store = ports.standby if kind in STANDBY else ports.memory
-        assert store is not None
-        return ReplicaReceiver(store, ports.clock).begin_for_recovery(source, manifest)
-
     def _hold(self, need: Need) -> None:
         """Open it, and verify what is read only after a replayed iteration: now another copy can still replace it."""
         place = need.found.place
@@ -233,7 +338,3 @@ class Attempt:
 def absent(iteration: int, rank: int) -> CopyLocation:
     """Stands for a snapshot that is nowhere, in a refusal."""
     return rank, SnapshotId(iteration, rank), Tier.PARKED
-
-
-def _encoded(reader: MappedReader) -> tuple[bytes, memoryview]:
-    return encode(reader.manifest), reader.raw()

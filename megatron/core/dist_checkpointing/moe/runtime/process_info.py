@@ -15,7 +15,7 @@ from ..config import MoECheckpointConfig
 from ..errors import UsageError
 from ..policy.placement import Placement, place_replicas
 from ..ports import Store
-from ..storage.durable import open_durable
+from ..storage.base import open_durable
 from ..storage.memory import MemoryStore
 from ..storage.ownership import slot_directory
 from ..types import Topology

@@ -31,18 +31,17 @@ from ..megatron_state.popularity import TokenCounter
 from ..policy.lineage import continued
 from ..policy.parking import Cause
 from ..ports import Execution, Layout
-from ..recovery.recovery import Recovery, RecoveryOutcome, RecoveryPorts, Waiting
-from ..recovery.timeline import RecoveryTimeline, gather_timeline
-from ..recovery.timestamps import Milestone, Timestamps, forget, left_in
+from ..recovery.recovery import Recovery, RecoveryOutcome, Waiting
+from ..recovery.restoring import RecoveryPorts
+from ..recovery.timeline import Milestone, RecoveryTimeline, Timestamps, forget, gather_timeline, left_in
 from ..replay.densify import Replay
 from ..replication.agreement import raise_on_all_ranks
 from ..replication.replicator import Replicator
+from ..snapshot.background import ThreadExecutor
 from ..snapshot.buffers import fit_memory, gathered_sizes, memory_report_of, segment_sizes
 from ..snapshot.coordinator import Coordinator, Ports, ProtectionReport
 from ..snapshot.identity import Identity
-from ..snapshot.persister import Persister
-from ..snapshot.replication_worker import ReplicationWorker
-from ..snapshot.thread_executor import ThreadExecutor
+from ..snapshot.workers import Persister, ReplicationWorker
 from ..strategies import GATE_UNIT, STRATEGIES, Job, Piece
 from ..types import RecoveryPlan, StepJournal
 from ..versions import check_versions, found_versions

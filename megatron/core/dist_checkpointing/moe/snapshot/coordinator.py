@@ -35,9 +35,8 @@ from ..types import SnapshotPlan, StepJournal
 from .background import BackgroundWork
 from .buffers import fit_memory, memory_report_of, segment_sizes
 from .iteration_message import IterationMessage, MessageExchange
-from .persister import Persister
-from .replication_worker import ReplicationWorker, SnapshotTask
 from .tracker import SnapshotTracker
+from .workers import Persister, ReplicationWorker, SnapshotTask
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 
-from ..policy.copies import Level
 from ..policy.lifecycle import (
     PersistEvent,
     PersistState,
@@ -30,12 +29,14 @@ from ..policy.lifecycle import (
     WindowState,
 )
 from ..policy.retention import covered_pieces, kept_in_storage
-from ..policy.rounds import CommitRound, CommitRounds, Status
 from ..policy.tracking import (
     SPARE_SPAN,
+    CommitRound,
+    CommitRounds,
     PersistedWindow,
     PieceName,
     RestoredState,
+    Status,
     TrackedWindow,
     may_begin,
     oldest_base,
@@ -43,10 +44,9 @@ from ..policy.tracking import (
 )
 from ..ports import SnapshotId, StoreFailure, Task
 from ..strategies import Job, Piece, Strategy
-from ..types import SnapshotPlan
+from ..types import Level, SnapshotPlan
 from .background import BackgroundWork
-from .persister import Persister, PersistTask
-from .replication_worker import ReplicationWorker, SnapshotTask
+from .workers import Persister, PersistTask, ReplicationWorker, SnapshotTask
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,7 @@ import numpy as np
 
 from ..errors import UnreadableCheckpoint, UsageError
 from ..types.layout import MANIFEST, Field, Layout, Listing, Manifest, Record, SnapshotId, Torn
-from .durable import DurableWriter, sealed_manifest
-from .reading import SnapshotReader
+from .base import DurableWriter, SnapshotReader, sealed_manifest
 from .system import (
     OperatingSystem,
     failing_as,

@@ -1,4 +1,4 @@
-"""The file that makes raw bytes a snapshot: strict JSON that knows its own checksum.
+"""Checksums, and the file that makes raw bytes a snapshot: strict JSON that knows its own checksum.
 
 One line, `{"xxh3":"<32 hexadecimal digits>","manifest":<body>}`, where the checksum is that of the body's bytes as they
 stand. So every changed byte of the file is found before anything in it is believed. `_Body` and `_Record` are the
@@ -10,19 +10,65 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from msgspec import Meta, Struct, ValidationError, convert, to_builtins
+from xxhash import xxh3_128_hexdigest
 
 from ..errors import MoECheckpointError, NewerFormat, UnreadableCheckpoint, UsageError
 from ..types import OperatorId, OperatorKind, Part
-from ..types.layout import Facts, Field, Json, Layout, Manifest, SnapshotId
-from .checksums import framed, unframed
+from ..types.layout import Facts, Field, Json, Layout, Manifest, Record, SnapshotId
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 FORMAT_VERSION = 1
-
 _FLOAT = "$float"  # the only key of an object that stands for a float that JSON cannot write
 _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+_KINDS = {kind.name: kind for kind in OperatorKind}
+
+
+def checksum(data: Buffer) -> str:
+    """The xxh3 of contiguous bytes: 32 hexadecimal digits. Nothing is copied and the GIL is released."""
+    return xxh3_128_hexdigest(data)
+
+
+def framed(key: str, body: bytes) -> bytes:
+    """One line of JSON that knows its own checksum: `{"xxh3":"<32 hexadecimal digits>","<key>":<body>}`."""
+    return b'{"xxh3":"%s","%s":%s}\n' % (checksum(body).encode("ascii"), key.encode("ascii"), body)
+
+
+def unframed(key: str, content: bytes) -> bytes | None:
+    """The body of what `framed` made, None for anything else: no byte of it is believed before its checksum is."""
+    before = len(framed(key, b"")) - len(b"}\n")
+    body = content[before : -len(b"}\n")]
+    return body if framed(key, body) == content else None
+
+
+def verified(data: memoryview, record: Record, where: str) -> memoryview:
+    """`data`, when it is what was sealed as `record`. Raises UnreadableCheckpoint, which names the record."""
+    if len(data) != record.nbytes:
+        raise UnreadableCheckpoint(
+            f"{where}: record {record.key} has {len(data)} of its {record.nbytes} bytes: the file was truncated; use"
+            " another copy"
+        )
+    if checksum(data) != record.xxh3:
+        raise UnreadableCheckpoint(
+            f"{where}: record {record.key} at offset {record.offset} does not match its checksum: its bytes changed"
+            " after they were sealed; use another copy"
+        )
+    return data
+
+
+def flat_bytes(data: Buffer, field: Field) -> memoryview:
+    """The bytes of `data` without a copy. Raises UsageError when they are not contiguous or not as many as `field`."""
+    view = memoryview(data)
+    if not view.c_contiguous or view.nbytes != field.nbytes:
+        raise UsageError(
+            f"record {field.key}: got {view.nbytes} {'' if view.c_contiguous else 'non-contiguous '}bytes, but"
+            f" {field.dtype} of shape {list(field.shape)} has {field.nbytes} contiguous ones"
+        )
+    return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 def _name_of_part(part: Part) -> str:
@@ -30,7 +76,6 @@ def _name_of_part(part: Part) -> str:
 
 
 _PARTS = {_name_of_part(Part(value)): Part(value) for value in range(Part.EVERYTHING.value + 1)}
-_KINDS = {kind.name: kind for kind in OperatorKind}
 
 
 class _Record(Struct, forbid_unknown_fields=True):

@@ -19,8 +19,7 @@ import fsspec  # type: ignore[import-untyped]
 
 from ..errors import MoECheckpointError, StoreFailure, UnreadableCheckpoint, UsageError
 from ..types.layout import MANIFEST, Field, Layout, Listing, Manifest, Record, SnapshotId, Torn
-from .durable import DurableWriter, sealed_manifest
-from .reading import SnapshotReader
+from .base import DurableWriter, SnapshotReader, sealed_manifest
 from .system import failing_as
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from ..errors import UnreadableCheckpoint
 from ..types.layout import Listing, Manifest, Record, SnapshotId, Torn
+from .base import SnapshotReader
 from .manifest import decode
-from .reading import SnapshotReader
 from .system import FileLock, LockedMap, OperatingSystem, failing_as, map_locked, read_file
 
 SEALED, WRITING = "json", "writing"

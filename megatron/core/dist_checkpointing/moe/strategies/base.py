@@ -30,9 +30,8 @@ from typing import Any, ClassVar
 
 from ..config import MoECheckpointConfig
 from ..errors import UsageError
-from ..policy.copies import Level
 from ..policy.recovery import plan_recovery
-from ..types import Inventory, Lost, OperatorId, OperatorSize, Piece, RecoveryPlan, SnapshotPlan, Topology
+from ..types import Inventory, Level, Lost, OperatorId, OperatorSize, Piece, RecoveryPlan, SnapshotPlan, Topology
 from .interval_policy import Costs, IntervalPolicy
 
 GATE_UNIT = 2.0**-16

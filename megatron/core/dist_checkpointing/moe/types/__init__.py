@@ -28,7 +28,7 @@ from .recovery import (
     Scope,
     Tier,
 )
-from .snapshots import Piece, SnapshotPlan, Window, full_plan
+from .snapshots import Level, Piece, SnapshotPlan, Window, full_plan
 from .standby import GRADIENTS, LOG, PARKED, STANDBY, boundary_key
 from .topology import Coordinates, Topology
 
@@ -47,6 +47,7 @@ __all__ = [
     "CopySource",
     "Direction",
     "Inventory",
+    "Level",
     "Lost",
     "ModelShape",
     "OperatorId",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -115,3 +116,10 @@ def _in_order(item: tuple[OperatorId, Part]) -> tuple[int, int, int]:
 def full_plan(iteration: int, operators: Iterable[OperatorId], part: Part = Part.MASTER_AND_MOMENTS) -> SnapshotPlan:
     """The plan of a dense checkpoint: the same part of every operator."""
     return SnapshotPlan(iteration, dict.fromkeys(operators, part))
+
+
+class Level(enum.Enum):
+    """Where copies go in two-level checkpointing (MoC 5.1)."""
+
+    SNAPSHOT = "snapshot"  # the memory tier
+    PERSIST = "persist"  # storage

@@ -5,10 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 
-from ...policy.copies import Level
 from ...policy.ledger import TokenLedger
 from ...policy.partial import persist_selection
-from ...types import OperatorId
+from ...types import Level, OperatorId
 from .groups import Groups
 from .state import Experts, PecState
 

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...policy.copies import Level, Saved
-from ...policy.ledger import TokenLedger
-from ...types import OperatorId, RecoveryPlan, Tier, expert
+from ...policy.ledger import Saved, TokenLedger
+from ...types import Level, OperatorId, RecoveryPlan, Tier, expert
 
 Experts = frozenset[OperatorId]
 Captures = Mapping[Level, Mapping[OperatorId, tuple[Saved, ...]]]

@@ -10,11 +10,10 @@ from typing import Any
 
 from ...config import MoECheckpointConfig
 from ...policy.checks import not_negative
-from ...policy.copies import Level
 from ...policy.dynamic_k import PltLimit, choose_k, k_ladder
 from ...policy.lossy_recovery import plan_lossy_recovery
 from ...policy.partial import PEC_SCOPES, pec_plan
-from ...types import Inventory, Lost, OperatorId, Part, Piece, RecoveryPlan, SnapshotPlan, Topology, full_plan
+from ...types import Inventory, Level, Lost, OperatorId, Part, Piece, RecoveryPlan, SnapshotPlan, Topology, full_plan
 from ..base import BufferSpec, Job, Strategy
 from .groups import Groups
 from .selection import age, by_load, in_turn, overdue, to_persist

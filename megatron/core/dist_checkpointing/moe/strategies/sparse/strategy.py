@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...config import MoECheckpointConfig
-from ...policy.copies import Level
-from ...policy.rounds import PLACES
-from ...types import Piece, RecoveryPlan, SnapshotPlan, Window
+from ...policy.tracking import PLACES
+from ...types import Level, Piece, RecoveryPlan, SnapshotPlan, Window
 from ..base import BufferSpec, Job, Strategy, Throughput
 from ..interval_policy import Costs
 from .budget import Budget

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ...errors import UsageError
-from ...policy.lanes import joint_schedules, merge
 from ...policy.ordering import ORDERINGS, Counts
+from ...policy.window import joint_schedules, merge
 from ...types import OperatorId, OperatorSize, SnapshotPlan, Window
 from ..base import BufferSpec, Job
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from ..types import OperatorId, RecoveryPlan, ReplaySegment, Tier, Topology
-from .checks import not_negative, positive, whole
+from megatron.core.dist_checkpointing.moe.policy.checks import not_negative, positive, whole
+from megatron.core.dist_checkpointing.moe.types import OperatorId, RecoveryPlan, ReplaySegment, Tier, Topology
 
 
 @dataclass(frozen=True)

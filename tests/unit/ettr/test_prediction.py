@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.prediction import Figures, predicted_parts, replay_s
 from megatron.core.dist_checkpointing.moe.types import RecoveryPlan, Tier, Topology, expert
 from megatron.core.dist_checkpointing.moe.types.recovery import ReplaySegment, Scope
+from moe_ckpt.simulator.prediction import Figures, predicted_parts, replay_s
 
 FIGURES = Figures(2.0, 8, memory_bytes_per_s=4e9, peer_bytes_per_s=1e9, storage_bytes_per_s=5e8)
 TOPOLOGY = Topology(8, pp=4, ep=2)

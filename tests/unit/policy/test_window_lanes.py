@@ -8,12 +8,16 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from window_cases import byte_aware_schedule
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.lanes import Lane, joint_schedules, merge
 from megatron.core.dist_checkpointing.moe.policy.ordering import hard_count
-from megatron.core.dist_checkpointing.moe.policy.shards import owned_operators, shard_sizes
-from megatron.core.dist_checkpointing.moe.policy.window import Schedule, byte_aware_schedule
+from megatron.core.dist_checkpointing.moe.policy.window import (
+    Lane,
+    Schedule,
+    joint_schedules,
+    merge,
+)
 from megatron.core.dist_checkpointing.moe.types import (
     FP16_FP32,
     OperatorId,
@@ -23,6 +27,7 @@ from megatron.core.dist_checkpointing.moe.types import (
     expert,
 )
 from moe_ckpt.simulator.models import PRESETS
+from moe_ckpt.simulator.shards import owned_operators, shard_sizes
 
 Lanes = dict[Lane, tuple[OperatorId, ...]]
 Job = tuple[Lanes, dict[OperatorId, OperatorSize]]

@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.moe.policy.lineage import Lineage
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.recovery.local_inventory import LocalInventory
 from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
-from megatron.core.dist_checkpointing.moe.storage.host_buffer import HostBuffer
+from megatron.core.dist_checkpointing.moe.storage.base import HostBuffer
 from megatron.core.dist_checkpointing.moe.types import GRADIENTS, LOG, PARKED
 
 LAYOUT = Layout.of([Field("w", "uint8", (10,))])

@@ -8,12 +8,18 @@ from hypothesis import strategies as st
 from sparse_cases import CONFIG, Rank, job_of
 
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError
-from megatron.core.dist_checkpointing.moe.policy.copies import Level
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import WindowState
-from megatron.core.dist_checkpointing.moe.policy.rounds import MAX_OPEN_SPANS, PLACES, CommitRounds, Status
-from megatron.core.dist_checkpointing.moe.policy.tracking import TrackedPiece, TrackedWindow, may_begin
+from megatron.core.dist_checkpointing.moe.policy.tracking import (
+    MAX_OPEN_SPANS,
+    PLACES,
+    CommitRounds,
+    Status,
+    TrackedPiece,
+    TrackedWindow,
+    may_begin,
+)
 from megatron.core.dist_checkpointing.moe.strategies import Piece
-from megatron.core.dist_checkpointing.moe.types import SnapshotPlan, expert, full_plan
+from megatron.core.dist_checkpointing.moe.types import Level, SnapshotPlan, expert, full_plan
 
 OPERATORS = tuple(expert(0, index) for index in range(4))
 

@@ -9,17 +9,15 @@ from typing import Any
 import pytest
 
 from megatron.core.dist_checkpointing.moe.recovery.timeline import (
-    RecoveryTimeline,
-    gather_timeline,
-    merged,
-    rank_timestamps,
-)
-from megatron.core.dist_checkpointing.moe.recovery.timestamps import (
     FILE,
     Milestone,
+    RecoveryTimeline,
     Timestamps,
     forget,
+    gather_timeline,
     left_in,
+    merged,
+    rank_timestamps,
 )
 from megatron.core.dist_checkpointing.moe.types import RecoveryPlan, Topology
 from megatron.core.dist_checkpointing.moe.types.recovery import ReplaySegment, Scope

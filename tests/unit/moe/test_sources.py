@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId
-from megatron.core.dist_checkpointing.moe.recovery.fetch import logs_and_gradients, needs, with_trainer_states
 from megatron.core.dist_checkpointing.moe.recovery.inventory import Catalogue, Found
+from megatron.core.dist_checkpointing.moe.recovery.sources import (
+    logs_and_gradients,
+    needs,
+    with_trainer_states,
+)
 from megatron.core.dist_checkpointing.moe.types import (
     GRADIENTS,
     LOG,

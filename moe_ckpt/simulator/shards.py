@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..types import ModelShape, OperatorId, OperatorSize, Precision, Topology
+from megatron.core.dist_checkpointing.moe.types import ModelShape, OperatorId, OperatorSize, Precision, Topology
 
 
 def owned_operators(shape: ModelShape, topology: Topology) -> dict[tuple[int, int], tuple[OperatorId, ...]]:

@@ -1,0 +1,48 @@
+"""Small files beside dense checkpoints that know their own checksum."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from megatron.core.dist_checkpointing.moe.errors import (
+    NewerFormat,
+    UnreadableCheckpoint,
+    UsageError,
+)
+from megatron.core.dist_checkpointing.moe.storage.manifest import unframed
+
+T = TypeVar("T")
+
+
+def decoded(
+    content: bytes,
+    name: str,
+    *,
+    key: str,
+    newest: int,
+    make: Callable[[Any], T],
+    encode: Callable[[T], bytes],
+) -> T:
+    """What `make` makes of the body of a framed file, called `name` in errors; `encode` writes the file of a value.
+
+    Raises UnreadableCheckpoint for any deviation from what `encode` writes, NewerFormat for a format above `newest`.
+    """
+    written = unframed(key, content)
+    if written is None:
+        raise UnreadableCheckpoint(f"{name} is damaged: it does not match its checksum; take another iteration")
+    try:
+        body = json.loads(written)
+        if type(body["format"]) is int and body["format"] > newest:
+            raise NewerFormat(
+                f"{name} is written in format {body['format']}, this version reads up to {newest}: use the version"
+                " that wrote it, or a newer one"
+            )
+        value = make(body)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, UsageError) as error:
+        raise UnreadableCheckpoint(f"{name} is damaged ({error!r:.120}); take another iteration") from error
+    # What is believed is exactly what is written: another spelling of it is of no save.
+    if encode(value) != content:
+        raise UnreadableCheckpoint(f"{name} is damaged: no save writes it so; take another iteration")
+    return value

@@ -1,0 +1,90 @@
+"""Bytes of checkpoints as the papers count them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.policy.checks import whole
+from megatron.core.dist_checkpointing.moe.policy.dynamic_k import check_floor
+from megatron.core.dist_checkpointing.moe.policy.partial import ALL, PecScope
+from megatron.core.dist_checkpointing.moe.types import ModelShape, Part, Precision
+
+
+@dataclass(frozen=True)
+class CheckpointBytes:
+    """Bytes of one checkpoint: weights are compute weights, optimizer is master weights and moments (MoC Fig. 2)."""
+
+    expert_weights_bytes: int
+    non_expert_weights_bytes: int
+    expert_optimizer_bytes: int
+    non_expert_optimizer_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole checkpoint."""
+        return (
+            self.expert_weights_bytes
+            + self.non_expert_weights_bytes
+            + self.expert_optimizer_bytes
+            + self.non_expert_optimizer_bytes
+        )
+
+
+def checkpoint_bytes(
+    shape: ModelShape, precision: Precision, k: int, scope: PecScope = ALL, stored: Part = Part.EVERYTHING
+) -> CheckpointBytes:
+    """Bytes of a checkpoint with K experts per MoE layer (MoC eq. 6; eq. 5 with K = N), by component.
+
+    Eq. 6 is the scope `all`; the sizes of MoC Table 3 are those of `weights`, `optimizer` and `both`.
+    Raises UsageError for k outside of 1..num_experts.
+    """
+    check_floor(k, shape.num_experts)
+    experts = shape.expert_parameters
+    others = shape.total_parameters - experts
+    chosen = experts // shape.num_experts * k  # exact: all experts are of one size
+    rest = stored & ~scope.partial
+
+    def expert_bytes(component: Part) -> int:
+        return chosen * precision.bytes_per_parameter(stored & component) + (
+            experts - chosen
+        ) * precision.bytes_per_parameter(rest & component)
+
+    optimizer = Part.MASTER | Part.MOMENTS
+    return CheckpointBytes(
+        expert_bytes(Part.COMPUTE),
+        others * precision.bytes_per_parameter(stored & Part.COMPUTE),
+        expert_bytes(optimizer),
+        others * precision.bytes_per_parameter(stored & optimizer),
+    )
+
+
+def eq_5_full_bytes(shape: ModelShape, precision: Precision) -> int:
+    """C_full of MoC eq. 5: bytes of a checkpoint of all parameters with weights and optimizer state."""
+    return shape.total_parameters * precision.bytes_per_parameter(Part.EVERYTHING)
+
+
+def eq_6_pec_bytes(shape: ModelShape, precision: Precision, k: int) -> int:
+    """C_pec of MoC eq. 6: bytes of a checkpoint with `k` of the N experts of each MoE layer.
+
+    Raises UsageError when k is not from 1 to N.
+    """
+    check_floor(k, shape.num_experts)
+    saved = shape.total_parameters - shape.expert_parameters + shape.expert_parameters * k // shape.num_experts
+    return saved * precision.bytes_per_parameter(Part.EVERYTHING)
+
+
+def is_balanced(k: int, moe_layers: int, d_ep: int, d_dp: int) -> bool:
+    """Whether MoC eq. 9 finds no reason for imbalance when k experts of each MoE layer are saved.
+
+    Its second condition speaks of whole experts per EP group; see `all_replicas`, which needs only the first.
+    Raises UsageError when d_ep does not divide d_dp, for k below 1 and for a negative number of layers.
+    """
+    _check_groups(d_dp, d_ep)
+    per_rank, left = divmod(whole("k", k, 1) * whole("moe_layers", moe_layers, 0), d_ep)
+    return left == 0 and per_rank % (d_dp // d_ep) == 0
+
+
+def _check_groups(d_dp: int, d_ep: int) -> None:
+    if min(d_dp, d_ep) < 1 or d_dp % d_ep:
+        raise UsageError(f"d_ep is {d_ep}, but must be a divisor of d_dp = {d_dp}")
