@@ -91,7 +91,7 @@ ROWS = {
     TOOLS: Row(tools="commands megatron_core"),
     f"{TOOLS}.__main__": Row(tools="__init__"),
     "reproduce": Row(f"{VALUES} policy", "click matplotlib", "report simulator megatron_core"),
-    "tools": Row("policy", "click", "commands __init__", also=DRIVER),
+    "tools": Row("policy", "click", "commands __init__", also=f"{DRIVER} {ENGINE}"),
     "scripts": Row("", "matplotlib torch", also=DRIVER),
     "pretrain_gpt_moe": Row(also=f"{DRIVER} {ENGINE}"),
     "examples": Row("", "matplotlib megatron.core torch", also=f"pretrain_gpt_moe {DRIVER} {ENGINE}"),

@@ -273,6 +273,11 @@ def test_the_way_of_a_tensor_names_files_that_are_there_and_counts_them() -> Non
     ]
 
 
+def test_the_page_of_the_python_interface_is_what_its_docstrings_say() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    assert page == tool("api_reference").render(), "run python tools/api_reference.py"
+
+
 def test_the_page_of_commands_is_what_the_commands_say_of_themselves(reference: ModuleType) -> None:
     page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     assert page == reference.render(), "run python tools/command_reference.py"

@@ -1,6 +1,6 @@
 """Checkpoints of a training job, from any loop over Megatron-Core: the one door into this package.
 
-A loop that trains with `full`, `pec` or `selective` makes three calls:
+A loop that trains with `full` or `pec` makes three calls:
 
     manager = MoECheckpointManager(model, optimizer, scheduler, config, train_iters=..., ...)
     with manager.run():

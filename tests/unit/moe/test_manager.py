@@ -1,0 +1,220 @@
+"""What a training loop may do with a manager, and what it is told when it does something else; no processes."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.core.dist_checkpointing.moe.errors import PeerLost, Terminated, UsageError
+from megatron.core.dist_checkpointing.moe.policy.parking import Cause
+from megatron.core.dist_checkpointing.moe.runtime import iteration_hooks
+from megatron.core.dist_checkpointing.moe.runtime.faults import FaultInjector
+from megatron.core.dist_checkpointing.moe.runtime.iteration_hooks import IterationHooks
+from megatron.core.dist_checkpointing.moe.runtime.step_order import ORDER, LoopCall, LoopPhase, StepOrder
+from megatron.core.dist_checkpointing.moe.runtime.termination import Termination
+from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected
+from megatron.core.dist_checkpointing.moe.types import StepJournal
+
+
+class Optimizer:
+    """Steps as Megatron-Core's do."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.error: Exception | None = None
+
+    def step(self) -> tuple[bool, float, None]:
+        if self.error is not None:
+            raise self.error
+        self.steps += 1
+        return True, 0.5, None
+
+
+class Noting(Unprotected):
+    """Notes what it is called for."""
+
+    protects = True
+
+    def __init__(self, replayed: int = 0) -> None:
+        self.calls: list[Any] = []
+        self.replayed = replayed
+
+    @property
+    def is_replaying(self) -> bool:
+        return self.replayed > 0
+
+    def begin(self, iteration: int) -> None:
+        self.calls.append(("begin", iteration))
+
+    def rejoin(self) -> bool:
+        self.calls.append("rejoin")
+        return False
+
+    def before_optimizer(self) -> float:
+        self.calls.append("before_optimizer")
+        return 0.0
+
+    def stepping(self, iteration: int, loss: float | None, num_tokens: int | None) -> AbstractContextManager[None]:
+        self.calls.append(("stepping", iteration, loss, num_tokens))
+        return nullcontext()
+
+    def whole(self, iteration: int, journal: StepJournal) -> None:
+        self.calls.append(("whole", iteration))
+
+    def stepped(self, step: StepJournal) -> None:
+        self.replayed -= 1
+        self.calls.append(("stepped", step.grad_norm))
+
+    def step_end(self, iteration: int, journal: StepJournal) -> None:
+        self.calls.append(("step_end", iteration, journal))
+
+    def failure(self, cause: Cause) -> None:
+        self.calls.append(cause)
+
+    def shutdown(self, *, keep_memory: bool) -> None:
+        self.calls.append("shutdown")
+
+
+class Loop:
+    """A loop, its optimizer, and what follows them."""
+
+    def __init__(self, session: Noting | None = None, *, replays: bool = False) -> None:
+        self.session, self.optimizer, self.trainer = session or Noting(), Optimizer(), SimpleNamespace(iteration=0)
+        self.config = SimpleNamespace(finalize_model_grads_func=lambda chunks, num_tokens=None: None)
+        faults, self.termination = FaultInjector([], 0, None), Termination()
+        live: Any = (self.optimizer, self.config, self.trainer)
+        self.hooks = IterationHooks(self.session, *live, faults, self.termination, replays=replays)
+        self.hooks.arm()
+
+
+@pytest.fixture(autouse=True)
+def connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(iteration_hooks, "close_connections", lambda: 0)
+
+
+def test_three_calls_are_enough_and_come_in_the_order_that_a_session_needs() -> None:
+    loop = Loop()
+    for _ in range(2):
+        loop.optimizer.step()
+        loop.hooks.after_step(2.0)
+    one = ["before_optimizer", ("stepping", 1, None, None), ("whole", 1)]
+    assert loop.session.calls[:6] == [("begin", 0), "rejoin", *one, ("step_end", 1, StepJournal(0.5, False, 2.0))]
+    assert loop.optimizer.steps == loop.trainer.iteration == 2
+
+
+def test_a_loss_that_is_known_before_the_step_and_the_tokens_of_the_batch_reach_the_session() -> None:
+    import torch
+
+    loop = Loop()
+    with loop.hooks.forward_backward():
+        loop.config.finalize_model_grads_func([], torch.tensor(96))
+    loop.hooks.loss = 3.0
+    loop.optimizer.step()
+    assert ("stepping", 1, 3.0, 96) in loop.session.calls
+
+
+def test_replayed_iterations_end_with_their_record_and_ranks_rejoin_behind_them() -> None:
+    loop = Loop(Noting(replayed=2))
+    for _ in range(3):
+        with loop.hooks.forward_backward():
+            pass
+        loop.optimizer.step()
+        loop.hooks.after_step(None)
+    names = [call[0] if isinstance(call, tuple) else call for call in loop.session.calls]
+    assert [name for name in names if name in ("stepped", "rejoin", "step_end")] == [
+        "stepped", "stepped", "rejoin", "step_end",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("calls", "mistake"),
+    [
+        (["step", "step"], r"iteration 1: optimizer.step\(\) came before manager.after_step\(\)"),
+        (
+            ["step", "passes"],
+            r"iteration 1: manager.forward_backward\(\) came before manager.after_step",
+        ),
+        (["after"], r"manager.after_step\(\) came without an optimizer.step\(\) before it"),
+        (["step", "after", "after"], r"iteration 1: manager.after_step\(\) came without an optimizer.step\(\)"),
+        (["step", "finish"], r"the end of training came before manager.after_step\(\)"),
+    ],
+    ids=["never after the step", "skipped", "without a step", "twice", "at the end"],
+)
+def test_a_call_that_is_missing_or_made_twice_is_named_with_its_iteration(calls: list[str], mistake: str) -> None:
+    loop = Loop()
+
+    def passes() -> None:
+        with loop.hooks.forward_backward():
+            pass
+
+    made = {
+        "step": loop.optimizer.step,
+        "passes": passes,
+        "after": lambda: loop.hooks.after_step(None),
+        "finish": lambda: loop.hooks.finish(keep_memory=False),
+    }
+    for name in calls[:-1]:
+        (loop.optimizer.step if name == "step" else made[name])()
+    protected = [call for call in loop.session.calls if isinstance(call, tuple) and call[0] == "step_end"]
+    with pytest.raises(UsageError, match=mistake):
+        (loop.optimizer.step if calls[-1] == "step" else made[calls[-1]])()
+    assert [call for call in loop.session.calls if isinstance(call, tuple) and call[0] == "step_end"] == protected
+
+
+def test_sparse_asks_for_the_block_around_the_passes() -> None:
+    with pytest.raises(UsageError, match=r"sparse needs manager.forward_backward\(\)"):
+        Loop(replays=True).optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (PeerLost("rank 3 did not answer"), Cause.PEER_LOST),
+        (RuntimeError("[pair.cc:544] Connection closed by peer [127.0.0.1]:4711"), Cause.PEER_LOST),
+        (Terminated("told to end"), Cause.TOLD_TO_END),
+        (ValueError("anything"), Cause.OWN_ERROR),
+    ],
+    ids=["peer", "gloo", "SIGTERM", "own"],
+)
+def test_what_is_parked_depends_on_why_training_ends(error: Exception, cause: Cause) -> None:
+    loop = Loop()
+    loop.hooks.leave(error)
+    assert loop.session.calls[-1] is cause
+
+
+def test_nothing_is_parked_between_the_optimizers_step_and_what_belongs_to_it() -> None:
+    loop = Loop()
+    loop.optimizer.step()
+    loop.hooks.leave(PeerLost("rank 3 did not answer"))
+    assert loop.session.calls[-1] is Cause.OWN_ERROR
+
+
+def test_a_peer_that_is_lost_inside_the_step_is_judged_by_how_far_that_came() -> None:
+    loop = Loop()
+    loop.optimizer.error = RuntimeError("Connection reset by peer")
+    with pytest.raises(RuntimeError, match="Connection reset"):
+        loop.optimizer.step()
+    loop.hooks.leave(loop.optimizer.error)
+    assert loop.session.calls[-1] is Cause.PEER_LOST
+
+
+def test_the_optimizer_is_left_as_it_was_found() -> None:
+    loop = Loop()
+    loop.optimizer.step()
+    loop.hooks.after_step(None)
+    assert "step" in vars(loop.optimizer)
+    loop.hooks.finish(keep_memory=False)
+    assert "step" not in vars(loop.optimizer)
+    assert loop.session.calls[-1] == "shutdown"
+
+
+def test_every_phase_of_a_loop_can_be_left_and_no_call_is_without_a_place() -> None:
+    assert {phase for phase, _ in ORDER} == set(LoopPhase) == set(ORDER.values())
+    assert {call for _, call in ORDER} == set(LoopCall)
+    order = StepOrder()
+    for call in (LoopCall.FORWARD_BACKWARD, LoopCall.STEP, LoopCall.STEP_DONE, LoopCall.AFTER_STEP):
+        order.follow(call, 1)
+    assert order.phase is LoopPhase.BETWEEN
