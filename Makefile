@@ -50,6 +50,7 @@ format: setup
 
 bench: setup
 	$(RUN) benchmarks/driver_overhead.py
+	$(RUN) benchmarks/api_overhead.py
 	$(RUN) -W ignore benchmarks/planning.py --write
 	$(RUN) -W ignore benchmarks/snapshot.py --write
 	$(RUN) -W ignore benchmarks/every_iteration.py --write

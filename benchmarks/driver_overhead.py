@@ -46,13 +46,13 @@ def work(config: Any, launch: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """What each rank does: build both loops, and train in turns."""
     folder = Path(settings["folder"])
     driver = build_job(config, launch, folder).iterating()
-    bare = _bare_loop(build_job(config, launch, folder))
+    bare = bare_loop(build_job(config, launch, folder))
     for iterate in (driver, bare):
-        _timed(iterate)
+        timed(iterate)
     pairs = []
     for index in range(settings["pairs"]):
         first, second = (driver, bare) if index % 2 else (bare, driver)
-        times = {first: _timed(first), second: _timed(second)}
+        times = {first: timed(first), second: timed(second)}
         pairs.append((times[driver], times[bare]))
     ratios = [driver_s / bare_s for driver_s, bare_s in pairs]
     return {
@@ -64,7 +64,7 @@ def work(config: Any, launch: Any, settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _timed(iterate: Callable[[], None]) -> float:
+def timed(iterate: Callable[[], None]) -> float:
     """Seconds that a turn takes the slowest rank."""
     import torch
 
@@ -76,7 +76,8 @@ def _timed(iterate: Callable[[], None]) -> float:
     return time.perf_counter() - started
 
 
-def _bare_loop(job: Any) -> Callable[[], None]:
+def bare_loop(job: Any, manager: Any = None) -> Callable[[], None]:
+    """A loop of nothing but what Megatron-Core asks for; with a manager, also of the calls that protect it."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.pretrain.batches import forward_step
 
@@ -89,6 +90,11 @@ def _bare_loop(job: Any) -> Callable[[], None]:
         for chunk in state.chunks:
             chunk.zero_grad_buffer()
         state.optimizer.zero_grad()
+        passes()
+        state.optimizer.step()
+        state.scheduler.step(increment=training.global_batch_size)
+
+    def passes() -> None:
         schedule(
             forward_step_func=forward_step,
             data_iterator=job.batches,
@@ -98,10 +104,20 @@ def _bare_loop(job: Any) -> Callable[[], None]:
             micro_batch_size=training.micro_batch_size,
             forward_only=False,
         )
+
+    def protected() -> None:
+        for chunk in state.chunks:
+            chunk.zero_grad_buffer()
+        state.optimizer.zero_grad()
+        with manager.forward_backward():
+            passes()
         state.optimizer.step()
         state.scheduler.step(increment=training.global_batch_size)
+        manager.step_done()
+        manager.after_step()
+        manager.reported()
 
-    return iterate
+    return iterate if manager is None else protected
 
 
 if __name__ == "__main__":
