@@ -104,7 +104,7 @@ def test_a_memory_dir_on_a_disk_works_with_a_warning(run: Run, tmp_path: Path) -
 
 
 def test_a_newer_core_is_refused_by_a_strategy_that_replays(run: Run) -> None:
-    line = refused(run("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "2", hooks=(newer_core,)))
+    line = refused(run("--moe-ckpt-interval", "1", "--moe-ckpt-strategy", "sparse", hooks=(newer_core,)))
     assert "megatron-core 0.20.0 (/image/core) is newer" in line
     assert "--moe-ckpt-strategy sparse" in line
 
