@@ -12,7 +12,7 @@ from runs import Layout, Train, differences, digest, reports_in
 FULL = ("--moe-ckpt-strategy", "full", "--moe-ckpt-interval", "2")
 
 LAYOUTS = [
-    pytest.param(Layout(tp=1, pp=2, ep=2, ranks=4), ("--bf16",), True, id="pp2-ep2-bf16"),
+    pytest.param(Layout(tp=1, pp=2, ep=2, ranks=4), ("--bf16",), True, id="pp2-ep2-bf16", marks=pytest.mark.full),
     pytest.param(Layout(tp=1, pp=1, ep=4, ranks=4), (), True, id="ep4-fp32"),
     pytest.param(Layout(tp=2, pp=1, ep=2, ranks=4), ("--bf16",), True, id="tp2-ep2-bf16"),
     pytest.param(Layout(tp=1, pp=2, ep=2, ranks=8), (), True, id="pp2-ep2-on-8-fp32", marks=pytest.mark.full),

@@ -77,8 +77,8 @@ def predicted(shard: str, layout: Layout) -> ShardAssignment:
 
 CASES = [
     pytest.param(REPLICATED, "equal", "", id="2-replicas-equal-fp32"),
-    pytest.param(REPLICATED, "adaptive", "--bf16", id="2-replicas-adaptive-bf16"),
-    pytest.param(GROUPS, "equal", "--bf16", id="2-expert-groups-equal-bf16"),
+    pytest.param(REPLICATED, "adaptive", "--bf16", id="2-replicas-adaptive-bf16", marks=pytest.mark.full),
+    pytest.param(GROUPS, "equal", "--bf16", id="2-expert-groups-equal-bf16", marks=pytest.mark.full),
     pytest.param(GROUPS, "adaptive", "", id="2-expert-groups-adaptive-fp32"),
     pytest.param(STAGES, "adaptive", f"--bf16 {BIAS}", id="2-stages-tied-adaptive-bf16"),
 ]

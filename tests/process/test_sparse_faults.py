@@ -29,7 +29,7 @@ def test_six_faults_in_one_run_lose_nothing(cluster: Cluster, fault_free: FaultF
     assert_identical(run, fault_free(case))
 
 
-@pytest.mark.parametrize(("nth", "phase"), [(1, "after step"), (2, "before step")])
+@pytest.mark.parametrize(("nth", "phase"), [pytest.param(1, "after step", marks=pytest.mark.full), (2, "before step")])
 def test_a_fault_in_the_middle_of_a_replay_begins_it_anew(
     nth: int, phase: str, cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:
@@ -170,6 +170,7 @@ def test_all_ranks_plan_the_same_windows_in_a_new_order_after_each_reorder(
     assert_identical(run, fault_free(case))
 
 
+@pytest.mark.full  # the test below, where it is longer than one iteration, takes its place
 def test_a_window_that_is_chosen_from_measurements_is_exact_too(
     cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:
