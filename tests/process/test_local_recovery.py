@@ -23,15 +23,16 @@ full = pytest.mark.full
     ("layout", "victims"),
     [
         pytest.param(TWO, {"0@8:forward-backward": [[0]], "3@13:step": [[1]]}, id="first and last of two"),
-        pytest.param(PIPE, {"1@9:start": [[1]]}, id="second of four"),
+        pytest.param(PIPE, {"1@9:start": [[1]]}, id="second of four", marks=pytest.mark.full),
         pytest.param(FOUR, {"2@9:start": [[1]]}, id="second of four, experts spread", marks=full),
         pytest.param(TWO_WIDE, {"6@10:end": [[1]]}, id="last of two, experts twice", marks=full),
         pytest.param(FOUR, {"5@9:step": [[2]]}, id="third of four", marks=full),
         pytest.param(FOUR, {"0@9:step": [[0]]}, id="first of four", marks=full),
         pytest.param(FOUR, {"7@9:forward-backward": [[3]]}, id="last of four", marks=full),
         pytest.param(TENSOR, {"1@9:step": [[0]]}, id="tensor parallel"),
-        pytest.param(TENSOR, {"1@9:step": [[0]], "2@14": [[1]]}, id="tensor parallel, both", marks=full),
-        pytest.param(CHUNKS, {"1@9:step": [[0]], "2@14": [[1]]}, id="virtual stages"),
+        pytest.param(TENSOR, {"2@14": [[1]]}, id="tensor parallel, last", marks=full),
+        pytest.param(CHUNKS, {"2@14": [[1]]}, id="virtual stages"),
+        pytest.param(CHUNKS, {"1@9:step": [[0]], "2@14": [[1]]}, id="virtual stages, both", marks=full),
     ],
 )
 def test_only_the_stage_of_the_lost_rank_runs_iterations_again(
@@ -58,7 +59,7 @@ def test_a_rank_may_be_lost_in_any_phase_of_a_step(
 @pytest.mark.parametrize(
     ("model", "distributed"),
     [
-        pytest.param(FP32, False, id="fp32-plain"),
+        pytest.param(FP32, False, id="fp32-plain", marks=pytest.mark.full),
         pytest.param(FP16, True, id="fp16-distributed"),
         pytest.param(FP32, True, id="fp32-distributed", marks=full),
         pytest.param(FP16, False, id="fp16-plain", marks=full),
@@ -132,7 +133,7 @@ def test_logs_are_told_apart_by_microbatch(
     ("rank", "distributed"),
     [
         pytest.param(0, False, id="0-plain"),
-        pytest.param(1, True, id="1-distributed"),
+        pytest.param(1, True, id="1-distributed", marks=pytest.mark.full),
         pytest.param(0, True, id="0-distributed", marks=full),
         pytest.param(1, False, id="1-plain", marks=full),
     ],

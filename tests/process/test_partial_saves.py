@@ -119,7 +119,7 @@ def with_stale_experts(whole: Path, holders: Chain, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "model", "way", "distributed"),
     [
-        pytest.param(SPREAD, [], BESIDE, True, id="spread"),
+        pytest.param(SPREAD, [], BESIDE, True, id="spread", marks=pytest.mark.full),
         pytest.param(PLAIN, [], IN_TURN, True, id="plain", marks=pytest.mark.full),
         pytest.param(ALONE, APART, IN_TURN, False, id="replicated optimizer"),
     ],

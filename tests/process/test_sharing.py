@@ -145,6 +145,7 @@ def test_a_node_lost_with_its_memory_is_replaced_from_replicas_of_its_parts(
     assert not differences(digest(killed, 6), digest(straight, 6))
 
 
+@pytest.mark.full
 def test_experts_saved_in_turn_come_back_the_same_whether_shared_out_or_not(cluster: Cluster, tmp_path: Path) -> None:
     pec = ("--moe-ckpt-strategy", "pec", "--moe-ckpt-interval", "4", "--moe-ckpt-pec-k-snapshot", "2", "--bf16")
     for shard in ("none", "adaptive"):

@@ -30,6 +30,7 @@ from sparse_runs import (
 )
 
 PAIR, CHUNKS = Layout(1, 1, 2, ranks=2), Layout(1, 2, 2, ranks=4, vpp=2)
+TENSOR, CHUNK_PAIR = Layout(2, 1, 1, ranks=2), Layout(1, 2, 1, ranks=2, vpp=2)
 LAYOUTS = (
     PAIR,
     Layout(1, 1, 4, ranks=4),
@@ -47,10 +48,11 @@ FIRST = dict.fromkeys(PHASES, 8) | {"save": SAVE_INTERVAL}
 # of parallelism. The others repeat them in further layouts.
 SAMPLE = {
     "ep2-fp16-skips": Case(PAIR, (*FP16, *EXPERT_BIAS, *DROPOUT), window="4"),
-    "tp2-ep2-plain": Case(LAYOUTS[3], (*BF16, *CAPACITY, *SHARED), distributed=False, window="2", faults=("3@8:end",)),
-    "vpp2-untied": Case(CHUNKS, (*FP32, *UNTIED, *DROPOUT), faults=("1@8:step",)),
+    "tp2-plain": Case(TENSOR, (*BF16, *CAPACITY, *SHARED), distributed=False, window="2", faults=("1@8:end",)),
+    "vpp2-untied": Case(CHUNK_PAIR, (*FP32, *UNTIED, *DROPOUT), faults=("1@8:step",)),
 }
 OTHERS = {
+    "vpp2-ep2-untied": Case(CHUNKS, (*FP32, *UNTIED, *DROPOUT), faults=("1@8:step",)),
     "ep4-capacity": Case(LAYOUTS[1], (*FP32, *CAPACITY, *UNTIED), window="2", faults=("3@8:end", "2@14")),
     "pp2-ep2-tied": Case(LAYOUTS[2], (*BF16, *SHARED), faults=("2@8:step",)),
     "tp2-ep2-plain-bias": Case(LAYOUTS[3], (*BF16, *EXPERT_BIAS), distributed=False, window="2", faults=("3@8",)),

@@ -120,6 +120,7 @@ def test_stock_loads_what_the_driver_saved_without_a_missing_or_an_unexpected_ke
     assert differences(digest(saved, SAVED), digest(loaded, SAVED)) == []
 
 
+@pytest.mark.full
 def test_stock_loads_what_the_driver_saved_without_the_distributed_optimizer(train: Train, tmp_path: Path) -> None:
     saved, loaded = tmp_path / "saved", tmp_path / "loaded"
     train(EXPERTS, "--bf16", "--save", saved, "--exit-interval", SAVED, distributed=False)
