@@ -23,7 +23,7 @@ full = pytest.mark.full
     ("layout", "victims"),
     [
         pytest.param(TWO, {"0@8:forward-backward": [[0]], "3@13:step": [[1]]}, id="first and last of two"),
-        pytest.param(PIPE, {"1@9:start": [[1]]}, id="second of four", marks=pytest.mark.full),
+        pytest.param(PIPE, {"1@9:start": [[1]]}, id="second of four", marks=full),
         pytest.param(FOUR, {"2@9:start": [[1]]}, id="second of four, experts spread", marks=full),
         pytest.param(TWO_WIDE, {"6@10:end": [[1]]}, id="last of two, experts twice", marks=full),
         pytest.param(FOUR, {"5@9:step": [[2]]}, id="third of four", marks=full),
@@ -59,7 +59,7 @@ def test_a_rank_may_be_lost_in_any_phase_of_a_step(
 @pytest.mark.parametrize(
     ("model", "distributed"),
     [
-        pytest.param(FP32, False, id="fp32-plain", marks=pytest.mark.full),
+        pytest.param(FP32, False, id="fp32-plain", marks=full),
         pytest.param(FP16, True, id="fp16-distributed"),
         pytest.param(FP32, True, id="fp32-distributed", marks=full),
         pytest.param(FP16, False, id="fp16-plain", marks=full),
@@ -132,8 +132,8 @@ def test_logs_are_told_apart_by_microbatch(
 @pytest.mark.parametrize(
     ("rank", "distributed"),
     [
-        pytest.param(0, False, id="0-plain"),
-        pytest.param(1, True, id="1-distributed", marks=pytest.mark.full),
+        pytest.param(0, False, id="0-plain", marks=full),
+        pytest.param(1, True, id="1-distributed"),
         pytest.param(0, True, id="0-distributed", marks=full),
         pytest.param(1, False, id="1-plain", marks=full),
     ],

@@ -62,6 +62,9 @@ ELSEWHERE = {
     "expert bias instead of an auxiliary loss",
     "capacity with dropped tokens and padding",
     "full recomputation with dropout",
+    "shared experts and a dense first layer",
+    "several auxiliary losses at once",
+    "sinkhorn",
 }
 """Other tests train with these too."""
 

@@ -76,6 +76,7 @@ def test_the_last_dense_checkpoint_is_taken_where_it_is_newer_than_the_last_whol
     assert_identical(run, fault_free(ONE_FAULT))
 
 
+@pytest.mark.full
 def test_a_lost_node_is_replaced_from_replicas_though_ranks_move(
     cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:

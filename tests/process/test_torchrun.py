@@ -64,7 +64,7 @@ full = pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "nodes", "killed"),
     [
-        pytest.param(TWO_RANKS, 2, 0, id="two nodes"),
+        pytest.param(TWO_RANKS, 2, 0, id="two nodes", marks=full),
         pytest.param(Layout(), 1, 2, id="one node of four ranks", marks=full),
         pytest.param(Layout(), 2, 1, id="two nodes of two ranks", marks=full),
     ],
