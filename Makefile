@@ -6,8 +6,9 @@ PYTHON ?= $(call first_of,python3.11 python3.12 python3.13 python3)
 STOCK_PYTHON ?= $(call first_of,python3.12 python3.13 $(wildcard $(HOME)/.pyenv/versions/3.1[23].*/bin/python3))
 STOCK_VENV ?= .venv-stock
 RUN = $(VENV)/bin/python
-# Two files of tests side by side: the ranks of one wait for each other while those of the other compute.
-WORKERS ?= -n 2 --dist loadfile
+# Two files of tests side by side: the ranks of one wait for each other while those of the other compute. In the order of
+# tests/conftest.py: by itself xdist puts files of few tests last, which are the longest ones.
+WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 export PYTHONWARNINGS ?= ignore::FutureWarning
 
 .PHONY: setup setup-stock demo test test-full check format bench gpu-check clean
@@ -35,7 +36,7 @@ test: setup
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests $(WORKERS)
 
 test-full: setup
-	OMP_NUM_THREADS=1 $(RUN) -m pytest tests $(WORKERS) -m "full or not full"
+	OMP_NUM_THREADS=1 $(RUN) -m pytest tests $(WORKERS) -m "full or not full" --hypothesis-profile full
 
 check: setup
 	$(RUN) -m ruff check .

@@ -22,6 +22,7 @@ SMALL = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.timeout(MOST_S + 60)
 def test_a_job_whose_ranks_and_nodes_are_killed_at_random_ends_as_without_faults(corpus: str, tmp_path: Path) -> None:
     flags = ["--minutes", "0.2", "--mtbf", "4", "--seed", "8", "--nodes", "2", "--nproc", "1", "--node-share", "0.4"]

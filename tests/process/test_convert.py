@@ -137,6 +137,7 @@ def test_a_window_of_another_layout_is_refused(source: Source, tmp_path: Path) -
     assert "another" in refused(source.storage, tmp_path / "dense", "--", *other)
 
 
+@pytest.mark.full
 def test_data_that_is_gone_is_named(source: Source, tmp_path: Path) -> None:
     moved = tmp_path / "moved"
     assert str(moved) in refused(source.storage, tmp_path / "dense", "--", "--data-path", moved)

@@ -22,11 +22,8 @@ LONGEST_S = 5 * HANG_TIMEOUT_S
 @pytest.mark.parametrize(
     "example",
     [
-        "gpt-125m-8e",
-        *(
-            pytest.param(name, marks=pytest.mark.full)
-            for name in ("gpt-350m-16e", "moe-llava", "gpt-moe", "qwen-moe", "deepseek-moe", "finetune")
-        ),
+        pytest.param(name, marks=pytest.mark.full)
+        for name in ("gpt-125m-8e", "gpt-350m-16e", "moe-llava", "gpt-moe", "qwen-moe", "deepseek-moe", "finetune")
     ],
 )
 def test_an_example_of_a_fault_ends_as_is_written_beside_it(example: str, corpus: str, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def test_a_rank_that_hangs_up_is_heard_by_those_that_wait_for_it(world: World, c
     assert third["waited_s"] < second["waited_s"] + BUSY_S / 4
 
 
+@pytest.mark.full
 def test_without_hanging_up_the_third_rank_waits_for_the_end_of_the_second(
     world: World, corpus: str, tmp_path: Path
 ) -> None:

@@ -57,7 +57,21 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+ELSEWHERE = {
+    "sequence-level auxiliary loss and z-loss",
+    "expert bias instead of an auxiliary loss",
+    "capacity with dropped tokens and padding",
+    "full recomputation with dropout",
+    "shared experts and a dense first layer",
+    "several auxiliary losses at once",
+    "sinkhorn",
+}
+"""Other tests train with these too."""
+
+
+@pytest.mark.parametrize(
+    "option", [pytest.param(name, marks=pytest.mark.full if name in ELSEWHERE else ()) for name in OPTIONS]
+)
 def test_a_model_trains_and_goes_on_from_its_checkpoint_with(option: str, train: Train, tmp_path: Path) -> None:
     layout, text = OPTIONS[option]
     path, save = tmp_path / "metrics.jsonl", tmp_path / "save"

@@ -34,11 +34,12 @@ class Run:
 
 
 SAMPLE = {
-    "distributed, bf16": Run(Layout(), f"--bf16 {BIAS} {DROPOUT}"),
     "distributed, fp16": Run(Layout(ep=1), f"{SCALED} {DROPOUT}"),
-    "plain, fp32": Run(Layout(), f"{BIAS} {DROPOUT}", distributed=False),
+    "plain, bf16, two ranks": Run(Layout(ep=1, ranks=2), f"--bf16 {BIAS} {DROPOUT}", distributed=False),
 }
 REST = {
+    "distributed, bf16": Run(Layout(), f"--bf16 {BIAS} {DROPOUT}"),
+    "plain, fp32": Run(Layout(), f"{BIAS} {DROPOUT}", distributed=False),
     "distributed, fp32": Run(Layout(ep=1), f"{BIAS} {DROPOUT}"),
     "plain, bf16": Run(Layout(vpp=2), f"--bf16 {BIAS} {DROPOUT}", distributed=False),
     "plain, fp16": Run(Layout(), f"{SCALED} {DROPOUT}", distributed=False),

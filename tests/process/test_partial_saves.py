@@ -118,8 +118,11 @@ def with_stale_experts(whole: Path, holders: Chain, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "model", "way", "distributed"),
-    [(SPREAD, [], BESIDE, True), (PLAIN, [], IN_TURN, True), (ALONE, APART, IN_TURN, False)],
-    ids=["spread", "plain", "replicated optimizer"],
+    [
+        pytest.param(SPREAD, [], BESIDE, True, id="spread", marks=pytest.mark.full),
+        pytest.param(PLAIN, [], IN_TURN, True, id="plain", marks=pytest.mark.full),
+        pytest.param(ALONE, APART, IN_TURN, False, id="replicated optimizer"),
+    ],
 )
 def test_a_resumed_run_goes_on_as_if_the_stale_experts_had_been_put_in_by_hand(
     layout: Layout, model: list[str], way: list[str], distributed: bool, saved: Saved, train: Train, tmp_path: Path

@@ -220,7 +220,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     [
         pytest.param(IN_TURN, "PERSISTENT", id="in-turn-from-storage", marks=pytest.mark.full),
         pytest.param(BY_LOAD, "PEER_MEMORY", id="by-load-from-peers"),
-        pytest.param(MOMENTS_ONLY, "PERSISTENT", id="moments-only"),
+        pytest.param(MOMENTS_ONLY, "PERSISTENT", id="moments-only", marks=pytest.mark.full),
         pytest.param(UNBOUNDED, "OWN_MEMORY", id="five-faults"),
         pytest.param(STORED, "PERSISTENT", id="five-faults-with-storage"),
     ],
@@ -243,7 +243,7 @@ def test_the_tokens_that_each_recovery_reports_as_lost_are_those_of_an_independe
     [
         pytest.param(IN_TURN, id="in-turn", marks=pytest.mark.full),
         pytest.param(BY_LOAD, id="by-load"),
-        pytest.param(MOMENTS_ONLY, id="moments-only"),
+        pytest.param(MOMENTS_ONLY, id="moments-only", marks=pytest.mark.full),
         pytest.param(UNBOUNDED, id="five-faults"),
         pytest.param(STORED, id="five-faults-with-storage"),
     ],

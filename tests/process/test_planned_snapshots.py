@@ -50,7 +50,13 @@ def sizes_in(recorded: dict[str, Any]) -> dict[int, dict[OperatorId, OperatorSiz
     return found
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+REPEATED = {"pec, experts in turn", "sparse"}
+"""Settings of which another one shows the same and more."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name in REPEATED else ()) for name in SETTINGS]
+)
 def test_the_planner_plans_each_snapshot_of_a_job_from_its_counts(name: str, cluster: Cluster, tmp_path: Path) -> None:
     strategy = name.partition(",")[0]
     config = dataclasses.replace(MoECheckpointConfig(strategy=strategy), **SETTINGS[name])

@@ -12,11 +12,13 @@ from runs import Layout, Train, differences, digest, reports_in
 FULL = ("--moe-ckpt-strategy", "full", "--moe-ckpt-interval", "2")
 
 LAYOUTS = [
-    pytest.param(Layout(tp=1, pp=2, ep=2, ranks=4), ("--bf16",), True, id="pp2-ep2-bf16"),
+    pytest.param(Layout(tp=1, pp=2, ep=2, ranks=4), ("--bf16",), True, id="pp2-ep2-bf16", marks=pytest.mark.full),
     pytest.param(Layout(tp=1, pp=1, ep=4, ranks=4), (), True, id="ep4-fp32"),
     pytest.param(Layout(tp=2, pp=1, ep=2, ranks=4), ("--bf16",), True, id="tp2-ep2-bf16"),
     pytest.param(Layout(tp=1, pp=2, ep=2, ranks=8), (), True, id="pp2-ep2-on-8-fp32", marks=pytest.mark.full),
-    pytest.param(Layout(tp=1, pp=2, ep=1, ranks=4), ("--bf16",), False, id="plain-optimizer-bf16"),
+    pytest.param(
+        Layout(tp=1, pp=2, ep=1, ranks=4), ("--bf16",), False, id="plain-optimizer-bf16", marks=pytest.mark.full
+    ),
 ]
 
 
@@ -78,7 +80,7 @@ def test_a_lost_node_with_its_memory_is_replaced_from_replicas_though_ranks_move
 def test_a_fault_before_the_first_snapshot_begins_anew_with_the_same_result(
     cluster: Cluster, train: Train, tmp_path: Path
 ) -> None:
-    straight, killed, layout = tmp_path / "straight", tmp_path / "killed", Layout()
+    straight, killed, layout = tmp_path / "straight", tmp_path / "killed", Layout(pp=2, ep=1, ranks=2)
     undisturbed(train, straight, layout)
     outcomes = cluster.run(
         layout, *FULL, "--metrics-jsonl", killed / "reports", "--save", killed, "--moe-ckpt-inject-fault", "1@2"

@@ -22,6 +22,7 @@ BIAS = (
 FP16 = "--fp16 --initial-loss-scale 524288 --loss-scale-window 2 --hysteresis 1".split()
 OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather"]
 UNTIED = ["--untie-embeddings-and-output-weights"]
+full = pytest.mark.full
 EVALUATION = "--eval-interval 2 --eval-iters 1".split()
 
 
@@ -83,15 +84,15 @@ def assert_resumed_exactly(undisturbed_and_resumed: Callable[..., tuple[Ran, Ran
     return check
 
 
-# Each layout with two sets of flags; a sample has every layout of four ranks and every flag.
+# Each layout with two sets of flags; a sample has every kind of parallelism and every flag.
 SAMPLE: list[tuple[Layout, list[str]]] = [
     (Layout(tp=1, pp=2, ep=2), ["--bf16", "--async-save", RESHARDABLE, *BIAS]),
-    (Layout(tp=1, pp=1, ep=4), ["--async-save", *OVERLAP, *UNTIED]),
     (Layout(tp=2, pp=1, ep=2), [RESHARDABLE]),
-    (Layout(tp=1, pp=4, ep=1), ["--bf16", *OVERLAP]),
     (Layout(tp=1, pp=2, ep=2, vpp=2), ["--bf16", "--async-save", *UNTIED, *OVERLAP]),
 ]
 OTHERS: list[tuple[Layout, list[str]]] = [
+    (Layout(tp=1, pp=1, ep=4), ["--async-save", *OVERLAP, *UNTIED]),
+    (Layout(tp=1, pp=4, ep=1), ["--bf16", *OVERLAP]),
     (Layout(tp=1, pp=2, ep=2), BIAS),
     (Layout(tp=1, pp=1, ep=4), ["--bf16", RESHARDABLE, *UNTIED, *BIAS]),
     (Layout(tp=2, pp=1, ep=2), ["--bf16", "--async-save", *BIAS]),
@@ -113,14 +114,16 @@ def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(
     assert_resumed_exactly(layout, *flags)
 
 
-@pytest.mark.parametrize("flags", [[], ["--bf16", "--async-save"]], ids=" ".join)
+@pytest.mark.parametrize("flags", [pytest.param([], marks=full), ["--bf16", "--async-save"]], ids=" ".join)
 def test_a_run_without_the_distributed_optimizer_resumes_exactly(
     flags: list[str], assert_resumed_exactly: Check
 ) -> None:
     assert_resumed_exactly(Layout(), *flags, distributed=False)
 
 
-@pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "replicated"])
+@pytest.mark.parametrize(
+    "distributed", [pytest.param(True, id="distributed"), pytest.param(False, id="replicated", marks=full)]
+)
 def test_a_run_that_skips_steps_for_overflows_resumes_exactly(
     distributed: bool, assert_resumed_exactly: Check, straight: Straight
 ) -> None:
@@ -131,6 +134,7 @@ def test_a_run_that_skips_steps_for_overflows_resumes_exactly(
     assert len(skipped) < LAST
 
 
+@pytest.mark.full
 def test_a_run_with_sequence_losses_router_noise_and_dropped_tokens_resumes_exactly(
     assert_resumed_exactly: Check,
 ) -> None:
@@ -139,6 +143,7 @@ def test_a_run_with_sequence_losses_router_noise_and_dropped_tokens_resumes_exac
     assert_resumed_exactly(Layout(), *losses.split(), *dropping.split())
 
 
+@pytest.mark.full
 def test_a_run_that_recomputes_activations_with_dropout_resumes_exactly(assert_resumed_exactly: Check) -> None:
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --hidden-dropout 0.1"
     assert_resumed_exactly(Layout(), *recompute.split())
@@ -160,12 +165,12 @@ def test_clipping_dropout_data_and_schedules_are_at_work_in_these_runs(train: Tr
     [
         ("optimizer", BIAS, True),
         ("scheduler", BIAS, True),
-        ("rng", BIAS, True),
+        pytest.param("rng", BIAS, True, marks=full),
         ("rng tracker", BIAS, True),
         ("consumed_train_samples", BIAS, True),
         ("expert_bias", BIAS, True),
         ("loss scale", FP16, True),
-        ("loss scale", FP16, False),
+        pytest.param("loss scale", FP16, False, marks=full),
     ],
 )
 def test_each_step_of_restoring_matters_for_the_losses(

@@ -12,11 +12,14 @@ from runs import Layout, Train, differences, digest, exact, flags, metrics, publ
 from worker_hooks import full_disk, no_access_to_folder, no_memory_to_stage, stuck_writer, writing_after_report
 from world import World
 
+full = pytest.mark.full
 SMALL = Layout(pp=2, ep=1, ranks=2)
 WAYS = pytest.mark.parametrize("way", [[], ["--async-save"]], ids=["sync", "async"])
 
 
-@pytest.mark.parametrize("extra", [["--bf16"], ["--dist-ckpt-optim-fully-reshardable"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "extra", [["--bf16"], pytest.param(["--dist-ckpt-optim-fully-reshardable"], marks=full)], ids=" ".join
+)
 def test_a_background_save_holds_the_step_it_was_asked_for_though_training_went_on(
     extra: list[str], train: Train, tmp_path: Path
 ) -> None:
@@ -52,8 +55,13 @@ def undisturbed(world: World, corpus: str, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize(
     ("rank", "way"),
-    [(0, []), (0, ["--async-save"]), (3, []), (3, ["--async-save"]), (None, ["--async-save"])],
-    ids=["rank 0", "rank 0, async", "rank 3", "rank 3, async", "all ranks, async"],
+    [
+        pytest.param(0, [], id="rank 0"),
+        pytest.param(3, ["--async-save"], id="rank 3, async"),
+        pytest.param(None, ["--async-save"], id="all ranks, async"),
+        pytest.param(0, ["--async-save"], id="rank 0, async", marks=full),
+        pytest.param(3, [], id="rank 3", marks=full),
+    ],
 )
 def test_a_full_disk_costs_one_checkpoint_and_nothing_else(
     rank: int | None, way: list[str], undisturbed: Path, train: Train, save: Path, tmp_path: Path

@@ -77,8 +77,8 @@ def predicted(shard: str, layout: Layout) -> ShardAssignment:
 
 CASES = [
     pytest.param(REPLICATED, "equal", "", id="2-replicas-equal-fp32"),
-    pytest.param(REPLICATED, "adaptive", "--bf16", id="2-replicas-adaptive-bf16"),
-    pytest.param(GROUPS, "equal", "--bf16", id="2-expert-groups-equal-bf16"),
+    pytest.param(REPLICATED, "adaptive", "--bf16", id="2-replicas-adaptive-bf16", marks=pytest.mark.full),
+    pytest.param(GROUPS, "equal", "--bf16", id="2-expert-groups-equal-bf16", marks=pytest.mark.full),
     pytest.param(GROUPS, "adaptive", "", id="2-expert-groups-adaptive-fp32"),
     pytest.param(STAGES, "adaptive", f"--bf16 {BIAS}", id="2-stages-tied-adaptive-bf16"),
 ]
@@ -145,6 +145,7 @@ def test_a_node_lost_with_its_memory_is_replaced_from_replicas_of_its_parts(
     assert not differences(digest(killed, 6), digest(straight, 6))
 
 
+@pytest.mark.full
 def test_experts_saved_in_turn_come_back_the_same_whether_shared_out_or_not(cluster: Cluster, tmp_path: Path) -> None:
     pec = ("--moe-ckpt-strategy", "pec", "--moe-ckpt-interval", "4", "--moe-ckpt-pec-k-snapshot", "2", "--bf16")
     for shard in ("none", "adaptive"):

@@ -27,7 +27,7 @@ SLURM = ROOT / "scripts" / "slurm"
 STAND_INS = ROOT / "tests" / "process" / "slurm_stand_ins"
 TRAIN = "scripts/slurm/train.sbatch"
 ITERATIONS = 45
-JOIN_S = 25
+JOIN_S = 10
 WEIGHED = ("lm_loss", "grad_norm", "learning_rate", "consumed_train_samples")
 
 PRETENDER = f"""#!{sys.executable} -S
@@ -491,6 +491,7 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_lost_node_and_a_requeue_leave_every_loss_and_the_last_checkpoint_as_they_were(
     train: Train, corpus: str, tmp_path: Path

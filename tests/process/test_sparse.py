@@ -30,6 +30,7 @@ from sparse_runs import (
 )
 
 PAIR, CHUNKS = Layout(1, 1, 2, ranks=2), Layout(1, 2, 2, ranks=4, vpp=2)
+TENSOR, CHUNK_PAIR = Layout(2, 1, 1, ranks=2), Layout(1, 2, 1, ranks=2, vpp=2)
 LAYOUTS = (
     PAIR,
     Layout(1, 1, 4, ranks=4),
@@ -43,24 +44,30 @@ PHASES = ("start", "forward-backward", "step", "save", "end")
 FIRST = dict.fromkeys(PHASES, 8) | {"save": SAVE_INTERVAL}
 """By phase, an iteration that has it and comes after the first window."""
 
-# Each value of each dimension at least once: layout, precision, optimizer, window, routing, embeddings, dropout.
+# Each value of each dimension at least once: precision, optimizer, window, routing, embeddings, dropout, and the kinds
+# of parallelism. The others repeat them in further layouts.
 SAMPLE = {
     "ep2-fp16-skips": Case(PAIR, (*FP16, *EXPERT_BIAS, *DROPOUT), window="4"),
+    "tp2-plain": Case(TENSOR, (*BF16, *CAPACITY, *SHARED), distributed=False, window="2", faults=("1@8:end",)),
+    "vpp2-untied": Case(CHUNK_PAIR, (*FP32, *UNTIED, *DROPOUT), faults=("1@8:step",)),
+}
+OTHERS = {
+    "vpp2-ep2-untied": Case(CHUNKS, (*FP32, *UNTIED, *DROPOUT), faults=("1@8:step",)),
     "ep4-capacity": Case(LAYOUTS[1], (*FP32, *CAPACITY, *UNTIED), window="2", faults=("3@8:end", "2@14")),
     "pp2-ep2-tied": Case(LAYOUTS[2], (*BF16, *SHARED), faults=("2@8:step",)),
-    "tp2-ep2-plain": Case(LAYOUTS[3], (*BF16, *EXPERT_BIAS), distributed=False, window="2", faults=("3@8",)),
+    "tp2-ep2-plain-bias": Case(LAYOUTS[3], (*BF16, *EXPERT_BIAS), distributed=False, window="2", faults=("3@8",)),
     "pp4": Case(LAYOUTS[4], (*FP32, *AUX_LOSS), faults=("0@8:start", "3@14:forward-backward")),
     "pp2-ep2-on-8": Case(LAYOUTS[5], (*BF16, *CAPACITY), window="2", faults=("5@8:forward-backward",)),
-    "vpp2-untied": Case(CHUNKS, (*FP32, *UNTIED, *DROPOUT), faults=("1@8:step",)),
     "plain-fp32-shared": Case(Layout(1, 1, 1, ranks=2), SHARED, distributed=False, faults=("0@8:end",)),
 }
+CASES = SAMPLE | OTHERS
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", [*SAMPLE, *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)])
 def test_after_kills_every_loss_and_every_bit_are_those_of_a_run_without_faults(
     name: str, cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:
-    run = assert_exact(SAMPLE[name], cluster, fault_free, tmp_path)
+    run = assert_exact(CASES[name], cluster, fault_free, tmp_path)
     if "skips" in name:
         assert any(report["skipped"] for replay in run.replays for report in replay), "no step was skipped in a replay"
 

@@ -17,7 +17,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["pp2-bf16-tied", pytest.param("tp2-fp32-untied", marks=pytest.mark.full)])
 def test_a_dense_model_is_replayed_exactly_with_its_layers_from_back_to_front(
     name: str, cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:

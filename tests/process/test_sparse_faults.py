@@ -19,6 +19,7 @@ ONE_FAULT = Case(PAIR, MODEL, faults=("1@8",))
 TWO_NODES = (("node-0", "node-1"),)
 
 
+@pytest.mark.full
 def test_six_faults_in_one_run_lose_nothing(cluster: Cluster, fault_free: FaultFree, tmp_path: Path) -> None:
     points = ("0@5:end", "1@8:start", "0@10:step", "1@12:forward-backward", "0@15", "1@17:end")
     case = Case(PAIR, MODEL, faults=points)
@@ -29,6 +30,7 @@ def test_six_faults_in_one_run_lose_nothing(cluster: Cluster, fault_free: FaultF
     assert_identical(run, fault_free(case))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("nth", "phase"), [(1, "after step"), (2, "before step")])
 def test_a_fault_in_the_middle_of_a_replay_begins_it_anew(
     nth: int, phase: str, cluster: Cluster, fault_free: FaultFree, tmp_path: Path
@@ -74,6 +76,7 @@ def test_the_last_dense_checkpoint_is_taken_where_it_is_newer_than_the_last_whol
     assert_identical(run, fault_free(ONE_FAULT))
 
 
+@pytest.mark.full
 def test_a_lost_node_is_replaced_from_replicas_though_ranks_move(
     cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:
@@ -86,6 +89,7 @@ def test_a_lost_node_is_replaced_from_replicas_though_ranks_move(
     assert_identical(run, fault_free(case))
 
 
+@pytest.mark.full
 def test_a_node_is_lost_before_the_next_attempt_has_chosen_its_window(
     cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:
@@ -170,6 +174,7 @@ def test_all_ranks_plan_the_same_windows_in_a_new_order_after_each_reorder(
     assert_identical(run, fault_free(case))
 
 
+@pytest.mark.full  # the test below, where it is longer than one iteration, takes its place
 def test_a_window_that_is_chosen_from_measurements_is_exact_too(
     cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:
@@ -191,6 +196,7 @@ def test_where_copies_are_slow_the_window_grows_and_is_replayed(
     assert_identical(run, fault_free(case))
 
 
+@pytest.mark.full
 def test_without_faults_sparse_checkpoints_change_nothing_in_training(
     cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:

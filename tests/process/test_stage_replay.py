@@ -67,13 +67,13 @@ SAMPLE = {
         Layout(vpp=2, ep=1, ranks=2), ((0,), (1,)), f"--bf16 {UNTIED} {OVERLAP}", microbatches=8, overlapped=True
     ),
     "tensor and sequence parallel, bf16": Run(Layout(tp=2, ep=1), ((0,), (1,)), f"--bf16 {UNTIED} {GLOBAL}"),
+}
+REST = {
     "four stages, bf16, untied, per token, 4 microbatches": Run(
         Layout(pp=4, ep=1),
         ((0,), (1,), (2,), (3,), (0, 1), (2, 3), (0, 2), (0, 1, 2)),
         f"--bf16 {UNTIED} {PER_TOKEN} {OVERLAP}",
     ),
-}
-REST = {
     "four stages, expert parallel, fp16, untied, overlap": Run(
         Layout(pp=4, ranks=8), ((0,), (2,), (1, 2), (3,)), f"{SCALED} {UNTIED} {OVERLAP} {DROPOUT}"
     ),

@@ -14,6 +14,7 @@ from worker_hooks import poisoned_before_load
 
 from moe_ckpt.dense.integrity import check
 
+full = pytest.mark.full
 SAVED, LAST = 3, 6
 EXPERTS = Layout(tp=1, pp=2, ep=2, ranks=4)
 NO_EXPERT_PARALLELISM = Layout(tp=1, pp=2, ep=1, ranks=4)
@@ -60,7 +61,9 @@ def _name(value: Layout | list[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("layout", "flags"), [(EXPERTS, []), (NO_EXPERT_PARALLELISM, ["--bf16", RESHARDABLE])], ids=_name
+    ("layout", "flags"),
+    [pytest.param(EXPERTS, [], marks=full), (NO_EXPERT_PARALLELISM, ["--bf16", RESHARDABLE])],
+    ids=_name,
 )
 def test_training_goes_on_bit_for_bit_from_what_stock_saved(
     layout: Layout, flags: list[str], train: Train, tmp_path: Path
@@ -99,9 +102,9 @@ def test_what_releases_on_newer_cores_save_is_loaded_with_the_random_states_that
 @pytest.mark.parametrize(
     ("layout", "flags"),
     [
-        (EXPERTS, []),
+        pytest.param(EXPERTS, [], marks=full),
         (EXPERTS, [RESHARDABLE, "--bf16", "--data-parallel-random-init"]),
-        (NO_EXPERT_PARALLELISM, ["--data-parallel-random-init"]),
+        pytest.param(NO_EXPERT_PARALLELISM, ["--data-parallel-random-init"], marks=full),
         (Layout(tp=1, pp=2, ep=2, vpp=2), ["--async-save"]),
     ],
     ids=_name,
@@ -117,6 +120,7 @@ def test_stock_loads_what_the_driver_saved_without_a_missing_or_an_unexpected_ke
     assert differences(digest(saved, SAVED), digest(loaded, SAVED)) == []
 
 
+@pytest.mark.full
 def test_stock_loads_what_the_driver_saved_without_the_distributed_optimizer(train: Train, tmp_path: Path) -> None:
     saved, loaded = tmp_path / "saved", tmp_path / "loaded"
     train(EXPERTS, "--bf16", "--save", saved, "--exit-interval", SAVED, distributed=False)

@@ -56,21 +56,34 @@ def assert_same_losses_after_a_kill(straight: Path, killed: Path, recomputed: in
     assert all(repr(report) == expected[report["iteration"]] for report in reports)
 
 
-@pytest.mark.parametrize(("nodes", "killed"), [(1, 2), (2, 1)], ids=["one node", "two nodes"])
+# Real starts of Python with torch cost seconds each: two ranks show what four do.
+TWO_RANKS = Layout(pp=2, ep=1, ranks=2)
+full = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("layout", "nodes", "killed"),
+    [
+        pytest.param(TWO_RANKS, 2, 0, id="two nodes", marks=full),
+        pytest.param(Layout(), 1, 2, id="one node of four ranks", marks=full),
+        pytest.param(Layout(), 2, 1, id="two nodes of two ranks", marks=full),
+    ],
+)
 def test_a_killed_worker_is_restarted_and_nothing_is_lost(
-    nodes: int, killed: int, launch: Launch, train: Train, corpus: str, tmp_path: Path
+    layout: Layout, nodes: int, killed: int, launch: Launch, train: Train, corpus: str, tmp_path: Path
 ) -> None:
     straight, reports, save = tmp_path / "straight", tmp_path / "reports", str(tmp_path / "save")
-    train(Layout(), "--metrics-jsonl", straight)
+    train(layout, "--metrics-jsonl", straight)
     saving = ["--save", save, "--load", save, "--save-interval", "2", "--moe-ckpt-inject-fault", f"{killed}@4"]
-    argv = flags(corpus, Layout(), *saving, "--metrics-jsonl", str(reports))
-    ended = launch(["scripts/train_cpu.sh", *argv], NPROC=str(4 // nodes), NNODES=str(nodes))
+    argv = flags(corpus, layout, *saving, "--metrics-jsonl", str(reports))
+    ended = launch(["scripts/train_cpu.sh", *argv], NPROC=str(layout.ranks // nodes), NNODES=str(nodes))
     said = ended.stdout + ended.stderr
     assert ended.returncode == 0, said
     assert said.count("loaded checkpoint of iteration 2") == 1, said
     assert_same_losses_after_a_kill(straight, reports, recomputed=1)
 
 
+@full
 def test_plain_torchrun_restarts_a_killed_worker_too(launch: Launch, train: Train, corpus: str, tmp_path: Path) -> None:
     straight, reports, save = tmp_path / "straight", tmp_path / "reports", str(tmp_path / "save")
     layout = Layout(pp=2, ep=1, ranks=2)
@@ -85,14 +98,18 @@ def test_plain_torchrun_restarts_a_killed_worker_too(launch: Launch, train: Trai
     assert exact(reports) == exact(straight)
 
 
+@pytest.mark.parametrize(
+    ("layout", "victim"), [(TWO_RANKS, 1), pytest.param(Layout(), 2, marks=full)], ids=["one rank each", "two each"]
+)
 def test_a_node_that_is_lost_with_its_memory_is_replaced_by_a_spare_and_nothing_is_lost(
-    launch: Launch, train: Train, corpus: str, cluster: Cluster, tmp_path: Path
+    layout: Layout, victim: int, launch: Launch, train: Train, corpus: str, cluster: Cluster, tmp_path: Path
 ) -> None:
-    straight, killed, layout = tmp_path / "straight", tmp_path / "killed", Layout()
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
     train(layout, "--save", straight, "--metrics-jsonl", straight / "reports")
     protect = ["--moe-ckpt-strategy", "full", "--moe-ckpt-interval", "3", "--moe-ckpt-memory-dir", str(cluster.memory)]
-    saving = ["--save", str(killed), "--metrics-jsonl", str(killed / "reports"), "--moe-ckpt-inject-fault", "2@6:step"]
-    here = {"NPROC": "2", "NNODES": "2", "SCRIPT": str(LOST_NODE), "MEMORY": str(cluster.memory)}
+    saving = ["--save", str(killed), "--metrics-jsonl", str(killed / "reports"), "--moe-ckpt-inject-fault"]
+    saving.append(f"{victim}@6:step")
+    here = {"NPROC": str(layout.ranks // 2), "NNODES": "2", "SCRIPT": str(LOST_NODE), "MEMORY": str(cluster.memory)}
     ended = launch(["scripts/train_cpu.sh", *flags(corpus, layout, *protect, *saving)], **here)
     said = ended.stdout + ended.stderr
     assert ended.returncode == 0, said

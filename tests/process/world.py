@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -246,7 +245,6 @@ def _perform(job: Job) -> int:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        gc.collect()  # models refer to themselves; several would be alive at once
 
 
 @contextlib.contextmanager

@@ -1,5 +1,7 @@
 """What every worker of a world has imported before it exists: the zygote imports this once and workers are forked."""
 
+import gc
+
 import torch._dynamo  # noqa: F401  # as any optimizer does when it is made
 
 import pretrain_gpt_moe  # noqa: F401
@@ -11,3 +13,7 @@ with cpu_device.installed():
     import megatron.pretrain.checkpoint.load
     import megatron.pretrain.loop
     import megatron.pretrain.tokenizer  # noqa: F401
+
+# What was imported stays: a collection in a worker need not look at it, and so does not copy the pages it shares.
+gc.collect()
+gc.freeze()

@@ -9,6 +9,7 @@ from simulated_world.network import Network
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import ProtectionState
 
+full = pytest.mark.full
 FULL = MoECheckpointConfig(strategy="full", interval=2, replicas=1, timeout_s=60.0)
 DURABLE = MoECheckpointConfig(
     strategy="full", interval=2, replicas=1, persist_dir="disk", persist_interval=4, timeout_s=60.0
@@ -28,7 +29,7 @@ def test_the_same_seed_tells_the_same_story() -> None:
     assert one.trace == other.trace
 
 
-@pytest.mark.parametrize("step", [pytest.param(83, id="sample"), pytest.param(19, id="full", marks=pytest.mark.full)])
+@pytest.mark.parametrize("step", [pytest.param(167, id="sample"), pytest.param(19, id="full", marks=full)])
 @pytest.mark.parametrize("wipe", [False, True], ids=["process lost", "node lost with its memory"])
 def test_a_crash_at_any_event_leaves_no_trace(wipe: bool, step: int) -> None:
     world, _, _ = Simulation(FULL).run(1)
@@ -38,31 +39,35 @@ def test_a_crash_at_any_event_leaves_no_trace(wipe: bool, step: int) -> None:
             simulation.run(event, crash={rank: event})
 
 
-def test_ranks_that_move_to_other_nodes_find_their_state() -> None:
+@pytest.mark.parametrize("step", [pytest.param(67, id="sample"), pytest.param(23, id="full", marks=full)])
+def test_ranks_that_move_to_other_nodes_find_their_state(step: int) -> None:
     world, _, _ = Simulation(FULL).run(2)
-    for event in range(world.events_of(1) // 2, world.events_of(1), 23):
+    for event in range(world.events_of(1) // 2, world.events_of(1), step):
         simulation = Simulation(FULL, nodes=lambda start: ((0, 0, 1, 1), (1, 0, 0, 1), (1, 1, 0, 0))[min(start, 2)])
         simulation.run(event, crash={1: event})
         assert simulation.told.outcomes
 
 
-def test_a_second_crash_during_recovery_is_survived() -> None:
+@pytest.mark.parametrize("step", [pytest.param(19, id="sample"), pytest.param(9, id="full", marks=full)])
+def test_a_second_crash_during_recovery_is_survived(step: int) -> None:
     world, _, _ = Simulation(FULL).run(3)
     first = world.events_of(2) * 2 // 3
-    for second in range(1, 160, 9):
+    for second in range(1, 160, step):
         Simulation(FULL).run(second, crash={2: first, 1: first + second})
 
 
-def test_bits_that_flip_on_the_way_never_reach_the_state() -> None:
-    for seed in range(12):
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 12), marks=full)], ids=["sample", "full"])
+def test_bits_that_flip_on_the_way_never_reach_the_state(seeds: range) -> None:
+    for seed in seeds:
         simulation = Simulation(FULL, network=lambda world, n: Network(world, n, flip_rate=0.03), wipe=True)
         simulation.run(seed, crash={seed % RANKS: 300 + 11 * seed})
 
 
-def test_persistent_snapshots_bring_back_a_job_whose_memory_is_all_gone() -> None:
+@pytest.mark.parametrize("step", [pytest.param(97, id="sample"), pytest.param(41, id="full", marks=full)])
+def test_persistent_snapshots_bring_back_a_job_whose_memory_is_all_gone(step: int) -> None:
     world, _, _ = Simulation(DURABLE).run(5)
     recovered = 0
-    for event in range(world.events_of(0) // 2, world.events_of(0), 41):
+    for event in range(world.events_of(0) // 2, world.events_of(0), step):
         simulation = Simulation(DURABLE, nodes=lambda start: (start,) * RANKS, wipe=True)
         simulation.run(event, crash={0: event})
         recovered += bool(simulation.told.outcomes)

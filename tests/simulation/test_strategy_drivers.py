@@ -83,6 +83,8 @@ def plan_recovery(strategy: str, *flags: str) -> subprocess.CompletedProcess[str
     program = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
+from moe_ckpt.megatron_core import skip_megatron_core
+skip_megatron_core()
 from seldom import Nothing, Seldom
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES
 STRATEGIES.update(seldom=Seldom, nothing=Nothing)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,7 +39,7 @@ def tiring(overhead_s: float) -> Tiring:
 
 
 @given(st.floats(0.1, 100), st.floats(0, 100), st.floats(0, 5000), st.floats(300, 1e6), st.floats(60, 3e4))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_a_strategy_that_no_fault_changes_has_the_ettr_of_the_papers_formula(
     iteration_s: float, overhead_s: float, recovery_s: float, mtbf_s: float, duration_s: float
 ) -> None:

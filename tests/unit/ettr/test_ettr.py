@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -65,7 +66,7 @@ def test_the_oracle_takes_shorter_intervals_and_reaches_less_as_failures_become_
     assert reached == sorted(reached)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.floats(0.1, 10), st.floats(0.01, 100), st.floats(60, 10_000), st.integers(1, 300), st.floats(0, 600))
 def test_no_interval_of_the_sweep_beats_the_oracle_and_none_before_it_equals_it(
     iteration_time_s: float, cost_s: float, mtbf_s: float, max_interval: int, restart_s: float
@@ -83,7 +84,7 @@ def test_of_equally_good_intervals_the_oracle_takes_the_smallest() -> None:
     assert gemini_oracle(1.0, 1.0, 1.0, 10) == 1
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.floats(0.5, 10), st.floats(0.01, 50), st.floats(60, 2_000), st.floats(1.1, 4))
 def test_rarer_failures_never_shorten_the_interval_of_the_oracle(
     iteration_time_s: float, cost_s: float, mtbf_s: float, factor: float

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -62,7 +63,7 @@ def repeated(behaviour: Behaviour, mtbf_s: float, duration_s: float, seeds: rang
     st.floats(300, 20_000),
     st.floats(1, 30_000),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_useful_overhead_and_recovery_add_up_to_the_wall_clock(
     name: str, seed: int, mtbf_s: float, duration_s: float
 ) -> None:
@@ -73,7 +74,7 @@ def test_useful_overhead_and_recovery_add_up_to_the_wall_clock(
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_time_never_runs_backwards_in_a_timeline(seed: int) -> None:
     run = simulate(system("moc", 600), poisson(600, 20_000, 12, seed), 20_000)
     times = [moment.at_s for moment in run.timeline]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -115,7 +116,7 @@ def test_the_expected_recovery_of_sparse_checkpoints_is_the_mean_over_nodes_and_
 
 
 @given(st.integers(0, 300), st.integers(1, 50), st.integers(0, 20))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_fault_undoes_what_came_after_the_newest_state_that_could_be_used(
     iteration: int, interval: int, latency: int
 ) -> None:
@@ -233,7 +234,7 @@ def test_moc_keeps_an_eighth_of_the_experts_where_faults_are_rare(systems: Syste
 
 
 @given(st.sampled_from(GPT_MOCS), st.lists(st.integers(0, 10_000), max_size=15))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_k_never_falls_and_lost_tokens_never_shrink(moc: Behaviour, iterations: list[int]) -> None:
     found = moc.fresh()
     before = found.k_share, found.overhead_s, found.lost_tokens

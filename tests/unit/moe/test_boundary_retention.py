@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from effort import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -174,7 +175,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(STEPS)
 @example([Step(LATE)] * 12)
 @example([Step(), Step(BROKEN), Step(restarts=True), Step(base_moves=3), Step()])
@@ -193,7 +194,7 @@ def test_what_is_said_to_be_covered_can_be_read_and_no_more_is_kept_than_the_bou
             rank.check(iteration, base, step.fares)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(STEPS)
 def test_a_loss_is_made_good_as_soon_as_no_replay_needs_what_was_lost(steps: list[Step]) -> None:
     with world() as rank:

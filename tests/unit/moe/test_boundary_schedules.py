@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -146,7 +147,7 @@ def test_the_interleaved_schedule_sends_what_is_planned(pp: int, vpp: int, micro
     check(Topology(pp, pp=pp, vpp=vpp), microbatches, None, overlap=overlap)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.data())
 def test_whatever_the_group_of_microbatches_is_the_interleaved_schedule_sends_what_is_planned(
     data: st.DataObject,

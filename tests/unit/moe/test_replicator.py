@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
@@ -209,7 +210,7 @@ def worlds(draw: st.DrawFn) -> tuple[Peers, Pieces, list[Room]]:
 
 
 @given(worlds())
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_in_any_graph_what_is_acknowledged_is_sealed_and_nothing_else(world: tuple[Peers, Pieces, list[Room]]) -> None:
     peers, pieces, rooms = world
     before = [dict(room.sealed) for room in rooms]

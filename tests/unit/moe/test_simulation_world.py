@@ -624,12 +624,13 @@ def run_job(seed: int, **named: Any) -> tuple[SimulatedJob, World]:
     return job, world
 
 
+@pytest.mark.parametrize("step", [pytest.param(13, id="sample"), pytest.param(3, id="full", marks=pytest.mark.full)])
 @pytest.mark.parametrize("wipe", [False, True])
-def test_a_job_comes_to_its_end_right_after_a_crash_at_each_event(wipe: bool) -> None:
+def test_a_job_comes_to_its_end_right_after_a_crash_at_each_event(wipe: bool, step: int) -> None:
     _, whole = run_job(0)
     for rank in range(2):
         assert whole.events_of(rank) > 200
-        for event in range(1, whole.events_of(rank) + 1, 3):
+        for event in range(1, whole.events_of(rank) + 1, step):
             job, world = run_job(event, crash={rank: event}, wipe=wipe)
             if world.life_of(rank):
                 assert (len(job.starts), job.starts[0].killed) == (2, (rank,))

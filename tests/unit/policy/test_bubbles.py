@@ -7,6 +7,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -100,7 +101,7 @@ def test_each_stage_works_in_the_order_of_megatron_core(stages: int, microbatche
         assert letters == "F" * warmup + "FB" * (len(table) - warmup) + "B" * warmup
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(schedules())
 def test_busy_and_idle_time_make_up_the_span_of_each_stage(case) -> None:
     arguments, schedule = case
@@ -116,7 +117,7 @@ def test_busy_and_idle_time_make_up_the_span_of_each_stage(case) -> None:
         assert computed_s == pytest.approx(arguments["microbatches"] * sum(per_stage))
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(schedules())
 def test_no_stage_does_two_things_at_once_and_no_bubble_touches_an_operation(case) -> None:
     _, schedule = case
@@ -127,7 +128,7 @@ def test_no_stage_does_two_things_at_once_and_no_bubble_touches_an_operation(cas
         assert all(end == start for (_, end), (start, _) in pairwise(taken))
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(schedules())
 def test_every_operation_waits_for_its_input_and_starts_at_once_when_it_and_the_stage_are_there(case) -> None:
     arguments, schedule = case
@@ -193,7 +194,7 @@ def test_a_stage_without_bubbles_copies_everything_beside_computation() -> None:
     assert (split.bytes_per_bubble, split.overlapped_bytes, split.stalled_bytes) == ((), 300, 0)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(schedules(), st.integers(0, 10**6), st.floats(1, 1e5), st.none() | st.floats(0, 1e5))
 def test_every_byte_is_placed_once_and_nothing_stalls_while_there_is_room(case, nbytes, bandwidth, overlap) -> None:
     _, schedule = case
@@ -211,7 +212,7 @@ def test_every_byte_is_placed_once_and_nothing_stalls_while_there_is_room(case, 
         assert split.fits == (split.stall_s == 0)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(schedules(), st.integers(0, 10**6), st.floats(1, 1e5), st.floats(1, 10))
 def test_more_bandwidth_never_moves_bytes_out_of_the_bubbles(case, nbytes, bandwidth, factor) -> None:
     _, schedule = case

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -89,7 +90,7 @@ def test_an_interval_in_iterations_is_the_nearest_one(seconds: float, iterations
     assert in_iterations(seconds, 2.0) == iterations
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.floats(0.5, 10), st.floats(0.01, 50), st.floats(60, 2_000))
 def test_without_a_restart_the_oracle_agrees_with_young(iteration_time_s: float, cost_s: float, mtbf_s: float) -> None:
     estimate = young(cost_s, mtbf_s) / iteration_time_s

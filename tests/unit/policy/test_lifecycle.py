@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_cases import CONFIG, Rank, at_random, job_of, protected
@@ -198,7 +199,7 @@ def judged(span: range, reached: dict[int, Status]) -> WindowState | None:
 
 
 @given(st.sampled_from(["1", "2", "3", "4"]), st.integers(0, 2**32 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_each_window_is_in_the_state_that_the_reports_of_all_ranks_add_up_to(window: str, seed: int) -> None:
     rank = Rank(job_of(replace(CONFIG, window=window)))
     news = at_random(seed, {status: 2 + (status is Status.PROTECTED) * 8 for status in Status})

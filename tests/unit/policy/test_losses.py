@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -181,7 +182,7 @@ def run_shadowed(data: st.DataObject, steps: int, newest_only: bool = False) -> 
     return ledger, shadow
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_the_ledger_agrees_with_the_history_of_each_expert(data: st.DataObject) -> None:
     ledger, shadow = run_shadowed(data, 25)
@@ -197,7 +198,7 @@ def test_the_ledger_agrees_with_the_history_of_each_expert(data: st.DataObject) 
                 assert ledger.unsaved(level)[row][index] == ledger.tokens[row][index] - saved
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.data())
 def test_the_newest_usable_copy_is_known_for_every_iteration_that_can_be_restored(data: st.DataObject) -> None:
     ledger, shadow = run_shadowed(data, 25, newest_only=True)
@@ -209,7 +210,7 @@ def test_the_newest_usable_copy_is_known_for_every_iteration_that_can_be_restore
                 assert max(made) in [copy.iteration for copy in history]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.data())
 def test_every_ledger_survives_json(data: st.DataObject) -> None:
     ledger, _ = run_shadowed(data, 12)
@@ -223,7 +224,7 @@ def test_the_papers_measures_follow_their_equations() -> None:
     assert mlt(lost, tokens, topk) == Fraction(10, 100) + Fraction(30, 400)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.integers(1, 5).flatmap(
         lambda layers: st.lists(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -146,7 +147,7 @@ def histories(draw: st.DrawFn) -> dict[int, list[Copy]]:
     return copies
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(histories())
 def test_each_part_of_each_expert_is_the_newest_up_to_the_newest_complete_iteration(
     copies: dict[int, list[Copy]],

@@ -7,6 +7,7 @@ from fractions import Fraction
 from functools import partial
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -103,7 +104,7 @@ def test_the_registry_has_the_names_of_the_flag() -> None:
 
 @pytest.mark.parametrize("name", ORDERINGS)
 @given(operators=st.permutations(MODEL), counts=some_counts, shuffled=st.randoms(use_true_random=False))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_every_ordering_has_each_operator_once_and_ignores_the_order_of_its_input(
     name: str, operators: list[OperatorId], counts: dict[OperatorId, int], shuffled: object
 ) -> None:
@@ -115,7 +116,7 @@ def test_every_ordering_has_each_operator_once_and_ignores_the_order_of_its_inpu
 
 
 @given(counts=some_counts, capacities=st.dictionaries(st.sampled_from(EXPERTS), st.fractions(Fraction(1, 9), 9)))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_no_expert_is_anchored_before_one_that_is_used_less(
     counts: dict[OperatorId, int], capacities: dict[OperatorId, Fraction]
 ) -> None:
@@ -172,7 +173,7 @@ def test_routers_never_trigger_a_new_order() -> None:
 
 
 @given(tokens=st.lists(st.integers(0, 99), min_size=1, max_size=8), factor=st.integers(1, 10**6))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_the_same_shares_never_trigger_a_new_order(tokens: list[int], factor: int) -> None:
     assert not should_reorder(one_layer(*tokens), one_layer(*(count * factor for count in tokens)), threshold=0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,7 +61,7 @@ def test_both_checkpoints_of_the_published_figure_select_its_experts() -> None:
     assert second == (expert(1, 1), expert(3, 2), expert(5, 0), expert(7, 1))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(layouts(), st.data())
 def test_sequential_selection_burdens_all_ranks_alike(layout: tuple[tuple[int, ...], int, int], data: st.DataObject):
     layers, num_experts, ep = layout
@@ -71,7 +72,7 @@ def test_sequential_selection_burdens_all_ranks_alike(layout: tuple[tuple[int, .
     assert max(counts) - min(counts) <= 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(layouts(), st.data())
 def test_sequential_selection_covers_all_experts_in_the_least_number_of_checkpoints(
     layout: tuple[tuple[int, ...], int, int], data: st.DataObject
@@ -85,7 +86,7 @@ def test_sequential_selection_covers_all_experts_in_the_least_number_of_checkpoi
     assert saved == {expert(layer, index) for layer in layers for index in range(num_experts)}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(layouts(), st.data())
 def test_sequential_selection_covers_all_experts_while_k_changes(
     layout: tuple[tuple[int, ...], int, int], data: st.DataObject
@@ -100,7 +101,7 @@ def test_sequential_selection_covers_all_experts_while_k_changes(
     assert max(saved.values()) <= -(-total // num_experts)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(layouts(), st.data())
 def test_persisted_experts_rotate_over_all_experts(
     layout: tuple[tuple[int, ...], int, int], data: st.DataObject
@@ -133,7 +134,7 @@ def test_equally_old_experts_are_persisted_by_different_ranks() -> None:
     assert per_rank(persist_selection(layers, everyone, 1, [[5] * 4] * 4, 4), 4, 4) == [1, 1, 1, 1]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(layouts(), st.randoms(use_true_random=False), st.data())
 def test_persisting_does_not_depend_on_the_order_of_the_snapshot(
     layout: tuple[tuple[int, ...], int, int], random: object, data: st.DataObject

@@ -8,6 +8,7 @@ from itertools import count
 from math import lcm
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -110,7 +111,7 @@ def most_kept(placement: Placement) -> int:
     return max(map(len, placement.kept_by))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(placed())
 def test_every_owner_has_r_different_peers_and_never_itself(case: tuple[Topology, int, Placement]) -> None:
     topology, r, placement = case
@@ -120,7 +121,7 @@ def test_every_owner_has_r_different_peers_and_never_itself(case: tuple[Topology
         assert owner not in peers
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(placed())
 def test_the_owners_node_keeps_a_replica_only_when_all_ranks_elsewhere_do(
     case: tuple[Topology, int, Placement],
@@ -132,7 +133,7 @@ def test_the_owners_node_keeps_a_replica_only_when_all_ranks_elsewhere_do(
         assert sum(topology.node(peer) == here for peer in peers) == max(0, r - elsewhere)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(placed())
 def test_replicas_are_on_as_many_other_nodes_as_there_are(case: tuple[Topology, int, Placement]) -> None:
     topology, r, placement = case
@@ -141,7 +142,7 @@ def test_replicas_are_on_as_many_other_nodes_as_there_are(case: tuple[Topology, 
         assert len(others) == min(r, len(topology.ranks_by_node) - 1)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(topologies(), st.integers(1, 5))
 def test_no_rank_keeps_more_than_one_over_r_unless_unequal_nodes_leave_no_choice(topology: Topology, r: int) -> None:
     nodes = len(topology.ranks_by_node)
@@ -149,7 +150,7 @@ def test_no_rank_keeps_more_than_one_over_r_unless_unequal_nodes_leave_no_choice
         assert most_kept(place_replicas(topology, r)) <= max(r + 1, least_possible_load(topology, r))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(uneven_worlds(), st.data())
 def test_uneven_nodes_keep_no_more_than_one_over_r_or_the_least_that_is_possible(
     topology: Topology, data: st.DataObject
@@ -286,7 +287,7 @@ def test_a_world_of_one_rank_can_have_no_replicas() -> None:
     assert place_replicas(Topology(1), 0).peers == ((),)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(placed())
 def test_what_is_kept_is_what_was_placed(case: tuple[Topology, int, Placement]) -> None:
     _, _, placement = case
@@ -295,7 +296,7 @@ def test_what_is_kept_is_what_was_placed(case: tuple[Topology, int, Placement]) 
     assert placed_pairs == kept_pairs
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(placed(), st.data())
 def test_an_owner_is_lost_exactly_when_every_node_with_a_copy_is(
     case: tuple[Topology, int, Placement], data: st.DataObject
@@ -309,7 +310,7 @@ def test_an_owner_is_lost_exactly_when_every_node_with_a_copy_is(
         assert (owner in result.from_peers) == (topology.node(owner) in gone and bool(copies))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(placed(), st.data())
 def test_no_smaller_loss_than_the_fatal_one_loses_anything_and_one_of_that_size_does(
     case: tuple[Topology, int, Placement], data: st.DataObject
@@ -396,7 +397,7 @@ def test_redundant_state_is_sent_only_for_the_copies_that_its_group_lacks() -> N
     assert by_stage[1] == tuple(share * (12 * 3 + 2 * 2) for share in shares)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(placed(), st.integers(0, 3))
 def test_what_is_sent_is_kept_and_everything_has_its_memory(
     case: tuple[Topology, int, Placement], zero_stage: int
@@ -410,7 +411,7 @@ def test_what_is_sent_is_kept_and_everything_has_its_memory(
     assert sum(found.snapshot_bytes) >= total
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(placed(), st.integers(0, 3))
 def test_every_component_ends_on_as_many_nodes_as_replicas_ask_for(
     case: tuple[Topology, int, Placement], zero_stage: int

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -180,33 +181,33 @@ def test_partial_snapshots_are_as_many_as_it_takes_to_cover_all_experts() -> Non
 # Properties of windows
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(tracked_windows())
 def test_every_operator_keeps_its_newest_copy_at_every_level_of_replication(windows: list[TrackedWindow]) -> None:
     for fits in (lambda _: True, lambda window: window.state is WindowState.PROTECTED):
         assert copies(kept(windows), fits) == copies(windows, fits)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(tracked_windows())
 def test_freeing_twice_frees_nothing_more(windows: list[TrackedWindow]) -> None:
     assert covered_pieces(kept(windows)) == frozenset()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(tracked_windows(), st.randoms(use_true_random=False))
 def test_the_order_of_windows_does_not_matter(windows: list[TrackedWindow], shuffler: random.Random) -> None:
     assert covered_pieces(shuffler.sample(windows, len(windows))) == covered_pieces(windows)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(tracked_windows())
 def test_only_whole_windows_are_freed(windows: list[TrackedWindow]) -> None:
     others = {piece.name for window in windows if window.state not in WHOLE for piece in window.pieces}
     assert not covered_pieces(windows) & others
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(tracked_windows())
 def test_a_window_is_freed_when_a_protected_one_is_newer_in_everything(windows: list[TrackedWindow]) -> None:
     covered = covered_pieces(windows)
@@ -218,7 +219,7 @@ def test_a_window_is_freed_when_a_protected_one_is_newer_in_everything(windows: 
                 assert {piece.name for piece in window.pieces} <= covered
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(tracked_windows(), st.sets(st.integers(0, 25)))
 def test_every_replay_from_a_kept_window_finds_all_logs_that_there_were(
     windows: list[TrackedWindow], logs: set[int]
@@ -256,7 +257,7 @@ def test_a_partial_snapshot_keeps_those_that_complete_it() -> None:
     assert staying(pieces, keep_last=1) == [0, 2, 3]  # of 0 the moments of 2 and 3
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.lists(
         st.tuples(st.sets(st.integers(0, 3)), st.sampled_from([Part.MASTER_AND_MOMENTS, Part.MASTER, Part.MOMENTS])),

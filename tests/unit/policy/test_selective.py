@@ -6,6 +6,7 @@ import math
 from fractions import Fraction
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -132,7 +133,7 @@ def test_without_any_risk_layers_share_evenly() -> None:
     assert allocate({}, 0, {}) == {}
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(allocations())
 def test_the_shares_of_layers_sum_to_the_total_and_none_exceeds_its_experts(case) -> None:
     risk, total, experts = case
@@ -142,7 +143,7 @@ def test_the_shares_of_layers_sum_to_the_total_and_none_exceeds_its_experts(case
     assert all(0 <= share <= experts[layer] for layer, share in shares.items())
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(allocations())
 def test_each_layer_gets_its_exact_share_rounded_down_or_up(case) -> None:
     risk, total, experts = case
@@ -154,7 +155,7 @@ def test_each_layer_gets_its_exact_share_rounded_down_or_up(case) -> None:
         assert math.floor(exact[layer]) <= share <= math.ceil(exact[layer])
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(allocations(), st.randoms(use_true_random=False))
 def test_the_order_in_which_layers_are_given_does_not_matter(case, random) -> None:
     risk, total, experts = case
@@ -168,7 +169,7 @@ def test_the_experts_with_most_unsaved_tokens_are_chosen_and_ties_go_to_the_lowe
     assert select(tokens, {0: 0}) == ()
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(lanes())
 def test_no_expert_that_is_left_out_has_more_unsaved_tokens_than_one_of_its_layer_that_is_chosen(case) -> None:
     sizes, unsaved, _, budgets = case
@@ -180,7 +181,7 @@ def test_no_expert_that_is_left_out_has_more_unsaved_tokens_than_one_of_its_laye
                 assert not (operator in plan.parts and rival not in plan.parts and ranks[1] < ranks[0])
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(lanes())
 def test_a_plan_keeps_its_budgets_or_says_by_how_much_it_cannot(case) -> None:
     sizes, unsaved_local, unsaved_remote, budgets = case
@@ -197,7 +198,7 @@ def test_a_plan_keeps_its_budgets_or_says_by_how_much_it_cannot(case) -> None:
     assert plan.fits == (plan.stall_s == plan.lag_s == 0)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(lanes())
 def test_a_plan_leaves_no_room_for_another_expert_of_its_candidates(case) -> None:
     sizes, unsaved_local, unsaved_remote, budgets = case
@@ -209,7 +210,7 @@ def test_a_plan_leaves_no_room_for_another_expert_of_its_candidates(case) -> Non
     assert sent == copied or plan.remote.snapshot_bytes + expert_bytes > budgets.remote_bytes
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(lanes())
 def test_non_experts_are_always_copied_and_sent_in_full_and_nothing_is_sent_that_was_not_copied(case) -> None:
     sizes, unsaved_local, unsaved_remote, budgets = case
@@ -223,7 +224,7 @@ def test_non_experts_are_always_copied_and_sent_in_full_and_nothing_is_sent_that
             assert count == sum(operator.layer == layer for operator in selection.plan.parts if operator.is_expert)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(lanes(), st.randoms(use_true_random=False))
 def test_a_plan_does_not_depend_on_the_order_of_its_inputs(case, random) -> None:
     sizes, unsaved_local, unsaved_remote, budgets = case
@@ -330,7 +331,7 @@ def test_a_small_capacity_is_boosted_by_at_least_one_token() -> None:
     assert capacity_boost({expert(0, 0): 3}, capacity, {expert(0, 0): 9}).capacity[expert(0, 0)] == 5
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(boosts())
 def test_capacity_is_conserved_in_each_layer_and_taken_only_from_what_is_unused(case) -> None:
     lost, capacity, routed, percent = case
@@ -343,7 +344,7 @@ def test_capacity_is_conserved_in_each_layer_and_taken_only_from_what_is_unused(
         assert boosted[operator] <= base + math.ceil(Fraction(base * percent, 100))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(boosts())
 def test_a_debt_shrinks_by_exactly_the_tokens_processed_beyond_the_base_capacity(case) -> None:
     lost, capacity, routed, percent = case
@@ -353,7 +354,7 @@ def test_a_debt_shrinks_by_exactly_the_tokens_processed_beyond_the_base_capacity
         assert boost.debt.get(operator, 0) == lost.get(operator, 0) - beyond >= 0
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(boosts())
 def test_no_unused_token_is_kept_from_an_expert_that_could_use_it(case) -> None:
     lost, capacity, routed, percent = case
@@ -371,7 +372,7 @@ def test_no_unused_token_is_kept_from_an_expert_that_could_use_it(case) -> None:
         assert not (unused and wanting)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(boosts(), st.randoms(use_true_random=False))
 def test_a_boost_does_not_depend_on_the_order_of_its_inputs(case, random) -> None:
     lost, capacity, routed, percent = case

@@ -7,6 +7,7 @@ from math import lcm
 from random import Random
 
 import pytest
+from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -253,7 +254,7 @@ def test_where_the_greedy_choice_ends_higher_the_fixed_one_is_taken() -> None:
     assert [loads[rank] + sum(unit.total_bytes for unit in placed if rank in unit.ranks) for rank in ranks] == [7, 10]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(checkpoints(), st.sampled_from(sorted(SHARDINGS)), st.booleans(), st.sampled_from([None, 14, 200]))
 def test_every_byte_is_saved_exactly_once_by_a_rank_that_holds_it(
     checkpoint: tuple[ModelShape, Topology, dict[OperatorId, Part]], strategy: str, zero: bool, unit: int | None
@@ -287,7 +288,7 @@ def is_inside(shard: Stretch, parameters: int, ways: int, piece: int) -> bool:
     return starts[piece] <= shard.first < shard.end <= starts[piece + 1]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(checkpoints(), st.sampled_from(sorted(SHARDINGS)), st.booleans())
 def test_bytes_of_ranks_are_those_of_their_shards(
     checkpoint: tuple[ModelShape, Topology, dict[OperatorId, Part]], strategy: str, zero: bool
@@ -301,7 +302,7 @@ def test_bytes_of_ranks_are_those_of_their_shards(
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(checkpoints(), st.booleans())
 def test_adaptive_sharding_is_never_above_any_other(
     checkpoint: tuple[ModelShape, Topology, dict[OperatorId, Part]], zero: bool
@@ -317,7 +318,7 @@ def test_adaptive_sharding_is_never_above_any_other(
     assert found["adaptive"] <= found["EE"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(checkpoints(), st.booleans())
 def test_equal_sharding_of_experts_is_never_above_the_baseline(
     checkpoint: tuple[ModelShape, Topology, dict[OperatorId, Part]], zero: bool
@@ -331,7 +332,7 @@ def test_equal_sharding_of_experts_is_never_above_the_baseline(
     assert equal <= baseline
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(checkpoints(), st.booleans())
 def test_adaptive_sharding_is_within_one_module_of_even_or_bound_by_what_is_no_choice(
     checkpoint: tuple[ModelShape, Topology, dict[OperatorId, Part]], zero: bool

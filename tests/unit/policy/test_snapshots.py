@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,7 +44,7 @@ def windows(draw: st.DrawFn) -> Window:
 # Windows
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(windows())
 def test_every_operator_is_full_exactly_once_in_a_window(window: Window) -> None:
     iterations = range(window.first_iteration, window.last_iteration + 1)
@@ -52,7 +53,7 @@ def test_every_operator_is_full_exactly_once_in_a_window(window: Window) -> None
     assert sorted(anchored) == list(OPERATORS)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(windows())
 def test_each_snapshot_has_the_weights_of_exactly_those_that_are_not_anchored_yet(window: Window) -> None:
     pending = set(OPERATORS)
@@ -88,14 +89,14 @@ def test_an_iteration_outside_of_the_window_has_no_plan(iteration: int) -> None:
 
 
 @given(windows(), st.integers(0, 100))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_a_window_begun_later_plans_the_same_later(window: Window, first: int) -> None:
     moved = Window(first, window.groups)
     for step in range(window.size):
         assert moved.plan(first + step).parts == window.plan(window.first_iteration + step).parts
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(windows(), st.data())
 def test_the_digest_of_a_window_tells_any_difference(window: Window, data: st.DataObject) -> None:
     groups = [list(group) for group in window.groups]
@@ -123,7 +124,7 @@ def test_the_digest_of_a_window_tells_where_a_group_ends() -> None:
 # Plans
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(plans, st.randoms(use_true_random=False))
 def test_the_order_of_operators_changes_neither_digest_nor_equality_nor_hash(
     plan: SnapshotPlan, shuffler: random.Random
@@ -134,13 +135,13 @@ def test_the_order_of_operators_changes_neither_digest_nor_equality_nor_hash(
     assert shuffled.digest() == plan.digest()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(plans, plans)
 def test_digests_are_equal_exactly_when_plans_are(one: SnapshotPlan, other: SnapshotPlan) -> None:
     assert (one.digest() == other.digest()) == (one == other)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(plans.filter(lambda plan: plan.parts), st.data())
 def test_the_digest_of_a_plan_tells_any_single_difference(plan: SnapshotPlan, data: st.DataObject) -> None:
     operator = data.draw(st.sampled_from(sorted(plan.parts)))
@@ -156,7 +157,7 @@ def test_the_digest_of_a_plan_tells_any_single_difference(plan: SnapshotPlan, da
     assert len({other.digest() for other in [plan, *others]}) == 5
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(plans)
 def test_a_plan_gives_what_it_holds_and_compute_weights_as_the_cast_of_master_weights(plan: SnapshotPlan) -> None:
     for operator, part in plan.parts.items():

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_cases import (
@@ -89,7 +90,7 @@ def test_windows_follow_one_another_without_a_gap_while_all_goes_well() -> None:
     st.sampled_from(["1", "2", "3", "4"]),
     st.lists(st.lists(ANY_STATUS, min_size=12, max_size=12), min_size=1, max_size=40),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_rooms_suffice_for_any_news_and_the_last_protected_window_is_never_freed(
     window: str, news: list[list[Status]]
 ) -> None:
@@ -105,7 +106,7 @@ def test_rooms_suffice_for_any_news_and_the_last_protected_window_is_never_freed
 
 
 @given(st.sampled_from(["1", "2", "3"]), st.integers(0, 2**32 - 1))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_training_is_protected_again_as_soon_as_all_goes_well_again(window: str, seed: int) -> None:
     rank = Rank(job_of(replace(CONFIG, window=window)))
     bad = at_random(seed, {Status.FAILED: 2, Status.UNDER_REPLICATED: 2, Status.PENDING: 3, Status.SEALED: 3})
@@ -186,7 +187,7 @@ def test_a_third_window_waits_until_the_first_one_has_settled() -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(["popularity", "time-decayed", "soft-count", "layer-order"]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_ranks_that_are_told_the_same_plan_the_same(seed: int, ordering: str) -> None:
     job = job_of(auto(ordering=ordering))
     one, other = Sparse(job), Sparse(job)
@@ -266,7 +267,7 @@ def test_iterations_copy_the_same_number_of_bytes_to_within_a_tenth_on_every_ran
 
 
 @given(st.integers(2, 6), st.lists(st.integers(20, 60), min_size=40, max_size=60))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_bytes_are_even_as_long_as_no_operator_is_too_large(window: int, numbers: list[int]) -> None:
     own = {expert(0, index): OperatorSize(6 * number, number) for index, number in enumerate(numbers)}
     table = timetable(Job(CONFIG, tuple(own), Topology(1), 64, 10, sizes={0: own}), {}, window=window)
@@ -332,7 +333,7 @@ def test_slower_copies_take_a_larger_window_from_the_next_one_on() -> None:
 
 
 @given(st.integers(1, 4), st.integers(1, 2000))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_a_window_that_is_taken_for_the_one_that_is_needed_is_it(window: int, budget_bytes: int) -> None:
     job = job_of()
     if timetable(job, {}, window=window).is_needed(budget_bytes):
@@ -382,7 +383,7 @@ def test_the_newest_windows_in_storage_stay_whole() -> None:
 
 
 @given(st.integers(0, 2**32 - 1))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_what_is_being_persisted_stays_in_memory_until_that_has_ended(seed: int) -> None:
     rank = Rank(job_of(replace(CONFIG, persist_interval=3)))
     news = at_random(seed, {Status.PROTECTED: 5, Status.PENDING: 4, Status.SEALED: 2, Status.FAILED: 1})

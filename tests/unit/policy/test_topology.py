@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 
 import pytest
+from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -63,7 +64,7 @@ def test_groups_are_those_of_megatron_core(topology: Topology) -> None:
     check_groups(topology)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(tp=degrees, cp=degrees, pp=degrees, dp=degrees, ep=degrees, etp=degrees)
 def test_groups_are_those_of_megatron_core_for_all_degrees(
     tp: int, cp: int, pp: int, dp: int, ep: int, etp: int
@@ -107,7 +108,7 @@ def test_layers_of_stages_are_where_megatron_core_puts_them(pp: int, vpp: int) -
         assert stages[stage] == tuple(layer for first in firsts for layer in range(first, first + per_chunk))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(pp=st.integers(2, 6), vpp=st.integers(1, 4), more=st.integers(0, 30))
 def test_uneven_layers_are_each_on_one_stage_and_differ_by_one_per_virtual_stage(pp: int, vpp: int, more: int) -> None:
     layers = pp * vpp + more

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_cases import CONFIG, Rank, job_of
@@ -113,7 +114,7 @@ def test_a_window_that_is_given_up_takes_its_place_as_long_as_one_of_its_rounds_
     st.sampled_from(["1", "2", "3", "4"]),
     st.lists(st.lists(st.sampled_from(sorted(Status)), min_size=12, max_size=12), max_size=24),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_at_most_two_windows_are_under_way_whatever_becomes_of_their_rounds(
     size: str, reports: list[list[Status]]
 ) -> None:

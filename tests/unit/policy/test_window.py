@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 
 import pytest
+from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from window_cases import budgets, byte_aware_schedule, named, scheduled, some_sizes
@@ -34,7 +35,7 @@ def test_the_published_example_takes_three_iterations_and_its_first_snapshot_is_
 
 
 @given(sizes=some_sizes(), budget=budgets)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_find_window_size_takes_the_most_operators_whose_average_fits_but_never_less_than_two(
     sizes: dict[OperatorId, OperatorSize], budget: int
 ) -> None:
@@ -61,7 +62,7 @@ def test_counting_overloads_the_last_iteration_where_large_operators_end_the_ord
 
 
 @given(sizes=some_sizes(), budget=budgets, data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_each_operator_is_full_once_and_gives_its_weights_until_then_and_nothing_is_empty(
     sizes: dict[OperatorId, OperatorSize], budget: int, data: st.DataObject
 ) -> None:
@@ -84,7 +85,7 @@ def test_each_operator_is_full_once_and_gives_its_weights_until_then_and_nothing
 
 
 @given(sizes=some_sizes(), budget=budgets)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_operators_of_equal_size_are_anchored_in_their_order(
     sizes: dict[OperatorId, OperatorSize], budget: int
 ) -> None:
@@ -103,7 +104,7 @@ def test_the_order_is_kept_across_sizes_where_that_costs_nothing() -> None:
 
 
 @given(sizes=some_sizes(), budget=budgets, shuffled=st.randoms(use_true_random=False))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_the_order_in_which_sizes_are_given_changes_nothing(
     sizes: dict[OperatorId, OperatorSize], budget: int, shuffled: random.Random
 ) -> None:
@@ -114,7 +115,7 @@ def test_the_order_in_which_sizes_are_given_changes_nothing(
 
 
 @given(sizes=some_sizes(), data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_pinned_operators_stay_where_they_are_pinned(
     sizes: dict[OperatorId, OperatorSize], data: st.DataObject
 ) -> None:

@@ -7,6 +7,7 @@ import time
 from fractions import Fraction
 
 import pytest
+from effort import examples
 from hypothesis import assume, example, given, settings
 from window_cases import (
     WINDOWS,
@@ -38,7 +39,7 @@ from moe_ckpt.simulator.paper_window import paper_schedule
 
 
 @given(sizes=some_sizes(), budget=budgets)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_the_budget_is_respected_or_the_stall_and_its_reason_are_given(
     sizes: dict[OperatorId, OperatorSize], budget: int
 ) -> None:
@@ -51,7 +52,7 @@ def test_the_budget_is_respected_or_the_stall_and_its_reason_are_given(
 
 
 @given(sizes=some_sizes(), budget=budgets)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_the_window_is_never_larger_than_by_counting_where_counting_respects_the_budget(
     sizes: dict[OperatorId, OperatorSize], budget: int
 ) -> None:
@@ -119,7 +120,7 @@ def test_a_window_that_fits_is_found_however_long_it_is() -> None:
 
 @given(sizes=some_sizes())
 @example(sizes=named((5, 1), (5, 5)))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_however_small_the_budget_the_peak_is_near_the_least_of_any_window(
     sizes: dict[OperatorId, OperatorSize],
 ) -> None:

@@ -6,6 +6,7 @@ import random
 import time
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from window_cases import byte_aware_schedule
@@ -173,7 +174,7 @@ def test_the_window_grows_where_shared_operators_keep_a_lane_from_fitting() -> N
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_lanes_of_any_shape_agree_and_cover_everything(data: st.DataObject) -> None:
     size = st.integers(0, 2).flatmap(lambda digits: st.integers(1, 10**digits)).map(lambda w: OperatorSize(6 * w, w))
     pool = [expert(0, index) for index in range(12)]
