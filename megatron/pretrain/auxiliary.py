@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.transformer.moe.moe_utils import track_moe_metrics
+from megatron.core.dist_checkpointing.moe.core_versions import training
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.pretrain.config.model import MoEConfig
 
@@ -22,18 +22,15 @@ def auxiliary_losses(
 
     board: the TensorBoard writer that gets them too, or None.
     """
-    losses: dict[str, Any] = {}
     names = [_NAMES[kind] for kind in moe.moe_router_load_balancing_type if kind in _NAMES]
     if moe.moe_z_loss_coeff is not None:
         names.append("z_loss")
-    track_moe_metrics(
+    losses = training.auxiliary_losses(
+        names,
         loss_scale=1 / microbatches,
         iteration=iteration,
         writer=board,
-        total_loss_dict=losses,
         per_layer_logging=moe.moe_per_layer_logging,
-        force_initialize=True,
-        track_names=names,
         num_layers=transformer.num_layers,
         moe_layer_freq=transformer.moe_layer_freq,
     )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron.core import parallel_state
-from megatron.core.utils import get_batch_on_this_cp_rank
+from megatron.core.dist_checkpointing.moe.core_versions.training import batch_on_this_cp_rank
 from megatron.pretrain.agreement import on_rank_zero, raise_invalid_input_on_all_ranks
 from megatron.pretrain.checkpoint.state import Progress
 from megatron.pretrain.config import PretrainConfig
@@ -83,8 +83,7 @@ def _next_batch(batches: Iterator[Batch] | None) -> Batch:
         return {}
     device = torch.cuda.current_device()
     batch = {name: tensor.to(device, non_blocking=True) for name, tensor in next(batches).items()}
-    split: Batch = get_batch_on_this_cp_rank(batch)
-    return split
+    return batch_on_this_cp_rank(batch)
 
 
 def _needs_data(config: PretrainConfig) -> bool:

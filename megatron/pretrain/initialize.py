@@ -118,9 +118,9 @@ def shut_down() -> None:
     """
     if dist.is_initialized():
         from megatron.core import parallel_state
-        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+        from megatron.core.dist_checkpointing.moe.core_versions.training import drop_auxiliary_losses
 
-        get_moe_layer_wise_logging_tracker().clear()  # holds tensors as long as this model has layers
+        drop_auxiliary_losses()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
     # Looked up, not imported: a run on GPUs never loads it.

@@ -23,10 +23,10 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.moe import MoECheckpointManager, StepJournal
+from megatron.core.dist_checkpointing.moe.core_versions.training import forget_auxiliary_losses
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.pretrain.auxiliary import auxiliary_losses
 from megatron.pretrain.batches import Datasets, evaluation_iterators, forward_step, training_iterators
@@ -232,7 +232,7 @@ class Trainer:
                 board = self._metrics.board
                 losses = auxiliary_losses(config.moe, self._transformer, self._microbatches, report.iteration, board)
             else:
-                clear_aux_losses_tracker()
+                forget_auxiliary_losses()
         if due:
             self._metrics.show(report, losses)
 

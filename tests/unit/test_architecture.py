@@ -59,11 +59,12 @@ ROWS = {
     f"{ENGINE}.strategies": Row(f"{VALUES} config policy", standard=PURE),
     f"{ENGINE}.storage": Row(VALUES, "fsspec msgspec numpy psutil typing_extensions xxhash"),
     f"{ENGINE}.replication": Row("errors ports storage", "msgspec numpy torch typing_extensions xxhash"),
+    f"{ENGINE}.core_versions": Row("errors", "megatron.core torch"),
     f"{ENGINE}.megatron_state": Row(f"{VALUES} ports policy", "megatron.core numpy torch"),
-    f"{ENGINE}.replay": Row(f"{VALUES} ports replication", "megatron.core torch"),
+    f"{ENGINE}.replay": Row(f"{VALUES} ports replication core_versions", "megatron.core torch"),
     f"{ENGINE}.snapshot": Row(f"{PARTS} storage replication megatron_state", "numpy torch"),
     f"{ENGINE}.recovery": Row(f"{PARTS} storage replication replay snapshot", "msgspec"),
-    f"{ENGINE}.local_recovery": Row(WORKERS, "megatron.core numpy torch"),
+    f"{ENGINE}.local_recovery": Row(f"{WORKERS} core_versions", "megatron.core numpy torch"),
     f"{ENGINE}.runtime": Row(f"{WORKERS} versions config replication local_recovery", "megatron.core torch"),
     f"{ENGINE}.contradictions": Row("config errors runtime strategies"),
     f"{ENGINE}.manager": Row(
@@ -83,7 +84,7 @@ ROWS = {
     ),
     # The driver, and drills that start it.
     DRIVER: Row(
-        "errors policy strategies config contradictions storage megatron_state",
+        "errors policy strategies config contradictions storage core_versions megatron_state",
         "megatron.core numpy psutil tokenizers torch", "dense megatron_core", also=ENGINE,
     ),
     f"{TOOLS}.drills": Row("", "psutil", "dense scripts", also=DRIVER),
@@ -91,7 +92,10 @@ ROWS = {
     TOOLS: Row(tools="commands megatron_core"),
     f"{TOOLS}.__main__": Row(tools="__init__"),
     "reproduce": Row(f"{VALUES} policy", "click matplotlib", "report simulator megatron_core"),
-    "tools": Row("policy", "click", "commands __init__", also=f"{DRIVER} {ENGINE}"),
+    "tools": Row(
+        "errors policy core_versions megatron_state replay", "click torch", "commands __init__",
+        also=f"{DRIVER} {ENGINE}",
+    ),
     "scripts": Row("", "matplotlib torch", also=DRIVER),
     "pretrain_gpt_moe": Row(also=f"{DRIVER} {ENGINE}"),
     "examples": Row("", "matplotlib megatron.core torch", also=f"pretrain_gpt_moe {DRIVER} {ENGINE}"),

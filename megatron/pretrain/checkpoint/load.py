@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.moe.core_versions.checkpoints import load_with_common
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.safe_globals import register_safe_globals
@@ -250,13 +250,6 @@ def _loadable_random_states(found: _Found, config: PretrainConfig) -> tuple[int,
     return found.random_shape
 
 
-class _CommonAmongShards(TorchCommonLoadStrategy):
-    """Megatron-Core since 0.17 keeps what was `common.pt` in the sharded files, where 0.16.1 does not look."""
-
-    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        return dict(open_dense(checkpoint_dir).common)
-
-
 def _first_reason(error: BaseException) -> str:
     """One line for an error of core or torch; of torch's, which gathers those of all ranks, the first inside."""
     if isinstance(error, CheckpointException) and error.failures:
@@ -279,8 +272,9 @@ def _load(found: _Found, state: TrainingState, parts: Parts) -> None:
         if state.config.checkpoint.ckpt_fully_parallel_load:
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             strategy = FullyParallelLoadStrategyWrapper(strategy, group)
-        common = None if (found.folder / COMMON).exists() else _CommonAmongShards()
-        loaded = dist_checkpointing.load(wanted, str(found.folder), strategy, common)
+        # Megatron-Core since 0.19 keeps what was `common.pt` in the sharded files.
+        common = None if (found.folder / COMMON).exists() else lambda: open_dense(found.folder).common
+        loaded = load_with_common(wanted, found.folder, strategy, common)
     except (
         UnreadableCheckpoint,
         CheckpointingException,

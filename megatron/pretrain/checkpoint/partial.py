@@ -198,8 +198,10 @@ class MergingLoadStrategy(TorchDistLoadShardedStrategy):
         super().__init__()
         self._sources = sources
 
-    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> dict[str, Any]:
+    def load(self, sharded_state_dict: dict[str, Any], *place: Any) -> dict[str, Any]:
         """Load from all iterations, in the same order on every rank: each of them is a collective.
+
+        place: the folder that core was asked for, and from 0.17 on the name of who reads, which is handed on.
 
         Raises RankFailure on every rank for an expert that the chain does not name, and what core's strategy raises,
         among it a KeyError inside of a CheckpointException for a tensor that an iteration does not hold.
@@ -218,7 +220,7 @@ class MergingLoadStrategy(TorchDistLoadShardedStrategy):
         raise_on_all_ranks(unnamed)
         loaded: dict[str, Any] = {}
         for iteration, shards in asked.items():
-            loaded |= super().load(shards, self._sources.folders[iteration])
+            loaded |= super().load(shards, self._sources.folders[iteration], *place[1:])
 
         def of(shard: Shard) -> Any:
             value = loaded[names[id(shard)]]

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import multiprocessing
 import multiprocessing.connection
 import queue
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron.core.dist_checkpointing.moe.core_versions.checkpoints import async_options, no_results_queue
 from megatron.core.dist_checkpointing.moe.errors import format_error
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
@@ -112,7 +110,9 @@ class DenseSaveStrategy(TorchDistSaveShardedStrategy):
         super().__init__("torch_dist", 1, thread_count=1)
         self.writer: ShardWriter | None = None
 
-    def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, plan: tuple[Any, ...]) -> AsyncRequest:
+    def _get_save_and_finalize_callbacks(
+        self, writer: FileSystemWriterAsync, plan: tuple[Any, ...], *options: Any
+    ) -> AsyncRequest:
         _, metadata, _ = plan
         self.writer = ShardWriter(writer, metadata)
         return AsyncRequest(async_fn=None, async_fn_args=(), finalize_fns=[])
@@ -127,24 +127,10 @@ def plan_shards(sharded_state_dict: dict[str, Any], folder: Path, *, fully_paral
     save: Any = strategy
     if fully_parallel_group is not None:
         save = FullyParallelSaveStrategyWrapper(strategy, fully_parallel_group)
-    with _no_manager_process():
-        save.async_save(sharded_state_dict, folder)
+    with no_results_queue():
+        save.async_save(sharded_state_dict, folder, **async_options(save.async_save))
     assert strategy.writer is not None
     return strategy.writer
-
-
-@contextlib.contextmanager
-def _no_manager_process() -> Iterator[None]:
-    """Keep core (checked: 0.16.1) from starting a manager process for a results queue that is not used here.
-
-    Starting one imports torch anew on every rank, which takes longer than many a save.
-    """
-    original = filesystem_async._get_write_results_queue
-    filesystem_async._get_write_results_queue = lambda: None
-    try:
-        yield
-    finally:
-        filesystem_async._get_write_results_queue = original
 
 
 def _write_buckets(buckets: list[Any], transforms: list[Any]) -> Any:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.pretrain import cpu_device
@@ -32,6 +33,8 @@ class Content:
 
 
 Save = Callable[..., Path]
+WRITES_COMMON = not hasattr(serialization, "_legacy_common_state_exists")
+"""Whether the installed core writes a `common.pt`, as releases before 0.19 do."""
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +49,29 @@ def single_process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 def save(single_process_group: None) -> Save:
     """Saves a Content: `pieces` per tensor along the first axis, files written by `thread_count` writers."""
     return save_content
+
+
+@pytest.fixture
+def save_newer(single_process_group: None) -> Save:
+    """As `save`, the way core 0.19 and newer do it, whichever is installed: without a `common.pt`."""
+
+    def saved(content: Content, directory: Path) -> Path:
+        if not WRITES_COMMON:
+            return save_content(content, directory)
+        content = content.copy()
+        content.objects["common_state"] = content.common
+        save_content(content, directory)
+        (directory / "common.pt").unlink()
+        return directory
+
+    return saved
+
+
+@pytest.fixture
+def common_apart() -> None:
+    """For tests about the `common.pt` that the installed core writes."""
+    if not WRITES_COMMON:
+        pytest.skip("this megatron-core keeps the common state among the shards and writes no common.pt")
 
 
 def save_content(content: Content, directory: Path, pieces: int = 1, thread_count: int = 2) -> Path:

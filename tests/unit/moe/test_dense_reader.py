@@ -68,11 +68,9 @@ def test_a_tensor_without_axes_is_read(save: Save, new_content: type[Content], t
 
 
 def test_the_common_part_is_found_inside_the_sharded_files_of_newer_megatron_core(
-    content: Content, save: Save, tmp_path: Path
+    content: Content, save_newer: Save, tmp_path: Path
 ) -> None:
-    content.objects["common_state"] = content.common
-    directory = save(content, tmp_path / "saved")
-    (directory / "common.pt").unlink()
+    directory = save_newer(content, tmp_path / "saved")
     checkpoint = open_dense(directory)
     assert checkpoint.common["iteration"] == 12
     assert "common_state/shard_0_1" not in checkpoint.objects
@@ -148,13 +146,21 @@ def test_another_checkpoint_format_is_refused_by_name(tmp_path: Path) -> None:
         open_dense(tmp_path)
 
 
-@pytest.mark.parametrize("name", [".metadata", "metadata.json", "common.pt"])
+@pytest.mark.parametrize("name", [".metadata", "metadata.json"])
 def test_a_save_that_lacks_one_of_its_files_is_refused_naming_it(
     name: str, content: Content, save: Save, tmp_path: Path
 ) -> None:
     directory = save(content, tmp_path / "saved")
     (directory / name).unlink()
     with pytest.raises(UnreadableCheckpoint, match=name.replace(".", r"\.")):
+        open_dense(directory)
+
+
+@pytest.mark.usefixtures("common_apart")
+def test_a_save_that_lacks_its_common_part_is_refused_naming_it(content: Content, save: Save, tmp_path: Path) -> None:
+    directory = save(content, tmp_path / "saved")
+    (directory / "common.pt").unlink()
+    with pytest.raises(UnreadableCheckpoint, match=r"common\.pt"):
         open_dense(directory)
 
 

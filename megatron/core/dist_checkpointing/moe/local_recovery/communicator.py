@@ -110,5 +110,6 @@ def process_groups() -> ProcessGroupCollection:
     groups.pp = parallel_state.get_pipeline_model_parallel_group()
     groups.embd = parallel_state.get_embedding_group(check_initialized=False)
     groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
     return groups

@@ -20,6 +20,7 @@ from typing import Any
 
 from megatron.core.optimizer import MegatronOptimizer
 
+from ..core_versions.training import gathers_after_step
 from ..policy.parking import Cause, Decision, StepPhase, decide
 from ..replay.patches import replaced
 from .gradients import Prepared
@@ -102,9 +103,8 @@ class StepGuard:
             stack.enter_context(replaced(optimizer, count_zeros=self._tolerating(optimizer.count_zeros)))
         for member in getattr(optimizer, "chained_optimizers", [optimizer]):
             stack.enter_context(self.prepared.following(member))
-            for chunk in getattr(member, "model_chunks", []):
-                gather = self._tolerating(chunk.start_param_sync)
-                stack.enter_context(replaced(chunk, start_param_sync=gather))
+            for owner, name in gathers_after_step(member):
+                stack.enter_context(replaced(owner, **{name: self._tolerating(getattr(owner, name))}))
 
     def _stepped(self, step: Callable[[], Any]) -> Callable[[], Any]:
         def stepped() -> Any:

@@ -19,6 +19,8 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.transformer.moe.router import Router
 from megatron.core.utils import unwrap_model
 
+from ..core_versions.seams import require_seams
+from ..core_versions.training import has_norm_of_its_own, skips_for_norm, uses_cuda_graphs
 from ..errors import UsageError
 from ..types import OperatorId, StepJournal
 from .gradient_flow import gradients_down_to, lowest_active_layer
@@ -105,10 +107,17 @@ def _check_journal(optimizer: ChainedOptimizer, step: StepJournal) -> None:
     members = optimizer.chained_optimizers
     # The norm is needed for clipping only; a step that was skipped clips nothing.
     clips = any(member.config.clip_grad > 0 for member in members)
-    if step.skipped and not any(getattr(member, "grad_scaler", None) for member in members):
+    # A step that was skipped for its norm has one; before an overflow none is computed.
+    overflowed, too_large = step.skipped and step.grad_norm is None, step.skipped and step.grad_norm is not None
+    if overflowed and not any(getattr(member, "grad_scaler", None) for member in members):
         raise UsageError(
             "the journal says that the optimizer skipped this step, which it does only with a loss scale: give the"
             " precision and the loss scale that the journal was written with"
+        )
+    if too_large and not any(skips_for_norm(member.config) for member in members):
+        raise UsageError(
+            f"the journal says that the optimizer skipped this step for its gradient norm of {step.grad_norm}: give"
+            " the grad_norm_skip_threshold that the journal was written with"
         )
     if clips and step.grad_norm is None and not step.skipped:
         raise UsageError(
@@ -127,12 +136,16 @@ def _check_tokens(chunks: Sequence[torch.nn.Module], step: StepJournal) -> None:
 
 def _refuse_unfreezable(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
     """Refuse what frozen operators would break; what no state can be enumerated of `state_tensors` has refused."""
+    require_seams()
     config = unwrap_model(chunks[0]).config
+    of_group = any(has_norm_of_its_own(parameter) for chunk in chunks for parameter in chunk.parameters())
     offloading = config.cpu_offloading or config.fine_grained_activation_offloading
     reasons = {
         "multi-token prediction": config.mtp_num_layers,
         # A captured graph runs the kernels of the iteration that it was captured in, frozen or not.
-        "CUDA graphs": config.cuda_graph_impl != "none",
+        "CUDA graphs": uses_cuda_graphs(config),
+        # Which parameters share a norm would have to be in the journal too.
+        "gradients that are clipped by a norm of their own group": of_group,
         # Each of these computes or moves by its own schedule what a frozen operator no longer has.
         "activations offloaded to the CPU": offloading,
         "weight gradients computed later": config.delay_wgrad_compute or config.defer_embedding_wgrad_compute,

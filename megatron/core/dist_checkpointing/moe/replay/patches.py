@@ -1,7 +1,8 @@
 """What is changed on live objects of Megatron-Core while operators are frozen, and put back afterwards.
 
-Each is a context manager that sets attributes of instances, never of classes. Checked against Megatron-Core 0.16.1;
-`tests/unit/moe/test_frozen_upstream.py` compares the source of all that is relied on here with what was read.
+Each is a context manager that sets attributes of instances, never of classes. Checked against Megatron-Core 0.16.1
+to 0.19.2: `core_versions/seams.py` lists the names, `tests/unit/moe/test_frozen_upstream.py` compares the source of
+all that is relied on here with what was read.
 
     overlap_off        gradients are reduced after the backward pass, weights gathered after the step
     weights_frozen     no gradients of frozen weights are computed, accumulated or reduced
@@ -215,6 +216,8 @@ def journaled_step(
                 stack.enter_context(replaced(group, start_param_sync=_nothing))
             # The norm of training is a sum over all operators: from the active ones alone clipping would differ.
             stack.enter_context(replaced(optimizer, get_grad_norm=lambda: step.grad_norm))
+            if step.skipped:  # for the norm: a rank without active parameters would not compare it
+                stack.enter_context(replaced(optimizer, step_with_ready_grads=lambda: False))
             outcome: tuple[bool, float | None, int | None] = ChainedOptimizer.step(optimizer)
             # Fused Adams count the steps of a group, but not of an empty one: its parameters would lag when thawed.
             for group in emptied if outcome[0] else []:

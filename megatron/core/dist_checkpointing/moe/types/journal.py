@@ -12,7 +12,8 @@ class StepJournal:
     """The global outcome of one iteration, the same on all ranks that know it; stored with that iteration's snapshot.
 
     grad_norm: the norm of all gradients before clipping, None where it was not computed. skipped: the optimizer did not
-    step, because a gradient was not finite. lm_loss: the mean loss, known on the last pipeline stage, else None.
+    step, because a gradient was not finite (then there is no norm) or their norm was above core's
+    `grad_norm_skip_threshold`. lm_loss: the mean loss, known on the last pipeline stage, else None.
     num_tokens: of the global batch, by which gradients were divided; None where they are not.
     """
 

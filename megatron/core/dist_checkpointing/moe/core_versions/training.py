@@ -1,0 +1,85 @@
+"""What a training loop calls that has moved, or takes other arguments, in some release of Megatron-Core."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron.core import parallel_state, utils
+from megatron.core.transformer.moe import moe_utils
+
+try:  # from 0.18 on
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+except ImportError:
+    get_moe_metrics_tracker = None
+
+_SPLIT_PARAMETERS = inspect.signature(utils.get_batch_on_this_cp_rank).parameters
+_SPLIT_OPTIONS = {"is_hybrid_cp": False} if "is_hybrid_cp" in _SPLIT_PARAMETERS else {}
+"""From 0.18 on the caller says whether sequences of one batch are split over different numbers of ranks."""
+
+
+def batch_on_this_cp_rank(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The part of each sequence that this rank of the context-parallel group computes."""
+    # Named, because some releases take all ranks where it is not.
+    group = parallel_state.get_context_parallel_group()
+    split: dict[str, torch.Tensor] = utils.get_batch_on_this_cp_rank(batch, cp_group=group, **_SPLIT_OPTIONS)
+    return split
+
+
+def auxiliary_losses(names: Sequence[str], **options: Any) -> dict[str, Any]:
+    """The mean auxiliary losses of an iteration by name, which are forgotten then; a collective.
+
+    Args:
+        names: Of core's losses, the same on all ranks.
+        **options: What core's `track_moe_metrics` took, and its tracker's `report` takes from 0.18 on: `loss_scale`,
+            `iteration`, `writer`, `per_layer_logging`, `num_layers`, `moe_layer_freq`.
+    """
+    losses: dict[str, Any] = {}
+    report = moe_utils.track_moe_metrics if get_moe_metrics_tracker is None else get_moe_metrics_tracker().report
+    report(total_loss_dict=losses, force_initialize=True, track_names=list(names), **options)
+    return losses
+
+
+def forget_auxiliary_losses() -> None:
+    """Set what routers have noted of this iteration to zero."""
+    if get_moe_metrics_tracker is None:
+        moe_utils.clear_aux_losses_tracker()
+    else:
+        get_moe_metrics_tracker().clear()
+
+
+def drop_auxiliary_losses() -> None:
+    """Drop the tensors of the tracker, which have as many elements as this job's model has layers."""
+    if get_moe_metrics_tracker is None:
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()
+    else:
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+        destroy_moe_metrics_tracker()
+
+
+def uses_cuda_graphs(config: Any) -> bool:
+    """Whether a model of this configuration runs kernels that were captured in an earlier iteration."""
+    return getattr(config, "cuda_graph_impl", "none") != "none" or bool(getattr(config, "enable_cuda_graph", False))
+
+
+def gathers_after_step(member: Any) -> list[tuple[Any, str]]:
+    """The methods, as owner and name, by which one optimizer has compute weights gathered at the end of its step."""
+    # From 0.18 on a distributed optimizer goes through the groups of buckets itself.
+    own = [(member, "start_param_sync_for_bucket_group_subset")]
+    chunks = [(chunk, "start_param_sync") for chunk in getattr(member, "model_chunks", [])]
+    return [*(own if hasattr(*own[0]) else []), *chunks]
+
+
+def skips_for_norm(config: Any) -> bool:
+    """Whether an optimizer of this configuration skips steps whose gradients have too large a norm (from 0.18 on)."""
+    return math.isfinite(getattr(config, "grad_norm_skip_threshold", math.inf))
+
+
+def has_norm_of_its_own(parameter: torch.nn.Parameter) -> bool:
+    """Whether gradients of this parameter are clipped by the norm of a group of their own (from 0.19 on)."""
+    return getattr(parameter, "grad_norm_group", None) is not None

@@ -1,0 +1,83 @@
+"""Where releases of Megatron-Core differ: what is asked of the installed one, and what is said of one that differs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing.moe.core_versions import training
+from megatron.core.dist_checkpointing.moe.core_versions.checkpoints import async_options, no_results_queue
+from megatron.core.dist_checkpointing.moe.core_versions.seams import SEAMS, changed_seams, core_version, require_seams
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.transformer.moe.router import Router
+
+
+def test_the_installed_release_has_every_name_that_a_replay_takes_hold_of() -> None:
+    assert sum(map(len, SEAMS.values())) > 20
+    assert changed_seams() == ()
+    require_seams()
+
+
+def test_a_replay_is_refused_where_core_takes_another_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Router, "gating", lambda self, input, temperature: None)
+    with pytest.raises(
+        UsageError, match=r"router\.Router\.gating takes \(self input temperature\), not \(self input\)"
+    ):
+        require_seams()
+
+
+def test_a_replay_is_refused_where_core_has_lost_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Router, "gating")
+    with pytest.raises(UsageError, match=r"there is no megatron\.core\.transformer\.moe\.router\.Router\.gating"):
+        require_seams()
+
+
+def test_the_refusal_names_the_release_how_much_differs_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SEAMS, "a_module_to_come", {"one": "self", "two": "self"})
+    with pytest.raises(UsageError) as refused:
+        require_seams()
+    for part in (core_version, "a_module_to_come.one", "and 1 more", "--moe-ckpt-strategy full or pec"):
+        assert part in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "skips"),
+    [({}, False), ({"grad_norm_skip_threshold": float("inf")}, False), ({"grad_norm_skip_threshold": 9.0}, True)],
+)
+def test_only_a_finite_threshold_lets_steps_be_skipped_for_their_norm(settings: dict[str, float], skips: bool) -> None:
+    assert training.skips_for_norm(SimpleNamespace(**settings)) is skips
+
+
+def test_a_parameter_of_a_group_with_a_norm_of_its_own_is_known_by_its_mark() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    assert not training.has_norm_of_its_own(parameter)
+    parameter.grad_norm_group = "mtp"  # type: ignore[attr-defined]
+    assert training.has_norm_of_its_own(parameter)
+
+
+def test_gathers_of_an_optimizer_go_through_its_chunks_and_where_it_has_one_its_own_method() -> None:
+    chunk: Any = SimpleNamespace(start_param_sync=None)
+    older = SimpleNamespace(model_chunks=[chunk])
+    newer = SimpleNamespace(model_chunks=[chunk], start_param_sync_for_bucket_group_subset=None)
+    assert training.gathers_after_step(older) == [(chunk, "start_param_sync")]
+    assert training.gathers_after_step(newer) == [
+        (newer, "start_param_sync_for_bucket_group_subset"),
+        (chunk, "start_param_sync"),
+    ]
+
+
+def test_core_starts_no_manager_for_a_queue_that_is_not_used() -> None:
+    name = next(name for name in vars(filesystem_async) if name.endswith("get_write_results_queue"))
+    before = getattr(filesystem_async, name)
+    with no_results_queue():
+        assert getattr(filesystem_async, name)() is None
+    assert getattr(filesystem_async, name) is before
+
+
+def test_core_is_told_to_write_itself_only_where_it_asks_who_does() -> None:
+    assert async_options(lambda shards, folder: None) == {}
+    assert async_options(lambda shards, folder, async_strategy="nvrx": None) == {"async_strategy": "mcore"}
