@@ -1,0 +1,183 @@
+#!/usr/bin/env python3
+"""Measure what works with the installed Megatron-Core, and draw docs/compatibility.md from what was measured.
+
+    python tools/compatibility.py --measure    in an environment with that release; writes its entry of the results
+    python tools/compatibility.py              draws the page from the results of all releases
+
+Measured is what this environment does, with its wheel unchanged: a small MoE model with the distributed optimizer is
+built on the CPU, its training state enumerated and held against the live model, and the names looked for that a replay
+of iterations takes hold of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import pkgutil
+import platform
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "compatibility.md"
+RESULTS = ROOT / "docs" / "results" / "compatibility.json"
+PACKAGES = ("megatron.core.dist_checkpointing.moe", "megatron.pretrain", "moe_ckpt")
+MODEL = (
+    "--device cpu --use-distributed-optimizer --bf16 --num-layers 2 --hidden-size 32 --num-attention-heads 4"
+    " --num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+    " --moe-router-load-balancing-type none --moe-token-dispatcher-type alltoall --swiglu --disable-bias-linear"
+    " --position-embedding-type rope --normalization RMSNorm --seq-length 32 --micro-batch-size 1"
+    " --global-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --vocab-size 64 --tokenizer-type NullTokenizer"
+)
+HEADING = """# Compatibility
+
+Made by `python tools/compatibility.py` from `results/compatibility.json`, which `--measure` writes in an environment
+with the release in question. A release that is not in the table was not looked at: `sparse` is refused there by name,
+`full` and `pec` start with a warning.
+
+"""
+LEGEND = """
+- **Imports**: *all* if every module of this package can be imported, else those that cannot.
+- **Tensors of state**: what `state_tensors` enumerates of a small MoE model (bf16, distributed optimizer, expert bias);
+  *complete* if `check_complete` finds every byte of the live model and optimizer in exactly one of them.
+- **Seams**: names of `core_versions/seams.py` that the release has with the parameters written there.
+- **Strategies**: `full` and `pec` need complete state; `sparse` also needs all seams and a model that can be frozen.
+
+What differs between the releases is in `megatron/core/dist_checkpointing/moe/core_versions/`:
+
+| From | What changed in Megatron-Core | Where it is met |
+|---|---|---|
+| 0.17 | the classes of `dist_checkpointing` strategies, which take an `async_strategy` | `checkpoints.py` |
+| 0.18 | `get_batch_on_this_cp_rank` takes `is_hybrid_cp`; a tracker has the auxiliary losses | `training.py` |
+| 0.18 | the distributed optimizer gathers weights by groups of buckets | `training.py`: `gathers_after_step` |
+| 0.18 | `grad_norm_skip_threshold`: steps with too large gradients are skipped | `training.py`; `StepJournal.skipped` |
+| 0.18 | expert biases are summed up over `pg_collection.tp_dp_cp` | `local_recovery/communicator.py` |
+| 0.19 | the common state is among the shards, there is no `common.pt` | `checkpoints.py`, `moe_ckpt/dense/dense.py` |
+| 0.19 | groups of parameters with gradient norms of their own | refused by `sparse` by name |
+
+Dense checkpoints that our own driver saves have a `common.pt` with every release: all of them load it.
+"""
+
+
+def measure() -> dict[str, Any]:
+    """What the installed release does."""
+    warnings.simplefilter("ignore")
+    import megatron.pretrain.core_import  # noqa: F401  # before all that imports Megatron-Core
+    from megatron.core.dist_checkpointing.moe.core_versions.seams import SEAMS, changed_seams, core_version
+
+    broken = _on_a_small_model(_unimportable)
+    import torch
+
+    changed = changed_seams()
+    return {
+        "core": core_version,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": torch.__version__.split("+")[0],
+        "broken": broken,
+        "seams": sum(map(len, SEAMS.values())),
+        "changed": list(changed),
+        **_on_a_small_model(_state),
+    }
+
+
+def render() -> str:
+    """The whole page."""
+    columns = ("Megatron-Core", "Python", "torch", "Imports", "Tensors of state", "Seams", "Strategies")
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    return HEADING + "\n".join([*lines, *(_row(found) for found in results().values())]) + "\n" + LEGEND
+
+
+def results() -> dict[str, Any]:
+    """What was measured, by release, oldest first."""
+    found: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    return dict(sorted(found.items()))
+
+
+def _row(found: dict[str, Any]) -> str:
+    imports = "; ".join(found["broken"]) or "all"
+    complete = f"{found['tensors']}, {'complete' if found['incomplete'] is None else found['incomplete']}"
+    seams = f"{found['seams'] - len(found['changed'])} of {found['seams']}"
+    refused = "" if found["refused"] is None else f"; `sparse` refused: {found['refused']}"
+    allowed = ", ".join(f"`{name}`" for name in found["strategies"])
+    cells = (found["core"], found["python"], found["torch"], imports, complete, seams, allowed + refused)
+    return f"| {' | '.join(cells)} |"
+
+
+def _modules() -> list[str]:
+    return [
+        module.name
+        for package in PACKAGES
+        for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}.")
+        if not module.name.endswith("__main__")
+    ]
+
+
+def _unimportable(arguments: Any) -> list[str]:
+    broken = []
+    for name in _modules():
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            broken.append(f"{name}: {error}")
+    return broken
+
+
+def _on_a_small_model(work: Callable[[Any], Any]) -> Any:
+    """The result of `work`, which gets a training state, in a job of one process on the CPU."""
+    from megatron.pretrain.config import parse_config
+    from megatron.pretrain.config.validate import resolve
+    from megatron.pretrain.initialize import Launch, initialize, probe_environment, shut_down
+
+    config = resolve(parse_config(MODEL.split()), probe_environment(1))
+    initialize(config, Launch(0, 1, 0, 0, "compatibility", "here"))
+    try:
+        from megatron.pretrain.assemble import build_state
+        from megatron.pretrain.tokenizer import build_tokenizer
+
+        data = config.data
+        state, _ = build_state(config, build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size))
+        return work(state)
+    finally:
+        shut_down()
+
+
+def _state(state: Any) -> dict[str, Any]:
+    from megatron.core.dist_checkpointing.moe.errors import UsageError
+    from megatron.core.dist_checkpointing.moe.megatron_state import megatron
+    from megatron.core.dist_checkpointing.moe.megatron_state.completeness import check_complete
+    from megatron.core.dist_checkpointing.moe.megatron_state.extents import IncompleteState
+    from megatron.core.dist_checkpointing.moe.replay.execution import LiveExecution
+
+    topology = megatron.read_topology(1)
+    tensors = megatron.state_tensors(state.chunks, state.optimizer, topology)
+    incomplete, refused = None, None
+    try:
+        check_complete(state.chunks, state.optimizer, tensors)
+    except IncompleteState as error:
+        incomplete = str(error)
+    try:
+        LiveExecution(state.chunks, state.optimizer, megatron.operators_of_parameters(state.chunks, topology))
+    except UsageError as error:
+        refused = str(error)
+    copied = ["full", "pec"] if incomplete is None else []
+    strategies = [*copied, *(["sparse"] if copied and refused is None else [])]
+    return {"tensors": len(tensors), "incomplete": incomplete, "refused": refused, "strategies": strategies}
+
+
+def main() -> int:
+    """Draws the page, or with --measure adds the installed release to the results first."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", action="store_true", help="measure the installed Megatron-Core first")
+    if parser.parse_args().measure:
+        found = measure()
+        RESULTS.write_text(json.dumps(results() | {found["core"]: found}, indent=1, sort_keys=True) + "\n")
+    PAGE.write_text(render(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
