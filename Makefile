@@ -11,7 +11,7 @@ RUN = $(VENV)/bin/python
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 export PYTHONWARNINGS ?= ignore::FutureWarning
 
-.PHONY: setup setup-stock demo test test-full check format bench gpu-check clean
+.PHONY: setup setup-stock demo test test-core test-full check format bench gpu-check clean
 
 setup: $(VENV)/.ready
 
@@ -37,6 +37,17 @@ test: setup
 
 test-full: setup
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests $(WORKERS) -m "full or not full" --hypothesis-profile full
+
+# What touches Megatron-Core, for another release of it: `make test-core VENV=.venv-stock`.
+CORE_TESTS = $(addprefix tests/unit/moe/test_, \
+	core_versions.py versions.py frozen_upstream.py boundary_upstream.py step_guard.py optimizer_state.py \
+	snapshot_capture.py sharing.py token_counter.py boundary_schedules.py dense_reader.py digest.py) \
+	$(addprefix tests/unit/pretrain/test_, optimization.py cpu_device.py changed_flags.py validate.py) \
+	$(addprefix tests/unit/policy/test_, model_shape.py topology.py) \
+	tests/unit/test_docs.py tests/process/test_frozen_execution.py
+
+test-core: setup
+	OMP_NUM_THREADS=1 $(RUN) -m pytest $(CORE_TESTS) $(WORKERS)
 
 check: setup
 	$(RUN) -m ruff check .
