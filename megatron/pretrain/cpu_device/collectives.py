@@ -43,10 +43,19 @@ def one_thread(original: Any) -> Any:
 
     @functools.wraps(original)
     def initialize(
-        self: Any, store: Any, rank: int, size: int, options: Any = None, *, timeout: timedelta | None = None
+        self: Any,
+        store: Any,
+        rank: int,
+        size: int,
+        options: Any = None,
+        *,
+        timeout: timedelta | None = None,
+        **others: Any,
     ) -> None:
         if options is None or isinstance(options, timedelta):
             options = _one_thread_options(options or timeout)
+        for name, value in others.items():  # torch 2.15 passes `enable_reconfigure`, a field of the options
+            setattr(options, name, value)
         original(self, store, rank, size, options)
 
     return initialize
