@@ -1,0 +1,267 @@
+"""What happens around each call of the stock loop, so that it is protected: its order of calls becomes the manager's.
+
+One iteration of the loop, and the calls of `MoECheckpointManager` on the way:
+
+    train_step                      `begin` before the first one of a replay, `rejoin` before the first one that is new
+        forward_backward            inside `forward_backward`; once more for each time that the loop runs it again
+        optimizer.step              wrapped by the manager
+        returns                     `step_done`, unless the loop is about to leave with no step made
+    samples are counted
+    training_log                    `reported`
+    evaluation
+    checkpoint_and_decide_exit      `after_step` when it returns: behind evaluation and checkpoint, as a run that is
+                                    resumed must not do either again
+
+A replayed iteration has `train_step`, and `after_step` at its end; it is not logged, evaluated or saved. Where only
+some stages of the pipeline replay, no collective over others is left on the way, see `quiet`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron.core import parallel_state
+
+from ..config import MoECheckpointConfig
+from ..errors import UsageError
+from . import flags
+from .dense import newest_checkpoint
+from .quiet import Quiet
+from .random_states import RandomStates
+from .seams import Call, Hook
+from .state import LoopState
+
+log = logging.getLogger(__name__)
+
+Manager = Any
+MakeManager = Callable[..., Manager]
+
+
+class Hooks:
+    """The hooks of one call of `pretrain`, by the names of their seams.
+
+    Use it as a context around that call: a good end ends protection, an error parks what is whole.
+
+    Args:
+        loop: The module that has the loop.
+        version: Of Megatron-Core.
+        make_manager: `MoECheckpointManager`.
+    """
+
+    def __init__(self, loop: Any, version: str, make_manager: MakeManager) -> None:
+        self._loop, self._version, self._make = loop, version, make_manager
+        self._config: MoECheckpointConfig | None = None
+        self._manager: Manager = None
+        self._running = contextlib.ExitStack()
+        self._saved = -1
+
+    def __enter__(self) -> Hooks:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._running.__exit__(*error)
+
+    def by_name(self) -> Mapping[str, Hook]:
+        """For `seams.installed`."""
+        within = {
+            "train": self._train,
+            "get_forward_backward_func": self._get_forward_backward_func,
+            "train_step": self._train_step,
+            "training_log": self._training_log,
+            "post_training_step_callbacks": self._post_training_step_callbacks,
+            "checkpoint_and_decide_exit": self._checkpoint_and_decide_exit,
+            "save_checkpoint_and_time": self._save_checkpoint_and_time,
+            "enable_forward_pre_hook": self._enable_forward_pre_hook,
+            "logical_and_across_model_parallel_group": self._reduce,
+            "reduce_max_stat_across_model_parallel_group": self._reduce,
+        }
+        protected = {name: functools.partial(self._if_protected, hook) for name, hook in within.items()}
+        return {"setup_model_and_optimizer": self._setup, "load_checkpoint": self._load_checkpoint, **protected}
+
+    def _if_protected(self, hook: Hook, call: Call) -> Any:
+        return call.go_on() if self._manager is None else hook(call)
+
+    def _setup(self, call: Call) -> Any:
+        args = self._args = self._loop.get_args()
+        config = flags.read(args)
+        if config.strategy == "none":
+            return call.go_on()
+        warning = flags.check(config, args, self._version)
+        if warning and torch.distributed.get_rank() == 0:
+            log.warning("%s", warning)
+        self._config = config
+        built = call.go_on()
+        if self._manager is None:  # no checkpoint was to be loaded on the way
+            self._resume(*built)
+        return built
+
+    def _load_checkpoint(self, call: Call) -> Any:
+        """In place of the checkpoint what is newer in memory or storage, if anything is."""
+        if self._config is None or self._manager is not None:
+            return call.go_on()
+        self._resume(call["ddp_model"], call["optimizer"], call["opt_param_scheduler"], load=call.go_on)
+        return self._args.iteration, self._args.num_floating_point_operations_so_far
+
+    def _resume(self, model: Any, optimizer: Any, scheduler: Any, load: Callable[[], Any] | None = None) -> None:
+        """Bring training to where it goes on, and protect it from here to the end of `pretrain`."""
+        args = self._args
+        if load is None:
+            args.iteration, args.num_floating_point_operations_so_far = 0, 0
+        state = self._state = LoopState(args, self._loop)
+        manager = self._make(
+            model,
+            optimizer,
+            scheduler,
+            self._config,
+            train_iters=args.train_iters,
+            global_batch_size=args.global_batch_size,
+            micro_batch_size=args.micro_batch_size,
+            seq_length=args.seq_length,
+            state=state,
+        )
+        loaded = False
+
+        def load_checkpoint() -> None:
+            nonlocal loaded
+            assert load is not None
+            args.iteration, args.num_floating_point_operations_so_far = load()
+            state.loaded(args.iteration, args.num_floating_point_operations_so_far)
+            loaded = True
+
+        newest, asked_for = newest_checkpoint(args) if load is not None else (-1, False)
+        iteration = manager.resume(
+            load=None if load is None else load_checkpoint, newest=newest, asked_for=asked_for
+        )
+        self._manager, self._quiet = manager, Quiet(self._loop, manager)
+        self._running.enter_context(manager.run())
+        self._begun, self._joined = not manager.replaying, False
+        if self._begun:
+            # May make a step that this rank missed: data iterators are built behind it. A replay begins only in the
+            # first iteration: the loop sets up hooks of the model before, which a replay takes out.
+            manager.begin()
+        self._random = RandomStates.now() if iteration > 0 and not loaded else None
+
+    def _train(self, call: Call) -> Any:
+        if self._random is not None:
+            self._random.restore()  # data loaders drew their seeds meanwhile
+        self._call_of_train = call
+        try:
+            result = call.go_on()
+        except SystemExit:
+            # Told to leave early: what no checkpoint has, only the memory has.
+            self._manager.finish(keep_memory=self._saved != self._state.iteration)
+            raise
+        self._join()  # where no iteration was left
+        return result
+
+    def _train_step(self, call: Call) -> Any:
+        manager, args = self._manager, self._args
+        if manager.replaying:
+            self._begin_replay()
+        else:
+            self._join()
+        outcome = call.go_on()
+        _, _, _, should_exit, *_ = outcome
+        if not should_exit:  # else the loop leaves before the step
+            microbatches = self._loop.get_num_microbatches() * parallel_state.get_data_parallel_world_size()
+            self._state.stepped(args.curr_iteration + 1, args.micro_batch_size * microbatches)
+            manager.step_done()
+        return outcome
+
+    def _begin_replay(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self._quiet.begin()
+            self._manager.begin()
+
+    def _join(self) -> None:
+        """Before the first iteration that is new: wait until all ranks stand there."""
+        if not self._joined:
+            self._joined = True
+            self._manager.rejoin()
+            self._quiet.end()
+
+    def _get_forward_backward_func(self, call: Call) -> Any:
+        forward_backward = call.go_on()
+
+        @functools.wraps(forward_backward)
+        def protected(**options: Any) -> Any:
+            if options.get("forward_only"):
+                return forward_backward(**options)
+            manager = self._manager
+            with manager.forward_backward():
+                losses = forward_backward(**options | _boundary(manager, options))
+            manager.loss = mean_loss(losses)
+            return losses
+
+        return protected
+
+    def _training_log(self, call: Call) -> Any:
+        if self._manager.replaying:
+            self._quiet.forget_losses()
+            return call["report_memory_flag"]
+        result = call.go_on()
+        self._manager.reported()
+        return result
+
+    def _post_training_step_callbacks(self, call: Call) -> Any:
+        if self._manager.replaying:
+            return call["num_floating_point_operations_since_last_log_event"]
+        return call.go_on()
+
+    def _checkpoint_and_decide_exit(self, call: Call) -> Any:
+        self._state.counted(call["num_floating_point_operations_so_far"])
+        should_exit = False if self._manager.replaying else call.go_on()
+        self._manager.after_step()
+        return should_exit
+
+    def _save_checkpoint_and_time(self, call: Call) -> Any:
+        if self._manager.replaying:
+            return None
+        result = call.go_on()
+        if not call["non_persistent_ckpt"]:
+            self._saved = call["iteration"]
+        return result
+
+    def _enable_forward_pre_hook(self, call: Call) -> Any:
+        return self._quiet.later(call) if self._manager.replaying else call.go_on()
+
+    def _reduce(self, call: Call) -> Any:
+        """Over tensor and pipeline ranks, some of which wait where stages replay alone; they read it from a record."""
+        manager = self._manager
+        return call.first if manager.replaying and manager.replays_alone else call.go_on()
+
+
+def _boundary(manager: Manager, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a schedule through which the stages of a pipeline send what a single one can replay from."""
+    if manager.communicator is None:
+        return {}
+    if options.get("p2p_communicator") is not None:
+        raise UsageError(
+            "`pretrain` was given a p2p_communicator, but what stages send has to go through that of the checkpoint"
+            " subsystem: use --moe-ckpt-recovery global, or do without it"
+        )
+    return {"p2p_communicator": manager.communicator, "pg_collection": manager.process_groups}
+
+
+def mean_loss(losses: Sequence[Mapping[str, torch.Tensor]]) -> float | None:
+    """The loss as the loop reports it: over microbatches and data-parallel ranks; None off the last pipeline stage.
+
+    losses: what the forward step returned for each microbatch; its first entry is the one that is trained for.
+    """
+    if not losses:
+        return None
+    name = "lm loss" if "lm loss" in losses[0] else next(iter(losses[0]))
+    parts = [part[name].view(-1) for part in losses]
+    if parts[0].numel() == 1:
+        return float(torch.cat(parts).mean())
+    total = torch.vstack(parts).sum(dim=0)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    torch.distributed.all_reduce(total, group=group)
+    return float(total[0] / total[1])
