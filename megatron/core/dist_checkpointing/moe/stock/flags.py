@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..config import MoECheckpointConfig, add_flags, from_namespace, out_of_range
+from ..config import MoECheckpointConfig, add_flags, from_namespace
+from ..contradictions import contradictions
 from ..errors import UsageError
 from ..strategies import STRATEGIES
 from .seams import SEAMS, is_known
@@ -36,9 +37,8 @@ def check(config: MoECheckpointConfig, args: argparse.Namespace, version: str) -
     Raises UsageError for flags that cannot work together, and for a version of Megatron-Core that this strategy was not
     tested with.
     """
-    wrong = [*out_of_range(config, MoECheckpointConfig.PREFIX), *refusals(config, args)]
-    if wrong:
-        raise UsageError("; ".join(wrong))
+    if wrong := "; ".join(refusals(config, args)):
+        raise UsageError(wrong)
     if is_known(version):
         return ""
     known = f"Megatron-Core {version} was never tested with: known are {', '.join(SEAMS)}"
@@ -48,6 +48,12 @@ def check(config: MoECheckpointConfig, args: argparse.Namespace, version: str) -
             " core does inside: use a known release, or --moe-ckpt-strategy full"
         )
     return f"{known}; training goes on with --moe-ckpt-strategy {config.strategy}, which relies on little of it"
+
+
+def check_unused(config: MoECheckpointConfig) -> None:
+    """Raises UsageError for settings that have no effect without a strategy."""
+    if wrong := "; ".join(contradictions(config, world_size=1, num_experts=0, use_distributed_optimizer=False)):
+        raise UsageError(wrong)
 
 
 def refusals(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[str]:
@@ -61,7 +67,7 @@ def refusals(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[
 
 
 def _repeats(config: MoECheckpointConfig) -> bool:
-    return STRATEGIES[config.strategy].replays
+    return config.strategy != "none" and STRATEGIES[config.strategy].replays
 
 
 def _shown(value: Any) -> str:

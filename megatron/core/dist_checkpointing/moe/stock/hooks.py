@@ -7,10 +7,9 @@ One iteration of the loop, and the calls of `MoECheckpointManager` on the way:
         optimizer.step              wrapped by the manager
         returns                     `step_done`, unless the loop is about to leave with no step made
     samples are counted
-    training_log                    `reported`
-    evaluation
-    checkpoint_and_decide_exit      `after_step` when it returns: behind evaluation and checkpoint, as a run that is
-                                    resumed must not do either again
+    training_log, evaluation
+    checkpoint_and_decide_exit      `after_step` and `reported` when it returns: behind evaluation and checkpoint, as a
+                                    run that is resumed must not do either again
 
 A replayed iteration has `train_step`, and `after_step` at its end; it is not logged, evaluated or saved. Where only
 some stages of the pipeline replay, no collective over others is left on the way, see `quiet`.
@@ -35,7 +34,7 @@ from .dense import newest_checkpoint
 from .quiet import Quiet
 from .random_states import RandomStates
 from .seams import Call, Hook
-from .state import LoopState
+from .state import StockCounts
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +89,8 @@ class Hooks:
     def _setup(self, call: Call) -> Any:
         args = self._args = self._loop.get_args()
         config = flags.read(args)
-        if config.strategy == "none":
+        if config.strategy == "none" and not config.inject_fault:
+            flags.check_unused(config)
             return call.go_on()
         warning = flags.check(config, args, self._version)
         if warning and torch.distributed.get_rank() == 0:
@@ -113,7 +113,7 @@ class Hooks:
         args = self._args
         if load is None:
             args.iteration, args.num_floating_point_operations_so_far = 0, 0
-        state = self._state = LoopState(args, self._loop)
+        state = self._state = StockCounts(args, self._loop)
         manager = self._make(
             model,
             optimizer,
@@ -127,20 +127,19 @@ class Hooks:
         )
         loaded = False
 
-        def load_checkpoint() -> None:
+        def load_checkpoint() -> int:
             nonlocal loaded
             assert load is not None
             args.iteration, args.num_floating_point_operations_so_far = load()
-            state.loaded(args.iteration, args.num_floating_point_operations_so_far)
+            state.counted(args.num_floating_point_operations_so_far)
             loaded = True
+            return int(args.iteration)
 
         newest, asked_for = newest_checkpoint(args) if load is not None else (-1, False)
-        iteration = manager.resume(
-            load=None if load is None else load_checkpoint, newest=newest, asked_for=asked_for
-        )
+        iteration = manager.resume(None if load is None else load_checkpoint, newest, asked_for=asked_for)
         self._manager, self._quiet = manager, Quiet(self._loop, manager)
         self._running.enter_context(manager.run())
-        self._begun, self._joined = not manager.replaying, False
+        self._begun, self._joined = not manager.is_replaying, False
         if self._begun:
             # May make a step that this rank missed: data iterators are built behind it. A replay begins only in the
             # first iteration: the loop sets up hooks of the model before, which a replay takes out.
@@ -155,14 +154,14 @@ class Hooks:
             result = call.go_on()
         except SystemExit:
             # Told to leave early: what no checkpoint has, only the memory has.
-            self._manager.finish(keep_memory=self._saved != self._state.iteration)
+            self._manager.finish(keep_memory=self._saved != self._manager.iteration)
             raise
         self._join()  # where no iteration was left
         return result
 
     def _train_step(self, call: Call) -> Any:
         manager, args = self._manager, self._args
-        if manager.replaying:
+        if manager.is_replaying:
             self._begin_replay()
         else:
             self._join()
@@ -170,7 +169,7 @@ class Hooks:
         _, _, _, should_exit, *_ = outcome
         if not should_exit:  # else the loop leaves before the step
             microbatches = self._loop.get_num_microbatches() * parallel_state.get_data_parallel_world_size()
-            self._state.stepped(args.curr_iteration + 1, args.micro_batch_size * microbatches)
+            self._state.stepped(args.micro_batch_size * microbatches)
             manager.step_done()
         return outcome
 
@@ -203,39 +202,39 @@ class Hooks:
         return protected
 
     def _training_log(self, call: Call) -> Any:
-        if self._manager.replaying:
+        if self._manager.is_replaying:
             self._quiet.forget_losses()
             return call["report_memory_flag"]
-        result = call.go_on()
-        self._manager.reported()
-        return result
+        return call.go_on()
 
     def _post_training_step_callbacks(self, call: Call) -> Any:
-        if self._manager.replaying:
+        if self._manager.is_replaying:
             return call["num_floating_point_operations_since_last_log_event"]
         return call.go_on()
 
     def _checkpoint_and_decide_exit(self, call: Call) -> Any:
         self._state.counted(call["num_floating_point_operations_so_far"])
-        should_exit = False if self._manager.replaying else call.go_on()
+        should_exit = False if self._manager.is_replaying else call.go_on()
         self._manager.after_step()
+        self._manager.reported()
         return should_exit
 
     def _save_checkpoint_and_time(self, call: Call) -> Any:
-        if self._manager.replaying:
+        if self._manager.is_replaying:
             return None
         result = call.go_on()
         if not call["non_persistent_ckpt"]:
             self._saved = call["iteration"]
+        self._manager.saved()
         return result
 
     def _enable_forward_pre_hook(self, call: Call) -> Any:
-        return self._quiet.later(call) if self._manager.replaying else call.go_on()
+        return self._quiet.later(call) if self._manager.is_replaying else call.go_on()
 
     def _reduce(self, call: Call) -> Any:
         """Over tensor and pipeline ranks, some of which wait where stages replay alone; they read it from a record."""
         manager = self._manager
-        return call.first if manager.replaying and manager.replays_alone else call.go_on()
+        return call.first if manager.is_replaying and manager.replays_alone else call.go_on()
 
 
 def _boundary(manager: Manager, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from ..ports import Json
@@ -11,8 +10,8 @@ _COUNTS = "consumed_train_samples", "consumed_valid_samples", "skipped_train_sam
 _OPERATIONS = "num_floating_point_operations_so_far"
 
 
-class LoopState:
-    """The counts in `args` of a running stock loop, as they stand after the newest whole iteration.
+class StockCounts:
+    """The `LoopState` of the stock loop: the counts in `args` of a running stock loop, as they stand after the newest whole iteration.
 
     The loop adds to some of them only a while after the optimizer's step. What is to come until then is added here, so
     that a state that is put aside in between is whole.
@@ -24,18 +23,12 @@ class LoopState:
 
     def __init__(self, args: Any, loop: Any) -> None:
         self._args, self._loop = args, loop
-        self._iteration: int = args.iteration
         self._operations: int | float = getattr(args, _OPERATIONS, 0)
         self._samples_to_come = 0
 
-    @property
-    def iteration(self) -> int:
-        """The newest whole iteration."""
-        return self._iteration
-
-    def stepped(self, iteration: int, samples: int) -> None:
+    def stepped(self, samples: int) -> None:
         """The step of an iteration was made; the loop has yet to add its samples."""
-        self._iteration, self._samples_to_come = iteration, samples
+        self._samples_to_come = samples
         self._operations += self._loop.num_floating_point_operations(self._args, samples)
 
     def counted(self, operations: float | None = None) -> None:
@@ -44,23 +37,18 @@ class LoopState:
         if operations is not None:
             self._operations = operations
 
-    def loaded(self, iteration: int, operations: float) -> None:
-        """A checkpoint of the stock loop was loaded: it has set all other counts."""
-        self._iteration, self._operations = iteration, operations
-
     def state_dict(self) -> dict[str, Json]:
-        """The counts as JSON values."""
+        """As `LoopState.state_dict`."""
         counts: dict[str, Json] = {name: getattr(self._args, name, 0) for name in _COUNTS}
         counts["consumed_train_samples"] = self._args.consumed_train_samples + self._samples_to_come
         # As text: there are soon more of them than 64 bits take.
-        return counts | {"iteration": self._iteration, _OPERATIONS: repr(self._operations)}
+        return counts | {_OPERATIONS: repr(self._operations)}
 
-    def load_state_dict(self, saved: Mapping[str, Json]) -> None:
-        """Let the loop start, or go on, from these counts."""
-        values: dict[str, Any] = dict(saved)
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        """As `LoopState.load_state_dict`: let the loop start, or go on, from these counts."""
         for name in _COUNTS:
             setattr(self._args, name, values[name])
-        self._args.iteration = self._iteration = values["iteration"]
+        self._args.iteration = values["iteration"]
         self._operations = _number(values[_OPERATIONS])
         setattr(self._args, _OPERATIONS, self._operations)
         self._samples_to_come = 0
