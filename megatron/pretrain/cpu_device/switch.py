@@ -8,13 +8,15 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron.pretrain.cpu_device.table import PATCHES
+from megatron.pretrain.cpu_device.table import PATCHES, STOCK_LOOP_PATCHES
 
 _undo: contextlib.ExitStack | None = None
 
 
-def install() -> None:
+def install(*, stock_loop: bool = False) -> None:
     """Map CUDA to the CPU for this process; a second call does nothing.
+
+    stock_loop: also what the training loop of Megatron-LM asks a GPU for; it is imported by this.
 
     Compiled functions (`torch.compile`, which Megatron-Core decorates its fusions with) run eagerly from here on; what
     is decorated while this is in effect stays as it is.
@@ -26,7 +28,7 @@ def install() -> None:
     if _undo is not None:
         return
     with contextlib.ExitStack() as stack:
-        for patch in PATCHES:
+        for patch in (*PATCHES, *(STOCK_LOOP_PATCHES if stock_loop else ())):
             patch.apply(stack)
         if "torch._dynamo" in sys.modules:  # else nothing was compiled before, and it takes seconds to load
             stack.enter_context(torch.compiler.set_stance("force_eager"))

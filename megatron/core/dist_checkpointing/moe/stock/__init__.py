@@ -19,15 +19,19 @@ from ..errors import UsageError
 from ..manager import MoECheckpointManager
 from .flags import arguments
 from .hooks import Hooks
+from .iteration import Report, StockIteration
 from .seams import LOOP, installed
+from .wheel import shipped_helpers
 
-__all__ = ["arguments", "protected"]
+__all__ = ["StockIteration", "arguments", "protected"]
 
 Result = TypeVar("Result")
 
 
-def protected(pretrain: Callable[..., Result]) -> Callable[..., Result]:
+def protected(pretrain: Callable[..., Result], report: Report | None = None) -> Callable[..., Result]:
     """`pretrain` of Megatron-LM, protected as the `--moe-ckpt-*` flags say.
+
+    report: gets how each iteration came out, on every rank.
 
     Raises UsageError when it is called, before training begins, where the loop is not one that is known.
     """
@@ -41,7 +45,8 @@ def protected(pretrain: Callable[..., Result]) -> Callable[..., Result]:
                 f"there is no {LOOP}: Megatron-Core {version('megatron-core')} has no training loop; 0.17 and later do"
             ) from error
         core = version("megatron-core")
-        with Hooks(loop, core, MoECheckpointManager) as hooks, installed(loop, hooks.by_name(), core):
+        hooks = Hooks(loop, core, MoECheckpointManager, report)
+        with shipped_helpers(), hooks, installed(loop, hooks.by_name(), core):
             return pretrain(*arguments, **options)
 
     return run

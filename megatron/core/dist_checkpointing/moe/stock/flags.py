@@ -85,7 +85,7 @@ _SHARDED = "its shards are not those that can be enumerated; use --use-distribut
 _SAMPLES = "samples that the data loader passes by are not counted as it is restored"
 
 _ALWAYS: tuple[_Rule, ...] = (
-    ("inprocess_restart", bool, "it starts `pretrain` again in a process whose memory is in use; let the launcher restart"),
+    ("inprocess_restart", bool, "a process that goes on holds memory; let the launcher restart it"),
     ("optimizer_cuda_graph", bool, "the step has to be entered anew each time, to wait for copies"),
     ("cuda_graph_impl", _captures_whole_iterations, "a captured iteration has no place to wait for copies"),
     ("cuda_graph_scope", _captures_whole_iterations, "a captured iteration has no place to wait for copies"),

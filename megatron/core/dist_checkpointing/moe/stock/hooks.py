@@ -20,7 +20,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from ..config import MoECheckpointConfig
 from ..errors import UsageError
 from . import flags
 from .dense import newest_checkpoint
+from .iteration import Report, StockIteration, mean_loss
 from .quiet import Quiet
 from .random_states import RandomStates
 from .seams import Call, Hook
@@ -51,10 +54,11 @@ class Hooks:
         loop: The module that has the loop.
         version: Of Megatron-Core.
         make_manager: `MoECheckpointManager`.
+        report: Gets how each iteration came out.
     """
 
-    def __init__(self, loop: Any, version: str, make_manager: MakeManager) -> None:
-        self._loop, self._version, self._make = loop, version, make_manager
+    def __init__(self, loop: Any, version: str, make_manager: MakeManager, report: Report | None = None) -> None:
+        self._loop, self._version, self._make, self._report = loop, version, make_manager, report
         self._config: MoECheckpointConfig | None = None
         self._manager: Manager = None
         self._running = contextlib.ExitStack()
@@ -89,17 +93,22 @@ class Hooks:
     def _setup(self, call: Call) -> Any:
         args = self._args = self._loop.get_args()
         config = flags.read(args)
-        if config.strategy == "none" and not config.inject_fault:
+        if config.strategy == "none":
             flags.check_unused(config)
-            return call.go_on()
-        warning = flags.check(config, args, self._version)
-        if warning and torch.distributed.get_rank() == 0:
-            log.warning("%s", warning)
+            if not config.inject_fault and self._report is None:
+                return call.go_on()
+        else:
+            self._check(config)
         self._config = config
         built = call.go_on()
         if self._manager is None:  # no checkpoint was to be loaded on the way
             self._resume(*built)
         return built
+
+    def _check(self, config: MoECheckpointConfig) -> None:
+        warning = flags.check(config, self._args, self._version)
+        if warning and torch.distributed.get_rank() == 0:
+            log.warning("%s", warning)
 
     def _load_checkpoint(self, call: Call) -> Any:
         """In place of the checkpoint what is newer in memory or storage, if anything is."""
@@ -149,7 +158,6 @@ class Hooks:
     def _train(self, call: Call) -> Any:
         if self._random is not None:
             self._random.restore()  # data loaders drew their seeds meanwhile
-        self._call_of_train = call
         try:
             result = call.go_on()
         except SystemExit:
@@ -165,8 +173,17 @@ class Hooks:
             self._begin_replay()
         else:
             self._join()
+        replayed, started_s = manager.is_replaying, time.monotonic()
         outcome = call.go_on()
-        _, _, _, should_exit, *_ = outcome
+        losses, skipped, _, should_exit, _, grad_norm, *_ = outcome
+        self._iteration = StockIteration(
+            args.curr_iteration + 1,
+            {name: float(value) for name, value in losses.items()} if self._report is not None else {},
+            None if grad_norm is None else float(grad_norm),
+            bool(skipped),
+            replayed,
+            time.monotonic() - started_s,
+        )
         if not should_exit:  # else the loop leaves before the step
             microbatches = self._loop.get_num_microbatches() * parallel_state.get_data_parallel_world_size()
             self._state.stepped(args.micro_batch_size * microbatches)
@@ -215,7 +232,11 @@ class Hooks:
     def _checkpoint_and_decide_exit(self, call: Call) -> Any:
         self._state.counted(call["num_floating_point_operations_so_far"])
         should_exit = False if self._manager.is_replaying else call.go_on()
-        self._manager.after_step()
+        started_s = time.monotonic()
+        protection = self._manager.after_step()
+        if self._report is not None:
+            stall_s = self._manager.stall_s + time.monotonic() - started_s
+            self._report(replace(self._iteration, protection=protection, stall_s=stall_s))
         self._manager.reported()
         return should_exit
 
@@ -232,9 +253,11 @@ class Hooks:
         return self._quiet.later(call) if self._manager.is_replaying else call.go_on()
 
     def _reduce(self, call: Call) -> Any:
-        """Over tensor and pipeline ranks, some of which wait where stages replay alone; they read it from a record."""
-        manager = self._manager
-        return call.first if manager.is_replaying and manager.replays_alone else call.go_on()
+        """Over tensor and pipeline ranks: those that replay alone have the result from a record, the others wait."""
+        manager, value = self._manager, call.first
+        if not (manager.is_replaying and manager.replays_alone):
+            return call.go_on()
+        return float(torch.tensor(value, dtype=torch.float32)) if isinstance(value, float) else value
 
 
 def _boundary(manager: Manager, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,20 +270,3 @@ def _boundary(manager: Manager, options: Mapping[str, Any]) -> dict[str, Any]:
             " subsystem: use --moe-ckpt-recovery global, or do without it"
         )
     return {"p2p_communicator": manager.communicator, "pg_collection": manager.process_groups}
-
-
-def mean_loss(losses: Sequence[Mapping[str, torch.Tensor]]) -> float | None:
-    """The loss as the loop reports it: over microbatches and data-parallel ranks; None off the last pipeline stage.
-
-    losses: what the forward step returned for each microbatch; its first entry is the one that is trained for.
-    """
-    if not losses:
-        return None
-    name = "lm loss" if "lm loss" in losses[0] else next(iter(losses[0]))
-    parts = [part[name].view(-1) for part in losses]
-    if parts[0].numel() == 1:
-        return float(torch.cat(parts).mean())
-    total = torch.vstack(parts).sum(dim=0)
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    torch.distributed.all_reduce(total, group=group)
-    return float(total[0] / total[1])

@@ -140,7 +140,9 @@ def check(loop: Any, seams: tuple[Seam, ...], version: str) -> None:
         function = getattr(loop, seam.name, None)
         place = f"{loop.__name__}.{seam.name}"
         if function is None:
-            raise UsageError(f"Megatron-Core {version} has no {place}, around which training is protected: {_WHAT_TO_DO}")
+            raise UsageError(
+                f"Megatron-Core {version} has no {place}, around which training is protected: {_WHAT_TO_DO}"
+            )
         if not _is_original(function, seam):
             by = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
             raise UsageError(

@@ -11,7 +11,7 @@ _OPERATIONS = "num_floating_point_operations_so_far"
 
 
 class StockCounts:
-    """The `LoopState` of the stock loop: the counts in `args` of a running stock loop, as they stand after the newest whole iteration.
+    """The `LoopState` of the stock loop: the counts in its `args`, as they stand after the newest whole iteration.
 
     The loop adds to some of them only a while after the optimizer's step. What is to come until then is added here, so
     that a state that is put aside in between is whole.
