@@ -73,7 +73,10 @@ def _train(launch: Launch, device: str) -> None:
     if "extra_args_provider" in signature(pretrain).parameters:  # core 0.17 parses the flags itself
         run(build_datasets, forward_step_func=forward_step, extra_args_provider=flags, **parts)
         return
-    args = arguments.parse_and_validate_args(extra_args_provider=flags)
+    try:
+        args = arguments.parse_and_validate_args(extra_args_provider=flags)
+    except (AssertionError, ValueError) as error:
+        raise InvalidInput(f"flags of Megatron-LM that cannot work: {error or 'see where in its code'}") from error
     configuration = argument_utils.pretrain_cfg_container_from_args(args)
     run(configuration, build_datasets, forward_step_func=forward_step, **parts)
 

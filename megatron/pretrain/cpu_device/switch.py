@@ -51,10 +51,10 @@ def is_installed() -> bool:
 
 
 @contextlib.contextmanager
-def installed() -> Iterator[None]:
+def installed(*, stock_loop: bool = False) -> Iterator[None]:
     """Install for the duration of the block, unless it was installed before: then it stays."""
     before = is_installed()
-    install()
+    install(stock_loop=stock_loop)
     try:
         yield
     finally:

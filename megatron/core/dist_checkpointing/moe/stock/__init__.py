@@ -23,7 +23,7 @@ from .iteration import Report, StockIteration
 from .seams import LOOP, installed
 from .wheel import shipped_helpers
 
-__all__ = ["StockIteration", "arguments", "protected"]
+__all__ = ["StockIteration", "arguments", "protected", "shipped_helpers"]
 
 Result = TypeVar("Result")
 
