@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from collections.abc import Iterator
 
@@ -28,8 +29,12 @@ def install(*, stock_loop: bool = False) -> None:
     if _undo is not None:
         return
     with contextlib.ExitStack() as stack:
-        for patch in (*PATCHES, *(STOCK_LOOP_PATCHES if stock_loop else ())):
+        for patch in PATCHES:
             patch.apply(stack)
+        if stock_loop:
+            importlib.import_module("megatron.training.training")  # says what is missing, where something is
+            for patch in STOCK_LOOP_PATCHES:
+                patch.apply(stack)
         if "torch._dynamo" in sys.modules:  # else nothing was compiled before, and it takes seconds to load
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         torch.set_flush_denormal(True)
