@@ -69,12 +69,6 @@ def test_an_evaluation_in_the_killed_iteration_reads_its_samples_once(new_job) -
     assert job.records() == whole.records()
 
 
-def test_passes_that_the_loop_runs_again_change_nothing(new_job, undisturbed) -> None:
-    job = new_job(ALONE)
-    outcome = job.run(*FULL, "--rerun-mode", "report_stats")
-    assert job.records() == undisturbed(ALONE), outcome.said
-
-
 @pytest.mark.parametrize("name", ["train_step", "training_log"])
 def test_a_function_that_somebody_wrapped_first_is_refused_by_name(new_job, name: str) -> None:
     outcome = new_job(ALONE).run(*FULL, hooks=[partial(wrapped_by_another, name)], codes=REFUSED)
