@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import megatron.pretrain.core_import  # noqa: F401  # before all that imports Megatron-Core
 from megatron.core.dist_checkpointing.moe import Timestamps
 from megatron.pretrain.config import PretrainConfig
-from megatron.pretrain.errors import PretrainError, TrainingFailure
+from megatron.pretrain.errors import PretrainError, TrainingFailure, driver_errors
 from megatron.pretrain.initialize import Launch, initialize
+from megatron.pretrain.loops import has_stock_loop
 from megatron.pretrain.worker import run_worker
 
 
@@ -18,7 +19,7 @@ def pretrain(config: PretrainConfig, launch: Launch, marks: Timestamps) -> None:
     # Core looks at the device while it is imported, so the device comes first.
     from megatron.pretrain.assemble import build_metrics, build_state
     from megatron.pretrain.batches import build_splits
-    from megatron.pretrain.checkpoint.protect import driver_errors, resume
+    from megatron.pretrain.checkpoint.protect import resume
     from megatron.pretrain.loop import Trainer
     from megatron.pretrain.progress import log_progress
     from megatron.pretrain.tokenizer import build_tokenizer
@@ -46,6 +47,10 @@ def pretrain(config: PretrainConfig, launch: Launch, marks: Timestamps) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Exit code, see `run_worker`."""
+    if has_stock_loop():
+        from megatron.pretrain.stock_loop import run_stock
+
+        return run_stock(argv)
     return run_worker(argv, pretrain)
 
 

@@ -7,12 +7,14 @@
 #   NNODES (1)        nodes, played by as many    PP (2)  pipeline parallel size
 #                     torchrun agents             EP (2)  expert parallel size
 #   MAX_RESTARTS (3)  restarts after a failure    VPP     model chunks per pipeline rank
-#   PYTHON            interpreter (default: .venv of this repository, else python3)
+#   LOOP              own, or stock: that of Megatron-LM, with its flags (default: stock from Megatron-Core 0.17 on)
+#   PYTHON            interpreter (default: .venv of this repository, .venv-stock with LOOP=stock, else python3)
 #   SCRIPT            another script that takes the same flags
 #   CORPUS            prefix of the .bin/.idx to train on (default: the standard library's sources, made on first use)
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-python=${PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}
+venv=$root/.venv$([ "${LOOP:-}" != stock ] || echo -stock)
+python=${PYTHON:-$([ -x "$venv/bin/python" ] && echo "$venv/bin/python" || echo python3)}
 corpus=${CORPUS:-$root/.data/stdlib}
 
 [ -n "${CORPUS:-}" ] || [ -f "$corpus.idx" ] || "$python" "$root/tools/stdlib_corpus.py" --output-prefix "$corpus" >&2
@@ -32,8 +34,18 @@ training=(--seq-length 128 --micro-batch-size 2 --global-batch-size 16 --train-i
 [[ " $*" == *" --lr-warmup-iters"* ]] || training+=(--lr-warmup-fraction 0.1)
 data=(--data-path "$corpus" --split "90,5,5" --num-workers 0)
 
+# What Megatron-LM has to be told, and the own loop knows: ids are 256 bytes and the end of a document.
+if [ "${LOOP:-}" = stock ]; then
+    model+=(--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-rope-fusion
+            --no-masked-softmax-fusion --max-position-embeddings 128)
+    experts+=(--moe-router-load-balancing-type aux_loss)
+    training+=(--distributed-backend gloo --eval-iters 0 --eval-interval 1000)
+    data+=(--tokenizer-type NullTokenizer --vocab-size 257)
+fi
+
 # One thread per process: several processes share few cores, and sums keep their order.
 export OMP_NUM_THREADS=1
+[ -z "${LOOP:-}" ] || export LOOP
 # Copies of a snapshot go past the cache from 256 KiB on: half as fast again here, and training keeps its cache.
 export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.cpu.x86_non_temporal_threshold=0x40000}
 exec "$python" -m megatron.pretrain.launch --nproc-per-node "${NPROC:-4}" --nnodes "${NNODES:-1}" \

@@ -5,7 +5,7 @@ import sys
 import megatron.pretrain.core_import  # noqa: F401  # before all that imports Megatron-Core
 from megatron.core.dist_checkpointing.moe import Timestamps
 from megatron.pretrain.config import PretrainConfig
-from megatron.pretrain.errors import InvalidInput
+from megatron.pretrain.errors import InvalidInput, driver_errors
 from megatron.pretrain.initialize import Launch, initialize
 from megatron.pretrain.worker import run_worker
 
@@ -17,7 +17,7 @@ def densify(config: PretrainConfig, launch: Launch, _marks: Timestamps) -> None:
     # Core looks at the device while it is imported, so the device comes first.
     from megatron.pretrain.assemble import build_metrics, build_state
     from megatron.pretrain.batches import build_splits
-    from megatron.pretrain.checkpoint.protect import driver_errors, resume
+    from megatron.pretrain.checkpoint.protect import resume
     from megatron.pretrain.checkpoint.save import Saver
     from megatron.pretrain.loop import Trainer
     from megatron.pretrain.tokenizer import build_tokenizer

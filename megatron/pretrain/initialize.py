@@ -83,7 +83,7 @@ def initialize(config: PretrainConfig, launch: Launch, marks: Timestamps | None 
     else:
         torch.cuda.set_device(launch.local_rank)
     timeout = datetime.timedelta(minutes=layout.distributed_timeout_minutes)
-    _start_process_group(str(layout.distributed_backend), launch, timeout)
+    start_process_group(str(layout.distributed_backend), launch, timeout)
 
     from megatron.core import parallel_state
 
@@ -102,13 +102,16 @@ def initialize(config: PretrainConfig, launch: Launch, marks: Timestamps | None 
         marks.mark(Milestone.RENDEZVOUS)
 
 
-def use_cpu() -> None:
-    """Let the CPU play the device; before anything that asks for one, such as Megatron-Core's model modules."""
+def use_cpu(*, stock_loop: bool = False) -> None:
+    """Let the CPU play the device; before anything that asks for one, such as Megatron-Core's model modules.
+
+    stock_loop: for the loop of Megatron-LM, which this imports.
+    """
     from megatron.pretrain import cpu_device
 
     # Core advises on the queues of a GPU.
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")
-    cpu_device.install()
+    cpu_device.install(stock_loop=stock_loop)
 
 
 def shut_down() -> None:
@@ -129,7 +132,8 @@ def shut_down() -> None:
         cpu_device.uninstall()
 
 
-def _start_process_group(backend: str, launch: Launch, timeout: datetime.timedelta) -> None:
+def start_process_group(backend: str, launch: Launch, timeout: datetime.timedelta) -> None:
+    """Connect all ranks, those of a restart at fresh addresses."""
     if "MASTER_ADDR" not in os.environ:
         store: dist.Store = dist.HashStore()
     else:

@@ -33,7 +33,7 @@ from megatron.pretrain.batches import Datasets, evaluation_iterators, forward_st
 from megatron.pretrain.checkpoint.due import Checkpoints
 from megatron.pretrain.checkpoint.state import TrainingState, gather_parameters
 from megatron.pretrain.errors import TrainingFailure
-from megatron.pretrain.metrics import IterationReport, Metrics
+from megatron.pretrain.metrics import IterationReport, Metrics, protection_fields
 from megatron.pretrain.stopping import StopConditions
 
 log = logging.getLogger(__name__)
@@ -210,18 +210,8 @@ class Trainer:
 
     def _protect(self) -> dict[str, Any]:
         """Snapshot the iteration if that is due; what checkpointing did, for the report."""
-        done = self._manager.after_step()
-        if done is None:
-            return {}
-        return {
-            "snapshot_bytes": done.snapshot_bytes,
-            "replicated_bytes": done.replicated_bytes,
-            "protection": done.protection.state.name.lower(),
-            "protection_since": done.protection.since_iteration,
-            "persistence": done.persistent.state.name.lower() if done.persistent else None,
-            "checkpoint_memory": dataclasses.asdict(done.memory) if done.memory else None,
-            "expert_tokens": dict(done.tokens) if self._state.config.moe_checkpoint.log_expert_tokens else None,
-        }
+        wanted = self._state.config.moe_checkpoint.log_expert_tokens
+        return protection_fields(self._manager.after_step(), with_tokens=wanted)
 
     def _log(self, report: IterationReport) -> None:
         config, losses = self._state.config, {}

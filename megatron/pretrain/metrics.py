@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.moe import ProtectionReport
+
 log = logging.getLogger(__name__)
 
 
@@ -22,7 +24,7 @@ class IterationReport:
     lm_loss: float | None
     grad_norm: float | None
     learning_rate: float | None
-    loss_scale: float
+    loss_scale: float | None
     skipped: bool
     iteration_time_s: float
     stall_s: float
@@ -114,6 +116,21 @@ class Metrics:
             os.close(self._jsonl)
         if self._board is not None:
             self._board.close()
+
+
+def protection_fields(done: ProtectionReport | None, *, with_tokens: bool) -> dict[str, Any]:
+    """What checkpointing did, as fields of an `IterationReport`."""
+    if done is None:
+        return {}
+    return {
+        "snapshot_bytes": done.snapshot_bytes,
+        "replicated_bytes": done.replicated_bytes,
+        "protection": done.protection.state.name.lower(),
+        "protection_since": done.protection.since_iteration,
+        "persistence": done.persistent.state.name.lower() if done.persistent else None,
+        "checkpoint_memory": dataclasses.asdict(done.memory) if done.memory else None,
+        "expert_tokens": dict(done.tokens) if with_tokens else None,
+    }
 
 
 def _scalars(report: IterationReport) -> dict[str, float]:

@@ -41,14 +41,14 @@ def exit_code_of(error: Exception, launch: Launch) -> int:
         return error.exit_code
     if isinstance(error, PretrainError):
         log.error("%s", error)
-        return _final(error.exit_code)
+        return final_exit_code(error.exit_code)
     if is_lost_peer(error):
         log.critical("rank %d: lost a peer in a collective; leaving, so that the job can be restarted", launch.rank)
         return TrainingFailure.exit_code
     raise error
 
 
-def _final(exit_code: int) -> int:
+def final_exit_code(exit_code: int) -> int:
     """An exit code that no restart can change: handed to our launcher if that started the job.
 
     torchrun restarts workers that fail, whatever the reason; so they end with 0, and the launcher, which reads the

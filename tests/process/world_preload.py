@@ -6,13 +6,18 @@ import torch._dynamo  # noqa: F401  # as any optimizer does when it is made
 
 import pretrain_gpt_moe  # noqa: F401
 from megatron.pretrain import cpu_device
+from megatron.pretrain.loops import has_stock_loop
 
 # Megatron-Core asks for its device while it is imported; the driver installs the mapping anew for each job.
 with cpu_device.installed():
     import megatron.pretrain.assemble
     import megatron.pretrain.checkpoint.load
     import megatron.pretrain.loop
-    import megatron.pretrain.tokenizer  # noqa: F401
+    import megatron.pretrain.tokenizer
+
+if has_stock_loop():
+    with cpu_device.installed(stock_loop=True):
+        import megatron.pretrain.stock_model  # noqa: F401
 
 # What was imported stays: a collection in a worker need not look at it, and so does not copy the pages it shares.
 gc.collect()

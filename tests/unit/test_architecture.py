@@ -72,6 +72,9 @@ ROWS = {
         "megatron.core torch",
     ),
     ENGINE: Row("versions config manager megatron_state recovery runtime snapshot types"),
+    f"{ENGINE}.stock": Row(
+        "errors ports replay snapshot strategies config contradictions manager", "megatron.core numpy torch"
+    ),
     # Offline: what people run beside jobs.
     f"{TOOLS}.megatron_core": Row("versions", also="moe_ckpt_finder"),
     f"{TOOLS}.scripts": Row(),
@@ -85,7 +88,8 @@ ROWS = {
     # The driver, and drills that start it.
     DRIVER: Row(
         "errors policy strategies config contradictions storage core_versions megatron_state",
-        "megatron.core numpy psutil tokenizers torch", "dense megatron_core", also=ENGINE,
+        "megatron.core megatron.training numpy psutil tokenizers torch", "dense megatron_core",
+        also=f"{ENGINE} {ENGINE}.stock",
     ),
     f"{TOOLS}.drills": Row("", "psutil", "dense scripts", also=DRIVER),
     # Entry points and what stands outside of packages.
@@ -97,7 +101,10 @@ ROWS = {
     ),
     "scripts": Row("", "matplotlib torch", also=DRIVER),
     "pretrain_gpt_moe": Row(also=f"{DRIVER} {ENGINE}"),
-    "examples": Row("", "matplotlib megatron.core torch", also=f"pretrain_gpt_moe {DRIVER} {ENGINE}"),
+    "examples": Row(
+        "", "matplotlib megatron.core megatron.training torch",
+        also=f"pretrain_gpt_moe {DRIVER} {ENGINE} {ENGINE}.stock",
+    ),
     "benchmarks": Row(
         "types ports policy storage megatron_state replay snapshot local_recovery runtime",
         "matplotlib megatron.core numpy nvidia_resiliency_ext torch", "drills simulator", also=f"{DRIVER} {ENGINE}",

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from megatron.core.dist_checkpointing.moe import MoECheckpointManager, ProcessInfo, Timestamps
 from megatron.core.dist_checkpointing.moe.config import flag_name
-from megatron.core.dist_checkpointing.moe.errors import (
-    CheckpointFailure,
-    MoECheckpointError,
-    PeerLost,
-    StoreFailure,
-    Terminated,
-    UnreadableCheckpoint,
-)
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.pretrain.agreement import on_rank_zero
 from megatron.pretrain.checkpoint.directory import CheckpointDirectory
 from megatron.pretrain.checkpoint.load import load_checkpoint
@@ -25,7 +17,7 @@ from megatron.pretrain.checkpoint.state import TrainingState
 from megatron.pretrain.config import parse_config
 from megatron.pretrain.config.model import ModelConfig, MoEConfig
 from megatron.pretrain.config.training import OptimizerFlags
-from megatron.pretrain.errors import InvalidInput, PretrainError, TrainingFailure
+from megatron.pretrain.errors import InvalidInput, driver_errors
 from megatron.pretrain.initialize import Launch
 
 
@@ -50,21 +42,6 @@ def resume(state: TrainingState, launch: Launch, marks: Timestamps | None = None
 def _load(state: TrainingState) -> int:
     load_checkpoint(state)
     return state.progress.iteration
-
-
-@contextlib.contextmanager
-def driver_errors() -> Iterator[None]:
-    """Turn errors of the subsystem into the driver's: a lost peer is worth a restart, all else would come again."""
-    try:
-        yield
-    except Terminated as error:
-        raise TrainingFailure(str(error)) from error
-    except (PeerLost, StoreFailure) as error:
-        raise TrainingFailure(f"{error}; leaving, so that the job can be restarted") from error
-    except CheckpointFailure as error:
-        raise PretrainError(str(error)) from error
-    except MoECheckpointError as error:
-        raise InvalidInput(str(error)) from error
 
 
 def refuse_other_flags(recorded: Sequence[str], given: Sequence[str]) -> None:

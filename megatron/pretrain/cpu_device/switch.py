@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from collections.abc import Iterator
 
 import torch
 
-from megatron.pretrain.cpu_device.table import PATCHES
+from megatron.pretrain.cpu_device.table import PATCHES, STOCK_LOOP_PATCHES
 
 _undo: contextlib.ExitStack | None = None
 
 
-def install() -> None:
+def install(*, stock_loop: bool = False) -> None:
     """Map CUDA to the CPU for this process; a second call does nothing.
+
+    stock_loop: also what the training loop of Megatron-LM asks a GPU for; it is imported by this.
 
     Compiled functions (`torch.compile`, which Megatron-Core decorates its fusions with) run eagerly from here on; what
     is decorated while this is in effect stays as it is.
@@ -28,6 +31,10 @@ def install() -> None:
     with contextlib.ExitStack() as stack:
         for patch in PATCHES:
             patch.apply(stack)
+        if stock_loop:
+            importlib.import_module("megatron.training.training")  # says what is missing, where something is
+            for patch in STOCK_LOOP_PATCHES:
+                patch.apply(stack)
         if "torch._dynamo" in sys.modules:  # else nothing was compiled before, and it takes seconds to load
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         torch.set_flush_denormal(True)
@@ -49,10 +56,10 @@ def is_installed() -> bool:
 
 
 @contextlib.contextmanager
-def installed() -> Iterator[None]:
+def installed(*, stock_loop: bool = False) -> Iterator[None]:
     """Install for the duration of the block, unless it was installed before: then it stays."""
     before = is_installed()
-    install()
+    install(stock_loop=stock_loop)
     try:
         yield
     finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from megatron.pretrain.cpu_device import collectives, tensors
 from megatron.pretrain.cpu_device.patch import Patch, always, eager, just
 from megatron.pretrain.cpu_device.random_numbers import DeviceGenerators, TorchWithoutHostRng, call_at_once
@@ -92,3 +94,14 @@ _GLOO = (
 
 PATCHES: tuple[Patch, ...] = (*_COMPILER, *_DEVICE, *_STREAMS, *_RANDOM, *_TENSORS, *_MEGATRON, *_GLOO)
 """Everything that `install()` replaces, in order: the compiler before Megatron-Core is imported for the first time."""
+
+STOCK_LOOP_PATCHES: tuple[Patch, ...] = (
+    Patch("torch.cuda", "device_count", always(1), "groups and seeds are set up only where a device is counted"),
+    Patch(
+        "megatron.training.training",
+        "initialize_megatron",
+        lambda original: functools.partial(original, allow_no_cuda=True),
+        "else it asks for CUDA first of all",
+    ),
+)
+"""What the training loop of Megatron-LM needs beside them. The process group has to be there before it starts."""

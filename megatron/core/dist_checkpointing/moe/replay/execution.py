@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer import optimizer as core_optimizer
 from megatron.core.transformer.moe.router import Router
 from megatron.core.utils import unwrap_model
 
@@ -55,6 +56,7 @@ class LiveExecution:
         if unknown:
             raise UsageError(f"{len(unknown)} parameters have no operator, such as {unknown[0]}: nothing can be frozen")
         self._chunks, self._optimizer, self._operator_of = list(chunks), optimizer, dict(operator_of)
+        _ask_for_norm_groups(optimizer)
         self._until_thaw, self._until_next = contextlib.ExitStack(), contextlib.ExitStack()
         self._is_overlap_off = False
 
@@ -101,6 +103,13 @@ class LiveExecution:
         self._until_next.close()
         self._until_thaw.close()
         self._is_overlap_off = False
+
+
+def _ask_for_norm_groups(optimizer: ChainedOptimizer) -> None:
+    """Core 0.19 asks all ranks in the first step which groups of parameters are clipped by norms of their own, and
+    remembers the answer: it must not be a step of some stages only, or one with frozen operators. A collective."""
+    for group in getattr(core_optimizer, "SEPARATE_GRAD_NORM_GROUPS", ()):
+        optimizer.has_grad_norm_group(group)
 
 
 def _check_journal(optimizer: ChainedOptimizer, step: StepJournal) -> None:

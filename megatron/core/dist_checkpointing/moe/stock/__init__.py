@@ -1,0 +1,52 @@
+"""Protects the training loop of Megatron-LM itself, `megatron.training.pretrain`, with two lines in a script of a user:
+
+    args = parse_and_validate_args(extra_args_provider=stock.arguments)         # --moe-ckpt-* flags
+    stock.protected(pretrain)(config, datasets_provider, model_type, forward_step)
+
+The wheels of Megatron-Core have that loop from 0.17 on. Where the flags name no strategy, it runs as if it were not
+protected.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import TypeVar
+
+from ..errors import UsageError
+from ..manager import MoECheckpointManager
+from .flags import arguments
+from .hooks import Hooks
+from .iteration import Report, StockIteration
+from .seams import LOOP, installed
+from .wheel import shipped_helpers
+
+__all__ = ["StockIteration", "arguments", "protected", "shipped_helpers"]
+
+Result = TypeVar("Result")
+
+
+def protected(pretrain: Callable[..., Result], report: Report | None = None) -> Callable[..., Result]:
+    """`pretrain` of Megatron-LM, protected as the `--moe-ckpt-*` flags say.
+
+    report: gets how each iteration came out, on every rank.
+
+    Raises UsageError when it is called, before training begins, where the loop is not one that is known.
+    """
+
+    @functools.wraps(pretrain)
+    def run(*arguments: object, **options: object) -> Result:
+        try:
+            loop = importlib.import_module(LOOP)
+        except ModuleNotFoundError as error:
+            raise UsageError(
+                f"there is no {LOOP}: Megatron-Core {version('megatron-core')} has no training loop; 0.17 and later do"
+            ) from error
+        core = version("megatron-core")
+        hooks = Hooks(loop, core, MoECheckpointManager, report)
+        with shipped_helpers(), hooks, installed(loop, hooks.by_name(), core):
+            return pretrain(*arguments, **options)
+
+    return run

@@ -1,0 +1,107 @@
+"""The flags of checkpoints beside those of Megatron-LM, and which of its flags do not go with them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..config import MoECheckpointConfig, add_flags, from_namespace
+from ..contradictions import contradictions
+from ..errors import UsageError
+from ..strategies import STRATEGIES
+from .seams import SEAMS, is_known
+
+
+def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--moe-ckpt-*` to Megatron-LM's parser: an `extra_args_provider`, or a part of the user's own."""
+    choices = {"strategy": ("none", *STRATEGIES)}
+    add_flags(parser, MoECheckpointConfig, "checkpoint subsystem", MoECheckpointConfig.PREFIX, choices)
+    return parser
+
+
+def read(args: argparse.Namespace) -> MoECheckpointConfig:
+    """What these flags were given. Raises UsageError when the parser did not know them."""
+    try:
+        return from_namespace(MoECheckpointConfig, args, MoECheckpointConfig.PREFIX)
+    except AttributeError as error:
+        raise UsageError(
+            "Megatron-LM's parser does not know --moe-ckpt-strategy and its like: pass"
+            " extra_args_provider=stock.arguments where arguments are parsed"
+        ) from error
+
+
+def check(config: MoECheckpointConfig, args: argparse.Namespace, version: str) -> str:
+    """Judge the flags of a job before it begins; returns a warning, or an empty text.
+
+    Raises UsageError for flags that cannot work together, and for a version of Megatron-Core that this strategy was not
+    tested with.
+    """
+    if wrong := "; ".join(refusals(config, args)):
+        raise UsageError(wrong)
+    if is_known(version):
+        return ""
+    known = f"Megatron-Core {version} was never tested with: known are {', '.join(SEAMS)}"
+    if _repeats(config):
+        raise UsageError(
+            f"{known}. --moe-ckpt-strategy {config.strategy} runs iterations again after a fault, which depends on what"
+            " core does inside: use a known release, or --moe-ckpt-strategy full"
+        )
+    return f"{known}; training goes on with --moe-ckpt-strategy {config.strategy}, which relies on little of it"
+
+
+def check_unused(config: MoECheckpointConfig) -> None:
+    """Raises UsageError for settings that have no effect without a strategy."""
+    if wrong := "; ".join(contradictions(config, world_size=1, num_experts=0, use_distributed_optimizer=False)):
+        raise UsageError(wrong)
+
+
+def refusals(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[str]:
+    """A sentence for each flag of Megatron-LM that would break what is promised."""
+    rules = (*_ALWAYS, *(_REPEATING if _repeats(config) else ()))
+    for name, applies, reason in rules:
+        value = getattr(args, name, None)
+        if value is not None and applies(value):
+            shown = "" if value is True else f" {_shown(value)}"
+            yield f"--{name.replace('_', '-')}{shown} does not go with --moe-ckpt-strategy {config.strategy}: {reason}"
+
+
+def _repeats(config: MoECheckpointConfig) -> bool:
+    return config.strategy != "none" and STRATEGIES[config.strategy].replays
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(getattr(value, "name", value))
+
+
+def _captures_whole_iterations(scope: Any) -> bool:
+    scopes = scope if isinstance(scope, list | tuple) else [scope]
+    return any(getattr(each, "name", each) == "full_iteration" for each in scopes)
+
+
+_Rule = tuple[str, Callable[[Any], bool], str]
+
+_SHARDED = "its shards are not those that can be enumerated; use --use-distributed-optimizer"
+_SAMPLES = "samples that the data loader passes by are not counted as it is restored"
+
+_ALWAYS: tuple[_Rule, ...] = (
+    ("inprocess_restart", bool, "a process that goes on holds memory; let the launcher restart it"),
+    ("optimizer_cuda_graph", bool, "the step has to be entered anew each time, to wait for copies"),
+    ("cuda_graph_impl", _captures_whole_iterations, "a captured iteration has no place to wait for copies"),
+    ("cuda_graph_scope", _captures_whole_iterations, "a captured iteration has no place to wait for copies"),
+    ("use_megatron_fsdp", bool, _SHARDED),
+    ("use_custom_fsdp", bool, _SHARDED),
+    ("use_torch_fsdp2", bool, _SHARDED),
+    ("perform_rl_step", bool, "rollouts and the reference model are state that no snapshot has"),
+    ("skip_train", bool, "there is nothing to protect"),
+    ("moe_use_upcycling", bool, "save the upcycled checkpoint first, and train from it"),
+    ("iterations_to_skip", bool, _SAMPLES),
+    ("decrease_batch_size_if_needed", bool, _SAMPLES),
+    ("dataloader_type", lambda kind: kind in ("external", "cyclic"), "its position is not in `args`; use single"),
+)
+_REPEATING: tuple[_Rule, ...] = (
+    ("rampup_batch_size", bool, "iterations of different shapes cannot be run again; use --moe-ckpt-strategy full"),
+    ("step_batch_size_schedule", bool, "iterations of different shapes cannot be run again; use strategy full"),
+    ("qk_clip", bool, "weights change outside of the optimizer's step; use --moe-ckpt-strategy full"),
+    ("moe_expert_rank_capacity_factor", bool, "passes are run again at an overflow; use --moe-ckpt-strategy full"),
+)

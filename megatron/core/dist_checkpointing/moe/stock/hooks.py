@@ -1,0 +1,272 @@
+"""What happens around each call of the stock loop, so that it is protected: its order of calls becomes the manager's.
+
+One iteration of the loop, and the calls of `MoECheckpointManager` on the way:
+
+    train_step                      `begin` before the first one of a replay, `rejoin` before the first one that is new
+        forward_backward            inside `forward_backward`; once more for each time that the loop runs it again
+        optimizer.step              wrapped by the manager
+        returns                     `step_done`, unless the loop is about to leave with no step made
+    samples are counted
+    training_log, evaluation
+    checkpoint_and_decide_exit      `after_step` and `reported` when it returns: behind evaluation and checkpoint, as a
+                                    run that is resumed must not do either again
+
+A replayed iteration has `train_step`, and `after_step` at its end; it is not logged, evaluated or saved. Where only
+some stages of the pipeline replay, no collective over others is left on the way, see `quiet`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron.core import parallel_state
+
+from ..config import MoECheckpointConfig
+from ..errors import UsageError
+from . import flags
+from .dense import newest_checkpoint
+from .iteration import Report, StockIteration, mean_loss
+from .quiet import Quiet
+from .random_states import RandomStates
+from .seams import Call, Hook
+from .state import StockCounts
+
+log = logging.getLogger(__name__)
+
+Manager = Any
+MakeManager = Callable[..., Manager]
+
+
+class Hooks:
+    """The hooks of one call of `pretrain`, by the names of their seams.
+
+    Use it as a context around that call: a good end ends protection, an error parks what is whole.
+
+    Args:
+        loop: The module that has the loop.
+        version: Of Megatron-Core.
+        make_manager: `MoECheckpointManager`.
+        report: Gets how each iteration came out.
+    """
+
+    def __init__(self, loop: Any, version: str, make_manager: MakeManager, report: Report | None = None) -> None:
+        self._loop, self._version, self._make, self._report = loop, version, make_manager, report
+        self._config: MoECheckpointConfig | None = None
+        self._manager: Manager = None
+        self._running = contextlib.ExitStack()
+        self._saved = -1
+
+    def __enter__(self) -> Hooks:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._running.__exit__(*error)
+
+    def by_name(self) -> Mapping[str, Hook]:
+        """For `seams.installed`."""
+        within = {
+            "train": self._train,
+            "get_forward_backward_func": self._get_forward_backward_func,
+            "train_step": self._train_step,
+            "training_log": self._training_log,
+            "post_training_step_callbacks": self._post_training_step_callbacks,
+            "checkpoint_and_decide_exit": self._checkpoint_and_decide_exit,
+            "save_checkpoint_and_time": self._save_checkpoint_and_time,
+            "enable_forward_pre_hook": self._enable_forward_pre_hook,
+            "logical_and_across_model_parallel_group": self._reduce,
+            "reduce_max_stat_across_model_parallel_group": self._reduce,
+        }
+        protected = {name: functools.partial(self._if_protected, hook) for name, hook in within.items()}
+        return {"setup_model_and_optimizer": self._setup, "load_checkpoint": self._load_checkpoint, **protected}
+
+    def _if_protected(self, hook: Hook, call: Call) -> Any:
+        return call.go_on() if self._manager is None else hook(call)
+
+    def _setup(self, call: Call) -> Any:
+        args = self._args = self._loop.get_args()
+        config = flags.read(args)
+        if config.strategy == "none":
+            flags.check_unused(config)
+            if not config.inject_fault and self._report is None:
+                return call.go_on()
+        else:
+            self._check(config)
+        self._config = config
+        built = call.go_on()
+        if self._manager is None:  # no checkpoint was to be loaded on the way
+            self._resume(*built)
+        return built
+
+    def _check(self, config: MoECheckpointConfig) -> None:
+        warning = flags.check(config, self._args, self._version)
+        if warning and torch.distributed.get_rank() == 0:
+            log.warning("%s", warning)
+
+    def _load_checkpoint(self, call: Call) -> Any:
+        """In place of the checkpoint what is newer in memory or storage, if anything is."""
+        if self._config is None or self._manager is not None:
+            return call.go_on()
+        self._resume(call["ddp_model"], call["optimizer"], call["opt_param_scheduler"], load=call.go_on)
+        return self._args.iteration, self._args.num_floating_point_operations_so_far
+
+    def _resume(self, model: Any, optimizer: Any, scheduler: Any, load: Callable[[], Any] | None = None) -> None:
+        """Bring training to where it goes on, and protect it from here to the end of `pretrain`."""
+        args = self._args
+        if load is None:
+            args.iteration, args.num_floating_point_operations_so_far = 0, 0
+        state = self._state = StockCounts(args, self._loop)
+        manager = self._make(
+            model,
+            optimizer,
+            scheduler,
+            self._config,
+            train_iters=args.train_iters,
+            global_batch_size=args.global_batch_size,
+            micro_batch_size=args.micro_batch_size,
+            seq_length=args.seq_length,
+            state=state,
+        )
+        loaded = False
+
+        def load_checkpoint() -> int:
+            nonlocal loaded
+            assert load is not None
+            args.iteration, args.num_floating_point_operations_so_far = load()
+            state.counted(args.num_floating_point_operations_so_far)
+            loaded = True
+            return int(args.iteration)
+
+        newest, asked_for = newest_checkpoint(args) if load is not None else (-1, False)
+        iteration = manager.resume(None if load is None else load_checkpoint, newest, asked_for=asked_for)
+        self._manager, self._quiet = manager, Quiet(self._loop, manager)
+        self._running.enter_context(manager.run())
+        self._begun, self._joined = not manager.is_replaying, False
+        if self._begun:
+            # May make a step that this rank missed: data iterators are built behind it. A replay begins only in the
+            # first iteration: the loop sets up hooks of the model before, which a replay takes out.
+            manager.begin()
+        self._random = RandomStates.now() if iteration > 0 and not loaded else None
+
+    def _train(self, call: Call) -> Any:
+        if self._random is not None:
+            self._random.restore()  # data loaders drew their seeds meanwhile
+        try:
+            result = call.go_on()
+        except SystemExit:
+            # Told to leave early: what no checkpoint has, only the memory has.
+            self._manager.finish(keep_memory=self._saved != self._manager.iteration)
+            raise
+        self._join()  # where no iteration was left
+        return result
+
+    def _train_step(self, call: Call) -> Any:
+        manager, args = self._manager, self._args
+        if manager.is_replaying:
+            self._begin_replay()
+        else:
+            self._join()
+        replayed, started_s = manager.is_replaying, time.monotonic()
+        outcome = call.go_on()
+        losses, skipped, _, should_exit, _, grad_norm, *_ = outcome
+        self._iteration = StockIteration(
+            args.curr_iteration + 1,
+            {name: float(value) for name, value in losses.items()} if self._report is not None else {},
+            None if grad_norm is None else float(grad_norm),
+            bool(skipped),
+            replayed,
+            time.monotonic() - started_s,
+        )
+        if not should_exit:  # else the loop leaves before the step
+            microbatches = self._loop.get_num_microbatches() * parallel_state.get_data_parallel_world_size()
+            self._state.stepped(args.micro_batch_size * microbatches)
+            manager.step_done()
+        return outcome
+
+    def _begin_replay(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self._quiet.begin()
+            self._manager.begin()
+
+    def _join(self) -> None:
+        """Before the first iteration that is new: wait until all ranks stand there."""
+        if not self._joined:
+            self._joined = True
+            self._manager.rejoin()
+            self._quiet.end()
+
+    def _get_forward_backward_func(self, call: Call) -> Any:
+        forward_backward = call.go_on()
+
+        @functools.wraps(forward_backward)
+        def protected(**options: Any) -> Any:
+            if options.get("forward_only"):
+                return forward_backward(**options)
+            manager = self._manager
+            with manager.forward_backward():
+                losses = forward_backward(**options | _boundary(manager, options))
+            manager.loss = mean_loss(losses)
+            return losses
+
+        return protected
+
+    def _training_log(self, call: Call) -> Any:
+        if self._manager.is_replaying:
+            self._quiet.forget_losses()
+            return call["report_memory_flag"]
+        return call.go_on()
+
+    def _post_training_step_callbacks(self, call: Call) -> Any:
+        if self._manager.is_replaying:
+            return call["num_floating_point_operations_since_last_log_event"]
+        return call.go_on()
+
+    def _checkpoint_and_decide_exit(self, call: Call) -> Any:
+        self._state.counted(call["num_floating_point_operations_so_far"])
+        should_exit = False if self._manager.is_replaying else call.go_on()
+        started_s = time.monotonic()
+        protection = self._manager.after_step()
+        if self._report is not None:
+            stall_s = self._manager.stall_s + time.monotonic() - started_s
+            self._report(replace(self._iteration, protection=protection, stall_s=stall_s))
+        self._manager.reported()
+        return should_exit
+
+    def _save_checkpoint_and_time(self, call: Call) -> Any:
+        if self._manager.is_replaying:
+            return None
+        result = call.go_on()
+        if not call["non_persistent_ckpt"]:
+            self._saved = call["iteration"]
+        self._manager.saved()
+        return result
+
+    def _enable_forward_pre_hook(self, call: Call) -> Any:
+        return self._quiet.later(call) if self._manager.is_replaying else call.go_on()
+
+    def _reduce(self, call: Call) -> Any:
+        """Over tensor and pipeline ranks: those that replay alone have the result from a record, the others wait."""
+        manager, value = self._manager, call.first
+        if not (manager.is_replaying and manager.replays_alone):
+            return call.go_on()
+        return float(torch.tensor(value, dtype=torch.float32)) if isinstance(value, float) else value
+
+
+def _boundary(manager: Manager, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a schedule through which the stages of a pipeline send what a single one can replay from."""
+    if manager.communicator is None:
+        return {}
+    if options.get("p2p_communicator") is not None:
+        raise UsageError(
+            "`pretrain` was given a p2p_communicator, but what stages send has to go through that of the checkpoint"
+            " subsystem: use --moe-ckpt-recovery global, or do without it"
+        )
+    return {"p2p_communicator": manager.communicator, "pg_collection": manager.process_groups}

@@ -1,0 +1,175 @@
+"""The places where the stock training loop is taken hold of: functions that `megatron.training.training` looks up by
+name whenever it calls them.
+
+The loop has no callbacks. So while a protected `pretrain` runs, these names of that module stand for wrappers, and for
+the originals again afterwards; no source is changed. Names may change from release to release. They are checked
+before any of them is replaced: that each is there, comes from where core defines it, and takes the parameters that
+the hooks read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import FunctionType
+from typing import Any
+
+from ..errors import UsageError
+
+LOOP = "megatron.training.training"
+"""The module that has the loop."""
+
+
+@dataclass(frozen=True)
+class Seam:
+    """A function that the loop calls, and what the hook around it relies on.
+
+    Attributes:
+        name: In the namespace of the loop's module.
+        parameters: Those that the hook reads.
+        home: The module that defines it.
+    """
+
+    name: str
+    parameters: tuple[str, ...] = ()
+    home: str = LOOP
+
+
+_OBJECTS = "model", "optimizer", "opt_param_scheduler"
+_REDUCTIONS = "logical_and_across_model_parallel_group", "reduce_max_stat_across_model_parallel_group"
+
+_SEAMS_0_19 = (
+    Seam("setup_model_and_optimizer"),
+    Seam("load_checkpoint", ("ddp_model", "optimizer", "opt_param_scheduler"), "megatron.training.checkpointing"),
+    Seam("train", ("forward_step_func", "valid_data_iterator", "process_non_loss_data_func", "config", *_OBJECTS)),
+    Seam("get_forward_backward_func", (), "megatron.core.pipeline_parallel.schedules"),
+    Seam("train_step", ("data_iterator", *_OBJECTS)),
+    Seam("training_log", ("iteration", "report_memory_flag")),
+    Seam("post_training_step_callbacks", ("num_floating_point_operations_since_last_log_event",)),
+    Seam("checkpoint_and_decide_exit", ("iteration", "num_floating_point_operations_so_far")),
+    Seam("save_checkpoint_and_time", ("iteration", "non_persistent_ckpt")),
+    Seam("enable_forward_pre_hook", ("model_chunks",)),
+    *(Seam(name, (), "megatron.training.utils.common_utils") for name in _REDUCTIONS),
+)
+_SEAMS_0_17 = tuple(
+    replace(seam, home="megatron.training.utils") if seam.name in _REDUCTIONS else seam for seam in _SEAMS_0_19
+)
+
+SEAMS: Mapping[str, tuple[Seam, ...]] = {"0.17": _SEAMS_0_17, "0.18": _SEAMS_0_19, "0.19": _SEAMS_0_19}
+"""By release of Megatron-Core. Checked with 0.17.0, 0.17.1, 0.18.0, 0.18.2, 0.19.0 and 0.19.2."""
+
+
+def release_of(version: str) -> str:
+    """`0.19` of `0.19.2`."""
+    return ".".join(version.split(".")[:2])
+
+
+def is_known(version: str) -> bool:
+    """Whether the loop of this version of Megatron-Core was read, and tested with."""
+    return release_of(version) in SEAMS
+
+
+def seams_of(version: str) -> tuple[Seam, ...]:
+    """Those of this version, or of the newest one that is known."""
+    return SEAMS.get(release_of(version), SEAMS[max(SEAMS)])
+
+
+class Call:
+    """A call of a seam's function, on its way there.
+
+    function: the original. arguments, options: as they were given.
+    """
+
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self._function, self._arguments, self._options = function, arguments, options
+
+    def go_on(self) -> Any:
+        """What the original returns."""
+        return self._function(*self._arguments, **self._options)
+
+    def __getitem__(self, parameter: str) -> Any:
+        """What was given for a parameter, by whatever way, or its default."""
+        return self._values[parameter]
+
+    @property
+    def first(self) -> Any:
+        """What was given for the first parameter."""
+        return next(iter(self._values.values()))
+
+    @functools.cached_property
+    def _values(self) -> dict[str, Any]:
+        bound = inspect.signature(self._function).bind(*self._arguments, **self._options)
+        bound.apply_defaults()
+        return bound.arguments
+
+
+Hook = Callable[[Call], Any]
+"""Called in place of a seam's function; returns what that returns, which it gets by going on with the call."""
+
+
+@contextlib.contextmanager
+def installed(loop: Any, hooks: Mapping[str, Hook], version: str) -> Iterator[None]:
+    """Call `hooks`, by the names of seams, around the functions of the module `loop` in this block.
+
+    Raises:
+        UsageError: The loop is not as it was when the hooks were written, or somebody else wrapped a function first.
+            Nothing is changed then.
+    """
+    seams = seams_of(version)
+    check(loop, seams, version)
+    originals = {seam.name: getattr(loop, seam.name) for seam in seams}
+    wrappers = {name: _wrapper(original, hooks[name]) for name, original in originals.items()}
+    for name, wrapper in wrappers.items():
+        setattr(loop, name, wrapper)
+    try:
+        yield
+    finally:
+        for name, wrapper in wrappers.items():
+            # Who wrapped ours meanwhile keeps the wrapper, which from here on does nothing but call the original.
+            wrapper.hook = Call.go_on
+            if getattr(loop, name) is wrapper:
+                setattr(loop, name, originals[name])
+
+
+def check(loop: Any, seams: tuple[Seam, ...], version: str) -> None:
+    """Raises UsageError for the first function that is not as it should be."""
+    for seam in seams:
+        function = getattr(loop, seam.name, None)
+        place = f"{loop.__name__}.{seam.name}"
+        if function is None:
+            raise UsageError(
+                f"Megatron-Core {version} has no {place}, around which training is protected: {_WHAT_TO_DO}"
+            )
+        if not _is_original(function, seam):
+            by = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
+            raise UsageError(
+                f"{place} was replaced by {by} before training is protected: call the protected `pretrain` first, and"
+                " wrap that function later, or do without one of the two"
+            )
+        missing = [name for name in seam.parameters if name not in inspect.signature(function).parameters]
+        if missing:
+            raise UsageError(f"{place} of Megatron-Core {version} takes no {', '.join(missing)}: {_WHAT_TO_DO}")
+
+
+_WHAT_TO_DO = f"use a release that is supported ({', '.join(SEAMS)}), or call `pretrain` unprotected"
+
+
+def _is_original(function: Any, seam: Seam) -> bool:
+    return (
+        isinstance(function, FunctionType)
+        and not hasattr(function, "__wrapped__")
+        and function.__globals__["__name__"] == seam.home
+    )
+
+
+def _wrapper(original: Callable[..., Any], hook: Hook) -> Any:
+    @functools.wraps(original)
+    def wrapper(*arguments: Any, **options: Any) -> Any:
+        call: Hook = wrapper.hook  # type: ignore[attr-defined]
+        return call(Call(original, arguments, options))
+
+    wrapper.hook = hook  # type: ignore[attr-defined]
+    return wrapper

@@ -1,0 +1,62 @@
+"""What the stock loop counts, beside what model, optimizer and scheduler hold: progress in samples and iterations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..ports import Json
+
+_COUNTS = "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"
+_OPERATIONS = "num_floating_point_operations_so_far"
+
+
+class StockCounts:
+    """The `LoopState` of the stock loop: the counts in its `args`, as they stand after the newest whole iteration.
+
+    The loop adds to some of them only a while after the optimizer's step. What is to come until then is added here, so
+    that a state that is put aside in between is whole.
+
+    Args:
+        args: Of Megatron-LM, which the loop reads them from when it starts.
+        loop: The module that has the loop.
+    """
+
+    def __init__(self, args: Any, loop: Any) -> None:
+        self._args, self._loop = args, loop
+        self._operations: int | float = getattr(args, _OPERATIONS, 0)
+        self._samples_to_come = 0
+
+    def stepped(self, samples: int) -> None:
+        """The step of an iteration was made; the loop has yet to add its samples."""
+        self._samples_to_come = samples
+        self._operations += self._loop.num_floating_point_operations(self._args, samples)
+
+    def counted(self, operations: float | None = None) -> None:
+        """The loop has added them; operations: what it has counted up to now, where that is known."""
+        self._samples_to_come = 0
+        if operations is not None:
+            self._operations = operations
+
+    def state_dict(self) -> dict[str, Json]:
+        """As `LoopState.state_dict`."""
+        counts: dict[str, Json] = {name: getattr(self._args, name, 0) for name in _COUNTS}
+        counts["consumed_train_samples"] = self._args.consumed_train_samples + self._samples_to_come
+        # As text: there are soon more of them than 64 bits take.
+        return counts | {_OPERATIONS: repr(self._operations)}
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        """As `LoopState.load_state_dict`: let the loop start, or go on, from these counts."""
+        for name in _COUNTS:
+            setattr(self._args, name, values[name])
+        self._args.iteration = values["iteration"]
+        self._operations = _number(values[_OPERATIONS])
+        setattr(self._args, _OPERATIONS, self._operations)
+        self._samples_to_come = 0
+        self._loop.update_num_microbatches(self._args.consumed_train_samples, consistency_check=False)
+
+
+def _number(text: str) -> int | float:
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)

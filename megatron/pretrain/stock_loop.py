@@ -1,0 +1,114 @@
+"""Trains in the loop of Megatron-LM: `pretrain` of `megatron.training`, protected, on GPUs or on the CPU.
+
+Its flags are Megatron-LM's, those of checkpoints, and two of the driver's own: `--device` and `--metrics-jsonl`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+from collections.abc import Sequence
+from inspect import signature
+from typing import Any
+
+import torch
+
+from megatron.pretrain.errors import InvalidInput, driver_errors
+from megatron.pretrain.initialize import Launch, shut_down, start_process_group, use_cpu
+from megatron.pretrain.logs import configure_logging
+from megatron.pretrain.metrics import IterationReport, Metrics, protection_fields
+from megatron.pretrain.worker import exit_code_of, final_exit_code
+
+
+def run_stock(argv: Sequence[str]) -> int:
+    """Train with these flags; exit code: 0 done or left as asked, 1 failed, 2 flags or inputs that cannot work."""
+    launch = Launch.from_environment()
+    configure_logging(launch)
+    sys.argv = [sys.argv[0], *argv]  # where Megatron-LM looks for them
+    try:
+        with driver_errors():
+            _train(launch, _device(argv))
+    except SystemExit as ending:
+        code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+        return final_exit_code(code) if code == InvalidInput.exit_code else code
+    except Exception as error:
+        return exit_code_of(error, launch)
+    finally:
+        shut_down()
+    return 0
+
+
+def _device(argv: Sequence[str]) -> str:
+    """That of the flags: it has to be known before Megatron-LM is imported."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_device(parser)
+    return str(parser.parse_known_args(list(argv))[0].device)
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=default, help="where to train")
+
+
+def _train(launch: Launch, device: str) -> None:
+    if device == "cpu":
+        use_cpu(stock_loop=True)
+
+    from megatron.core.dist_checkpointing.moe import stock
+    from megatron.core.enums import ModelType
+    from megatron.pretrain.stock_model import build_datasets, build_model, forward_step
+    from megatron.training import argument_utils, arguments, pretrain
+
+    def flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        _add_device(parser)
+        parser.add_argument("--metrics-jsonl", help="file to append the numbers of each iteration to")
+        return stock.arguments(parser)
+
+    run = stock.protected(pretrain, _Reports(launch))
+    if device == "cpu":
+        # Before the loop does it, which would bind the group to a GPU.
+        start_process_group("gloo", launch, datetime.timedelta(minutes=10))
+    parts: dict[str, Any] = {"model_provider": build_model, "model_type": ModelType.encoder_or_decoder}
+    if "extra_args_provider" in signature(pretrain).parameters:  # core 0.17 parses the flags itself
+        run(build_datasets, forward_step_func=forward_step, extra_args_provider=flags, **parts)
+        return
+    try:
+        args = arguments.parse_and_validate_args(extra_args_provider=flags)
+    except (AssertionError, ValueError) as error:
+        raise InvalidInput(f"flags of Megatron-LM that cannot work: {error or 'see where in its code'}") from error
+    configuration = argument_utils.pretrain_cfg_container_from_args(args)
+    run(configuration, build_datasets, forward_step_func=forward_step, **parts)
+
+
+class _Reports:
+    """Writes `--metrics-jsonl`. The flags are known when the first iteration ends."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._metrics: Metrics | None = None
+
+    def __call__(self, done: Any) -> None:
+        from megatron.training import get_args
+
+        args = get_args()
+        if self._metrics is None:
+            is_last = self._launch.rank == self._launch.world_size - 1
+            self._metrics = Metrics(
+                is_last_rank=is_last, train_iters=args.train_iters, jsonl=args.metrics_jsonl, tensorboard_dir=None
+            )
+        self._metrics.record(
+            IterationReport(
+                iteration=done.iteration,
+                consumed_train_samples=args.consumed_train_samples,
+                lm_loss=done.losses.get("lm loss"),
+                grad_norm=done.grad_norm,
+                learning_rate=None,
+                loss_scale=None,
+                skipped=done.skipped,
+                iteration_time_s=done.duration_s,
+                stall_s=done.stall_s,
+                replayed=done.replayed,
+                **protection_fields(done.protection, with_tokens=args.moe_ckpt_log_expert_tokens),
+            )
+        )

@@ -1,0 +1,94 @@
+"""Small jobs in the stock loop: started, killed, started again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from stock_recording import recording
+from world import Hook, Outcome, Running, World
+
+ITERATIONS = 6
+
+# Every schedule moves at each iteration, clipping bites and dropout draws numbers: nothing can be lost unnoticed.
+FLAGS = (
+    "--device cpu --distributed-backend gloo --transformer-impl local --no-persist-layer-norm "
+    "--no-gradient-accumulation-fusion --no-rope-fusion --no-masked-softmax-fusion "
+    "--hidden-size 32 --num-attention-heads 4 --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--position-embedding-type rope --attention-dropout 0.1 --hidden-dropout 0.0 --max-position-embeddings 32 "
+    "--num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 "
+    "--moe-router-load-balancing-type aux_loss --moe-token-dispatcher-type alltoall "
+    "--seq-length 32 --micro-batch-size 1 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-warmup-fraction 0.67 "
+    f"--train-iters {ITERATIONS} --lr-decay-iters {ITERATIONS} --clip-grad 0.5 --weight-decay 0.01 "
+    "--use-distributed-optimizer --log-interval 1 --eval-iters 0 --eval-interval 1000 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --split 90,8,2 --num-workers 0"
+).split()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the model is laid out over ranks."""
+
+    ranks: int
+    pp: int
+    ep: int
+
+    @property
+    def flags(self) -> list[str]:
+        sizes = {"pipeline": self.pp, "expert": self.ep}
+        layout = [part for name, size in sizes.items() for part in (f"--{name}-model-parallel-size", str(size))]
+        # More microbatches than the pipeline is deep.
+        batch = (self.pp + 1) * self.ranks // self.pp
+        return [*layout, "--num-layers", str(2 * self.pp), "--global-batch-size", str(batch)]
+
+
+ALONE = Shape(ranks=1, pp=1, ep=1)
+FOUR = Shape(ranks=4, pp=2, ep=2)
+
+Records = dict[tuple[int, Any], Any]
+
+
+@dataclass(frozen=True)
+class StockJob:
+    """A job of one name: all its attempts find the memory that the ones before it left.
+
+    memory: a folder on a tmpfs. folder: for what is recorded.
+    """
+
+    world: World
+    memory: Path
+    folder: Path
+    shape: Shape = FOUR
+
+    def start(self, *extra: object, hooks: Sequence[Hook] = ()) -> Running:
+        """Start an attempt."""
+        argv = [*FLAGS, *self.shape.flags, *map(str, extra)]
+        if "--moe-ckpt-strategy" in argv and argv[argv.index("--moe-ckpt-strategy") + 1] != "none":
+            argv += ["--moe-ckpt-memory-dir", str(self.memory)]
+        name = {"TORCHELASTIC_RUN_ID": f"stock-{self.memory.name}", "LOOP": "stock"}
+        all_hooks = [partial(recording, str(self.folder)), *hooks]
+        return self.world.start(argv, self.shape.ranks, all_hooks, [name] * self.shape.ranks)
+
+    def run(self, *extra: object, hooks: Sequence[Hook] = (), codes: set[int] | None = None) -> Outcome:
+        """Run an attempt to its end; `codes` are the exit codes that it must have, and no others."""
+        outcome = self.start(*extra, hooks=hooks).wait_or_restart()
+        assert set(outcome.codes) == (codes or {0}), outcome.said
+        return outcome
+
+    def records(self) -> Records:
+        """What each iteration came to on each rank, the last time that it ran, and the digest at the end."""
+        found: Records = {}
+        for rank in range(self.shape.ranks):
+            for line in (self.folder / f"rank-{rank}.jsonl").read_text().splitlines():
+                record = json.loads(line)
+                found[rank, record.pop("iteration", "end")] = record
+        return found
+
+    def ran(self, rank: int) -> list[int]:
+        """The iterations that ran on a rank, in their order, of all attempts."""
+        lines = (self.folder / f"rank-{rank}.jsonl").read_text().splitlines()
+        return [record["iteration"] for record in map(json.loads, lines) if "iteration" in record]

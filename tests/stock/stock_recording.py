@@ -1,0 +1,126 @@
+"""Hooks for workers that train in the stock loop: what each iteration came to, and what is taken away from it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy
+import torch
+
+
+@contextlib.contextmanager
+def recording(folder: str) -> Iterator[None]:
+    """Append how each iteration came out to a file of this rank in the folder, and at the end a digest of the state.
+
+    What `train_step` returns to the loop is recorded, on the way out of all that is wrapped around it.
+    """
+    import megatron.training
+    from megatron.training import training
+
+    original = megatron.training.pretrain
+
+    @functools.wraps(original)
+    def pretrain(*arguments: Any, **options: Any) -> Any:
+        step, last = training.train_step, {}
+
+        @functools.wraps(step)
+        def train_step(*given: Any, **named: Any) -> Any:
+            outcome = step(*given, **named)
+            losses, skipped, _, _, _, norm, *_ = outcome
+            last["objects"] = given[2:5]
+            iteration = training.get_args().curr_iteration + 1
+            shown = {name: float(loss).hex() for name, loss in losses.items()}
+            write({"iteration": iteration, "losses": shown, "grad_norm": float(norm).hex(), "skipped": bool(skipped)})
+            return outcome
+
+        with mock.patch.object(training, "train_step", train_step):
+            try:
+                return original(*arguments, **options)
+            finally:
+                if "objects" in last:
+                    write({"digest": digest(training.get_args(), *last["objects"])})
+
+    path = Path(folder) / f"rank-{os.environ['RANK']}.jsonl"
+
+    def write(line: dict[str, Any]) -> None:
+        with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    with mock.patch.object(megatron.training, "pretrain", pretrain):
+        yield
+
+
+@contextlib.contextmanager
+def unprotected() -> Iterator[None]:
+    """The stock loop as it is: nothing of ours is wrapped around it."""
+    from megatron.core.dist_checkpointing.moe import stock
+
+    with stock.shipped_helpers(), mock.patch.object(stock, "protected", lambda pretrain, report=None: pretrain):
+        yield
+
+
+@contextlib.contextmanager
+def without_seam(name: str) -> Iterator[None]:
+    """The hook of one seam does nothing but go on."""
+    from megatron.core.dist_checkpointing.moe.stock.hooks import Hooks
+    from megatron.core.dist_checkpointing.moe.stock.seams import Call
+
+    original = Hooks.by_name
+    with mock.patch.object(Hooks, "by_name", lambda self: {**original(self), name: Call.go_on}):
+        yield
+
+
+@contextlib.contextmanager
+def as_version(version: str) -> Iterator[None]:
+    """Megatron-Core says that it is another release."""
+    from megatron.core.dist_checkpointing.moe import stock
+
+    with mock.patch.object(stock, "version", return_value=version):
+        yield
+
+
+@contextlib.contextmanager
+def wrapped_by_another(name: str) -> Iterator[None]:
+    """Somebody else was there first."""
+    from megatron.training import training
+
+    def traced(*arguments: Any, **options: Any) -> Any:
+        return original(*arguments, **options)
+
+    original = getattr(training, name)
+    with mock.patch.object(training, name, traced):
+        yield
+
+
+def digest(args: Any, model: Any, optimizer: Any, scheduler: Any) -> str:
+    """Of all that training goes on from: weights, buffers, optimizer state, schedule, counts, random states."""
+    found = hashlib.sha256()
+
+    def add(name: str, value: Any) -> None:
+        if torch.is_tensor(value):
+            value = value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if value.numel() else b""
+        found.update(name.encode() + (value if isinstance(value, bytes) else repr(value).encode()))
+
+    for number, chunk in enumerate(model):
+        for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
+            add(f"{number}.{name}", tensor.reshape(-1))
+    for member in optimizer.chained_optimizers:
+        for group in member.optimizer.param_groups if member.optimizer is not None else ():
+            add("group", sorted((key, value) for key, value in group.items() if isinstance(value, int | float)))
+            for parameter in group["params"]:
+                add("main", parameter.reshape(-1))
+                for key, value in sorted(member.optimizer.state[parameter].items()):
+                    add(key, value.reshape(-1) if torch.is_tensor(value) else value)
+    add("schedule", scheduler.num_steps)
+    add("samples", (args.consumed_train_samples, args.consumed_valid_samples))
+    add("random", (random.getstate(), numpy.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes()))
+    return found.hexdigest()

@@ -1,0 +1,104 @@
+"""How jobs in the stock loop are refused, and how they end before their last iteration."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from stock_jobs import ALONE, ITERATIONS, StockJob
+from stock_recording import as_version, without_seam, wrapped_by_another
+
+FULL = ("--moe-ckpt-strategy", "full")
+SPARSE = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "2")
+KILLED = -signal.SIGKILL
+REFUSED = {2}
+
+
+def kept(job: StockJob) -> list[Path]:
+    """Files of snapshots in memory."""
+    return [path for path in job.memory.rglob("*") if path.is_file()]
+
+
+def test_a_job_that_ends_gives_its_memory_back(new_job, undisturbed) -> None:
+    job = new_job(ALONE)
+    job.run(*FULL)
+    assert job.records() == undisturbed(ALONE)
+    assert not kept(job)
+
+
+def test_a_job_that_leaves_at_an_interval_goes_on_from_memory(new_job, undisturbed) -> None:
+    job = new_job(ALONE)
+    job.run(*FULL, "--exit-interval", 4)
+    assert job.ran(0) == [1, 2, 3, 4]
+    job.run(*FULL)
+    assert job.ran(0)[4:] == [5, 6]
+    assert job.records() == undisturbed(ALONE)
+
+
+def test_a_job_that_is_told_to_end_goes_on_from_memory(new_job, undisturbed) -> None:
+    job = new_job(ALONE)
+    running = job.start(*FULL, "--exit-signal-handler")
+    log = job.folder / "rank-0.jsonl"
+    wait_until(lambda: log.exists() and log.read_text().count("\n") >= 2)
+    os.kill(running.process_id(0), signal.SIGTERM)
+    outcome = running.wait()
+    assert outcome.codes == (0,), outcome.said
+    assert len(job.ran(0)) < ITERATIONS, "the signal came too late to show anything"
+    job.run(*FULL)
+    assert sorted(set(job.ran(0))) == job.ran(0), "no iteration ran twice"
+    assert job.records() == undisturbed(ALONE)
+
+
+def test_what_a_job_leaves_in_a_checkpoint_is_not_kept_in_memory(new_job, tmp_path: Path) -> None:
+    job = new_job(ALONE)
+    job.run(*FULL, "--exit-interval", 2, "--save", tmp_path, "--save-interval", 2)
+    assert not kept(job)
+
+
+def test_an_evaluation_in_the_killed_iteration_reads_its_samples_once(new_job) -> None:
+    flags = ("--eval-iters", 2, "--eval-interval", 2)
+    job, whole = new_job(ALONE), new_job(ALONE)
+    whole.run(*FULL, *flags)
+    fault = ("--moe-ckpt-inject-fault", "0@4:step")
+    job.run(*FULL, *flags, *fault, codes={KILLED})
+    job.run(*FULL, *flags, *fault)
+    assert job.records() == whole.records()
+
+
+@pytest.mark.parametrize("name", ["train_step", "training_log"])
+def test_a_function_that_somebody_wrapped_first_is_refused_by_name(new_job, name: str) -> None:
+    outcome = new_job(ALONE).run(*FULL, hooks=[partial(wrapped_by_another, name)], codes=REFUSED)
+    assert f"megatron.training.training.{name} was replaced by" in outcome.said
+
+
+def test_an_unknown_release_is_refused_before_anything_is_built(new_job) -> None:
+    job = new_job(ALONE)
+    outcome = job.run(*SPARSE, hooks=[partial(as_version, "0.99.0")], codes=REFUSED)
+    assert "Megatron-Core 0.99.0 was never tested with" in outcome.said
+    assert "number of parameters" not in outcome.said
+    assert not kept(job)
+
+
+def test_a_flag_that_breaks_the_promise_is_refused_before_anything_is_built(new_job) -> None:
+    outcome = new_job(ALONE).run(*FULL, "--iterations-to-skip", 3, codes=REFUSED)
+    assert "--iterations-to-skip 3 does not go with --moe-ckpt-strategy full" in outcome.said
+    assert "number of parameters" not in outcome.said
+
+
+@pytest.mark.parametrize("name", ["train", "checkpoint_and_decide_exit"])
+def test_without_a_seam_a_killed_job_does_not_end_as_the_undisturbed_one(new_job, undisturbed, name: str) -> None:
+    job, hooks = new_job(ALONE), [partial(without_seam, name)]
+    job.start(*FULL, "--moe-ckpt-inject-fault", "0@5:forward-backward", hooks=hooks).wait_or_restart()
+    job.start(*FULL, "--moe-ckpt-inject-fault", "0@5:forward-backward", hooks=hooks).wait_or_restart()
+    assert job.records() != undisturbed(ALONE)
+
+
+def wait_until(happened, timeout_s: float = 120.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not happened():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        time.sleep(0.01)

@@ -1,0 +1,252 @@
+"""A stand-in for the module that has the stock loop: the same functions, called in the same order, around nothing.
+
+Its functions have the homes and parameters that `stock.seams` asks for, so that hooks can be installed without
+Megatron-LM. `calls` is what happened, in its order.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
+from megatron.core.dist_checkpointing.moe.stock.seams import SEAMS
+
+_LOOP = """
+def pretrain():
+    args = get_args()
+    model, optimizer, scheduler = setup_model_and_optimizer()
+    calls.append("data")
+    args.curr_iteration = 0
+    train(None, model, optimizer, scheduler, None, None, None, None, {}, None)
+    if args.save:
+        save_checkpoint_and_time(args.train_iters, model, optimizer, scheduler, 0, {})
+
+def setup_model_and_optimizer():
+    args, built = get_args(), (["model"], Optimizer(), "scheduler")
+    if args.load:
+        args.iteration, args.num_floating_point_operations_so_far = load_checkpoint(*built)
+    return built
+
+def train(forward_step_func, model, optimizer, opt_param_scheduler, train_data_iterator, valid_data_iterator,
+          process_non_loss_data_func, config, checkpointing_context, non_loss_data_func):
+    args, reruns, memory_flag = get_args(), list(args_reruns), True
+    iteration, operations = args.iteration, 0
+    forward_backward = get_forward_backward_func()
+    should_exit = False
+    if args.overlap_param_gather:
+        enable_forward_pre_hook(model)
+    while iteration < args.train_iters and not should_exit:
+        args.curr_iteration = iteration
+        passes = 2 if iteration + 1 in reruns else 1
+        outcome = train_step(None, None, model, optimizer, opt_param_scheduler, None, forward_backward, passes)
+        if outcome[3]:
+            break
+        iteration += 1
+        args.consumed_train_samples += args.global_batch_size
+        operations += num_floating_point_operations(args, args.global_batch_size)
+        memory_flag = training_log({}, {}, 0.0, iteration, 1.0, memory_flag, 0, None, None, None, None)
+        if iteration % args.eval_interval == 0 and args.do_valid:
+            calls.append("evaluation")
+            forward_backward(forward_only=True)
+        post_training_step_callbacks(model, optimizer, opt_param_scheduler, iteration, None, 0.0)
+        should_exit = checkpoint_and_decide_exit(
+            model, optimizer, opt_param_scheduler, iteration, operations, {}, None)
+    if should_exit:
+        raise SystemExit(0)
+
+def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config,
+               forward_backward_func, passes):
+    for _ in range(passes):
+        losses = forward_backward_func(forward_only=False)
+    if get_args().curr_iteration + 1 == get_args().broken_iteration:
+        return {}, True, False, True, 17, None, None, 0
+    updated, grad_norm, zeros = optimizer.step()
+    updated = logical_and_across_model_parallel_group(updated)
+    grad_norm = reduce_max_stat_across_model_parallel_group(grad_norm)
+    return {}, 0, False, False, 0, grad_norm, zeros, 0
+
+def training_log(loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter,
+                 grad_norm, params_norm, num_zeros_in_grad, max_attention_logit):
+    calls.append("log")
+    return False
+
+def post_training_step_callbacks(model, optimizer, opt_param_scheduler, iteration, prof,
+                                 num_floating_point_operations_since_last_log_event):
+    calls.append("callbacks")
+    return num_floating_point_operations_since_last_log_event
+
+def checkpoint_and_decide_exit(model, optimizer, opt_param_scheduler, iteration,
+                               num_floating_point_operations_so_far, checkpointing_context, train_data_iterator):
+    args = get_args()
+    if args.save and iteration % args.save_interval == 0:
+        save_checkpoint_and_time(iteration, model, optimizer, opt_param_scheduler, 0, {})
+    return iteration == args.exit_interval
+
+def save_checkpoint_and_time(iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far,
+                             checkpointing_context, non_persistent_ckpt=False):
+    calls.append("save")
+
+def enable_forward_pre_hook(model_chunks):
+    calls.append("hooks of the model")
+
+def num_floating_point_operations(args, samples):
+    return 10**20 * samples
+
+def get_num_microbatches():
+    return 2
+
+def update_num_microbatches(samples, consistency_check=True):
+    pass
+"""
+
+_ELSEWHERE = {
+    "load_checkpoint": (
+        "def load_checkpoint(ddp_model, optimizer, opt_param_scheduler, load_arg='load'):\n"
+        "    calls.append('load')\n"
+        "    return 2, 7\n"
+    ),
+    "get_forward_backward_func": (
+        "def get_forward_backward_func():\n"
+        "    def forward_backward(forward_only, p2p_communicator=None, pg_collection=None):\n"
+        "        calls.append('passes' if p2p_communicator is None else f'passes through {p2p_communicator}')\n"
+        "        return []\n"
+        "    return forward_backward\n"
+    ),
+    "logical_and_across_model_parallel_group": (
+        "def logical_and_across_model_parallel_group(input):\n    calls.append('reduce')\n    return input\n"
+    ),
+    "reduce_max_stat_across_model_parallel_group": (
+        "def reduce_max_stat_across_model_parallel_group(stat):\n    calls.append('reduce')\n    return stat\n"
+    ),
+}
+
+
+class Optimizer:
+    """Steps, and says so."""
+
+    calls: list[str]
+
+    def step(self) -> tuple[bool, float, None]:
+        self.calls.append("optimizer")
+        return True, 0.1, None
+
+
+def arguments(**values: Any) -> argparse.Namespace:
+    """What the loop reads, and the flags of checkpoints."""
+    config = MoECheckpointConfig()
+    given = {f"moe_ckpt_{name}": getattr(config, name) for name in vars(config)}
+    given |= {"moe_ckpt_strategy": "full", "load": None, "save": None, "save_interval": 2, "train_iters": 3}
+    given |= {"exit_interval": None, "eval_interval": 2, "do_valid": False, "iteration": 0, "finetune": False}
+    given |= {"consumed_train_samples": 0, "consumed_valid_samples": 0, "skipped_train_samples": 0, "seq_length": 8}
+    given |= {"global_batch_size": 4, "micro_batch_size": 2, "overlap_param_gather": False, "broken_iteration": None}
+    given |= {"align_param_gather": False, "curr_iteration": 0, "num_floating_point_operations_so_far": 0}
+    return argparse.Namespace(**given | values)
+
+
+def stand_in(args: argparse.Namespace, version: str = "0.19.2", reruns: tuple[int, ...] = ()) -> Any:
+    """A loop with these arguments, whose passes run twice in the iterations of `reruns`."""
+    calls: list[str] = []
+    Optimizer.calls = calls
+    shared = {"calls": calls, "get_args": lambda: args, "Optimizer": Optimizer, "args_reruns": reruns}
+    loop: Any = ModuleType("megatron.training.training")
+    vars(loop).update(shared)
+    exec(_LOOP, vars(loop))
+    for seam in SEAMS[".".join(version.split(".")[:2])]:
+        if seam.name in _ELSEWHERE:
+            home = ModuleType(seam.home)
+            vars(home).update(shared)
+            exec(_ELSEWHERE[seam.name], vars(home))
+            setattr(loop, seam.name, getattr(home, seam.name))
+    return loop
+
+
+class Manager:
+    """Notes what the hooks call, among what the loop does.
+
+    replays: the iterations that it has run again, on ranks that replay alone or not. found: where it resumes.
+    """
+
+    def __init__(
+        self, calls: list[str], found: int = 0, replays: int = 0, *, alone: bool = False, communicator: Any = None
+    ) -> None:
+        self.calls, self.iteration, self._left = calls, found, replays
+        self.replays_alone, self.communicator, self.process_groups = alone, communicator, "groups"
+        self.loss, self.stall_s = None, 0.0
+        self.state: Any = None
+
+    def __call__(self, model: Any, optimizer: Any, scheduler: Any, config: Any, *, state: Any, **_sizes: Any) -> Any:
+        self.state = state
+        return self
+
+    def resume(self, load: Any, newest: int, *, asked_for: bool) -> int:
+        if self.iteration:
+            self.calls.append("resume")
+            self.state.load_state_dict(self.state.state_dict() | {"iteration": self.iteration})
+        elif load is not None:
+            self.iteration = load()
+        return self.iteration
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.calls.append(f"left with {type(error).__name__}")
+            raise
+        self.finish(keep_memory=False)
+
+    @contextmanager
+    def forward_backward(self) -> Iterator[None]:
+        self.calls.append("(")
+        yield
+        self.calls.append(")")
+
+    @property
+    def is_replaying(self) -> bool:
+        return self._left > 0
+
+    def after_step(self) -> None:
+        self.calls.append("after_step")
+        self._left -= self.is_replaying
+
+    def step_done(self) -> None:
+        self.iteration += 1
+        self.calls.append("step_done")
+
+    def finish(self, *, keep_memory: bool) -> None:
+        self.calls.append("finish, memory kept" if keep_memory else "finish")
+
+    def begin(self) -> None:
+        self.calls.append("begin")
+
+    def rejoin(self) -> bool:
+        self.calls.append("rejoin")
+        return False
+
+    def reported(self) -> None:
+        self.calls.append("reported")
+
+    def saved(self) -> None:
+        self.calls.append("saved")
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """Without any process group: one rank, whose device has random states."""
+    import torch
+
+    from megatron.core import parallel_state
+
+    with (
+        mock.patch.object(parallel_state, "get_data_parallel_world_size", return_value=1),
+        mock.patch.object(torch.distributed, "get_rank", return_value=0),
+        mock.patch.object(torch.distributed, "broadcast_object_list"),
+        mock.patch.object(torch.cuda, "get_rng_state", torch.get_rng_state),
+        mock.patch.object(torch.cuda, "set_rng_state", torch.set_rng_state),
+    ):
+        yield

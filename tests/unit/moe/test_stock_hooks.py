@@ -1,0 +1,117 @@
+"""The order of calls of a stock loop, under hooks; the loop is a stand-in, and so is the manager."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+from stock_stand_in import Manager, arguments, one_rank, stand_in
+
+from megatron.core.dist_checkpointing.moe.stock.hooks import Hooks
+from megatron.core.dist_checkpointing.moe.stock.seams import SEAMS, Call, installed
+
+ITERATION = "( passes ) optimizer reduce reduce step_done log callbacks after_step reported"
+
+
+def train(args: Any, manager: Manager | None = None, removed: str | None = None, **options: Any) -> str:
+    """All that happens in a job, in its order."""
+    loop = stand_in(args, **options)
+    manager = manager or Manager(loop.calls)
+    manager.calls = loop.calls
+    hooks = Hooks(loop, "0.19.2", manager)
+    wrapped = dict(hooks.by_name()) | ({removed: Call.go_on} if removed else {})
+    with one_rank(), contextlib.suppress(SystemExit), hooks, installed(loop, wrapped, "0.19.2"):
+        loop.pretrain()
+    return " ".join(loop.calls)
+
+
+def test_each_iteration_is_protected_in_order() -> None:
+    assert train(arguments()) == f"begin data rejoin {ITERATION} {ITERATION} {ITERATION} finish"
+
+
+def test_a_checkpoint_and_an_evaluation_come_before_the_snapshot() -> None:
+    said = train(arguments(save="somewhere", do_valid=True, train_iters=2))
+    assert said.split("step_done")[2].startswith(" log evaluation passes callbacks save saved after_step reported")
+
+
+def test_passes_that_are_run_again_are_protected_again() -> None:
+    said = train(arguments(train_iters=1), reruns=(1,))
+    assert said == f"begin data rejoin ( passes ) {ITERATION} finish"
+
+
+def test_an_iteration_without_a_step_is_not_protected() -> None:
+    assert train(arguments(broken_iteration=1)) == "begin data rejoin ( passes ) finish"
+
+
+def test_a_job_that_leaves_early_keeps_what_no_checkpoint_has() -> None:
+    assert train(arguments(exit_interval=1)).endswith("reported finish, memory kept left with SystemExit")
+
+
+def test_a_job_that_leaves_with_a_checkpoint_keeps_nothing() -> None:
+    assert train(arguments(exit_interval=2, save="somewhere")).endswith("reported finish left with SystemExit")
+
+
+def test_memory_goes_when_the_last_checkpoint_is_saved_and_not_before() -> None:
+    assert train(arguments(save="somewhere", save_interval=9)).endswith("reported save saved finish")
+
+
+def test_what_is_newer_than_the_checkpoint_is_taken_in_its_place() -> None:
+    said = train(arguments(load="somewhere"), Manager([], found=2))
+    assert said == f"resume begin data rejoin {ITERATION} finish"
+
+
+def test_without_anything_newer_the_checkpoint_is_loaded() -> None:
+    assert train(arguments(load="somewhere")) == f"load begin data rejoin {ITERATION} finish"
+
+
+def test_a_replay_is_not_logged_saved_or_evaluated() -> None:
+    args = arguments(save="somewhere", do_valid=True, train_iters=2, save_interval=1, eval_interval=1)
+    said = train(args, Manager([], replays=1)).split(" rejoin ")
+    assert said[0] == "data begin ( passes ) optimizer reduce reduce step_done after_step reported"
+    assert "evaluation" in said[1]
+    assert args.do_valid
+
+
+def test_a_replay_begins_in_the_first_iteration_behind_what_the_loop_sets_up() -> None:
+    said = train(arguments(overlap_param_gather=True, train_iters=2), Manager([], replays=1))
+    assert said.index("begin") < said.index("rejoin hooks of the model")
+
+
+def test_stages_that_replay_alone_reduce_nothing_over_others() -> None:
+    said = train(arguments(train_iters=1), Manager([], replays=1, alone=True))
+    assert said.startswith("data begin ( passes ) optimizer step_done after_step reported rejoin")
+
+
+def test_stages_send_through_the_communicator_of_the_manager() -> None:
+    said = train(arguments(train_iters=1, do_valid=True, eval_interval=1), Manager([], communicator="ours"))
+    assert "( passes through ours )" in said
+    assert "evaluation passes " in said
+
+
+def test_without_a_strategy_nothing_is_called() -> None:
+    said = train(arguments(moe_ckpt_strategy="none", train_iters=1))
+    assert said == "data passes optimizer reduce reduce log callbacks"
+
+
+@pytest.mark.parametrize("removed", [seam.name for seam in SEAMS["0.19"]])
+def test_no_seam_can_go_without_a_trace(removed: str) -> None:
+    """With one seam less, some job comes out in another order."""
+    jobs = {
+        "plain": (arguments(), lambda: Manager([])),
+        "loaded": (arguments(load="somewhere"), lambda: Manager([], found=2)),
+        "saved": (arguments(exit_interval=2, save="somewhere"), lambda: Manager([])),
+        "replayed": (
+            arguments(overlap_param_gather=True, do_valid=True, eval_interval=1),
+            lambda: Manager([], replays=2, alone=True),
+        ),
+    }
+    changed = []
+    for name, (args, manager) in jobs.items():
+        before = train(arguments(**vars(args)), manager())
+        try:
+            after = train(arguments(**vars(args)), manager(), removed=removed)
+        except Exception as error:
+            after = repr(error)
+        changed += [name] if after != before else []
+    assert changed

@@ -1,0 +1,155 @@
+"""What is checked before the stock loop is taken hold of, and what is kept of its counts."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+from stock_stand_in import arguments, stand_in
+
+from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.stock import flags
+from megatron.core.dist_checkpointing.moe.stock.seams import SEAMS, Call, installed
+from megatron.core.dist_checkpointing.moe.stock.state import StockCounts
+
+HOOKS = {seam.name: Call.go_on for seam in SEAMS["0.19"]}
+
+
+def refused(loop: Any, version: str = "0.19.2") -> str:
+    """Why hooks cannot be installed; nothing is changed by that."""
+    before = dict(vars(loop))
+    with pytest.raises(UsageError) as error, installed(loop, HOOKS, version):
+        pass
+    assert vars(loop) == before
+    return str(error.value)
+
+
+@pytest.mark.parametrize("version", ["0.17.1", "0.18.2", "0.19.2"])
+def test_a_known_loop_gets_its_functions_back(version: str) -> None:
+    loop = stand_in(arguments(), version)
+    before = dict(vars(loop))
+    with installed(loop, HOOKS, version):
+        assert {name for name in before if vars(loop)[name] is not before[name]} == set(HOOKS)
+    assert vars(loop) == before
+
+
+def test_a_function_that_is_gone_is_named() -> None:
+    loop = stand_in(arguments())
+    del loop.training_log
+    assert "has no megatron.training.training.training_log" in refused(loop)
+
+
+def test_a_function_that_takes_other_parameters_is_named() -> None:
+    loop = stand_in(arguments())
+    exec("def checkpoint_and_decide_exit(model, iteration): pass", vars(loop))
+    assert "checkpoint_and_decide_exit of Megatron-Core 0.19.2 takes no num_floating" in refused(loop)
+
+
+def test_a_function_that_somebody_wrapped_first_is_named_with_the_wrapper() -> None:
+    loop = stand_in(arguments())
+    original = loop.train_step
+    loop.train_step = lambda *given: original(*given)
+    said = refused(loop)
+    assert "megatron.training.training.train_step was replaced by" in said
+    assert f"{__name__}.test_a_function_that_somebody" in said
+
+
+def test_who_wraps_ours_later_keeps_a_wrapper_that_does_nothing() -> None:
+    loop, seen = stand_in(arguments()), []
+    hooks = HOOKS | {"training_log": lambda call: seen.append("ours")}
+    with installed(loop, hooks, "0.19.2"):
+        ours = loop.training_log
+        loop.training_log = lambda *given: ours(*given)
+    assert loop.training_log(*range(11)) is False
+    assert seen == []
+
+
+def test_a_call_shows_what_was_given_by_position_name_or_default() -> None:
+    loop = stand_in(arguments())
+    call = Call(loop.save_checkpoint_and_time, (4, "model"), {"optimizer": 1, "opt_param_scheduler": 2,
+                "num_floating_point_operations_so_far": 0, "checkpointing_context": {}})  # fmt: skip
+    assert (call.first, call["iteration"], call["optimizer"], call["non_persistent_ckpt"]) == (4, 4, 1, False)
+
+
+def given(**changes: Any) -> tuple[MoECheckpointConfig, argparse.Namespace]:
+    strategy = changes.pop("strategy", "full")
+    return MoECheckpointConfig(strategy=strategy), arguments(**changes)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        {"inprocess_restart": True},
+        {"optimizer_cuda_graph": True},
+        {"cuda_graph_impl": "full_iteration"},
+        {"cuda_graph_scope": ["attn", "full_iteration"]},
+        {"use_megatron_fsdp": True},
+        {"use_torch_fsdp2": True},
+        {"iterations_to_skip": [3, 4]},
+        {"dataloader_type": "cyclic"},
+        {"moe_use_upcycling": True},
+    ],
+    ids=lambda flag: next(iter(flag)),
+)
+def test_a_flag_that_would_break_the_promise_is_refused_by_name(flag: dict[str, Any]) -> None:
+    (name,) = flag
+    with pytest.raises(UsageError, match=f"--{name.replace('_', '-')}.* does not go with --moe-ckpt-strategy full: "):
+        flags.check(*given(**flag), "0.19.2")
+
+
+def test_a_batch_that_grows_is_refused_where_iterations_run_again() -> None:
+    assert flags.check(*given(rampup_batch_size=[4, 4, 16]), "0.19.2") == ""
+    with pytest.raises(UsageError, match="--rampup-batch-size 4 4 16 does not go with --moe-ckpt-strategy sparse"):
+        flags.check(*given(strategy="sparse", rampup_batch_size=[4, 4, 16]), "0.19.2")
+
+
+def test_flags_of_a_usual_job_are_accepted() -> None:
+    usual = {"dataloader_type": "single", "cuda_graph_impl": "none", "cuda_graph_scope": [], "iterations_to_skip": []}
+    assert flags.check(*given(strategy="sparse", **usual), "0.18.2") == ""
+
+
+def test_an_unknown_release_is_accepted_with_a_warning_where_nothing_runs_again() -> None:
+    assert "Megatron-Core 0.20.0 was never tested with" in flags.check(*given(), "0.20.0")
+
+
+def test_an_unknown_release_is_refused_by_name_where_iterations_run_again() -> None:
+    with pytest.raises(UsageError, match=r"Megatron-Core 0\.20\.0 was never .*use a known release, or .* full"):
+        flags.check(*given(strategy="sparse"), "0.20.0")
+
+
+def test_flags_that_have_no_effect_are_refused() -> None:
+    with pytest.raises(UsageError, match="--moe-ckpt-interval has no effect with --moe-ckpt-strategy none"):
+        flags.check_unused(MoECheckpointConfig(interval=3))
+
+
+def test_flags_go_through_the_parser_of_megatron_and_back() -> None:
+    parser = flags.arguments(argparse.ArgumentParser())
+    args = parser.parse_args("--moe-ckpt-strategy sparse --moe-ckpt-window 4".split())
+    assert flags.read(args) == MoECheckpointConfig(strategy="sparse", window="4")
+
+
+def test_a_parser_that_was_not_extended_is_told_so() -> None:
+    with pytest.raises(UsageError, match=r"extra_args_provider=stock\.arguments"):
+        flags.read(argparse.Namespace())
+
+
+def test_counts_are_whole_right_after_the_step_and_after_the_loop_has_counted() -> None:
+    args = arguments(consumed_train_samples=8)
+    counts = StockCounts(args, stand_in(args))
+    counts.stepped(4)
+    after_step = counts.state_dict()
+    args.consumed_train_samples += 4
+    counts.counted(4 * 10**20)
+    assert counts.state_dict() == after_step
+    assert after_step["consumed_train_samples"] == 12
+
+
+def test_counts_come_back_as_they_were_however_large() -> None:
+    args, others = arguments(consumed_train_samples=8), arguments()
+    counts = StockCounts(args, stand_in(args))
+    counts.counted(3 * 10**24 + 1)
+    StockCounts(others, stand_in(others)).load_state_dict(counts.state_dict() | {"iteration": 5})
+    assert (others.iteration, others.consumed_train_samples) == (5, 8)
+    assert others.num_floating_point_operations_so_far == 3 * 10**24 + 1
