@@ -49,6 +49,13 @@ CORE_TESTS = $(addprefix tests/unit/moe/test_, \
 test-core: setup
 	OMP_NUM_THREADS=1 $(RUN) -m pytest $(CORE_TESTS) $(WORKERS)
 
+# On the second stack: that the package installs and imports there, what touches core, and the stock loop.
+test-stock: setup-stock
+	OMP_NUM_THREADS=1 $(STOCK_VENV)/bin/python -m pytest tests/stock $(CORE_TESTS) tests/install/test_import.py $(WORKERS)
+
+stock-python:
+	@[ -n "$(STOCK_PYTHON)" ] && echo "$(STOCK_PYTHON)"
+
 check: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
