@@ -11,7 +11,7 @@ RUN = $(VENV)/bin/python
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 export PYTHONWARNINGS ?= ignore::FutureWarning
 
-.PHONY: setup setup-stock demo test test-core test-full check format bench gpu-check clean
+.PHONY: setup setup-stock stock-python demo test test-core test-stock test-full check format bench gpu-check clean
 
 setup: $(VENV)/.ready
 
