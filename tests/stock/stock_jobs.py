@@ -20,6 +20,7 @@ FLAGS = (
     "--no-gradient-accumulation-fusion --no-rope-fusion --no-masked-softmax-fusion "
     "--hidden-size 32 --num-attention-heads 4 --normalization RMSNorm --swiglu --disable-bias-linear "
     "--position-embedding-type rope --attention-dropout 0.1 --hidden-dropout 0.0 --max-position-embeddings 32 "
+    "--untie-embeddings-and-output-weights "
     "--num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 "
     "--moe-router-load-balancing-type aux_loss --moe-token-dispatcher-type alltoall "
     "--seq-length 32 --micro-batch-size 1 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-warmup-fraction 0.67 "

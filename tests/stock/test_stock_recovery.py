@@ -27,7 +27,7 @@ def test_without_a_strategy_each_iteration_is_that_of_the_unwrapped_loop(new_job
         pytest.param(FULL, "3@4:forward-backward", id="full-before-the-step"),
         pytest.param(FULL, "0@4:end", id="full-after-the-iteration"),
         pytest.param(GLOBAL, "3@5:step", id="sparse-all-stages-replay"),
-        pytest.param(SPARSE, "3@5:forward-backward", id="sparse-one-stage-replays"),
+        pytest.param(SPARSE, "3@5:step", id="sparse-one-stage-replays"),
     ],
 )
 def test_a_killed_job_ends_as_the_undisturbed_one_to_the_last_bit(new_job, undisturbed, protection, fault) -> None:

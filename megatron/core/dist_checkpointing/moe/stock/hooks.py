@@ -139,7 +139,9 @@ class Hooks:
         def load_checkpoint() -> int:
             nonlocal loaded
             assert load is not None
-            args.iteration, args.num_floating_point_operations_so_far = load()
+            # Core copies into master weights in place, which autograd refuses for those that are the model's own.
+            with torch.no_grad():
+                args.iteration, args.num_floating_point_operations_so_far = load()
             state.counted(args.num_floating_point_operations_so_far)
             loaded = True
             return int(args.iteration)
