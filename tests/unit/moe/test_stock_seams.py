@@ -105,6 +105,14 @@ def test_a_batch_that_grows_is_refused_where_iterations_run_again() -> None:
         flags.check(*given(strategy="sparse", rampup_batch_size=[4, 4, 16]), "0.19.2")
 
 
+def test_barriers_of_timers_are_refused_where_a_stage_may_replay_alone() -> None:
+    timed = {"timing_log_level": 2, "pipeline_model_parallel_size": 2}
+    assert flags.check(*given(**timed), "0.19.2") == ""
+    assert flags.check(*given(strategy="sparse", **timed | {"pipeline_model_parallel_size": 1}), "0.19.2") == ""
+    with pytest.raises(UsageError, match=r"--timing-log-level 2 does not go with .* sparse: its barriers"):
+        flags.check(*given(strategy="sparse", **timed), "0.19.2")
+
+
 def test_flags_of_a_usual_job_are_accepted() -> None:
     usual = {"dataloader_type": "single", "cuda_graph_impl": "none", "cuda_graph_scope": [], "iterations_to_skip": []}
     assert flags.check(*given(strategy="sparse", **usual), "0.18.2") == ""

@@ -58,7 +58,9 @@ def check_unused(config: MoECheckpointConfig) -> None:
 
 def refusals(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[str]:
     """A sentence for each flag of Megatron-LM that would break what is promised."""
-    rules = (*_ALWAYS, *(_REPEATING if _repeats(config) else ()))
+    stages = getattr(args, "pipeline_model_parallel_size", 1) or 1
+    may_repeat_alone = _repeats(config) and config.recovery != "global" and stages > 1
+    rules = (*_ALWAYS, *(_REPEATING if _repeats(config) else ()), *(_REPEATING_ALONE if may_repeat_alone else ()))
     for name, applies, reason in rules:
         value = getattr(args, name, None)
         if value is not None and applies(value):
@@ -98,6 +100,13 @@ _ALWAYS: tuple[_Rule, ...] = (
     ("iterations_to_skip", bool, _SAMPLES),
     ("decrease_batch_size_if_needed", bool, _SAMPLES),
     ("dataloader_type", lambda kind: kind in ("external", "cyclic"), "its position is not in `args`; use single"),
+)
+_REPEATING_ALONE: tuple[_Rule, ...] = (
+    (
+        "timing_log_level",
+        lambda level: int(level) > 0,
+        "its barriers would wait for stages that do not replay; use level 0 or --moe-ckpt-recovery global",
+    ),
 )
 _REPEATING: tuple[_Rule, ...] = (
     ("rampup_batch_size", bool, "iterations of different shapes cannot be run again; use --moe-ckpt-strategy full"),
