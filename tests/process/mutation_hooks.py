@@ -91,7 +91,7 @@ def gradients_that_are_not_finite_ignored() -> Iterator[None]:
         return judging
 
     def with_a_norm(_: Any, frozen: Any, step: Any) -> tuple[Any, Any]:
-        return frozen, replace(step, grad_norm=step.grad_norm or 1.0)
+        return frozen, replace(step, grad_norm=step.grad_norm or 1.0, skipped=False)
 
     with patched(patches, "_with_journaled_verdict", make), frozen_otherwise(with_a_norm):
         yield
