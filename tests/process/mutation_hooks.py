@@ -222,7 +222,7 @@ def another_count_of_steps_since_the_last_overflow() -> Any:
 def random_states_left_as_they_are() -> Any:
     from megatron.core.dist_checkpointing.moe.megatron_state import trainer_state
 
-    return patched(trainer_state, "_restore_random", lambda _: lambda tensors: None)
+    return patched(trainer_state, "restore_random", lambda _: lambda tensors: None)
 
 
 def data_one_iteration_ahead() -> Any:

@@ -71,6 +71,7 @@ ROWS = {
         "config contradictions errors local_recovery megatron_state recovery runtime snapshot strategies types",
         "megatron.core torch",
     ),
+    f"{ENGINE}.bridge": Row("config errors manager megatron_state ports strategies", "megatron.core"),
     ENGINE: Row("versions config manager megatron_state recovery runtime snapshot types"),
     f"{ENGINE}.stock": Row(
         "errors ports replay snapshot strategies config contradictions manager", "megatron.core numpy torch"

@@ -78,11 +78,7 @@ class LiveTrainerState:
 
     def tensors(self) -> Mapping[str, memoryview]:
         """As `ports.TrainerState.tensors`."""
-        states = {"python": _python_bytes(), "numpy": _numpy_bytes(), "torch": _bytes_of(torch.get_rng_state())}
-        states["device"] = _bytes_of(torch.cuda.get_rng_state())
-        for name, tracked in _tracked().items():
-            states[f"{_TRACKED}{name}"] = _bytes_of(tracked)
-        return {name: memoryview(states[name]) for name in sorted(states)}
+        return random_states()
 
     def restore(self, scalars: Mapping[str, Json], tensors: Mapping[str, memoryview]) -> None:
         """As `ports.TrainerState.restore`; nothing is changed when something is missing.
@@ -93,7 +89,7 @@ class LiveTrainerState:
         saved = dict[str, Any](scalars)
         _load_groups(self._optimizer, saved["param_groups"])
         self.restore_common(saved)
-        _restore_random(tensors)
+        restore_random(tensors)
 
     def restore_common(self, scalars: Mapping[str, Json]) -> None:
         """As `ports.TrainerState.restore_common`."""
@@ -203,7 +199,17 @@ def _tracked() -> dict[str, torch.Tensor]:
     return states
 
 
-def _restore_random(tensors: Mapping[str, memoryview]) -> None:
+def random_states() -> dict[str, memoryview]:
+    """Those of python, numpy, torch, the device, and Megatron-Core's tracker, by name."""
+    states = {"python": _python_bytes(), "numpy": _numpy_bytes(), "torch": _bytes_of(torch.get_rng_state())}
+    states["device"] = _bytes_of(torch.cuda.get_rng_state())
+    for name, tracked in _tracked().items():
+        states[f"{_TRACKED}{name}"] = _bytes_of(tracked)
+    return {name: memoryview(states[name]) for name in sorted(states)}
+
+
+def restore_random(tensors: Mapping[str, memoryview]) -> None:
+    """Make random states those that `random_states` gave."""
     _set_python(tensors["python"])
     _set_numpy(tensors["numpy"])
     torch.set_rng_state(_tensor_of(tensors["torch"]))

@@ -1,0 +1,295 @@
+"""Megatron-Bridge: protects its training loop with `full` or `pec` from behind its checkpoint manager.
+
+    from megatron.core.dist_checkpointing.moe import MoECheckpointConfig, bridge
+
+    bridge.protected(pretrain, MoECheckpointConfig(strategy="full"))(cfg, forward_step)
+
+`protected` names `BridgeCheckpointManager` as `checkpoint.custom_manager_class`. What Bridge 0.6.2 then calls, and what
+becomes of it (lines of its `training/train.py` and `training/setup.py`):
+
+    setup      408    load                             the newest usable of memory, storage and Bridge's own checkpoint
+    train      389    finalize_async_saves             at the head of each iteration: random states are put back before
+                                                       the first one, and the iteration before this one is protected
+               1331   save                             Bridge's own dense checkpoint
+               782    finalize_async_saves(terminate)  at the end, also before it leaves early: the last iteration is
+                                                       protected, and protection ends
+
+An iteration is protected at the head of the next one, and not in the callback `on_train_step_end`: there Bridge has not
+counted its samples and operations yet, nor evaluated or saved. What is restored has all of that behind it.
+
+Nothing of Bridge is imported before Bridge has made its manager.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from importlib import import_module
+from typing import Any, ParamSpec, TypeVar
+
+from megatron.core.num_microbatches_calculator import update_num_microbatches
+
+from .config import MoECheckpointConfig, add_flags, from_namespace
+from .errors import UsageError
+from .manager import MoECheckpointManager
+from .megatron_state.trainer_state import random_states, restore_random
+from .ports import Json
+from .strategies import STRATEGIES
+
+SETTINGS = "MOE_CKPT_FLAGS"
+"""Environment variable with `--moe-ckpt-*` flags, for launch scripts whose text is not to be changed."""
+
+_COUNTS = (
+    "consumed_train_samples",
+    "skipped_train_samples",
+    "consumed_valid_samples",
+    "floating_point_operations_so_far",
+)
+
+_Given = ParamSpec("_Given")
+_Returned = TypeVar("_Returned")
+
+
+def protected(
+    pretrain: Callable[_Given, _Returned], settings: MoECheckpointConfig | None = None
+) -> Callable[_Given, _Returned]:
+    """Bridge's `pretrain`, or `finetune` of all weights, with training protected from its load to its end.
+
+    Where it ends with an error other ranks are told at once. With strategy `none` it is given back as it is.
+
+    Args:
+        pretrain: Takes Bridge's configuration first, or as `config`.
+        settings: The environment variable MOE_CKPT_FLAGS says them if not given.
+
+    Raises:
+        UsageError: The settings cannot work with Bridge; or, when called, another checkpoint manager is configured.
+    """
+    settings = settings or _settings_from_environment()
+    if settings.strategy == "none":
+        return pretrain
+    run = _Run(settings)
+
+    @functools.wraps(pretrain)
+    def protected_pretrain(*given: _Given.args, **named: _Given.kwargs) -> _Returned:
+        config: Any = named["config"] if "config" in named else given[0]
+        name = f"{BridgeCheckpointManager.__module__}.{BridgeCheckpointManager.__qualname__}"
+        other = config.checkpoint.custom_manager_class
+        if other not in (None, name):
+            raise UsageError(f"checkpoint.custom_manager_class is {other}, and there can be only one: leave it unset")
+        config.checkpoint.custom_manager_class = name
+        with run.current():
+            return pretrain(*given, **named)
+
+    return protected_pretrain
+
+
+class BridgeCheckpointManager:
+    """What Bridge makes of `checkpoint.custom_manager_class`; its own manager goes on making dense checkpoints.
+
+    Without `protected` around Bridge's `pretrain`, MOE_CKPT_FLAGS says the settings, and other ranks learn of an error
+    on this one as they do without protection.
+    """
+
+    def __init__(self, checkpoint_config: Any) -> None:
+        run = _CURRENT.get()
+        self._run = run if run is not None else _Run(_settings_from_environment())
+        self._dense = _bridge("checkpointing").DefaultCheckpointManager(checkpoint_config)
+        self._manager: MoECheckpointManager | None = None
+        self._random: Mapping[str, memoryview] | None = None
+        self._iterations = 0
+
+    @property
+    def checkpointing_context(self) -> dict[str, Any]:
+        """As Bridge's own; an entry makes Bridge call `load` although it may know of no checkpoint."""
+        return {"local_checkpoint_manager": _AlwaysLoads(), **self._dense.checkpointing_context}
+
+    def load(self, ctx: Any) -> tuple[int, int]:
+        """Bring training to the newest usable state; the iteration after which it stands, and operations so far."""
+        state, cfg = ctx.state, ctx.state.cfg
+        if sentences := "; ".join(refusals(cfg, ctx)):
+            raise UsageError(sentences)
+        self._iterations, loaded = cfg.train.train_iters, False
+        manager = MoECheckpointManager(
+            ctx.model,
+            ctx.optimizer,
+            ctx.opt_param_scheduler,
+            self._run.settings,
+            train_iters=cfg.train.train_iters,
+            global_batch_size=cfg.train.global_batch_size,
+            micro_batch_size=cfg.train.micro_batch_size,
+            seq_length=cfg.model.seq_length,
+            state=_BridgeCounts(state),
+        )
+
+        def load_dense() -> int:
+            nonlocal loaded
+            loaded = True
+            iteration, _ = self._dense.load(ctx)
+            return int(iteration)
+
+        newest, asked_for = _newest_dense(cfg, self._dense)
+        manager.resume(None if newest is None else load_dense, -1 if newest is None else newest, asked_for=asked_for)
+        if manager.iteration > 0 and not loaded:
+            self._random = random_states()
+            update_num_microbatches(state.train_state.consumed_train_samples)
+        self._manager = manager
+        self._run.protect(manager)
+        return manager.iteration, state.train_state.floating_point_operations_so_far
+
+    def save(self, ctx: Any, callback_manager: Any) -> None:
+        """Save a dense checkpoint as Bridge does."""
+        self._dense.save(ctx, callback_manager)
+        if self._manager is not None:
+            self._manager.saved()
+
+    def finalize_async_saves(self, state: Any, blocking: bool = False, terminate: bool = False) -> None:
+        """Protect the iteration that Bridge has counted since the last call, and end protection with `terminate`."""
+        self._dense.finalize_async_saves(state, blocking, terminate)
+        manager = self._manager
+        if manager is None:
+            raise UsageError(
+                "Megatron-Bridge trains without having called `load` of its checkpoint manager, as it does for adapters"
+                " (peft), so nothing would be protected: leave checkpoint.custom_manager_class unset"
+            )
+        if self._random is not None:
+            restore_random(self._random)  # data loaders drew their seeds meanwhile
+            self._random = None
+        if state.train_state.step > manager.iteration:
+            manager.after_step()
+            manager.reported()
+        if terminate:
+            manager.finish(keep_memory=manager.iteration < self._iterations)
+        else:
+            manager.rejoin()
+
+
+def refusals(cfg: Any, ctx: Any) -> Iterator[str]:
+    """What of a configuration of Bridge's cannot be protected: a sentence for each.
+
+    Args:
+        cfg: Bridge's ConfigContainer.
+        ctx: The CheckpointLoadContext.
+    """
+    iterations = getattr(cfg.train, "iterations_to_skip", None)
+    kept = "checkpoints of training would not include it"
+    found = {
+        f"train.iterations_to_skip {iterations} makes iterations without a step": bool(iterations),
+        "optimizer.optimizer_cuda_graph takes the optimizer's step out of sight": _is_on(
+            cfg.optimizer, "optimizer_cuda_graph"
+        ),
+        "inprocess_restart restarts without a new process": _is_on(cfg.inprocess_restart, "enabled"),
+        "peft trains adapters beside frozen weights": cfg.peft is not None,
+        "dist.use_decentralized_pg hides the process groups of Megatron-Core": _is_on(cfg.dist, "use_decentralized_pg"),
+        "dist.use_torch_fsdp2 and ddp.use_megatron_fsdp shard weights in another way": (
+            _is_on(cfg.dist, "use_torch_fsdp2") or _is_on(cfg.ddp, "use_megatron_fsdp")
+        ),
+        "several modules with process groups of their own (MIMO) are not one model": ctx.module_name is not None,
+        f"dataset.dataloader_type external has a state of its own, and {kept}": (
+            getattr(cfg.dataset, "dataloader_type", None) == "external"
+        ),
+        "checkpoint.non_persistent_ckpt_type is for what this does instead": (
+            cfg.checkpoint.non_persistent_ckpt_type is not None
+        ),
+    }
+    yield from (f"{what}: leave it out, or train without protection" for what, is_so in found.items() if is_so)
+
+
+class _BridgeCounts:
+    """What Bridge's loop counts; its `train_state` is another object once a checkpoint was loaded."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Json]:
+        return {name: getattr(self._state.train_state, name) for name in _COUNTS}
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        self._state.train_state.step = values["iteration"]
+        for name in _COUNTS:
+            setattr(self._state.train_state, name, values[name])
+
+
+class _AlwaysLoads:
+    """In the place of Bridge's manager of local checkpoints: says that there is something to load."""
+
+    def find_latest(self) -> int:
+        return 0
+
+
+class _Run:
+    """Calls of one protected `pretrain`."""
+
+    def __init__(self, settings: MoECheckpointConfig) -> None:
+        if settings.strategy == "none":
+            raise UsageError(
+                "a strategy is missing: give bridge.protected a MoECheckpointConfig(strategy=...), or set the"
+                f" environment variable {SETTINGS} to flags such as --moe-ckpt-strategy full"
+            )
+        if settings.strategy in STRATEGIES and STRATEGIES[settings.strategy].replays:
+            raise UsageError(
+                f"--moe-ckpt-strategy {settings.strategy} runs iterations again after a fault, perhaps on some pipeline"
+                " stages only: Megatron-Bridge has no hook between passes and step and makes its own communicator of"
+                " stages, so that cannot be done in its loop; use full or pec"
+            )
+        self.settings, self._running = settings, contextlib.ExitStack()
+        self._owns_errors = False
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """A block around the call of `pretrain`: managers made in it belong to this run."""
+        token, self._owns_errors = _CURRENT.set(self), True
+        try:
+            with self._running:
+                yield
+        finally:
+            self._owns_errors = False
+            _CURRENT.reset(token)
+
+    def protect(self, manager: MoECheckpointManager) -> None:
+        """From here on an error out of the block is one of protected training."""
+        if self._owns_errors:
+            self._running.enter_context(manager.run())
+
+
+_CURRENT: ContextVar[_Run | None] = ContextVar("protected run", default=None)
+
+
+def _settings_from_environment() -> MoECheckpointConfig:
+    """What MOE_CKPT_FLAGS says. Raises UsageError for a flag that is none."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+    add_flags(parser, MoECheckpointConfig, "checkpoints", prefix=MoECheckpointConfig.PREFIX)
+    try:
+        found, unknown = parser.parse_known_args(shlex.split(os.environ.get(SETTINGS, "")))
+    except (argparse.ArgumentError, ValueError) as error:
+        raise UsageError(f"{SETTINGS}: {error}") from error
+    if unknown:
+        raise UsageError(f"{SETTINGS} has {' '.join(unknown)}, but takes only --moe-ckpt-* flags")
+    return from_namespace(MoECheckpointConfig, found, prefix=MoECheckpointConfig.PREFIX)
+
+
+def _newest_dense(cfg: Any, dense: Any) -> tuple[int | None, bool]:
+    """The iteration that Bridge itself would load, None if nothing; and whether a user named this very checkpoint.
+
+    Raises FileNotFoundError where Bridge does: a checkpoint to begin from is required, and there is none.
+    """
+    if not _bridge("setup")._should_load_checkpoint(cfg, dense):
+        return None, False
+    checkpoint = cfg.checkpoint
+    iteration, _ = _bridge("checkpointing")._resolve_checkpoint_iteration(checkpoint.load, checkpoint.ckpt_step)
+    # Below -1: `load` is the folder of one iteration. At -1 only pretrained weights are there.
+    return max(iteration, 0), iteration < -1 or checkpoint.ckpt_step is not None or bool(checkpoint.finetune)
+
+
+def _bridge(module: str) -> Any:
+    """A module of Bridge's training."""
+    return import_module(f"megatron.bridge.training.{module}")
+
+
+def _is_on(section: Any, name: str) -> bool:
+    """Whether a section of the configuration is there and has this switched on."""
+    return bool(getattr(section, name, False))

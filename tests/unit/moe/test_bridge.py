@@ -1,0 +1,175 @@
+"""The adapter for Megatron-Bridge without Bridge: settings, what is refused, and how a run ends."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.core.dist_checkpointing.moe import MoECheckpointConfig, bridge
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+
+FULL = MoECheckpointConfig(strategy="full")
+
+
+@pytest.fixture(autouse=True)
+def wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the adapter imports of Bridge."""
+    names = ("megatron.bridge", "megatron.bridge.training", "megatron.bridge.training.checkpointing")
+    modules = {name: types.ModuleType(name) for name in (*names, "megatron.bridge.training.setup")}
+    vars(modules[names[2]]).update(
+        DefaultCheckpointManager=lambda config: SimpleNamespace(
+            checkpointing_context={}, finalize_async_saves=lambda *_: None
+        ),
+        _resolve_checkpoint_iteration=lambda load, step: (step if step is not None else 6, False),
+    )
+    vars(modules["megatron.bridge.training.setup"])["_should_load_checkpoint"] = lambda cfg, manager: bool(
+        cfg.checkpoint.load
+    )
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delenv("MOE_CKPT_FLAGS", raising=False)
+
+
+class Section(SimpleNamespace):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+def configuration(**sections: Section) -> Section:
+    names = ("train", "optimizer", "dist", "ddp", "dataset", "checkpoint", "model")
+    return Section(**{name: Section() for name in names} | sections)
+
+
+class Recorder:
+    """In the place of `MoECheckpointManager`."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.iteration, self.calls = 0, []
+        made.append(self)
+
+    def resume(self, load: Any, newest: int, *, asked_for: bool) -> int:
+        self.calls.append(("resume", load is not None, newest, asked_for))
+        return 0
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            self.calls.append(str(error))
+            raise
+
+
+made: list[Recorder] = []
+
+
+def context(cfg: Section) -> Section:
+    return Section(state=Section(cfg=cfg, train_state=Section(floating_point_operations_so_far=0)))
+
+
+def loads(config: Section, forward_step: Any) -> None:
+    """A `pretrain` that gets as far as its first passes."""
+    name = config.checkpoint.custom_manager_class
+    assert name == "megatron.core.dist_checkpointing.moe.bridge.BridgeCheckpointManager"
+    bridge.BridgeCheckpointManager(config.checkpoint).load(context(config))
+    forward_step()
+
+
+def fails() -> None:
+    raise RuntimeError("out of memory")
+
+
+def test_an_error_out_of_pretrain_reaches_the_manager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bridge, "MoECheckpointManager", Recorder)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        bridge.protected(loads, FULL)(configuration(), fails)
+    assert made[-1].calls[-1] == "out of memory"
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "asked"),
+    [
+        (Section(), (False, -1, False)),
+        (Section(load="there"), (True, 6, False)),
+        (Section(load="there", ckpt_step=4), (True, 4, True)),
+        (Section(load="there", finetune=True), (True, 6, True)),
+    ],
+)
+def test_what_bridge_would_load_is_offered(
+    checkpoint: Section, asked: tuple[bool, int, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bridge, "MoECheckpointManager", Recorder)
+    bridge.protected(loads, FULL)(config=configuration(checkpoint=checkpoint), forward_step=lambda: None)
+    assert made[-1].calls == [("resume", *asked)]
+
+
+def test_sparse_is_refused_by_name_before_anything_is_called() -> None:
+    with pytest.raises(UsageError, match=r"sparse runs iterations again.*no hook between passes and step.*full or pec"):
+        bridge.protected(loads, MoECheckpointConfig(strategy="sparse"))
+
+
+def test_pretrain_without_a_strategy_is_given_back_as_it_is() -> None:
+    assert bridge.protected(loads, MoECheckpointConfig()) is loads
+
+
+def test_a_manager_without_settings_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"a strategy is missing.*MOE_CKPT_FLAGS"):
+        bridge.BridgeCheckpointManager(Section())
+
+
+def test_another_checkpoint_manager_is_left_alone() -> None:
+    config = configuration(checkpoint=Section(custom_manager_class="theirs.Manager"))
+    with pytest.raises(UsageError, match=r"custom_manager_class is theirs.Manager"):
+        bridge.protected(loads, FULL)(config, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [("--moe-ckpt-strateggy full", "strateggy"), ("--moe-ckpt-interval x", "interval"), ("full", "only --moe-ckpt-")],
+)
+def test_flags_in_the_environment_that_are_none_are_named(
+    flags: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOE_CKPT_FLAGS", flags)
+    with pytest.raises(UsageError, match=f"MOE_CKPT_FLAGS.*{said}"):
+        bridge.protected(loads)
+
+
+def test_training_that_was_never_loaded_is_not_called_protected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_CKPT_FLAGS", "--moe-ckpt-strategy full")
+    manager = bridge.BridgeCheckpointManager(Section())
+    with pytest.raises(UsageError, match="nothing would be protected"):
+        manager.finalize_async_saves(Section())
+
+
+@pytest.mark.parametrize(
+    ("sections", "named"),
+    [
+        ({"train": Section(iterations_to_skip=[3])}, "iterations_to_skip"),
+        ({"optimizer": Section(optimizer_cuda_graph=True)}, "optimizer_cuda_graph"),
+        ({"inprocess_restart": Section(enabled=True)}, "inprocess_restart"),
+        ({"peft": Section()}, "peft"),
+        ({"dist": Section(use_decentralized_pg=True)}, "use_decentralized_pg"),
+        ({"dist": Section(use_torch_fsdp2=True)}, "fsdp"),
+        ({"ddp": Section(use_megatron_fsdp=True)}, "fsdp"),
+        ({"dataset": Section(dataloader_type="external")}, "dataloader_type"),
+        ({"checkpoint": Section(non_persistent_ckpt_type="local")}, "non_persistent_ckpt_type"),
+    ],
+)
+def test_what_cannot_be_protected_is_refused_by_name(sections: dict[str, Section], named: str) -> None:
+    (sentence,) = bridge.refusals(configuration(**sections), Section())
+    assert named in sentence
+    with pytest.raises(UsageError, match=named):
+        bridge.protected(loads, FULL)(configuration(**sections), None)
+
+
+def test_a_plain_configuration_is_not_refused() -> None:
+    assert list(bridge.refusals(configuration(), Section())) == []
