@@ -119,7 +119,7 @@ class Wheel:
         from megatron.bridge.training import callbacks, checkpointing, setup, state, train
 
         self._train_module, self._callbacks, self._state = train, callbacks, state
-        self.manager, self.should_load = checkpointing.create_checkpoint_manager, setup._should_load_checkpoint
+        self.manager, self.should_load = checkpointing.create_checkpoint_manager, vars(setup)["_should_load_checkpoint"]
         self.load_context = checkpointing.CheckpointLoadContext
 
         def save(state: Any, model: Any, optimizer: Any, opt_param_scheduler: Any, **_: Any) -> None:
@@ -140,7 +140,7 @@ class Wheel:
 
     def state(self, config: Section) -> Any:
         made = self._state.GlobalState()
-        made._cfg = config
+        made.cfg = config
         return made
 
     def train(
@@ -159,7 +159,8 @@ class Wheel:
 
         callbacks.register("on_train_step_end", step_ended)
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        with (
+        with (  # what reads Bridge's models
+            mock.patch.object(loop, "get_tensor_shapes_adjust_fn_for_distillation", return_value=None),
             mock.patch.object(loop.flop_utils, "num_floating_point_operations", return_value=OPERATIONS),
             mock.patch.object(loop.flop_utils, "resolve_global_flops_runtime_stats", return_value=(0,) * 5),
         ):

@@ -21,7 +21,8 @@ def wheel() -> Any:
     bridge_wheel.prepare()
     from megatron.bridge.training import checkpointing, setup, train
 
-    return SimpleNamespace(checkpointing=checkpointing, setup=setup, train=train)
+    should_load, resolve = vars(setup)["_should_load_checkpoint"], vars(checkpointing)["_resolve_checkpoint_iteration"]
+    return SimpleNamespace(checkpointing=checkpointing, should_load=should_load, resolve=resolve, train=train)
 
 
 @pytest.fixture
@@ -54,15 +55,15 @@ def test_methods_take_what_those_of_the_protocol_take(wheel: Any, made: Any, met
 def test_bridge_asks_the_manager_to_load_where_it_knows_of_no_checkpoint(wheel: Any, made: Any) -> None:
     checkpoint = SimpleNamespace(load=None, pretrained_checkpoint=None, non_persistent_ckpt_type=None)
     cfg = SimpleNamespace(checkpoint=checkpoint, peft=None, _checkpoint_load_required=False)
-    assert wheel.setup._should_load_checkpoint(cfg, made)
+    assert wheel.should_load(cfg, made)
     default = wheel.checkpointing.DefaultCheckpointManager(checkpoint)
-    assert not wheel.setup._should_load_checkpoint(cfg, default)
+    assert not wheel.should_load(cfg, default)
 
 
 def test_functions_that_the_adapter_calls_have_their_parameters(wheel: Any) -> None:
     functions = {
-        wheel.setup._should_load_checkpoint: ["cfg", "checkpoint_manager"],
-        wheel.checkpointing._resolve_checkpoint_iteration: ["load_dir", "ckpt_step_override"],
+        wheel.should_load: ["cfg", "checkpoint_manager"],
+        wheel.resolve: ["load_dir", "ckpt_step_override"],
     }
     for function, names in functions.items():
         assert list(inspect.signature(function).parameters) == names
