@@ -195,6 +195,9 @@ def main() -> None:
         from megatron.core.dist_checkpointing.moe import bridge as adapter
 
         run = adapter.protected(pretrain)
+    elif "MOE_CKPT_FLAGS" in os.environ:
+        name = "megatron.core.dist_checkpointing.moe.bridge.BridgeCheckpointManager"
+        config.checkpoint.custom_manager_class = name
     run(config, own["forward_step"], own, bridge)
 
 
