@@ -126,6 +126,7 @@ def test_one_tensor_for_all_experts_is_refused_with_the_way_out(tensor: str) -> 
 
 def test_tables_of_angles_are_constants_and_router_counts_are_not() -> None:
     assert is_constant("rotary_pos_emb.cos_cached")
+    assert is_constant("decoder.layers.3.self_attention.rotary_pos_emb.sin_cached")
     assert not is_constant("decoder.layers.0.mlp.router.expert_bias")
 
 

@@ -46,8 +46,9 @@ _NON_EXPERT = (
     "mlp.fc1_latent_proj.",
     "mlp.fc2_latent_proj.",
 )
-# The configuration determines rotary angles: they are no training state, though they are registered as buffers.
-_CONSTANT = "rotary_pos_emb."
+# The configuration determines rotary angles: they are no training state, though they are registered as buffers, of the
+# model or, with latent attention, of each layer, which registers them anew where it needs others.
+_CONSTANT = re.compile(r"(?:decoder\.layers\.\d+\.self_attention\.)?rotary_pos_emb\..+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +205,7 @@ class StateTensor:
 
 def is_constant(name: str) -> bool:
     """Whether a buffer is a table that the configuration determines, such as rotary angles: no training state."""
-    return name.startswith(_CONSTANT)
+    return _CONSTANT.fullmatch(name) is not None
 
 
 def locate(name: str, chunk: ChunkPlace) -> GlobalName:
