@@ -49,6 +49,8 @@ def train(forward_step_func, model, optimizer, opt_param_scheduler, train_data_i
         iteration += 1
         args.consumed_train_samples += args.global_batch_size
         operations += num_floating_point_operations(args, args.global_batch_size)
+        if args.log_params_norm:
+            calls.append("norm of parameters")
         memory_flag = training_log({}, {}, 0.0, iteration, 1.0, memory_flag, 0, None, None, None, None)
         if iteration % args.eval_interval == 0 and args.do_valid:
             calls.append("evaluation")
@@ -144,7 +146,8 @@ def arguments(**values: Any) -> argparse.Namespace:
     given |= {"exit_interval": None, "eval_interval": 2, "do_valid": False, "iteration": 0, "finetune": False}
     given |= {"consumed_train_samples": 0, "consumed_valid_samples": 0, "skipped_train_samples": 0, "seq_length": 8}
     given |= {"global_batch_size": 4, "micro_batch_size": 2, "overlap_param_gather": False, "broken_iteration": None}
-    given |= {"align_param_gather": False, "curr_iteration": 0, "num_floating_point_operations_so_far": 0}
+    given |= {"align_param_gather": False, "log_params_norm": False, "no_save_optim": None}
+    given |= {"no_save_rng": None, "curr_iteration": 0, "num_floating_point_operations_so_far": 0}
     return argparse.Namespace(**given | values)
 
 

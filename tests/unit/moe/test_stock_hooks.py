@@ -73,6 +73,14 @@ def test_a_replay_is_not_logged_saved_or_evaluated() -> None:
     assert args.do_valid
 
 
+def test_a_replay_sums_up_no_parameters_over_stages_that_wait() -> None:
+    args = arguments(train_iters=2, log_params_norm=True)
+    replayed, new = train(args, Manager([], replays=1, alone=True)).split(" rejoin ")
+    assert "norm of parameters" not in replayed
+    assert "norm of parameters" in new
+    assert args.log_params_norm
+
+
 def test_a_replay_begins_in_the_first_iteration_behind_what_the_loop_sets_up() -> None:
     said = train(arguments(overlap_param_gather=True, train_iters=2), Manager([], replays=1))
     assert said.index("begin") < said.index("rejoin hooks of the model")

@@ -13,6 +13,9 @@ from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 
 from .seams import Call
 
+_LEFT_OUT = "do_valid", "log_params_norm"
+"""What `args` asks for in each iteration, beside its logging: both have collectives over all ranks."""
+
 
 class Quiet:
     """Sequence: `begin` before the first replayed iteration, `end` when all ranks stand at one iteration.
@@ -22,13 +25,15 @@ class Quiet:
 
     def __init__(self, loop: Any, manager: Any) -> None:
         self._args, self._manager = loop.get_args(), manager
-        self._evaluates: bool | None = None
+        self._asked: dict[str, bool] = {}
         self._mode: RerunMode | None = None
         self._put_off: Call | None = None
 
     def begin(self) -> None:
         """From here on iterations are run again."""
-        self._evaluates, self._args.do_valid = self._args.do_valid, False
+        for name in _LEFT_OUT:
+            self._asked[name] = getattr(self._args, name, False)
+            setattr(self._args, name, False)
         if self._manager.replays_alone:
             # Its verdict is a sum over all ranks. What it looks for would show in the loss, which is compared.
             machine = get_rerun_state_machine()
@@ -37,8 +42,9 @@ class Quiet:
 
     def end(self) -> None:
         """All is as it was; does nothing where nothing was replayed."""
-        if self._evaluates is not None:
-            self._args.do_valid, self._evaluates = self._evaluates, None
+        for name, asked in self._asked.items():
+            setattr(self._args, name, asked)
+        self._asked = {}
         if self._mode is not None:
             get_rerun_state_machine().set_mode(self._mode)
             self._mode = None
