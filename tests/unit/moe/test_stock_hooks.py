@@ -52,6 +52,12 @@ def test_a_job_that_leaves_with_a_checkpoint_keeps_nothing() -> None:
     assert train(arguments(exit_interval=2, save="somewhere")).endswith("reported finish left with SystemExit")
 
 
+@pytest.mark.parametrize("left_out", ["no_save_optim", "no_save_rng"])
+def test_a_job_that_leaves_with_a_part_of_its_state_in_a_checkpoint_keeps_its_memory(left_out: str) -> None:
+    said = train(arguments(exit_interval=2, save="somewhere", **{left_out: True}))
+    assert said.endswith("save saved after_step reported finish, memory kept left with SystemExit")
+
+
 def test_memory_goes_when_the_last_checkpoint_is_saved_and_not_before() -> None:
     assert train(arguments(save="somewhere", save_interval=9)).endswith("reported save saved finish")
 

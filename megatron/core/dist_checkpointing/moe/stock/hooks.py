@@ -246,7 +246,8 @@ class Hooks:
         if self._manager.is_replaying:
             return None
         result = call.go_on()
-        if not call["non_persistent_ckpt"]:
+        in_part = getattr(self._args, "no_save_optim", None) or getattr(self._args, "no_save_rng", None)
+        if not (in_part or call["non_persistent_ckpt"]):
             self._saved = call["iteration"]
         self._manager.saved()
         return result
