@@ -90,6 +90,7 @@ def given(**changes: Any) -> tuple[MoECheckpointConfig, argparse.Namespace]:
         {"iterations_to_skip": [3, 4]},
         {"dataloader_type": "cyclic"},
         {"moe_use_upcycling": True},
+        {"mtp_num_layers": 1},
     ],
     ids=lambda flag: next(iter(flag)),
 )
@@ -111,6 +112,13 @@ def test_barriers_of_timers_are_refused_where_a_stage_may_replay_alone() -> None
     assert flags.check(*given(strategy="sparse", **timed | {"pipeline_model_parallel_size": 1}), "0.19.2") == ""
     with pytest.raises(UsageError, match=r"--timing-log-level 2 does not go with .* sparse: its barriers"):
         flags.check(*given(strategy="sparse", **timed), "0.19.2")
+
+
+@pytest.mark.parametrize("name", ["delay_wgrad_compute", "overlap_moe_expert_parallel_comm"])
+def test_what_cannot_be_frozen_is_refused_by_its_flag_where_iterations_run_again(name: str) -> None:
+    assert flags.check(*given(**{name: True}), "0.19.2") == ""
+    with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} does not go with --moe-ckpt-strategy sparse"):
+        flags.check(*given(strategy="sparse", **{name: True}), "0.19.2")
 
 
 def test_flags_of_a_usual_job_are_accepted() -> None:

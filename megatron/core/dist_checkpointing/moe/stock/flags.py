@@ -96,6 +96,7 @@ _ALWAYS: tuple[_Rule, ...] = (
     ("use_torch_fsdp2", bool, _SHARDED),
     ("perform_rl_step", bool, "rollouts and the reference model are state that no snapshot has"),
     ("skip_train", bool, "there is nothing to protect"),
+    ("mtp_num_layers", bool, "layers that predict further tokens belong to no operator; train without them"),
     ("moe_use_upcycling", bool, "save the upcycled checkpoint first, and train from it"),
     ("iterations_to_skip", bool, _SAMPLES),
     ("decrease_batch_size_if_needed", bool, _SAMPLES),
@@ -112,5 +113,7 @@ _REPEATING: tuple[_Rule, ...] = (
     ("rampup_batch_size", bool, "iterations of different shapes cannot be run again; use --moe-ckpt-strategy full"),
     ("step_batch_size_schedule", bool, "iterations of different shapes cannot be run again; use strategy full"),
     ("qk_clip", bool, "weights change outside of the optimizer's step; use --moe-ckpt-strategy full"),
+    ("delay_wgrad_compute", bool, "weight gradients computed later cannot be frozen; use --moe-ckpt-strategy full"),
+    ("overlap_moe_expert_parallel_comm", bool, "passes of two microbatches in one cannot be frozen; use full"),
     ("moe_expert_rank_capacity_factor", bool, "passes are run again at an overflow; use --moe-ckpt-strategy full"),
 )
