@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from stock_jobs import FOUR, Records, Shape, StockJob
+from stock_jobs import FOUR, Kind, Records, StockJob
 from stock_recording import unprotected
 from world import World
 
@@ -45,7 +45,7 @@ def new_job(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     shared, numbers = Path("/dev/shm"), itertools.count()
     with tempfile.TemporaryDirectory(prefix="moe-ckpt-stock-", dir=shared if shared.is_dir() else None) as folder:
 
-        def make(shape: Shape = FOUR) -> StockJob:
+        def make(shape: Kind = FOUR) -> StockJob:
             memory = Path(folder) / f"{Path(folder).name}-{next(numbers)}"
             memory.mkdir()
             return StockJob(world, memory, tmp_path_factory.mktemp("records"), shape)
@@ -54,11 +54,11 @@ def new_job(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture(scope="session")
-def undisturbed(new_job: NewJob) -> Callable[[Shape], Records]:
+def undisturbed(new_job: NewJob) -> Callable[[Kind], Records]:
     """What the stock loop comes to by itself, with nothing around it."""
-    known: dict[Shape, Records] = {}
+    known: dict[Kind, Records] = {}
 
-    def records(shape: Shape) -> Records:
+    def records(shape: Kind) -> Records:
         if shape not in known:
             job = new_job(shape)
             job.run(hooks=[unprotected])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from stock_recording import recording
 from world import Hook, Outcome, Running, World
@@ -30,13 +30,30 @@ FLAGS = (
 ).split()
 
 
+class Kind(Protocol):
+    """What a job trains."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes."""
+
+    @property
+    def flags(self) -> list[str]:
+        """Of Megatron-LM."""
+
+    @property
+    def hooks(self) -> Sequence[Hook]:
+        """What each worker needs for it."""
+
+
 @dataclass(frozen=True)
 class Shape:
-    """How the model is laid out over ranks."""
+    """How the model of all these tests is laid out over ranks."""
 
     ranks: int
     pp: int
     ep: int
+    hooks: tuple[Hook, ...] = ()
 
     @property
     def flags(self) -> list[str]:
@@ -44,7 +61,7 @@ class Shape:
         layout = [part for name, size in sizes.items() for part in (f"--{name}-model-parallel-size", str(size))]
         # More microbatches than the pipeline is deep.
         batch = (self.pp + 1) * self.ranks // self.pp
-        return [*layout, "--num-layers", str(2 * self.pp), "--global-batch-size", str(batch)]
+        return [*FLAGS, *layout, "--num-layers", str(2 * self.pp), "--global-batch-size", str(batch)]
 
 
 ALONE = Shape(ranks=1, pp=1, ep=1)
@@ -63,15 +80,15 @@ class StockJob:
     world: World
     memory: Path
     folder: Path
-    shape: Shape = FOUR
+    shape: Kind = FOUR
 
     def start(self, *extra: object, hooks: Sequence[Hook] = ()) -> Running:
         """Start an attempt."""
-        argv = [*FLAGS, *self.shape.flags, *map(str, extra)]
+        argv = [*self.shape.flags, *map(str, extra)]
         if "--moe-ckpt-strategy" in argv and argv[argv.index("--moe-ckpt-strategy") + 1] != "none":
             argv += ["--moe-ckpt-memory-dir", str(self.memory)]
         name = {"TORCHELASTIC_RUN_ID": f"stock-{self.memory.name}", "LOOP": "stock"}
-        all_hooks = [partial(recording, str(self.folder)), *hooks]
+        all_hooks = [partial(recording, str(self.folder)), *self.shape.hooks, *hooks]
         return self.world.start(argv, self.shape.ranks, all_hooks, [name] * self.shape.ranks)
 
     def run(self, *extra: object, hooks: Sequence[Hook] = (), codes: set[int] | None = None) -> Outcome:

@@ -69,6 +69,22 @@ def unprotected() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def latent_attention() -> Iterator[None]:
+    """Let core's own attention compute with latent heads, as it can: only Transformer Engine's takes their sizes."""
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class Attention(DotProductAttention):
+        def __init__(self, *arguments: Any, k_channels: int = 0, v_channels: int = 0, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            if v_channels:
+                self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    with mock.patch.object(LocalSpecProvider, "core_attention", return_value=Attention):
+        yield
+
+
+@contextlib.contextmanager
 def without_seam(name: str) -> Iterator[None]:
     """The hook of one seam does nothing but go on."""
     from megatron.core.dist_checkpointing.moe.stock.hooks import Hooks

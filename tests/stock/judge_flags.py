@@ -1,0 +1,54 @@
+"""A program for one worker: Megatron-LM parses and validates flags, then they are judged as `protected` does it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+
+from megatron.pretrain.initialize import use_cpu
+
+
+@contextlib.contextmanager
+def hopper() -> Iterator[None]:
+    """Megatron-LM asks which GPU there is before it accepts some of its flags."""
+    device = {
+        "get_device_capability": lambda *_: (9, 0),
+        "get_device_properties": lambda *_: SimpleNamespace(major=9, minor=0, name="NVIDIA H100"),
+    }
+    with mock.patch.multiple(torch.cuda, **device), mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1"):
+        yield
+
+
+def main() -> str:
+    """Who accepted the flags, or refused them and why."""
+    use_cpu(stock_loop=True)
+
+    from importlib.metadata import version
+
+    from megatron.core.dist_checkpointing.moe import stock
+    from megatron.core.dist_checkpointing.moe.errors import UsageError
+    from megatron.core.dist_checkpointing.moe.stock import flags
+    from megatron.training import arguments
+
+    try:
+        with hopper():
+            args = arguments.parse_args(stock.arguments)
+            arguments.validate_args(args)
+            arguments.core_transformer_config_from_args(args)
+    except (AssertionError, ValueError) as error:
+        return f"refused by Megatron-LM: {error}"
+    try:
+        flags.check(flags.read(args), args, version("megatron-core"))
+    except UsageError as error:
+        return f"refused: {error}"
+    return f"accepted by {flags.__file__}"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"\nverdict: {main()}\n")

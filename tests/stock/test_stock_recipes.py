@@ -1,0 +1,87 @@
+"""Published recipes in the stock loop: their flags are accepted, and reduced variants of them recover exactly."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from recipes import DEEPSEEK_V3, MIXTRAL_8X22B, NEEDS_ENGINE, QWEN3_30B_A3B, RECIPES, WITHOUT_ENGINE, Recipe, Reduced
+from recipes import changed as with_changes
+
+HERE = Path(__file__).parent
+KILLED = -signal.SIGKILL
+FULL = ("--moe-ckpt-strategy", "full")
+SPARSE = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "2")
+STRATEGIES = pytest.mark.parametrize("protection", [FULL, SPARSE], ids=["full", "sparse"])
+MTP = ("--mtp-num-layers", "1")
+
+
+@pytest.fixture
+def verdict(world):
+    """Who accepted or refused flags, and why: a worker has them parsed, validated and judged."""
+
+    def judge(recipe: Recipe, *flags: str) -> str:
+        size = {"WORLD_SIZE": str(recipe.ranks)}
+        outcome = world.start(flags, 1, environments=[size], script=HERE / "judge_flags.py").wait()
+        (said,) = [line for line in outcome.lines if line.startswith("verdict: ")] or [outcome.said]
+        return said.removeprefix("verdict: ")
+
+    return judge
+
+
+@STRATEGIES
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_all_flags_of_a_published_recipe_are_accepted(verdict, recipe: Recipe, protection) -> None:
+    assert verdict(recipe, *with_changes(recipe.flags, WITHOUT_ENGINE), *protection).startswith("accepted")
+
+
+@pytest.mark.parametrize("flag", NEEDS_ENGINE)
+def test_flags_are_left_out_only_where_megatron_refuses_them_without_transformer_engine(verdict, flag: str) -> None:
+    changes = {name: value for name, value in WITHOUT_ENGINE.items() if name != flag}
+    said = verdict(QWEN3_30B_A3B, *with_changes(QWEN3_30B_A3B.flags, changes), *FULL)
+    assert said.startswith(f"refused by Megatron-LM: {NEEDS_ENGINE[flag]}")
+
+
+@STRATEGIES
+def test_multi_token_prediction_is_refused_by_its_flag(verdict, protection) -> None:
+    layout = {"--pipeline-model-parallel-layout": "Et|(tt|)*30mL"}
+    flags = with_changes(DEEPSEEK_V3.flags, {**WITHOUT_ENGINE, **layout})
+    said = verdict(DEEPSEEK_V3, *flags, *MTP, "--mtp-loss-scaling-factor", "0.1", *protection)
+    assert said.startswith(f"refused: --mtp-num-layers 1 does not go with --moe-ckpt-strategy {protection[1]}: ")
+
+
+def test_communication_overlapped_across_microbatches_is_refused_with_sparse_only(verdict) -> None:
+    flag = "--overlap-moe-expert-parallel-comm"
+    flags = [*with_changes(DEEPSEEK_V3.flags, WITHOUT_ENGINE), flag]
+    assert verdict(DEEPSEEK_V3, *flags, *FULL).startswith("accepted")
+    assert verdict(DEEPSEEK_V3, *flags, *SPARSE).startswith(f"refused: {flag} does not go with")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "protection"),
+    [
+        pytest.param(DEEPSEEK_V3, SPARSE, id="deepseek-sparse"),
+        pytest.param(QWEN3_30B_A3B, SPARSE, id="qwen-sparse"),
+        pytest.param(MIXTRAL_8X22B, FULL, id="mixtral-full"),
+        pytest.param(DEEPSEEK_V3, FULL, id="deepseek-full", marks=pytest.mark.full),
+        pytest.param(QWEN3_30B_A3B, FULL, id="qwen-full", marks=pytest.mark.full),
+        pytest.param(MIXTRAL_8X22B, SPARSE, id="mixtral-sparse", marks=pytest.mark.full),
+    ],
+)
+def test_a_reduced_recipe_that_is_killed_ends_as_the_undisturbed_one(new_job, undisturbed, recipe, protection) -> None:
+    reduced, fault = Reduced(recipe), ("--moe-ckpt-inject-fault", "3@5:step")
+    job = new_job(reduced)
+    job.run(*protection, *fault, codes={KILLED, 1})
+    job.run(*protection, *fault)
+    assert job.records() == undisturbed(reduced)
+    ran = job.ran(3)
+    assert (len(set(ran)) < len(ran)) == (protection == SPARSE), "an iteration ran again just where it had to"
+
+
+@STRATEGIES
+def test_a_reduced_recipe_with_multi_token_prediction_is_refused_before_anything_is_built(new_job, protection) -> None:
+    reduced = Reduced(DEEPSEEK_V3, (("--pipeline-model-parallel-layout", "Et|tttmL"), ("--mtp-num-layers", "1")))
+    outcome = new_job(reduced).run(*protection, codes={2})
+    assert "--mtp-num-layers 1 does not go with" in outcome.said
+    assert "number of parameters" not in outcome.said
