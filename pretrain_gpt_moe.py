@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import megatron.pretrain.core_import  # noqa: F401  # before all that imports Megatron-Core
 from megatron.core.dist_checkpointing.moe import Timestamps
 from megatron.pretrain.config import PretrainConfig
-from megatron.pretrain.errors import PretrainError, TrainingFailure, driver_errors
+from megatron.pretrain.engine_errors import driver_errors
+from megatron.pretrain.errors import PretrainError, TrainingFailure
 from megatron.pretrain.initialize import Launch, initialize
 from megatron.pretrain.loops import has_stock_loop
 from megatron.pretrain.worker import run_worker

@@ -5,7 +5,8 @@ import sys
 import megatron.pretrain.core_import  # noqa: F401  # before all that imports Megatron-Core
 from megatron.core.dist_checkpointing.moe import Timestamps
 from megatron.pretrain.config import PretrainConfig
-from megatron.pretrain.errors import InvalidInput, driver_errors
+from megatron.pretrain.engine_errors import driver_errors
+from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.initialize import Launch, initialize
 from megatron.pretrain.worker import run_worker
 

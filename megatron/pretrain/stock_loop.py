@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from megatron.pretrain.errors import InvalidInput, driver_errors
+from megatron.pretrain.engine_errors import driver_errors
+from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.initialize import Launch, shut_down, start_process_group, use_cpu
 from megatron.pretrain.logs import configure_logging
 from megatron.pretrain.metrics import IterationReport, Metrics, protection_fields

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import pytest
 from attempts import Cluster
-from fault_hooks import once_sealed
 from world import ROOT, Outcome, World
 
 LOOP = ROOT / "examples" / "own_loop"
@@ -41,8 +40,7 @@ def killed_and_restarted(cluster: Cluster, strategy: str, fault: str) -> Iterato
         flags = ("--moe-ckpt-strategy", strategy, "--moe-ckpt-inject-fault", fault)
         argv = (*flags, "--moe-ckpt-memory-dir", str(cluster.memory))
         environments = [{"LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": cluster.memory.name} for rank in range(RANKS)]
-        hooks = (once_sealed(cluster.memory, 4, RANKS),)
-        yield cluster.world.start(argv, RANKS, hooks, environments, LOOP / "protected.py").wait_or_restart()
+        yield cluster.world.start(argv, RANKS, (), environments, LOOP / "protected.py").wait_or_restart()
 
 
 @pytest.mark.parametrize("strategy", ["full", "sparse"])

@@ -17,7 +17,8 @@ from megatron.pretrain.checkpoint.state import TrainingState
 from megatron.pretrain.config import parse_config
 from megatron.pretrain.config.model import ModelConfig, MoEConfig
 from megatron.pretrain.config.training import OptimizerFlags
-from megatron.pretrain.errors import InvalidInput, driver_errors
+from megatron.pretrain.engine_errors import driver_errors
+from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.initialize import Launch
 
 

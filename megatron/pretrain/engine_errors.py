@@ -1,0 +1,30 @@
+"""Errors of the engine as the driver's; apart from `errors`, which the launcher imports before any core."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from megatron.core.dist_checkpointing.moe.errors import (
+    CheckpointFailure,
+    MoECheckpointError,
+    PeerLost,
+    StoreFailure,
+    Terminated,
+)
+from megatron.pretrain.errors import InvalidInput, PretrainError, TrainingFailure
+
+
+@contextlib.contextmanager
+def driver_errors() -> Iterator[None]:
+    """Turn errors of the subsystem into the driver's: a lost peer is worth a restart, all else would come again."""
+    try:
+        yield
+    except Terminated as error:
+        raise TrainingFailure(str(error)) from error
+    except (PeerLost, StoreFailure) as error:
+        raise TrainingFailure(f"{error}; leaving, so that the job can be restarted") from error
+    except CheckpointFailure as error:
+        raise PretrainError(str(error)) from error
+    except MoECheckpointError as error:
+        raise InvalidInput(str(error)) from error
