@@ -207,6 +207,7 @@ def _job(argv: Sequence[str], rank: int, ranks: int, port: int, folder: Path, ho
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": f"world-{os.getpid()}-{folder.name}",
+        "LOOP": "own",  # also where Megatron-Core brings another one
     }
     return Job(tuple(argv), environment, folder / f"out-{rank}", folder / f"err-{rank}", hooks)
 
