@@ -74,7 +74,7 @@ ROWS = {
     f"{ENGINE}.bridge": Row("config errors manager megatron_state ports strategies", "megatron.core"),
     ENGINE: Row("versions config manager megatron_state recovery runtime snapshot types"),
     f"{ENGINE}.stock": Row(
-        "errors ports replay snapshot strategies config contradictions manager", "megatron.core numpy torch"
+        "errors ports megatron_state replay snapshot strategies config contradictions manager", "megatron.core torch"
     ),
     # Offline: what people run beside jobs.
     f"{TOOLS}.megatron_core": Row("versions", also="moe_ckpt_finder"),

@@ -31,11 +31,11 @@ from megatron.core import parallel_state
 
 from ..config import MoECheckpointConfig
 from ..errors import UsageError
+from ..megatron_state.trainer_state import random_states, restore_random
 from . import flags
 from .dense import newest_checkpoint
 from .iteration import Report, StockIteration, mean_loss
 from .quiet import Quiet
-from .random_states import RandomStates
 from .seams import Call, Hook
 from .state import StockCounts
 
@@ -155,11 +155,11 @@ class Hooks:
             # May make a step that this rank missed: data iterators are built behind it. A replay begins only in the
             # first iteration: the loop sets up hooks of the model before, which a replay takes out.
             manager.begin()
-        self._random = RandomStates.now() if iteration > 0 and not loaded else None
+        self._random = random_states() if iteration > 0 and not loaded else None
 
     def _train(self, call: Call) -> Any:
         if self._random is not None:
-            self._random.restore()  # data loaders drew their seeds meanwhile
+            restore_random(self._random)  # data loaders drew their seeds meanwhile
         try:
             result = call.go_on()
         except SystemExit:
