@@ -2,14 +2,16 @@
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import megatron.pretrain.core_import  # noqa: F401  # before all that imports Megatron-Core
-from megatron.core.dist_checkpointing.moe import Timestamps
+from megatron.core.dist_checkpointing.moe import Timestamps, take_seat
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.engine_errors import driver_errors
 from megatron.pretrain.errors import PretrainError, TrainingFailure
 from megatron.pretrain.initialize import Launch, initialize
 from megatron.pretrain.loops import has_stock_loop
+from megatron.pretrain.warm_up import warm_up
 from megatron.pretrain.worker import run_worker
 
 
@@ -48,6 +50,7 @@ def pretrain(config: PretrainConfig, launch: Launch, marks: Timestamps) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Exit code, see `run_worker`."""
+    take_seat(partial(warm_up, argv))
     if has_stock_loop():
         from megatron.pretrain.stock_loop import run_stock
 

@@ -7,6 +7,7 @@
 #   NNODES (1)        nodes, played by as many    PP (2)  pipeline parallel size
 #                     torchrun agents             EP (2)  expert parallel size
 #   MAX_RESTARTS (3)  restarts after a failure    VPP     model chunks per pipeline rank
+#   STANDBYS (0)      processes per node, imports done, that wait to take the seats of lost ranks
 #   LOOP              own, or stock: that of Megatron-LM, with its flags (default: stock from Megatron-Core 0.17 on)
 #   PYTHON            interpreter (default: .venv of this repository, .venv-stock with LOOP=stock, else python3)
 #   SCRIPT            another script that takes the same flags
@@ -49,5 +50,5 @@ export OMP_NUM_THREADS=1
 # Copies of a snapshot go past the cache from 256 KiB on: half as fast again here, and training keeps its cache.
 export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.cpu.x86_non_temporal_threshold=0x40000}
 exec "$python" -m megatron.pretrain.launch --nproc-per-node "${NPROC:-4}" --nnodes "${NNODES:-1}" \
-    --max-restarts "${MAX_RESTARTS:-3}" "${SCRIPT:-$root/pretrain_gpt_moe.py}" \
+    --max-restarts "${MAX_RESTARTS:-3}" --standbys "${STANDBYS:-0}" "${SCRIPT:-$root/pretrain_gpt_moe.py}" \
     --device cpu "${layout[@]}" "${model[@]}" "${experts[@]}" "${training[@]}" "${data[@]}" "$@"

@@ -64,10 +64,10 @@ def probe_environment(world_size: int) -> Environment:
     )
 
 
-def marks_of_this_process() -> Timestamps:
-    """For the timeline of a recovery: this process has begun."""
+def marks_of_this_process(seated_s: float | None = None) -> Timestamps:
+    """For the timeline of a recovery: this process has begun, or has taken the seat of a rank."""
     marks = Timestamps()
-    marks.mark(Milestone.RESTARTED, started_s(os.getpid()))
+    marks.mark(Milestone.RESTARTED, started_s(os.getpid()) if seated_s is None else seated_s)
     return marks
 
 

@@ -64,6 +64,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--nproc-per-node", type=int, required=True, help="processes per node")
     parser.add_argument("--nnodes", type=int, default=1, help="nodes, each played by an agent on this machine")
     parser.add_argument("--max-restarts", type=int, default=3, help="restarts of all workers after a failure")
+    parser.add_argument(
+        "--standbys", type=int, default=0, help="processes of a node that wait to take lost ranks' seats"
+    )
     parser.add_argument("--rdzv-endpoint", help=argparse.SUPPRESS)
     parser.add_argument("--rdzv-id", default=f"local-{uuid.uuid4().hex[:12]}", help=argparse.SUPPRESS)
     parser.add_argument("script", help="the training script")
@@ -77,7 +80,7 @@ def _run_nodes(options: argparse.Namespace) -> int:
     if options.nnodes == 1:
         return _run_agent(options)
     command = [sys.executable, "-m", "megatron.pretrain.launch"]
-    for name in ("nproc_per_node", "nnodes", "max_restarts", "rdzv_endpoint", "rdzv_id"):
+    for name in ("nproc_per_node", "nnodes", "max_restarts", "standbys", "rdzv_endpoint", "rdzv_id"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     command += [options.script, *options.flags]
     patience_s, endpoint = SHUTDOWN_TIMEOUT_S + 10, options.rdzv_endpoint
@@ -103,8 +106,11 @@ def _run_agent(options: argparse.Namespace) -> int:
         monitor_interval=MONITOR_INTERVAL_S,
         shutdown_timeout=SHUTDOWN_TIMEOUT_S,
     )
+    from megatron.pretrain.seats.agent import seated_workers  # once Megatron-Core is skipped
+
     try:
-        elastic_launch(config, sys.executable)("-u", options.script, *options.flags)
+        with seated_workers(options.standbys):
+            elastic_launch(config, sys.executable)("-u", options.script, *options.flags)
     except SignalException as stop:
         sys.stderr.write(
             f"stopped by signal {stop.sigval.name}; workers had until their end or {SHUTDOWN_TIMEOUT_S} s\n"

@@ -29,7 +29,7 @@ def run_stock(argv: Sequence[str]) -> int:
     sys.argv = [sys.argv[0], *argv]  # where Megatron-LM looks for them
     try:
         with driver_errors():
-            _train(launch, _device(argv))
+            _train(launch, device_of(argv))
     except SystemExit as ending:
         code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
         return final_exit_code(code) if code == InvalidInput.exit_code else code
@@ -40,7 +40,7 @@ def run_stock(argv: Sequence[str]) -> int:
     return 0
 
 
-def _device(argv: Sequence[str]) -> str:
+def device_of(argv: Sequence[str]) -> str:
     """That of the flags: it has to be known before Megatron-LM is imported."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     _add_device(parser)

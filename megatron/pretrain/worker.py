@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.moe import Timestamps, is_lost_peer
+from megatron.core.dist_checkpointing.moe.seats.seat import own_seat
 from megatron.pretrain.config import PretrainConfig, parse_config
 from megatron.pretrain.config.validate import resolve
 from megatron.pretrain.errors import PretrainError, TrainingFailure
@@ -20,7 +21,7 @@ log = logging.getLogger(__name__)
 
 def run_worker(argv: Sequence[str], work: Callable[[PretrainConfig, Launch, Timestamps], None]) -> int:
     """Do `work` with these flags; exit code: 0 done or left as asked, 1 failed, 2 flags or inputs that cannot work."""
-    marks, launch = marks_of_this_process(), Launch.from_environment()
+    marks, launch = marks_of_this_process(own_seat().taken_s), Launch.from_environment()
     configure_logging(launch)
     try:
         work(resolve(parse_config(argv), probe_environment(launch.world_size)), launch, marks)

@@ -26,10 +26,12 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousTimeoutError,
 )
-from torch.distributed.run import parse_args, run
+from torch.distributed.run import run
 
 from megatron.pretrain.processes import NODE_NAME, VERDICT_FILE
 from megatron.pretrain.rendezvous import BACKEND, NodesHandler, register_backend
+from megatron.pretrain.seats.run import parse_options
+from moe_ckpt.megatron_core import refuse_unsupported_versions
 
 
 class NotNeeded(Exception):
@@ -66,6 +68,7 @@ class SpareHandler(NodesHandler):
 
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0 trained or not needed, 2 flags or inputs that cannot work, 128 + N told to end, 1 failed."""
+    refuse_unsupported_versions()
     code = 1
     signal.signal(signal.SIGTERM, _told_to_end)
     try:
@@ -87,14 +90,17 @@ def _told_to_end(number: int, _frame: FrameType | None) -> None:
 
 def _lead(argv: Sequence[str]) -> int:
     """Train, and report how that has ended; the exit code. SIGTERM is ignored from the report on."""
+    from megatron.pretrain.seats.agent import seated_workers  # once Megatron-Core is skipped
+
     register_backend(SpareHandler)
     # Torchrun would put a handler of its own in the place of ours once it starts ranks.
-    options = parse_args([f"--rdzv-backend={BACKEND}", "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", *argv])
+    options = parse_options([f"--rdzv-backend={BACKEND}", "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", *argv])
     with tempfile.TemporaryDirectory(prefix="moe-ckpt-agent-") as folder:
         verdict = Path(folder) / "verdict"
         os.environ[VERDICT_FILE] = str(verdict)
         try:
-            run(options)
+            with seated_workers(options.moe_ckpt_standbys):
+                run(options)
             code = int(verdict.read_text()) if verdict.exists() else 0
         except NotNeeded:
             return 0

@@ -3,6 +3,7 @@
 #
 #   SPARES (1)            nodes that wait until another one is lost
 #   NPROC                 ranks per node (default: its GPUs, else 1)
+#   STANDBYS (0)          processes per node that wait, imports done, to take the seats of lost ranks
 #   LEAD_S (180)          seconds between the signal of --signal and the end of the job's time
 #   MAX_RESTARTS (20)     restarts of the ranks within a run of the job
 #   MIN_RUN_S (600)       a run that fails sooner than this would fail again: the job is not requeued
@@ -14,7 +15,7 @@
 #   RDZV_HOST, RDZV_PORT  where the nodes meet (default: this host, a port that follows from the job's number)
 #   ANSWER_S (60)         how long RDZV_HOST may take to lead to this node once the meeting point is there
 
-: "${SPARES:=1}" "${NPROC:=${SLURM_GPUS_ON_NODE:-1}}" "${LEAD_S:=180}" "${MAX_RESTARTS:=20}" "${MIN_RUN_S:=600}"
+: "${SPARES:=1}" "${STANDBYS:=0}" "${NPROC:=${SLURM_GPUS_ON_NODE:-1}}" "${LEAD_S:=180}" "${MAX_RESTARTS:=20}" "${MIN_RUN_S:=600}"
 : "${ON_STOP:=requeue}" "${KEEP_MEMORY:=0}" "${TMPFS:=/dev/shm}" "${IMAGE:=}" "${MOUNTS:=}"
 : "${PYTHON:=$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}"
 : "${SCRIPT:=$root/pretrain_gpt_moe.py}"
@@ -48,7 +49,7 @@ run_job() {
     keep_rendezvous
     say "run $((${SLURM_RESTART_COUNT:-0} + 1)) on $nodes of $SLURM_JOB_NODELIST, $SPARES spare"
     "${step[@]}" "--nodes=$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$root/scripts/slurm/node.sh" \
-        "--nnodes=$nodes" "--nproc-per-node=$NPROC" "--max-restarts=$MAX_RESTARTS" \
+        "--nnodes=$nodes" "--nproc-per-node=$NPROC" "--max-restarts=$MAX_RESTARTS" "--moe-ckpt-standbys=$STANDBYS" \
         "--shutdown-timeout=$((LEAD_S > KILL_MARGIN_S ? LEAD_S - KILL_MARGIN_S : 1))" \
         "--rdzv-id=$SLURM_JOB_ID" "--rdzv-endpoint=$RDZV_HOST:$RDZV_PORT" "--rdzv-conf=is_host=0,join_timeout=$MEET_S" \
         "$SCRIPT" "${flags[@]}" "$@" &

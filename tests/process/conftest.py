@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
+import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from attempts import Cluster
-from runs import Layout, Start, Train, flags
+from runs import Launch, Layout, Start, Train, flags
 from sparse_runs import Case, FaultFree, Run
 from sparse_runs import fault_free as run_fault_free
-from world import Hook, Outcome, Running, World
+from world import HANG_TIMEOUT_S, ROOT, Hook, Outcome, Running, World
 
 from megatron.pretrain.preprocess import PreprocessRequest, preprocess
 
@@ -92,5 +97,32 @@ def fault_free(world: World, corpus: str, tmp_path_factory: pytest.TempPathFacto
         if case.training not in done:
             done[case.training] = run_fault_free(world, corpus, case, tmp_path_factory.mktemp("fault-free"))
         return done[case.training]
+
+    return run
+
+
+@pytest.fixture
+def launch(corpus: str, tmp_path: Path) -> Launch:
+    """Runs a command in the root of the repository, and all it started ends with it."""
+
+    def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+        scratch = tmp_path / "scratch"
+        scratch.mkdir(exist_ok=True)
+        own = {"PYTHON": sys.executable, "CORPUS": corpus, "OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)}
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | own | environment, stdout=pipe, stderr=pipe, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            out, err = process.communicate(timeout=HANG_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate()
+            pytest.fail(f"{' '.join(command)} did not end within {HANG_TIMEOUT_S:.0f} s; it said:\n{out}\n{err}")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
 
     return run

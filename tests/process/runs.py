@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 from world import Outcome, Running
@@ -15,6 +16,7 @@ from moe_ckpt.dense.digest import digest_components
 
 Start = Callable[..., Running]
 Train = Callable[..., Outcome]
+Launch = Callable[..., CompletedProcess[str]]
 
 
 @dataclass(frozen=True)

@@ -2,49 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from attempts import Cluster
-from runs import Layout, Train, differences, digest, exact, flags, metrics
-from world import HANG_TIMEOUT_S, ROOT, free_port
-
-Launch = Callable[..., subprocess.CompletedProcess[str]]
+from runs import Launch, Layout, Train, differences, digest, exact, flags, metrics
+from world import free_port
 
 LOST_NODE = Path(__file__).with_name("lost_node.py")
-
-
-@pytest.fixture
-def launch(corpus: str, tmp_path: Path) -> Launch:
-    """Runs a command in the root of the repository, and all it started ends with it."""
-
-    def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-        scratch = tmp_path / "scratch"
-        scratch.mkdir(exist_ok=True)
-        own = {"PYTHON": sys.executable, "CORPUS": corpus, "OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)}
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | own | environment, stdout=pipe, stderr=pipe, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            out, err = process.communicate(timeout=HANG_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            out, err = process.communicate()
-            pytest.fail(f"{' '.join(command)} did not end within {HANG_TIMEOUT_S:.0f} s; it said:\n{out}\n{err}")
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        return subprocess.CompletedProcess(command, process.returncode, out, err)
-
-    return run
 
 
 def assert_same_losses_after_a_kill(straight: Path, killed: Path, recomputed: int) -> None:

@@ -66,13 +66,14 @@ ROWS = {
     f"{ENGINE}.recovery": Row(f"{PARTS} storage replication replay snapshot", "msgspec"),
     f"{ENGINE}.local_recovery": Row(f"{WORKERS} core_versions", "megatron.core numpy torch"),
     f"{ENGINE}.runtime": Row(f"{WORKERS} versions config replication local_recovery", "megatron.core torch"),
+    f"{ENGINE}.seats": Row(),
     f"{ENGINE}.contradictions": Row("config errors runtime strategies"),
     f"{ENGINE}.manager": Row(
-        "config contradictions errors local_recovery megatron_state recovery runtime snapshot strategies types",
+        "config contradictions errors local_recovery megatron_state recovery runtime seats snapshot strategies types",
         "megatron.core torch",
     ),
     f"{ENGINE}.bridge": Row("config errors manager megatron_state ports strategies", "megatron.core"),
-    ENGINE: Row("versions config manager megatron_state recovery runtime snapshot types"),
+    ENGINE: Row("versions config manager megatron_state recovery runtime seats snapshot types"),
     f"{ENGINE}.stock": Row(
         "errors ports megatron_state replay snapshot strategies config contradictions manager", "megatron.core torch"
     ),
@@ -88,7 +89,7 @@ ROWS = {
     ),
     # The driver, and drills that start it.
     DRIVER: Row(
-        "errors policy strategies config contradictions storage core_versions megatron_state",
+        "errors policy strategies config contradictions storage core_versions megatron_state seats",
         "megatron.core megatron.training numpy psutil tokenizers torch", "dense megatron_core",
         also=f"{ENGINE} {ENGINE}.stock",
     ),
@@ -100,7 +101,7 @@ ROWS = {
     "tools": Row(
         "errors policy core_versions megatron_state replay", "click torch", "commands __init__", f"{DRIVER} {ENGINE}"
     ),
-    "scripts": Row("", "matplotlib torch", also=DRIVER),
+    "scripts": Row("", "matplotlib torch", "megatron_core", also=DRIVER),
     "pretrain_gpt_moe": Row(also=f"{DRIVER} {ENGINE}"),
     "examples": Row(
         "", "matplotlib megatron.core megatron.training torch",

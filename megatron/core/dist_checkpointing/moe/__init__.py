@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .recovery.timeline import Timestamps as Timestamps
     from .runtime.disconnect import is_lost_peer as is_lost_peer
     from .runtime.process_info import ProcessInfo as ProcessInfo
+    from .seats.seat import take_seat as take_seat
     from .snapshot.coordinator import ProtectionReport as ProtectionReport
     from .types import StepJournal as StepJournal
 
@@ -32,6 +33,7 @@ _MODULES = {
     "StepJournal": "types",
     "Timestamps": "recovery.timeline",
     "is_lost_peer": "runtime.disconnect",
+    "take_seat": "seats.seat",
 }
 
 __all__ = sorted(_MODULES)

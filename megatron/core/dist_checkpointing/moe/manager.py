@@ -52,6 +52,7 @@ from .runtime.session import Session
 from .runtime.step_order import LoopCall
 from .runtime.termination import Termination
 from .runtime.unprotected import Unprotected
+from .seats.seat import own_seat
 from .snapshot.coordinator import ProtectionReport
 from .strategies import STRATEGIES
 from .types import StepJournal
@@ -114,7 +115,7 @@ class MoECheckpointManager:
                 passes=Passes(transformer, seq_length, micro_batch_size, microbatches),
             )
             self._session = Session(config, training, place, timestamps)
-        self._termination, self._finished, self._given = Termination(), False, 0
+        self._termination, self._finished, self._given, self._seat = Termination(), False, 0, own_seat()
         self._hooks = IterationHooks(
             self._session,
             optimizer,
@@ -251,10 +252,14 @@ class MoECheckpointManager:
             CheckpointFailure: Protection was lost, and `strict` is set.
             MoECheckpointError: A replayed iteration came out otherwise than recorded.
         """
-        if not self._is_active:
+        was_replaying, report = self.is_replaying, None
+        if self._is_active:
+            report = self._hooks.after_step(loss)
+        else:
             self._trainer.iteration += 1
-            return None
-        return self._hooks.after_step(loss)
+        if not was_replaying:
+            self._seat.training()
+        return report
 
     def reported(self) -> None:
         """The iteration's numbers were written down: a recovery of its state need not write them again."""

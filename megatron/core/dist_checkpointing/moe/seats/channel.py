@@ -1,0 +1,45 @@
+"""Messages between a launcher and one of its workers: a line of JSON each, over a pair of sockets."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+from typing import Any
+
+VERSION = 1
+"""Of the messages; a launcher does not seat a worker that speaks another."""
+DESCRIPTOR = "MOE_CKPT_SEAT"
+"""Environment variable with the number of the worker's descriptor."""
+
+Message = dict[str, Any]
+
+
+class Channel:
+    """One end. Raises ConnectionError from any call once the other end is gone."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._text = connection, b""
+        connection.setblocking(False)
+
+    def send(self, message: Message) -> None:
+        """Send without waiting; messages are far smaller than what a socket holds. Raises ConnectionError."""
+        self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self, timeout_s: float = 0.0) -> list[Message]:
+        """What has come, oldest first; waits for it `timeout_s` at most. Raises ConnectionError."""
+        if not select.select([self._connection], [], [], timeout_s)[0]:
+            return []
+        while select.select([self._connection], [], [], 0)[0]:
+            part = self._connection.recv(65536)
+            if not part:
+                if b"\n" in self._text:
+                    break  # first what was said
+                raise ConnectionResetError("the other end of the seat's socket is closed")
+            self._text += part
+        *lines, self._text = self._text.split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def close(self) -> None:
+        """Close this end."""
+        self._connection.close()

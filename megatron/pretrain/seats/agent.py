@@ -1,0 +1,184 @@
+"""torch's elastic agent, with workers that sit in seats: rendezvous, membership and restarts stay torch's."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.launcher import api as launcher
+
+from megatron.pretrain.seats.fill import fill, order_of_standbys
+from megatron.pretrain.seats.process import SeatProcess
+
+log = logging.getLogger(__name__)
+
+KILL_TIMEOUT_S = 30.0
+"""How long the end of a killed process may take: a driver may have to give pages of a device back."""
+QUICK_DEATHS = 3
+"""So many standbys in a row that die before they are ready mean that none will ever be."""
+
+
+class SeatAgent(LocalElasticAgent):
+    """Fills the seats of its node with standbys, and with new processes where there are too few.
+
+    Args:
+        standbys: How many to keep waiting. They are started once training goes on, so that nothing is slower for them.
+        arguments, options: As of torch's own agent.
+    """
+
+    def __init__(self, *arguments: Any, standbys: int, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._wanted, self._quick_deaths = standbys, 0
+        self._seats: dict[int, SeatProcess] = {}
+        self._standbys: list[SeatProcess] = []
+
+    # What the base class asks for.
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        environments = self._environments(worker_group)
+        self._setup_local_watchdog(envs=environments)
+        self._setup_healthcheck()
+        self._hear()
+        ready = order_of_standbys(self._standbys, {at: one.is_ready for at, one in enumerate(self._standbys)})
+        for seat, process in fill(list(environments), self._seats, ready).items():
+            rank = environments[seat]["RANK"]
+            if process is None:
+                process = self._started(environments[seat])
+                log.info("rank %s: a new process, pid %d", rank, process.pid)
+            else:
+                self._standbys.remove(process)
+                process.sit(environments[seat])
+                log.info("rank %s: a standby, pid %d", rank, process.pid)
+            self._seats[seat] = process
+        return {seat: process.pid for seat, process in self._seats.items()}
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._hear()
+        codes = {seat: process.exit_code for seat, process in self._seats.items()}
+        if failed := {seat: code for seat, code in codes.items() if code}:
+            return RunResult(
+                state=WorkerState.FAILED,
+                failures={
+                    worker_group.workers[seat].global_rank: ProcessFailure(seat, self._seats[seat].pid, code, "<NONE>")
+                    for seat, code in failed.items()
+                },
+            )
+        if all(code == 0 for code in codes.values()):
+            return RunResult(
+                state=WorkerState.SUCCEEDED,
+                return_values={worker_group.workers[seat].global_rank: None for seat in codes},
+            )
+        if all(process.is_training and process.takes_seats for process in self._seats.values()):
+            self._refill()
+        return RunResult(state=WorkerState.HEALTHY)
+
+    def _stop_workers(self, worker_group: WorkerGroup, *_: Any) -> None:
+        self._end(self._seats.values(), signal.SIGTERM, self._shutdown_timeout)
+        self._seats = {}
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        super()._shutdown(death_sig, timeout)  # its watchdog and health check
+        self._wanted = 0
+        self._end(self._standbys, signal.SIGKILL, KILL_TIMEOUT_S)
+        self._end(self._seats.values(), death_sig, timeout)
+        self._standbys, self._seats = [], {}
+
+    # Processes of this node.
+
+    def _environments(self, group: WorkerGroup) -> dict[int, dict[str, str]]:
+        """What torchrun says to each local rank, https://docs.pytorch.org/docs/stable/elastic/run.html."""
+        spec = group.spec
+        job = {
+            "ROLE_NAME": spec.role,
+            "GROUP_RANK": group.group_rank,
+            "GROUP_WORLD_SIZE": group.group_world_size,
+            "LOCAL_WORLD_SIZE": spec.local_world_size,
+            "MASTER_ADDR": group.master_addr,
+            "MASTER_PORT": group.master_port,
+            "TORCHELASTIC_RESTART_COUNT": spec.max_restarts - self._remaining_restarts,
+            "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
+            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
+        }
+        environments: dict[int, dict[str, str]] = {}
+        for worker in group.workers:
+            own = {
+                "RANK": worker.global_rank,
+                "ROLE_RANK": worker.role_rank,
+                "WORLD_SIZE": worker.world_size,
+                "ROLE_WORLD_SIZE": worker.role_world_size,
+            }
+            environment: dict[str, Any] = {name: str(value) for name, value in (job | own).items()}
+            self._set_local_rank_env(environment, worker.local_rank, spec)
+            environments[worker.local_rank] = environment
+        return environments
+
+    def _started(self, environment: Mapping[str, str] | None = None) -> SeatProcess:
+        """A new process, with the seat that this environment tells of, or a standby."""
+        spec = self._worker_group.spec
+        assert isinstance(spec.entrypoint, str), "the launcher starts a command"
+        own = environment or {"TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id()}
+        return SeatProcess([spec.entrypoint, *spec.args], {**os.environ, **own}, idle=environment is None)
+
+    def _refill(self) -> None:
+        """Start the standby that is missing; one at a time, and none where they die again and again."""
+        is_settled = self._quick_deaths < QUICK_DEATHS and all(one.is_ready for one in self._standbys)
+        if is_settled and len(self._standbys) < self._wanted:
+            self._standbys.append(self._started())
+
+    def _hear(self) -> None:
+        for process in self._seats.values():
+            process.hear()
+            if process.problem and self._wanted:
+                log.error(
+                    "no standbys are kept: pid %d %s; install one release on all nodes", process.pid, process.problem
+                )
+                self._wanted = 0
+        for process in list(self._standbys):
+            process.hear()
+            if process.exit_code is not None:
+                self._standbys.remove(process)
+                self._note_death(process)
+
+    def _note_death(self, process: SeatProcess) -> None:
+        self._quick_deaths = 0 if process.is_ready else self._quick_deaths + 1
+        log.warning("standby %d ended with exit code %s while it waited", process.pid, process.exit_code)
+        if self._quick_deaths == QUICK_DEATHS:
+            log.error(
+                "%d standbys ended before they were ready; lost ranks get new processes from here on", QUICK_DEATHS
+            )
+
+    def _end(self, processes: Iterable[SeatProcess], number: signal.Signals, timeout_s: float) -> None:
+        """Send a signal to all of them, and SIGKILL to those that take longer to end."""
+        ending = [process for process in processes if process.exit_code is None]
+        for process in ending:
+            process.end(number)
+        until = time.monotonic() + timeout_s
+        for process in ending:
+            if process.wait(until - time.monotonic()):
+                continue
+            log.warning("process %d did not end within %.0f s of %s; killed", process.pid, timeout_s, number.name)
+            process.end(signal.SIGKILL)
+            if not process.wait(KILL_TIMEOUT_S):
+                log.error("process %d does not end even when killed; a device driver may hold it", process.pid)
+
+
+@contextlib.contextmanager
+def seated_workers(standbys: int) -> Iterator[None]:
+    """In this block torch's launchers, `run` and `elastic_launch`, seat workers if there are standbys."""
+    own = launcher.LocalElasticAgent
+    if standbys:
+        launcher.LocalElasticAgent = partial(SeatAgent, standbys=standbys)
+    try:
+        yield
+    finally:
+        launcher.LocalElasticAgent = own

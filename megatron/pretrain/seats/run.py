@@ -1,0 +1,59 @@
+"""`moe-ckpt-run`: torchrun that keeps standbys, which take the seats of lost ranks with all imports done.
+
+    moe-ckpt-run --moe-ckpt-standbys 8 [options of torchrun] SCRIPT [flags]
+
+The script calls `take_seat` of `megatron.core.dist_checkpointing.moe` once it has imported what it needs; one that does
+not gets new processes, as under torchrun. Everything else is torchrun's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.run import get_args_parser, run
+
+from moe_ckpt.megatron_core import refuse_unsupported_versions
+
+# What torchrun does when it starts a process: before a standby has a rank.
+_AT_START = {"redirects": "0", "tee": "0", "run_path": False, "numa_binding": None}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a job to its end; ends as torchrun does."""
+    refuse_unsupported_versions()
+    from megatron.pretrain.seats.agent import seated_workers  # once Megatron-Core is skipped
+
+    options = parse_options(argv)
+    with seated_workers(options.moe_ckpt_standbys):
+        record(run)(options)
+
+
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
+    """torchrun's options and ours. Ends the process with exit code 2 for those that cannot work together."""
+    parser: argparse.ArgumentParser = get_args_parser()
+    parser.prog = "moe-ckpt-run"
+    parser.add_argument(
+        "--moe-ckpt-standbys",
+        type=int,
+        default=0,
+        metavar="N",
+        help="processes per node that wait with all imports done to take the seats of lost ranks; as many as there are"
+        " ranks make a restart of all a matter of seconds (0: as torchrun)",
+    )
+    options = parser.parse_args(argv)
+    if options.moe_ckpt_standbys < 0:
+        parser.error(f"--moe-ckpt-standbys {options.moe_ckpt_standbys}: give how many, 0 for none")
+    given = [name for name, none in _AT_START.items() if getattr(options, name, none) != none]
+    if options.moe_ckpt_standbys and given:
+        parser.error(
+            f"--{given[0].replace('_', '-')} is done when a process starts, and a standby has no rank then: leave it"
+            " out, or give --moe-ckpt-standbys 0"
+        )
+    return options
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,43 @@
+"""A worker without torch: `seat_worker.py FOLDER BEHAVIOUR`. In FOLDER it leaves `ready-PID` once it waits for a seat,
+and `ATTEMPT-RANK` with its pid once it sits. The last rank of the first attempt kills itself, when as many standbys as
+BEHAVIOUR says are ready; the second attempt ends well."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from moe_ckpt.megatron_core import skip_megatron_core
+
+skip_megatron_core()
+
+from megatron.core.dist_checkpointing.moe.seats import channel, seat  # noqa: E402
+
+folder, behaviour = Path(sys.argv[1]), sys.argv[2]
+WAIT_S = 60
+
+
+def warmed_up() -> None:
+    (folder / f"ready-{os.getpid()}").touch()
+    if behaviour == "standbys die" and len(list(folder.glob("ready-*"))) <= 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if behaviour == "another release":
+    channel.VERSION = seat.VERSION = 99
+if behaviour != "no seats":
+    seat.take_seat(warmed_up)
+attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], int(os.environ["RANK"])
+(folder / f"{attempt}-{rank}").write_text(str(os.getpid()))
+if attempt == "0":
+    if behaviour != "no seats":
+        seat.own_seat().training()
+    wanted = {"two standbys": 2, "one standby": 1, "standbys die": 3}.get(behaviour, 0)
+    until = time.monotonic() + WAIT_S
+    while rank == 0 or len(list(folder.glob("ready-*"))) < wanted:
+        if time.monotonic() > until:
+            sys.exit(f"{wanted} standbys were not ready within {WAIT_S} s")
+        time.sleep(0.02)
+    time.sleep(0.5)  # so that what is ready was heard
+    os.kill(os.getpid(), signal.SIGKILL)

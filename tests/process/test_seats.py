@@ -1,0 +1,123 @@
+"""Launchers with standbys: who takes the seats of ranks that are lost, on real processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+from attempts import Cluster
+from runs import Launch, Layout, Train, differences, digest, flags
+from world import HANG_TIMEOUT_S, ROOT, free_port
+
+WORKER = Path(__file__).with_name("seat_worker.py")
+
+
+Jobs = Callable[..., tuple[Path, subprocess.CompletedProcess[str]]]
+
+
+@pytest.fixture(scope="module")
+def run_workers(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    """Runs two ranks, of which one is lost once, to the end; what was run so before is not run again."""
+
+    @cache
+    def run(behaviour: str, standbys: int) -> tuple[Path, subprocess.CompletedProcess[str]]:
+        folder = tmp_path_factory.mktemp("seats")
+        return folder, _run_workers(folder, behaviour, standbys)
+
+    return run
+
+
+def _run_workers(folder: Path, behaviour: str, standbys: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megatron.pretrain.seats.run", "--moe-ckpt-standbys", str(standbys)]
+    command += f"--nproc-per-node 2 --max-restarts 1 --master-port {free_port()} --monitor-interval 0.05".split()
+    return subprocess.run(
+        [*command, str(WORKER), str(folder), behaviour],
+        cwd=ROOT, capture_output=True, text=True, timeout=HANG_TIMEOUT_S,
+    )  # fmt: skip
+
+
+def sitting(folder: Path, attempt: int) -> list[int]:
+    """The pids of both ranks in an attempt."""
+    return [int((folder / f"{attempt}-{rank}").read_text()) for rank in range(2)]
+
+
+def standbys(folder: Path) -> set[int]:
+    """The pids of processes that waited for a seat."""
+    return {int(path.name.removeprefix("ready-")) for path in folder.glob("ready-*")}
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "number", "seated"),
+    [("two standbys", 2, 2), ("one standby", 1, 1), ("standbys die", 2, 0), ("no seats", 2, 0), ("any", 0, 0)],
+)
+def test_after_a_loss_standbys_take_the_seats_and_new_processes_those_that_are_left(
+    behaviour: str, number: int, seated: int, run_workers: Jobs
+) -> None:
+    folder, ended = run_workers(behaviour, number)
+    assert ended.returncode == 0, ended.stderr
+    before, after = sitting(folder, 0), sitting(folder, 1)
+    assert not {*before} & {*after}
+    assert len({*after} & standbys(folder)) == seated, (after, standbys(folder), ended.stderr)
+
+
+def test_where_standbys_die_again_and_again_no_more_are_started_and_a_line_says_so(run_workers: Jobs) -> None:
+    said = run_workers("standbys die", 2)[1].stderr
+    assert said.count("while it waited") == 3, said
+    assert "3 standbys ended before they were ready; lost ranks get new processes" in said
+
+
+def test_workers_of_another_release_train_without_standbys_and_a_line_says_so(run_workers: Jobs) -> None:
+    folder, ended = run_workers("another release", 2)
+    assert ended.returncode == 0, ended.stderr
+    assert "no standbys are kept" in ended.stderr
+    assert "version 99" in ended.stderr
+    assert not standbys(folder)
+
+
+def test_no_standby_is_left_when_the_job_has_ended(run_workers: Jobs) -> None:
+    folder, _ = run_workers("standbys die", 2)
+    assert not [pid for pid in standbys(folder) if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.parametrize("wrong", [["--tee", "3"], ["--redirects", "1"]])
+def test_what_torchrun_does_at_the_start_of_a_rank_is_refused_with_standbys(wrong: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megatron.pretrain.seats.run", "--moe-ckpt-standbys", "1", *wrong, str(WORKER)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_TIMEOUT_S)
+    assert ended.returncode == 2
+    assert f"{wrong[0]} is done when a process starts" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("strategy", "layout", "number"),
+    [
+        pytest.param("sparse --moe-ckpt-window 2", Layout(pp=2, ep=1, ranks=2), 2, id="sparse, all from standbys"),
+        pytest.param("full", Layout(), 3, id="full, four ranks and three standbys", marks=pytest.mark.full),
+    ],
+)
+def test_a_job_that_standbys_go_on_with_ends_in_the_state_of_one_without_faults(
+    strategy: str,
+    layout: Layout,
+    number: int,
+    launch: Launch,
+    train: Train,
+    corpus: str,
+    cluster: Cluster,
+    tmp_path: Path,
+) -> None:
+    straight, killed, seats = tmp_path / "straight", tmp_path / "killed", tmp_path / "seats"
+    seats.mkdir()
+    train(layout, "--save", straight)
+    protect = ["--moe-ckpt-strategy", *strategy.split(), "--moe-ckpt-memory-dir", str(cluster.memory)]
+    fault = ["--moe-ckpt-inject-fault", f"{layout.ranks - 1}@5"]
+    saving = ["--save", str(killed)]
+    environment = {"STANDBYS": str(number), "READY_STANDBYS": str(number), "SEATS": str(seats)}
+    environment |= {"NPROC": str(layout.ranks), "SCRIPT": str(Path(__file__).with_name("standby_job.py"))}
+    ended = launch(["scripts/train_cpu.sh", *flags(corpus, layout, *protect, *fault, *saving)], **environment)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert len(list(seats.glob("seated-*"))) == number
+    assert "exactly" in ended.stdout, ended.stdout + ended.stderr
+    assert not differences(digest(killed, 6), digest(straight, 6))
