@@ -115,7 +115,7 @@ def test_a_job_that_standbys_go_on_with_ends_in_the_state_of_one_without_faults(
     fault = ["--moe-ckpt-inject-fault", f"{layout.ranks - 1}@5"]
     saving = ["--save", str(killed)]
     environment = {"STANDBYS": str(number), "READY_STANDBYS": str(number), "SEATS": str(seats)}
-    environment |= {"NPROC": str(layout.ranks), "SCRIPT": str(Path(__file__).with_name("standby_job.py"))}
+    environment |= {"NPROC": str(layout.ranks), "SCRIPT": str(ROOT / "benchmarks" / "standby_job.py")}
     ended = launch(["scripts/train_cpu.sh", *flags(corpus, layout, *protect, *fault, *saving)], **environment)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert len(list(seats.glob("seated-*"))) == number

@@ -1,5 +1,8 @@
-"""`pretrain_gpt_moe.py` where an injected fault waits until as many standbys as $READY_STANDBYS wait for a seat. In the
-folder $SEATS each leaves `ready-PID`, and a standby that trains `seated-RANK`."""
+"""`pretrain_gpt_moe.py` where an injected fault waits until as many standbys as $READY_STANDBYS wait for a seat.
+
+For tests and benchmarks. In the folder $SEATS each standby leaves `ready-PID` while it waits, and `seated-RANK` once it
+trains.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from pathlib import Path
 
 if os.sched_getscheduler(0) == os.SCHED_IDLE:  # on a machine that is never idle, the test would wait for ever
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import pretrain_gpt_moe
 from megatron.core.dist_checkpointing.moe.runtime import faults
@@ -22,10 +25,16 @@ FOLDER = Path(os.environ["SEATS"])
 WAIT_S = 120
 
 
+def waiting_standbys() -> int:
+    """How many wait for a seat now."""
+    pids = [path.name.removeprefix("ready-") for path in FOLDER.glob("ready-*")]
+    return sum(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
 def kill_once_standbys_are_ready() -> None:
     """The fault."""
     until = time.monotonic() + WAIT_S
-    while len(list(FOLDER.glob("ready-*"))) < int(os.environ["READY_STANDBYS"]):
+    while waiting_standbys() < int(os.environ["READY_STANDBYS"]):
         if time.monotonic() > until:
             sys.exit(f"standbys were not ready within {WAIT_S} s")
         time.sleep(0.02)
@@ -45,6 +54,7 @@ def training(seat: Seat, done: object = Seat.training) -> None:
     assert callable(done)
     done(seat)
     if seat.taken_s is not None:
+        (FOLDER / f"ready-{os.getpid()}").unlink(missing_ok=True)
         (FOLDER / f"seated-{os.environ['RANK']}").touch()
 
 
