@@ -99,13 +99,14 @@ def page(result: dict[str, Any]) -> list[str]:
     lines = [
         "# Recovery with standbys",
         "",
-        "Made by `benchmarks/standbys.py --write`; every recovery is in `benchmarks/results/standbys.json`. Medians, and"
-        " in brackets quartiles.",
+        "Made by `benchmarks/standbys.py --write`; every recovery is in `benchmarks/results/standbys.json`. Medians,"
+        " and in brackets quartiles.",
         "",
         f"{RANKS} processes (PP=2, EP=2) on {about['cores']} cores ({about['cpu']}), torch {about['torch']},"
-        f" Megatron-Core {about['megatron_core']}; one-minute load {about['load_before']:.1f} before and {about['load_after']:.1f}"
-        " after, the jobs' own included. A rank is killed; then all ranks start again, from standbys that have done their"
-        " imports, or as new processes. Iterations that are run again are left out of the first row.",
+        f" Megatron-Core {about['megatron_core']}; one-minute load {about['load_before']:.1f} before and"
+        f" {about['load_after']:.1f} after, the jobs' own included. A rank is killed; then all ranks start again, from"
+        " standbys that have done their imports, or as new processes. Iterations that are run again are left out of the"
+        " first row.",
         "",
         "| | standbys | new processes | ratio |",
         "|---|---|---|---|",

@@ -75,7 +75,8 @@ ROWS = {
     f"{ENGINE}.bridge": Row("config errors manager megatron_state ports strategies", "megatron.core"),
     ENGINE: Row("versions config manager megatron_state recovery runtime seats snapshot types"),
     f"{ENGINE}.stock": Row(
-        "errors ports megatron_state replay snapshot strategies config contradictions manager", "megatron.core torch"
+        "errors ports megatron_state replay seats snapshot strategies config contradictions manager",
+        "megatron.core torch",
     ),
     # Offline: what people run beside jobs.
     f"{TOOLS}.megatron_core": Row("versions", also="moe_ckpt_finder"),
@@ -108,8 +109,9 @@ ROWS = {
         also=f"pretrain_gpt_moe {DRIVER} {ENGINE} {ENGINE}.stock",
     ),
     "benchmarks": Row(
-        "types ports policy storage megatron_state replay snapshot local_recovery runtime",
-        "matplotlib megatron.core numpy nvidia_resiliency_ext torch", "drills simulator", also=f"{DRIVER} {ENGINE}",
+        "types ports policy storage megatron_state replay seats snapshot local_recovery runtime",
+        "matplotlib megatron.core numpy nvidia_resiliency_ext torch", "drills simulator",
+        also=f"pretrain_gpt_moe {DRIVER} {ENGINE}",
     ),
     "setup": Row("", "setuptools"),
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.seats.channel import DESCRIPTOR, VERSION, Channel
 from megatron.core.dist_checkpointing.moe.seats.seat import Seat
+from megatron.core.dist_checkpointing.moe.stock import flags
 from megatron.pretrain.seats.fill import fill, order_of_standbys
 from megatron.pretrain.seats.process import SeatProcess, may_leave_idle_class
 from megatron.pretrain.seats.run import parse_options
@@ -121,3 +123,10 @@ def test_a_standby_runs_where_nothing_else_wants_to_until_it_has_a_seat() -> Non
         standby.end(signal.SIGKILL)
         assert standby.wait(10.0)
     assert standby.exit_code == -signal.SIGKILL
+
+
+def test_flags_of_the_stock_loop_are_read_once_the_process_has_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    monkeypatch.setattr(flags, "take_seat", lambda: taken.append("a seat"))
+    flags.arguments(argparse.ArgumentParser())
+    assert taken == ["a seat"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from functools import cache
@@ -36,7 +35,7 @@ class Seat:
         os.set_inheritable(int(number), False)
         return cls(Channel(socket.socket(fileno=int(number))))
 
-    def take(self, warm_up: Callable[[], None]) -> None:
+    def take(self, warm_up: Callable[[], None] | None = None) -> None:
         """See `take_seat`."""
         if self._channel is None:
             return
@@ -44,13 +43,14 @@ class Seat:
             self._channel.send({"version": VERSION})
             if "RANK" not in os.environ and self.taken_s is None:
                 self._wait(self._channel, warm_up)
-        except ConnectionError:
-            sys.exit(0)
+        except ConnectionError as error:
+            raise SystemExit(0) from error  # nobody will ever call
 
-    def _wait(self, channel: Channel, warm_up: Callable[[], None]) -> None:
+    def _wait(self, channel: Channel, warm_up: Callable[[], None] | None) -> None:
         # Ctrl-C goes to all processes of a terminal; the launcher ends those that wait.
         interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        warm_up()
+        if warm_up is not None:
+            warm_up()
         channel.send({"ready": True})
         messages = channel.receive(LOOK_S)
         while not messages:
@@ -75,14 +75,17 @@ def own_seat() -> Seat:
     return Seat.from_environment()
 
 
-def take_seat(warm_up: Callable[[], None] = lambda: None) -> Seat:
+def take_seat(warm_up: Callable[[], None] | None = None) -> Seat:
     """Wait for a rank if this process was started without one, and put it into the environment as torchrun does.
 
-    To be called once imports are done and before anything asks for the rank. Ends the process where its launcher ends.
+    To be called once imports are done and before anything asks for the rank.
 
     Args:
         warm_up: What else can be done before there is a rank; skipped in a process that has one. What goes wrong in it
             goes wrong again in training, so better let it pass.
+
+    Raises:
+        SystemExit: The launcher has ended.
     """
     seat = own_seat()
     seat.take(warm_up)

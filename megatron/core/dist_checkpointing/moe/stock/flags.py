@@ -9,12 +9,17 @@ from typing import Any
 from ..config import MoECheckpointConfig, add_flags, from_namespace
 from ..contradictions import contradictions
 from ..errors import UsageError
+from ..seats.seat import take_seat
 from ..strategies import STRATEGIES
 from .seams import SEAMS, is_known
 
 
 def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add `--moe-ckpt-*` to Megatron-LM's parser: an `extra_args_provider`, or a part of the user's own."""
+    """Add `--moe-ckpt-*` to Megatron-LM's parser: an `extra_args_provider`, or a part of the user's own.
+
+    A standby waits here for its rank, which the parser reads from the environment next: see `take_seat`.
+    """
+    take_seat()
     choices = {"strategy": ("none", *STRATEGIES)}
     add_flags(parser, MoECheckpointConfig, "checkpoint subsystem", MoECheckpointConfig.PREFIX, choices)
     return parser
