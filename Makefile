@@ -15,13 +15,14 @@ export PYTHONWARNINGS ?= ignore::FutureWarning
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: setup.py pyproject.toml scripts/install_torch.py
+$(VENV)/.ready: setup.py pyproject.toml scripts/install_torch.py scripts/install_te_python.py
 	@[ -n "$(PYTHON)" ] || { echo "no python3 found: give PYTHON=/path/to/python3.11, 3.12 or 3.13" >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit("Python %d.%d is not supported, 3.11 to 3.13 are: give PYTHON=/path/to/python3.11, 3.12 or 3.13" % v)'
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade "pip>=24" "setuptools>=77"
 	$(RUN) scripts/install_torch.py $(TORCH_FLAGS)
 	$(RUN) -m pip install --quiet --editable ".[dev]"
+	$(RUN) scripts/install_te_python.py
 	touch $@
 
 # The training loop of newer Megatron-Core wheels, beside our own: Python 3.12 or 3.13, and torch as PyPI has it.

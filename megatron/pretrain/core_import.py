@@ -11,12 +11,19 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
+import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from moe_ckpt.megatron_core import load_megatron_core, refuse_unsupported_versions
+from megatron.pretrain import te_on_cpu
+from moe_ckpt.megatron_core import UNUSABLE, load_megatron_core, refuse_unsupported_versions
+
+KERNELS = {"transformer_engine": "transformer_engine.pytorch", "apex": "apex"}
+"""Packages with CUDA kernels that Megatron-Core uses where they can be imported, and what it imports of them."""
 
 
 @contextmanager
@@ -45,6 +52,36 @@ def compiled_at_first_call(torch: ModuleType) -> Iterator[None]:
         torch.compile = compile_now  # type: ignore[attr-defined]
 
 
+def refuse_half_installed() -> None:
+    """End the process with a line and exit code 2 where a package with kernels is there and breaks when imported.
+
+    An ImportError says that it is not installed, to Megatron-Core too; anything else would end that with a traceback.
+    """
+    for package, module in KERNELS.items():
+        try:
+            if importlib.util.find_spec(package) is not None:
+                importlib.import_module(module)
+        except ImportError:
+            continue
+        except Exception as error:
+            said = " ".join(str(error).split())
+            sys.stderr.write(
+                f"{package} is half installed: importing {module} fails with {type(error).__name__}: {said}; install it"
+                f" anew for this machine's CUDA and torch, or uninstall it\n"
+            )
+            raise SystemExit(UNUSABLE) from None
+
+
+def _load_engine_for_cpu() -> None:
+    """Where flags ask for Transformer Engine on the CPU: Megatron-Core looks for it while it is imported."""
+    try:
+        if te_on_cpu.asked_for(sys.argv[1:]):
+            te_on_cpu.load()
+    except te_on_cpu.MissingWheel as error:
+        sys.stderr.write(f"--device cpu --transformer-impl transformer_engine: {error}\n")
+        raise SystemExit(UNUSABLE) from None
+
+
 def _import() -> None:
     refuse_unsupported_versions()
     was_enabled = gc.isenabled()
@@ -53,6 +90,8 @@ def _import() -> None:
         import torch
 
         with compiled_at_first_call(torch):
+            _load_engine_for_cpu()
+            refuse_half_installed()
             load_megatron_core()
     finally:
         gc.freeze()

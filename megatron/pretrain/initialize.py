@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import importlib
 import importlib.util
 import os
 import random
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.moe import Milestone, Timestamps
+from megatron.pretrain import te_on_cpu
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.config.derived import Environment, virtual_pipeline_size
 from megatron.pretrain.processes import NODE_NAME, started_s
@@ -59,9 +61,21 @@ def probe_environment(world_size: int) -> Environment:
     return Environment(
         world_size=world_size,
         cuda=torch.cuda.is_available(),
-        transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
-        apex=importlib.util.find_spec("apex") is not None,
+        transformer_engine=_can_import("transformer_engine.pytorch"),
+        apex=_can_import("apex"),
+        engine_on_cpu=te_on_cpu.is_loaded(),
     )
+
+
+def _can_import(module: str) -> bool:
+    """As Megatron-Core sees it, which has tried before: an ImportError says that a package is not installed."""
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        return False
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True
 
 
 def marks_of_this_process(seated_s: float | None = None) -> Timestamps:

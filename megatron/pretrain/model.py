@@ -14,7 +14,8 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import layers, set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -102,7 +103,7 @@ def _build_chunk(
 
     flags, on_engine = config.model, config.model.transformer_impl == "transformer_engine"
     spec = get_gpt_decoder_block_spec(transformer, on_engine, normalization=flags.normalization, vp_stage=stage)
-    return GPTModel(
+    model = GPTModel(
         transformer,
         spec if on_engine else _with_local_norms(spec),
         vocab_size=vocab_size,
@@ -115,6 +116,19 @@ def _build_chunk(
         rotary_base=flags.rotary_base,
         vp_stage=stage,
     )
+    if on_engine and config.optimizer.gradient_accumulation_fusion:
+        _fuse_weight_gradients(model)
+    return model
+
+
+def _fuse_weight_gradients(model: torch.nn.Module) -> None:
+    """Let the layers of Transformer Engine add to the gradient buffers themselves.
+
+    Megatron-Core has one setting for them and for its own layers, which need Apex for it and fail without.
+    """
+    for module in model.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
 
 
 def _with_local_norms(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
@@ -200,6 +214,8 @@ def compute_dtype(config: PretrainConfig) -> torch.dtype:
 def _execution(config: PretrainConfig) -> dict[str, Any]:
     """Kernels and communication: fused only where the device has the kernels."""
     layout, on_cuda = config.parallel, config.parallel.device == "cuda"
+    on_engine = config.model.transformer_impl == "transformer_engine"
+    grouped = config.moe.num_experts is not None and config.moe.moe_grouped_gemm
     interleaved = virtual_pipeline_size(config) is not None
     overlap = interleaved and layout.overlap_p2p_comm and on_cuda
     return {
@@ -208,12 +224,17 @@ def _execution(config: PretrainConfig) -> dict[str, Any]:
         # gloo has no batched point-to-point calls; overlapped communication excludes them as well.
         "batch_p2p_comm": on_cuda and not overlap,
         "deallocate_pipeline_outputs": True,
-        "gradient_accumulation_fusion": config.optimizer.gradient_accumulation_fusion,
-        "bias_dropout_fusion": on_cuda,
+        # Of Megatron-Core's own layers, by a kernel of Apex; those of Transformer Engine have their own.
+        "gradient_accumulation_fusion": config.optimizer.gradient_accumulation_fusion
+        and layers._grad_accum_fusion_available,
+        # Grouped experts add their biases themselves, and refuse to leave them to a fused addition.
+        "bias_dropout_fusion": on_cuda and not (grouped and config.model.add_bias_linear),
         "bias_activation_fusion": False,
         "masked_softmax_fusion": False,
-        "persist_layer_norm": config.model.transformer_impl == "transformer_engine",
-        "apply_rope_fusion": config.model.transformer_impl == "transformer_engine",
+        "persist_layer_norm": on_engine,
+        "apply_rope_fusion": on_engine and on_cuda,
+        # Transformer Engine's attention by torch's operators, the only one of its three that needs no kernels.
+        **({"attention_backend": AttnBackend.unfused} if on_engine and not on_cuda else {}),
     }
 
 

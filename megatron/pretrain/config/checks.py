@@ -47,13 +47,15 @@ def devices(config: PretrainConfig, environment: Environment) -> Iterator[str]:
     layout, model, moe = config.parallel, config.model, config.moe
     if layout.device == "cuda" and not environment.cuda:
         yield "no CUDA device on this machine; pass --device cpu to train without one"
-    kernels = {"transformer-engine": environment.transformer_engine, "apex": environment.apex}
+    with_engine = environment.has_engine_for(layout.device)
+    kernels = {"transformer-engine": environment.transformer_engine and not with_engine, "apex": environment.apex}
     for name, installed in kernels.items():
         if layout.device == "cpu" and installed:
             yield f"{name} is installed and Megatron-Core would run its CUDA kernels; --device cpu needs a venv without"
     if layout.device == "cpu" and layout.distributed_backend == "nccl":
         yield "--distributed-backend nccl cannot serve --device cpu; leave it out or use gloo"
-    on_engine = model.transformer_impl != "local" and layout.device == "cuda" and environment.transformer_engine
+    default = "transformer_engine" if layout.device == "cuda" else "local"
+    on_engine = with_engine and (model.transformer_impl or default) == "transformer_engine"
     if model.transformer_impl == "transformer_engine" and not on_engine:
         yield "--transformer-impl transformer_engine needs --device cuda and the package transformer-engine[pytorch]"
     if moe.moe_use_legacy_grouped_gemm:
@@ -62,7 +64,10 @@ def devices(config: PretrainConfig, environment: Environment) -> Iterator[str]:
             "cannot be checkpointed; use --moe-grouped-gemm with Transformer Engine, or neither flag"
         )
     if moe.moe_grouped_gemm and not on_engine:
-        yield "--moe-grouped-gemm needs Transformer Engine on --device cuda; leave it out for sequential experts"
+        yield (
+            "--moe-grouped-gemm needs Transformer Engine on --device cuda, or --transformer-impl transformer_engine on"
+            " --device cpu; leave it out for sequential experts"
+        )
     if layout.context_parallel_size > 1 and not on_engine:
         yield (
             f"--context-parallel-size {layout.context_parallel_size} needs Transformer Engine on --device cuda: "

@@ -11,12 +11,20 @@ from megatron.pretrain.errors import InvalidInput
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """What the machine offers: number of ranks in the job, a CUDA device, packages with CUDA kernels."""
+    """What the machine offers: number of ranks in the job, a CUDA device, packages with kernels that can be imported.
+
+    engine_on_cpu: Whether the kernels of Transformer Engine are those of `te_on_cpu`.
+    """
 
     world_size: int
     cuda: bool
     transformer_engine: bool
     apex: bool = False
+    engine_on_cpu: bool = False
+
+    def has_engine_for(self, device: str) -> bool:
+        """Whether Transformer Engine can run on `device`."""
+        return self.transformer_engine and self.engine_on_cpu == (device == "cpu")
 
 
 def data_parallel_size(config: PretrainConfig, environment: Environment) -> int:

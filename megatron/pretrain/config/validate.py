@@ -36,7 +36,8 @@ def _refuse_first(problems: Iterator[str]) -> None:
 
 def _with_defaults(config: PretrainConfig, environment: Environment) -> PretrainConfig:
     model, training, optimizer, layout = config.model, config.training, config.optimizer, config.parallel
-    on_engine = layout.device == "cuda" and environment.transformer_engine
+    on_engine = layout.device == "cuda" and environment.has_engine_for("cuda")
+    implementation = model.transformer_impl or ("transformer_engine" if on_engine else "local")
     assert training.micro_batch_size is not None
     samples_per_microbatch = training.micro_batch_size * data_parallel_size(config, environment)
     if optimizer.lr_warmup_fraction is not None:
@@ -47,7 +48,7 @@ def _with_defaults(config: PretrainConfig, environment: Environment) -> Pretrain
         model=dataclasses.replace(
             model,
             max_position_embeddings=model.max_position_embeddings or training.seq_length,
-            transformer_impl=model.transformer_impl or ("transformer_engine" if on_engine else "local"),
+            transformer_impl=implementation,
         ),
         training=dataclasses.replace(
             training,
@@ -60,7 +61,8 @@ def _with_defaults(config: PretrainConfig, environment: Environment) -> Pretrain
             optimizer,
             lr_decay_iters=optimizer.lr_decay_iters or training.train_iters,
             accumulate_allreduce_grads_in_fp32=optimizer.accumulate_allreduce_grads_in_fp32 or optimizer.bf16,
-            gradient_accumulation_fusion=optimizer.gradient_accumulation_fusion and on_engine,
+            gradient_accumulation_fusion=optimizer.gradient_accumulation_fusion
+            and (layout.device == "cuda" or implementation == "transformer_engine"),
         ),
         parallel=dataclasses.replace(
             layout,

@@ -28,7 +28,8 @@ hundred iterations training makes enough of them to take a third longer. They co
 this thread and those that it starts.
 
 Optimizer. Megatron-Core takes Adam from Transformer Engine or Apex wherever one can be imported, and theirs needs a
-GPU: neither may be importable in a process that calls `install()`.
+GPU: neither may be importable in a process that calls `install()`, but for the Transformer Engine of `te_on_cpu`, whose
+kernels are made for the CPU.
 
 Checked against megatron-core 0.16.1 with torch 2.13.0.
 """

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from megatron.pretrain.cpu_device.table import PATCHES, STOCK_LOOP_PATCHES
+from megatron.pretrain.te_on_cpu import is_loaded
 
 _undo: contextlib.ExitStack | None = None
 
@@ -31,6 +32,11 @@ def install(*, stock_loop: bool = False) -> None:
     with contextlib.ExitStack() as stack:
         for patch in PATCHES:
             patch.apply(stack)
+        if is_loaded():
+            from megatron.pretrain.te_on_cpu.patches import PATCHES as OF_TRANSFORMER_ENGINE
+
+            for patch in OF_TRANSFORMER_ENGINE:
+                patch.apply(stack)
         if stock_loop:
             importlib.import_module("megatron.training.training")  # says what is missing, where something is
             for patch in STOCK_LOOP_PATCHES:

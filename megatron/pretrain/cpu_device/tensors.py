@@ -71,7 +71,9 @@ def type_(original: Any) -> Any:
     @functools.wraps(original)
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not args and not kwargs:
-            return original(self).replace("torch.", "torch.cuda.", 1)
+            name = original(self)
+            # Of a subclass torch asks twice, and the second time for what was said the first time.
+            return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
         if args and isinstance(args[0], str):
             args = (args[0].replace("torch.cuda.", "torch.", 1), *args[1:])
         return original(self, *args, **kwargs)

@@ -1,0 +1,74 @@
+"""Matrix products. As cuBLAS has them: the operands of a row-major product are exchanged.
+
+`transposed_a, transposed_b` of a linear layer: (True, False) y = x w^T, (False, False) dx = dy w, (False, True)
+dw = dy^T x; `a` is the weight, or with (False, True) the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from megatron.pretrain.te_on_cpu.kernels.numbers import torch_dtype
+
+__all__ = ["generic_gemm", "te_general_grouped_gemm"]
+
+MaybeTensor: TypeAlias = torch.Tensor | None
+
+
+def generic_gemm(
+    a: torch.Tensor, transposed_a: bool, b: torch.Tensor, transposed_b: bool, out: MaybeTensor, quantizer: object,
+    dtype: int | None, bias: MaybeTensor, _bias_dtype: int, gelu: bool, gelu_input: MaybeTensor, grad: bool,
+    _workspace: object, _workspace_size: int, accumulate: bool, _split_accumulator: bool, **options: Any,
+) -> tuple[torch.Tensor, MaybeTensor, MaybeTensor, MaybeTensor]:  # fmt: skip
+    """The product, with the bias added in a forward pass; with `grad`, and given a bias, its gradient too."""
+    if quantizer is not None or gelu or options.get("comm_overlap") is not None:
+        raise NotImplementedError(
+            "products with an output of eight bits, a GELU or communication in them have no stand-in for the CPU"
+        )
+    product = _product(a, transposed_a, b, transposed_b)
+    bias_gradient = _rows(b.float()).sum(0).to(bias.dtype) if grad and bias is not None else None
+    if bias is not None and not grad:
+        product = product + bias.float()
+    if out is None:
+        out = product.to(torch.bfloat16 if dtype is None else torch_dtype(dtype))
+    else:
+        _write(out, product, accumulate)
+    return out, bias_gradient, gelu_input, options.get("extra_output")
+
+
+def te_general_grouped_gemm(
+    a: Sequence[torch.Tensor], transposed_a: bool, b: Sequence[torch.Tensor], transposed_b: bool,
+    out: Sequence[torch.Tensor], dtype: int, splits: Sequence[int], bias: Sequence[torch.Tensor], _bias_dtype: int,
+    single_output: bool, gelu_input: object, grad: bool, _workspaces: object, _workspace_size: int, accumulate: bool,
+    _split_accumulator: bool, _sm_count: int,
+) -> Sequence[torch.Tensor]:  # fmt: skip
+    """One product for each pair; with `grad` the gradients of the biases are written to `bias`."""
+    outputs = torch.split(out[0], [int(rows) for rows in splits]) if single_output else out
+    for each, (left, right, written) in enumerate(zip(a, b, outputs, strict=True)):
+        added = bias[each] if bias and bias[each].numel() else None
+        if grad and added is not None:
+            added.copy_(_rows(right.float()).sum(0))
+        product = _product(left, transposed_a, right, transposed_b)
+        _write(written, product if grad or added is None else product + added.float(), accumulate)
+    return bias
+
+
+def _product(a: torch.Tensor, transposed_a: bool, b: torch.Tensor, transposed_b: bool) -> torch.Tensor:
+    """In single precision, whatever the operands are; leading dimensions of `b` stay."""
+    left, right = _rows(a.float()), _rows(b.float())
+    if transposed_b:
+        return right.t() @ left
+    product = right @ (left.t() if transposed_a else left)
+    return product.reshape(*b.shape[:-1], product.shape[-1])
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _write(out: torch.Tensor, product: torch.Tensor, accumulate: bool) -> None:
+    product = product.reshape(out.shape)
+    out.copy_(out.float() + product if accumulate else product)

@@ -1,0 +1,70 @@
+"""Layer norm and RMS norm: rows of a matrix, statistics kept for the backward pass."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+
+from megatron.pretrain.te_on_cpu.kernels.numbers import torch_dtype
+
+__all__ = ["layernorm_bwd", "layernorm_fwd", "rmsnorm_bwd", "rmsnorm_fwd"]
+
+Output: TypeAlias = torch.Tensor | None
+
+
+def layernorm_fwd(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, out: Output, quantizer: object,
+    dtype: int | torch.dtype, _sm_margin: int, zero_centered: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Normalized rows, their means and the reciprocals of their standard deviations."""
+    rows = x.float()
+    mean = rows.mean(-1)
+    rsigma = (rows.var(-1, unbiased=False) + eps).rsqrt()
+    normalized = (rows - mean[:, None]) * rsigma[:, None] * _gain(weight, zero_centered) + bias.float()
+    return _written(normalized, out, quantizer, dtype), mean, rsigma
+
+
+def layernorm_bwd(
+    dy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rsigma: torch.Tensor, weight: torch.Tensor,
+    _sm_margin: int, zero_centered: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Gradients of input, weight and bias."""
+    gradient = dy.float()
+    normalized = (x.float() - mean[:, None]) * rsigma[:, None]
+    scaled = gradient * _gain(weight, zero_centered)
+    along = normalized * (scaled * normalized).mean(-1, keepdim=True)
+    dx = rsigma[:, None] * (scaled - scaled.mean(-1, keepdim=True) - along)
+    return dx.to(x.dtype), (gradient * normalized).sum(0).to(weight.dtype), gradient.sum(0).to(weight.dtype)
+
+
+def rmsnorm_fwd(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, out: Output, quantizer: object, dtype: int | torch.dtype,
+    _sm_margin: int, zero_centered: bool,
+) -> tuple[torch.Tensor, None, torch.Tensor]:  # fmt: skip
+    """Rows over their root mean square, and the reciprocals of those."""
+    rows = x.float()
+    rsigma = (rows.square().mean(-1) + eps).rsqrt()
+    return _written(rows * rsigma[:, None] * _gain(weight, zero_centered), out, quantizer, dtype), None, rsigma
+
+
+def rmsnorm_bwd(
+    dy: torch.Tensor, x: torch.Tensor, rsigma: torch.Tensor, weight: torch.Tensor, _sm_margin: int, zero_centered: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of input and weight."""
+    gradient = dy.float()
+    normalized = x.float() * rsigma[:, None]
+    scaled = gradient * _gain(weight, zero_centered)
+    dx = rsigma[:, None] * (scaled - normalized * (scaled * normalized).mean(-1, keepdim=True))
+    return dx.to(x.dtype), (gradient * normalized).sum(0).to(weight.dtype)
+
+
+def _gain(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
+    return weight.float() + 1 if zero_centered else weight.float()
+
+
+def _written(values: torch.Tensor, out: Output, quantizer: object, dtype: int | torch.dtype) -> torch.Tensor:
+    if quantizer is not None:
+        raise NotImplementedError("norms with an output of eight bits have no stand-in for the CPU yet")
+    values = values.to(torch_dtype(dtype))
+    return values if out is None else out.copy_(values)

@@ -1,0 +1,93 @@
+"""What Transformer Engine's Python asks of a CUDA device, as rows of the table of `cpu_device`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from megatron.pretrain.cpu_device.patch import Patch, always
+
+_H100 = SimpleNamespace(
+    name="the CPU in place of an H100", major=9, minor=0, multi_processor_count=132, total_memory=80 << 30
+)
+_asked = threading.local()
+
+
+@contextlib.contextmanager
+def _on_cuda() -> Iterator[None]:
+    """For the block, and this thread, tensors and the device answer that they are CUDA's."""
+    before, _asked.by_engine = _is_asked(), True
+    try:
+        yield
+    finally:
+        _asked.by_engine = before
+
+
+def _is_asked() -> bool:
+    return getattr(_asked, "by_engine", False)
+
+
+def is_available(original: Any) -> Any:
+    """For `torch.cuda.is_available`: True while a module of Transformer Engine makes sure."""
+
+    @functools.wraps(original)
+    def is_available() -> bool:
+        return _is_asked() or original()
+
+    return is_available
+
+
+def is_cuda(original: Any) -> Any:
+    """For `Tensor.is_cuda`: True while a module of Transformer Engine makes sure."""
+    return property(lambda tensor: _is_asked() or original.__get__(tensor))
+
+
+def run_on_cuda(original: Any) -> Any:
+    """For methods that ask themselves: they run as if on CUDA."""
+
+    @functools.wraps(original)
+    def run(self: Any, *arguments: Any, **options: Any) -> Any:
+        with _on_cuda():
+            return original(self, *arguments, **options)
+
+    return run
+
+
+def prepared_on_cuda(original: Any) -> Any:
+    """For `prepare_forward`, which is a context in some releases and a function in others."""
+
+    @functools.wraps(original)
+    def prepare(self: Any, *arguments: Any, **options: Any) -> Any:
+        with _on_cuda():
+            prepared = original(self, *arguments, **options)
+        return _entered(prepared) if hasattr(prepared, "__enter__") else prepared
+
+    return prepare
+
+
+@contextlib.contextmanager
+def _entered(context: contextlib.AbstractContextManager[Any]) -> Iterator[Any]:
+    with contextlib.ExitStack() as stack:
+        with _on_cuda():
+            value = stack.enter_context(context)
+        yield value
+
+
+_BASE = "transformer_engine.pytorch.module.base:TransformerEngineBaseModule"
+
+PATCHES: tuple[Patch, ...] = (
+    Patch("torch.cuda", "is_available", is_available, "its modules refuse to be made without CUDA"),
+    Patch("torch:Tensor", "is_cuda", is_cuda, "its modules refuse an input that is not on CUDA"),
+    Patch("torch.cuda", "get_device_properties", always(_H100), "layouts and sizes of workspaces follow from it"),
+    Patch("torch.cuda", "get_device_capability", always((9, 0)), "precisions and layouts follow from it"),
+    Patch(_BASE, "__init__", run_on_cuda, "asks whether there is a CUDA device"),
+    Patch(_BASE, "prepare_forward", prepared_on_cuda, "asks whether its input is on CUDA"),
+    Patch(
+        "transformer_engine.pytorch:DotProductAttention", "forward", run_on_cuda, "asks whether its input is on CUDA"
+    ),
+)
+"""Applied after those of `cpu_device.table`, where Transformer Engine's Python was loaded."""
