@@ -19,12 +19,25 @@ from sparse_runs import Case, FaultFree, Run
 from sparse_runs import fault_free as run_fault_free
 from world import HANG_TIMEOUT_S, ROOT, Hook, Outcome, Running, World
 
+from megatron.pretrain import te_on_cpu
 from megatron.pretrain.preprocess import PreprocessRequest, preprocess
 
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     started = World(tmp_path_factory.mktemp("world"))
+    yield started
+    started.kill()
+
+
+@pytest.fixture(scope="module")
+def engine_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """A world in which Transformer Engine's own Python runs, over kernels for the CPU."""
+    try:
+        te_on_cpu.find()
+    except te_on_cpu.MissingWheel as error:
+        pytest.skip(str(error))
+    started = World(tmp_path_factory.mktemp("engine-world"), with_engine=True)
     yield started
     started.kill()
 

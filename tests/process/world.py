@@ -11,6 +11,7 @@ import contextlib
 import faulthandler
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import runpy
 import signal
@@ -29,6 +30,9 @@ HANG_TIMEOUT_S = 180.0
 """Far above what any job here takes: whoever waits longer waits for something that will not come."""
 SHUTDOWN_TIMEOUT_S = 60.0
 """How long the other ranks may take to end after one was lost."""
+
+WITH_ENGINE = "WORLD_WITH_TRANSFORMER_ENGINE"
+"""Environment variable by which the server is told."""
 
 Hook = Callable[[], AbstractContextManager[object]]
 """Changes something in a worker for the time of one job; pickled, so a module-level function or a partial of one."""
@@ -79,10 +83,14 @@ class WorkersLost(Exception):
 
 
 class World:
-    """Runs jobs on fresh processes of this machine."""
+    """Runs jobs on fresh processes of this machine.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    with_engine: They have Transformer Engine's Python, with kernels for the CPU. That is loaded before all else, so
+    worlds with and without it, which take turns, have a server each.
+    """
+
+    def __init__(self, folder: Path, *, with_engine: bool = False) -> None:
+        self._folder, self._with_engine = folder, with_engine
         self._workers: list[tuple[Any, multiprocessing.connection.Connection]] = []
         self._jobs = 0
 
@@ -125,7 +133,9 @@ class World:
     def _spawn(self, ranks: int) -> list[tuple[Any, multiprocessing.connection.Connection]]:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["world_preload"])
-        with _environment({"PYTHONPATH": f"{Path(__file__).parent}:{ROOT}", "OMP_NUM_THREADS": "1"}):
+        _stop_server_unless(self._with_engine)
+        paths = {"PYTHONPATH": f"{Path(__file__).parent}:{ROOT}"}
+        with _environment({**paths, "OMP_NUM_THREADS": "1", WITH_ENGINE: "1" if self._with_engine else ""}):
             spawned = []
             for _ in range(ranks):
                 here, there = context.Pipe()
@@ -136,6 +146,17 @@ class World:
                 spawned.append((process, here))
         self._workers += spawned
         return spawned
+
+
+def _stop_server_unless(with_engine: bool) -> None:
+    """Stop the server that workers are forked from if it was started for the other kind of world."""
+    global _server_has_engine
+    if _server_has_engine not in (None, with_engine):
+        multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    _server_has_engine = with_engine
+
+
+_server_has_engine: bool | None = None
 
 
 class Running:

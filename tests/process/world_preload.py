@@ -1,6 +1,12 @@
 """What every worker of a world has imported before it exists: the zygote imports this once and workers are forked."""
 
 import gc
+import os
+
+from megatron.pretrain import te_on_cpu
+
+if os.environ["WORLD_WITH_TRANSFORMER_ENGINE"]:
+    te_on_cpu.load()  # before Megatron-Core, which looks for it once
 
 import torch._dynamo  # noqa: F401  # as any optimizer does when it is made
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron.core import parallel_state, utils
+from megatron.core.optimizer import ChainedOptimizer, clip_grads
 from megatron.core.transformer.moe import moe_utils
 
 try:  # from 0.18 on
@@ -83,3 +84,16 @@ def skips_for_norm(config: Any) -> bool:
 def has_norm_of_its_own(parameter: torch.nn.Parameter) -> bool:
     """Whether gradients of this parameter are clipped by the norm of a group of their own (from 0.19 on)."""
     return getattr(parameter, "grad_norm_group", None) is not None
+
+
+def norm_as_in_training(optimizer: ChainedOptimizer, norm: float | None) -> float | torch.Tensor | None:
+    """A gradient norm from a journal as the optimizer's step had it when it clipped by it.
+
+    Newer releases (0.19.2, not 0.16.1) leave it on the device where Transformer Engine can scale by what is there: the
+    scale is then computed in single precision, else in double. Gradients differ in the last bit.
+    """
+    if norm is None or getattr(clip_grads, "multi_tensor_scale_tensor_impl", None) is None:
+        return norm
+    if len(optimizer.chained_optimizers) > 1 and not optimizer.grads_states_parallel_group_is_shared():
+        return norm  # made of the norms of all parts, as a number
+    return torch.tensor([norm], dtype=torch.float32, device=torch.cuda.current_device())

@@ -20,7 +20,10 @@ from .extents import Cover, Extent, IncompleteState, check_cover
 from .operators import StateTensor, is_constant
 
 _SCRATCH = frozenset({"found_inf", "dummy_overflow_buf", "scale_one", "scale"})
-"""Tensors of optimizers that each step overwrites or that never change, without leading underscores."""
+"""Tensors of Megatron's optimizers that each step overwrites or that never change, without leading underscores."""
+_KEPT = ("state", "param_groups", "_scales")
+"""What an inner optimizer keeps from step to step; `_scales` is that of Transformer Engine's, for moments of few bits.
+Other attributes are working memory, tables and constants, which differ between optimizers and their releases."""
 
 
 def check_complete(
@@ -136,7 +139,10 @@ def _reachable(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, tor
 
 
 def _children(value: Any, path: str) -> list[tuple[str, Any]]:
-    if isinstance(value, MegatronOptimizer | MegatronGradScaler | torch.optim.Optimizer):
+    if isinstance(value, torch.optim.Optimizer):
+        own = vars(value).items()
+        return [(f"{path}.{name}", item) for name, item in own if name in _KEPT or _has_optimizer(item)]
+    if isinstance(value, MegatronOptimizer | MegatronGradScaler):
         return [(f"{path}.{name}", item) for name, item in vars(value).items()]
     if isinstance(value, list | tuple):
         return [(f"{path}[{index}]", item) for index, item in enumerate(value)]
@@ -144,3 +150,9 @@ def _children(value: Any, path: str) -> list[tuple[str, Any]]:
         labels = (index if isinstance(key, torch.Tensor) else key for index, key in enumerate(value))
         return [(f"{path}.{label}", item) for label, item in zip(labels, value.values(), strict=True)]
     return []
+
+
+def _has_optimizer(value: Any) -> bool:
+    """Whether this is an optimizer inside another one, or several of them, whose state is just as much."""
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else (value,)
+    return any(isinstance(item, torch.optim.Optimizer) for item in inside)

@@ -21,13 +21,16 @@ def allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
 
     Core's own allocations do not serve torch's Adam: `init_state_fn` leaves out the step count, and
     `_init_optimizer_states_with_dummy_values` takes a step, which counts and decays weights. For the fused Adams of
-    Apex and Transformer Engine, which count steps in their groups, `init_state_fn` is right.
+    Apex and Transformer Engine, which count steps in their groups, `init_state_fn` is right, but where the latter
+    keeps master weights too: there core passes fewer arguments than Transformer Engine from 2.1 on takes.
 
     Takes what `state_tensors` takes: optimizers alone or chained, distributed or not.
     """
     for member in optimizer_members(optimizer):
         if isinstance(member.optimizer, torch.optim.Adam | torch.optim.AdamW):
             _allocate_adam(member.optimizer)
+        elif member.config.use_precision_aware_optimizer:
+            _allocate_precision_aware(member.optimizer)
         elif member.init_state_fn is not None:
             member.init_state_fn(member.optimizer, member.config)
 
@@ -47,6 +50,15 @@ def _allocate_adam(adam: torch.optim.Optimizer) -> None:
             for name in moments:
                 if name not in state:
                     state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+def _allocate_precision_aware(fused: Any) -> None:
+    """As the first step of Transformer Engine's `FusedAdam` does it."""
+    for group in fused.param_groups:
+        for parameter in group["params"]:
+            if not fused.state[parameter]:
+                remainders = fused.store_param_remainders and parameter.dtype is torch.bfloat16
+                fused.initialize_state(parameter, remainders)
 
 
 def _step_count(parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:

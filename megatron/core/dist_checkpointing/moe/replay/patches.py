@@ -26,6 +26,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import Router
 from megatron.core.utils import unwrap_model
 
+from ..core_versions.training import norm_as_in_training
 from ..types import StepJournal
 
 Parameters = AbstractSet[torch.nn.Parameter]
@@ -90,10 +91,15 @@ def overlap_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 @contextlib.contextmanager
 def weights_frozen(chunks: Sequence[torch.nn.Module], frozen: Parameters) -> Iterator[None]:
     """No gradients of these parameters: none computed, accumulated or reduced."""
-    fixed = list(_without_gradient(chunks, frozen))
+    still = _without_gradient(chunks, frozen)
+    fixed = [parameter for _, parameters in still for parameter in parameters if parameter.requires_grad]
     with contextlib.ExitStack() as stack:
         stack.callback(_require_gradients, fixed, True)
         _require_gradients(fixed, False)
+        for module in (module for module, _ in still if hasattr(module, "fuse_wgrad_accumulation")):
+            # A layer of Transformer Engine 2.11 that adds to gradient buffers itself, and did not ask for them because
+            # its weights need no gradient, takes them from its weights in the backward pass, for good.
+            stack.enter_context(replaced(module, fuse_wgrad_accumulation=False))
         # Core's gate computes the gradient of its weights whether it is wanted or not.
         for module in (module for chunk in chunks for module in chunk.modules()):
             if isinstance(module, Router) and module.weight in frozen:
@@ -109,13 +115,14 @@ def weights_frozen(chunks: Sequence[torch.nn.Module], frozen: Parameters) -> Ite
         yield
 
 
-def _without_gradient(chunks: Sequence[torch.nn.Module], frozen: Parameters) -> Iterator[torch.nn.Parameter]:
-    """Frozen parameters of modules that have no others: a grouped linear layer of Transformer Engine computes the
-    gradients of all its experts or of none."""
-    for module in (module for chunk in chunks for module in chunk.modules()):
-        own = list(module.parameters(recurse=False))
-        if all(parameter in frozen for parameter in own):
-            yield from (parameter for parameter in own if parameter.requires_grad)
+def _without_gradient(
+    chunks: Sequence[torch.nn.Module], frozen: Parameters
+) -> list[tuple[torch.nn.Module, list[torch.nn.Parameter]]]:
+    """Modules with frozen parameters and no others, and these: a grouped linear layer of Transformer Engine computes
+    the gradients of all its experts or of none."""
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    owned = [(module, list(module.parameters(recurse=False))) for module in modules]
+    return [(module, own) for module, own in owned if own and all(parameter in frozen for parameter in own)]
 
 
 def _require_gradients(parameters: Sequence[torch.nn.Parameter], required: bool) -> None:
@@ -215,7 +222,8 @@ def journaled_step(
             for group in _frozen_groups(chunks, frozen):  # what has not changed needs no gather
                 stack.enter_context(replaced(group, start_param_sync=_nothing))
             # The norm of training is a sum over all operators: from the active ones alone clipping would differ.
-            stack.enter_context(replaced(optimizer, get_grad_norm=lambda: step.grad_norm))
+            norm = norm_as_in_training(optimizer, step.grad_norm)
+            stack.enter_context(replaced(optimizer, get_grad_norm=lambda: norm))
             if step.skipped:  # for the norm: a rank without active parameters would not compare it
                 stack.enter_context(replaced(optimizer, step_with_ready_grads=lambda: False))
             outcome: tuple[bool, float | None, int | None] = ChainedOptimizer.step(optimizer)

@@ -1,0 +1,110 @@
+"""Jobs with Transformer Engine's own Python, on the CPU: grouped experts and FusedAdam are protected like all else."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attempts import Cluster
+from engine_hooks import examined
+from runs import Layout, flags
+from sparse_runs import BF16, LENGTH, SAVE_INTERVAL, Case, Run, assert_identical, assert_replayed, killed
+from sparse_runs import fault_free as run_fault_free
+from world import World
+
+ENGINE = (*BF16, "--transformer-impl", "transformer_engine", "--moe-grouped-gemm")
+CASE = Case(Layout(pp=1, ep=2, ranks=2), ENGINE, window="3")
+
+
+@pytest.fixture
+def engine_cluster(engine_world: World, corpus: str) -> Iterator[Cluster]:
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="moe-ckpt-test-", dir=shared if shared.is_dir() else None) as folder:
+        yield Cluster(engine_world, corpus, Path(folder))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(engine_world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The training of `CASE` without faults and protection."""
+    return run_fault_free(engine_world, corpus, CASE, tmp_path_factory.mktemp("undisturbed"))
+
+
+def test_killed_jobs_replay_with_frozen_grouped_experts_and_end_as_if_nothing_had_happened(
+    engine_cluster: Cluster, undisturbed: Run, tmp_path: Path
+) -> None:
+    run = killed(engine_cluster, CASE, tmp_path / "killed")
+    assert len(run.outcomes) == 3
+    assert_replayed(run, int(CASE.window))
+    assert_identical(run, undisturbed)
+
+
+def test_killed_jobs_with_full_snapshots_end_as_if_nothing_had_happened(
+    engine_cluster: Cluster, undisturbed: Run, tmp_path: Path
+) -> None:
+    faults = [part for fault in CASE.faults for part in ("--moe-ckpt-inject-fault", fault)]
+    saving = ["--save", tmp_path, "--save-interval", SAVE_INTERVAL, "--metrics-jsonl", tmp_path / "reports"]
+    outcomes = engine_cluster.run(CASE.layout, *LENGTH, *ENGINE, *saving, "--moe-ckpt-strategy", "full", *faults)
+    assert len(outcomes) == 3
+    for outcome in outcomes[1:]:
+        assert re.search(r"recovered iteration \d+ exactly", outcome.said)
+    assert_identical(Run(tmp_path, tuple(outcomes)), undisturbed)
+
+
+@pytest.fixture(scope="module")
+def seen(engine_world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank of a small job found in its state."""
+    folder = tmp_path_factory.mktemp("examined")
+    argv = flags(corpus, CASE.layout, *ENGINE)
+    outcome = engine_world.run(argv, CASE.layout.ranks, [partial(examined, str(folder))])
+    assert set(outcome.codes) == {0}, outcome.said
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(CASE.layout.ranks)]
+
+
+def test_a_model_has_the_layers_and_the_optimizer_that_it_has_on_gpus(seen: list[dict[str, Any]]) -> None:
+    for facts in seen:
+        assert set(facts["optimizers"]) == {"transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"}
+        layers = {
+            "TEGroupedMLP",
+            "TERowParallelGroupedLinear",
+            "TELayerNormColumnParallelLinear",
+            "TEDotProductAttention",
+        }
+        assert layers <= set(facts["modules"])
+
+
+def test_the_state_of_a_fused_adam_is_complete_whatever_tables_it_keeps(seen: list[dict[str, Any]]) -> None:
+    for facts in seen:
+        assert {"dtype_to_range_map", "multi_tensor_adam"} <= set(facts["tables"])
+        assert facts["verdicts"]["as it is"] == ""
+
+
+def test_state_of_a_fused_adam_that_is_not_known_is_refused_by_name(seen: list[dict[str, Any]]) -> None:
+    for facts in seen:
+        verdicts = facts["verdicts"]
+        assert "_scales.0.exp_avg" in verdicts["a scale beside the state"]
+        assert ".inner.param_groups[0].params[0]" in verdicts["an optimizer inside"]
+        assert "new_moment of " in verdicts["a new kind of moment"]
+        assert "averages[0], 3 elements" in verdicts["averages in the optimizer"]
+        for field in ("compute", "master", "exp_avg", "exp_avg_sq"):
+            assert "belongs to no operator" in verdicts[f"without {field}"]
+
+
+def test_a_poisoned_state_comes_back_from_copies_to_the_last_bit(seen: list[dict[str, Any]]) -> None:
+    for facts in seen:
+        assert facts["differences"]["trained on"]
+        assert facts["differences"]["nothing"]
+        assert facts["differences"]["everything"] == facts["differences"]["full parts, recast"] == []
+
+
+def test_step_counts_of_a_fused_adam_come_back_with_the_trainer_state(seen: list[dict[str, Any]]) -> None:
+    for facts in seen:
+        steps = facts["steps"]
+        assert steps["trained on"] == [count + 1 for count in steps["at the snapshot"]]
+        assert steps["restored"] == steps["at the snapshot"]
+        assert set(steps["restored"]) == {4}
