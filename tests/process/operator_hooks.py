@@ -33,7 +33,7 @@ def examined(folder: str, frozen: str = "") -> Iterator[None]:
     build_chunk = model._build_chunk
 
     def run(self: Trainer) -> None:
-        facts = _examine(self)
+        facts = examine(self._state, self._datasets, self.iterate)
         (Path(folder) / f"rank-{torch.distributed.get_rank()}.json").write_text(json.dumps(facts))
 
     def build(*arguments: Any) -> torch.nn.Module:
@@ -47,19 +47,19 @@ def examined(folder: str, frozen: str = "") -> Iterator[None]:
         yield
 
 
-def _examine(trainer: Any) -> dict[str, Any]:
+def examine(state: Any, datasets: Any, iterate: Callable[[Any], Any]) -> dict[str, Any]:
+    """What is found in a state that trains a few iterations meanwhile."""
     from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import gather_compute_weights
     from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology, state_tensors
     from megatron.pretrain.batches import training_iterators
 
-    state = trainer._state
     chunks, optimizer, topology = state.chunks, state.optimizer, read_topology(8)
     fresh = state_tensors(chunks, optimizer, topology)
     for chunk in chunks:
         chunk.train()
-    batches = training_iterators(state.config, trainer._datasets, state.progress)
+    batches = training_iterators(state.config, datasets, state.progress)
     for _ in range(BEFORE_SNAPSHOT):
-        trainer.iterate(batches)
+        iterate(batches)
 
     tensors = state_tensors(chunks, optimizer, topology)
     facts = {
@@ -74,7 +74,7 @@ def _examine(trainer: Any) -> dict[str, Any]:
     gather_compute_weights(chunks)
     reference = _complete_state(state)
     for _ in range(AFTER_SNAPSHOT):
-        trainer.iterate(batches)
+        iterate(batches)
     return facts | _restorations(state, tensors, copies, reference)
 
 
@@ -125,24 +125,24 @@ def _verdicts(state: Any, tensors: Sequence[Any]) -> dict[str, str]:
     members = getattr(optimizer, "chained_optimizers", [optimizer])
     inner = members[-1].optimizer
     some = inner.param_groups[-1]["params"][-1]
-    verdicts = {"as it is": _verdict(state, tensors)}
+    verdicts = {"as it is": verdict_on(state, tensors)}
     for left_out in _kinds(tensors):
-        verdicts[f"without {left_out}"] = _verdict(state, [one for one in tensors if kind(one) != left_out])
+        verdicts[f"without {left_out}"] = verdict_on(state, [one for one in tensors if kind(one) != left_out])
     for operator in sorted({tensor.operator for tensor in tensors}):
         rest = [one for one in tensors if one.operator != operator]
-        verdicts[f"without {operator}"] = _verdict(state, rest)
-    verdicts["one tensor twice"] = _verdict(state, [*tensors, last])
-    verdicts["one element short"] = _verdict(state, [one for one in tensors if one is not last] + [_cut(last)])
-    verdicts["a copy instead of a view"] = _verdict(state, [_copied(one) if one is last else one for one in tensors])
-    with _changed(inner.state[some], "new_moment", torch.zeros_like(some)):
-        verdicts["a new kind of moment"] = _verdict(state, tensors)
-    with _changed(vars(members[-1]), "averages", [torch.zeros(3)]):
-        verdicts["averages in the optimizer"] = _verdict(state, tensors)
+        verdicts[f"without {operator}"] = verdict_on(state, rest)
+    verdicts["one tensor twice"] = verdict_on(state, [*tensors, last])
+    verdicts["one element short"] = verdict_on(state, [one for one in tensors if one is not last] + [_cut(last)])
+    verdicts["a copy instead of a view"] = verdict_on(state, [_copied(one) if one is last else one for one in tensors])
+    with changed(inner.state[some], "new_moment", torch.zeros_like(some)):
+        verdicts["a new kind of moment"] = verdict_on(state, tensors)
+    with changed(vars(members[-1]), "averages", [torch.zeros(3)]):
+        verdicts["averages in the optimizer"] = verdict_on(state, tensors)
     module = next(module for module in chunks[0].modules() if type(module).__name__ == "TopKRouter")
-    with _changed(module._buffers, "history", torch.zeros(3)):
-        verdicts["a new buffer"] = _verdict(state, tensors)
-    with _changed(module._parameters, "gain", torch.nn.Parameter(torch.zeros(3))):
-        verdicts["a new parameter"] = _verdict(state, tensors)
+    with changed(module._buffers, "history", torch.zeros(3)):
+        verdicts["a new buffer"] = verdict_on(state, tensors)
+    with changed(module._parameters, "gain", torch.nn.Parameter(torch.zeros(3))):
+        verdicts["a new parameter"] = verdict_on(state, tensors)
     return verdicts
 
 
@@ -177,7 +177,7 @@ def _refusals(state: Any, topology: Any) -> dict[str, str]:
     return refusals
 
 
-def _verdict(state: Any, tensors: Sequence[Any]) -> str:
+def verdict_on(state: Any, tensors: Sequence[Any]) -> str:
     from megatron.core.dist_checkpointing.moe.megatron_state.completeness import check_complete
     from megatron.core.dist_checkpointing.moe.megatron_state.extents import IncompleteState
 
@@ -197,7 +197,7 @@ def _copied(tensor: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _changed(mapping: Any, key: str, value: Any) -> Iterator[None]:
+def changed(mapping: Any, key: str, value: Any) -> Iterator[None]:
     mapping[key] = value
     try:
         yield

@@ -33,7 +33,7 @@ def install(*, stock_loop: bool = False) -> None:
         for patch in PATCHES:
             patch.apply(stack)
         if is_loaded():
-            from megatron.pretrain.te_on_cpu.patches import PATCHES as OF_TRANSFORMER_ENGINE
+            from megatron.pretrain.cpu_device.engine import PATCHES as OF_TRANSFORMER_ENGINE
 
             for patch in OF_TRANSFORMER_ENGINE:
                 patch.apply(stack)

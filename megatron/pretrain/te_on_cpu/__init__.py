@@ -10,10 +10,10 @@ Transformer Engine is two things: Python (modules, `FusedAdam`, `Float8Tensor`, 
     absent     in place of what Transformer Engine imports and training never uses
     module     `transformer_engine_torch`: enumerations, kernels, and a line for each kernel that is missing here
     kernels    norms, matrix products, optimizers, casts to eight bits
-    patches    what asks for a CUDA device, as rows of the table of `cpu_device`
 
-`load()` comes before Megatron-Core is imported, which looks for Transformer Engine then and never again. The driver
-calls it where the flags are `--device cpu --transformer-impl transformer_engine`.
+What it asks of a CUDA device is in `cpu_device`. `load()` comes before Megatron-Core is imported, which looks for
+Transformer Engine then and never again; the driver calls it where the flags are `--device cpu --transformer-impl
+transformer_engine`.
 """
 
 from megatron.pretrain.te_on_cpu.loading import asked_for, is_loaded, load

@@ -81,3 +81,24 @@ def test_core_starts_no_manager_for_a_queue_that_is_not_used() -> None:
 def test_core_is_told_to_write_itself_only_where_it_asks_who_does() -> None:
     assert async_options(lambda shards, folder: None) == {}
     assert async_options(lambda shards, folder, async_strategy="nvrx": None) == {"async_strategy": "mcore"}
+
+
+@pytest.mark.parametrize("members", [1, 2])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_journaled_norm_is_on_the_device_where_training_leaves_it_there(
+    monkeypatch: pytest.MonkeyPatch, members: int, shared: bool
+) -> None:
+    chain = SimpleNamespace(chained_optimizers=[None] * members, grads_states_parallel_group_is_shared=lambda: shared)
+    norm: Any = 1.0 / 3
+    monkeypatch.setattr(training.clip_grads, "multi_tensor_scale_tensor_impl", None, raising=False)
+    assert training.norm_as_in_training(chain, norm) is norm
+    monkeypatch.setattr(training.clip_grads, "multi_tensor_scale_tensor_impl", "scales", raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    assert training.norm_as_in_training(chain, None) is None
+    found = training.norm_as_in_training(chain, norm)
+    if members == 1 or shared:
+        assert isinstance(found, torch.Tensor)
+        assert (found.dtype, found.shape) == (torch.float32, (1,))
+        assert found.item() == torch.tensor(norm).item()
+    else:
+        assert found is norm

@@ -13,6 +13,8 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.pretrain import cpu_device
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float32)
+
 
 @pytest.fixture(autouse=True)
 def on_cpu() -> Iterator[None]:
@@ -69,3 +71,28 @@ def test_a_step_count_that_parameters_share_becomes_one_for_each() -> None:
     allocate_optimizer_state(optimizer)
     step(optimizer, 1.0)
     assert [float(state["step"]) for state in (first, second)] == [2.0, 2.0]
+
+
+class PrecisionAware(torch.optim.Optimizer):
+    """Keeps state as Transformer Engine's `FusedAdam` does, whose method takes two arguments from 2.1 on."""
+
+    store_param_remainders = True
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    def initialize_state(self, parameter: torch.Tensor, store_param_remainders: bool) -> None:
+        self.state[parameter] = {"remainders": store_param_remainders}
+
+
+def test_a_precision_aware_optimizer_allocates_as_in_its_own_first_step() -> None:
+    wide, narrow, trained = (torch.nn.Parameter(torch.ones(2).to(dtype)) for dtype in DTYPES)
+    inner = PrecisionAware([wide, narrow, trained])
+    inner.state[trained] = {"exp_avg": torch.ones(2)}
+    # Megatron-Core 0.16 and 0.19 pass one argument, which is a TypeError.
+    core = FP32Optimizer(inner, OptimizerConfig(), lambda optimizer, config: optimizer.initialize_state(wide))
+    core.config.use_precision_aware_optimizer = True
+    allocate_optimizer_state(core)
+    assert inner.state[wide] == {"remainders": False}
+    assert inner.state[narrow] == {"remainders": True}
+    assert "exp_avg" in inner.state[trained]

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 
+from megatron.core.tensor_parallel import layers
+from megatron.pretrain import model
 from megatron.pretrain.config import PretrainConfig, parse_config
 from megatron.pretrain.config.validate import Environment, resolve
 from megatron.pretrain.errors import InvalidInput
@@ -167,3 +174,44 @@ def test_sparse_takes_a_window_of_any_length_for_models_with_and_without_experts
     assert resolved(f"--moe-ckpt-strategy sparse --moe-ckpt-window {window}").moe_checkpoint.window == window
     flags = GOOD.replace("--num-experts 4", "").replace("--expert-model-parallel-size 2", "").split()
     resolve(parse_config([*flags, "--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", window]), FOUR_CPU_RANKS)
+
+
+ENGINE_ON_CPU = Environment(world_size=4, cuda=False, transformer_engine=True, engine_on_cpu=True)
+ENGINE_ON_GPUS = Environment(world_size=4, cuda=True, transformer_engine=True)
+GROUPED = "--transformer-impl transformer_engine --moe-grouped-gemm"
+
+
+def test_transformer_engine_runs_on_the_cpu_where_it_was_loaded_for_it() -> None:
+    assert resolved(GROUPED, ENGINE_ON_CPU).model.transformer_impl == "transformer_engine"
+    assert resolved("", ENGINE_ON_CPU).model.transformer_impl == "local"
+    assert "CUDA kernels" in refusal("", Environment(world_size=4, cuda=True, transformer_engine=True))
+    assert "--device cuda" in refusal(f"--device cuda {GROUPED}", replace(ENGINE_ON_CPU, cuda=True))
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
+    """What Megatron-Core is given on GPUs with Transformer Engine for these flags."""
+    monkeypatch.setattr(model, "TransformerConfig", SimpleNamespace)  # the real one asks for the packages
+
+    def build(flags: str, *, biased: bool = False) -> SimpleNamespace:
+        text = f"{GOOD} --device cuda {flags}".split()
+        argv = [word for word in text if not (biased and word == "--disable-bias-linear")]
+        return cast("SimpleNamespace", model.build_transformer_config(resolve(parse_config(argv), ENGINE_ON_GPUS)))
+
+    return build
+
+
+def test_dropout_is_fused_but_where_grouped_experts_have_biases(built: Callable[..., SimpleNamespace]) -> None:
+    assert built(GROUPED).bias_dropout_fusion
+    assert built(GROUPED, biased=True).add_bias_linear
+    assert not built(GROUPED, biased=True).bias_dropout_fusion
+
+
+def test_weight_gradients_of_megatron_s_own_layers_are_fused_only_with_apex(
+    built: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", False)
+    assert not built("").gradient_accumulation_fusion
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", True)
+    assert built("").gradient_accumulation_fusion
+    assert not built("--no-gradient-accumulation-fusion").gradient_accumulation_fusion

@@ -20,14 +20,15 @@ _asked = threading.local()
 @contextlib.contextmanager
 def _on_cuda() -> Iterator[None]:
     """For the block, and this thread, tensors and the device answer that they are CUDA's."""
-    before, _asked.by_engine = _is_asked(), True
+    before, _asked.by_engine = passes_for_cuda(), True
     try:
         yield
     finally:
         _asked.by_engine = before
 
 
-def _is_asked() -> bool:
+def passes_for_cuda() -> bool:
+    """Whether this thread is where a module of Transformer Engine makes sure of CUDA."""
     return getattr(_asked, "by_engine", False)
 
 
@@ -36,14 +37,14 @@ def is_available(original: Any) -> Any:
 
     @functools.wraps(original)
     def is_available() -> bool:
-        return _is_asked() or original()
+        return passes_for_cuda() or original()
 
     return is_available
 
 
 def is_cuda(original: Any) -> Any:
     """For `Tensor.is_cuda`: True while a module of Transformer Engine makes sure."""
-    return property(lambda tensor: _is_asked() or original.__get__(tensor))
+    return property(lambda tensor: passes_for_cuda() or original.__get__(tensor))
 
 
 def run_on_cuda(original: Any) -> Any:
