@@ -60,7 +60,7 @@ def _steps_over_a_restore(state: Any, datasets: Any, iterate: Callable[[Any], An
     groups = [group for member in state.optimizer.chained_optimizers for group in member.optimizer.param_groups]
 
     def steps() -> list[int]:
-        return [group["step"] for group in groups]
+        return [group["step"] for group in groups if group["params"]]  # an empty one counts nothing
 
     found = {"at the snapshot": steps()}
     scalars, tensors = trainer_state.scalars(), trainer_state.tensors()

@@ -27,7 +27,7 @@ SMALL = (
     "--expert-model-parallel-size 1 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 "
     "--num-experts 8 --moe-layer-freq [0,1] --seq-length 32 --micro-batch-size 1 --global-batch-size 2 "
     "--max-position-embeddings 32 --vocab-size 256 --lr-warmup-fraction 0.5 --moe-ckpt-strategy none --split 90,8,2 "
-    "--num-workers 0"
+    "--num-workers 0 --log-interval 1"
 )
 """Laid over the flags of an example, these make it a job that fits in a test; all else of it stays."""
 
