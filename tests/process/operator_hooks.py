@@ -138,6 +138,14 @@ def _verdicts(state: Any, tensors: Sequence[Any]) -> dict[str, str]:
         verdicts["a new kind of moment"] = verdict_on(state, tensors)
     with changed(vars(members[-1]), "averages", [torch.zeros(3)]):
         verdicts["averages in the optimizer"] = verdict_on(state, tensors)
+    # As the fused Adams of Transformer Engine and Apex have them: beside what they keep from step to step.
+    tables = {
+        "dtype_to_range_map": {torch.float16: torch.ones(1)},
+        "_skipped": torch.zeros(1),
+        "lr_of_all": [torch.ones(2)],
+    }
+    with mock.patch.dict(vars(inner), tables):
+        verdicts["tables of the inner optimizer"] = verdict_on(state, tensors)
     module = next(module for module in chunks[0].modules() if type(module).__name__ == "TopKRouter")
     with changed(module._buffers, "history", torch.zeros(3)):
         verdicts["a new buffer"] = verdict_on(state, tensors)
