@@ -1,9 +1,4 @@
-"""A loop of one's own over Megatron-Core: a small GPT with experts learns to add; one process per rank, see README."""
-
-import logging
-import os
-from collections.abc import Callable, Iterator
-from typing import Any
+"""A loop of one's own over Megatron-Core: a small GPT with experts learns to count; how to start it is in README.md."""
 
 import torch
 
@@ -21,79 +16,57 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-ITERATIONS, SAMPLES, TOKENS, VOCABULARY, STAGES, EXPERT_GROUPS = 12, 8, 32, 64, 2, 2
+ITERATIONS, SAMPLES, TOKENS, VOCABULARY = 12, 8, 32, 64
+
+torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, expert_model_parallel_size=2)
+tensor_parallel.model_parallel_cuda_manual_seed(1)
+config = TransformerConfig(
+    num_layers=2, hidden_size=32, num_attention_heads=4, num_moe_experts=4, moe_token_dispatcher_type="alltoall",
+    moe_aux_loss_coeff=1e-2, expert_model_parallel_size=2, pipeline_model_parallel_size=2, pipeline_dtype=torch.float32,
+)  # fmt: skip
+first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+layers = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
+model = GPTModel(config, layers, VOCABULARY, TOKENS, first, last, position_embedding_type="rope").cuda()
+model = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), model)
+optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, min_lr=0.0, use_distributed_optimizer=True), [model])
+scheduler = OptimizerParamScheduler(
+    optimizer, init_lr=0.0, max_lr=1e-2, min_lr=0.0, lr_warmup_steps=16, lr_decay_steps=96, lr_decay_style="cosine",
+    start_wd=0.1, end_wd=0.1, wd_incr_steps=0, wd_incr_style="constant",
+)  # fmt: skip
+config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, optimizer.scale_loss
 
 
-def build() -> tuple[Any, Any, Any]:
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    torch.distributed.init_process_group(backend)
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=STAGES, expert_model_parallel_size=EXPERT_GROUPS
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    config = TransformerConfig(
-        num_layers=2, hidden_size=32, num_attention_heads=4, num_moe_experts=4, moe_router_topk=2,
-        moe_aux_loss_coeff=1e-2, moe_token_dispatcher_type="alltoall", pipeline_model_parallel_size=STAGES,
-        pipeline_dtype=torch.float32, expert_model_parallel_size=EXPERT_GROUPS, add_bias_linear=False,
-        attention_dropout=0.1,
-    )  # fmt: skip
-    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
-    model = GPTModel(config, spec, VOCABULARY, TOKENS, pre_process=first, post_process=last)
-    model = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), model.cuda())
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, min_lr=0.0, use_distributed_optimizer=True), [model])
-    scheduler = OptimizerParamScheduler(
-        optimizer, init_lr=0.0, max_lr=1e-2, min_lr=0.0, lr_warmup_steps=2 * SAMPLES, lr_decay_steps=12 * SAMPLES,
-        lr_decay_style="cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=0, wd_incr_style="constant",
-    )  # fmt: skip
-    config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, optimizer.scale_loss
-    return model, optimizer, scheduler
+def samples_of(iteration):
+    """This rank's samples of an iteration; each counts in steps of its own."""
+    for step in range(parallel_state.get_data_parallel_rank(), SAMPLES, parallel_state.get_data_parallel_world_size()):
+        yield (iteration + step * torch.arange(TOKENS + 1, device="cuda")).view(1, -1) % VOCABULARY
 
 
-def forward_step(samples: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-    numbers = next(samples).cuda()
-    positions = torch.arange(TOKENS, device=numbers.device).expand(1, -1)
-    mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device=numbers.device).triu(1)
-    output = model(numbers[:, :-1], positions, mask, labels=numbers[:, 1:])
+def forward_step(samples, model):
+    sample = next(samples)
+    output = model(sample[:, :-1], None, None, labels=sample[:, 1:])
     return output, lambda losses: (losses.mean(), {"loss": losses.detach().mean()})
 
 
-def samples_of(iteration: int) -> Iterator[torch.Tensor]:
-    """This rank's samples of an iteration: each number is the sum of the two before it."""
-    ranks = parallel_state.get_data_parallel_world_size()
-    for at in range(parallel_state.get_data_parallel_rank(), SAMPLES, ranks):
-        numbers = [iteration % VOCABULARY, at]
-        while len(numbers) <= TOKENS:
-            numbers.append((numbers[-1] + numbers[-2]) % VOCABULARY)
-        yield torch.tensor([numbers])
-
-
-def passes(iteration: int, model: Any, **schedule: Any) -> float:
-    """Forward and backward passes; the mean loss of this rank's samples, 0 off the last stage."""
+def passes(iteration, **schedule):
     microbatches = SAMPLES // parallel_state.get_data_parallel_world_size()
-    losses = get_forward_backward_func()(
-        forward_step_func=forward_step, data_iterator=samples_of(iteration), model=[model], forward_only=False,
-        num_microbatches=microbatches, seq_length=TOKENS, micro_batch_size=1, **schedule,
-    )  # fmt: skip
-    return sum(float(part["loss"]) for part in losses) / microbatches
+    shape = {"num_microbatches": microbatches, "seq_length": TOKENS, "micro_batch_size": 1, "forward_only": False}
+    work = {"forward_step_func": forward_step, "data_iterator": samples_of(iteration), "model": [model]}
+    return get_forward_backward_func()(**work, **shape, **schedule)
 
 
-def train_step(iteration: int, model: Any, optimizer: Any, scheduler: Any) -> None:
+def train_step(iteration):
     model.zero_grad_buffer()
     optimizer.zero_grad()
-    loss = passes(iteration, model)
+    losses = passes(iteration)
     _, norm, _ = optimizer.step()
     scheduler.step(increment=SAMPLES)
-    print(f"rank {os.environ['RANK']} iteration {iteration}: loss {loss.hex()} norm {float(norm).hex()}", flush=True)
-
-
-def main() -> None:
-    model, optimizer, scheduler = build()
-    for iteration in range(1, ITERATIONS + 1):
-        train_step(iteration, model, optimizer, scheduler)
-    torch.distributed.destroy_process_group()
+    rank, loss = torch.distributed.get_rank(), float(sum(each["loss"] for each in losses))
+    print(f"rank {rank} iteration {iteration}: loss {loss.hex()} norm {float(norm).hex()}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    for iteration in range(1, ITERATIONS + 1):
+        train_step(iteration)
+    torch.distributed.destroy_process_group()

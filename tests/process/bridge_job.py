@@ -67,7 +67,7 @@ def pretrain(config: Section, forward_step_func: Any, own: dict[str, Any], bridg
     from megatron.core import parallel_state
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
-    model, optimizer, scheduler = own["build"]()
+    model, optimizer, scheduler = own["model"], own["optimizer"], own["scheduler"]
     ranks = parallel_state.get_data_parallel_world_size()
     init_num_microbatches_calculator(0, None, config.train.global_batch_size, 1, ranks)
     state, manager = bridge.state(config), bridge.manager(config.checkpoint)  # setup.py:285
@@ -186,7 +186,7 @@ def main() -> None:
     parser.add_argument("--save")
     parser.add_argument("--save-interval", type=int, default=5)
     given = parser.parse_args(sys.argv[1:])
-    own = runpy.run_path(str(OWN_LOOP), run_name="own_loop")  # also puts the CPU device in place
+    own = runpy.run_path(str(OWN_LOOP), run_name="own_loop")  # builds the model, on the CPU where there is no GPU
     import bridge_wheel
 
     bridge = StandIn() if bridge_wheel.why_not() else Wheel()

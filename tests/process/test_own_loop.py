@@ -54,8 +54,9 @@ def test_after_a_kill_every_loss_of_a_loop_of_ones_own_is_that_of_the_unprotecte
     assert came_out(first, second) == plain
 
 
-def test_a_loop_is_protected_with_fifteen_lines_at_most() -> None:
-    texts = ((LOOP / name).read_text().splitlines() for name in ("train.py", "protected.py"))
-    added = [line for line in difflib.unified_diff(*texts, n=0) if line.startswith("+") and not line.startswith("+++")]
+def test_a_loop_of_sixty_lines_is_protected_with_fifteen_at_most() -> None:
+    plain, protected = ((LOOP / name).read_text().splitlines() for name in ("train.py", "protected.py"))
+    changes = difflib.unified_diff(plain, protected, n=0)
+    added = [line for line in changes if line.startswith("+") and not line.startswith("+++")]
     assert 10 <= len(added) <= 15, "\n".join(added)
-    assert len((LOOP / "train.py").read_text().splitlines()) <= 120
+    assert len([line for line in plain if line.strip()]) <= 60
