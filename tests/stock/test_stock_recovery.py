@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from stock_jobs import ALONE, FOUR, ITERATIONS
+from runs import differences, digest
+from stock_jobs import ALONE, FOUR, ITERATIONS, Records
 from stock_recording import unprotected
+from world import Outcome
 
 KILLED = -signal.SIGKILL
 FULL = ("--moe-ckpt-strategy", "full")
@@ -70,3 +74,59 @@ def test_a_killed_job_that_began_from_a_stock_checkpoint_ends_as_undisturbed(
     assert job.records() == alone.records()
     assert job.ran(0)[0] == 3
     assert job.ran(0)[-1] == ITERATIONS
+
+
+@dataclass(frozen=True)
+class MadeUp:
+    """What the undisturbed loop and a killed job came to, and said; and where both saved."""
+
+    whole: tuple[Records, list[str], Path]
+    recovered: tuple[Records, list[str], Path]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(1, id="evaluated-each-time"), pytest.param(5, id="evaluated-once", marks=pytest.mark.full)],
+)
+def made_up(new_job, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> MadeUp:
+    """One rank dies behind its step of iteration 5, before it evaluates and saves; the others are put aside there."""
+    flags, fault = ("--eval-iters", 2, "--save-interval", 5), ("--moe-ckpt-inject-fault", "3@5:step")
+    whole, job, folder = new_job(FOUR), new_job(FOUR), tmp_path_factory.mktemp("saved")
+    flags = (*flags, "--eval-interval", request.param)
+    alone = whole.run(*flags, "--save", folder / "whole", hooks=[unprotected])
+    attempts = [job.run(*SPARSE, *flags, "--save", folder / "job", *fault, codes={KILLED, 1})]
+    assert not (folder / "job" / "iter_0000005").exists()
+    attempts.append(job.run(*SPARSE, *flags, "--save", folder / "job", *fault))
+    return MadeUp(
+        (whole.records(), evaluations(alone), folder / "whole"),
+        (job.records(), evaluations(*attempts), folder / "job"),
+    )
+
+
+def evaluations(*attempts: Outcome) -> list[str]:
+    """What was said of validation data, in its order."""
+    return [
+        line for each in attempts for line in each.lines if re.search(r"validation loss at|on validation set", line)
+    ]
+
+
+def test_an_evaluation_that_the_fault_kept_from_reads_what_the_undisturbed_one_reads(made_up: MadeUp) -> None:
+    (records, evaluated, _), (recovered, made, _) = made_up.whole, made_up.recovered
+    assert made == evaluated
+    assert any("iteration 5 |" in line for line in made), made
+    assert recovered == records
+
+
+def test_a_save_that_the_fault_kept_from_has_the_bits_of_the_undisturbed_one(made_up: MadeUp) -> None:
+    (*_, whole), (*_, job) = made_up.whole, made_up.recovered
+    assert not differences(digest(job, 5), digest(whole, 5))
+
+
+def test_flags_that_would_change_a_replayed_iteration_are_refused_with_what_they_were(new_job, undisturbed) -> None:
+    job, fault = new_job(ALONE), ("--moe-ckpt-inject-fault", "0@5:step")
+    job.run(*SPARSE, *fault, codes={KILLED})
+    outcome = job.run(*SPARSE, *fault, "--clip-grad", 0.25, codes={2})
+    (said,) = [line for line in outcome.lines if "--clip-grad" in line]
+    assert "run again as they were, but --clip-grad was 0.5 and is 0.25: start with the flags of before" in said
+    job.run(*SPARSE, *fault)
+    assert job.records() == undisturbed(ALONE)

@@ -20,11 +20,21 @@ _LOOP = """
 def pretrain():
     args = get_args()
     model, optimizer, scheduler = setup_model_and_optimizer()
-    calls.append("data")
+    build_train_valid_test_data_iterators(None)
     args.curr_iteration = 0
     train(None, model, optimizer, scheduler, None, None, None, None, {}, None)
     if args.save:
         save_checkpoint_and_time(args.train_iters, model, optimizer, scheduler, 0, {})
+
+def build_train_valid_test_data_iterators(provider):
+    args = get_args()
+    guessed = args.iteration > 0 and args.consumed_valid_samples == 0
+    calls.append("data, guessed" if guessed else "data")
+
+def evaluate_and_print_results(prefix, forward_step_func, data_iterator, model, iteration, process_non_loss_data_func,
+                               config, verbose=False, write_to_tensorboard=True, non_loss_data_func=None):
+    calls.append("evaluation")
+    get_args().consumed_valid_samples += 8
 
 def setup_model_and_optimizer():
     args, built = get_args(), (["model"], Optimizer(), "scheduler")
@@ -53,7 +63,7 @@ def train(forward_step_func, model, optimizer, opt_param_scheduler, train_data_i
             calls.append("norm of parameters")
         memory_flag = training_log({}, {}, 0.0, iteration, 1.0, memory_flag, 0, None, None, None, None)
         if iteration % args.eval_interval == 0 and args.do_valid:
-            calls.append("evaluation")
+            evaluate_and_print_results("", None, None, model, iteration, None, None)
             forward_backward(forward_only=True)
         post_training_step_callbacks(model, optimizer, opt_param_scheduler, iteration, None, 0.0)
         should_exit = checkpoint_and_decide_exit(
@@ -90,7 +100,7 @@ def checkpoint_and_decide_exit(model, optimizer, opt_param_scheduler, iteration,
     return iteration == args.exit_interval
 
 def save_checkpoint_and_time(iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far,
-                             checkpointing_context, non_persistent_ckpt=False):
+                             checkpointing_context, non_persistent_ckpt=False, train_data_iterator=None):
     calls.append("save")
 
 def enable_forward_pre_hook(model_chunks):
@@ -147,7 +157,12 @@ def arguments(**values: Any) -> argparse.Namespace:
     given |= {"consumed_train_samples": 0, "consumed_valid_samples": 0, "skipped_train_samples": 0, "seq_length": 8}
     given |= {"global_batch_size": 4, "micro_batch_size": 2, "overlap_param_gather": False, "broken_iteration": None}
     given |= {"align_param_gather": False, "log_params_norm": False, "no_save_optim": None}
-    given |= {"no_save_rng": None, "curr_iteration": 0, "num_floating_point_operations_so_far": 0}
+    given |= {
+        "data_parallel_size": 1,
+        "no_save_rng": None,
+        "curr_iteration": 0,
+        "num_floating_point_operations_so_far": 0,
+    }
     return argparse.Namespace(**given | values)
 
 
@@ -171,15 +186,24 @@ def stand_in(args: argparse.Namespace, version: str = "0.19.2", reruns: tuple[in
 class Manager:
     """Notes what the hooks call, among what the loop does.
 
-    replays: the iterations that it has run again, on ranks that replay alone or not. found: where it resumes.
+    replays: the iterations that it has run again, on ranks that replay alone or not. found: where it resumes, from
+    what it has recorded.
     """
 
     def __init__(
-        self, calls: list[str], found: int = 0, replays: int = 0, *, alone: bool = False, communicator: Any = None
+        self,
+        calls: list[str],
+        found: int = 0,
+        replays: int = 0,
+        *,
+        alone: bool = False,
+        communicator: Any = None,
+        recorded: dict[str, Any] | None = None,
     ) -> None:
         self.calls, self.iteration, self._left = calls, found, replays
         self.replays_alone, self.communicator, self.process_groups = alone, communicator, "groups"
-        self.loss, self.stall_s = None, 0.0
+        self.loss, self.stall_s, self.repeats_steps = None, 0.0, replays > 0
+        self._recorded = {"evaluated_iteration": found, "iteration": found} | (recorded or {})
         self.state: Any = None
 
     def __call__(self, model: Any, optimizer: Any, scheduler: Any, config: Any, *, state: Any, **_sizes: Any) -> Any:
@@ -189,7 +213,7 @@ class Manager:
     def resume(self, load: Any, newest: int, *, asked_for: bool) -> int:
         if self.iteration:
             self.calls.append("resume")
-            self.state.load_state_dict(self.state.state_dict() | {"iteration": self.iteration})
+            self.state.load_state_dict(self.state.state_dict() | self._recorded)
         elif load is not None:
             self.iteration = load()
         return self.iteration
@@ -249,6 +273,8 @@ def one_rank() -> Iterator[None]:
         mock.patch.object(parallel_state, "get_data_parallel_world_size", return_value=1),
         mock.patch.object(torch.distributed, "get_rank", return_value=0),
         mock.patch.object(torch.distributed, "broadcast_object_list"),
+        mock.patch.object(torch.distributed, "all_reduce"),
+        mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
         mock.patch.object(torch.cuda, "get_rng_state", torch.get_rng_state),
         mock.patch.object(torch.cuda, "set_rng_state", torch.set_rng_state),
     ):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 from stock_stand_in import Manager, arguments, one_rank, stand_in
 
+from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.stock.hooks import Hooks
 from megatron.core.dist_checkpointing.moe.stock.seams import SEAMS, Call, installed
 
@@ -68,7 +70,60 @@ def test_what_is_newer_than_the_checkpoint_is_taken_in_its_place() -> None:
 
 
 def test_without_anything_newer_the_checkpoint_is_loaded() -> None:
-    assert train(arguments(load="somewhere")) == f"load begin data rejoin {ITERATION} finish"
+    assert train(arguments(load="somewhere")) == f"load begin data, guessed rejoin {ITERATION} finish"
+
+
+def test_evaluations_read_on_where_they_stood_though_nothing_was_read_yet() -> None:
+    said = train(arguments(load="somewhere"), Manager([], found=2))
+    assert " data " in said
+    assert "guessed" not in said
+
+
+@pytest.mark.parametrize(("evaluated", "made_up"), [(1, "evaluation "), (2, "")])
+def test_an_evaluation_is_made_up_for_where_the_fault_kept_from_it(evaluated: int, made_up: str) -> None:
+    args, recorded = arguments(do_valid=True), {"evaluated_iteration": evaluated, "consumed_valid_samples": 24}
+    said = train(args, Manager([], found=2, recorded=recorded))
+    assert said == f"resume begin data rejoin {made_up}{ITERATION} finish"
+    assert args.consumed_valid_samples == 24 + 8 * bool(made_up)
+
+
+@pytest.mark.parametrize("other", [{"eval_interval": 3}, {"do_valid": False}, {"start_eval_at_iter": 3}])
+def test_an_evaluation_that_was_not_due_is_not_made_up_for(other: dict[str, Any]) -> None:
+    args = arguments(**{"do_valid": True, "train_iters": 2} | other)
+    assert "evaluation" not in train(args, Manager([], found=2, recorded={"evaluated_iteration": 1}))
+
+
+@pytest.mark.parametrize(("newest", "made_up"), [(None, "save saved "), ("1", "save saved "), ("2", ""), ("4", "")])
+def test_a_save_is_made_up_for_where_the_fault_kept_from_it(newest: str | None, made_up: str, tmp_path: Path) -> None:
+    if newest is not None:
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text(newest)
+    said = train(arguments(save=str(tmp_path)), Manager([], found=2))
+    assert said == f"resume begin data rejoin {made_up}{ITERATION} save saved finish"
+
+
+def test_nothing_is_made_up_for_where_training_begins_from_a_checkpoint() -> None:
+    said = train(arguments(load="somewhere", save="elsewhere", do_valid=True)).split("rejoin")
+    assert said[1].startswith(" ( passes )")
+
+
+def test_what_is_missing_from_the_last_iteration_is_made_up_for_behind_the_loop() -> None:
+    args = arguments(train_iters=2, save="somewhere", do_valid=True)
+    said = train(args, Manager([], found=2, recorded={"evaluated_iteration": 1}))
+    assert said == "resume begin data rejoin evaluation save saved save saved finish"
+
+
+def test_a_replay_of_the_last_iteration_is_joined_before_the_loop_ends() -> None:
+    said = train(arguments(overlap_param_gather=True, train_iters=1), Manager([], replays=1))
+    assert said.endswith("after_step reported rejoin hooks of the model finish")
+
+
+def test_iterations_are_run_again_under_the_flags_of_before_or_not_at_all() -> None:
+    flags = {"clip_grad": 1.0, "seq_length": 8, "global_batch_size": 4, "micro_batch_size": 2}
+    same, other = arguments(clip_grad=1.0), arguments(clip_grad=0.5, log_interval=3)
+    assert "passes" in train(same, Manager([], found=1, replays=1, recorded={"flags": flags}))
+    with pytest.raises(UsageError, match=r"but --clip-grad was 1\.0 and is 0\.5: start with"):
+        train(other, Manager([], found=1, replays=1, recorded={"flags": flags}))
+    assert "passes" in train(other, Manager([], found=1, recorded={"flags": flags}))
 
 
 def test_a_replay_is_not_logged_saved_or_evaluated() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
 import pytest
+import torch
 from stock_stand_in import arguments, stand_in
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.stock import flags
 from megatron.core.dist_checkpointing.moe.stock.seams import SEAMS, Call, installed
+from megatron.core.dist_checkpointing.moe.stock.shaping import refuse_other_flags, shaping_flags
 from megatron.core.dist_checkpointing.moe.stock.state import StockCounts
 
 HOOKS = {seam.name: Call.go_on for seam in SEAMS["0.19"]}
@@ -169,3 +172,27 @@ def test_counts_come_back_as_they_were_however_large() -> None:
     StockCounts(others, stand_in(others)).load_state_dict(counts.state_dict() | {"iteration": 5})
     assert (others.iteration, others.consumed_train_samples) == (5, 8)
     assert others.num_floating_point_operations_so_far == 3 * 10**24 + 1
+
+
+def test_flags_are_written_down_where_they_are_not_what_core_has_by_default() -> None:
+    given = {"clip_grad": 0.5, "hidden_dropout": 0.1, "params_dtype": torch.float32, "log_interval": 3, "split": "9,1"}
+    assert shaping_flags(argparse.Namespace(**given)) == {"clip_grad": 0.5, "split": "9,1"}
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"clip_grad": 0.5}, "--clip-grad was 2.0 and is 0.5"),
+        ({"hidden_dropout": 0.25}, "--hidden-dropout was 0.1 and is 0.25"),
+        ({"params_dtype": torch.bfloat16}, "--params-dtype was torch.float32 and is torch.bfloat16"),
+        ({"seq_length": 64}, "--seq-length was 8 and is 64"),
+        ({"moe_layer_freq": [0, 1]}, "--moe-layer-freq was 1 and is [0, 1]"),
+        ({"num_layers": 5, "seed": 1}, "--seed was None and is 1; --num-layers was 0 and is 5"),
+    ],
+)
+def test_a_flag_that_shapes_an_iteration_is_refused_with_both_values(other: dict[str, Any], told: str) -> None:
+    before = {"clip_grad": 2.0, "seq_length": 8}
+    recorded = shaping_flags(argparse.Namespace(**before))
+    refuse_other_flags(recorded, recorded)
+    with pytest.raises(UsageError, match=re.escape(told)):
+        refuse_other_flags(recorded, shaping_flags(argparse.Namespace(**before | other)))

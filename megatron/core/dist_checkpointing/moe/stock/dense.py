@@ -1,4 +1,4 @@
-"""Which of its own checkpoints the stock loop would load."""
+"""Which of its own checkpoints the stock loop has, and would load."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ TRACKER = "latest_checkpointed_iteration.txt"
 def newest_checkpoint(args: Any) -> tuple[int, bool]:
     """The iteration that loading gives, -1 if there is nothing to load; and whether the flags name a certain one.
 
-    A collective: rank 0 looks.
+    A collective.
     """
     asked_for = getattr(args, "ckpt_step", None) is not None or bool(args.finetune) or args.load is None
-    found = [_iteration_in(args.load) if args.load is not None and torch.distributed.get_rank() == 0 else -1]
+    return newest_iteration(args.load), asked_for
+
+
+def newest_iteration(folder: str | None) -> int:
+    """The newest iteration of which a folder has a whole checkpoint, -1 if none. A collective: rank 0 looks."""
+    found = [_iteration_in(folder) if folder is not None and torch.distributed.get_rank() == 0 else -1]
     torch.distributed.broadcast_object_list(found, src=0)
-    return found[0], asked_for
+    return found[0]
 
 
 def _iteration_in(folder: str) -> int:

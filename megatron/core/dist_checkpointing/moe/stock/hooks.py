@@ -12,7 +12,8 @@ One iteration of the loop, and the calls of `MoECheckpointManager` on the way:
                                     run that is resumed must not do either again
 
 A replayed iteration has `train_step`, and `after_step` at its end; it is not logged, evaluated or saved. Where only
-some stages of the pipeline replay, no collective over others is left on the way, see `quiet`.
+some stages of the pipeline replay, no collective over others is left on the way, see `quiet`. What a fault kept from
+following the last iteration is made up for when all ranks stand there, see `catch_up`.
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ from ..config import MoECheckpointConfig
 from ..errors import UsageError
 from ..megatron_state.trainer_state import random_states, restore_random
 from . import flags
+from .catch_up import CatchUp
 from .dense import newest_checkpoint
 from .iteration import Report, StockIteration, mean_loss
 from .quiet import Quiet
 from .seams import Call, Hook
+from .shaping import refuse_other_flags, shaping_flags
 from .state import StockCounts
 
 log = logging.getLogger(__name__)
@@ -73,6 +76,7 @@ class Hooks:
     def by_name(self) -> Mapping[str, Hook]:
         """For `seams.installed`."""
         within = {
+            "build_train_valid_test_data_iterators": self._build_data,
             "train": self._train,
             "get_forward_backward_func": self._get_forward_backward_func,
             "train_step": self._train_step,
@@ -148,6 +152,8 @@ class Hooks:
 
         newest, asked_for = newest_checkpoint(args) if load is not None else (-1, False)
         iteration = manager.resume(None if load is None else load_checkpoint, newest, asked_for=asked_for)
+        if manager.repeats_steps and state.recorded_flags is not None:
+            refuse_other_flags(state.recorded_flags, shaping_flags(args))
         self._manager, self._quiet = manager, Quiet(self._loop, manager)
         self._running.enter_context(manager.run())
         self._begun, self._joined = not manager.is_replaying, False
@@ -155,9 +161,17 @@ class Hooks:
             # May make a step that this rank missed: data iterators are built behind it. A replay begins only in the
             # first iteration: the loop sets up hooks of the model before, which a replay takes out.
             manager.begin()
-        self._random = random_states() if iteration > 0 and not loaded else None
+        recovered = iteration > 0 and not loaded
+        self._catch_up = CatchUp(self._loop, state, manager, recovered=recovered)
+        self._catch_up.agree()
+        self._random = random_states() if recovered else None
+
+    def _build_data(self, call: Call) -> Any:
+        with self._catch_up.reading_on():
+            return call.go_on()
 
     def _train(self, call: Call) -> Any:
+        self._catch_up.starts(call)
         if self._random is not None:
             restore_random(self._random)  # data loaders drew their seeds meanwhile
         try:
@@ -204,6 +218,9 @@ class Hooks:
             self._joined = True
             self._manager.rejoin()
             self._quiet.end()
+            self._catch_up.make_up()
+            self._quiet.forget_losses()
+            self._quiet.go_on()
 
     def _get_forward_backward_func(self, call: Call) -> Any:
         forward_backward = call.go_on()
@@ -232,14 +249,19 @@ class Hooks:
         return call.go_on()
 
     def _checkpoint_and_decide_exit(self, call: Call) -> Any:
+        manager, replayed = self._manager, self._manager.is_replaying
         self._state.counted(call["num_floating_point_operations_so_far"])
-        should_exit = False if self._manager.is_replaying else call.go_on()
+        if not replayed:
+            self._state.evaluated = call["iteration"]
+        should_exit = False if replayed else call.go_on()
         started_s = time.monotonic()
-        protection = self._manager.after_step()
+        protection = manager.after_step()
         if self._report is not None:
-            stall_s = self._manager.stall_s + time.monotonic() - started_s
+            stall_s = manager.stall_s + time.monotonic() - started_s
             self._report(replace(self._iteration, protection=protection, stall_s=stall_s))
-        self._manager.reported()
+        manager.reported()
+        if replayed and not manager.is_replaying and call["iteration"] >= self._args.train_iters:
+            self._join()  # the loop begins no further iteration, and takes away what a replay put off
         return should_exit
 
     def _save_checkpoint_and_time(self, call: Call) -> Any:

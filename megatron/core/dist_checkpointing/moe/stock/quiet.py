@@ -18,7 +18,7 @@ _LEFT_OUT = "do_valid", "log_params_norm"
 
 
 class Quiet:
-    """Sequence: `begin` before the first replayed iteration, `end` when all ranks stand at one iteration.
+    """Sequence: `begin` before the first replayed iteration; `end` and `go_on` when all ranks stand at one iteration.
 
     loop: the module that has the loop. manager: of checkpoints.
     """
@@ -41,20 +41,23 @@ class Quiet:
             machine.set_mode(RerunMode.DISABLED)
 
     def end(self) -> None:
-        """All is as it was; does nothing where nothing was replayed."""
+        """What `args` asks for is as it was; does nothing where nothing was replayed."""
         for name, asked in self._asked.items():
             setattr(self._args, name, asked)
         self._asked = {}
         if self._mode is not None:
             get_rerun_state_machine().set_mode(self._mode)
             self._mode = None
+
+    def go_on(self) -> None:
+        """Go on with the call that was put off, if any."""
         if self._put_off is not None:
             call, self._put_off = self._put_off, None
             call.go_on()
             _align_gathers(call["model_chunks"], self._args)
 
     def later(self, call: Call) -> None:
-        """Go on with a call when the replay has ended."""
+        """Put a call off until the replay has ended."""
         self._put_off = call
 
     def forget_losses(self) -> None:

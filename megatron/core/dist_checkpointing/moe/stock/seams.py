@@ -39,12 +39,15 @@ class Seam:
 
 
 _OBJECTS = "model", "optimizer", "opt_param_scheduler"
+_CHECKPOINTED = *_OBJECTS, "checkpointing_context"
+_DATA = "forward_step_func", "train_data_iterator", "valid_data_iterator"
 _REDUCTIONS = "logical_and_across_model_parallel_group", "reduce_max_stat_across_model_parallel_group"
 
 _SEAMS_0_19 = (
     Seam("setup_model_and_optimizer"),
     Seam("load_checkpoint", ("ddp_model", "optimizer", "opt_param_scheduler"), "megatron.training.checkpointing"),
-    Seam("train", ("forward_step_func", "valid_data_iterator", "process_non_loss_data_func", "config", *_OBJECTS)),
+    Seam("build_train_valid_test_data_iterators"),
+    Seam("train", (*_DATA, "process_non_loss_data_func", "non_loss_data_func", "config", *_CHECKPOINTED)),
     Seam("get_forward_backward_func", (), "megatron.core.pipeline_parallel.schedules"),
     Seam("train_step", ("data_iterator", *_OBJECTS)),
     Seam("training_log", ("iteration", "report_memory_flag")),
@@ -93,6 +96,10 @@ class Call:
     def __getitem__(self, parameter: str) -> Any:
         """What was given for a parameter, by whatever way, or its default."""
         return self._values[parameter]
+
+    def given(self, *parameters: str) -> dict[str, Any]:
+        """What was given for those of these parameters that the function has."""
+        return {name: self._values[name] for name in parameters if name in self._values}
 
     @property
     def first(self) -> Any:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ..ports import Json
+from .shaping import shaping_flags
 
 _COUNTS = "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"
 _OPERATIONS = "num_floating_point_operations_so_far"
+_EVALUATED = "evaluated_iteration"
+_FLAGS = "flags"
 
 
 class StockCounts:
@@ -19,12 +22,29 @@ class StockCounts:
     Args:
         args: Of Megatron-LM, which the loop reads them from when it starts.
         loop: The module that has the loop.
+
+    Attributes:
+        evaluated: The newest iteration behind which the evaluation lies, if one was due.
+        recorded_flags: Of the start that made what was restored last, those that shape an iteration; None before.
     """
 
     def __init__(self, args: Any, loop: Any) -> None:
         self._args, self._loop = args, loop
         self._operations: int | float = getattr(args, _OPERATIONS, 0)
         self._samples_to_come = 0
+        self._flags = shaping_flags(args)
+        self.evaluated = int(getattr(args, "iteration", 0))
+        self.recorded_flags: dict[str, Any] | None = None
+
+    @property
+    def operations(self) -> int | float:
+        """Floating-point operations up to the newest whole iteration."""
+        return self._operations
+
+    @property
+    def validated(self) -> int:
+        """Samples that evaluations have read."""
+        return int(self._args.consumed_valid_samples)
 
     def stepped(self, samples: int) -> None:
         """The step of an iteration was made; the loop has yet to add its samples."""
@@ -37,12 +57,16 @@ class StockCounts:
         if operations is not None:
             self._operations = operations
 
+    def evaluate_from(self, iteration: int, validated: int) -> None:
+        """Evaluations are done up to that of `iteration`, and have read so many samples."""
+        self.evaluated, self._args.consumed_valid_samples = iteration, validated
+
     def state_dict(self) -> dict[str, Json]:
         """As `LoopState.state_dict`."""
         counts: dict[str, Json] = {name: getattr(self._args, name, 0) for name in _COUNTS}
         counts["consumed_train_samples"] = self._args.consumed_train_samples + self._samples_to_come
         # As text: there are soon more of them than 64 bits take.
-        return counts | {_OPERATIONS: repr(self._operations)}
+        return counts | {_OPERATIONS: repr(self._operations), _EVALUATED: self.evaluated, _FLAGS: self._flags}
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
         """As `LoopState.load_state_dict`: let the loop start, or go on, from these counts."""
@@ -52,6 +76,7 @@ class StockCounts:
         self._operations = _number(values[_OPERATIONS])
         setattr(self._args, _OPERATIONS, self._operations)
         self._samples_to_come = 0
+        self.evaluated, self.recorded_flags = values[_EVALUATED], values[_FLAGS]
         self._loop.update_num_microbatches(self._args.consumed_train_samples, consistency_check=False)
 
 
