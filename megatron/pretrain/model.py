@@ -105,7 +105,7 @@ def _build_chunk(
     spec = get_gpt_decoder_block_spec(transformer, on_engine, normalization=flags.normalization, vp_stage=stage)
     model = GPTModel(
         transformer,
-        spec if on_engine else _with_local_norms(spec),
+        spec if on_engine else with_local_norms(spec),
         vocab_size=vocab_size,
         max_sequence_length=flags.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
@@ -131,8 +131,8 @@ def _fuse_weight_gradients(model: torch.nn.Module) -> None:
             module.fuse_wgrad_accumulation = True
 
 
-def _with_local_norms(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
-    """The block spec with every norm of core replaced by `LocalNorm`."""
+def with_local_norms(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
+    """A block spec with every norm of core replaced by `LocalNorm`."""
 
     def swapped(node: Any) -> Any:
         if node is WrappedTorchNorm:

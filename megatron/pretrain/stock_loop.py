@@ -6,9 +6,11 @@ Its flags are Megatron-LM's, those of checkpoints, and two of the driver's own: 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from inspect import signature
 from typing import Any
 
@@ -28,7 +30,7 @@ def run_stock(argv: Sequence[str]) -> int:
     configure_logging(launch)
     sys.argv = [sys.argv[0], *argv]  # where Megatron-LM looks for them
     try:
-        with driver_errors():
+        with driver_errors(), flag_errors():
             _train(launch, device_of(argv))
     except SystemExit as ending:
         code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
@@ -38,6 +40,26 @@ def run_stock(argv: Sequence[str]) -> int:
     finally:
         shut_down()
     return 0
+
+
+_FLAG_CHECKS = {"megatron.training.arguments", "megatron.training.argument_utils"}
+
+
+@contextlib.contextmanager
+def flag_errors() -> Iterator[None]:
+    """Turn what Megatron-LM says of its own flags into the driver's error.
+
+    With core 0.17 it looks at them inside `pretrain`, and with all releases at some of them when the model is built:
+    so they are known by the modules that they come from, or through. What core asserts may have no words of its own.
+    """
+    try:
+        yield
+    except (AssertionError, ValueError) as error:
+        modules = {frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)}
+        if not modules & _FLAG_CHECKS:
+            raise
+        said = str(error) or traceback.extract_tb(error.__traceback__)[-1].line or "see where in its code"
+        raise InvalidInput(f"flags of Megatron-LM that cannot work: {' '.join(said.split())}") from error
 
 
 def device_of(argv: Sequence[str]) -> str:
@@ -74,10 +96,7 @@ def _train(launch: Launch, device: str) -> None:
     if "extra_args_provider" in signature(pretrain).parameters:  # core 0.17 parses the flags itself
         run(build_datasets, forward_step_func=forward_step, extra_args_provider=flags, **parts)
         return
-    try:
-        args = arguments.parse_and_validate_args(extra_args_provider=flags)
-    except (AssertionError, ValueError) as error:
-        raise InvalidInput(f"flags of Megatron-LM that cannot work: {error or 'see where in its code'}") from error
+    args = arguments.parse_and_validate_args(extra_args_provider=flags)
     configuration = argument_utils.pretrain_cfg_container_from_args(args)
     run(configuration, build_datasets, forward_step_func=forward_step, **parts)
 

@@ -18,6 +18,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import get_attr_wrapped_model
+from megatron.pretrain.model import with_local_norms
 from megatron.training import arguments, get_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
@@ -36,6 +37,8 @@ def build_model(
     config = config or arguments.core_transformer_config_from_args(args)
     engine = args.transformer_impl == "transformer_engine"
     layers = get_gpt_decoder_block_spec(config, engine, normalization=args.normalization, vp_stage=vp_stage)
+    if config.sequence_parallel and not engine:
+        layers = with_local_norms(layers)
     ahead = None
     if config.mtp_num_layers:
         ahead = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=engine, vp_stage=vp_stage)

@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
-from collections.abc import Iterator
-from types import SimpleNamespace
-from unittest import mock
 
-import torch
+from stock_recording import hopper
 
 from megatron.pretrain.initialize import use_cpu
-
-
-@contextlib.contextmanager
-def hopper() -> Iterator[None]:
-    """Megatron-LM asks which GPU there is before it accepts some of its flags."""
-    device = {
-        "get_device_capability": lambda *_: (9, 0),
-        "get_device_properties": lambda *_: SimpleNamespace(major=9, minor=0, name="NVIDIA H100"),
-    }
-    with mock.patch.multiple(torch.cuda, **device), mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1"):
-        yield
 
 
 def main() -> str:

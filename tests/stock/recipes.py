@@ -152,6 +152,7 @@ class Reduced:
     recipe: Recipe
     more: tuple[tuple[str, str | None], ...] = ()
     ranks: int = 4
+    script: None = None
 
     @property
     def hooks(self) -> tuple[Hook, ...]:

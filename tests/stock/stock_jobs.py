@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from stock_recording import recording
-from world import Hook, Outcome, Running, World
+from stock_recording import hopper, on_the_cpu, recording
+from world import ROOT, Hook, Outcome, Running, World
 
 ITERATIONS = 6
 
 # Every schedule moves at each iteration, clipping bites and dropout draws numbers: nothing can be lost unnoticed.
 FLAGS = (
-    "--device cpu --distributed-backend gloo --transformer-impl local --no-persist-layer-norm "
+    "--distributed-backend gloo --transformer-impl local --no-persist-layer-norm "
     "--no-gradient-accumulation-fusion --no-rope-fusion --no-masked-softmax-fusion "
     "--hidden-size 32 --num-attention-heads 4 --normalization RMSNorm --swiglu --disable-bias-linear "
     "--position-embedding-type rope --attention-dropout 0.1 --hidden-dropout 0.0 --max-position-embeddings 32 "
@@ -45,27 +45,51 @@ class Kind(Protocol):
     def hooks(self) -> Sequence[Hook]:
         """What each worker needs for it."""
 
+    @property
+    def script(self) -> Path | None:
+        """What is run in place of the driver."""
+
 
 @dataclass(frozen=True)
 class Shape:
-    """How the model of all these tests is laid out over ranks."""
+    """How the model of all these tests is laid out over ranks, and what other flags it has."""
 
     ranks: int
     pp: int
     ep: int
+    tp: int = 1
+    more: tuple[str, ...] = ()
     hooks: tuple[Hook, ...] = ()
+    script: Path | None = None
 
     @property
     def flags(self) -> list[str]:
-        sizes = {"pipeline": self.pp, "expert": self.ep}
+        sizes = {"tensor": self.tp, "pipeline": self.pp, "expert": self.ep}
         layout = [part for name, size in sizes.items() for part in (f"--{name}-model-parallel-size", str(size))]
         # More microbatches than the pipeline is deep.
-        batch = (self.pp + 1) * self.ranks // self.pp
-        return [*FLAGS, *layout, "--num-layers", str(2 * self.pp), "--global-batch-size", str(batch)]
+        batch = (self.pp + 1) * self.ranks // (self.pp * self.tp)
+        device = ["--device", "cpu"] if self.script is None else []  # a flag of the driver
+        return [
+            *device,
+            *FLAGS,
+            *layout,
+            "--num-layers",
+            str(2 * self.pp),
+            "--global-batch-size",
+            str(batch),
+            *self.more,
+        ]
 
 
 ALONE = Shape(ranks=1, pp=1, ep=1)
 FOUR = Shape(ranks=4, pp=2, ep=2)
+TENSOR_PARALLEL = Shape(
+    ranks=4, pp=2, ep=2, tp=2, more=("--sequence-parallel", "--expert-tensor-parallel-size", "1"), hooks=(hopper,)
+)
+HALF = Shape(ranks=4, pp=2, ep=2, more=("--fp16", "--initial-loss-scale", "4194304", "--hysteresis", "1"))
+"""The first iterations are skipped, until the loss scale is small enough."""
+SCRIPT = Shape(ranks=1, pp=1, ep=1, hooks=(on_the_cpu,), script=ROOT / "examples" / "stock_loop" / "pretrain_gpt.py")
+"""The example, which knows nothing of CPUs."""
 
 Records = dict[tuple[int, Any], Any]
 
@@ -89,7 +113,7 @@ class StockJob:
             argv += ["--moe-ckpt-memory-dir", str(self.memory)]
         name = {"TORCHELASTIC_RUN_ID": f"stock-{self.memory.name}", "LOOP": "stock"}
         all_hooks = [partial(recording, str(self.folder)), *self.shape.hooks, *hooks]
-        return self.world.start(argv, self.shape.ranks, all_hooks, [name] * self.shape.ranks)
+        return self.world.start(argv, self.shape.ranks, all_hooks, [name] * self.shape.ranks, self.shape.script)
 
     def run(self, *extra: object, hooks: Sequence[Hook] = (), codes: set[int] | None = None) -> Outcome:
         """Run an attempt to its end; `codes` are the exit codes that it must have, and no others."""

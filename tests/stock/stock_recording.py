@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import hashlib
 import json
@@ -10,6 +11,7 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -39,7 +41,8 @@ def recording(folder: str) -> Iterator[None]:
             last["objects"] = given[2:5]
             iteration = training.get_args().curr_iteration + 1
             shown = {name: float(loss).hex() for name, loss in losses.items()}
-            write({"iteration": iteration, "losses": shown, "grad_norm": float(norm).hex(), "skipped": bool(skipped)})
+            shown_norm = None if norm is None else float(norm).hex()
+            write({"iteration": iteration, "losses": shown, "grad_norm": shown_norm, "skipped": bool(skipped)})
             return outcome
 
         with mock.patch.object(training, "train_step", train_step):
@@ -66,6 +69,30 @@ def unprotected() -> Iterator[None]:
 
     with stock.shipped_helpers(), mock.patch.object(stock, "protected", lambda pretrain, report=None: pretrain):
         yield
+
+
+@contextlib.contextmanager
+def hopper() -> Iterator[None]:
+    """Megatron-LM asks which GPU there is before it accepts some of its flags."""
+    device = {
+        "get_device_capability": lambda *_: (9, 0),
+        "get_device_properties": lambda *_: SimpleNamespace(major=9, minor=0, name="NVIDIA H100"),
+    }
+    with mock.patch.multiple(torch.cuda, **device), mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1"):
+        yield
+
+
+@contextlib.contextmanager
+def on_the_cpu() -> Iterator[None]:
+    """Let a script that knows nothing of CPUs train on one, as the driver does with `--device cpu`."""
+    from megatron.pretrain.initialize import Launch, shut_down, start_process_group, use_cpu
+
+    use_cpu(stock_loop=True)
+    start_process_group("gloo", Launch.from_environment(), datetime.timedelta(minutes=10))
+    try:
+        yield
+    finally:
+        shut_down()
 
 
 @contextlib.contextmanager

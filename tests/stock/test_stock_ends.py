@@ -89,6 +89,20 @@ def test_a_flag_that_breaks_the_promise_is_refused_before_anything_is_built(new_
     assert "number of parameters" not in outcome.said
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        pytest.param(("--seq-length", 64), "max_position_embeddings (32) must be greater", id="as-they-are-parsed"),
+        pytest.param(("--moe-router-group-topk", 1), "moe_router_num_groups must be specified", id="with-the-model"),
+    ],
+)
+def test_a_flag_that_megatron_refuses_is_told_in_one_line(new_job, flags, told: str) -> None:
+    outcome = new_job(ALONE).run(*FULL, *flags, codes=REFUSED)
+    (said,) = [line for line in outcome.lines if "flags of Megatron-LM that cannot work: " in line]
+    assert told in said
+    assert "Traceback" not in outcome.said
+
+
 @pytest.mark.parametrize("name", ["train", "checkpoint_and_decide_exit"])
 def test_without_a_seam_a_killed_job_does_not_end_as_the_undisturbed_one(new_job, undisturbed, name: str) -> None:
     job, hooks = new_job(ALONE), [partial(without_seam, name)]

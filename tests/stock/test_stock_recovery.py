@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from runs import differences, digest
-from stock_jobs import ALONE, FOUR, ITERATIONS, Records
+from stock_jobs import ALONE, FOUR, HALF, ITERATIONS, SCRIPT, TENSOR_PARALLEL, Records
 from stock_recording import unprotected
 from world import Outcome
 
@@ -39,6 +39,35 @@ def test_a_killed_job_ends_as_the_undisturbed_one_to_the_last_bit(new_job, undis
     job.run(*protection, "--moe-ckpt-inject-fault", fault, codes={KILLED, 1})
     job.run(*protection, "--moe-ckpt-inject-fault", fault)
     assert job.records() == undisturbed(FOUR)
+
+
+@pytest.mark.parametrize(
+    ("shape", "protection"),
+    [
+        pytest.param(TENSOR_PARALLEL, SPARSE, id="tensor-parallel-sparse"),
+        pytest.param(HALF, SPARSE, id="fp16-sparse"),
+        pytest.param(TENSOR_PARALLEL, FULL, id="tensor-parallel-full", marks=pytest.mark.full),
+        pytest.param(HALF, FULL, id="fp16-full", marks=pytest.mark.full),
+    ],
+)
+def test_a_killed_job_of_another_layout_or_precision_ends_as_the_undisturbed_one(
+    new_job, undisturbed, shape, protection
+) -> None:
+    """Interleaved stages are among the recipes."""
+    job, fault = new_job(shape), ("--moe-ckpt-inject-fault", "3@5:step")
+    job.run(*protection, *fault, codes={KILLED, 1})
+    job.run(*protection, *fault)
+    assert job.records() == undisturbed(shape)
+    skipped = {record.get("skipped") for record in job.records().values()} - {None}
+    assert skipped == ({True, False} if shape is HALF else {False})
+
+
+def test_the_example_script_ends_as_undisturbed_after_a_kill(new_job, undisturbed) -> None:
+    job, fault = new_job(SCRIPT), ("--moe-ckpt-inject-fault", "0@4:step")
+    job.run(*FULL, *fault, codes={KILLED})
+    job.run(*FULL, *fault)
+    assert job.ran(0) == [1, 2, 3, 4, 5, 6]
+    assert job.records() == undisturbed(SCRIPT)
 
 
 def test_only_the_struck_stage_replays(new_job) -> None:
