@@ -25,10 +25,13 @@ $(VENV)/.ready: setup.py pyproject.toml scripts/install_torch.py scripts/install
 	$(RUN) scripts/install_te_python.py
 	touch $@
 
-# The training loop of newer Megatron-Core wheels, beside our own: Python 3.12 or 3.13, and torch as PyPI has it.
+# The training loop of newer Megatron-Core wheels, beside our own: Python 3.12 or 3.13, and torch as PyPI has it. Of
+# Megatron-Bridge its wheel alone: what its training modules import besides has stand-ins in the tests.
+BRIDGE = 0.6.2
 setup-stock:
 	@[ -n "$(STOCK_PYTHON)" ] || { echo "no Python 3.12 or 3.13 found: give STOCK_PYTHON=/path/to/python3.12" >&2; exit 2; }
 	$(MAKE) setup VENV=$(STOCK_VENV) PYTHON=$(STOCK_PYTHON) TORCH_FLAGS=--with-cuda
+	$(STOCK_VENV)/bin/python -m pip install --quiet --no-deps megatron-bridge==$(BRIDGE)
 
 demo: setup
 	$(RUN) scripts/demo.py
@@ -50,9 +53,13 @@ CORE_TESTS = $(addprefix tests/unit/moe/test_, \
 test-core: setup
 	OMP_NUM_THREADS=1 $(RUN) -m pytest $(CORE_TESTS) $(WORKERS)
 
-# On the second stack: that the package installs and imports there, what touches core, and the stock loop.
+# On the second stack: that the package installs and imports there, what touches core, the stock loop, Bridge's, and a
+# loop of one's own.
+STOCK_TESTS = tests/stock $(CORE_TESTS) tests/install/test_import.py \
+	$(addprefix tests/process/test_, bridge.py bridge_interface.py own_loop.py)
+
 test-stock: setup-stock
-	OMP_NUM_THREADS=1 $(STOCK_VENV)/bin/python -m pytest tests/stock $(CORE_TESTS) tests/install/test_import.py $(WORKERS)
+	OMP_NUM_THREADS=1 $(STOCK_VENV)/bin/python -m pytest $(STOCK_TESTS) $(WORKERS)
 
 stock-python:
 	@[ -n "$(STOCK_PYTHON)" ] && echo "$(STOCK_PYTHON)"

@@ -280,6 +280,27 @@ def test_the_page_of_compatibility_is_what_was_measured_with_each_release() -> N
     assert compatibility.PAGE.read_text(encoding="utf-8") == compatibility.render(), "run python tools/compatibility.py"
 
 
+def test_who_installs_is_told_what_each_release_of_core_allows() -> None:
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    (section,) = re.findall(r"^## Install\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    assert "](docs/compatibility.md)" in section
+
+
+def test_pages_have_no_traces_of_merges() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    marked = re.compile(r"^(<{7}|\|{7}|={7}|>{7})( |$)", re.MULTILINE)
+    assert [page.name for page in pages if marked.search(page.read_text(encoding="utf-8"))] == []
+
+
+def test_the_second_stack_has_the_bridge_that_its_page_is_about() -> None:
+    makefile, page = (ROOT / "Makefile").read_text(), (ROOT / "docs/bridge.md").read_text(encoding="utf-8")
+    (version,) = re.findall(r"^BRIDGE = ([\d.]+)$", makefile, re.MULTILINE)
+    assert f"Bridge {version}" in page
+    assert "--no-deps megatron-bridge==$(BRIDGE)" in makefile
+    (tests,) = re.findall(r"^STOCK_TESTS = ((?:.*\\\n)*.*)$", makefile, re.MULTILINE)
+    assert "bridge_interface.py" in tests
+
+
 def test_the_page_of_commands_is_what_the_commands_say_of_themselves(reference: ModuleType) -> None:
     page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     assert page == reference.render(), "run python tools/command_reference.py"
