@@ -63,14 +63,16 @@ def empty(folder: Path) -> Environment:
     return Environment(folder)
 
 
-def with_torch(folder: Path, *, core: bool = True) -> Environment:
+def with_torch(folder: Path, *, core: bool = True, first: Path | None = None) -> Environment:
     """Has what the running environment has, but for this project; core: its Megatron-Core lies in the same folder.
 
-    Otherwise that lies where pip does not write for this environment, as what an image brings.
+    Otherwise that lies where pip does not write for this environment, as what an image brings; first: with what is in
+    this folder in its place.
     """
     made = empty(folder)
     paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    (made.site / "image.pth").write_text("\n".join(sorted(paths)) + "\n")
+    lines = [*([str(first)] if first is not None else []), *sorted(paths)]
+    (made.site / "image.pth").write_text("\n".join(lines) + "\n")
     if core:
         source_tree(made.site)
         found = importlib.metadata.distribution("megatron-core").locate_file("")
@@ -86,6 +88,14 @@ def source_tree(folder: Path) -> Path:
     shutil.copytree(CORE, folder / "megatron" / "core", dirs_exist_ok=True, ignore=lambda *_: ["dist_checkpointing"])
     (folder / "megatron" / "training").mkdir()
     (folder / "megatron" / "training" / "__init__.py").touch()
+    return folder
+
+
+def bare_tree(folder: Path) -> Path:
+    """The packages of Megatron-Core that we lie among, empty: imported in no time, and found as the real ones are."""
+    for package in ("megatron/core", "megatron/core/dist_checkpointing"):
+        (folder / package).mkdir(parents=True)
+        (folder / package / "__init__.py").touch()
     return folder
 
 

@@ -52,7 +52,8 @@ def image(folder: Path, **other: str) -> Environment:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    made = with_torch(tmp_path_factory.mktemp("installed"))
+    """Beside the core of an image, where most people have it."""
+    made = with_torch(tmp_path_factory.mktemp("installed"), core=False)
     result = made.installs("--no-deps", "--ignore-installed", wheel)
     assert result.returncode == 0, result.stderr
     return made
@@ -104,23 +105,30 @@ def test_it_merges_with_megatron_core_and_goes_again_without_a_trace(wheel: Path
     assert {path for path in site.site.rglob("*") if path.suffix != ".pyc"} == before
 
 
-@pytest.mark.parametrize("command", ["moe-ckpt", "moe-ckpt-pretrain"])
-def test_its_commands_run_outside_of_the_sources_behind_a_source_tree(
-    installed: Environment, megatron_tree: Path, command: str
-) -> None:
-    result = installed.run(command, "--help", path=(megatron_tree,))
+def test_its_tools_run_outside_of_the_sources_behind_a_source_tree(installed: Environment, megatron_tree: Path) -> None:
+    result = installed.run("moe-ckpt", "--help", path=(megatron_tree,))
     assert result.returncode == 0, result.stderr
     assert result.stdout.lower().startswith("usage:")
 
 
-@pytest.mark.parametrize("driver", [("-m", "pretrain_gpt_moe"), ("--no-python", "moe-ckpt-pretrain")])
-def test_its_driver_is_what_torchrun_starts(installed: Environment, driver: tuple[str, str]) -> None:
-    result = installed.run("python", "-m", "torch.distributed.run", *driver, "--help")
+@pytest.mark.parametrize(
+    ("driver", "behind_a_tree"),
+    [(("-m", "pretrain_gpt_moe"), False), (("--no-python", "moe-ckpt-pretrain"), True)],
+    ids=["module", "command"],
+)
+def test_its_driver_is_what_torchrun_starts(
+    installed: Environment, megatron_tree: Path, driver: tuple[str, str], behind_a_tree: bool
+) -> None:
+    path = (megatron_tree,) if behind_a_tree else ()
+    result = installed.run("python", "-m", "torch.distributed.run", *driver, "--help", path=path)
     assert result.returncode == 0, result.stderr
     assert "--moe-ckpt-strategy" in result.stdout
 
 
-def test_its_scripts_work_where_they_are_copied_to(installed: Environment, tmp_path: Path) -> None:
+def test_its_scripts_work_where_they_are_copied_to(
+    installed: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NPROC", "1")
     folder = Path(installed.run("python", "-m", "moe_ckpt.scripts").stdout.strip())
     assert folder.is_relative_to(installed.site)
     copy = shutil.copytree(folder, tmp_path / "copy")
