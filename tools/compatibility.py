@@ -6,26 +6,35 @@
 
 Measured is what this environment does, with its wheel unchanged: a small MoE model with the distributed optimizer is
 built on the CPU, its training state enumerated and held against the live model, and the names looked for that a replay
-of iterations takes hold of.
+of iterations takes hold of. Where the wheel has a training loop, a test kills a rank in it and compares the end of the
+restarted job with that of the undisturbed one; it takes about a minute.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 import pkgutil
 import platform
+import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"
 RESULTS = ROOT / "docs" / "results" / "compatibility.json"
+OF_THE_LOOP = "megatron.pretrain.stock_model"
+"""What an entry script gives to the training loop: imported only where the wheel has one."""
 PACKAGES = ("megatron.core.dist_checkpointing.moe", "megatron.pretrain", "moe_ckpt")
+KILLED = "test_a_killed_job_ends_as_the_undisturbed_one_to_the_last_bit"
+"""Of tests/stock, PP 2 and EP 2 with the distributed optimizer; each case names its strategy first."""
 MODEL = (
     "--device cpu --use-distributed-optimizer --bf16 --num-layers 2 --hidden-size 32 --num-attention-heads 4"
     " --num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
@@ -41,10 +50,13 @@ with the release in question. A release that is not in the table was not looked 
 
 """
 LEGEND = """
-- **Imports**: *all* if every module of this package can be imported, else those that cannot.
+- **Imports**: *all* if every module of this package can be imported, but for what needs a training loop where the wheel
+  has none; else those that cannot.
 - **Tensors of state**: what `state_tensors` enumerates of a small MoE model (bf16, distributed optimizer, expert bias);
   *complete* if `check_complete` finds every byte of the live model and optimizer in exactly one of them.
 - **Seams**: names of `core_versions/seams.py` that the release has with the parameters written there.
+- **Stock loop**: the strategies with which jobs in `megatron.training` of the wheel (PP 2, EP 2, distributed optimizer,
+  four processes on the CPU), of which a rank was killed, ended with the bits of the undisturbed job.
 - **Strategies**: `full` and `pec` need complete state; `sparse` also needs all seams and a model that can be frozen.
 
 What differs between the releases is in `megatron/core/dist_checkpointing/moe/core_versions/`:
@@ -80,13 +92,14 @@ def measure() -> dict[str, Any]:
         "broken": broken,
         "seams": sum(map(len, SEAMS.values())),
         "changed": list(changed),
+        "loop": _stock_loop(),
         **_on_a_small_model(_state),
     }
 
 
 def render() -> str:
     """The whole page."""
-    columns = ("Megatron-Core", "Python", "torch", "Imports", "Tensors of state", "Seams", "Strategies")
+    columns = ("Megatron-Core", "Python", "torch", "Imports", "Tensors of state", "Seams", "Strategies", "Stock loop")
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     return HEADING + "\n".join([*lines, *(_row(found) for found in results().values())]) + "\n" + LEGEND
 
@@ -103,7 +116,8 @@ def _row(found: dict[str, Any]) -> str:
     seams = f"{found['seams'] - len(found['changed'])} of {found['seams']}"
     refused = "" if found["refused"] is None else f"; `sparse` refused: {found['refused']}"
     allowed = ", ".join(f"`{name}`" for name in found["strategies"])
-    cells = (found["core"], found["python"], found["torch"], imports, complete, seams, allowed + refused)
+    loop = "not in the wheel" if found["loop"] is None else ", ".join(f"`{name}`" for name in found["loop"]) or "none"
+    cells = (found["core"], found["python"], found["torch"], imports, complete, seams, allowed + refused, loop)
     return f"| {' | '.join(cells)} |"
 
 
@@ -112,8 +126,12 @@ def _modules() -> list[str]:
         module.name
         for package in PACKAGES
         for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}.")
-        if not module.name.endswith("__main__")
+        if not module.name.endswith("__main__") and (module.name != OF_THE_LOOP or _has_loop())
     ]
+
+
+def _has_loop() -> bool:
+    return importlib.util.find_spec("megatron.training") is not None
 
 
 def _unimportable(arguments: Any) -> list[str]:
@@ -124,6 +142,25 @@ def _unimportable(arguments: Any) -> list[str]:
         except ImportError as error:
             broken.append(f"{name}: {error}")
     return broken
+
+
+def _stock_loop() -> list[str] | None:
+    """The strategies that bring a killed job in the loop of the wheel back to the bit; None where it has no loop."""
+    if not _has_loop():
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        tests = ["tests/stock/test_stock_recovery.py", "-k", KILLED, "-m", "full or not full"]
+        command = [sys.executable, "-m", "pytest", "-q", *tests, "-p", "no:cacheprovider", f"--junitxml={report}"]
+        subprocess.run(command, cwd=ROOT, check=False, timeout=1200, stdout=subprocess.DEVNULL)
+        cases = {
+            str(case.get("name")): [part.tag for part in case] for case in ElementTree.parse(report).iter("testcase")
+        }
+    ended: dict[str, bool] = {}
+    for name, parts in cases.items():
+        strategy = name.partition("[")[2].partition("-")[0]
+        ended[strategy] = ended.get(strategy, True) and not parts
+    return [strategy for strategy, well in ended.items() if well]
 
 
 def _on_a_small_model(work: Callable[[Any], Any]) -> Any:
