@@ -223,6 +223,9 @@ def _execution(config: PretrainConfig) -> dict[str, Any]:
         "overlap_p2p_comm": overlap,
         # gloo has no batched point-to-point calls; overlapped communication excludes them as well.
         "batch_p2p_comm": on_cuda and not overlap,
+        # Else core waits for the whole device after each send, copies of snapshots included: a way around an error of
+        # batched sends in old releases of torch.
+        "batch_p2p_sync": False,
         "deallocate_pipeline_outputs": True,
         # Of Megatron-Core's own layers, by a kernel of Apex; those of Transformer Engine have their own.
         "gradient_accumulation_fusion": config.optimizer.gradient_accumulation_fusion

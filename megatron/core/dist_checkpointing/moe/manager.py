@@ -115,6 +115,8 @@ class MoECheckpointManager:
                 passes=Passes(transformer, seq_length, micro_batch_size, microbatches),
             )
             self._session = Session(config, training, place, timestamps)
+        if self._session.protects:
+            _let_copies_run_beside_sends(chunks)
         self._termination, self._finished, self._given, self._seat = Termination(), False, 0, own_seat()
         self._hooks = IterationHooks(
             self._session,
@@ -370,6 +372,13 @@ def _refuse_contradictions(config: MoECheckpointConfig, chunk: torch.nn.Module, 
     )
     if sentences := "; ".join(found):
         raise UsageError(sentences)
+
+
+def _let_copies_run_beside_sends(chunks: Sequence[torch.nn.Module]) -> None:
+    """Without this core's schedules wait for the whole device after each send, and so for copies of snapshots: none
+    would run beside the passes of a pipeline. Read by core in each call, so it may be set after the model was built."""
+    for chunk in chunks:
+        get_model_config(chunk).batch_p2p_sync = False
 
 
 def _fault_injector(config: MoECheckpointConfig, place: ProcessInfo) -> FaultInjector:

@@ -1,0 +1,70 @@
+"""Core's own communicator never waits for the whole device between two pipeline stages: copies would be waited for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing.moe import MoECheckpointManager
+from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer import TransformerConfig
+from megatron.pretrain.config import parse_config
+from megatron.pretrain.config.validate import Environment, resolve
+from megatron.pretrain.model import build_transformer_config
+
+FOUR_GPUS = Environment(world_size=4, cuda=True, transformer_engine=False)
+FLAGS = """--device cuda --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
+--global-batch-size 8 --train-iters 10 --lr 1e-3 --mock-data --num-experts 4 --disable-bias-linear
+--pipeline-model-parallel-size 2 --bf16""".split()
+
+
+class Protecting(Unprotected):
+    """A session that has something to copy."""
+
+    protects = True
+
+
+def waits_for_the_device(config: TransformerConfig, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often core waits for the device in an exchange in which nothing is left to send."""
+    waited: list[None] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(None))
+    communicator = object.__new__(P2PCommunicator)  # its constructor asks the process group for neighbours
+    communicator.config, communicator.pp_group = config, None
+    communicator.prev_rank, communicator.next_rank = 0, 1
+    nothing = {"tensor_send_next": None, "tensor_send_prev": None, "recv_prev": False, "recv_next": False}
+    communicator._communicate(**nothing, tensor_shape=None)
+    return len(waited)
+
+
+def stock() -> TransformerConfig:
+    """As a loop configures a pipeline that says nothing of it."""
+    return TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
+
+
+def managed(config: TransformerConfig, session: Unprotected) -> None:
+    chunk = torch.nn.Module()
+    chunk.config = config  # type: ignore[assignment]
+    numbers = {"train_iters": 1, "global_batch_size": 1, "micro_batch_size": 1, "seq_length": 1}
+    MoECheckpointManager(chunk, SimpleNamespace(), session=session, **numbers)  # type: ignore[arg-type]
+
+
+def test_the_driver_asks_core_for_batched_sends_without_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = build_transformer_config(resolve(parse_config(FLAGS), FOUR_GPUS))
+    assert config.batch_p2p_comm
+    assert waits_for_the_device(config, monkeypatch) == 0
+
+
+def test_any_other_loop_sends_without_waits_once_it_is_protected(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = stock()
+    assert waits_for_the_device(config, monkeypatch) == 1
+    managed(config, Protecting())
+    assert waits_for_the_device(config, monkeypatch) == 0
+
+
+def test_without_protection_a_loop_sends_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = stock()
+    managed(config, Unprotected())
+    assert waits_for_the_device(config, monkeypatch) == 1
