@@ -79,6 +79,10 @@ class Driver:
         counts: Tokens of an iteration, for a strategy that counts them.
         pace: Of every iteration, for a strategy that wants it.
         costs: What a snapshot costs, by its plan; None: nothing is measured.
+        fits: Whether memory has room for what the strategy asks for; where it has not, the strategy asks for less.
+
+    Attributes:
+        given_up: What it gave up for that, in words.
     """
 
     def __init__(
@@ -88,8 +92,12 @@ class Driver:
         *,
         pace: Throughput | None = None,
         costs: Callable[[SnapshotPlan], Costs] | None = None,
+        fits: Callable[[Strategy], bool] = lambda strategy: True,
     ) -> None:
         self.strategy: Strategy = STRATEGIES[job.config.strategy](job)
+        self.given_up: tuple[str, ...] = ()
+        self._fits = fits
+        self._fit()
         self.iteration = 0
         self._job, self._counts, self._pace, self._costs = job, counts, pace, costs
         self._stored = self.strategy
@@ -104,7 +112,7 @@ class Driver:
 
     def snapshots(self, last: int) -> Iterator[Taken]:
         """Train up to iteration `last`; each snapshot, once it has settled."""
-        while self.iteration < last:
+        while self.iteration < last and not self.strategy.gave_up:
             yield from self._hear()
             self._plan()
         yield from self._hear()
@@ -134,10 +142,19 @@ class Driver:
         self.iteration += 1
         self._has_news = True
         plan = self.strategy.plan(self.iteration)
+        if plan is not None and self._fit():
+            plan = self.strategy.plan(self.iteration)
         if plan is not None:
             self._plans = (*self._plans, plan)[-_REMEMBERED:]
             self._waiting = (*self._waiting, Taken(plan, self.strategy.pieces(plan), self.strategy))
         return plan
+
+    def _fit(self) -> bool:
+        """As `snapshot.memory_limit` in a job; whether anything was given up."""
+        before = len(self.given_up)
+        while not self._fits(self.strategy) and (instead := self.strategy.buffers_refused()):
+            self.given_up += (instead,)
+        return len(self.given_up) > before
 
     def _hear(self) -> list[Taken]:
         """What the ranks tell each other of this iteration; the snapshot before it, which has settled."""

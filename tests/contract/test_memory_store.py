@@ -260,7 +260,7 @@ def test_a_memory_dir_that_is_missing_is_refused(place: Path) -> None:
 def test_a_memory_dir_that_is_too_small_is_refused_with_the_numbers(place: Path) -> None:
     found = os.statvfs(place)
     free_bytes = found.f_bavail * found.f_frsize
-    with pytest.raises(UsageError, match=r"has \d+\.\d{3} GB free, but the 2 new segments need \d+\.\d{3} GB"):
+    with pytest.raises(NoRoom, match=r"has \d+\.\d{3} GB free, but the 2 new segments need \d+\.\d{3} GB"):
         MemoryStore(place, JOB, RANK, (free_bytes // 2 + (1 << 30),) * 2)
     new_store("memory", place).close()
 

@@ -64,15 +64,22 @@ def test_a_memory_dir_that_is_missing_is_refused(run: Run, cluster: Cluster) -> 
     assert "nowhere does not exist: create it" in line
 
 
-def test_a_memory_dir_that_is_too_small_is_refused_with_the_number(run: Run) -> None:
-    line = refused(run(hooks=(partial(little_space, 123_000),)))
+def test_a_memory_dir_that_is_too_small_is_refused_with_the_number_where_less_will_not_do(run: Run) -> None:
+    line = refused(run("--moe-ckpt-strict", hooks=(partial(little_space, 123_000),)))
     assert re.search(r"has 0\.000 GB free, but the \d+ new segments need \d\.\d+ GB: enlarge", line)
 
 
 def test_a_start_that_one_rank_refuses_leaves_no_memory_behind_on_the_others(run: Run, cluster: Cluster) -> None:
-    line = refused(run(hooks=(partial(little_space, 123_000, (1,)),)))
+    line = refused(run("--moe-ckpt-strict", hooks=(partial(little_space, 123_000, (1,)),)))
     assert line.startswith("rank 1: memory dir")
     assert not list(cluster.memory.rglob("segment-*"))
+
+
+def test_a_memory_dir_that_is_too_small_costs_protection_and_not_training(run: Run) -> None:
+    outcome = run(hooks=(partial(little_space, 123_000, (1,)),))
+    assert set(outcome.codes) == {0}, outcome.said
+    (line,) = outcome.warnings
+    assert "is not larger; enlarge the tmpfs" in line and "training goes on unprotected" in line
 
 
 def test_a_memory_dir_of_a_live_job_is_refused_and_the_job_named(run: Run, other_job: Claim) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import click
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
+from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.checks import budget_bytes
+from megatron.core.dist_checkpointing.moe.policy.memory_limit import MemoryLimit
 from megatron.core.dist_checkpointing.moe.policy.ordering import ORDERINGS
 from megatron.core.dist_checkpointing.moe.policy.window import Lane, Schedule, load_of, schedule_of
-from megatron.core.dist_checkpointing.moe.strategies import Throughput
+from megatron.core.dist_checkpointing.moe.strategies import Job, Strategy, Throughput
+from megatron.core.dist_checkpointing.moe.strategies.memory_report import memory_report
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorSize, Part
 from moe_ckpt.report import Fact, Report, Table, table
 
@@ -21,7 +25,7 @@ from ...simulator.paper_window import paper_window
 from ...simulator.shards import owned_operators, shard_sizes
 from . import counts_file
 from .drive import job_of
-from .options import PlannedJob, plan_command, positive
+from .options import PlannedJob, number, plan_command, positive
 
 HELP = """Show the sparse checkpointing window (MoEvement 3.5): in how many iterations every operator is snapshotted
 once, what each iteration copies from a rank, and whether training would have to wait for it.
@@ -34,6 +38,8 @@ chosen for 80 % of what the link carries. Bytes are those of one rank with the d
 is that of the ranks that copy most.
 """
 
+_LIMIT_HELP = "Most that snapshots and replicas may take of a node, such as 200GiB; the rest is given up as in a job."
+
 
 @plan_command(HELP)
 @positive("--budget-local-gbps", "GB/S", "From one GPU to its host's memory.")
@@ -41,16 +47,38 @@ is that of the ranks that copy most.
 @click.option("--window", default="auto", show_default=True, metavar="auto|N", help="Iterations of a window.")
 @click.option("--ordering", type=click.Choice(list(ORDERINGS)), default="popularity", show_default=True)
 @click.option("--counts", type=click.Path(path_type=Path), default=None, metavar="FILE", help=counts_file.HELP)
+@click.option("--memory-limit", default=None, metavar="BYTES", help=_LIMIT_HELP)
+@number("--replicas", default=1, minimum=0, show_default=True, metavar="R", help="Copies in peers' memory.")
 def window(
-    job: PlannedJob, budget_local_gbps: float, iteration_time: float, window: str, ordering: str, counts: Path | None
+    job: PlannedJob,
+    budget_local_gbps: float,
+    iteration_time: float,
+    window: str,
+    ordering: str,
+    counts: Path | None,
+    memory_limit: str | None,
+    replicas: int,
 ) -> Report:
     tokens = counts_file.load_counts(counts, job.shape)
     sizes = shard_sizes(job.shape, job.topology, job.precision)
     budget = budget_bytes(budget_local_gbps * 1e9, iteration_time)
     config = MoECheckpointConfig(strategy="sparse", window=window, ordering=ordering)
     bandwidth = budget_local_gbps * 1e9
-    driver = Driver(job_of(job, config), tokens.of, pace=Throughput(iteration_time, bandwidth))
+    planned = job_of(job, config)
+    node = partial(_node_bytes, planned, job.topology.ranks_per_node, replicas)
+    limit_bytes = _limit_bytes(memory_limit)
+    driver = Driver(
+        planned,
+        tokens.of,
+        pace=Throughput(iteration_time, bandwidth),
+        fits=lambda strategy: limit_bytes is None or node(strategy) <= limit_bytes,
+    )
     groups = _second_window(driver.snapshots(ENDLESS))
+    if driver.strategy.gave_up:
+        raise UsageError(
+            f"--memory-limit {memory_limit} is less than snapshots of everything at once and their replicas take: a job"
+            " would train unprotected"
+        )
     schedules = _schedules(job, groups, sizes, budget)
     busiest = max(schedules, key=lambda lane: (schedules[lane].peak_bytes, [-number for number in lane]))
     peak = schedules[busiest]
@@ -68,17 +96,34 @@ def window(
             Fact("Even share", peak.even_share_bytes, "bytes"),
             Fact("Dense snapshot of a rank", sum(size.full_bytes for size in own.values()), "bytes"),
             Fact("Fits", peak.fits),
+            Fact("Snapshots and replicas on a node", node(driver.strategy), "bytes"),
             Fact("Stall per window", _stall_s(schedules, bandwidth), "seconds"),
             Fact("Iterations replayed at most", 2 * peak.window.size - 2, "count"),
         ),
         (_steps(peak, bandwidth), _lanes(schedules)),
-        (peak.why,) if peak.why else (),
+        (*((peak.why,) if peak.why else ()), *(f"--memory-limit {memory_limit}: {one}" for one in driver.given_up)),
     )
+
+
+def _limit_bytes(text: str | None) -> int | None:
+    if text is None:
+        return None
+    limit = MemoryLimit.parse(text).nbytes
+    if limit is None:
+        raise UsageError(f"--memory-limit {text}: give bytes, such as 200GiB, since what a node has is not known here")
+    return limit
+
+
+def _node_bytes(job: Job, ranks: int, replicas: int, strategy: Strategy) -> int:
+    """What all ranks of a node take, each as much as the one that needs most."""
+    reports = (memory_report(strategy.buffer_specs(), own, replicas) for own in job.sizes.values())
+    return ranks * max(report.own_bytes + report.replica_bytes for report in reports)
 
 
 def _second_window(taken: Iterable[Taken]) -> tuple[tuple[OperatorId, ...], ...]:
     """The operators that are saved in full in each iteration of the second window, whose order knows the tokens."""
     snapshots = iter(taken)
+    groups: list[tuple[OperatorId, ...]] = []
     for _ in range(2):
         groups = []
         for snapshot in snapshots:

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
-from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, SnapshotId
+from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, NoRoom, SnapshotId
 from megatron.core.dist_checkpointing.moe.runtime.opening import open_memories
 from megatron.core.dist_checkpointing.moe.runtime.process_info import ProcessInfo
 
@@ -50,7 +49,7 @@ def test_each_area_has_segments_of_its_own(tmp_path: Path) -> None:
 
 
 def test_what_another_rank_cannot_have_is_given_back_here(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="rank 1: the memory is full"):
+    with pytest.raises(NoRoom, match="rank 1: the memory is full"):
         open_memories(config(tmp_path), PLACE, SIZES, FULL)  # type: ignore[arg-type]
     assert not list(tmp_path.rglob("*-000"))
 
@@ -63,6 +62,6 @@ def test_snapshots_of_an_earlier_attempt_are_not_given_back_with_it(tmp_path: Pa
         writer.seal(Facts("job"))
     for memory in opened.values():
         memory.close()
-    with pytest.raises(UsageError):
+    with pytest.raises(NoRoom):
         open_memories(config(tmp_path), PLACE, SIZES, FULL)  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.rglob("*-000")] == ["slot-000"]

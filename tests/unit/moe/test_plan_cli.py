@@ -15,6 +15,7 @@ from moe_ckpt.commands.main import main
 from moe_ckpt.simulator.models import PRESETS
 
 Run = Callable[..., tuple[int, str, str]]
+Facts = Callable[..., dict[str, Any]]
 
 WINDOW = (
     "window",
@@ -450,3 +451,20 @@ def test_figures_that_no_machine_has_are_refused(run: Run) -> None:
     code, _, err = run(*RECOVERY, "--peer-gbps", "0")
     assert code == 2
     assert "--peer-gbps" in err
+
+
+def test_a_window_that_memory_has_no_room_for_gives_up_what_a_job_gives_up(facts: Facts) -> None:
+    whole = facts(*WINDOW)
+    needed = whole["snapshots_and_replicas_on_a_node_bytes"]
+    within = facts(*WINDOW, "--memory-limit", str(needed))
+    assert within == whole
+    less = facts(*WINDOW, "--memory-limit", str(needed - 1))
+    assert less["window"] == 1
+    assert less["snapshots_and_replicas_on_a_node_bytes"] < needed
+    assert "at once, as with --moe-ckpt-strategy full" in less["notes"][-1]
+
+
+def test_a_limit_that_protects_nothing_is_refused(run: Run) -> None:
+    for limit, why in (("1MB", "unprotected"), ("70%", "give bytes"), ("much", "such as 200GiB")):
+        code, _, err = run(*WINDOW, "--memory-limit", limit)
+        assert code == 2 and why in err

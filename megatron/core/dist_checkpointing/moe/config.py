@@ -182,6 +182,12 @@ class MoECheckpointConfig:
     memory_dir: str | None = flag(
         None, "folder on a tmpfs for snapshots in host memory (default: /dev/shm/moe-ckpt-USER, made if missing)"
     )
+    memory_limit: str | None = flag(
+        None,
+        "most that checkpoints may take of the memory of each node, such as 200GiB or 70%%; what does not fit is given "
+        "up step by step: boundary logs, the size of the window, the window, protection (default: what the folder has)",
+        metavar="BYTES|PERCENT",
+    )
     replicas: int | None = flag(
         None,
         "peers that keep a copy of each rank's snapshots in memory (default: 1 with several nodes, else 0)",

@@ -37,6 +37,7 @@ from ..recovery.recovery import RollForward
 from ..snapshot.background import ThreadExecutor
 from ..snapshot.copy_engines import ThreadEngine
 from ..snapshot.identity import Identity
+from ..snapshot.memory_limit import taken_bytes
 from ..snapshot.stream_engine import StreamEngine
 from ..storage.memory import MemoryStore
 from ..types import PARKED, StepJournal, Topology
@@ -156,7 +157,7 @@ class Survivor:
         self._identity: Identity | None = None
         self._logs: BoundaryLogs | None = None
         self._parker: Parker | None = None
-        self._progress, self._began = _Progress(), 0
+        self._progress, self._began, self._refused = _Progress(), 0, 0
         self._rolled: tuple[int, StepJournal] | None = None
 
     def attend(self, identity: Identity, iteration: int, phase: StepPhase = StepPhase.IDLE) -> None:
@@ -227,9 +228,13 @@ class Survivor:
         """The numbers of an iteration were written down."""
         self._progress.reported = iteration
 
+    def standby_bytes(self, logged: int) -> int:
+        """What the store takes with logs of so many iterations; never less than it has."""
+        return taken_bytes(self._buffers.sizes(replace(self._plan, lookback=max(logged, self._plan.lookback))))
+
     def fit(self, lookback: int) -> None:
         """Keep the logs of so many iterations from here on, if they are more than before; between two iterations."""
-        if lookback <= self._plan.lookback or self._identity is None:
+        if lookback <= self._plan.lookback or lookback == self._refused or self._identity is None:
             return
         plan = replace(self._plan, lookback=lookback)
         try:
@@ -238,6 +243,7 @@ class Survivor:
         except MoECheckpointError as error:
             failed = "boundary logs of %d iterations find no room, so faults roll back all stages: %s"
             log.warning(failed, lookback, error)
+            self._refused = lookback  # said once
             return
         self._plan = plan
         self._logs = self._logs_of(self._identity)

@@ -12,7 +12,7 @@ import torch
 from ..config import MoECheckpointConfig
 from ..errors import UsageError
 from ..megatron_state.megatron import read_topology
-from ..ports import Transport
+from ..ports import NoRoom, Transport
 from ..replication.agreement import raise_on_all_ranks
 from ..replication.process_group import ProcessGroupTransport
 from ..storage.memory import MemoryStore
@@ -56,7 +56,7 @@ def open_memories(
     """Memory of this rank by area. Segments have equal sizes on all ranks: a restart may place any rank anywhere.
 
     A collective. Where one rank has not enough, all give back what holds nothing that is needed to come back.
-    Raises UsageError, on all ranks alike.
+    Raises UsageError, and NoRoom where there is too little memory, on all ranks alike.
     """
     most = transport.least([-sum(sizes) for sizes in segment_bytes.values()])
     opened: dict[str, MemoryStore] = {}
@@ -66,8 +66,8 @@ def open_memories(
             opened[area] = open_memory(config, place, sizes, area)
 
     try:
-        raise_on_all_ranks(transport, open_all)
-    except UsageError:
+        raise_on_all_ranks(transport, open_all, (NoRoom, UsageError))
+    except (NoRoom, UsageError):
         for memory in opened.values():
             memory.close() if memory.snapshots().sealed else memory.remove()
         raise

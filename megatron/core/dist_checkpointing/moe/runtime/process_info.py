@@ -13,11 +13,14 @@ from pathlib import Path
 
 from ..config import MoECheckpointConfig
 from ..errors import UsageError
+from ..policy.memory_limit import MemoryLimit
 from ..policy.placement import Placement, place_replicas
 from ..ports import Store
+from ..snapshot.memory_limit import NodeMemory
 from ..storage.base import open_durable
 from ..storage.memory import MemoryStore
 from ..storage.ownership import slot_directory
+from ..storage.system import node_memory_bytes
 from ..types import Topology
 
 NODE_NAME = "MOE_CKPT_NODE"
@@ -74,6 +77,18 @@ def open_memory(
     if base.is_dir():
         _made(node, base)
     return MemoryStore(node if base.is_dir() else base, place.job_id, place.local_rank, segment_bytes, area=area)
+
+
+def node_memory(config: MoECheckpointConfig, place: ProcessInfo) -> NodeMemory:
+    """What this process's node has for checkpoints."""
+    folder = memory_folder(config)
+    areas = [slot_directory(folder / place.node, place.job_id, place.local_rank, area) for area in ("slot", "standby")]
+
+    def held() -> int:
+        return sum(path.stat().st_size for area in areas for path in area.glob("segment-*.bin"))
+
+    limit = None if config.memory_limit is None else MemoryLimit.parse(config.memory_limit)
+    return NodeMemory(place.node, limit, node_memory_bytes(), folder, held, counts_free=not config.strict)
 
 
 def drop_memory(config: MoECheckpointConfig, place: ProcessInfo, area: str) -> None:

@@ -14,15 +14,17 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ..config import MoECheckpointConfig
+from ..errors import UsageError
 from ..local_recovery.communicator import BoundaryCommunicator
 from ..local_recovery.stage_source import StageSource
 from ..local_recovery.survivor import Survivor, SurvivorBuffers
@@ -30,7 +32,7 @@ from ..megatron_state.model_operators import model_operators
 from ..megatron_state.popularity import TokenCounter
 from ..policy.lineage import continued
 from ..policy.parking import Cause
-from ..ports import Execution, Layout
+from ..ports import Execution, Layout, NoRoom
 from ..recovery.recovery import Recovery, RecoveryOutcome, Waiting
 from ..recovery.restoring import RecoveryPorts
 from ..recovery.timeline import Milestone, RecoveryTimeline, Timestamps, forget, gather_timeline, left_in
@@ -38,17 +40,19 @@ from ..replay.densify import Replay
 from ..replication.agreement import raise_on_all_ranks
 from ..replication.replicator import Replicator
 from ..snapshot.background import ThreadExecutor
-from ..snapshot.buffers import fit_memory, gathered_sizes, memory_report_of, segment_sizes
+from ..snapshot.buffers import gathered_sizes, memory_report_of, segment_sizes
 from ..snapshot.coordinator import Coordinator, Ports, ProtectionReport
 from ..snapshot.identity import Identity
+from ..snapshot.memory_limit import Taker, ask_for_less, taken_bytes
 from ..snapshot.workers import Persister, ReplicationWorker
+from ..storage.memory import MemoryStore
 from ..strategies import GATE_UNIT, STRATEGIES, Job, Piece
 from ..types import RecoveryPlan, StepJournal
 from ..versions import check_versions, found_versions
 from .clock import SystemClock
 from .live_state import LiveState, Training
 from .opening import Transports, open_memories, parallel_layout, placed_topology
-from .process_info import ProcessInfo, drop_memory, memory_folder, open_persistent, replicas_placed
+from .process_info import ProcessInfo, drop_memory, memory_folder, node_memory, open_persistent, replicas_placed
 from .restart_sequence import RestartSequence
 
 log = logging.getLogger(__name__)
@@ -140,33 +144,60 @@ class Session:
         self._strategy = self._together(lambda: STRATEGIES[config.strategy](self._job))
         placement = self._together(lambda: replicas_placed(config, self._topology))
         self._peers, self._owners = placement.peers[self._rank], placement.kept_by[self._rank]
-        self._buffer_specs = self._strategy.buffer_specs()
 
     def _open_memory(self) -> None:
         """Memory for snapshots, and beside it for boundary logs and parked state where a recovery can be local.
 
-        Local recovery needs pipeline stages, and a strategy that replays. Sizes are those of the rank that needs most.
+        Local recovery needs pipeline stages, and a strategy that replays. Where it is too little the strategy asks for
+        less.
         """
-        config, passes, state = self._config, self._training.passes, self._state
-        sizes = {"slot": segment_sizes(self._buffer_specs, state.capturer, self._control, self._owners)}
-        plan = buffers = None
-        if self._strategy.replays and self._topology.pp > 1 and config.recovery != "global" and passes is not None:
-            plan = passes.log_plan(self._topology, self._rank, self._strategy.lookback)
-            buffers = SurvivorBuffers.gathered(state.live, plan, passes, self._control)
-            sizes["standby"] = buffers.sizes(plan)
-        else:
-            self._together(lambda: drop_memory(config, self._place, "standby"))
-        # Together: if there is no room for one of them on any rank, all ranks give back both.
-        memories = open_memories(config, self._place, sizes, self._control)
-        self._memory, self._survivor = memories["slot"], None
-        if plan is not None and buffers is not None and passes is not None:
-            self._survivor = Survivor(
-                memories["standby"], buffers, state.live, plan, passes, self._clock, config.timeout_s
-            )
+        node = node_memory(self._config, self._place)
+        self._room, self._refusals = partial(node.room, self._control), 0
+        room = self._room()
+        while True:
+            sizes, survivor = self._wanted_memory()
+            taken = self._most(sizes)
+            shortage = "" if self._strategy.gave_up else room.shortage(taken)
+            if not shortage:
+                if self._rank == 0:
+                    facts = taken * room.ranks / 1e9, room.ranks, room
+                    log.info("checkpoints take %.3g GB of the memory of a node with %d ranks, which has %s", *facts)
+                try:
+                    memories = open_memories(self._config, self._place, sizes, self._control)
+                    break
+                except NoRoom as error:
+                    shortage = str(error)
+            if self._config.strict or not ask_for_less(self._strategy, shortage, speaks=self._rank == 0):
+                raise UsageError(shortage)
+            self._refusals += 1
+        self._memory, self._survivor = memories["slot"], survivor(memories) if survivor else None
         if self._rank == 0:
             log.info(
                 "%s", memory_report_of(self._buffer_specs, self._job, self._rank, len(self._owners), self._log_bytes())
             )
+
+    def _wanted_memory(self) -> tuple[dict[str, list[int]], Callable[[Mapping[str, MemoryStore]], Survivor] | None]:
+        """Bytes of segments by area, those of the rank that needs most, and what makes a survivor of them, if any."""
+        config, passes, state = self._config, self._training.passes, self._state
+        self._buffer_specs = self._strategy.buffer_specs()
+        sizes = {"slot": segment_sizes(self._buffer_specs, state.capturer, self._control, self._owners)}
+        may_be_local = self._strategy.keeps_logs and self._topology.pp > 1 and config.recovery != "global"
+        if not (self._strategy.replays and may_be_local) or passes is None:
+            self._together(lambda: drop_memory(config, self._place, "standby"))
+            return sizes, None
+        plan = passes.log_plan(self._topology, self._rank, self._strategy.logged)
+        buffers = SurvivorBuffers.gathered(state.live, plan, passes, self._control)
+        sizes["standby"] = buffers.sizes(plan)
+
+        def survivor(memories: Mapping[str, MemoryStore]) -> Survivor:
+            return Survivor(memories["standby"], buffers, state.live, plan, passes, self._clock, config.timeout_s)
+
+        return sizes, survivor
+
+    def _most(self, sizes: Mapping[str, Sequence[int]]) -> int:
+        """The bytes of the rank that takes most."""
+        (least,) = self._control.least([-sum(map(taken_bytes, sizes.values()))])
+        return -least
 
     def _prepare_recovery(self, execution: Execution | None) -> None:
         self._times_left = left_in(self._memory.directory)
@@ -210,6 +241,8 @@ class Session:
         """Training goes on from another state than any in memory: all that is there is freed."""
         self._recovery.discard()  # also anew: what the strategy learned from a recovery that came to nothing
         self._strategy = STRATEGIES[self._config.strategy](self._job)
+        for _ in range(self._refusals):  # what memory had no room for at the start it has none for now
+            self._strategy.buffers_refused()
 
     def clear_counters(self) -> None:
         """After a `carry_out` that came to nothing: what routers count has no place in a checkpoint that is loaded."""
@@ -276,7 +309,7 @@ class Session:
             self._coordinator.resume(outcome.restored)
         if self._survivor is not None:
             self._survivor.attend(identity, iteration)
-            self._survivor.fit(self._strategy.lookback)
+            self._survivor.fit(self._strategy.logged)
         self._timestamps.mark(Milestone.REJOINED)
         if outcome is not None:
             times = self._timestamps, self._times_left
@@ -300,6 +333,9 @@ class Session:
             specs,
             release,
             self._log_bytes,
+            self._room,
+            self._standby_bytes,
+            self._config.strict,
         )
         replicator = Replicator(self._data, self._peers, owners) if self._peers or owners else None
         worker = ReplicationWorker(memory, replicator, self._data, clock, identity, owners=owners)
@@ -345,7 +381,7 @@ class Session:
         self._coordinator.step_end(iteration, self._counter.take() if self._counter else None, journal)
         if self._survivor is not None:
             self._survivor.committed(iteration, journal, self._coordinator.oldest_base)
-            self._survivor.fit(self._strategy.lookback)
+            self._survivor.fit(self._strategy.logged)
 
     def reported(self, iteration: int) -> None:
         """The numbers of an iteration were written down."""
@@ -403,13 +439,19 @@ class Session:
 
     def _make_room(self) -> None:
         """Fit the memory to what the strategy needs once it knows what it knew before a fault; a collective."""
-        specs = self._strategy.buffer_specs()
-        if specs != self._buffer_specs:
-            sizes = segment_sizes(specs, self._state.capturer, self._control, self._owners)
-            done, why = fit_memory(self._memory, sizes, self._control, self._state.release_segments)
-            self._buffer_specs = specs if done else self._buffer_specs
-            if why:
-                log.error("rank %d: %s", self._rank, why)
+        taker = Taker(
+            self._memory,
+            self._state.capturer,
+            self._control,
+            self._owners,
+            self._state.release_segments,
+            self._room,
+            self._standby_bytes,
+        )
+        self._buffer_specs, _ = taker.fit(self._strategy, self._buffer_specs)
+
+    def _standby_bytes(self, logged: int) -> int:
+        return self._survivor.standby_bytes(logged) if self._survivor is not None else 0
 
     def _together(self, work: Callable[[], T]) -> T:
         return raise_on_all_ranks(self._control, work)

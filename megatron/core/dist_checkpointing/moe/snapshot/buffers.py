@@ -9,11 +9,8 @@ from typing import cast
 from ..errors import MoECheckpointError
 from ..ports import Capturer, Json, MappedStore, Transport
 from ..strategies import BufferSpec, Job
-from ..strategies.memory_report import MemoryReport, memory_report
+from ..strategies.memory_report import MemoryReport, memory_report, segment_bytes
 from ..types import OperatorId, OperatorKind, OperatorSize, Part, full_plan
-
-_STEPS = 32
-"""Segments of windows have sizes of so many steps between a power of two and the next: not every change is a new one"""
 
 
 def segment_sizes(
@@ -29,7 +26,7 @@ def segment_sizes(
     largest = transport.least([-nbytes for nbytes in needed])
     sizes: list[int] = []
     for spec, negative in zip(specs, largest, strict=True):
-        nbytes = _stepped(-negative) if spec.also else -negative
+        nbytes = segment_bytes(-negative, varies=bool(spec.also))
         sizes += [max(1, nbytes)] * (spec.own + spec.replica * len(owners))
     return sizes
 
@@ -85,8 +82,3 @@ def _bytes_by_operator(capturer: Capturer, part: Part) -> dict[OperatorId, int]:
         if field.operator is not None:
             found[field.operator] += field.nbytes
     return found
-
-
-def _stepped(nbytes: int) -> int:
-    step = max(1, (1 << nbytes.bit_length() - 1) // _STEPS)
-    return -(-nbytes // step) * step

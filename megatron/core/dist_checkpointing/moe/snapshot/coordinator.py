@@ -33,8 +33,9 @@ from ..strategies import BufferSpec, Costs, Job, Strategy, Throughput
 from ..strategies.memory_report import MemoryReport
 from ..types import SnapshotPlan, StepJournal
 from .background import BackgroundWork
-from .buffers import fit_memory, memory_report_of, segment_sizes
+from .buffers import memory_report_of
 from .iteration_message import IterationMessage, MessageExchange
+from .memory_limit import Room, Taker
 from .tracker import SnapshotTracker
 from .workers import Persister, ReplicationWorker, SnapshotTask
 
@@ -59,6 +60,9 @@ class Ports:
         buffer_specs: for which `memory` was opened; None: what the strategy asks for.
         before_resize: called before segments of `memory` may go.
         log_bytes: what boundary logs take beside it.
+        room: how much each rank may take in all.
+        standby_bytes: what logs of so many iterations, and parked state, take beside `memory`.
+        strict: whether less protection than was asked for ends training.
     """
 
     memory: MappedStore
@@ -71,6 +75,23 @@ class Ports:
     buffer_specs: tuple[BufferSpec, ...] | None = None
     before_resize: Callable[[], None] = lambda: None
     log_bytes: Callable[[], int] = lambda: 0
+    room: Callable[[], Room] = Room
+    standby_bytes: Callable[[int], int] = lambda logged: 0
+    strict: bool = False
+
+    @property
+    def taker(self) -> Taker:
+        """With what memory is taken."""
+        return Taker(
+            self.memory,
+            self.capturer,
+            self.control,
+            self.owners,
+            self.before_resize,
+            self.room,
+            self.standby_bytes,
+            self.strict,
+        )
 
 
 @dataclass(frozen=True)
@@ -119,9 +140,7 @@ class Coordinator:
         self._messages = MessageExchange(ports.control, self._background.control, ports.clock)
         self._tracker = SnapshotTracker(job, strategy, worker, persister, self._background)
         self._buffer_specs = strategy.buffer_specs() if ports.buffer_specs is None else ports.buffer_specs
-        self._memory_report = memory_report_of(
-            self._buffer_specs, job, ports.control.rank, len(ports.owners), ports.log_bytes()
-        )
+        self._memory_report = self._reported_memory()
         self._copying: SnapshotTask | None = None
         self._in_contact, self._copies_late = True, False
         self._tally, self._step_ended_s = _Tally(), ports.clock.now_s()
@@ -149,12 +168,12 @@ class Coordinator:
             if self._strategy.needs_throughput
             else None
         )
-        plan, no_room = self._planned(iteration)
+        plan = self._planned(iteration)
         if plan is not None:
             scalars: dict[str, Json] = {"trainer": self._ports.trainer.scalars()}
             if journal is not None:
                 scalars["journal"] = journal.to_data()
-            self._copying = self._begin(plan, scalars, no_room)
+            self._copying = self._begin(plan, scalars)
         if self._in_contact:
             self._send_message(plan, counts, tally.iteration_s / 2, pace)
         self._passes_began_s = self._ports.clock.now_s()
@@ -215,56 +234,52 @@ class Coordinator:
         self._tally = replace(self._tally, stall_s=0.0, snapshot_bytes=0, tokens=())
         return report
 
-    def _planned(self, iteration: int) -> tuple[SnapshotPlan | None, str]:
-        """What to snapshot, if anything, and why memory has no room for it, if so."""
+    def _planned(self, iteration: int) -> SnapshotPlan | None:
+        """What to snapshot, if anything."""
         if not self._in_contact:
-            return None, ""
+            return None
         if not self._tracker.may_begin(iteration):
             if self._strategy.due(iteration):
                 self._tracker.behind(iteration)
-            return None, ""
+            return None
         plan = self._strategy.plan(iteration)
         specs = self._strategy.buffer_specs()
         if specs is self._buffer_specs or specs == self._buffer_specs:
             self._buffer_specs = specs  # the same object from here on: comparing operators again would take time
-            return plan, ""
+            return plan
         if plan is None:
-            return None, ""
+            return None
         try:
-            return plan, self._make_room(specs)
+            return self._strategy.plan(iteration) if self._make_room() else plan
         except PeerLost as error:
             self._in_contact = False
             self._tracker.lost_contact(iteration, error)
-            return None, ""
+            return None
 
-    def _make_room(self, specs: tuple[BufferSpec, ...]) -> str:
-        """Give memory the segments that the strategy now asks for; why this rank has none, tried again next time.
+    def _make_room(self) -> bool:
+        """Give memory the segments that the strategy now asks for; whether it had to ask for less than it planned for.
 
         A collective over all ranks, while no message is under way. Raises PeerLost.
         """
         ports = self._ports
-        sizes = segment_sizes(specs, ports.capturer, ports.control, ports.owners)
-        done, why = fit_memory(ports.memory, sizes, ports.control, ports.before_resize)
-        if not done:
-            self._strategy.buffers_refused()
-        else:
-            self._buffer_specs = specs
-            report = memory_report_of(specs, self._job, ports.control.rank, len(ports.owners), ports.log_bytes())
-            if report != self._memory_report and ports.control.rank == 0:
-                log.info("%s", report)
-            self._memory_report = report
-        return why
+        self._buffer_specs, gave_up = ports.taker.fit(self._strategy, self._buffer_specs)
+        report = self._reported_memory()
+        if report != self._memory_report and ports.control.rank == 0:
+            log.info("%s", report)
+        self._memory_report = report
+        return gave_up
 
-    def _begin(self, plan: SnapshotPlan, scalars: Mapping[str, Json], no_room: str) -> SnapshotTask:
+    def _reported_memory(self) -> MemoryReport | None:
+        ports = self._ports
+        return memory_report_of(self._buffer_specs, self._job, ports.control.rank, len(ports.owners), ports.log_bytes())
+
+    def _begin(self, plan: SnapshotPlan, scalars: Mapping[str, Json]) -> SnapshotTask:
         """Reserve memory and begin to copy; without room this rank takes part in the round all the same."""
         pieces = self._strategy.pieces(plan)
         layouts = [self._ports.capturer.layout(piece.plan, trainer=at == 0) for at, piece in enumerate(pieces)]
         task = SnapshotTask(plan, pieces, None, scalars)
         self._tracker.open(task)
-        if no_room:
-            task.failures.append(no_room)
-        else:
-            task.writers = self._reserved(task, layouts)
+        task.writers = self._reserved(task, layouts)
         if task.writers is not None:
             self._ports.capturer.begin(list(zip(layouts, task.writers, strict=True)))
             self._tally.snapshot_bytes += sum(layout.nbytes for layout in layouts)

@@ -120,7 +120,8 @@ class MemoryStore:
     asked for stay until they are freed. Truncating a segment's file while it is mapped kills the process (SIGBUS), as
     with any mapped file.
 
-    Raises UsageError when the memory dir is missing, too small, or belongs to another job; StoreFailure.
+    Raises UsageError when the memory dir is missing or belongs to another job; NoRoom when it is too small;
+    StoreFailure.
     """
 
     def __init__(
@@ -270,7 +271,7 @@ class MemoryStore:
                 if entry.state == WRITING and entry.segment not in chosen:
                     self.system.unlink(self.directory / entry.name)
         if little := self._too_little(sum(missing)):
-            raise UsageError(
+            raise NoRoom(
                 f"{little}, but the {len(missing)} new segments need {sum(missing) / 1e9:.3f} GB: enlarge the tmpfs"
                 " (mount -o remount,size=...), keep fewer replicas, or use another memory dir"
             )

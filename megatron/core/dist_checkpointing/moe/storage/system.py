@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from ..errors import NoRoom, StoreFailure
 
@@ -44,6 +45,14 @@ class OperatingSystem:
     def copy(self, into: memoryview, data: memoryview) -> None:
         """memcpy without the GIL."""
         np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))
+
+
+def node_memory_bytes(group_limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
+    """Memory that processes here may take in all: the machine's, or what their control group is allowed of it."""
+    total = int(psutil.virtual_memory().total)
+    with suppress(OSError, ValueError):  # no such file, or "max"
+        return min(total, int(group_limit.read_text()))
+    return total
 
 
 class FileLock:

@@ -83,6 +83,10 @@ class BufferSpec:
     also: tuple[SnapshotPlan, ...] = ()
 
 
+NO_BUFFERS = (BufferSpec(SnapshotPlan(0, {}), own=1, replica=0, trainer=True),)
+"""What a strategy asks for that takes no snapshots: it does not know its window yet, or has no memory for any."""
+
+
 @dataclass(frozen=True)
 class Throughput:
     """What an iteration has time for, as all ranks agree on it.
@@ -134,6 +138,7 @@ class Strategy(ABC):
             raise UsageError(problem)
         self._job = job
         self._interval_policy = IntervalPolicy.of(job.config) if interval_policy is None else interval_policy
+        self._gave_up = False
 
     @property
     def lookback(self) -> int:
@@ -141,13 +146,28 @@ class Strategy(ABC):
         return 0
 
     @property
+    def keeps_logs(self) -> bool:
+        """Whether boundary logs are kept where a recovery can be local."""
+        return True
+
+    @property
+    def logged(self) -> int:
+        """Of how many iterations: at most `lookback`."""
+        return self.lookback if self.keeps_logs else 0
+
+    @property
     def plt(self) -> float | None:
         """Proportion of lost tokens (MoC eq. 7) that all faults so far have cost; None where nothing can be lost."""
         return None
 
+    @property
+    def gave_up(self) -> bool:
+        """Whether memory has no room for any snapshot, so that none is taken."""
+        return self._gave_up
+
     def due(self, iteration: int) -> bool:
         """Whether `plan` would give a snapshot; asked where none may begin."""
-        return self._interval_policy.due(iteration)[0]
+        return not self._gave_up and self._interval_policy.due(iteration)[0]
 
     @abstractmethod
     def plan(self, iteration: int) -> SnapshotPlan | None:
@@ -172,12 +192,16 @@ class Strategy(ABC):
         It changes only in `plan` and `resumed`, and applies to the snapshots that are planned from then on.
         """
 
-    def buffers_refused(self) -> None:
-        """Memory cannot hold what `buffer_specs` asks for now: from the next `plan` on, what it held before has to do.
+    def buffers_refused(self) -> str:
+        """Memory cannot hold what `buffer_specs` and `logged` ask for: ask for less from here on.
 
-        Only a strategy whose `buffer_specs` change has anything to do.
+        Returns what was given up, in words; empty where nothing is left to give up, since nothing is snapshotted any
+        more. `plan` may be called again for the iteration that it was called for last.
         """
-        return
+        if self._gave_up:
+            return ""
+        self._gave_up = True
+        return "no snapshots are taken: training goes on unprotected"
 
     def counted(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
         """Tokens routed in `iteration`, per MoE layer and expert."""

@@ -10,6 +10,9 @@ from .base import BufferSpec
 
 GB = 1e9
 
+_STEPS = 32
+"""Sizes of segments between a power of two and the next."""
+
 
 @dataclass(frozen=True)
 class MemoryReport:
@@ -39,7 +42,8 @@ class MemoryReport:
 def memory_report(specs: Sequence[BufferSpec], sizes: Mapping[OperatorId, OperatorSize], owners: int) -> MemoryReport:
     """The account of a rank that owns operators of these sizes and keeps the replicas of `owners` ranks."""
     plans = [plan for spec in specs for plan in (spec.largest, *spec.also)]
-    segments = [(spec, max(_bytes(plan, sizes) for plan in (spec.largest, *spec.also))) for spec in specs]
+    largest = [(spec, max(_bytes(plan, sizes) for plan in (spec.largest, *spec.also))) for spec in specs]
+    segments = [(spec, segment_bytes(nbytes, varies=bool(spec.also))) for spec, nbytes in largest]
     return MemoryReport(
         window=max((1 + len(spec.also) for spec in specs), default=0),
         checkpoint_bytes=sum(_bytes(plan, sizes) for plan in plans),
@@ -47,6 +51,15 @@ def memory_report(specs: Sequence[BufferSpec], sizes: Mapping[OperatorId, Operat
         own_bytes=sum(spec.own * nbytes for spec, nbytes in segments),
         replica_bytes=sum(spec.replica * owners * nbytes for spec, nbytes in segments),
     )
+
+
+def segment_bytes(nbytes: int, *, varies: bool) -> int:
+    """The size of a segment for pieces of at most so many bytes.
+
+    varies: they change as windows do. Then there are only so many sizes, so that not every change takes new memory.
+    """
+    step = max(1, (1 << nbytes.bit_length() - 1) // _STEPS) if varies and nbytes else 1
+    return -(-nbytes // step) * step
 
 
 def _bytes(plan: SnapshotPlan, sizes: Mapping[OperatorId, OperatorSize]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...types import SnapshotPlan, full_plan
-from ..base import BufferSpec, Job, Strategy
+from ..base import NO_BUFFERS, BufferSpec, Job, Strategy
 
 
 class Full(Strategy):
@@ -17,8 +17,10 @@ class Full(Strategy):
         self._buffer_specs = (BufferSpec(full_plan(0, job.operators), own=3, replica=2, trainer=True),)
 
     def plan(self, iteration: int) -> SnapshotPlan | None:
+        if self._gave_up:
+            return None
         due, self._interval_policy = self._interval_policy.due(iteration)
         return full_plan(iteration, self._job.operators) if due else None
 
     def buffer_specs(self) -> tuple[BufferSpec, ...]:
-        return self._buffer_specs
+        return NO_BUFFERS if self._gave_up else self._buffer_specs

@@ -14,7 +14,7 @@ from ...policy.dynamic_k import PltLimit, choose_k, k_ladder
 from ...policy.lossy_recovery import plan_lossy_recovery
 from ...policy.partial import PEC_SCOPES, pec_plan
 from ...types import Inventory, Level, Lost, OperatorId, Part, Piece, RecoveryPlan, SnapshotPlan, Topology, full_plan
-from ..base import BufferSpec, Job, Strategy
+from ..base import NO_BUFFERS, BufferSpec, Job, Strategy
 from .groups import Groups
 from .selection import age, by_load, in_turn, overdue, to_persist
 from .state import Experts, Flight, PecState
@@ -87,7 +87,7 @@ class Pec(Strategy):
 
     def plan(self, iteration: int) -> SnapshotPlan | None:
         due, self._interval_policy = self._interval_policy.due(iteration)
-        if not due:
+        if not due or self._gave_up:
             return None
         writing = self._interval_policy.persist_due(iteration)[0] and all(
             one.persist is None for one in self._state.flights
@@ -114,7 +114,7 @@ class Pec(Strategy):
 
     def buffer_specs(self) -> tuple[BufferSpec, ...]:
         """Of each kind of piece as many as `full` needs of its snapshots."""
-        return self._buffer_specs
+        return NO_BUFFERS if self._gave_up else self._buffer_specs
 
     @cached_property
     def _buffer_specs(self) -> tuple[BufferSpec, ...]:

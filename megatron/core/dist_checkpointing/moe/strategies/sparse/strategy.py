@@ -9,11 +9,11 @@ from typing import Any
 from ...config import MoECheckpointConfig
 from ...policy.tracking import PLACES
 from ...types import Level, Piece, RecoveryPlan, SnapshotPlan, Window
-from ..base import BufferSpec, Job, Strategy, Throughput
+from ..base import NO_BUFFERS, BufferSpec, Job, Strategy, Throughput
 from ..interval_policy import Costs
 from .budget import Budget
 from .popularity import Popularity
-from .windows import NO_BUFFERS, Timetable, ordering_of, timetable
+from .windows import Timetable, as_full, larger_window, ordering_of, timetable
 
 KIND = "window"
 AUTO = "auto"
@@ -58,6 +58,11 @@ class _Windows:
         """With another value of a window that is there."""
         return _Windows(tuple(begun if one.span == begun.span else one for one in self.begun))
 
+    def without_begun(self) -> _Windows:
+        """Without the newest one if no more of it was planned than its first snapshot, which no rank has sealed."""
+        is_new = bool(self.begun) and self.begun[-1].planned <= 1 and not self.begun[-1].sealed
+        return _Windows(self.begun[:-1]) if is_new else self
+
     def without(self, iteration: int) -> _Windows:
         """Without the window of this iteration."""
         return _Windows(tuple(one for one in self.begun if iteration not in one.span))
@@ -79,6 +84,10 @@ class Sparse(Strategy):
 
     Rooms. A window is worth what a snapshot of `full` is, so three windows of own snapshots and of each owner's
     replicas suffice: the one before stays until the next is whole and protected (MoEvement 3.2).
+
+    Memory. What it has no room for is given up in this order, each step once for each window that is chosen: logs of
+    the oldest iterations, in steps of a window; a window that was grown; a window for a larger one that takes less,
+    as few operators fill it more evenly; the window for everything at once, as in `full`; everything.
 
     Storage. Every `--moe-ckpt-persist-interval` iterations a whole window goes on to storage.
     """
@@ -121,6 +130,7 @@ class Sparse(Strategy):
         self._windows = _Windows()
         self._table: Timetable | None = None
         self._former: Timetable | None = None
+        self._log_windows = PLACES
         if self._fixed is not None:
             self._table = timetable(job, {}, window=self._fixed)
 
@@ -128,6 +138,15 @@ class Sparse(Strategy):
     def lookback(self) -> int:
         """A window that is kept, one that is replicated, and one that is begun."""
         return PLACES * self._table.size if self._table is not None else 0
+
+    @property
+    def keeps_logs(self) -> bool:
+        return self._log_windows > 0
+
+    @property
+    def logged(self) -> int:
+        """Of the newest iterations; where they are fewer than `lookback`, some faults roll back all stages."""
+        return self._log_windows * self._table.size if self._table is not None else 0
 
     def due(self, iteration: int) -> bool:
         """In every iteration, once the window is known."""
@@ -205,15 +224,45 @@ class Sparse(Strategy):
             self._table = self._timetable(window)
         return plan
 
-    def buffers_refused(self) -> None:
-        if self._former is not None:
-            self._table = self._former
+    def buffers_refused(self) -> str:
+        self._windows = self._windows.without_begun()
+        config, table, former = self._job.config, self._table, self._former
+        self._former = None
+        if self._log_windows and self._job.topology.pp > 1 and config.recovery != "global":
+            self._former = former
+            return self._fewer_logs()
+        if table is None:
+            return super().buffers_refused()
+        if former is not None and former != table:
+            self._table = former
+            return f"the window stays at {former.size} iterations"
+        larger = larger_window(self._job, self._popularity.last, table)
+        if larger is not None:
+            self._table = larger
+            return f"the window has {larger.size} iterations in place of {table.size}"
+        if not table.is_as_full:
+            self._table = as_full(self._job, self._popularity.last)
+            return "everything is snapshotted at once, as with --moe-ckpt-strategy full"
+        self._table = None
+        return super().buffers_refused()
+
+    def _fewer_logs(self) -> str:
+        before = self.logged
+        self._log_windows -= 1
+        if not self._log_windows:
+            return "no boundary logs are kept: faults roll back all stages"
+        return (
+            f"boundary logs of {self.logged} iterations are kept in place of {before}: faults that need older ones roll"
+            " back all stages"
+        )
 
     def _schedule(self) -> None:
         """Between two windows: a new order if experts are used otherwise now, another size if the budget calls for it.
 
         The one is looked at before the other, so that both take effect together.
         """
+        if self._gave_up:
+            return
         config, table = self._job.config, self._table
         self._former = table
         reorders = self.counts_tokens and self._popularity.has_changed(
@@ -228,10 +277,10 @@ class Sparse(Strategy):
                 self._budget = self._budget.decided(budget_bytes)
                 needed = table if table and table.is_needed(budget_bytes) else self._timetable(None)
                 if needed.size != window:
-                    self._table = needed
+                    self._table, self._log_windows = needed, PLACES
                     return
-        if reorders and window is not None:
-            self._table = self._timetable(window)
+        if reorders and table is not None and not table.is_as_full:
+            self._table = self._timetable(table.size)
 
     def _timetable(self, window: int | None) -> Timetable:
         return timetable(self._job, self._popularity.last, window=window, budget_bytes=self._budget.decided_bytes)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ...errors import UsageError
 from ...policy.ordering import ORDERINGS, Counts
 from ...policy.window import joint_schedules, merge
-from ...types import OperatorId, OperatorSize, SnapshotPlan, Window
+from ...types import OperatorId, OperatorSize, Window
 from ..base import BufferSpec, Job
 
 Sizes = Mapping[int, Mapping[OperatorId, OperatorSize]]
@@ -20,23 +20,32 @@ UNKNOWN = OperatorSize(12, 2)
 DENSE_ORDERING, MOE_ORDERING = "layer-order", "popularity"
 
 
+_WINDOWS = 3
+
+
 @dataclass(frozen=True)
 class Timetable:
     """The groups of a window (`types.Window`), the bytes of the largest snapshot of any rank, and the most that any
     rank has to copy in all.
 
     Which operators are anchored when follows from their order and from what each rank owns of them (MoEvement 3.5):
-    the same on all ranks.
+    the same on all ranks. replica_windows: of each owner, how many are kept.
     """
 
     groups: tuple[tuple[OperatorId, ...], ...] = field(repr=False)
     peak_bytes: int
     full_bytes: int
+    replica_windows: int = _WINDOWS
 
     def is_needed(self, budget_bytes: int) -> bool:
         """Whether a window of this size fits the budget, and a smaller one certainly does not."""
         could_be_smaller = self.size > 1 and budget_bytes * (self.size - 1) >= self.full_bytes
         return self.peak_bytes <= budget_bytes and not could_be_smaller
+
+    @property
+    def is_as_full(self) -> bool:
+        """Whether it is a window of one iteration that takes no more room than `full`."""
+        return self.replica_windows < _WINDOWS
 
     @property
     def size(self) -> int:
@@ -51,13 +60,10 @@ class Timetable:
         Of the last one the first snapshots are replicated before the others are copied; in `full`, where it has only
         one, two replicas suffice. With less room they would take that of the rank's own next snapshots.
         """
+        replica = self.replica_windows * self.size
         window = Window(0, self.groups)
         first, *others = (window.plan(step) for step in range(window.size))
-        return (BufferSpec(first, own=3 * self.size, replica=3 * self.size, trainer=True, also=tuple(others)),)
-
-
-NO_BUFFERS = (BufferSpec(SnapshotPlan(0, {}), own=1, replica=0, trainer=True),)
-"""What a strategy asks for that does not know its window yet and takes no snapshots."""
+        return (BufferSpec(first, own=_WINDOWS * self.size, replica=replica, trainer=True, also=tuple(others)),)
 
 
 def ordering_of(job: Job) -> str:
@@ -91,6 +97,24 @@ def timetable(job: Job, counts: Counts, *, window: int | None = None, budget_byt
         max(schedule.peak_bytes for schedule in schedules.values()),
         max(sum(size.full_bytes for size in own.values()) for own in sizes.values()),
     )
+
+
+def as_full(job: Job, counts: Counts) -> Timetable:
+    """Everything in each snapshot, in as much room as `full` needs."""
+    return replace(timetable(job, counts, window=1), replica_windows=2)
+
+
+def larger_window(job: Job, counts: Counts, table: Timetable) -> Timetable | None:
+    """The next larger window, of at most twice the size, whose segments take less; None where there is none.
+
+    Mostly there is none, as each iteration more stores the weights that wait once more.
+    """
+    most = max((len(own) for own in job.sizes.values()), default=len(job.operators))
+    for size in range(table.size + 1, min(most, 2 * table.size) + 1):
+        found = timetable(job, counts, window=size)
+        if found.size == size and size * found.peak_bytes < table.size * table.peak_bytes:
+            return found
+    return None
 
 
 def _in_order(order: Sequence[OperatorId], window: Window) -> tuple[tuple[OperatorId, ...], ...]:

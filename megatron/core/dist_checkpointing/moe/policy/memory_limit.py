@@ -1,0 +1,43 @@
+"""How much memory checkpoints may take on a node: what a person asked for, in bytes or as a share."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from ..errors import UsageError
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+_LIMIT = re.compile(r"(\d+(?:\.\d+)?)\s*(%|[KMGT]?i?B?)")
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """So many bytes of a node, or this share of its memory; one of the two is None."""
+
+    nbytes: int | None = None
+    share: Fraction | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> MemoryLimit:
+        """From `200GiB`, `200GB`, a number of bytes, or `70%`. Raises UsageError."""
+        found = _LIMIT.fullmatch(text.strip())
+        unit = found[2] if found else None
+        value = Fraction(found[1]) if found else Fraction(0)
+        if found and unit == "%" and 0 < value <= 100:
+            return cls(share=value / 100)
+        if found and unit in _UNITS and value > 0:
+            return cls(nbytes=int(value * _UNITS[unit]))
+        raise UsageError(
+            f"--moe-ckpt-memory-limit {text} is neither a number of bytes, such as 200GiB or 180GB, nor a share of a"
+            " node's memory from 0% to 100%, such as 70%"
+        )
+
+    def of_node(self, node_bytes: int) -> int:
+        """Bytes on a node with so much memory."""
+        return self.nbytes if self.nbytes is not None else int((self.share or 0) * node_bytes)

@@ -1,0 +1,152 @@
+"""What checkpoints may take of the memory of each node, and asking for less where that is too little.
+
+Every rank takes as much as every other, so the tightest node decides for all: its ranks share what the flag allows it,
+or what the memory dir has free there beside what they hold already. It is looked at before anything is taken.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from ..errors import CheckpointFailure
+from ..policy.memory_limit import MemoryLimit
+from ..ports import Capturer, Json, MappedStore, Transport
+from ..strategies import BufferSpec, Strategy
+from ..types.layout import aligned
+from .buffers import fit_memory, segment_sizes
+
+log = logging.getLogger(__name__)
+
+GB = 1e9
+UNBOUNDED = sys.maxsize
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that each rank may take in all, on the tightest node, of `ranks` ranks; why: what bounds it."""
+
+    nbytes: int = UNBOUNDED
+    ranks: int = 1
+    why: str = "no limit"
+
+    def shortage(self, nbytes: int) -> str:
+        """What is wrong with taking so many bytes on each rank; empty where nothing is."""
+        if nbytes <= self.nbytes:
+            return ""
+        taken, has = nbytes * self.ranks / GB, self.nbytes * self.ranks / GB
+        return (
+            f"checkpoints would take {taken:.3g} GB of a node with {self.ranks} ranks, which has {has:.3g} GB for them:"
+            f" {self.why}"
+        )
+
+    def __str__(self) -> str:
+        if self.nbytes == UNBOUNDED:
+            return self.why
+        return f"at most {self.nbytes * self.ranks / GB:.3g} GB: {self.why}"
+
+
+@dataclass(frozen=True)
+class NodeMemory:
+    """The memory of this process's node.
+
+    Args:
+        node: Its name.
+        limit: Of the flag.
+        total_bytes: What the node has.
+        folder: The memory dir.
+        held: Bytes there that this process holds already, or that an earlier one left to it.
+        counts_free: Whether what the folder has free is a bound; else taking it fails where it is too little.
+    """
+
+    node: str
+    limit: MemoryLimit | None
+    total_bytes: int
+    folder: Path
+    held: Callable[[], int]
+    counts_free: bool = True
+
+    def room(self, transport: Transport) -> Room:
+        """For each rank on the tightest node; a collective. Raises PeerLost."""
+        allowed = UNBOUNDED if self.limit is None else self.limit.of_node(self.total_bytes)
+        mine: list[Json] = [self.node, allowed, self._free_bytes(), self.held()]
+        gathered = cast("list[tuple[str, int, int, int]]", transport.gather(mine))
+        found = []
+        for node in sorted({row[0] for row in gathered}):
+            rows = [row for row in gathered if row[0] == node]
+            by_flag, by_folder = min(row[1] for row in rows), min(row[2] for row in rows) + sum(row[3] for row in rows)
+            why = "--moe-ckpt-memory-limit"
+            if by_folder < by_flag:
+                why = f"{self.folder} is not larger; enlarge the tmpfs (mount -o remount,size=...)"
+            bound = min(by_flag, by_folder)
+            found.append(Room(bound // len(rows), len(rows), why) if bound < UNBOUNDED else Room(ranks=len(rows)))
+        return min(found, key=lambda room: room.nbytes)
+
+    def _free_bytes(self) -> int:
+        if not self.counts_free or not self.folder.is_dir():
+            return UNBOUNDED
+        found = os.statvfs(self.folder)
+        return found.f_bavail * found.f_frsize if found.f_blocks else UNBOUNDED
+
+
+@dataclass(frozen=True)
+class Taker:
+    """With what memory for snapshots is taken.
+
+    Args:
+        before: Called before segments may go.
+        room: What there is; a collective.
+        standby_bytes: What logs of so many iterations, and parked state, take beside it.
+        strict: Whether asking for less ends training.
+    """
+
+    memory: MappedStore
+    capturer: Capturer
+    control: Transport
+    owners: Sequence[int]
+    before: Callable[[], None] = lambda: None
+    room: Callable[[], Room] = Room
+    standby_bytes: Callable[[int], int] = lambda logged: 0
+    strict: bool = False
+
+    def fit(self, strategy: Strategy, specs: tuple[BufferSpec, ...]) -> tuple[tuple[BufferSpec, ...], bool]:
+        """Give memory what a strategy asks for, or what it then asks for instead; `specs` are there.
+
+        A collective over all ranks. Returns what is there now, and whether anything was given up. Raises PeerLost, and
+        CheckpointFailure where `strict`.
+        """
+        room, gave_up = self.room(), False
+        while (wanted := strategy.buffer_specs()) != specs:
+            sizes = segment_sizes(wanted, self.capturer, self.control, self.owners)
+            needed = taken_bytes(sizes) + self.standby_bytes(strategy.logged)
+            shortage = "" if strategy.gave_up else room.shortage(needed)
+            if not shortage:
+                done, why = fit_memory(self.memory, sizes, self.control, self.before)
+                if done:
+                    return wanted, gave_up
+                shortage = why or "another rank has no memory for its snapshots"
+            gave_up = True
+            if not ask_for_less(strategy, shortage, speaks=self.control.rank == 0, strict=self.strict):
+                break
+        return specs, gave_up
+
+
+def taken_bytes(sizes: Sequence[int]) -> int:
+    """What segments of these sizes take: whole pages."""
+    return sum(aligned(size, mmap.PAGESIZE) for size in sizes)
+
+
+def ask_for_less(strategy: Strategy, shortage: str, *, speaks: bool, strict: bool = False) -> bool:
+    """Let a strategy give something up, and say what; whether there was anything. Raises CheckpointFailure."""
+    instead = strategy.buffers_refused()
+    if strict:
+        raise CheckpointFailure(f"{shortage}; training ends because of --moe-ckpt-strict")
+    if instead and speaks:
+        log.warning("%s; %s", shortage, instead)
+    return bool(instead)

@@ -1,0 +1,162 @@
+"""What each rank may take of its node's memory: the same on all ranks, asked before anything is taken."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from simulated_world.model import FakeModel, spread
+from simulated_world.rank import FakeCapturer
+from simulated_world.world import World
+
+from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
+from megatron.core.dist_checkpointing.moe.errors import CheckpointFailure
+from megatron.core.dist_checkpointing.moe.policy.memory_limit import MemoryLimit
+from megatron.core.dist_checkpointing.moe.ports import NoRoom
+from megatron.core.dist_checkpointing.moe.snapshot.memory_limit import UNBOUNDED, NodeMemory, Room, Taker, taken_bytes
+from megatron.core.dist_checkpointing.moe.storage.system import node_memory_bytes
+from megatron.core.dist_checkpointing.moe.strategies import Job, Sparse
+from megatron.core.dist_checkpointing.moe.strategies.base import NO_BUFFERS
+from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Topology, expert
+
+OPERATORS = (OperatorId(0, OperatorKind.NON_EXPERT), *(expert(0, index) for index in range(4)))
+
+
+NO_LIMIT = Room()
+
+
+class Ranks:
+    """Rank 0 among others, of which it says what they gather."""
+
+    def __init__(self, *others: Any, rank: int = 0) -> None:
+        self.others, self.rank = others, rank
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, *self.others]
+
+    def least(self, values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(values)
+
+
+class Memory:
+    """Takes segments of at most `most` bytes in all."""
+
+    def __init__(self, most: int = UNBOUNDED) -> None:
+        self.most, self.taken = most, [1]
+
+    def resize(self, segment_bytes: Sequence[int], before: Callable[[], None]) -> None:
+        if sum(segment_bytes) > self.most:
+            raise NoRoom("the tmpfs is full")
+        before()
+        self.taken = list(segment_bytes)
+
+
+def node(folder: Path, limit: str | None = None, held: int = 0, **options: Any) -> NodeMemory:
+    parsed = None if limit is None else MemoryLimit.parse(limit)
+    return NodeMemory("a", parsed, 1000, folder, lambda: held, **options)
+
+
+def test_ranks_of_a_node_share_what_the_flag_allows_it(tmp_path: Path) -> None:
+    here = ("a", 800, UNBOUNDED, 0)
+    assert node(tmp_path, "80%").room(Ranks(here, here, here)).nbytes == 200  # type: ignore[arg-type]
+    assert node(tmp_path).room(Ranks()).why != "--moe-ckpt-memory-limit"  # type: ignore[arg-type]
+
+
+def test_the_tightest_node_decides_for_all(tmp_path: Path) -> None:
+    room = node(tmp_path, "800B").room(Ranks(("b", 600, UNBOUNDED, 0), ("b", 600, UNBOUNDED, 0)))  # type: ignore[arg-type]
+    assert (room.nbytes, room.ranks) == (300, 2)
+    assert "0.0" not in room.shortage(301) and "--moe-ckpt-memory-limit" in room.shortage(301)
+    assert room.shortage(300) == ""
+
+
+def test_what_the_folder_has_free_is_a_bound_beside_what_is_held_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Found:
+        f_bavail, f_frsize, f_blocks = 7, 10, 99
+
+    monkeypatch.setattr("os.statvfs", lambda _: Found)
+    room = node(tmp_path, "1GB", held=30).room(Ranks(("a", 10**9, 70, 100)))  # type: ignore[arg-type]
+    assert room.nbytes == (70 + 30 + 100) // 2
+    assert "enlarge the tmpfs" in room.why
+    assert node(tmp_path, counts_free=False).room(Ranks()).nbytes == UNBOUNDED  # type: ignore[arg-type]
+
+
+def test_a_control_group_bounds_the_memory_of_a_node(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("4096\n")
+    assert node_memory_bytes(tmp_path / "memory.max") == 4096
+    (tmp_path / "memory.max").write_text("max\n")
+    assert node_memory_bytes(tmp_path / "memory.max") == node_memory_bytes(tmp_path / "nothing") > 4096
+
+
+@pytest.fixture
+def capturer() -> FakeCapturer:
+    world = World(0)
+    return FakeCapturer(FakeModel(world, 0, spread(OPERATORS, 0, 1, numel=512)), world)
+
+
+def sparse() -> Sparse:
+    config = MoECheckpointConfig(strategy="sparse", window="2")
+    return Sparse(Job(config, OPERATORS, Topology(2, pp=2, ranks_per_node=2), 64, 100))
+
+
+def fitted(
+    capturer: FakeCapturer, strategy: Sparse, room: Room = NO_LIMIT, memory: Memory | None = None, **options: Any
+) -> tuple[Memory, tuple[Any, bool]]:
+    memory, logs = memory or Memory(), options.pop("log_bytes", 0)
+    ranks = Ranks(rank=options.pop("rank", 0))
+    taker = Taker(memory, capturer, ranks, (), room=lambda: room, standby_bytes=lambda n: n * logs, **options)  # type: ignore[arg-type]
+    return memory, taker.fit(strategy, NO_BUFFERS)
+
+
+def test_what_fits_is_taken_as_it_was_asked_for(capturer: FakeCapturer) -> None:
+    strategy = sparse()
+    wanted = strategy.buffer_specs()
+    memory, done = fitted(capturer, strategy)
+    assert done == (wanted, False)
+    assert len(memory.taken) == 6
+
+
+def test_less_is_asked_for_until_it_fits_and_each_step_is_one_line(
+    capturer: FakeCapturer, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, _ = fitted(capturer, sparse())
+    needed = taken_bytes(whole.taken)
+    for logs, lines in ((100 * 6, 0), (100 * 6 - 1, 1), (100 * 2, 2), (0, 3), (-1, 4)):
+        caplog.clear()
+        strategy = sparse()
+        memory, _ = fitted(capturer, strategy, Room(needed + logs, 2, "the reason"), log_bytes=100)
+        assert len(caplog.messages) == lines, caplog.messages
+        assert taken_bytes(memory.taken) + 100 * strategy.logged <= needed + logs
+        assert all("the reason" in line for line in caplog.messages)
+    assert "at once" in caplog.messages[-1]
+    assert len(memory.taken) == 3
+
+
+def test_memory_that_refuses_all_the_same_leads_to_less_too(capturer: FakeCapturer) -> None:
+    whole, _ = fitted(capturer, sparse())
+    memory, (specs, gave_up) = fitted(capturer, sparse(), memory=Memory(sum(whole.taken) - 1))
+    assert gave_up and len(memory.taken) == 3
+    assert specs[0].own == 3
+
+
+def test_where_nothing_fits_training_goes_on_without_snapshots(
+    capturer: FakeCapturer, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy = sparse()
+    fitted(capturer, strategy, Room(10, 2, "the reason"))
+    assert strategy.gave_up
+    assert "training goes on unprotected" in caplog.messages[-1]
+
+
+def test_only_the_first_rank_speaks(capturer: FakeCapturer, caplog: pytest.LogCaptureFixture) -> None:
+    fitted(capturer, sparse(), Room(10, 2, "the reason"), rank=1)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_strict_training_ends_where_it_would_have_to_give_something_up(capturer: FakeCapturer) -> None:
+    with pytest.raises(CheckpointFailure, match=r"the reason; training ends because of --moe-ckpt-strict"):
+        fitted(capturer, sparse(), Room(10, 2, "the reason"), strict=True)
