@@ -134,13 +134,14 @@ class Trainer:
         evaluated_at = time.monotonic()
         if not replayed:
             self._checkpoints.save_if_due()
-        protection = self._protect()
+        saved_at = time.monotonic()
+        done = self._manager.after_step()
         now = time.monotonic()
         report = dataclasses.replace(
             self._report(journal, replayed=replayed),
             iteration_time_s=now - evaluated_at + trained_at - started_at,
-            stall_s=now - evaluated_at + self._manager.stall_s,
-            **protection,
+            stall_s=saved_at - evaluated_at + (now - saved_at if done is None else done.stall_s),
+            **protection_fields(done, with_tokens=self._state.config.moe_checkpoint.log_expert_tokens),
         )
         self._metrics.record(report)
         self._manager.reported()
@@ -207,11 +208,6 @@ class Trainer:
             pg_collection=self._manager.process_groups,
         )
         return losses
-
-    def _protect(self) -> dict[str, Any]:
-        """Snapshot the iteration if that is due; what checkpointing did, for the report."""
-        wanted = self._state.config.moe_checkpoint.log_expert_tokens
-        return protection_fields(self._manager.after_step(), with_tokens=wanted)
 
     def _log(self, report: IterationReport) -> None:
         config, losses = self._state.config, {}

@@ -28,7 +28,11 @@ class IterationReport:
     skipped: bool
     iteration_time_s: float
     stall_s: float
-    """Time in which training waited for checkpoints before this iteration's report."""
+    """Time in which training waited for checkpoints before this iteration's report: on a GPU, stood still for them."""
+    passes_s: float | None = None
+    """What the passes took, as far as the device has come."""
+    slowed_s: float | None = None
+    """By how much copies beside them made the newest such passes longer; None where no others are known."""
     snapshot_bytes: int = 0
     replicated_bytes: int = 0
     """Bytes that this rank began to copy to memory, and sent to peers, since the report before."""
@@ -125,6 +129,8 @@ def protection_fields(done: ProtectionReport | None, *, with_tokens: bool) -> di
     return {
         "snapshot_bytes": done.snapshot_bytes,
         "replicated_bytes": done.replicated_bytes,
+        "passes_s": done.passes_s,
+        "slowed_s": done.slowed_s,
         "protection": done.protection.state.name.lower(),
         "protection_since": done.protection.since_iteration,
         "persistence": done.persistent.state.name.lower() if done.persistent else None,

@@ -31,6 +31,10 @@ def protection(outcome: Outcome, folder: Path) -> list[Any]:
     return [json.loads(line).get("protection") for line in (folder / "reports").read_text().splitlines()]
 
 
+def passes(folder: Path) -> list[Any]:
+    return [json.loads(line).get("passes_s") for line in (folder / "reports").read_text().splitlines()]
+
+
 @pytest.fixture
 def whole(cluster: Cluster, tmp_path: Path) -> dict[str, int]:
     """Bytes that a job of a fixed window takes of its node: in all, and for snapshots alone."""
@@ -61,6 +65,7 @@ def test_a_fixed_window_gives_up_logs_then_the_window_then_protection(
         assert len(lines) == at if name == "logs" else len(lines) > 1
         assert all("--moe-ckpt-memory-limit" in line for line in lines)
         assert most <= max(limit, 128 << 10)  # of a rank without snapshots the random states
+        assert all(0 < passes_s < 60 for passes_s in passes(folder))
         assert protection(outcome, folder)[-1] == ("unprotected" if name == "all" else "protected")
 
 

@@ -156,6 +156,34 @@ def test_slower_replicas_call_for_a_window_once_and_not_for_ever_longer_ones() -
     assert found == [320]
 
 
+@given(
+    passes_s=st.floats(0.05, 30.0),
+    bandwidth=st.floats(1e3, 1e12),
+    slowdown=st.floats(0.0, 0.2),
+    replicated=st.floats(0.01, 4.0),
+)
+@settings(max_examples=examples(60), deadline=None)
+def test_a_budget_never_feeds_on_the_stall_of_its_own_window(
+    passes_s: float, bandwidth: float, slowdown: float, replicated: float
+) -> None:
+    """Each window is as large as it was allowed, so each copy takes what it takes: passes become longer by a share of
+    it, and beyond them training waits. However long that goes on, copies stay within the passes."""
+    budget, copied_s = Budget(is_started=True), 0.0
+    for _ in range(60):
+        measured_s = passes_s + slowdown * copied_s
+        stall_s = max(0.0, copied_s - measured_s)
+        budget = budget.throughput_measured(Throughput(measured_s, bandwidth))
+        if copied_s:
+            costs = Costs(measured_s + stall_s, stall_s, copied_s * replicated)
+            budget = budget.measured(costs, budget.decided_bytes)
+        wanted = budget.calls_for_another()
+        if wanted is not None:
+            budget = budget.decided(wanted)
+        copied_s = budget.decided_bytes / bandwidth
+        assert copied_s <= passes_s + 1 / bandwidth
+        assert stall_s == 0.0
+
+
 def test_a_failed_snapshot_ends_its_window_and_the_next_one_begins_at_once() -> None:
     rank = Rank(job_of())
     for _ in range(4):

@@ -17,7 +17,7 @@ from ..types.layout import (
     Torn,
 )
 from .boundary import BoundarySink, BoundarySource
-from .executor import Clock, Executor, Task
+from .executor import Clock, Executor, Stopwatch, Task
 from .storage import MappedReader, MappedStore, MappedWriter, Reader, Store, Writer
 from .training import RANDOM, Capturer, Execution, Restorer, TrainerState
 from .transport import Transfer, Transport
@@ -46,6 +46,7 @@ __all__ = [
     "Record",
     "Restorer",
     "SnapshotId",
+    "Stopwatch",
     "Store",
     "StoreFailure",
     "Task",

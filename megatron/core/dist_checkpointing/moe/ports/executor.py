@@ -18,6 +18,23 @@ class Clock(Protocol):
         """Let this much time pass."""
 
 
+class Stopwatch(Protocol):
+    """Time of the device that trains: between `resume` and `pause` work is launched, else it may stand still.
+
+    It is running when it is made.
+    """
+
+    def pause(self) -> None:
+        """Training launches nothing more for now."""
+
+    def resume(self) -> float:
+        """It goes on; the seconds for which the device had nothing to do since `pause`."""
+
+    def lap_s(self) -> float | None:
+        """Seconds that the work took which was launched before the last `pause`, since the `resume` before that; None
+        as long as it is not known."""
+
+
 class Task(Protocol[T]):
     """Work that was submitted to a lane."""
 

@@ -63,6 +63,9 @@ class LiveState:
     Raises:
         UsageError: The model or its optimizer cannot be protected.
         IncompleteState: Not every byte of its state belongs to exactly one operator.
+
+    Attributes:
+        on_device: Whether it lies on a GPU.
     """
 
     def __init__(self, training: Training, topology: Topology, shard: str, rank: int) -> None:
@@ -77,7 +80,8 @@ class LiveState:
         tensors = every = state_tensors(chunks, optimizer, self._topology)
         check_complete(chunks, optimizer, tensors)
         if self._engine is None:
-            self._engine = StreamEngine() if any(state.tensor.is_cuda for state in tensors) else ThreadEngine()
+            self.on_device = any(state.tensor.is_cuda for state in tensors)
+            self._engine = StreamEngine() if self.on_device else ThreadEngine()
         self.restorer = live_restorer(chunks, optimizer, self._topology)
         if self._shard != "none":
             assignment = assign(self._shard, chunks, tensors, self._topology)

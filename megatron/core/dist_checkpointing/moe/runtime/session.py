@@ -44,6 +44,7 @@ from ..snapshot.buffers import gathered_sizes, memory_report_of, segment_sizes
 from ..snapshot.coordinator import Coordinator, Ports, ProtectionReport
 from ..snapshot.identity import Identity
 from ..snapshot.memory_limit import Taker, ask_for_less, taken_bytes
+from ..snapshot.stopwatch import CudaStopwatch
 from ..snapshot.workers import Persister, ReplicationWorker
 from ..storage.memory import MemoryStore
 from ..strategies import GATE_UNIT, STRATEGIES, Job, Piece
@@ -336,6 +337,7 @@ class Session:
             self._room,
             self._standby_bytes,
             self._config.strict,
+            CudaStopwatch() if self._state.on_device else None,
         )
         replicator = Replicator(self._data, self._peers, owners) if self._peers or owners else None
         worker = ReplicationWorker(memory, replicator, self._data, clock, identity, owners=owners)

@@ -25,6 +25,7 @@ from ..ports import (
     MappedWriter,
     PeerLost,
     SnapshotId,
+    Stopwatch,
     StoreFailure,
     TrainerState,
     Transport,
@@ -36,6 +37,7 @@ from .background import BackgroundWork
 from .buffers import memory_report_of
 from .iteration_message import IterationMessage, MessageExchange
 from .memory_limit import Room, Taker
+from .stopwatch import HostStopwatch, PassTimes
 from .tracker import SnapshotTracker
 from .workers import Persister, ReplicationWorker, SnapshotTask
 
@@ -62,6 +64,7 @@ class Ports:
         log_bytes: what boundary logs take beside it.
         room: how much each rank may take in all.
         standby_bytes: what logs of so many iterations, and parked state, take beside `memory`.
+        stopwatch: tells for how long training waits; None: `clock` does.
         strict: whether less protection than was asked for ends training.
     """
 
@@ -78,6 +81,7 @@ class Ports:
     room: Callable[[], Room] = Room
     standby_bytes: Callable[[int], int] = lambda logged: 0
     strict: bool = False
+    stopwatch: Stopwatch | None = None
 
     @property
     def taker(self) -> Taker:
@@ -103,6 +107,8 @@ class ProtectionReport:
         persistent: by copies in storage; None where there is no storage.
         tokens: by iteration, the tokens that all ranks routed, per MoE layer and expert, as far as they became known.
         memory: what checkpoints take on this rank.
+        passes_s: of the last iteration whose passes have come to an end, without what it waited.
+        slowed_s: by how much copies beside them made the last such passes longer; None where that is not known.
     """
 
     stall_s: float
@@ -112,6 +118,8 @@ class ProtectionReport:
     persistent: Protection | None
     tokens: tuple[tuple[int, CountRows], ...] = ()
     memory: MemoryReport | None = None
+    passes_s: float = 0.0
+    slowed_s: float | None = None
 
 
 @dataclass
@@ -144,7 +152,8 @@ class Coordinator:
         self._copying: SnapshotTask | None = None
         self._in_contact, self._copies_late = True, False
         self._tally, self._step_ended_s = _Tally(), ports.clock.now_s()
-        self._passes_began_s = self._step_ended_s
+        self._stopwatch = ports.stopwatch or HostStopwatch(ports.clock)
+        self._pass_times, self._copied_beside = PassTimes(), False
         self._iteration = 0
 
     def resume(self, state: RestoredState) -> None:
@@ -160,6 +169,8 @@ class Coordinator:
             journal: the outcome of the step, which a replay needs.
         """
         begun_s, tally = self._ports.clock.now_s(), self._tally
+        self._note_passes()
+        self._stopwatch.pause()
         tally.iteration_s = begun_s - self._step_ended_s - tally.last_stall_s
         self._step_ended_s, self._iteration = begun_s, iteration
         self._background.check()
@@ -176,22 +187,21 @@ class Coordinator:
             self._copying = self._begin(plan, scalars)
         if self._in_contact:
             self._send_message(plan, counts, tally.iteration_s / 2, pace)
-        self._passes_began_s = self._ports.clock.now_s()
-        tally.last_stall_s = self._passes_began_s - begun_s
+        tally.last_stall_s = self._stopwatch.resume()
         tally.stall_s += tally.last_stall_s
 
     def before_optimizer(self) -> float:
-        """Before the next optimizer step may change the state; returns the seconds that it waited, the stall."""
-        begun_s = self._ports.clock.now_s()
-        self._tally.passes_s = begun_s - self._passes_began_s
+        """Before the next optimizer step may change the state; returns the seconds for which training stood still."""
+        self._stopwatch.pause()
         copied = self._end_copy()
+        self._copied_beside = copied is not None
         self._receive_messages()
         if copied is not None and not self._in_contact:
             copied.abandon()  # what the strategy has to remember of it is not known
         elif copied is not None:
             copied.scalars = {**copied.scalars, "strategy": self._strategy.to_data()}
             self._tracker.copied(copied)
-        stall_s = self._ports.clock.now_s() - begun_s
+        stall_s = self._stopwatch.resume()
         self._tally.last_stall_s += stall_s
         self._tally.stall_s += stall_s
         return stall_s
@@ -230,9 +240,18 @@ class Coordinator:
             persistent=self._tracker.durable,
             tokens=self._tally.tokens,
             memory=self._memory_report,
+            passes_s=self._tally.passes_s,
+            slowed_s=self._pass_times.slowed_s,
         )
         self._tally = replace(self._tally, stall_s=0.0, snapshot_bytes=0, tokens=())
         return report
+
+    def _note_passes(self) -> None:
+        """What the passes since the last step took; the step behind them has let the device come to their end."""
+        passes_s = self._stopwatch.lap_s()
+        if passes_s is not None:
+            self._tally.passes_s = passes_s
+            self._pass_times.noted(passes_s, copied=self._copied_beside)
 
     def _planned(self, iteration: int) -> SnapshotPlan | None:
         """What to snapshot, if anything."""

@@ -257,7 +257,7 @@ class Hooks:
         started_s = time.monotonic()
         protection = manager.after_step()
         if self._report is not None:
-            stall_s = manager.stall_s + time.monotonic() - started_s
+            stall_s = time.monotonic() - started_s if protection is None else protection.stall_s
             self._report(replace(self._iteration, protection=protection, stall_s=stall_s))
         manager.reported()
         if replayed and not manager.is_replaying and call["iteration"] >= self._args.train_iters:
