@@ -77,7 +77,7 @@ class FakeCapturer:
         sizes = self._model.random_sizes.items() if trainer else ()
         return Layout.of(fields + [Field(key, "uint8", (nbytes,)) for key, nbytes in sizes])
 
-    def begin(self, copies: Sequence[tuple[Layout, MappedWriter]]) -> None:
+    def begin(self, copies: Sequence[tuple[Layout, MappedWriter]], bytes_per_s: float | None = None) -> None:
         """As `ports.Capturer.begin`. Raises UsageError when `end` was not called since the last one."""
         self._world.event("begin to capture")
         if self._thread is not None:

@@ -86,7 +86,7 @@ class LastMoment:
     def now(self, job: CopyJob) -> None:
         self.engine.now(job)
 
-    def begin(self, jobs: Sequence[CopyJob]) -> None:
+    def begin(self, jobs: Sequence[CopyJob], bytes_per_s: float | None = None) -> None:
         self.jobs = list(jobs)
 
     def wait(self, timeout_s: float) -> None:
@@ -116,7 +116,7 @@ class Holding(ThreadEngine):
         super().__init__()
         self.go = threading.Event()
 
-    def begin(self, jobs: Sequence[CopyJob]) -> None:
+    def begin(self, jobs: Sequence[CopyJob], bytes_per_s: float | None = None) -> None:
         super().begin([([self._held(span) for span in spans], segment) for spans, segment in jobs])
 
     def _held(self, span: Span) -> Span:
@@ -217,7 +217,7 @@ def test_neighbours_in_memory_are_copied_in_one_piece() -> None:
     model, pieces = Model(), list[list[int]]()
 
     class Listening(ThreadEngine):
-        def begin(self, jobs: Sequence[CopyJob]) -> None:
+        def begin(self, jobs: Sequence[CopyJob], bytes_per_s: float | None = None) -> None:
             pieces.extend([span.nbytes for span in spans] for spans, _ in jobs)
             super().begin([])
 
@@ -283,7 +283,7 @@ def test_end_says_how_much_is_copied_when_time_is_up_and_can_wait_again(store: M
 
 def test_what_a_copy_raises_comes_out_of_end_and_frees_the_segment(tmp_path: Path) -> None:
     class Failing(ThreadEngine):
-        def begin(self, jobs: Sequence[CopyJob]) -> None:
+        def begin(self, jobs: Sequence[CopyJob], bytes_per_s: float | None = None) -> None:
             super().begin([([*spans, Span(torch.zeros(8, dtype=torch.uint8), 1 << 40)], to) for spans, to in jobs])
 
     store = MemoryStore(tmp_path, "job", 0, [1 << 16])

@@ -6,14 +6,25 @@ What the calls do on a device is tested in `tests/gpu`. Here CPU tensors are cop
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
+import mmap
+import re
+import resource
+import threading
+import time
 from collections.abc import Iterator
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.snapshot import page_locks, stream_engine
+from megatron.core.dist_checkpointing.moe.snapshot.chunks import chunked
 from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import CopyJob, Span
+from megatron.core.dist_checkpointing.moe.snapshot.page_locks import PageLocks
 from megatron.core.dist_checkpointing.moe.snapshot.stream_engine import StreamEngine
 
 
@@ -23,9 +34,22 @@ class Device:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.names = iter(("copy", "send"))
-        self.events = iter(("begun", "copied"))
-        self.current = [FakeStream(self, "training")]
-        self.is_ready, self.register_code = True, 0
+        self.events = iter(("ready", "begun", "measured", "copied"))
+        self.priorities: list[int] = []
+        self.training = FakeStream(self, "training")
+        self.priorities.clear()
+        self.of_thread = threading.local()
+        self.is_ready, self.register_code, self.locked = True, 0, set[int]()
+        self.may_register = threading.Event()
+        self.may_register.set()
+
+    @property
+    def current(self) -> list[FakeStream]:
+        """The streams that this thread has made current, the innermost last."""
+        if not hasattr(self.of_thread, "streams"):
+            self.of_thread.streams = [self.training]
+        streams: list[FakeStream] = self.of_thread.streams
+        return streams
 
     def taken(self) -> list[str]:
         """What was asked since the last call."""
@@ -39,16 +63,27 @@ class Device:
         self.current.pop()
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        assert self.may_register.wait(10)
         self.calls.append(f"register {nbytes}")
+        if not self.register_code:
+            self.locked.add(address)
         return self.register_code
 
     def cudaHostUnregister(self, address: int) -> None:
+        self.locked.remove(address)
         self.calls.append("unregister")
+
+    def synchronize(self) -> None:
+        self.calls.append("host waits for the device")
 
 
 class FakeStream:
-    def __init__(self, device: Device, name: str) -> None:
+    def __init__(self, device: Device, name: str, priority: int = 0) -> None:
         self.device, self.name = device, name
+        device.priorities.append(priority)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.device.calls.append(f"{self.name} waits for {event.name}")
 
     def wait_stream(self, other: FakeStream) -> None:
         self.device.calls.append(f"{self.name} waits for {other.name}")
@@ -83,19 +118,27 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     def recorded(tensor: torch.Tensor, stream: FakeStream) -> None:
         fake.calls.append(f"memory of {tensor.numel()} bytes kept for {stream.name}")
 
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: FakeStream(fake, next(fake.names)))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda priority: FakeStream(fake, next(fake.names), priority))
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: FakeEvent(fake, next(fake.events)))
     monkeypatch.setattr(torch.cuda, "stream", fake.stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: fake.current[-1])
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", fake.synchronize)
     monkeypatch.setattr(torch.Tensor, "copy_", copied)
     monkeypatch.setattr(torch.Tensor, "record_stream", recorded)
     return fake
 
 
 @pytest.fixture
-def engine(device: Device) -> Iterator[StreamEngine]:
-    made = StreamEngine()
+def locks(device: Device) -> PageLocks:
+    return PageLocks()
+
+
+@pytest.fixture
+def engine(locks: PageLocks) -> Iterator[StreamEngine]:
+    made = StreamEngine(locks)
     yield made
     made.close()
 
@@ -112,20 +155,78 @@ def segment(nbytes: int = 100) -> memoryview:
 def test_a_snapshot_waits_for_training_and_ends_with_one_event(device: Device, engine: StreamEngine) -> None:
     first, second = segment(), segment(200)
     engine.now(job(first, 3))
-    assert device.taken() == ["register 100", "3 bytes on training"]
+    assert device.taken() == ["3 bytes on training"]
     engine.begin([job(first, 5, 6), job(second, 7), ([], second)])
-    assert device.taken() == [
-        "copy waits for training",  # `now`'s copies too, so that the last event stands for them
-        "begun on copy",
-        *("5 bytes on copy", "6 bytes on copy", "register 200", "7 bytes on copy"),
-        "copied on copy",
-    ]
     with pytest.raises(UsageError, match="under way"):
         engine.begin([])
     engine.wait(1.0)
-    assert device.taken() == []
+    assert device.taken() == [
+        "ready on training",  # `now`'s copies too, so that the last event stands for them
+        "copy waits for ready",
+        "begun on copy",
+        *("register 100", "5 bytes on copy", "6 bytes on copy", "register 200", "7 bytes on copy"),
+        *("measured on copy", "copied on copy"),
+    ]
     assert engine.bandwidth_bytes_per_s == 18 / 0.002
     assert bytes(second[:8]) == b"\1\1\1\1\1\1\1\0"
+
+
+def test_copies_run_on_streams_of_the_lowest_priority(device: Device, engine: StreamEngine) -> None:
+    assert device.priorities == [0, 0]
+
+
+def test_a_large_tensor_is_copied_in_chunks_which_lie_each_in_one_locked_piece(
+    device: Device, engine: StreamEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_locks, "LOCK_BYTES", 100)
+    monkeypatch.setattr(stream_engine, "chunked", partial(chunked, chunk_bytes=40, lock_bytes=100))
+    whole = segment(250)
+    engine.begin([([Span(torch.full((190,), 1, dtype=torch.uint8), 50)], whole)])
+    engine.wait(1.0)
+    copies = [call for call in device.taken() if "bytes on copy" in call or "register" in call]
+    assert copies == [
+        *("register 100", "40 bytes on copy", "10 bytes on copy"),
+        *("register 100", "40 bytes on copy", "40 bytes on copy", "20 bytes on copy"),
+        *("register 50", "40 bytes on copy"),
+    ]
+    assert bytes(whole) == bytes(50) + bytes([1]) * 190 + bytes(10)
+
+
+def test_training_goes_on_while_pages_are_locked_and_copies_are_held_back(device: Device, engine: StreamEngine) -> None:
+    """Neither holds up `begin`, which the thread that trains calls."""
+    device.may_register.clear()
+    engine.begin([job(segment(), 5)], bytes_per_s=0.001)
+    assert device.taken()[:2] == ["ready on training", "copy waits for ready"]
+    with pytest.raises(TimeoutError):
+        engine.wait(0.01)
+    device.may_register.set()
+    engine.wait(5.0)
+    assert device.taken()[-1] == "copied on copy"
+
+
+def test_copies_are_launched_at_their_rate_until_somebody_waits_for_them(
+    device: Device, engine: StreamEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_engine, "chunked", partial(chunked, chunk_bytes=10))
+    monkeypatch.setattr(stream_engine, "_MEASURED_BYTES", 20)
+    engine.begin([job(segment(), 100)], bytes_per_s=1.0)
+    deadline = time.monotonic() + 5
+    while device.calls.count("10 bytes on copy") < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    assert device.calls.count("10 bytes on copy") == 2, "the third chunk is due after 20 s"
+    assert device.calls[-1] == "measured on copy", "the link is measured where nothing is held back"
+    engine.wait(5.0)
+    assert device.calls.count("10 bytes on copy") == 10
+    assert engine.bandwidth_bytes_per_s == 20 / 0.002
+
+
+def test_what_a_copy_raises_is_raised_by_wait_and_the_round_has_ended(device: Device, engine: StreamEngine) -> None:
+    engine.begin([([Span(torch.ones(200, dtype=torch.uint8), 0)], segment(100))])
+    with pytest.raises(RuntimeError):
+        engine.wait(5.0)
+    engine.begin([job(segment(), 1)])
+    engine.wait(5.0)
 
 
 def test_each_sent_tensor_waits_for_what_made_it_and_keeps_its_memory(device: Device, engine: StreamEngine) -> None:
@@ -133,9 +234,10 @@ def test_each_sent_tensor_waits_for_what_made_it_and_keeps_its_memory(device: De
     for _ in range(2):
         engine.add(job(log, 4))
     of_each = ["send waits for training", "4 bytes on send", "memory of 4 bytes kept for send"]
-    assert device.taken() == [*of_each[:1], "register 100", *of_each[1:], *of_each]
+    assert device.taken() == [*of_each, *of_each]
     engine.wait(1.0)
-    assert device.taken() == ["copy waits for send", "begun on copy", "copied on copy"]
+    marked = ["ready on send", "copy waits for ready", "begun on copy", "measured on copy", "copied on copy"]
+    assert device.taken() == marked
     engine.wait(1.0)
     assert device.taken() == []
 
@@ -145,42 +247,102 @@ def test_what_was_dropped_is_waited_for_before_anything_else_is_added(device: De
     device.taken()
     device.is_ready = False
     engine.drop()
-    assert device.taken() == ["copy waits for send", "begun on copy", "copied on copy"]
+    assert device.taken()[-1] == "copied on copy"
     with pytest.raises(TimeoutError):
         engine.wait(0)
     device.is_ready = True
     engine.wait(0)
 
 
+def test_segments_are_locked_at_the_start_beside_training(
+    device: Device, engine: StreamEngine, locks: PageLocks
+) -> None:
+    device.may_register.clear()
+    engine.prepare([segment(), segment(200)])
+    engine.now(job(segment(), 1))  # whatever is locked by then
+    assert device.taken() == ["1 bytes on training"]
+    device.may_register.set()
+    locks.settle(5.0)
+    assert device.taken() == ["register 100", "register 200"]
+
+
 def test_a_segment_is_page_locked_once_and_anew_where_it_has_grown(device: Device, engine: StreamEngine) -> None:
     whole = segment()
     for part in (whole[:50], whole[:50], whole):
-        engine.now(job(part, 1))
-    locked_anew = ["host waits for copy", "host waits for training", "unregister", "register 100"]
-    copied = "1 bytes on training"
-    assert device.taken() == ["register 50", copied, copied, *locked_anew, copied]
+        engine.begin([job(part, 1)])
+        engine.wait(1.0)
+    assert [call for call in device.taken() if "register" in call] == ["register 50", "unregister", "register 100"]
     engine.release()
-    assert device.taken() == locked_anew[:3]
+    assert device.taken() == ["host waits for the device", "unregister"]
 
 
-def test_a_refusal_to_page_lock_is_logged_once_and_copies_go_on(
-    device: Device, engine: StreamEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_what_is_let_go_is_locked_again_when_it_is_used_again(device: Device, engine: StreamEngine) -> None:
+    whole = segment()
+    for _ in range(2):
+        engine.begin([job(whole, 1)])
+        engine.wait(1.0)
+        engine.release()
+    assert device.taken().count("register 100") == 2
+    assert not device.locked
+
+
+def test_engines_of_one_process_share_what_is_locked(device: Device, engine: StreamEngine, locks: PageLocks) -> None:
+    device.names, device.events = iter(("copy", "send")), iter(("ready", "begun", "measured", "copied"))
+    other, whole = StreamEngine(locks), segment()
+    for one in (engine, other):
+        one.begin([job(whole, 1)])
+        one.wait(1.0)
+    assert device.taken().count("register 100") == 1
+    other.release()
+    assert not device.locked
+
+
+def test_a_mapping_that_goes_takes_its_lock_along(device: Device, locks: PageLocks) -> None:
+    """Another one at its address has other pages, which are not locked."""
+    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    locks.lock(memoryview(np.frombuffer(memory, np.uint8)), 0)
+    assert device.locked
+    del memory
+    gc.collect()
+    assert not device.locked
+    locks.release()
+    assert device.taken() == [f"register {mmap.PAGESIZE}", "unregister"]
+
+
+REFUSED = {
+    2: r"limited to 65536 bytes: raise it \(ulimit -l unlimited",
+    801: "give a --moe-ckpt-memory-dir on a tmpfs",
+    999: "look the error up",
+}
+
+
+@pytest.mark.parametrize("code", REFUSED)
+def test_a_refusal_to_page_lock_is_one_line_that_says_what_to_set_and_copies_go_on(
+    code: int,
+    device: Device,
+    engine: StreamEngine,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def reported(size: int, device: str) -> None:
         raise RuntimeError("CUDA reports the error of before")
 
     monkeypatch.setattr(torch, "ones", reported)
-    device.register_code = 2
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (65536, 65536))
+    device.register_code = code
     with caplog.at_level(logging.WARNING):
         for part in (segment(), segment()):
-            engine.now(job(part, 1))
-    assert [record.message for record in caplog.records if "CUDA error 2" in record.message] == caplog.messages
-    assert len(caplog.messages) == 1
-    assert device.taken() == ["register 100", "1 bytes on training", "1 bytes on training"]
+            engine.begin([job(part, 1)])
+            engine.wait(1.0)
+    (line,) = caplog.messages
+    assert f"CUDA error {code}" in line and re.search(REFUSED[code], line)
+    calls = device.taken()
+    assert calls.count("register 100") == 1 and calls.count("1 bytes on copy") == 2
 
 
 def test_segments_are_unlocked_at_the_end(device: Device, engine: StreamEngine) -> None:
-    engine.now(job(segment(), 1))
+    engine.begin([job(segment(), 1)])
+    engine.wait(1.0)
     device.taken()
     engine.close()
-    assert device.taken() == ["host waits for copy", "unregister"]
+    assert device.taken() == ["host waits for copy", "host waits for the device", "unregister"]

@@ -188,6 +188,12 @@ class MoECheckpointConfig:
         "up step by step: boundary logs, the size of the window, the window, protection (default: what the folder has)",
         metavar="BYTES|PERCENT",
     )
+    copy_rate: str = flag(
+        "auto",
+        "GB/s at most at which snapshots are copied to host memory, over a bus that training uses too; auto ends them "
+        "within the passes, max copies as fast as it goes",
+        metavar="auto|max|GB/S",
+    )
     replicas: int | None = flag(
         None,
         "peers that keep a copy of each rank's snapshots in memory (default: 1 with several nodes, else 0)",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from .config import MoECheckpointConfig, out_of_range
 from .errors import UsageError
+from .policy.copy_rate import CopyRate
 from .policy.memory_limit import MemoryLimit
 from .runtime.faults import check_fault_ranks, parse_fault
 from .strategies import STRATEGIES
@@ -68,9 +69,9 @@ def contradictions(
             f"--moe-ckpt-persist-interval {given.persist_interval} is below --moe-ckpt-interval {given.interval}: only "
             "snapshots become persistent"
         )
-    if given.memory_limit is not None:
+    for parse, text in ((MemoryLimit.parse, given.memory_limit), (CopyRate.parse, given.copy_rate)):
         try:
-            MemoryLimit.parse(given.memory_limit)
+            _ = text is None or parse(text)
         except UsageError as error:
             yield str(error)
     if given.replicas is not None and given.replicas >= world_size:

@@ -18,7 +18,7 @@ between two phases of training by the thread that trains; the copies of logs, an
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,6 +38,7 @@ from ..snapshot.background import ThreadExecutor
 from ..snapshot.copy_engines import ThreadEngine
 from ..snapshot.identity import Identity
 from ..snapshot.memory_limit import taken_bytes
+from ..snapshot.page_locks import PageLocks
 from ..snapshot.stream_engine import StreamEngine
 from ..storage.memory import MemoryStore
 from ..types import PARKED, StepJournal, Topology
@@ -81,13 +82,17 @@ class Passes:
 
 @dataclass(frozen=True)
 class Live:
-    """The live state of a rank: what copies it, its tensors, and the master weights that its optimizers step."""
+    """The live state of a rank: what copies it, its tensors, and the master weights that its optimizers step.
+
+    locks: of the memory that it is copied to; None where no GPU copies it.
+    """
 
     capturer: Capturer
     trainer: TrainerState
     optimizer: MegatronOptimizer
     tensors: Sequence[StateTensor]
     stepped: Sequence[tuple[Shard, torch.Tensor]]
+    locks: PageLocks | None = None
 
 
 @dataclass(frozen=True)
@@ -150,8 +155,8 @@ class Survivor:
         group = parallel_state.get_pipeline_model_parallel_group()
         self.communicator = BoundaryCommunicator(group, passes.config)
         self.communicator.connect()  # while all ranks are here: a replay may be the first to send, without some of them
-        on_device = any(state.tensor.is_cuda for state in live.tensors)
-        self._recorder = BoundaryRecorder(StreamEngine() if on_device else ThreadEngine("boundary-copy"))
+        engine = ThreadEngine("boundary-copy") if live.locks is None else StreamEngine(live.locks)
+        self._recorder = BoundaryRecorder(engine)
         self.communicator.sink = self._recorder
         self._guard, self._lane = StepGuard(live.optimizer), ThreadExecutor("logs")
         self._identity: Identity | None = None
@@ -232,14 +237,22 @@ class Survivor:
         """What the store takes with logs of so many iterations; never less than it has."""
         return taken_bytes(self._buffers.sizes(replace(self._plan, lookback=max(logged, self._plan.lookback))))
 
-    def fit(self, lookback: int) -> None:
-        """Keep the logs of so many iterations from here on, if they are more than before; between two iterations."""
+    def fit(self, lookback: int, release: Callable[[], None] = lambda: None) -> None:
+        """Keep the logs of so many iterations from here on, if they are more than before; between two iterations.
+
+        release: lets go of the memory for parked state, in other hands; no snapshot may be under way.
+        """
         if lookback <= self._plan.lookback or lookback == self._refused or self._identity is None:
             return
         plan = replace(self._plan, lookback=lookback)
         try:
             self.settle()
-            self.store.resize(self._buffers.sizes(plan), self._recorder.release)
+
+            def before() -> None:
+                self._recorder.release()
+                release()
+
+            self.store.resize(self._buffers.sizes(plan), before)
         except MoECheckpointError as error:
             failed = "boundary logs of %d iterations find no room, so faults roll back all stages: %s"
             log.warning(failed, lookback, error)

@@ -43,8 +43,10 @@ class Capturer(Protocol):
         Records of an operator have its id and their part; random states have keys RANDOM + name and no operator.
         """
 
-    def begin(self, copies: Sequence[tuple[Layout, MappedWriter]]) -> None:
+    def begin(self, copies: Sequence[tuple[Layout, MappedWriter]], bytes_per_s: float | None = None) -> None:
         """Begin to copy; what the next forward and backward pass changes is copied before the return.
+
+        bytes_per_s: the rest no faster than that, until `end` is called; None: as fast as it goes.
 
         Each writer was reserved with its layout, one that `layout` gave; it may be sealed or abandoned once `end` has
         returned. In steady state nothing is allocated.
@@ -58,7 +60,7 @@ class Capturer(Protocol):
 
     @property
     def bandwidth_bytes_per_s(self) -> float:
-        """How fast the last copy was, from its `begin` to its last byte; before the first one, a trial copy's."""
+        """How fast the last copy was, where it was not held back; before the first one, a trial copy's."""
 
 
 class Restorer(Protocol):

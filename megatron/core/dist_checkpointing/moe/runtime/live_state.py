@@ -24,6 +24,7 @@ from ..ports import Execution, TrainerState
 from ..replay.execution import LiveExecution
 from ..snapshot.capturer import LiveCapturer
 from ..snapshot.copy_engines import CopyEngine, ThreadEngine
+from ..snapshot.page_locks import PageLocks
 from ..snapshot.stream_engine import StreamEngine
 from ..types import Topology
 
@@ -81,7 +82,8 @@ class LiveState:
         check_complete(chunks, optimizer, tensors)
         if self._engine is None:
             self.on_device = any(state.tensor.is_cuda for state in tensors)
-            self._engine = StreamEngine() if self.on_device else ThreadEngine()
+            self._locks = PageLocks() if self.on_device else None
+            self._engine = StreamEngine(self._locks) if self.on_device else ThreadEngine()
         self.restorer = live_restorer(chunks, optimizer, self._topology)
         if self._shard != "none":
             assignment = assign(self._shard, chunks, tensors, self._topology)
@@ -90,7 +92,7 @@ class LiveState:
             tensors = tuple(part for portion in portions for part in portion.stored)
         self.capturer = LiveCapturer(tensors, trainer, self._engine)
         stepped = stepped_parameters(chunks, optimizer, self._topology)
-        self.live = Live(self.capturer, trainer, optimizer, every, stepped)
+        self.live = Live(self.capturer, trainer, optimizer, every, stepped, self._locks)
 
     def execution(self) -> Execution:
         """With what operators are frozen in a replay. Raises UsageError for models that cannot be."""
@@ -102,6 +104,11 @@ class LiveState:
         for state in state_tensors(self._training.chunks, self._training.optimizer, self._topology):
             if state.field == "buffer":
                 state.tensor.zero_()
+
+    def prepare_segments(self, segments: Sequence[memoryview]) -> None:
+        """Snapshots are going to be copied to this memory."""
+        if self._engine is not None:
+            self._engine.prepare(segments)
 
     def release_segments(self) -> None:
         """Forget the memory that snapshots were copied to, which may go away."""

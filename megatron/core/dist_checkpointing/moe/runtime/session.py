@@ -172,6 +172,7 @@ class Session:
                 raise UsageError(shortage)
             self._refusals += 1
         self._memory, self._survivor = memories["slot"], survivor(memories) if survivor else None
+        self._state.prepare_segments([view for memory in memories.values() for view in memory.views()])
         if self._rank == 0:
             log.info(
                 "%s", memory_report_of(self._buffer_specs, self._job, self._rank, len(self._owners), self._log_bytes())
@@ -310,7 +311,7 @@ class Session:
             self._coordinator.resume(outcome.restored)
         if self._survivor is not None:
             self._survivor.attend(identity, iteration)
-            self._survivor.fit(self._strategy.logged)
+            self._fit_logs()
         self._timestamps.mark(Milestone.REJOINED)
         if outcome is not None:
             times = self._timestamps, self._times_left
@@ -380,10 +381,11 @@ class Session:
     def step_end(self, iteration: int, journal: StepJournal) -> None:
         """See `Coordinator.step_end`."""
         assert self._coordinator is not None
+        if self._survivor is not None:
+            self._fit_logs()  # before the next snapshot begins, so that no copy is under way
         self._coordinator.step_end(iteration, self._counter.take() if self._counter else None, journal)
         if self._survivor is not None:
             self._survivor.committed(iteration, journal, self._coordinator.oldest_base)
-            self._survivor.fit(self._strategy.logged)
 
     def reported(self, iteration: int) -> None:
         """The numbers of an iteration were written down."""
@@ -451,6 +453,10 @@ class Session:
             self._standby_bytes,
         )
         self._buffer_specs, _ = taker.fit(self._strategy, self._buffer_specs)
+
+    def _fit_logs(self) -> None:
+        assert self._survivor is not None
+        self._survivor.fit(self._strategy.logged, self._state.release_segments)
 
     def _standby_bytes(self, logged: int) -> int:
         return self._survivor.standby_bytes(logged) if self._survivor is not None else 0

@@ -107,7 +107,7 @@ class LiveCapturer:
         known.move_to_end(key)
         return known[key].layout
 
-    def begin(self, copies: Sequence[tuple[Layout, MappedWriter]]) -> None:
+    def begin(self, copies: Sequence[tuple[Layout, MappedWriter]], bytes_per_s: float | None = None) -> None:
         """As `ports.Capturer.begin`. Raises UsageError when `end` was not called since the last `begin`."""
         if self._under_way:
             raise UsageError("a capture is under way: end it before the next begins")
@@ -119,7 +119,7 @@ class LiveCapturer:
         for prepared, segment in work:
             self._engine.now((prepared.changing, segment))
         self._under_way = True
-        self._engine.begin([(prepared.lasting, segment) for prepared, segment in work])
+        self._engine.begin([(prepared.lasting, segment) for prepared, segment in work], bytes_per_s)
 
     def end(self, timeout_s: float) -> None:
         """As `ports.Capturer.end`; after TimeoutError it may be called again, and with nothing begun it returns."""

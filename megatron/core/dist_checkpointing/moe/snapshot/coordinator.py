@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import MoECheckpointError
+from ..policy.copy_rate import CopyRate
 from ..policy.lifecycle import Protection
 from ..policy.tracking import RestoredState
 from ..ports import (
@@ -154,6 +155,7 @@ class Coordinator:
         self._tally, self._step_ended_s = _Tally(), ports.clock.now_s()
         self._stopwatch = ports.stopwatch or HostStopwatch(ports.clock)
         self._pass_times, self._copied_beside = PassTimes(), False
+        self._copy_rate = CopyRate.parse(job.config.copy_rate)
         self._iteration = 0
 
     def resume(self, state: RestoredState) -> None:
@@ -300,8 +302,10 @@ class Coordinator:
         self._tracker.open(task)
         task.writers = self._reserved(task, layouts)
         if task.writers is not None:
-            self._ports.capturer.begin(list(zip(layouts, task.writers, strict=True)))
-            self._tally.snapshot_bytes += sum(layout.nbytes for layout in layouts)
+            nbytes = sum(layout.nbytes for layout in layouts)
+            rate = self._copy_rate.of(nbytes, self._pass_times.shortest_s)
+            self._ports.capturer.begin(list(zip(layouts, task.writers, strict=True)), rate)
+            self._tally.snapshot_bytes += nbytes
         return task
 
     def _reserved(self, task: SnapshotTask, layouts: Sequence[Layout]) -> tuple[MappedWriter, ...] | None:

@@ -3,7 +3,7 @@
 There are two, with one interface: `ThreadEngine` copies CPU tensors with a thread of its own, `StreamEngine` (in
 `stream_engine.py`) copies CUDA tensors on streams of its own. Each serves one of two users, never both:
 
-    snapshots        now(job)*, begin(jobs) after the optimizer's step ... wait() before the next one
+    snapshots        now(job)*, begin(jobs, rate) after the optimizer's step ... wait() before the next one
     boundary logs    add(job) for each tensor that is sent ... wait() after the passes, or drop()
 
 What both users rely on, and what all code below is arranged for:
@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 from ..errors import UsageError
+from .chunks import Throttle, chunked, total_bytes
 
 TICK_S = 1e-6  # no copy is faster than the clock can tell
 _TRIAL_S = 60.0
@@ -68,15 +69,21 @@ class CopyEngine(abc.ABC):
     """
 
     bandwidth_bytes_per_s: float | None = None
-    """How fast the last round was, from its `begin` to its last byte; None before any bytes were copied."""
+    """How fast the last round's copies were, pauses between them left out; None before any bytes were copied."""
+
+    def prepare(self, segments: Sequence[memoryview]) -> None:  # noqa: B027, an engine need not do anything
+        """These segments are going to be copied to: make them ready beside training."""
 
     @abc.abstractmethod
     def now(self, job: CopyJob) -> None:
         """Copy what whatever this thread launches next may change; `begin` follows."""
 
     @abc.abstractmethod
-    def begin(self, jobs: Sequence[CopyJob]) -> None:
-        """Begin to copy; the sources stay as they are until `wait`. Raises UsageError while a round is under way."""
+    def begin(self, jobs: Sequence[CopyJob], bytes_per_s: float | None = None) -> None:
+        """Begin to copy; the sources stay as they are until `wait`. Raises UsageError while a round is under way.
+
+        bytes_per_s: no faster than that, as long as nobody waits for the end; None: as fast as it goes.
+        """
 
     @abc.abstractmethod
     def add(self, job: CopyJob) -> None:
@@ -125,11 +132,13 @@ def require_idle(current: object) -> None:
 class _CopyRound:
     """What the copy thread does for one round. The training thread appends jobs, the copy thread takes them."""
 
-    def __init__(self, jobs: Iterable[CopyJob] = (), *, is_closed: bool = False) -> None:
+    def __init__(
+        self, jobs: Iterable[CopyJob] = (), *, is_closed: bool = False, bytes_per_s: float | None = None
+    ) -> None:
         # `append`, `popleft` and `clear` of a deque are atomic: no lock is needed between the two threads.
-        self.begun_s, self.ended_s = time.perf_counter(), 0.0
         self.jobs: deque[CopyJob] = deque(jobs)
-        self.total_bytes = sum(span.nbytes for spans, _ in self.jobs for span in spans)
+        self.total_bytes, self.copying_s = total_bytes([*self.jobs]), 0.0
+        self.throttle = Throttle(bytes_per_s)
         self.copied_bytes = 0
         self.is_closed = is_closed  # whether no more jobs come
         self.done = threading.Event()
@@ -143,7 +152,6 @@ class _CopyRound:
             self._copy_next()
         # No frame holds a job any more: whoever is woken here may unmap the segments.
         if is_closed:
-            self.ended_s = time.perf_counter()
             self.done.set()
 
     def _copy_next(self) -> None:
@@ -155,10 +163,13 @@ class _CopyRound:
             return
         try:
             target = np.frombuffer(segment, np.uint8)
-            for span in spans:
+            for span, start, end in chunked(spans):
+                self.throttle.take(end - start)
+                begun_s = time.perf_counter()
                 # copyto releases the GIL, and is memcpy, which writes past the cache where torch writes through it.
-                np.copyto(target[span.offset : span.offset + span.nbytes], span.array)
-                self.copied_bytes += span.nbytes
+                np.copyto(target[span.offset + start : span.offset + end], span.array[start:end])
+                self.copying_s += time.perf_counter() - begun_s
+                self.copied_bytes += end - start
         except BaseException as error:
             # Frames of the traceback would keep the segment alive as long as somebody keeps the error.
             error.add_note(traceback.format_exc())
@@ -183,10 +194,10 @@ class ThreadEngine(CopyEngine):
             if done.error is not None:
                 raise done.error
 
-    def begin(self, jobs: Sequence[CopyJob]) -> None:
+    def begin(self, jobs: Sequence[CopyJob], bytes_per_s: float | None = None) -> None:
         require_idle(self._current)
         # Closed from the start: it ends with its last byte, not with the `wait` that may come much later.
-        self._current = _CopyRound((job for job in jobs if job[0]), is_closed=True)
+        self._current = _CopyRound((job for job in jobs if job[0]), is_closed=True, bytes_per_s=bytes_per_s)
         self._rounds.put(self._current)
 
     def add(self, job: CopyJob) -> None:
@@ -201,6 +212,7 @@ class ThreadEngine(CopyEngine):
         current = self._current
         if current is None:
             return
+        current.throttle.hurry()
         if not current.is_closed:
             current.is_closed = True
             self._rounds.put(current)
@@ -213,7 +225,7 @@ class ThreadEngine(CopyEngine):
         if current.error is not None:
             raise current.error
         if current.copied_bytes:
-            self.bandwidth_bytes_per_s = current.copied_bytes / max(current.ended_s - current.begun_s, TICK_S)
+            self.bandwidth_bytes_per_s = current.copied_bytes / max(current.copying_s, TICK_S)
 
     def drop(self) -> None:
         # A job that the thread has taken is copied to its end; nobody waits for it.

@@ -78,17 +78,24 @@ def _recorded() -> Any:
 
 
 class PassTimes:
-    """What copies beside them cost the passes of iterations: the time by which those with copies take longer."""
+    """What the newest passes took, and what copies cost them: the time by which those with copies take longer."""
 
     def __init__(self) -> None:
+        self._newest: deque[float] = deque(maxlen=_REMEMBERED)
         self._alone: deque[float] = deque(maxlen=_REMEMBERED)
         self.slowed_s: float | None = None
+
+    @property
+    def shortest_s(self) -> float | None:
+        """Of the newest passes: the first ones of a start take long. None where none are known."""
+        return min(self._newest, default=None)
 
     def noted(self, passes_s: float, *, copied: bool) -> None:
         """The passes of an iteration took so long; `copied`: beside them a snapshot was copied.
 
         `slowed_s` is then how much longer those with copies take than the median without, None where none are known.
         """
+        self._newest.append(passes_s)
         if not copied:
             self._alone.append(passes_s)
             return

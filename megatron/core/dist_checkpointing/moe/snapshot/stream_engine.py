@@ -1,4 +1,4 @@
-"""The copy engine of CUDA tensors: streams, events and page-locked memory.
+"""The copy engine of CUDA tensors: streams, events, and a thread that launches copies in chunks.
 
 Three streams take part, and this is who waits for whom:
 
@@ -7,48 +7,67 @@ Three streams take part, and this is who waits for whom:
     send stream         runs the copies of `add`: each waits for what training's stream was given before that `add`;
                         apart from the copy stream, which waits for it once, at the end of the round
 
-The host never waits for a device but in `wait`, which polls the event `copied` that `begin` records last. Two more
-things are needed that CPU memory does not know: memory of a tensor that is given up must not be handed out again while
-another stream still reads it (`record_stream`), and segments must stay mapped and page-locked while the device writes.
+Copies of `begin` are launched by a thread, chunk by chunk, at the rate that was asked for; once the host waits for
+them, as fast as they go. The thread also page-locks what is not locked yet: neither holds training up. Both streams of
+copies have the lowest priority there is. That orders kernels; transfers are ordered by their chunks alone.
+
+The host never waits for a device but in `wait`, which polls the event `copied` that is recorded last. Two more things
+are needed that CPU memory does not know: memory of a tensor that is given up must not be handed out again while another
+stream still reads it (`record_stream`), and segments must stay mapped and page-locked while the device writes.
 """
 
 from __future__ import annotations
 
-import logging
+import threading
 import time
-import weakref
+import traceback
 from collections.abc import Sequence
-from contextlib import suppress
 
 import torch
 
+from .chunks import CHUNK_BYTES, Throttle, chunked, total_bytes
 from .copy_engines import TICK_S, CopyEngine, CopyJob, Span, extent_bytes, require_idle
-
-log = logging.getLogger(__name__)
+from .page_locks import PageLocks
 
 _POLL_S = 0.0005
+_CLOSE_S = 60.0
+_LOWEST = 0
+"""The lowest priority of CUDA's streams, and that of streams that ask for none."""
+_MEASURED_BYTES = 8 * CHUNK_BYTES
+"""So much of a round is copied without pauses: that tells how fast the link is."""
+
+
+class _Launching:
+    """What the launching thread does for one round, and what came of it."""
+
+    def __init__(self, throttle: Throttle) -> None:
+        self.throttle, self.done = throttle, threading.Event()
+        self.measured_bytes = 0
+        self.error: BaseException | None = None
 
 
 class StreamEngine(CopyEngine):
     """The `CopyEngine` of CUDA tensors.
 
-    The device writes to a segment directly (DMA) only where its pages are locked, which happens once for each segment
-    when it is first seen. Where the driver refuses that, copies go through its own staging buffers and stall training;
-    this is logged once.
+    The device writes to a segment directly (DMA) only where its pages are locked: see `page_locks`.
+
+    locks: Shared with other engines that copy to the same segments.
     """
 
-    def __init__(self) -> None:
-        self._copy_stream, self._send_stream = torch.cuda.Stream(), torch.cuda.Stream()
-        self._begun, self._copied = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._bytes = 0
-        self._locked_bytes: dict[int, int] = {}  # by the address of a segment, how much of it is page-locked
-        self._refused = False
-        self._end = weakref.finalize(self, _unlock, self._locked_bytes)
-        self._end.atexit = False  # the process ends, and CUDA with it
+    def __init__(self, locks: PageLocks | None = None) -> None:
+        self._copy_stream, self._send_stream = (torch.cuda.Stream(priority=_LOWEST) for _ in range(2))
+        self._ready, self._begun, self._measured, self._copied = (
+            torch.cuda.Event(enable_timing=True) for _ in range(4)
+        )
+        self._locks = locks or PageLocks()
         # Segments must stay mapped while the device writes to them: these lists keep them referred to.
         self._current: list[memoryview] | None = None
         self._before: list[memoryview] = []
+        self._launching: _Launching | None = None
         self._has_added = False  # whether `add` was called in this round, whose end is not marked yet
+
+    def prepare(self, segments: Sequence[memoryview]) -> None:
+        self._locks.begin(segments, torch.cuda.current_device())
 
     def now(self, job: CopyJob) -> None:
         # On the caller's current stream: what it launches next runs after the copy.
@@ -56,19 +75,19 @@ class StreamEngine(CopyEngine):
             self._launch(job)
             self._before.append(job[1])
 
-    def begin(self, jobs: Sequence[CopyJob]) -> None:
+    def begin(self, jobs: Sequence[CopyJob], bytes_per_s: float | None = None) -> None:
         require_idle(self._current)
         # First, the copies must see what the current stream was given so far (the optimizer's step). Second, this
         # puts what `now` launched there before the event `copied` below: to wait for that one is to wait for all.
-        self._copy_stream.wait_stream(torch.cuda.current_stream())
+        self._ready.record()
+        self._copy_stream.wait_event(self._ready)
         self._current, self._before = self._before + [segment for _, segment in jobs], []
-        self._bytes = sum(span.nbytes for spans, _ in jobs for span in spans)
-        with torch.cuda.stream(self._copy_stream):
-            self._begun.record()
-            for job in jobs:
-                if job[0]:
-                    self._launch(job)
-            self._copied.record()
+        self._launching = _Launching(Throttle(bytes_per_s, free_bytes=_MEASURED_BYTES))
+        if not total_bytes(jobs):
+            self._run(self._launching, [])
+            return
+        arguments = self._launching, list(jobs), torch.cuda.current_device()
+        threading.Thread(target=self._run_beside, args=arguments, name="snapshot-launch", daemon=True).start()
         # No stream waits for the copies: the host does, in `wait`, before it launches what changes the sources.
 
     def add(self, job: CopyJob) -> None:
@@ -84,17 +103,22 @@ class StreamEngine(CopyEngine):
 
     def wait(self, timeout_s: float) -> None:
         self.drop()
-        if self._current is None:
+        launching = self._launching
+        if self._current is None or launching is None:
             return
         deadline = time.monotonic() + timeout_s
+        launching.throttle.hurry()
         # Polled, because CUDA waits for events without a timeout.
-        while not self._copied.query():
+        while not (launching.done.is_set() and self._copied.query()):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"waited {timeout_s:g} s for the device to end {len(self._current)} copy jobs")
             time.sleep(_POLL_S)
-        self._current = None
-        if self._bytes:
-            self.bandwidth_bytes_per_s = self._bytes / max(self._begun.elapsed_time(self._copied) / 1000, TICK_S)
+        self._current = self._launching = None
+        if launching.error is not None:
+            raise launching.error
+        if launching.measured_bytes:
+            measured_s = self._begun.elapsed_time(self._measured) / 1000
+            self.bandwidth_bytes_per_s = launching.measured_bytes / max(measured_s, TICK_S)
 
     def drop(self) -> None:
         # What the device was given cannot be taken back: mark its end, for the next `wait`.
@@ -110,8 +134,9 @@ class StreamEngine(CopyEngine):
         self._copy_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copy_stream), torch.no_grad():
             self._begun.record()
-            for span in spans:
-                target[span.offset : span.offset + span.nbytes].copy_(span.source, non_blocking=True)
+            for span, start, end in chunked(spans):
+                into = target[span.offset + start : span.offset + end]
+                into.copy_(span.source[start:end], non_blocking=True)
             self._copied.record()
         self._copied.synchronize()
         nbytes = sum(span.nbytes for span in spans)
@@ -119,53 +144,57 @@ class StreamEngine(CopyEngine):
 
     def release(self) -> None:
         require_idle(self._current)
-        # A copy that still runs, `now`'s on training's stream among them, would write to pages that are not locked.
-        self._copy_stream.synchronize()
-        torch.cuda.current_stream().synchronize()
-        _unlock(self._locked_bytes)
+        self._locks.release()
 
     def close(self) -> None:
         # Segments are unmapped after this: what was page-locked must not be so any longer.
+        if self._launching is not None:
+            self._launching.throttle.hurry()
+            self._launching.done.wait(_CLOSE_S)
         self._copy_stream.synchronize()
-        self._end()
+        self._locks.release()
+
+    def _run_beside(self, launching: _Launching, jobs: list[CopyJob], device: int) -> None:
+        with torch.cuda.device(device):
+            self._run(launching, jobs)
+
+    def _run(self, launching: _Launching, jobs: list[CopyJob]) -> None:
+        """Launch all copies of a round on the copy stream, and mark their end; afterwards `jobs` is empty."""
+        try:
+            with torch.cuda.stream(self._copy_stream), torch.no_grad():
+                self._begun.record()
+                while jobs:
+                    self._launch_throttled(launching, jobs.pop(0))
+                if launching.measured_bytes < _MEASURED_BYTES:
+                    self._measured.record()
+                self._copied.record()
+        except BaseException as error:  # raised by `wait`
+            # Frames of the traceback would keep the segment alive as long as somebody keeps the error.
+            error.add_note(traceback.format_exc())
+            launching.error = error.with_traceback(None)
+            jobs.clear()
+            with torch.cuda.stream(self._copy_stream):
+                self._copied.record()
+        launching.done.set()
+
+    def _launch_throttled(self, launching: _Launching, job: CopyJob) -> None:
+        spans, segment = job
+        target = torch.frombuffer(segment, dtype=torch.uint8)
+        for span, start, end in chunked(spans):
+            launching.throttle.take(end - start)
+            self._locks.lock(segment, span.offset + start)
+            into = target[span.offset + start : span.offset + end]
+            into.copy_(span.source[start:end], non_blocking=True)
+            if launching.measured_bytes < _MEASURED_BYTES:
+                launching.measured_bytes += end - start
+                if launching.measured_bytes >= _MEASURED_BYTES:
+                    self._measured.record()
 
     def _launch(self, job: CopyJob) -> None:
         """Queue the copies of a job on the current stream; the host does not wait where the segment is page-locked."""
         spans, segment = job
         target = torch.frombuffer(segment, dtype=torch.uint8)
-        self._lock(target)
         with torch.no_grad():
-            for span in spans:
-                target[span.offset : span.offset + span.nbytes].copy_(span.source, non_blocking=True)
-
-    def _lock(self, target: torch.Tensor) -> None:
-        """Make a segment page-locked as far as this target goes, unless it is."""
-        address, nbytes, cudart = target.data_ptr(), target.numel(), torch.cuda.cudart()
-        known_bytes = self._locked_bytes.get(address, 0)
-        if self._refused or nbytes <= known_bytes:
-            return
-        if known_bytes:
-            # CUDA knows ranges by their address: a longer one takes the place of the shorter, once that is idle.
-            self._copy_stream.synchronize()
-            torch.cuda.current_stream().synchronize()
-            cudart.cudaHostUnregister(address)
-        code = int(cudart.cudaHostRegister(address, nbytes, 0))
-        if code:
-            self._refused = True
-            # CUDA keeps the error, and the next launch of whatever kernel reports it: let that be a launch of ours.
-            with suppress(RuntimeError):
-                torch.ones(1, device="cuda")
-            log.warning(
-                "cannot page-lock %d bytes of the memory tier (CUDA error %d): copies are slower and stall training;"
-                " raise the limit of locked memory (ulimit -l)",
-                nbytes,
-                code,
-            )
-        else:
-            self._locked_bytes[address] = nbytes
-
-
-def _unlock(locked_bytes: dict[int, int]) -> None:
-    for address in locked_bytes:
-        torch.cuda.cudart().cudaHostUnregister(address)
-    locked_bytes.clear()
+            for span, start, end in chunked(spans):
+                into = target[span.offset + start : span.offset + end]
+                into.copy_(span.source[start:end], non_blocking=True)

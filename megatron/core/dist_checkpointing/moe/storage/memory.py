@@ -156,6 +156,10 @@ class MemoryStore:
         """Bytes of all segments that are used in turn."""
         return sum(segment.nbytes for segment in self._segments.values())
 
+    def views(self) -> list[memoryview]:
+        """The memory of all segments; whoever keeps one of them keeps its pages, also after a `resize`."""
+        return [memoryview(segment.memory) for segment in self._segments.values()]
+
     def resize(self, segment_bytes: Sequence[int], before: Callable[[], None] = lambda: None) -> None:
         """As `ports.MappedStore.resize`; a segment that is still read or written counts as long as that lasts."""
         sizes = sorted(aligned(size, mmap.PAGESIZE) for size in segment_bytes)
