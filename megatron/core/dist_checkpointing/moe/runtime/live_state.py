@@ -26,6 +26,7 @@ from ..snapshot.capturer import LiveCapturer
 from ..snapshot.copy_engines import CopyEngine, ThreadEngine
 from ..snapshot.page_locks import PageLocks
 from ..snapshot.stream_engine import StreamEngine
+from ..storage.numa import local_cpus
 from ..types import Topology
 
 
@@ -104,6 +105,18 @@ class LiveState:
         for state in state_tensors(self._training.chunks, self._training.optimizer, self._topology):
             if state.field == "buffer":
                 state.tensor.zero_()
+
+    @property
+    def near_cpus(self) -> frozenset[int]:
+        """The cores near the GPU that it lies on; none where it lies on the host, or the system does not tell."""
+        if not self.on_device:
+            return frozenset()
+        found = torch.cuda.get_device_properties(torch.cuda.current_device())
+        try:
+            address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        except AttributeError:  # releases of torch that do not know it
+            return frozenset()
+        return local_cpus(address)
 
     def prepare_segments(self, segments: Sequence[memoryview]) -> None:
         """Snapshots are going to be copied to this memory."""

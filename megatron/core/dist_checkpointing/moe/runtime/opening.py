@@ -51,9 +51,15 @@ def placed_topology(transport: Transport, place: ProcessInfo) -> Topology:
 
 
 def open_memories(
-    config: MoECheckpointConfig, place: ProcessInfo, segment_bytes: Mapping[str, Sequence[int]], transport: Transport
+    config: MoECheckpointConfig,
+    place: ProcessInfo,
+    segment_bytes: Mapping[str, Sequence[int]],
+    transport: Transport,
+    cpus: frozenset[int] = frozenset(),
 ) -> dict[str, MemoryStore]:
-    """Memory of this rank by area. Segments have equal sizes on all ranks: a restart may place any rank anywhere.
+    """Memory of this rank by area, near these cores.
+
+    Segments have equal sizes on all ranks: a restart may place any rank anywhere.
 
     A collective. Where one rank has not enough, all give back what holds nothing that is needed to come back.
     Raises UsageError, and NoRoom where there is too little memory, on all ranks alike.
@@ -63,7 +69,7 @@ def open_memories(
 
     def open_all() -> None:
         for area, sizes in segment_bytes.items():
-            opened[area] = open_memory(config, place, sizes, area)
+            opened[area] = open_memory(config, place, sizes, area, cpus)
 
     try:
         raise_on_all_ranks(transport, open_all, (NoRoom, UsageError))

@@ -64,9 +64,13 @@ def memory_folder(config: MoECheckpointConfig) -> Path:
 
 
 def open_memory(
-    config: MoECheckpointConfig, place: ProcessInfo, segment_bytes: Sequence[int], area: str = "slot"
+    config: MoECheckpointConfig,
+    place: ProcessInfo,
+    segment_bytes: Sequence[int],
+    area: str = "slot",
+    cpus: frozenset[int] = frozenset(),
 ) -> MemoryStore:
-    """This process's slot of its node's memory, or one beside it for another purpose.
+    """This process's slot of its node's memory, or one beside it for another purpose; near these cores.
 
     Raises UsageError for a folder that cannot be used, StoreFailure.
     """
@@ -76,7 +80,8 @@ def open_memory(
     node = base / place.node
     if base.is_dir():
         _made(node, base)
-    return MemoryStore(node if base.is_dir() else base, place.job_id, place.local_rank, segment_bytes, area=area)
+    where = node if base.is_dir() else base
+    return MemoryStore(where, place.job_id, place.local_rank, segment_bytes, area=area, cpus=cpus)
 
 
 def node_memory(config: MoECheckpointConfig, place: ProcessInfo) -> NodeMemory:

@@ -164,7 +164,7 @@ class Session:
                     facts = taken * room.ranks / 1e9, room.ranks, room
                     log.info("checkpoints take %.3g GB of the memory of a node with %d ranks, which has %s", *facts)
                 try:
-                    memories = open_memories(self._config, self._place, sizes, self._control)
+                    memories = open_memories(self._config, self._place, sizes, self._control, self._state.near_cpus)
                     break
                 except NoRoom as error:
                     shortage = str(error)

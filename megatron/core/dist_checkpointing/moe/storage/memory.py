@@ -20,6 +20,7 @@ from ..errors import NoRoom, StoreFailure, UsageError
 from ..types.layout import Field, Layout, Listing, SnapshotId, aligned, suffice
 from .base import SnapshotWriter
 from .manifest import checksum
+from .numa import running_on
 from .ownership import SLOT, Claim, warn_unless_in_memory
 from .slot_reader import SEALED, WRITING, MemoryReader, SlotEntry, SlotReader
 from .system import FileLock, OperatingSystem, failing_as, map_file, opened, sync_directory, write_synced
@@ -120,6 +121,8 @@ class MemoryStore:
     asked for stay until they are freed. Truncating a segment's file while it is mapped kills the process (SIGBUS), as
     with any mapped file.
 
+    cpus: cores near which the memory is allocated; none: wherever this thread runs.
+
     Raises UsageError when the memory dir is missing or belongs to another job; NoRoom when it is too small;
     StoreFailure.
     """
@@ -133,10 +136,11 @@ class MemoryStore:
         *,
         area: str = SLOT,
         system: OperatingSystem | None = None,
+        cpus: frozenset[int] = frozenset(),
     ) -> None:
         if not segment_bytes or min(segment_bytes) < 1:
             raise UsageError(f"segments of {list(segment_bytes)} bytes: at least one is needed, none may be empty")
-        self.system = system or OperatingSystem()
+        self.system, self._cpus = system or OperatingSystem(), cpus
         # Held by whatever changes which segments there are or what is in them. Listing and opening never take it: they
         # must not wait for an allocation, and rely on the locks on files as readers in other processes do.
         self._mutex = threading.Lock()
@@ -354,7 +358,7 @@ class MemoryStore:
 
     def _allocated(self, path: Path, nbytes: int) -> MappedSegment:
         # Allocated and mapped with all pages: on a tmpfs that is full later, the first write to a hole is a SIGBUS.
-        with failing_as(f"allocate {nbytes} bytes for {path}"):
+        with failing_as(f"allocate {nbytes} bytes for {path}"), running_on(self._cpus):
             with opened(self.system, path, os.O_RDWR | os.O_CREAT) as descriptor:
                 self.system.allocate(descriptor, nbytes)
             return MappedSegment(path, map_file(self.system, path, nbytes))
