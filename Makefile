@@ -9,9 +9,14 @@ RUN = $(VENV)/bin/python
 # Two files of tests side by side: the ranks of one wait for each other while those of the other compute. In the order of
 # tests/conftest.py: by itself xdist puts files of few tests last, which are the longest ones.
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
+# A folder of wheels, filled by `make wheelhouse`: pip then asks no package index.
+ifdef WHEELHOUSE
+export PIP_NO_INDEX = 1
+export PIP_FIND_LINKS = $(abspath $(WHEELHOUSE))
+endif
 export PYTHONWARNINGS ?= ignore::FutureWarning
 
-.PHONY: setup setup-stock stock-python demo test test-core test-stock test-full check format bench gpu-check clean
+.PHONY: setup setup-stock stock-python demo test test-core test-stock test-full check format bench gpu-check wheelhouse clean
 
 setup: $(VENV)/.ready
 
@@ -87,8 +92,19 @@ bench: setup
 	$(RUN) -W ignore benchmarks/simulated_ettr.py --write
 	$(RUN) benchmarks/pec_accuracy.py
 
+# Fails where no test ran. On a machine without internet: WHEELHOUSE=wheelhouse make gpu-check
 gpu-check: setup
-	$(RUN) -m pytest tests/gpu
+	$(RUN) scripts/gpu_check.py
+
+# All that `make setup` installs, for a machine with a GPU and without internet: made on one with internet, the same
+# Python and the same kind of CPU. GPU_PACKAGES="transformer-engine[pytorch]" is built from source, which takes nvcc.
+wheelhouse:
+	@[ -n "$(PYTHON)" ] || { echo "no python3 found: give PYTHON=/path/to/python3.11, 3.12 or 3.13" >&2; exit 2; }
+	$(PYTHON) -m venv build/wheelhouse-venv
+	build/wheelhouse-venv/bin/python -m pip install --quiet --upgrade "pip>=24"
+	build/wheelhouse-venv/bin/python -m pip wheel --quiet --wheel-dir wheelhouse \
+		"pip>=24" "setuptools>=77" wheel "$$(build/wheelhouse-venv/bin/python scripts/install_torch.py --name)" \
+		".[dev]" $(GPU_PACKAGES)
 
 clean:
 	rm -rf $(VENV) $(STOCK_VENV) .data .demo build dist *.egg-info

@@ -1,6 +1,7 @@
 """Install the torch that this project is tested with, and no CUDA packages on a machine that cannot use them.
 
 A torch that is there already stays as it is. --with-cuda: take what the package index has, GPU or not.
+--name: install nothing, and say which torch that is.
 """
 
 import importlib.metadata
@@ -17,6 +18,9 @@ OLDEST = (2, 6)
 
 def main() -> int:
     """Exit code: 0 installed or there already, 1 refused or failed; standard error gets what to do."""
+    if "--name" in sys.argv[1:]:
+        sys.stdout.write(f"{TORCH}\n")
+        return 0
     present = _present()
     if present is not None:
         if tuple(map(int, re.findall(r"\d+", present)[:2])) < OLDEST:

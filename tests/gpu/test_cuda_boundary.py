@@ -27,8 +27,8 @@ LAYOUT = Layout.of(Field(key, "bfloat16", SHAPE) for key in KEYS)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[MemoryStore]:
-    made = MemoryStore(tmp_path, "job", 0, [LAYOUT.nbytes] * 2, area="standby")
+def store(shm: Path) -> Iterator[MemoryStore]:
+    made = MemoryStore(shm, "job", 0, [LAYOUT.nbytes] * 2, area="standby")
     yield made
     made.close()
 

@@ -53,8 +53,8 @@ def tensors() -> list[StateTensor]:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[MemoryStore]:
-    made = MemoryStore(tmp_path, "job", 0, [40_000_000] * 2)
+def store(shm: Path) -> Iterator[MemoryStore]:
+    made = MemoryStore(shm, "job", 0, [40_000_000] * 2)
     yield made
     made.close()
 

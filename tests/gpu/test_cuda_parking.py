@@ -1,0 +1,77 @@
+"""A rank that loses its peer parks the state on its GPU, and the next process has it back; skipped without a GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing.moe.local_recovery.gradients import LiveBuffers
+from megatron.core.dist_checkpointing.moe.local_recovery.park import Parker, ParkPorts
+from megatron.core.dist_checkpointing.moe.megatron_state.operators import GlobalName, Shard, StateTensor
+from megatron.core.dist_checkpointing.moe.megatron_state.restore import LiveRestorer
+from megatron.core.dist_checkpointing.moe.policy.parking import Cause, StepPhase, decide
+from megatron.core.dist_checkpointing.moe.ports import Json, SnapshotId
+from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
+from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
+from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
+from megatron.core.dist_checkpointing.moe.snapshot.stream_engine import StreamEngine
+from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.types import PARKED, Part, expert
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+EXPERT = expert(0, 0)
+NUMEL = 256 << 20
+WAIT_S = 60.0
+
+
+class NoTrainer:
+    def scalars(self) -> dict[str, Json]:
+        return {}
+
+    def tensors(self) -> Mapping[str, memoryview]:
+        return {}
+
+    def restore(self, scalars: Mapping[str, Json], tensors: Mapping[str, memoryview]) -> None:
+        """Nothing but tensors is parked here."""
+
+
+def piece(field: str, part: Part, tensor: torch.Tensor) -> StateTensor:
+    shard = Shard(GlobalName(EXPERT, "weight"), 0, tensor.numel(), tensor.numel())
+    return StateTensor(shard, field, part, tensor, (0,))
+
+
+def test_what_survives_is_parked_in_time_and_comes_back_to_the_bit(shm: Path, record: Callable[..., None]) -> None:
+    draw = torch.Generator("cuda").manual_seed(3)
+    tensors = [
+        piece("master", Part.MASTER, torch.randn(NUMEL, generator=draw, device="cuda")),
+        piece("exp_avg", Part.MOMENTS, torch.randn(NUMEL, generator=draw, device="cuda")),
+    ]
+    was = [one.tensor.clone() for one in tensors]
+    engine = StreamEngine()
+    capturer = LiveCapturer(tensors, NoTrainer(), engine)  # type: ignore[arg-type]
+    store = MemoryStore(shm, "job", 0, [1], area="standby")
+    identity = Identity("job", {"pp": 2}, capturer.operators, timeline=(("a", 0),))
+    ports = ParkPorts(store, capturer, NoTrainer(), SystemClock(), 0, identity.facts, LiveBuffers(tensors))  # type: ignore[arg-type]
+    parker = Parker(ports)
+    store.resize(parker.sizes())
+    engine.prepare(store.views())
+    parker.note(4)
+    begun_s = time.monotonic()
+    parked = parker.park(decide(StepPhase.PASSES, Cause.PEER_LOST, 4), {"journal": {}}, WAIT_S)
+    took_s = time.monotonic() - begun_s
+    assert parked.iteration == 4, parked.why
+    record("parking", bytes=parked.nbytes, seconds=took_s)
+    restorer = LiveRestorer(tensors, lambda recast: None)
+    restorer.poison()
+    with store.open(SnapshotId(4, 0, PARKED)) as reader:
+        restorer.restore(reader.read, {Part.MASTER_AND_MOMENTS: [EXPERT]})
+    restorer.complete()
+    assert all(torch.equal(one.tensor, value) for one, value in zip(tensors, was, strict=True))
+    engine.close()
+    store.close()
+    assert took_s < 25.0

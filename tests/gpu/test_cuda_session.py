@@ -1,0 +1,55 @@
+"""Protected jobs on one GPU: killed and started again they come to the same bits; skipped where there is none."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_driver import ENGINE, LOCAL, Job, corpus, deterministic, needs_engine
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+STRATEGIES = {
+    "full": ("--moe-ckpt-strategy", "full", "--moe-ckpt-interval", "1"),
+    "sparse": ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "3"),
+    "pec": ("--moe-ckpt-strategy", "pec", "--moe-ckpt-interval", "1", "--moe-ckpt-pec-k-snapshot", "2"),
+}
+FAULT = ("--moe-ckpt-inject-fault", "0@8:forward-backward")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.mark.parametrize("engine", ["local", "transformer engine"])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_killed_job_comes_back_where_it_was(name: str, engine: str, tmp_path: Path, shm: Path, data: str) -> None:
+    if engine != "local":
+        needs_engine()
+    model = (*(LOCAL if engine == "local" else ENGINE), *deterministic())
+    straight = Job(tmp_path / "straight", shm, data, model)
+    assert straight.run() == 0, straight.said[-1]
+    protected = (*STRATEGIES[name], "--moe-ckpt-memory-dir", str(shm))
+    killed = Job(tmp_path / "killed", shm, data, (*model, *protected, *FAULT))
+    assert killed.run() == -signal.SIGKILL, killed.said[-1]
+    assert killed.run() == 0, killed.said[-1]
+    assert "recovered iteration" in killed.said[-1], killed.said[-1]
+    if name == "pec":  # loses updates of experts, and says how many tokens
+        assert killed.losses().keys() == straight.losses().keys()
+        return
+    assert killed.losses() == straight.losses()
+    if name == "sparse":
+        replayed = [report["iteration"] for report in killed.reports if report["replayed"]]
+        assert replayed, "nothing was run again with frozen operators"
+
+
+def test_a_protected_job_trains_as_an_unprotected_one(tmp_path: Path, shm: Path, data: str) -> None:
+    model = (*LOCAL, *deterministic())
+    plain = Job(tmp_path / "plain", shm, data, model)
+    protected = Job(tmp_path / "protected", shm, data, (*model, *STRATEGIES["full"], "--moe-ckpt-memory-dir", str(shm)))
+    assert [plain.run(), protected.run()] == [0, 0], protected.said[-1]
+    assert protected.losses() == plain.losses()
+    assert not [line for line in protected.said[-1].splitlines() if "cannot page-lock" in line]
