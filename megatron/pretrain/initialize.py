@@ -11,6 +11,7 @@ import random
 import socket
 import sys
 import warnings
+from collections.abc import Mapping
 
 import numpy
 import torch
@@ -21,6 +22,8 @@ from megatron.pretrain import te_on_cpu
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.config.derived import Environment, virtual_pipeline_size
 from megatron.pretrain.processes import NODE_NAME, started_s
+
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +98,7 @@ def initialize(config: PretrainConfig, launch: Launch, marks: Timestamps | None 
     if layout.device == "cpu":
         use_cpu()
     else:
+        os.environ.update(device_queues(config, os.environ))
         torch.cuda.set_device(launch.local_rank)
     timeout = datetime.timedelta(minutes=layout.distributed_timeout_minutes)
     start_process_group(str(layout.distributed_backend), launch, timeout)
@@ -114,6 +118,17 @@ def initialize(config: PretrainConfig, launch: Launch, marks: Timestamps | None 
     _seed(config.training.seed, config.training.data_parallel_random_init)
     if marks is not None:
         marks.mark(Milestone.RENDEZVOUS)
+
+
+def device_queues(config: PretrainConfig, environment: Mapping[str, str]) -> dict[str, str]:
+    """What has to be set, before the first use of a GPU, for kernels and transfers to overlap in core.
+
+    With tensor or context parallelism core relies on kernels running in the order in which they were launched, over
+    all streams: on one hardware queue. What the user has set stays.
+    """
+    layout = config.parallel
+    in_order = layout.tensor_model_parallel_size > 1 or layout.context_parallel_size > 1
+    return {QUEUES: "1"} if in_order and QUEUES not in environment else {}
 
 
 def use_cpu(*, stock_loop: bool = False) -> None:

@@ -34,6 +34,7 @@ from megatron.pretrain.checkpoint.due import Checkpoints
 from megatron.pretrain.checkpoint.state import TrainingState, gather_parameters
 from megatron.pretrain.errors import TrainingFailure
 from megatron.pretrain.metrics import IterationReport, Metrics, protection_fields
+from megatron.pretrain.optimization import LossScale
 from megatron.pretrain.stopping import StopConditions
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class Trainer:
         training = state.config.training
         self._state, self._transformer, self._datasets = state, transformer, datasets
         self._metrics, self._manager = metrics, manager
-        self._checkpoints = Checkpoints(state, manager)
+        self._checkpoints, self._loss_scale = Checkpoints(state, manager), LossScale(state.config, state.optimizer)
         self._stop = StopConditions(training)
         assert training.global_batch_size and training.micro_batch_size
         data_parallel = parallel_state.get_data_parallel_world_size()
@@ -156,7 +157,7 @@ class Trainer:
             lm_loss=journal.lm_loss,
             grad_norm=journal.grad_norm,
             learning_rate=get_canonical_lr_for_logging(state.optimizer.param_groups),
-            loss_scale=float(state.optimizer.get_loss_scale().item()),
+            loss_scale=self._loss_scale.now(),
             skipped=journal.skipped,
             iteration_time_s=0.0,
             stall_s=0.0,

@@ -232,13 +232,23 @@ def _execution(config: PretrainConfig) -> dict[str, Any]:
         and layers._grad_accum_fusion_available,
         # Grouped experts add their biases themselves, and refuse to leave them to a fused addition.
         "bias_dropout_fusion": on_cuda and not (grouped and config.model.add_bias_linear),
-        "bias_activation_fusion": False,
+        "bias_activation_fusion": on_cuda and _has_fused_activation(config),
         "masked_softmax_fusion": False,
         "persist_layer_norm": on_engine,
         "apply_rope_fusion": on_engine and on_cuda,
         # Transformer Engine's attention by torch's operators, the only one of its three that needs no kernels.
         **({"attention_backend": AttnBackend.unfused} if on_engine and not on_cuda else {}),
     }
+
+
+def _has_fused_activation(config: PretrainConfig) -> bool:
+    """Whether core has one kernel for bias and activation, as Megatron-LM asks for by default.
+
+    SwiGLU, also weighted by the router's probabilities; GELU with a bias, and not in experts.
+    """
+    model = config.model
+    dense_gelu = model.add_bias_linear and config.moe.num_experts is None and not model.squared_relu
+    return model.swiglu or dense_gelu
 
 
 def _routing(config: PretrainConfig) -> dict[str, Any]:

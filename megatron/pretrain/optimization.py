@@ -45,6 +45,24 @@ def build_optimizer(config: PretrainConfig, chunks: list[torch.nn.Module]) -> Me
     return built
 
 
+class LossScale:
+    """By what losses are multiplied; only where that changes is the device asked for it, and waited for."""
+
+    def __init__(self, config: PretrainConfig, optimizer: MegatronOptimizer) -> None:
+        self._optimizer = optimizer
+        self._changes = bool(config.optimizer.fp16) and config.optimizer.loss_scale is None
+        self._constant: float | None = None
+
+    def now(self) -> float:
+        """The scale of the next iteration."""
+        if self._constant is not None:
+            return self._constant
+        scale = float(self._optimizer.get_loss_scale().item())
+        if not self._changes:
+            self._constant = scale
+        return scale
+
+
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
     """The optimizers of torch inside Megatron's; none where fused ones of Apex or Transformer Engine serve."""
     members = getattr(optimizer, "chained_optimizers", [optimizer])

@@ -248,10 +248,10 @@ def counted(folder: str) -> Iterator[None]:
             chunk.train()
         for _ in range(state.config.training.train_iters):
             trainer.iterate(batches)
-            counts.append(dict(counter.take()))
+            counts.append(dict(counter.take()()))
         counter.close()
         trainer.iterate(batches)
-        assert all(not any(row) for row in counter.take().values())
+        assert all(not any(row) for row in counter.take()().values())
         return counts
 
     with _instead_of_training(examine, folder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from simulated_world.job import RankPorts, SimulatedJob, Start
 from simulated_world.model import FakeModel, expected_bytes, spread
@@ -166,7 +167,7 @@ class Rank:
             ports.model.forward_backward()
             coordinator.before_optimizer()
             ports.model.step()
-            counts = simulation.counts(self._rank, iteration) if simulation.counts else None
+            counts = partial(simulation.counts, self._rank, iteration) if simulation.counts else None
             coordinator.step_end(iteration, counts, journal_of(self._rank, iteration))
             if simulation.each is not None and simulation.job is not None:
                 simulation.each(simulation.job, self._rank)

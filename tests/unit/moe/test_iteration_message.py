@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,7 +54,7 @@ class Others:
 def message(
     plan: SnapshotPlan | None = PLAN, costs: Costs = COSTS, statuses: Sequence[int] = (), **more: Any
 ) -> IterationMessage:
-    return IterationMessage(7, plan, costs, lambda: statuses, more.pop("counts", ()), **more)
+    return IterationMessage(7, plan, costs, lambda: statuses, partial(tuple, more.pop("counts", ())), **more)
 
 
 def exchanged(own: IterationMessage, *others: IterationMessage) -> IterationNews:
@@ -63,7 +66,7 @@ def exchanged(own: IterationMessage, *others: IterationMessage) -> IterationNews
         exchange.send(other, (), 0.0)
         exchange.receive(1.0)
         rows.append(alone.sent[0])
-    transport = Others(rows, [other.counts for other in others])
+    transport = Others(rows, [other.counts() for other in others])
     exchange = MessageExchange(transport, AtOnce(), None)  # type: ignore[arg-type]
     exchange.send(own, (), 0.0)
     news = exchange.receive(1.0)
@@ -111,3 +114,19 @@ def test_ranks_without_a_plan_agree() -> None:
 
 def test_without_a_message_there_is_no_news() -> None:
     assert MessageExchange(Others(), AtOnce(), None).receive(1.0) is None  # type: ignore[arg-type]
+
+
+def test_counts_are_waited_for_by_the_thread_that_sends_and_not_by_training() -> None:
+    """They may still be on a device."""
+    waiting: list[Any] = []
+    lane = SimpleNamespace(submit=waiting.append)
+    asked: list[str] = []
+
+    def counts() -> tuple[int, ...]:
+        asked.append("waited for the device")
+        return (3, 4)
+
+    exchange = MessageExchange(Others(), lane, None)  # type: ignore[arg-type]
+    exchange.send(replace(message(), counts=counts), (), 0.0)
+    assert asked == []
+    assert waiting[0]()[1] == (3, 4)

@@ -29,19 +29,19 @@ def test_a_token_counts_once_for_each_of_its_experts() -> None:
     router = Router()
     counter = TokenCounter([router])
     router(PROBABILITIES)
-    assert counter.take() == {4: (3, 2, 1)}
-    assert counter.take() == {4: (0, 0, 0)}
+    assert counter.take()() == {4: (3, 2, 1)}
+    assert counter.take()() == {4: (0, 0, 0)}
 
 
 def test_gating_probabilities_are_summed_in_whole_units_in_any_order() -> None:
     router = Router()
     counter = TokenCounter([router], gate_unit=GATE_UNIT)
     router(PROBABILITIES)
-    once = counter.take()
+    once = counter.take()()
     assert once == {4: tuple(sum(round(float(p) / GATE_UNIT) for p in column) for column in PROBABILITIES.T)}
     for row in reversed(PROBABILITIES):
         router(row[None])
-    assert counter.take() == once
+    assert counter.take()() == once
 
 
 def test_gates_of_experts_that_a_token_was_not_sent_to_do_not_count() -> None:
@@ -52,7 +52,7 @@ def test_gates_of_experts_that_a_token_was_not_sent_to_do_not_count() -> None:
     router = Dropping()
     counter = TokenCounter([router], gate_unit=GATE_UNIT)
     router(PROBABILITIES[:1])
-    assert counter.take() == {4: (round(0.75 / GATE_UNIT), 0, 0)}
+    assert counter.take()() == {4: (round(0.75 / GATE_UNIT), 0, 0)}
 
 
 def test_passes_without_gradients_do_not_count() -> None:
@@ -60,4 +60,13 @@ def test_passes_without_gradients_do_not_count() -> None:
     counter = TokenCounter([router], gate_unit=GATE_UNIT)
     with torch.no_grad():
         router(PROBABILITIES)
-    assert counter.take() == {4: (0, 0, 0)}
+    assert counter.take()() == {4: (0, 0, 0)}
+
+
+def test_what_was_taken_stays_what_it_was_while_the_next_passes_count() -> None:
+    router = Router()
+    counter = TokenCounter([router])
+    router(PROBABILITIES)
+    taken = counter.take()
+    router(PROBABILITIES)
+    assert taken() == taken() == {4: (3, 2, 1)}

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from megatron.core.transformer.moe.router import TopKRouter
+
+
+class _ArrivingCounts:
+    """Counts on their way to the host."""
+
+    def __init__(self, layers: Sequence[int], counts: torch.Tensor) -> None:
+        self._layers, self._counts, self._arrived = layers, counts, None
+        if counts.is_cuda:
+            self._counts = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+            self._counts.copy_(counts, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def __call__(self) -> Mapping[int, tuple[int, ...]]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return {layer: tuple(row) for layer, row in zip(self._layers, self._counts.tolist(), strict=True)}
 
 
 class TokenCounter:
@@ -29,17 +46,20 @@ class TokenCounter:
             zeros = torch.zeros(router.config.num_moe_experts, dtype=torch.int64, device=router.weight.device)
             self._counts[router.layer_number - 1] = zeros
 
-    def take(self) -> Mapping[int, tuple[int, ...]]:
+    def take(self) -> Callable[[], Mapping[int, tuple[int, ...]]]:
         """Tokens by expert for each MoE layer on this rank, counted from layer 0, since the last call.
 
         The sum over all ranks counts each token of a batch once for each of its experts: ranks of one tensor-parallel
         group route different parts of the sequence, and ranks that do not have a layer do not list it.
+
+        Returns:
+            What gives them, from any thread: it waits for the device, which this call does not.
         """
         if not self._counts:
-            return {}
+            return dict
         layers = sorted(self._counts)
-        counts = torch.stack([self._counts[layer] for layer in layers])  # one transfer from the device, not one each
-        taken = {layer: tuple(row) for layer, row in zip(layers, counts.tolist(), strict=True)}
+        # One transfer from the device, not one for each layer.
+        taken = _ArrivingCounts(layers, torch.stack([self._counts[layer] for layer in layers]))
         for count in self._counts.values():
             count.zero_()
         return taken

@@ -48,6 +48,7 @@ CLOSING_PAUSE_S = 0.5
 """How long the ranks wait at the end of training before they ask each other again what is still under way."""
 
 TokenCounts = Mapping[int, Sequence[int]]
+CountsUnderWay = Callable[[], TokenCounts]
 CountRows = tuple[tuple[int, ...], ...]
 
 
@@ -163,11 +164,13 @@ class Coordinator:
         self._iteration = state.target
         self._tracker.resume(state, self._ports.control.rank)
 
-    def step_end(self, iteration: int, counts: TokenCounts | None = None, journal: StepJournal | None = None) -> None:
+    def step_end(
+        self, iteration: int, counts: CountsUnderWay | None = None, journal: StepJournal | None = None
+    ) -> None:
         """After the optimizer's step (and evaluation) of `iteration`.
 
         Args:
-            counts: this rank's routed tokens by layer.
+            counts: gives this rank's routed tokens by layer, from any thread.
             journal: the outcome of the step, which a replay needs.
         """
         begun_s, tally = self._ports.clock.now_s(), self._tally
@@ -338,16 +341,23 @@ class Coordinator:
         return copied
 
     def _send_message(
-        self, plan: SnapshotPlan | None, counts: TokenCounts | None, patience_s: float, pace: Throughput | None = None
+        self,
+        plan: SnapshotPlan | None,
+        counts: CountsUnderWay | None,
+        patience_s: float,
+        pace: Throughput | None = None,
     ) -> None:
         """Send what this rank knows, once open rounds have ended or some time has passed."""
         tally, tracker = self._tally, self._tracker
-        summed: list[int] = []
-        if counts is not None and self._strategy.counts_tokens:
-            none = (0,) * self._job.num_experts
-            summed = [count for layer in self._job.moe_layers for count in counts.get(layer, none)]
+
+        def counted() -> list[int]:
+            if counts is None or not self._strategy.counts_tokens:
+                return []
+            none, by_layer = (0,) * self._job.num_experts, counts()
+            return [count for layer in self._job.moe_layers for count in by_layer.get(layer, none)]
+
         costs = Costs(tally.iteration_s, tally.last_stall_s, tracker.last_round_s)
-        message = IterationMessage(self._iteration, plan, costs, tracker.statuses, summed, pace)
+        message = IterationMessage(self._iteration, plan, costs, tracker.statuses, counted, pace)
         self._messages.send(message, tracker.awaited(), self._ports.clock.now_s() + patience_s)
 
     def _receive_messages(self) -> None:

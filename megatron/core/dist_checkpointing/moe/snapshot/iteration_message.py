@@ -78,7 +78,8 @@ class IterationMessage:
         plan: what it snapshots of that iteration; None for nothing.
         costs: what it measured.
         statuses: gives how far it has come with each open round; called when the message leaves.
-        counts: tokens that its routers sent to the experts of all MoE layers; empty if the strategy does not ask.
+        counts: gives the tokens that its routers sent to the experts of all MoE layers, none if the strategy does not
+            ask; called on the thread that sends the message, as they may still be on a device.
         pace: the time that a copy has, and how fast the last one was; None if the strategy does not ask.
     """
 
@@ -86,7 +87,7 @@ class IterationMessage:
     plan: SnapshotPlan | None
     costs: Costs
     statuses: Callable[[], Sequence[int]]
-    counts: Sequence[int]
+    counts: Callable[[], Sequence[int]]
     pace: Throughput | None = None
 
 
@@ -119,7 +120,8 @@ class MessageExchange:
                 with suppress(Exception):
                     task.result(max(0.0, until_s - self._clock.now_s()))
             least = self._transport.least([*header, *message.statuses()])
-            return least, self._transport.total(message.counts) if message.counts else ()
+            counts = message.counts()
+            return least, self._transport.total(counts) if counts else ()
 
         self._sent = message.iteration, self._lane.submit(exchange)
 
