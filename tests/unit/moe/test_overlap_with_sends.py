@@ -34,8 +34,7 @@ def waits_for_the_device(config: TransformerConfig, monkeypatch: pytest.MonkeyPa
     communicator = object.__new__(P2PCommunicator)  # its constructor asks the process group for neighbours
     communicator.config, communicator.pp_group = config, None
     communicator.prev_rank, communicator.next_rank = 0, 1
-    nothing = {"tensor_send_next": None, "tensor_send_prev": None, "recv_prev": False, "recv_next": False}
-    communicator._communicate(**nothing, tensor_shape=None)
+    communicator.send_forward(None, False)
     return len(waited)
 
 
