@@ -92,6 +92,9 @@ def _run_nodes(options: argparse.Namespace) -> int:
 def _run_agent(options: argparse.Namespace) -> int:
     # A fresh store per round of the rendezvous: one shared over restarts still holds the addresses of dead workers.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    from megatron.core.dist_checkpointing.moe import set_for_parking
+
+    set_for_parking("nccl")  # torch's agent would tell workers otherwise
     register_backend()
     config = LaunchConfig(
         min_nodes=options.nnodes,

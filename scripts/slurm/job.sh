@@ -21,6 +21,9 @@
 : "${SCRIPT:=$root/pretrain_gpt_moe.py}"
 : "${RDZV_HOST:=$(hostname)}" "${RDZV_PORT:=$((20000 + SLURM_JOB_ID % 10000))}" "${ANSWER_S:=60}"
 export KEEP_MEMORY PYTHON
+# Without these torch ends a rank that lost a peer before it has put its state aside; see docs/gpu.md.
+export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-0}"
+export TORCH_NCCL_RETHROW_CUDA_ERRORS="${TORCH_NCCL_RETHROW_CUDA_ERRORS:-0}"
 
 KILL_MARGIN_S=30  # ranks that have not ended by then are killed, so that the job still has time to be requeued
 MEET_S=300        # how long nodes wait for each other, and for their meeting point

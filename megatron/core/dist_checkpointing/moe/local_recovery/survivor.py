@@ -18,7 +18,7 @@ between two phases of training by the thread that trains; the copies of logs, an
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -80,13 +80,17 @@ class Passes:
 
 @dataclass(frozen=True)
 class Live:
-    """The live state of a rank: what copies it, its tensors, and the master weights that its optimizers step."""
+    """The live state of a rank: what copies it, its tensors, and the master weights that its optimizers step.
+
+    release: lets go of all memory that it was copied to.
+    """
 
     capturer: Capturer
     trainer: TrainerState
     optimizer: MegatronOptimizer
     tensors: Sequence[StateTensor]
     stepped: Sequence[tuple[Shard, torch.Tensor]]
+    release: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ class SurvivorBuffers:
     @classmethod
     def gathered(cls, live: Live, plan: LogPlan, passes: Passes, transport: Transport) -> SurvivorBuffers:
         """Those of the rank that needs most; a collective. Raises PeerLost."""
-        gradients = LiveGradients.of(live.optimizer, live.stepped, Prepared)
+        gradients = LiveGradients(live.optimizer, live.stepped, Prepared)
         state = park_sizes(live.capturer, live.trainer, LiveBuffers(live.tensors), gradients)
         own = [*state, plan.layout(passes.microbatches).nbytes]
         *parked, logged = (-least for least in transport.least([-nbytes for nbytes in own]))
@@ -149,8 +153,8 @@ class Survivor:
         group = parallel_state.get_pipeline_model_parallel_group()
         self.communicator = BoundaryCommunicator(group, passes.config)
         self.communicator.connect()  # while all ranks are here: a replay may be the first to send, without some of them
-        on_device = any(state.tensor.is_cuda for state in live.tensors)
-        self._recorder = BoundaryRecorder(StreamEngine() if on_device else ThreadEngine("boundary-copy"))
+        self._on_device = any(state.tensor.is_cuda for state in live.tensors)
+        self._recorder = BoundaryRecorder(StreamEngine() if self._on_device else ThreadEngine("boundary-copy"))
         self.communicator.sink = self._recorder
         self._guard, self._lane = StepGuard(live.optimizer), ThreadExecutor("logs")
         self._identity: Identity | None = None
@@ -188,8 +192,12 @@ class Survivor:
         """The passes have ended; see `StepGuard.reduced`."""
         assert self._logs is not None
         self._logs.passed()
-        self._guard.reduced()
+        self._guard.reduced(_marked_stream() if self._on_device else None)
         self._progress.loss = self._progress.num_tokens = None
+
+    def interrupt(self, *, force: bool) -> bool:
+        """See `StepGuard.interrupt`; called by another thread than the one that trains."""
+        return self._guard.interrupt(force=force)
 
     def stepping(self, iteration: int, loss: float | None, num_tokens: int | None) -> AbstractContextManager[None]:
         """See `StepGuard.stepping`; `loss` and `num_tokens` are those of the iteration."""
@@ -232,9 +240,15 @@ class Survivor:
         if lookback <= self._plan.lookback or self._identity is None:
             return
         plan = replace(self._plan, lookback=lookback)
+
+        def release() -> None:
+            # Either may have page-locked a segment that goes now: logs and parked state share them.
+            self._recorder.release()
+            self.live.release()
+
         try:
             self.settle()
-            self.store.resize(self._buffers.sizes(plan), self._recorder.release)
+            self.store.resize(self._buffers.sizes(plan), release)
         except MoECheckpointError as error:
             failed = "boundary logs of %d iterations find no room, so faults roll back all stages: %s"
             log.warning(failed, lookback, error)
@@ -320,7 +334,7 @@ class Survivor:
 
     def _park_ports(self, identity: Identity) -> ParkPorts:
         live, guard = self.live, self._guard
-        gradients = LiveGradients.of(live.optimizer, live.stepped, lambda: guard.prepared)
+        gradients = LiveGradients(live.optimizer, live.stepped, lambda: guard.prepared)
         moving, rank = LiveBuffers(live.tensors), self._plan.rank
         return ParkPorts(self.store, live.capturer, live.trainer, self._clock, rank, identity.facts, moving, gradients)
 
@@ -333,3 +347,10 @@ class Survivor:
             self.store.close()
         else:
             self.store.remove()
+
+
+def _marked_stream() -> torch.cuda.Event:
+    """The point up to which the current stream, which waits for the reduction of gradients, was given work."""
+    marker = torch.cuda.Event()
+    marker.record()
+    return marker

@@ -86,7 +86,7 @@ class LiveState:
             tensors = tuple(part for portion in portions for part in portion.stored)
         self.capturer = LiveCapturer(tensors, trainer, self._engine)
         stepped = stepped_parameters(chunks, optimizer, self._topology)
-        self.live = Live(self.capturer, trainer, optimizer, every, stepped)
+        self.live = Live(self.capturer, trainer, optimizer, every, stepped, self.release_segments)
 
     def execution(self) -> Execution:
         """With what operators are frozen in a replay. Raises UsageError for models that cannot be."""

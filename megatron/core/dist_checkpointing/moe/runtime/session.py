@@ -47,7 +47,8 @@ from ..types import RecoveryPlan, StepJournal
 from ..versions import check_versions, found_versions
 from .clock import SystemClock
 from .live_state import LiveState, Training
-from .opening import Transports, open_memories, parallel_layout, placed_topology
+from .opening import Transports, introduced, open_memories, parallel_layout, placed_topology
+from .peer_links import PeerLinks
 from .process_info import ProcessInfo, drop_memory, memory_folder, open_persistent, replicas_placed
 from .restart_sequence import RestartSequence
 
@@ -78,6 +79,7 @@ class Session:
     `whole`                      when the state after the iteration is complete
     `step_end`                   when checkpoints and evaluation are done: protect it (`stepped` in a replay)
     `report`, `reported`         to write the iteration's numbers down, and after that
+    `interrupt`, `links`         for the watcher of this process: connections are about to be given up
     `failure`                    on each rank where training ends with an error
     `shutdown`                   on all ranks, where it ends well
     ============================ =====================================================================================
@@ -95,7 +97,11 @@ class Session:
         self._config, self._training, self._place = config, training, place
         self._timestamps, self._clock = timestamps or Timestamps(), SystemClock()
         self._rank = torch.distributed.get_rank()
-        self._control, self._data, self._patient = Transports.connected(_get_default_store(), config.timeout_s)
+        store = _get_default_store()
+        endpoints, job_id = introduced(store, config, place)
+        self._place = place = replace(place, job_id=job_id)
+        transports = Transports.connected(store, config.timeout_s, endpoints)
+        self._control, self._data, self._patient, self._links = transports
         self._together(self._check_versions)
         # Nodes of all ranks: where replicas go and which copies are near depends on them, and so does all below.
         self._topology = self._together(lambda: placed_topology(self._control, place))
@@ -368,6 +374,15 @@ class Session:
         """See `Coordinator.report`."""
         assert self._coordinator is not None
         return self._coordinator.report()
+
+    @property
+    def links(self) -> PeerLinks | None:
+        """Which close when a peer is lost."""
+        return self._links
+
+    def interrupt(self, *, force: bool) -> bool:
+        """See `StepGuard.interrupt`; called by another thread. Where nothing is parked, no step needs protection."""
+        return self._survivor is None or self._survivor.interrupt(force=force)
 
     def failure(self, cause: Cause) -> None:
         """Training ends here with an error: nothing new is begun, what is sealed stays, and what is whole is parked.
