@@ -95,6 +95,7 @@ def _run_agent(options: argparse.Namespace) -> int:
     from megatron.core.dist_checkpointing.moe import set_for_parking
 
     set_for_parking("nccl")  # torch's agent would tell workers otherwise
+    os.environ.setdefault("MOE_CKPT_PATIENCE_S", str(SHUTDOWN_TIMEOUT_S))
     register_backend()
     config = LaunchConfig(
         min_nodes=options.nnodes,

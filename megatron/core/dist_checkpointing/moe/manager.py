@@ -107,7 +107,6 @@ class MoECheckpointManager:
         self._train_iters, transformer = train_iters, get_model_config(chunks[0])
         _refuse_contradictions(config, chunks[0], transformer)
         self._trainer = LiveTrainerState(optimizer, scheduler, state or NoLoopState())
-        self._faults = _fault_injector(config, place)
         self._session: Session | Unprotected = session or Unprotected()
         if session is None and config.strategy != "none":
             microbatches = global_batch_size // (micro_batch_size * parallel_state.get_data_parallel_world_size())
@@ -121,6 +120,7 @@ class MoECheckpointManager:
                 passes=Passes(transformer, seq_length, micro_batch_size, microbatches),
             )
             self._session = Session(config, training, place, timestamps)
+        self._faults = _fault_injector(config, self._session.job_id or place.job_here)
         self._termination, self._finished, self._given, self._seat = Termination(), False, 0, own_seat()
         self._hooks = IterationHooks(
             self._session,
@@ -409,8 +409,8 @@ def _refuse_contradictions(config: MoECheckpointConfig, chunk: torch.nn.Module, 
         raise UsageError(sentences)
 
 
-def _fault_injector(config: MoECheckpointConfig, place: ProcessInfo) -> FaultInjector:
+def _fault_injector(config: MoECheckpointConfig, job_id: str) -> FaultInjector:
     """What it fired is remembered across restarts of the job."""
     points = [parse_fault(text) for text in config.inject_fault]
-    ledger = Path(tempfile.gettempdir()) / f"moe-ckpt-faults-{place.job_here}"
+    ledger = Path(tempfile.gettempdir()) / f"moe-ckpt-faults-{job_id}"
     return FaultInjector(points, torch.distributed.get_rank() if points else 0, ledger)

@@ -31,13 +31,14 @@ from megatron.core.optimizer import MegatronOptimizer
 from ..errors import MoECheckpointError
 from ..megatron_state.operators import Shard, StateTensor
 from ..policy.boundary import tensor_shape
-from ..policy.parking import Cause, StepPhase
+from ..policy.parking import Cause, ParkingBudget, StepPhase
 from ..ports import RANDOM, Capturer, Clock, Json, SnapshotId, StoreFailure, TrainerState, Transport
 from ..recovery.recovery import RollForward
 from ..snapshot.background import ThreadExecutor
 from ..snapshot.copy_engines import ThreadEngine
 from ..snapshot.identity import Identity
 from ..snapshot.stream_engine import StreamEngine
+from ..storage.checksums import HURRIED_THREADS, checksum_bytes_per_s
 from ..storage.memory import MemoryStore
 from ..types import PARKED, StepJournal, Topology
 from .boundary_copies import BoundaryRecorder
@@ -50,8 +51,6 @@ from .step_guard import StepGuard
 
 log = logging.getLogger(__name__)
 
-PARK_TIMEOUT_S = 25.0
-"""How long parking may take: torchrun kills workers 30 s after it told them to end, unless it is told otherwise."""
 DRAIN_TIMEOUT_S = 5.0
 """How much of it may be spent on boundary logs that are being sealed."""
 
@@ -136,6 +135,8 @@ class Survivor:
         live: May be replaced by that of another state between two attempts.
         plan: Of the logs.
         passes: What the logs are made of.
+        timeout_s: The longest wait for copies of logs.
+        park_timeout_s: How long parking may take.
     """
 
     def __init__(
@@ -147,9 +148,11 @@ class Survivor:
         passes: Passes,
         clock: Clock,
         timeout_s: float,
+        park_timeout_s: float,
     ) -> None:
         self.store, self._buffers, self.live, self._clock = store, buffers, live, clock
         self._passes, self._plan, self._timeout_s = passes, plan, timeout_s
+        self._park_timeout_s = min(timeout_s, park_timeout_s)
         group = parallel_state.get_pipeline_model_parallel_group()
         self.communicator = BoundaryCommunicator(group, passes.config)
         self.communicator.connect()  # while all ranks are here: a replay may be the first to send, without some of them
@@ -261,7 +264,7 @@ class Survivor:
         if self._parker is None or self._logs is None:
             return "nothing was parked: training had not begun"
         decision, progress = self._guard.decide(cause), self._progress
-        until_s = self._clock.now_s() + min(self._timeout_s, PARK_TIMEOUT_S)
+        until_s = self._clock.now_s() + self._park_timeout_s
         missing = self._logs.drain(DRAIN_TIMEOUT_S) if cause is not Cause.OWN_ERROR else ""
         journal = progress.journal
         if decision.iteration is not None and decision.iteration != progress.iteration:
@@ -325,6 +328,15 @@ class Survivor:
     def log_bytes(self) -> int:
         """Of the boundary logs that are kept at most, the Y of MoEvement Table 6."""
         return sum(self._plan.sizes(self._passes.microbatches))
+
+    def parking_budget(self) -> ParkingBudget:
+        """How long parking would take, while no copy is under way."""
+        return ParkingBudget(
+            sum(self._buffers.parked),
+            self.live.capturer.bandwidth_bytes_per_s,
+            checksum_bytes_per_s(HURRIED_THREADS),
+            self._park_timeout_s,
+        )
 
     def settle(self) -> None:
         """Bring what is under way to its end."""

@@ -21,6 +21,14 @@ from ..storage.memory import MemoryStore
 from ..storage.ownership import job_of_launcher, launcher, slot_directory
 from ..types import Topology
 
+PATIENCE = "MOE_CKPT_PATIENCE_S"
+"""Environment variable that says for how many seconds the launcher lets a process live that it told to end."""
+TORCHRUN_PATIENCE_S = 30.0
+"""Torchrun's own, unless it is given --shutdown-timeout; workers are not told."""
+LEAVING_MARGIN_S = 5.0
+"""How much of it is left for hanging up before, and for the end of the process after parking."""
+PATIENCE_ADVICE = f"raise torchrun's --shutdown-timeout, and set {PATIENCE} to the same seconds"
+
 NODE_NAME = "MOE_CKPT_NODE"
 """Environment variable that names the node where several are played on one machine; else the host's name counts."""
 
@@ -30,13 +38,15 @@ class ProcessInfo:
     """Where this process runs: its local rank, and a name of its node that no other node of the job has.
 
     job_id: the same for all attempts of a job, and for no other job; empty where the environment names none, until all
-    ranks have agreed on one (`agree_on_job`). launcher: what starts this process again.
+    ranks have agreed on one (`agree_on_job`). launcher: what starts this process again. patience_s: how long it lets
+    the process live after it told it to end.
     """
 
     local_rank: int
     node: str
     job_id: str = ""
     launcher: str = ""
+    patience_s: float = TORCHRUN_PATIENCE_S
 
     @classmethod
     def from_environment(cls) -> ProcessInfo:
@@ -45,12 +55,30 @@ class ProcessInfo:
         `MOE_CKPT_NODE` names the node where several are played on one machine.
         """
         local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
-        return cls(int(local_rank), os.environ.get(NODE_NAME) or socket.gethostname(), _named_job(), launcher())
+        node = os.environ.get(NODE_NAME) or socket.gethostname()
+        return cls(int(local_rank), node, _named_job(), launcher(), _patience_s())
+
+    @property
+    def park_timeout_s(self) -> float:
+        """How long parking may take of that."""
+        return max(1.0, self.patience_s - LEAVING_MARGIN_S)
 
     @property
     def job_here(self) -> str:
         """The job as far as this process alone knows it: the same when its launcher starts it again."""
         return self.job_id or f"agent-{_NO_NAME.sub('-', self.node)[:64]}-{self.launcher}"
+
+
+def _patience_s() -> float:
+    """Raises UsageError for what is no number of seconds."""
+    text = os.environ.get(PATIENCE, str(TORCHRUN_PATIENCE_S))
+    try:
+        patience_s = float(text)
+    except ValueError:
+        patience_s = 0.0
+    if not 0 < patience_s < float("inf"):
+        raise UsageError(f"{PATIENCE} {text} must be a positive number of seconds")
+    return patience_s
 
 
 _NO_NAME = re.compile(r"[^A-Za-z0-9_-]")

@@ -49,7 +49,14 @@ from .clock import SystemClock
 from .live_state import LiveState, Training
 from .opening import Transports, introduced, open_memories, parallel_layout, placed_topology
 from .peer_links import PeerLinks
-from .process_info import ProcessInfo, drop_memory, memory_folder, open_persistent, replicas_placed
+from .process_info import (
+    PATIENCE_ADVICE,
+    ProcessInfo,
+    drop_memory,
+    memory_folder,
+    open_persistent,
+    replicas_placed,
+)
 from .restart_sequence import RestartSequence
 
 log = logging.getLogger(__name__)
@@ -79,6 +86,7 @@ class Session:
     `whole`                      when the state after the iteration is complete
     `step_end`                   when checkpoints and evaluation are done: protect it (`stepped` in a replay)
     `report`, `reported`         to write the iteration's numbers down, and after that
+    `job_id`                     of this job, in all its attempts
     `interrupt`, `links`         for the watcher of this process: connections are about to be given up
     `failure`                    on each rank where training ends with an error
     `shutdown`                   on all ranks, where it ends well
@@ -167,7 +175,14 @@ class Session:
         self._memory, self._survivor = memories["slot"], None
         if plan is not None and buffers is not None and passes is not None:
             self._survivor = Survivor(
-                memories["standby"], buffers, state.live, plan, passes, self._clock, config.timeout_s
+                memories["standby"],
+                buffers,
+                state.live,
+                plan,
+                passes,
+                self._clock,
+                config.timeout_s,
+                self._place.park_timeout_s,
             )
         if self._rank == 0:
             log.info(
@@ -283,6 +298,11 @@ class Session:
         if self._survivor is not None:
             self._survivor.attend(identity, iteration)
             self._survivor.fit(self._strategy.lookback)
+            if self._rank == 0:
+                budget = self._survivor.parking_budget()
+                log.info("%s", budget)
+                if not budget.fits:
+                    log.warning("that may not suffice for all ranks of a node at once: %s", PATIENCE_ADVICE)
         self._timestamps.mark(Milestone.REJOINED)
         if outcome is not None:
             times = self._timestamps, self._times_left
@@ -374,6 +394,11 @@ class Session:
         """See `Coordinator.report`."""
         assert self._coordinator is not None
         return self._coordinator.report()
+
+    @property
+    def job_id(self) -> str:
+        """On which all ranks have agreed."""
+        return self._place.job_id
 
     @property
     def links(self) -> PeerLinks | None:

@@ -16,7 +16,7 @@ class Unprotected:
 
     protects = is_replaying = replays_alone = repeats_steps = is_own = False
     communicator = unreported = episode = links = None
-    unusable = ""
+    unusable = job_id = ""
 
     def refresh(self) -> None:
         """There is no state to enumerate."""
