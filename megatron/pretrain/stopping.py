@@ -8,8 +8,8 @@ from types import FrameType
 
 import torch
 
+from megatron.core.dist_checkpointing.moe.errors import PeerLost
 from megatron.pretrain.config.training import TrainingConfig
-from megatron.pretrain.errors import TrainingFailure
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.01
 
@@ -40,16 +40,16 @@ class StopConditions:
         return f"--exit-duration-in-mins {training.exit_duration_in_mins}" if votes[1] else None
 
     def _vote(self, votes: torch.Tensor) -> None:
-        """The most of each vote, of all ranks. Raises TrainingFailure when a rank does not answer in time."""
+        """The most of each vote, of all ranks. Raises PeerLost when a rank does not answer in time."""
         timeout_s = 60.0 * self._distributed_timeout_minutes
         work = torch.distributed.all_reduce(votes, op=torch.distributed.ReduceOp.MAX, async_op=True)
         # NCCL's own wait would last for as long as the kernel does, and that waits for a lost rank for ever.
         deadline, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
         while not work.is_completed():
             if time.monotonic() > deadline:
-                raise TrainingFailure(
+                raise PeerLost(
                     f"a rank did not say within {timeout_s:g} s (--distributed-timeout-minutes) whether training should"
-                    " end; leaving, so that the job can be restarted"
+                    " end"
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

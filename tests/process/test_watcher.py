@@ -67,6 +67,7 @@ def test_ranks_inside_a_call_park_within_seconds_of_sigterm(cluster: Cluster, tm
     assert sorted((event["rank"], event["iteration"]) for event in parked) == [(0, AT - 1), (1, AT - 1)], outcome.said
     assert max(event["at_s"] for event in parked) - told_s < SEALED_WITHIN_S
     assert "told to end by SIGTERM, and the main thread waits in stand" in outcome.said
+    assert not events(tmp_path, "went on")
     again = cluster.world.start(argv, PAIR.ranks, [hook], [environment] * PAIR.ranks).wait()
     assert set(again.codes) == {0}, again.said
     assert f"recovered iteration {AT - 1} exactly" in again.said

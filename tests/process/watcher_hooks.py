@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -27,43 +29,37 @@ def standing(folder: str, iteration: int, ranks: tuple[int, ...], victim: int | 
 
     Gloo stands for NCCL, so the watcher is as impatient as with that.
     """
-    import megatron.pretrain.loop as loop
+    from megatron.core.dist_checkpointing.moe import MoECheckpointManager
     from megatron.core.dist_checkpointing.moe.local_recovery.park import Parker
     from megatron.core.dist_checkpointing.moe.runtime import watcher
 
-    train_step, forward, park = loop.Trainer._train_step, loop.forward_step, Parker.park
-    due = False
+    passes, park = MoECheckpointManager.forward_backward, Parker.park
 
-    def stepping(self: Any, batches: Any) -> Any:
-        nonlocal due
+    @contextlib.contextmanager
+    def standing_passes(self: MoECheckpointManager) -> Iterator[None]:
         rank = torch.distributed.get_rank()
-        there = self._state.progress.iteration + 1 == iteration and not (Path(folder) / f"stood-{rank}").exists()
-        due = there and rank in ranks
-        if there and rank == victim:
-            while not all((Path(folder) / f"stood-{other}").exists() for other in ranks):
-                time.sleep(0.01)
-            time.sleep(STANDING_S)
-            note(folder, "died", rank)
-            (Path(folder) / f"stood-{rank}").touch()
-            kill_self()
-        return train_step(self, batches)
-
-    def standing_forward(*arguments: Any, **options: Any) -> Any:
-        nonlocal due
-        if due:
-            due = False
-            stand(Path(folder) / f"stood-{torch.distributed.get_rank()}")
-            note(folder, "went on", torch.distributed.get_rank())
-        return forward(*arguments, **options)
+        own = Path(folder) / f"stood-{rank}"
+        with passes(self):
+            if self.iteration + 1 == iteration and not own.exists():
+                if rank in ranks:
+                    stand(own)
+                    note(folder, "went on", rank)
+                elif rank == victim:
+                    while not all((Path(folder) / f"stood-{other}").exists() for other in ranks):
+                        time.sleep(0.01)
+                    time.sleep(STANDING_S)
+                    note(folder, "died", rank)
+                    own.touch()
+                    kill_self()
+            yield
 
     def noting_park(self: Any, *arguments: Any) -> Any:
         parked = park(self, *arguments)
-        note(folder, "parked", self._ports.rank, iteration=parked.iteration)
+        note(folder, "parked", int(os.environ["RANK"]), iteration=parked.iteration)
         return parked
 
     with (
-        mock.patch.object(loop.Trainer, "_train_step", stepping),
-        mock.patch.object(loop, "forward_step", standing_forward),
+        mock.patch.object(MoECheckpointManager, "forward_backward", standing_passes),
         mock.patch.object(Parker, "park", noting_park),
         mock.patch.dict(watcher.PATIENCE_S, {"gloo": PATIENCE_S}),
     ):
@@ -76,7 +72,12 @@ def stand(marker: Path) -> None:
         there, _ = listener.accept()
         with there:
             marker.touch()
-            ctypes.CDLL(None).recv(link.fileno(), ctypes.create_string_buffer(1), 1, 0)
+            # A signal is delivered to some other thread, as in a process with CUDA: here it would end the call.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            try:
+                ctypes.CDLL(None).recv(link.fileno(), ctypes.create_string_buffer(1), 1, 0)
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def note(folder: str, event: str, rank: int, **facts: object) -> None:

@@ -218,3 +218,28 @@ def test_every_phase_of_a_loop_can_be_left_and_no_call_is_without_a_place() -> N
     for call in (LoopCall.FORWARD_BACKWARD, LoopCall.STEP, LoopCall.STEP_DONE, LoopCall.AFTER_STEP):
         order.follow(call, 1)
     assert order.phase is LoopPhase.BETWEEN
+
+
+def test_passes_that_are_interrupted_leave_no_auxiliary_losses_of_half_an_iteration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noted = [1.0]
+    monkeypatch.setattr(iteration_hooks, "forget_auxiliary_losses", noted.clear)
+
+    def pass_once(loop: Loop, *errors: Exception) -> None:
+        with loop.hooks.forward_backward():
+            for error in errors:
+                raise error
+
+    pass_once(Loop())
+    assert noted == [1.0]
+    with pytest.raises(PeerLost):
+        pass_once(Loop(), PeerLost("rank 3 did not answer"))
+    assert not noted
+
+
+def test_what_fails_after_connections_were_given_up_is_nobodys_fault() -> None:
+    loop = Loop()
+    loop.hooks.begin()
+    loop.hooks.leave(ValueError("no such group"), Cause.TOLD_TO_END)
+    assert loop.session.calls[-1] is Cause.TOLD_TO_END

@@ -47,7 +47,11 @@ class Call:
         self._here, self._there = socket.socketpair()
 
     def enter(self) -> None:
-        ctypes.CDLL(None).recv(self._here.fileno(), ctypes.create_string_buffer(1), 1, 0)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            ctypes.CDLL(None).recv(self._here.fileno(), ctypes.create_string_buffer(1), 1, 0)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         for _ in range(1000):  # an error that was raised meanwhile arrives before this ends
             pass
 
@@ -215,7 +219,7 @@ def test_signals_of_a_forked_helper_are_not_taken_for_those_of_its_trainer(handl
         child = os.fork()
         if child == 0:
             os.kill(os.getpid(), signal.SIGTERM)
-            os._exit(0)
+            signal.raise_signal(signal.SIGKILL)
         os.waitpid(child, 0)
         assert signals.read() == b""
     finally:
@@ -229,7 +233,7 @@ def test_a_forked_helper_does_not_hide_the_death_of_its_trainer() -> None:
     if child == 0:
         os.close(writing)
         os.read(reading, 1)
-        os._exit(0)
+        signal.raise_signal(signal.SIGKILL)
     try:
         other.forget()
         for connection in list(own.sockets):

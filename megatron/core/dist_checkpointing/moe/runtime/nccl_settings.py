@@ -22,20 +22,25 @@ _FROM_AGENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 """What torchrun sets for workers where nobody else did; the same value of a user cannot be told from it."""
 
 
-def set_for_parking(backend: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what nobody has set otherwise; before process groups are made, and only for NCCL."""
+def set_for_parking(backend: str, environment: MutableMapping[str, str] | None = None) -> None:
+    """Set what nobody has set otherwise; before process groups are made, and only for NCCL.
+
+    environment: of this process, if not given.
+    """
     if "nccl" not in backend:
         return
+    environment = os.environ if environment is None else environment
     is_worker = "TORCHELASTIC_RUN_ID" in environment
     for name, (value, _) in SETTINGS.items():
         if name not in environment or (is_worker and environment[name] == _FROM_AGENT.get(name)):
             environment[name] = value
 
 
-def wrong_settings(environment: Mapping[str, str] = os.environ, backend: str | None = None) -> Iterator[str]:
+def wrong_settings(environment: Mapping[str, str] | None = None, backend: str | None = None) -> Iterator[str]:
     """A sentence for each variable with which no rank parks under NCCL; none for other backends."""
     if "nccl" not in (process_group_backend() if backend is None else backend):
         return
+    environment = os.environ if environment is None else environment
     for name, (value, why) in SETTINGS.items():
         found = environment.get(name)
         if found != value:
