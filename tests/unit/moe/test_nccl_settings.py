@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+from datetime import timedelta
 
-from megatron.core.dist_checkpointing.moe.runtime.nccl_settings import set_for_parking, wrong_settings
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing.moe.runtime.nccl_settings import (
+    process_group_timeout_s,
+    set_for_parking,
+    wrong_settings,
+)
 
 WATCHDOG, RETHROW = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"
 PARKING = {WATCHDOG: "0", RETHROW: "0"}
@@ -42,3 +49,12 @@ def test_other_backends_need_nothing(backend: str) -> None:
     set_for_parking(backend, environment)
     assert not environment
     assert not list(wrong_settings(environment, backend))
+
+
+def test_how_long_a_collective_may_take_is_known() -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=77))
+    try:
+        assert process_group_timeout_s("cpu") == 77.0
+    finally:
+        torch.distributed.destroy_process_group()

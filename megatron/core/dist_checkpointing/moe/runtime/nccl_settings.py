@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ SETTINGS: Mapping[str, tuple[str, str]] = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": ("0", "an error of an aborted kernel ends the process from a thread of torch"),
 }
 """What has to be set, and what happens otherwise."""
+
+_DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 _FROM_AGENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 """What torchrun sets for workers where nobody else did; the same value of a user cannot be told from it."""
@@ -53,7 +56,8 @@ def process_group_backend() -> str:
     return str(dist.get_backend()) if dist.is_initialized() else ""
 
 
-def process_group_timeout_s() -> float:
-    """How long a collective of the default group may take, as whoever made it said."""
-    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda"))
-    return float(backend.options._timeout.total_seconds())
+def process_group_timeout_s(device: str = "cuda") -> float:
+    """How long a collective of the default group may take, as whoever made it said, else as torch says."""
+    options = getattr(dist.distributed_c10d._get_default_group()._get_backend(torch.device(device)), "options", None)
+    timeout = getattr(options, "_timeout", None) or _DEFAULT_TIMEOUT
+    return float(timeout.total_seconds())
