@@ -111,6 +111,24 @@ def test_a_call_that_waits_for_a_lost_peer_ends_with_an_error() -> None:
         assert watcher.interrupted is Cause.PEER_LOST
 
 
+def test_other_peers_hear_of_it_before_anything_is_aborted() -> None:
+    (own, other, third), call = linked(3), Call()
+    link = next(link for link, rank in third.sockets.items() if rank == 0)
+    link.settimeout(LONG_S)
+    heard: list[bytes] = []
+
+    def hang_up() -> None:
+        heard.append(link.recv(1))
+        call.release()
+
+    with watched(Step(), own, hang_up):
+        other.forget()
+        with pytest.raises(Interrupted):
+            call.enter()
+    assert heard == [b""]
+    third.forget()
+
+
 def test_nothing_is_given_up_while_the_step_is_in_its_protected_part() -> None:
     (own, other), call, step = linked(2), Call(), Step(protected_s=1.0)
     ended_s: list[float] = []
