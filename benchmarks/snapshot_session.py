@@ -55,7 +55,8 @@ class Ours:
             memory_dir=str(folder),
         )
         config = dataclasses.replace(job.config, moe_checkpoint=flags)
-        launch = dataclasses.replace(job.launch, job_id=f"{job.launch.job_id}-{own_name}")
+        place = dataclasses.replace(job.launch.place, job_id=f"{job.launch.place.job_here}-{own_name}")
+        launch = dataclasses.replace(job.launch, place=place)
         # Sessions name their connections alike, as a job has only one: here each gets a part of the store for itself.
         own = PrefixStore(f"benchmark-{own_name}-{interval}", _get_default_store())
         with mock.patch.object(sessions, "_get_default_store", return_value=own):

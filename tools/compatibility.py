@@ -165,12 +165,13 @@ def _stock_loop() -> list[str] | None:
 
 def _on_a_small_model(work: Callable[[Any], Any]) -> Any:
     """The result of `work`, which gets a training state, in a job of one process on the CPU."""
+    from megatron.core.dist_checkpointing.moe import ProcessInfo
     from megatron.pretrain.config import parse_config
     from megatron.pretrain.config.validate import resolve
     from megatron.pretrain.initialize import Launch, initialize, probe_environment, shut_down
 
     config = resolve(parse_config(MODEL.split()), probe_environment(1))
-    initialize(config, Launch(0, 1, 0, 0, "compatibility", "here"))
+    initialize(config, Launch(0, 1, 0, ProcessInfo(0, "here", "compatibility")))
     try:
         from megatron.pretrain.assemble import build_state
         from megatron.pretrain.tokenizer import build_tokenizer

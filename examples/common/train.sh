@@ -35,8 +35,12 @@ if [ -z "${HEAD:-}" ]; then
 fi
 # A fresh store per round of the rendezvous: one shared over restarts still holds the addresses of dead workers.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+# Without these torch ends a rank that lost a peer before it has put its state aside; see docs/gpu.md.
+export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-0}"
+export TORCH_NCCL_RETHROW_CUDA_ERRORS="${TORCH_NCCL_RETHROW_CUDA_ERRORS:-0}"
 # SIGTERM ends with a checkpoint, for which ranks get two minutes.
+export MOE_CKPT_PATIENCE_S=120
 python=${PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}
 exec "$python" -m torch.distributed.run --nnodes "$nodes" --nproc-per-node 8 \
-    --max-restarts "${MAX_RESTARTS:-20}" --shutdown-timeout 120 --rdzv-backend c10d --rdzv-id "${JOB:-$name}" \
+    --max-restarts "${MAX_RESTARTS:-20}" --shutdown-timeout "$MOE_CKPT_PATIENCE_S" --rdzv-backend c10d --rdzv-id "${JOB:-$name}" \
     --rdzv-endpoint "$HEAD:29500" "$root/pretrain_gpt_moe.py" "${flags[@]}"

@@ -8,7 +8,6 @@ import importlib
 import importlib.util
 import os
 import random
-import socket
 import sys
 import warnings
 from collections.abc import Mapping
@@ -17,46 +16,40 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.moe import Milestone, Timestamps
+from megatron.core.dist_checkpointing.moe import Milestone, ProcessInfo, Timestamps, set_for_parking
 from megatron.pretrain import te_on_cpu
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.config.derived import Environment, virtual_pipeline_size
-from megatron.pretrain.processes import NODE_NAME, started_s
+from megatron.pretrain.processes import started_s
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Place of this process in the job, as torchrun's environment variables say; one process without torchrun."""
+    """Rank of this process in the job, as torchrun's environment variables say; one process without torchrun.
+
+    place: where it runs, and in which job.
+    """
 
     rank: int
     world_size: int
-    local_rank: int
     attempt: int
-    job_id: str
-    node: str
+    place: ProcessInfo
+
+    @property
+    def local_rank(self) -> int:
+        """Among the ranks of its node."""
+        return self.place.local_rank
 
     @staticmethod
     def from_environment() -> Launch:
         number = {name: int(os.environ.get(name, default)) for name, default in _LAUNCH_DEFAULTS.items()}
-        return Launch(
-            rank=number["RANK"],
-            world_size=number["WORLD_SIZE"],
-            local_rank=number["LOCAL_RANK"],
-            attempt=number["TORCHELASTIC_RESTART_COUNT"],
-            job_id=_job_id(),
-            node=os.environ.get(NODE_NAME) or socket.gethostname(),
-        )
+        place = ProcessInfo.from_environment()
+        return Launch(number["RANK"], number["WORLD_SIZE"], number["TORCHELASTIC_RESTART_COUNT"], place)
 
 
-_LAUNCH_DEFAULTS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0"}
-
-
-def _job_id() -> str:
-    """A name that all attempts of one job share and two jobs do not: torchrun's run id, or its process."""
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return f"agent-{os.getppid()}" if run_id == "none" else run_id
+_LAUNCH_DEFAULTS = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
 
 
 def probe_environment(world_size: int) -> Environment:
@@ -173,6 +166,7 @@ def start_process_group(backend: str, launch: Launch, timeout: datetime.timedelt
             # would try to reach the addresses of the workers that died. Where each restart has a store of its own, a
             # prefix would part the workers of agents that count restarts differently, as a spare does.
             store = dist.PrefixStore(f"attempt_{launch.attempt}", store)
+    set_for_parking(backend)
     dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
 
 

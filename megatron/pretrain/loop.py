@@ -59,7 +59,7 @@ class Trainer:
         self._state, self._transformer, self._datasets = state, transformer, datasets
         self._metrics, self._manager = metrics, manager
         self._checkpoints, self._loss_scale = Checkpoints(state, manager), LossScale(state.config, state.optimizer)
-        self._stop = StopConditions(training)
+        self._stop = StopConditions(training, state.config.parallel.distributed_timeout_minutes)
         assert training.global_batch_size and training.micro_batch_size
         data_parallel = parallel_state.get_data_parallel_world_size()
         self._microbatches = training.global_batch_size // (training.micro_batch_size * data_parallel)

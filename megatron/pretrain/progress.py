@@ -20,7 +20,7 @@ def log_progress(state: TrainingState, message: str, launch: Launch | None = Non
         return
     path = Path(str(state.config.checkpoint.save)) / "progress.txt"
     now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S")
-    job = f"Job ID: {launch.job_id}\tAttempt: {launch.attempt}\t" if launch else ""
+    job = f"Job ID: {launch.place.job_here}\tAttempt: {launch.attempt}\t" if launch else ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:

@@ -21,6 +21,9 @@
 : "${SCRIPT:=$root/pretrain_gpt_moe.py}"
 : "${RDZV_HOST:=$(hostname)}" "${RDZV_PORT:=$((20000 + SLURM_JOB_ID % 10000))}" "${ANSWER_S:=60}"
 export KEEP_MEMORY PYTHON
+# Without these torch ends a rank that lost a peer before it has put its state aside; see docs/gpu.md.
+export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-0}"
+export TORCH_NCCL_RETHROW_CUDA_ERRORS="${TORCH_NCCL_RETHROW_CUDA_ERRORS:-0}"
 
 KILL_MARGIN_S=30  # ranks that have not ended by then are killed, so that the job still has time to be requeued
 MEET_S=300        # how long nodes wait for each other, and for their meeting point
@@ -37,6 +40,8 @@ run_job() {
     # Cancelled or preempted: Slurm has told all ranks as well, and decides itself what becomes of the job.
     trap 'stopped=now; say "told to end"' TERM
     trap leave EXIT
+    # How long ranks may take to end, and with it to put their state aside.
+    export MOE_CKPT_PATIENCE_S=$((LEAD_S > KILL_MARGIN_S ? LEAD_S - KILL_MARGIN_S : 1))
     (umask 077 && mkdir -p "$MEMORY")
     rm -f "$outcome"
     # Agents need what is exported here, also where `sbatch --export` hands on less than all.
@@ -50,7 +55,7 @@ run_job() {
     say "run $((${SLURM_RESTART_COUNT:-0} + 1)) on $nodes of $SLURM_JOB_NODELIST, $SPARES spare"
     "${step[@]}" "--nodes=$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$root/scripts/slurm/node.sh" \
         "--nnodes=$nodes" "--nproc-per-node=$NPROC" "--max-restarts=$MAX_RESTARTS" "--moe-ckpt-standbys=$STANDBYS" \
-        "--shutdown-timeout=$((LEAD_S > KILL_MARGIN_S ? LEAD_S - KILL_MARGIN_S : 1))" \
+        "--shutdown-timeout=$MOE_CKPT_PATIENCE_S" \
         "--rdzv-id=$SLURM_JOB_ID" "--rdzv-endpoint=$RDZV_HOST:$RDZV_PORT" "--rdzv-conf=is_host=0,join_timeout=$MEET_S" \
         "$SCRIPT" "${flags[@]}" "$@" &
     wait_for $!

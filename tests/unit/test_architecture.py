@@ -65,17 +65,20 @@ ROWS = {
     f"{ENGINE}.snapshot": Row(f"{PARTS} storage replication megatron_state", "numpy torch"),
     f"{ENGINE}.recovery": Row(f"{PARTS} storage replication replay snapshot", "msgspec"),
     f"{ENGINE}.local_recovery": Row(f"{WORKERS} core_versions", "megatron.core numpy torch"),
-    f"{ENGINE}.runtime": Row(f"{WORKERS} versions config replication local_recovery", "megatron.core torch"),
+    f"{ENGINE}.runtime": Row(
+        f"{WORKERS} versions config core_versions replication local_recovery", "megatron.core torch"
+    ),
     f"{ENGINE}.seats": Row(),
     f"{ENGINE}.contradictions": Row("config errors policy runtime strategies"),
     f"{ENGINE}.manager": Row(
-        "config contradictions errors local_recovery megatron_state recovery runtime seats snapshot strategies types",
+        "config contradictions errors local_recovery megatron_state policy recovery runtime seats snapshot strategies"
+        " types",
         "megatron.core torch",
     ),
     f"{ENGINE}.bridge": Row("config errors manager megatron_state ports strategies", "megatron.core"),
     ENGINE: Row("versions config manager megatron_state recovery runtime seats snapshot types"),
     f"{ENGINE}.stock": Row(
-        "errors ports megatron_state replay seats snapshot strategies config contradictions manager",
+        "errors ports megatron_state replay seats snapshot strategies config contradictions manager runtime",
         "megatron.core torch",
     ),
     # Offline: what people run beside jobs.

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from functools import partial
 
-from megatron.core.dist_checkpointing.moe import MoECheckpointManager, ProcessInfo, Timestamps
+from megatron.core.dist_checkpointing.moe import MoECheckpointManager, Timestamps
 from megatron.core.dist_checkpointing.moe.config import flag_name
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.pretrain.agreement import on_rank_zero
@@ -84,7 +84,7 @@ def _manager(
         micro_batch_size=training.micro_batch_size or 1,
         seq_length=training.seq_length or 0,
         state=loop_state,
-        place=ProcessInfo(launch.local_rank, launch.node, launch.job_id),
+        place=launch.place,
         timestamps=marks,
     )
 

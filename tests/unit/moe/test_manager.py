@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.core.dist_checkpointing.moe.errors import PeerLost, Terminated, UsageError
+from megatron.core.dist_checkpointing.moe.manager import MoECheckpointManager
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause
 from megatron.core.dist_checkpointing.moe.runtime import iteration_hooks
 from megatron.core.dist_checkpointing.moe.runtime.faults import FaultInjector
@@ -16,6 +17,7 @@ from megatron.core.dist_checkpointing.moe.runtime.iteration_hooks import Iterati
 from megatron.core.dist_checkpointing.moe.runtime.step_order import ORDER, LoopCall, LoopPhase, StepOrder
 from megatron.core.dist_checkpointing.moe.runtime.termination import Termination
 from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected
+from megatron.core.dist_checkpointing.moe.runtime.watcher import Interrupted
 from megatron.core.dist_checkpointing.moe.types import StepJournal
 
 
@@ -218,3 +220,71 @@ def test_every_phase_of_a_loop_can_be_left_and_no_call_is_without_a_place() -> N
     for call in (LoopCall.FORWARD_BACKWARD, LoopCall.STEP, LoopCall.STEP_DONE, LoopCall.AFTER_STEP):
         order.follow(call, 1)
     assert order.phase is LoopPhase.BETWEEN
+
+
+def test_passes_that_are_interrupted_leave_no_auxiliary_losses_of_half_an_iteration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noted = [1.0]
+    monkeypatch.setattr(iteration_hooks, "forget_auxiliary_losses", noted.clear)
+
+    def pass_once(loop: Loop, *errors: Exception) -> None:
+        with loop.hooks.forward_backward():
+            for error in errors:
+                raise error
+
+    pass_once(Loop())
+    assert noted == [1.0]
+    with pytest.raises(PeerLost):
+        pass_once(Loop(), PeerLost("rank 3 did not answer"))
+    assert not noted
+
+
+def test_what_fails_after_connections_were_given_up_is_nobodys_fault() -> None:
+    loop = Loop()
+    loop.hooks.begin()
+    loop.hooks.leave(ValueError("no such group"), Cause.TOLD_TO_END)
+    assert loop.session.calls[-1] is Cause.TOLD_TO_END
+
+
+class Standing:
+    """A watcher that was interrupting the main thread, so that its first answer may be that error."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors, self.interrupted, self.stopped = list(errors), Cause.PEER_LOST, list[bool]()
+
+    def stand_down(self) -> None:
+        if self.errors:
+            raise self.errors.pop()
+
+    def stop(self, *, is_good: bool) -> None:
+        self.stopped.append(is_good)
+
+
+def running(watcher: Standing, left: list[Cause | None]) -> Any:
+    """The block of `run`, entered, of a manager that notes why it leaves."""
+    fields = {
+        "communicator": None, "iteration": 3, "finish": lambda **options: None, "_train_iters": 5,
+        "_watch": lambda: watcher, "_termination": Termination(), "_leave": lambda error, cause: left.append(cause),
+    }  # fmt: skip
+    block = MoECheckpointManager.run(SimpleNamespace(**fields))  # type: ignore[arg-type]
+    block.__enter__()
+    return block
+
+
+def test_a_rank_leaves_in_order_though_the_watchers_error_comes_on_its_way_out() -> None:
+    left: list[Cause | None] = []
+    watcher = Standing(Interrupted())
+    block = running(watcher, left)
+    assert not block.__exit__(RuntimeError, RuntimeError("aborted"), None)
+    assert left == [Cause.PEER_LOST]
+    assert watcher.stopped == [False]
+
+
+def test_a_rank_leaves_in_order_though_that_error_kept_the_end_of_the_block_from_being_called() -> None:
+    left: list[Cause | None] = []
+    watcher = Standing()
+    block = running(watcher, left)
+    del block
+    assert left == [Cause.PEER_LOST]
+    assert watcher.stopped == [False]

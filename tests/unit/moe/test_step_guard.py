@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from megatron.core.dist_checkpointing.moe.errors import PeerLost
 from megatron.core.dist_checkpointing.moe.local_recovery.step_guard import StepGuard, Stepped
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause, Decision, StepPhase
 
@@ -185,3 +186,88 @@ def test_a_process_that_waits_at_the_target_parks_it() -> None:
     guard.enter(StepPhase.REPLAYING)
     guard.stands(7, StepPhase.REJOINING)
     assert guard.decide(Cause.PEER_LOST) == Decision(7, False, "The state of the last iteration is whole.")
+
+
+class Marker:
+    """The end of a reduction on a device."""
+
+    def __init__(self, *, passed: bool) -> None:
+        self.passed = passed
+
+    def query(self) -> bool:
+        return self.passed
+
+
+def reducing(marker: Marker, chain: Chain | None = None) -> StepGuard:
+    """A guard whose host is behind the passes of iteration 5, and its device perhaps not."""
+    guard = StepGuard(chain or Chain())
+    guard.stands(4)
+    guard.passes(5)
+    guard.reduced(marker)
+    return guard
+
+
+def test_gradients_are_final_only_where_the_device_had_reduced_them_before_the_abort() -> None:
+    for passed in (True, False):
+        marker = Marker(passed=passed)
+        guard = reducing(marker)
+        assert guard.interrupt()
+        marker.passed = True  # an aborted reduction ends too
+        decision = guard.decide(Cause.PEER_LOST)
+        assert (decision.iteration, decision.gradients) == (4, passed)
+
+
+def test_gradients_on_a_device_are_not_kept_where_something_else_ended_their_reduction() -> None:
+    decision = reducing(Marker(passed=True)).decide(Cause.PEER_LOST)
+    assert (decision.iteration, decision.gradients) == (4, False)
+
+
+def test_passes_that_end_after_the_abort_have_reduced_nothing() -> None:
+    chain = Chain()
+    guard = StepGuard(chain)
+    guard.stands(4)
+    guard.passes(5)
+    assert guard.interrupt()
+    guard.reduced(Marker(passed=True))
+    decision = guard.decide(Cause.PEER_LOST)
+    assert (decision.iteration, decision.gradients) == (4, False)
+
+
+def test_no_update_begins_after_an_interruption() -> None:
+    chain = Chain()
+    guard = begun(chain)
+    assert guard.interrupt()
+    with pytest.raises(PeerLost, match="update does not begin"), guard.stepping(5):
+        chain.step()
+    assert not [done for done in chain.done if done.startswith("update")]
+    assert guard.decide(Cause.PEER_LOST).iteration == 4
+
+
+def test_an_update_is_not_interrupted_before_its_iteration_is_whole() -> None:
+    chain = Chain()
+    guard = begun(chain)
+    answers: list[bool] = []
+    update = chain.chained_optimizers[1].step_with_ready_grads
+
+    def updating() -> bool:
+        answers.append(guard.interrupt())
+        return update()
+
+    chain.chained_optimizers[1].step_with_ready_grads = updating  # type: ignore[method-assign]
+    with guard.stepping(5):
+        chain.step()
+        answers.append(guard.interrupt())
+    guard.stands(5)
+    answers.append(guard.interrupt())
+    assert answers == [False, False, True]
+    assert chain.done == WHOLE_STEP
+
+
+def test_an_update_that_is_cut_off_behind_an_aborted_reduction_leaves_nothing_to_park() -> None:
+    chain, marker = Chain(), Marker(passed=False)
+    guard = reducing(marker, chain)
+    with guard.stepping(5):
+        chain.step()
+        assert guard.interrupt(force=True)
+    guard.stands(5)
+    assert guard.decide(Cause.PEER_LOST).iteration is None

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .recovery.timeline import Milestone as Milestone
     from .recovery.timeline import Timestamps as Timestamps
     from .runtime.disconnect import is_lost_peer as is_lost_peer
+    from .runtime.nccl_settings import set_for_parking as set_for_parking
     from .runtime.process_info import ProcessInfo as ProcessInfo
     from .seats.seat import take_seat as take_seat
     from .snapshot.coordinator import ProtectionReport as ProtectionReport
@@ -33,6 +34,7 @@ _MODULES = {
     "StepJournal": "types",
     "Timestamps": "recovery.timeline",
     "is_lost_peer": "runtime.disconnect",
+    "set_for_parking": "runtime.nccl_settings",
     "take_seat": "seats.seat",
 }
 

@@ -246,6 +246,11 @@ class MoECheckpointConfig:
     log_expert_tokens: bool = flag(
         False, "pec: write the tokens routed to each expert to --metrics-jsonl, one iteration late"
     )
+    interface: str | None = flag(
+        None,
+        "network interface, such as eth0, for all that ranks send each other beside training (default: that of "
+        "GLOO_SOCKET_IFNAME, else of the host's name)",
+    )
     timeout_s: float = flag(300.0, "seconds after which a wait for a peer, a copy or a write is given up", minimum=1)
     strict: bool = flag(
         False, "end training when a snapshot, a replica or a write fails, instead of going on with less protection"

@@ -25,6 +25,7 @@ is going to change, and is followed from inside, so that a rank that fails in it
 from __future__ import annotations
 
 import contextlib
+import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -39,23 +40,28 @@ from megatron.core.utils import get_model_config
 
 from .config import MoECheckpointConfig
 from .contradictions import contradictions
-from .errors import UsageError
+from .errors import MoECheckpointError, UsageError
 from .local_recovery.communicator import BoundaryCommunicator, process_groups
 from .local_recovery.survivor import Passes
 from .megatron_state.trainer_state import LiveTrainerState, LoopState, NoLoopState
+from .policy.parking import Cause
 from .recovery.timeline import RecoveryTimeline, Timestamps
 from .runtime.faults import FaultInjector, Phase, parse_fault
 from .runtime.iteration_hooks import IterationHooks
 from .runtime.live_state import Training
+from .runtime.nccl_settings import process_group_backend, process_group_timeout_s, wrong_settings
 from .runtime.process_info import ProcessInfo
 from .runtime.session import Session
 from .runtime.step_order import LoopCall
 from .runtime.termination import Termination
 from .runtime.unprotected import Unprotected
+from .runtime.watcher import PATIENCE_S, Watcher, stood_down
 from .seats.seat import own_seat
 from .snapshot.coordinator import ProtectionReport
 from .strategies import STRATEGIES
 from .types import StepJournal
+
+log = logging.getLogger(__name__)
 
 
 class MoECheckpointManager:
@@ -101,7 +107,6 @@ class MoECheckpointManager:
         self._train_iters, transformer = train_iters, get_model_config(chunks[0])
         _refuse_contradictions(config, chunks[0], transformer)
         self._trainer = LiveTrainerState(optimizer, scheduler, state or NoLoopState())
-        self._faults = _fault_injector(config, place)
         self._session: Session | Unprotected = session or Unprotected()
         if session is None and config.strategy != "none":
             microbatches = global_batch_size // (micro_batch_size * parallel_state.get_data_parallel_world_size())
@@ -117,6 +122,7 @@ class MoECheckpointManager:
             self._session = Session(config, training, place, timestamps)
         if self._session.protects:
             _let_copies_run_beside_sends(chunks)
+        self._faults = _fault_injector(config, self._session.job_id or place.job_here)
         self._termination, self._finished, self._given, self._seat = Termination(), False, 0, own_seat()
         self._hooks = IterationHooks(
             self._session,
@@ -128,6 +134,9 @@ class MoECheckpointManager:
             replays=config.strategy != "none" and STRATEGIES[config.strategy].replays,
         )
         self._is_active = self._session.protects or bool(config.inject_fault)
+        for line in wrong_settings() if self._session.protects else ():
+            if torch.distributed.get_rank() == 0:
+                log.warning("%s", line)
 
     # Before training.
 
@@ -183,16 +192,26 @@ class MoECheckpointManager:
         """
         if self.communicator is not None:
             self._termination.install()
+        watcher = self._watch()
+        is_good = False
         try:
             yield self
             self.finish(keep_memory=self.iteration < self._train_iters)
+            is_good = True
         except BaseException as error:
-            if isinstance(error, SystemExit) and not error.code:
+            is_good = isinstance(error, SystemExit) and not error.code
+            if is_good:
                 self.finish(keep_memory=self.iteration < self._train_iters)
             else:
-                self._leave(error)
+                try:
+                    cause = stood_down(watcher)
+                except MoECheckpointError:  # the main thread was about to be interrupted, and leaves anyway
+                    cause = stood_down(watcher)
+                self._leave(error, cause)
             raise
         finally:
+            if watcher is not None:
+                watcher.stop(is_good=is_good)
             self._termination.uninstall()
 
     def begin(self) -> None:
@@ -356,10 +375,28 @@ class MoECheckpointManager:
         if self._is_active:
             self._hooks.arm()
 
-    def _leave(self, error: BaseException) -> None:
+    def _leave(self, error: BaseException, interrupted: Cause | None) -> None:
         # With nothing to put aside this rank is gone soon enough.
         if self._session.protects and not self._finished:
-            self._hooks.leave(error)
+            self._hooks.leave(error, interrupted)
+
+    def _watch(self) -> Watcher | None:
+        """Begin to watch this process; None where nothing is protected."""
+        backend, links = process_group_backend(), self._session.links
+        if links is None:
+            return None
+        watcher = Watcher(
+            torch.distributed.get_rank(),
+            self._session,
+            links,
+            lambda: self._termination.is_installed,
+            PATIENCE_S["nccl" if "nccl" in backend else "gloo"],
+            # Torch's own watchdog would do it, were it not told to leave errors alone.
+            stall_s=process_group_timeout_s() if "nccl" in backend else None,
+            is_in_iteration=lambda: not self._hooks.is_between,
+        )
+        watcher.start()
+        return watcher
 
 
 def _refuse_contradictions(config: MoECheckpointConfig, chunk: torch.nn.Module, transformer: Any) -> None:
@@ -381,8 +418,8 @@ def _let_copies_run_beside_sends(chunks: Sequence[torch.nn.Module]) -> None:
         get_model_config(chunk).batch_p2p_sync = False
 
 
-def _fault_injector(config: MoECheckpointConfig, place: ProcessInfo) -> FaultInjector:
+def _fault_injector(config: MoECheckpointConfig, job_id: str) -> FaultInjector:
     """What it fired is remembered across restarts of the job."""
     points = [parse_fault(text) for text in config.inject_fault]
-    ledger = Path(tempfile.gettempdir()) / f"moe-ckpt-faults-{place.job_id}"
+    ledger = Path(tempfile.gettempdir()) / f"moe-ckpt-faults-{job_id}"
     return FaultInjector(points, torch.distributed.get_rank() if points else 0, ledger)

@@ -99,18 +99,6 @@ class LiveGradients:
         """As `local_recovery.park.Gradients.fields`: flat, of the dtype of the master weights."""
         return tuple(Field(shard.key(GRADIENT), _named(main.dtype), (main.numel(),)) for shard, main in self._stepped)
 
-    @classmethod
-    def of(
-        cls,
-        optimizer: MegatronOptimizer,
-        stepped: Sequence[tuple[Shard, torch.Tensor]],
-        prepared: Callable[[], Prepared],
-    ) -> LiveGradients | None:
-        """The gradients of a CPU job; None on GPUs."""
-        # There a reduction may still run when the host goes on, and to let a device go that waits for a lost peer is
-        # to abort it: nobody can tell then whether the gradients are final.
-        return None if any(main.is_cuda for _, main in stepped) else cls(optimizer, stepped, prepared)
-
     @torch.no_grad()
     def copy(self, buffer: Callable[[str], memoryview]) -> None:
         """As `local_recovery.park.Gradients.copy`. Raises UsageError where a master weight has no gradient."""

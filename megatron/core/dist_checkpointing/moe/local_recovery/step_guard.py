@@ -6,6 +6,10 @@ neither: what follows it on this rank alone needs no peer, and compute weights, 
 derived from master weights when state is restored. So the guard lets errors of collectives before the update through,
 and holds back those after its beginning until the step has ended; the process then parks the state of this iteration.
 
+On a device the host runs ahead: it may be past the reduction while that still waits for a peer, and once communicators
+are aborted (`interrupt`) what was under way ends with garbage in its results. So an update does not begin after that,
+and gradients count as reduced only where the device was behind the reduction before.
+
 Checked against Megatron-Core 0.16.1's `ChainedOptimizer.step`: every member prepares its gradients (with a loss scale,
 a collective each), the norm is computed (collectives), gradients are clipped, zeros may be counted (collectives), then
 every member updates its own part, each followed by a gather of compute weights.
@@ -14,18 +18,28 @@ every member updates its own part, each followed by a gather of compute weights.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from megatron.core.optimizer import MegatronOptimizer
 
 from ..core_versions.training import gathers_after_step
+from ..errors import PeerLost
 from ..policy.parking import Cause, Decision, StepPhase, decide
 from ..replay.patches import replaced
 from .gradients import Prepared
 
 _OUTSIDE = (StepPhase.REPLAYING, StepPhase.ROLLING_FORWARD)
+_PROTECTED = (StepPhase.UPDATING, StepPhase.UPDATED)
+
+
+class Marker(Protocol):
+    """A point in what a device was given to do, such as a `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Whether the device has come there."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +66,10 @@ class StepGuard:
         self.stepped: Stepped | None = None
         self.prepared = Prepared()
         self._lost_peer: BaseException | None = None
+        # Against the thread that interrupts: an update begins before it does, or not at all.
+        self._lock = threading.Lock()
+        self._is_interrupted = self._was_reduced = self._is_torn = False
+        self._reduction: Marker | None = None
 
     def stands(self, iteration: int, phase: StepPhase = StepPhase.IDLE) -> None:
         """The state after `iteration` is whole: training stands there, or waits there for others (REJOINING)."""
@@ -66,9 +84,12 @@ class StepGuard:
         if self.phase not in _OUTSIDE:
             self.phase, self.iteration, self.stepped = StepPhase.PASSES, iteration - 1, None
 
-    def reduced(self) -> None:
-        """The passes are over: this rank's part of the gradients will not change any more."""
-        self.prepared = Prepared()
+    def reduced(self, reduction: Marker | None = None) -> None:
+        """The passes are over: this rank's part of the gradients will not change any more.
+
+        reduction: where gradients are on a device, the end of their reduction there.
+        """
+        self.prepared, self._reduction = Prepared(), reduction
         if self.phase not in _OUTSIDE:
             self.phase = StepPhase.REDUCED
 
@@ -90,9 +111,32 @@ class StepGuard:
         if self._lost_peer is not None:
             raise self._lost_peer
 
+    def interrupt(self, *, force: bool = False) -> bool:
+        """Communicators are about to be aborted, by another thread: no update begins from here on.
+
+        False, and nothing is done, while one is under way, or what belongs to its iteration; unless forced.
+        """
+        with self._lock:
+            if self.phase in _PROTECTED and not force:
+                return False
+            if not self._is_interrupted:
+                self._is_interrupted = True
+                is_reduced = self._reduction is None or self._reduction.query()
+                self._was_reduced = self.phase is StepPhase.REDUCED and is_reduced
+                self._is_torn = self.phase in _PROTECTED and not is_reduced
+            return True
+
     def decide(self, cause: Cause) -> Decision:
         """What to park when training is interrupted here."""
-        return decide(self.phase, cause, self.iteration)
+        return decide(self._known_phase(), cause, self.iteration)
+
+    def _known_phase(self) -> StepPhase:
+        """The phase that the device had come to for certain."""
+        if self._is_torn:
+            return StepPhase.UPDATING  # with gradients whose reduction was aborted
+        # Whatever else ended a reduction on a device has left nobody knows what.
+        is_final = self._was_reduced if self._is_interrupted else self._reduction is None
+        return StepPhase.PASSES if self.phase is StepPhase.REDUCED and not is_final else self.phase
 
     def _follow(self, stack: contextlib.ExitStack) -> None:
         optimizer = self._optimizer
@@ -118,7 +162,10 @@ class StepGuard:
 
     def _updating(self, update: Callable[[], bool]) -> Callable[[], bool]:
         def updating() -> bool:
-            self.phase = StepPhase.UPDATING
+            with self._lock:
+                if self._is_interrupted:
+                    raise PeerLost("the optimizer's update does not begin: a peer is lost, and gradients are garbage")
+                self.phase = StepPhase.UPDATING
             return update()
 
         return updating

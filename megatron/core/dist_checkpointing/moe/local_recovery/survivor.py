@@ -31,7 +31,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from ..errors import MoECheckpointError
 from ..megatron_state.operators import Shard, StateTensor
 from ..policy.boundary import tensor_shape
-from ..policy.parking import Cause, StepPhase
+from ..policy.parking import Cause, ParkingBudget, StepPhase
 from ..ports import RANDOM, Capturer, Clock, Json, SnapshotId, StoreFailure, TrainerState, Transport
 from ..recovery.recovery import RollForward
 from ..snapshot.background import ThreadExecutor
@@ -40,6 +40,7 @@ from ..snapshot.identity import Identity
 from ..snapshot.memory_limit import taken_bytes
 from ..snapshot.page_locks import PageLocks
 from ..snapshot.stream_engine import StreamEngine
+from ..storage.checksums import HURRIED_THREADS, checksum_bytes_per_s
 from ..storage.memory import MemoryStore
 from ..types import PARKED, StepJournal, Topology
 from .boundary_copies import BoundaryRecorder
@@ -52,8 +53,6 @@ from .step_guard import StepGuard
 
 log = logging.getLogger(__name__)
 
-PARK_TIMEOUT_S = 25.0
-"""How long parking may take: torchrun kills workers 30 s after it told them to end, unless it is told otherwise."""
 DRAIN_TIMEOUT_S = 5.0
 """How much of it may be spent on boundary logs that are being sealed."""
 
@@ -105,7 +104,7 @@ class SurvivorBuffers:
     @classmethod
     def gathered(cls, live: Live, plan: LogPlan, passes: Passes, transport: Transport) -> SurvivorBuffers:
         """Those of the rank that needs most; a collective. Raises PeerLost."""
-        gradients = LiveGradients.of(live.optimizer, live.stepped, Prepared)
+        gradients = LiveGradients(live.optimizer, live.stepped, Prepared)
         state = park_sizes(live.capturer, live.trainer, LiveBuffers(live.tensors), gradients)
         own = [*state, plan.layout(passes.microbatches).nbytes]
         *parked, logged = (-least for least in transport.least([-nbytes for nbytes in own]))
@@ -138,6 +137,8 @@ class Survivor:
         live: May be replaced by that of another state between two attempts.
         plan: Of the logs.
         passes: What the logs are made of.
+        timeout_s: The longest wait for copies of logs.
+        park_timeout_s: How long parking may take.
     """
 
     def __init__(
@@ -149,12 +150,15 @@ class Survivor:
         passes: Passes,
         clock: Clock,
         timeout_s: float,
+        park_timeout_s: float,
     ) -> None:
         self.store, self._buffers, self.live, self._clock = store, buffers, live, clock
         self._passes, self._plan, self._timeout_s = passes, plan, timeout_s
+        self._park_timeout_s = min(timeout_s, park_timeout_s)
         group = parallel_state.get_pipeline_model_parallel_group()
         self.communicator = BoundaryCommunicator(group, passes.config)
         self.communicator.connect()  # while all ranks are here: a replay may be the first to send, without some of them
+        self._on_device = any(state.tensor.is_cuda for state in live.tensors)
         engine = ThreadEngine("boundary-copy") if live.locks is None else StreamEngine(live.locks)
         self._recorder = BoundaryRecorder(engine)
         self.communicator.sink = self._recorder
@@ -194,8 +198,12 @@ class Survivor:
         """The passes have ended; see `StepGuard.reduced`."""
         assert self._logs is not None
         self._logs.passed()
-        self._guard.reduced()
+        self._guard.reduced(_marked_stream() if self._on_device else None)
         self._progress.loss = self._progress.num_tokens = None
+
+    def interrupt(self, *, force: bool) -> bool:
+        """See `StepGuard.interrupt`; called by another thread than the one that trains."""
+        return self._guard.interrupt(force=force)
 
     def stepping(self, iteration: int, loss: float | None, num_tokens: int | None) -> AbstractContextManager[None]:
         """See `StepGuard.stepping`; `loss` and `num_tokens` are those of the iteration."""
@@ -266,7 +274,7 @@ class Survivor:
         if self._parker is None or self._logs is None:
             return "nothing was parked: training had not begun"
         decision, progress = self._guard.decide(cause), self._progress
-        until_s = self._clock.now_s() + min(self._timeout_s, PARK_TIMEOUT_S)
+        until_s = self._clock.now_s() + self._park_timeout_s
         missing = self._logs.drain(DRAIN_TIMEOUT_S) if cause is not Cause.OWN_ERROR else ""
         journal = progress.journal
         if decision.iteration is not None and decision.iteration != progress.iteration:
@@ -331,6 +339,15 @@ class Survivor:
         """Of the boundary logs that are kept at most, the Y of MoEvement Table 6."""
         return sum(self._plan.sizes(self._passes.microbatches))
 
+    def parking_budget(self) -> ParkingBudget:
+        """How long parking would take, while no copy is under way."""
+        return ParkingBudget(
+            sum(self._buffers.parked),
+            self.live.capturer.bandwidth_bytes_per_s,
+            checksum_bytes_per_s(HURRIED_THREADS),
+            self._park_timeout_s,
+        )
+
     def settle(self) -> None:
         """Bring what is under way to its end."""
         if self._logs is not None:
@@ -339,7 +356,7 @@ class Survivor:
 
     def _park_ports(self, identity: Identity) -> ParkPorts:
         live, guard = self.live, self._guard
-        gradients = LiveGradients.of(live.optimizer, live.stepped, lambda: guard.prepared)
+        gradients = LiveGradients(live.optimizer, live.stepped, lambda: guard.prepared)
         moving, rank = LiveBuffers(live.tensors), self._plan.rank
         return ParkPorts(self.store, live.capturer, live.trainer, self._clock, rank, identity.facts, moving, gradients)
 
@@ -352,3 +369,10 @@ class Survivor:
             self.store.close()
         else:
             self.store.remove()
+
+
+def _marked_stream() -> torch.cuda.Event:
+    """The point up to which the current stream, which waits for the reduction of gradients, was given work."""
+    marker = torch.cuda.Event()
+    marker.record()
+    return marker

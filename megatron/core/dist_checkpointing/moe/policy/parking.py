@@ -84,6 +84,33 @@ PARKING: Mapping[tuple[StepPhase, Cause], Rule] = {
 
 
 @dataclass(frozen=True)
+class ParkingBudget:
+    """What parking takes, and how long the launcher lets a process live after it told it to end."""
+
+    nbytes: int
+    copy_bytes_per_s: float
+    checksum_bytes_per_s: float
+    allowed_s: float
+
+    @property
+    def seconds(self) -> float:
+        """As measured before: to copy all of it, then to seal it."""
+        return self.nbytes / self.copy_bytes_per_s + self.nbytes / self.checksum_bytes_per_s
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is time for twice of that: nobody else hurries then, but all ranks of a node park at once."""
+        return 2 * self.seconds <= self.allowed_s
+
+    def __str__(self) -> str:
+        rates = f"copies {self.copy_bytes_per_s / 1e9:.1f} GB/s, checksums {self.checksum_bytes_per_s / 1e9:.1f} GB/s"
+        return (
+            f"parking takes {self.nbytes / 1e9:.3f} GB per rank, about {self.seconds:.1f} s ({rates}), of the"
+            f" {self.allowed_s:g} s that the launcher leaves for it"
+        )
+
+
+@dataclass(frozen=True)
 class Decision:
     """What to park.
 

@@ -150,13 +150,17 @@ class ProcessGroupTransport:
     c10d store that all ranks reach; the transport talks to it over a connection of its own. name: the same on all
     ranks, different for each transport and for each start of the job (a torchrun restart keeps the store). timeout_s:
     longest wait for another rank, twice that for it to come to a renewal; in longer messages, for each CHUNK_BYTES.
-    It must be longer than ranks are ever apart. Memory is that of the host; read-only memory can be sent.
+    It must be longer than ranks are ever apart. interface: of the network; empty: the one of the host's name. Memory is
+    that of the host; read-only memory can be sent.
 
     Making one is a renewal. Raises PeerLost when not all ranks come in time.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, name: str, timeout_s: float) -> None:
+    def __init__(
+        self, store: Store, rank: int, world_size: int, name: str, timeout_s: float, *, interface: str = ""
+    ) -> None:
         self.rank, self.world_size, self._timeout_s = rank, world_size, timeout_s
+        self._interface = interface
         self.timeout = timedelta(seconds=timeout_s)
         # A clone has a connection of its own: on a shared one each call waits for those of other threads.
         own = store.clone()
@@ -213,7 +217,7 @@ class ProcessGroupTransport:
             left_s = max(deadline - time.monotonic(), _CONNECT_AT_LEAST_S)
             # A prefix of its own: gloo would find the addresses of the old connections under the old one.
             place = PrefixStore(str(number), self._store)
-            group = ProcessGroupGloo(place, self.rank, self.world_size, timedelta(seconds=left_s))
+            group = ProcessGroupGloo(place, self.rank, self.world_size, self._options(left_s))
         except PeerLost as error:
             self._drop(str(error))
             raise
@@ -236,6 +240,13 @@ class ProcessGroupTransport:
         sentence = f"rank {self.rank} failed to {what} (timeout {self._timeout_s:g} s): {_reason(error)}"
         self._drop(sentence)
         return PeerLost(sentence)
+
+    def _options(self, timeout_s: float) -> Any:
+        options = ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        device = ProcessGroupGloo.create_device(interface=self._interface) if self._interface else None
+        options._devices = [device or ProcessGroupGloo.create_default_device()]
+        return options
 
     def _drop(self, why: str) -> None:
         # The last reference to the group goes: gloo closes its sockets, which is how other ranks notice at once.

@@ -74,14 +74,25 @@ class StoreReplica:
 
 
 class ReplicaReceiver:
-    """Takes snapshots of other ranks into a memory store."""
+    """Takes snapshots of other ranks into a memory store.
 
-    def __init__(self, store: MappedStore, clock: Clock) -> None:
-        self._store, self._clock = store, clock
+    job: in which they must have been made, else this node would list them in vain after a fault; empty for any.
+    """
+
+    def __init__(self, store: MappedStore, clock: Clock, job: str = "") -> None:
+        self._store, self._clock, self._job = store, clock, job
 
     def holds(self, owner: int, manifest: bytes) -> bool:
-        """Whether exactly this snapshot is sealed here already; one that differs under its name is given up."""
+        """Whether exactly this snapshot is sealed here already; one that differs under its name is given up.
+
+        Raises UsageError for a snapshot that no recovery would take from here.
+        """
         wanted = decode(manifest, f"manifest from rank {owner}")
+        if self._job and wanted.facts.job != self._job:
+            raise UsageError(
+                f"it belongs to job {wanted.facts.job}, and this rank to job {self._job}: no recovery would take it;"
+                " give all ranks one job id (torchrun --rdzv-id)"
+            )
         try:
             with self._store.open(wanted.snapshot) as reader:
                 mine = reader.manifest

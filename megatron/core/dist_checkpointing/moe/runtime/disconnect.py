@@ -75,8 +75,8 @@ def _abort_communicators() -> None:
         return
 
     def abort() -> None:
-        # A group that is broken already may raise; nobody needs to know.
-        with contextlib.suppress(RuntimeError):
+        # A group that is broken already, or is being aborted by another thread, may raise; nobody needs to know.
+        with contextlib.suppress(Exception):
             dist.distributed_c10d._abort_process_group()
 
     thread = threading.Thread(target=abort, name="abort-communicators", daemon=True)

@@ -12,6 +12,7 @@ import torch
 
 from megatron.core.optimizer import MegatronOptimizer
 
+from ..core_versions.training import forget_auxiliary_losses
 from ..errors import Terminated, UsageError
 from ..megatron_state.trainer_state import LiveTrainerState
 from ..policy.parking import Cause
@@ -110,8 +111,12 @@ class IterationHooks:
         self._reached(Phase.START)
         self.loss = self._num_tokens = None
         self._session.passes(iteration)
-        with self._noting_tokens():
-            yield
+        try:
+            with self._noting_tokens():
+                yield
+        except BaseException:
+            forget_auxiliary_losses()  # of half an iteration
+            raise
         self._session.reduced()
 
     def step_done(self) -> None:
@@ -147,13 +152,18 @@ class IterationHooks:
         self.disarm()
         self._session.shutdown(keep_memory=keep_memory)
 
-    def leave(self, error: BaseException) -> None:
-        """Training ends here with an error: let the other ranks know at once, and put aside what is whole."""
+    def leave(self, error: BaseException, interrupted: Cause | None = None) -> None:
+        """Training ends here with an error: let the other ranks know at once, and put aside what is whole.
+
+        interrupted: why connections were given up before, if they were: then nobody is to blame for what failed.
+        """
         self.disarm()
         with contextlib.suppress(Exception):  # what the step held back says no more than `error`
             self._stepping.close()
         if self._in_step:
             cause = Cause.OWN_ERROR  # master weights are newer than the scheduler, or than what the loop counts
+        elif interrupted is not None:
+            cause = interrupted
         elif isinstance(error, Terminated):
             cause = Cause.TOLD_TO_END
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +12,15 @@ import torch
 from ..config import MoECheckpointConfig
 from ..errors import UsageError
 from ..megatron_state.megatron import read_topology
-from ..ports import NoRoom, Transport
+from ..ports import Json, NoRoom, Transport
 from ..replication.agreement import raise_on_all_ranks
+from ..replication.interface import Endpoint, check_endpoints, own_endpoint
 from ..replication.process_group import ProcessGroupTransport
+from ..replication.store_gather import gathered_by_store
 from ..storage.memory import MemoryStore
 from ..types import Topology
-from .process_info import ProcessInfo, memory_folder, open_memory
+from .peer_links import PeerLinks
+from .process_info import JobClaim, ProcessInfo, agree_on_job, memory_folder, open_memory
 
 log = logging.getLogger(__name__)
 
@@ -27,20 +30,58 @@ RECOVERY_PATIENCE = 12
 _KEPT = {"slot": "snapshots", "standby": "boundary logs and parked state"}
 
 
+class Introduction(NamedTuple):
+    """What all ranks know of each other before they connect: where each is, and the id of their job."""
+
+    endpoints: tuple[Endpoint, ...]
+    job_id: str
+
+
+def introduced(store: torch.distributed.Store, config: MoECheckpointConfig, place: ProcessInfo) -> Introduction:
+    """A collective through the store. Raises UsageError on all ranks alike, PeerLost."""
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    own: dict[str, Json]
+    try:
+        own = {"endpoint": asdict(own_endpoint(config.interface)), "job": asdict(JobClaim.of(config, place))}
+    except UsageError as error:
+        own = {"problem": f"rank {rank}: {error}"}
+    found: list[Any] = gathered_by_store(store, "moe-ckpt-ranks", rank, world_size, own, config.timeout_s)
+    if problems := [one["problem"] for one in found if "problem" in one]:
+        raise UsageError(problems[0])
+    endpoints = tuple(Endpoint(**one["endpoint"]) for one in found)
+    check_endpoints(endpoints)
+    if rank == 0:
+        name = endpoints[0].interface or f"that of the host name {endpoints[0].host}"
+        log.info("checkpoints talk over interface %s, address %s on rank 0", name, endpoints[0].address)
+    return Introduction(endpoints, agree_on_job([JobClaim(**one["job"]) for one in found]))
+
+
 class Transports(NamedTuple):
     """One for small messages and one for replicas, so that neither waits behind the other; and one for a recovery, in
-    which ranks wait for others that read from slow storage (a dead one is noticed at once all the same)."""
+    which ranks wait for others that read from slow storage (a dead one is noticed at once all the same); and links that
+    tell of the loss of a peer while nothing is under way."""
 
     control: ProcessGroupTransport
     data: ProcessGroupTransport
     patient: ProcessGroupTransport
+    links: PeerLinks
 
     @classmethod
-    def connected(cls, store: torch.distributed.Store, timeout_s: float) -> Transports:
-        """Between all ranks, which find each other in `store`: that of this attempt, as others' addresses mislead."""
+    def connected(cls, store: torch.distributed.Store, timeout_s: float, endpoints: Sequence[Endpoint]) -> Transports:
+        """Between all ranks, which find each other in `store`: that of this attempt, as others' addresses mislead.
+
+        Raises PeerLost.
+        """
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        # First, because it says which rank does not answer, and where.
+        links = PeerLinks(store, rank, world_size, endpoints[rank].address, timeout_s)
         waits = {"control": timeout_s, "data": timeout_s, "recovery": RECOVERY_PATIENCE * timeout_s}
-        return cls(*(ProcessGroupTransport(store, rank, world_size, f"moe-ckpt-{name}", waits[name]) for name in waits))
+        interface = endpoints[rank].interface
+        control, data, patient = (
+            ProcessGroupTransport(store, rank, world_size, f"moe-ckpt-{name}", wait_s, interface=interface)
+            for name, wait_s in waits.items()
+        )
+        return cls(control, data, patient, links)
 
 
 def placed_topology(transport: Transport, place: ProcessInfo) -> Topology:

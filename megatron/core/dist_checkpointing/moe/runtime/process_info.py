@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import getpass
 import os
+import re
 import shutil
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..config import MoECheckpointConfig
@@ -19,9 +20,17 @@ from ..ports import Store
 from ..snapshot.memory_limit import NodeMemory
 from ..storage.base import open_durable
 from ..storage.memory import MemoryStore
-from ..storage.ownership import slot_directory
+from ..storage.ownership import job_of_launcher, launcher, slot_directory
 from ..storage.system import node_memory_bytes
 from ..types import Topology
+
+PATIENCE = "MOE_CKPT_PATIENCE_S"
+"""Environment variable that says for how many seconds the launcher lets a process live that it told to end."""
+TORCHRUN_PATIENCE_S = 30.0
+"""Torchrun's own, unless it is given --shutdown-timeout; workers are not told."""
+LEAVING_MARGIN_S = 5.0
+"""How much of it is left for hanging up before, and for the end of the process after parking."""
+PATIENCE_ADVICE = f"raise torchrun's --shutdown-timeout, and set {PATIENCE} to the same seconds"
 
 NODE_NAME = "MOE_CKPT_NODE"
 """Environment variable that names the node where several are played on one machine; else the host's name counts."""
@@ -31,12 +40,16 @@ NODE_NAME = "MOE_CKPT_NODE"
 class ProcessInfo:
     """Where this process runs: its local rank, and a name of its node that no other node of the job has.
 
-    job_id: the same for all attempts of a job, and for no other job.
+    job_id: the same for all attempts of a job, and for no other job; empty where the environment names none, until all
+    ranks have agreed on one (`agree_on_job`). launcher: what starts this process again. patience_s: how long it lets
+    the process live after it told it to end.
     """
 
     local_rank: int
     node: str
-    job_id: str
+    job_id: str = ""
+    launcher: str = ""
+    patience_s: float = TORCHRUN_PATIENCE_S
 
     @classmethod
     def from_environment(cls) -> ProcessInfo:
@@ -45,15 +58,82 @@ class ProcessInfo:
         `MOE_CKPT_NODE` names the node where several are played on one machine.
         """
         local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
-        return cls(int(local_rank), os.environ.get(NODE_NAME) or socket.gethostname(), _job_id())
+        node = os.environ.get(NODE_NAME) or socket.gethostname()
+        return cls(int(local_rank), node, _named_job(), launcher(), _patience_s())
+
+    @property
+    def park_timeout_s(self) -> float:
+        """How long parking may take of that."""
+        return max(1.0, self.patience_s - LEAVING_MARGIN_S)
+
+    @property
+    def job_here(self) -> str:
+        """The job as far as this process alone knows it: the same when its launcher starts it again."""
+        return self.job_id or f"agent-{_NO_NAME.sub('-', self.node)[:64]}-{self.launcher}"
 
 
-def _job_id() -> str:
-    """A name that all attempts of one job share and two jobs do not: of torchrun's run, Slurm's job, or its parent."""
+def _patience_s() -> float:
+    """Raises UsageError for what is no number of seconds."""
+    text = os.environ.get(PATIENCE, str(TORCHRUN_PATIENCE_S))
+    try:
+        patience_s = float(text)
+    except ValueError:
+        patience_s = 0.0
+    if not 0 < patience_s < float("inf"):
+        raise UsageError(f"{PATIENCE} {text} must be a positive number of seconds")
+    return patience_s
+
+
+_NO_NAME = re.compile(r"[^A-Za-z0-9_-]")
+
+
+def _named_job() -> str:
+    """The name of torchrun's run (`--rdzv-id`), or of Slurm's job; else empty: torchrun calls all others "none"."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if run_id != "none":
         return run_id
-    return f"slurm-{os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else f"agent-{os.getppid()}"
+    return f"slurm-{os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
+
+
+@dataclass(frozen=True)
+class JobClaim:
+    """What one rank knows of the job's id.
+
+    named: by its environment. kept: under which its launcher has kept memory on this node. own: what it would choose.
+    """
+
+    named: str
+    kept: str
+    own: str
+
+    @classmethod
+    def of(cls, config: MoECheckpointConfig, place: ProcessInfo) -> JobClaim:
+        """What this rank knows."""
+        kept = "" if place.job_id else job_of_launcher(memory_folder(config) / place.node)
+        return cls(place.job_id, kept, place.job_here)
+
+    def to_data(self) -> dict[str, str]:
+        """As JSON."""
+        return asdict(self)
+
+
+def agree_on_job(claims: Sequence[JobClaim]) -> str:
+    """The id of the job, from what all ranks know, in their order.
+
+    A name that any rank was given; else the id under which memory of an earlier attempt is there, which a launcher that
+    is still the same has kept, on whichever node; else the choice of rank 0.
+
+    Raises UsageError where ranks were given different names.
+    """
+    named = {claim.named: rank for rank, claim in reversed(list(enumerate(claims))) if claim.named}
+    if len(named) > 1:
+        different = ", ".join(f"rank {rank} belongs to job {name!r}" for name, rank in sorted(named.items()))
+        raise UsageError(
+            f"the ranks were started as parts of different jobs: {different}; give all of them one id (torchrun"
+            " --rdzv-id, the same on every node)"
+        )
+    kept = (claim.kept for claim in claims if claim.kept)
+    return next(iter(named), "") or next(kept, "") or claims[0].own
 
 
 def memory_folder(config: MoECheckpointConfig) -> Path:

@@ -52,8 +52,17 @@ from ..types import RecoveryPlan, StepJournal
 from ..versions import check_versions, found_versions
 from .clock import SystemClock
 from .live_state import LiveState, Training
-from .opening import Transports, open_memories, parallel_layout, placed_topology
-from .process_info import ProcessInfo, drop_memory, memory_folder, node_memory, open_persistent, replicas_placed
+from .opening import Transports, introduced, open_memories, parallel_layout, placed_topology
+from .peer_links import PeerLinks
+from .process_info import (
+    PATIENCE_ADVICE,
+    ProcessInfo,
+    drop_memory,
+    memory_folder,
+    node_memory,
+    open_persistent,
+    replicas_placed,
+)
 from .restart_sequence import RestartSequence
 
 log = logging.getLogger(__name__)
@@ -83,6 +92,8 @@ class Session:
     `whole`                      when the state after the iteration is complete
     `step_end`                   when checkpoints and evaluation are done: protect it (`stepped` in a replay)
     `report`, `reported`         to write the iteration's numbers down, and after that
+    `job_id`                     of this job, in all its attempts
+    `interrupt`, `links`         for the watcher of this process: connections are about to be given up
     `failure`                    on each rank where training ends with an error
     `shutdown`                   on all ranks, where it ends well
     ============================ =====================================================================================
@@ -100,7 +111,11 @@ class Session:
         self._config, self._training, self._place = config, training, place
         self._timestamps, self._clock = timestamps or Timestamps(), SystemClock()
         self._rank = torch.distributed.get_rank()
-        self._control, self._data, self._patient = Transports.connected(_get_default_store(), config.timeout_s)
+        store = _get_default_store()
+        endpoints, job_id = introduced(store, config, place)
+        self._place = place = replace(place, job_id=job_id)
+        transports = Transports.connected(store, config.timeout_s, endpoints)
+        self._control, self._data, self._patient, self._links = transports
         self._together(self._check_versions)
         # Nodes of all ranks: where replicas go and which copies are near depends on them, and so does all below.
         self._topology = self._together(lambda: placed_topology(self._control, place))
@@ -192,7 +207,8 @@ class Session:
         sizes["standby"] = buffers.sizes(plan)
 
         def survivor(memories: Mapping[str, MemoryStore]) -> Survivor:
-            return Survivor(memories["standby"], buffers, state.live, plan, passes, self._clock, config.timeout_s)
+            times_s = config.timeout_s, self._place.park_timeout_s
+            return Survivor(memories["standby"], buffers, state.live, plan, passes, self._clock, *times_s)
 
         return sizes, survivor
 
@@ -312,6 +328,11 @@ class Session:
         if self._survivor is not None:
             self._survivor.attend(identity, iteration)
             self._fit_logs()
+            if self._rank == 0:
+                budget = self._survivor.parking_budget()
+                log.info("%s", budget)
+                if not budget.fits:
+                    log.warning("that may not suffice for all ranks of a node at once: %s", PATIENCE_ADVICE)
         self._timestamps.mark(Milestone.REJOINED)
         if outcome is not None:
             times = self._timestamps, self._times_left
@@ -408,6 +429,20 @@ class Session:
         """See `Coordinator.report`."""
         assert self._coordinator is not None
         return self._coordinator.report()
+
+    @property
+    def job_id(self) -> str:
+        """On which all ranks have agreed."""
+        return self._place.job_id
+
+    @property
+    def links(self) -> PeerLinks | None:
+        """Which close when a peer is lost."""
+        return self._links
+
+    def interrupt(self, *, force: bool) -> bool:
+        """See `StepGuard.interrupt`; called by another thread. Where nothing is parked, no step needs protection."""
+        return self._survivor is None or self._survivor.interrupt(force=force)
 
     def failure(self, cause: Cause) -> None:
         """Training ends here with an error: nothing new is begun, what is sealed stays, and what is whole is parked.

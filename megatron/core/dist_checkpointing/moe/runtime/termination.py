@@ -29,8 +29,13 @@ class Termination:
 
     def uninstall(self) -> None:
         """Let the signal end this process again; nothing happens where it was not caught."""
-        if self._process == os.getpid() and signal.getsignal(signal.SIGTERM) == self._on_signal:
+        if self.is_installed:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether this object handles the signal now."""
+        return self._process == os.getpid() and signal.getsignal(signal.SIGTERM) == self._on_signal
 
     @property
     def is_requested(self) -> bool:

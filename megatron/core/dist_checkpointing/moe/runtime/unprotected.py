@@ -15,8 +15,8 @@ class Unprotected:
     """
 
     protects = is_replaying = replays_alone = repeats_steps = is_own = False
-    communicator = unreported = episode = None
-    unusable = ""
+    communicator = unreported = episode = links = None
+    unusable = job_id = ""
 
     def refresh(self) -> None:
         """There is no state to enumerate."""
@@ -69,6 +69,10 @@ class Unprotected:
 
     def report(self) -> None:
         """There is no protection to report."""
+
+    def interrupt(self, *, force: bool) -> bool:
+        """No step is protected."""
+        return True
 
     def failure(self, cause: Cause) -> None:
         """Nothing is parked."""

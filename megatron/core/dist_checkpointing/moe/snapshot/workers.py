@@ -84,7 +84,7 @@ class ReplicationWorker:
         self._store, self._replicator, self._transport = store, replicator, transport
         self._clock, self._identity = clock, identity
         self._owners = tuple(owners)
-        self._receiver = ReplicaReceiver(store, clock)
+        self._receiver = ReplicaReceiver(store, clock, identity.job)
         self._connected = True
 
     def protect(self, task: SnapshotTask) -> None:

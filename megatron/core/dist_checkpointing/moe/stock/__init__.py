@@ -15,8 +15,11 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import TypeVar
 
+import torch
+
 from ..errors import UsageError
 from ..manager import MoECheckpointManager
+from ..runtime.nccl_settings import set_for_parking
 from .flags import arguments
 from .hooks import Hooks
 from .iteration import Report, StockIteration
@@ -44,6 +47,8 @@ def protected(pretrain: Callable[..., Result], report: Report | None = None) -> 
             raise UsageError(
                 f"there is no {LOOP}: Megatron-Core {version('megatron-core')} has no training loop; 0.17 and later do"
             ) from error
+        if torch.cuda.is_available() and not torch.distributed.is_initialized():
+            set_for_parking("nccl")
         core = version("megatron-core")
         hooks = Hooks(loop, core, MoECheckpointManager, report)
         with shipped_helpers(), hooks, installed(loop, hooks.by_name(), core):

@@ -77,7 +77,8 @@ class Claim:
             ) from None
         self._descriptor = descriptor
         _MINE[path] = self
-        content = json.dumps({"job": job, "slot": slot, "process": os.getpid(), "host": os.uname().nodename})
+        facts = {"job": job, "slot": slot, "process": os.getpid(), "host": os.uname().nodename}
+        content = json.dumps(facts | {"launcher": launcher()})
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, content.encode(), 0)
 
@@ -92,6 +93,35 @@ class Claim:
     def __del__(self) -> None:
         with suppress(OSError):
             self.release()
+
+
+def launcher() -> str:
+    """The process that starts this one again when it fails: torchrun's agent, where there is one, else the parent.
+
+    A wrapper between them has the variables of a worker too, and is passed by. Differs for each launcher on a node,
+    also where one gets the number of another that has ended.
+    """
+    process = psutil.Process(os.getppid())
+    with suppress(psutil.Error):
+        while "LOCAL_RANK" in os.environ and "LOCAL_RANK" in process.environ():
+            process = process.parent() or process
+    try:
+        return f"{process.pid}-{process.create_time():.2f}"
+    except psutil.Error:  # it has ended
+        return f"{process.pid}-0"
+
+
+def job_of_launcher(memory_dir: Path) -> str:
+    """The job that an earlier process of this process's launcher left memory of; empty if none did."""
+    own = launcher()
+    for path in sorted(memory_dir.glob(f"*/*/{OWNER_FILE}")):
+        if is_claimed_here(path):
+            continue
+        with suppress(OSError, ValueError):
+            said = json.loads(path.read_text())
+            if said.get("launcher") == own:
+                return str(said["job"])
+    return ""
 
 
 def slot_directory(memory_dir: Path, job: str, slot: int, area: str = SLOT) -> Path:

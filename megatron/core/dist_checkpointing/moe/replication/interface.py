@@ -1,0 +1,99 @@
+"""The network that ranks talk over beside training: which interface, which address, and what is wrong with it."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import UsageError
+
+FLAG = "--moe-ckpt-interface"
+VARIABLE = "GLOO_SOCKET_IFNAME"
+"""Gloo's own environment variable, which counts where the flag is not given; gloo takes the first of several names."""
+
+_SIOCGIFADDR = 0x8915
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a rank can be reached.
+
+    interface: empty where the address is the one that the host's name resolves to. machine: differs where hosts may
+    have one name. interfaces: all that it has.
+    """
+
+    interface: str
+    address: str
+    host: str
+    machine: str
+    interfaces: str = ""
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether no other machine reaches this address."""
+        return ipaddress.ip_address(self.address).is_loopback
+
+
+def own_endpoint(interface: str | None) -> Endpoint:
+    """That of this process, on the interface of the flag, else of the variable, else as gloo chooses it.
+
+    Raises UsageError for an interface that this machine does not have.
+    """
+    name = interface or os.environ.get(VARIABLE, "").split(",")[0]
+    host = socket.gethostname()
+    address = _address_of(name, FLAG if interface else VARIABLE) if name else _resolved(host)
+    machine = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else host
+    return Endpoint(name, address, host, machine, _shown_interfaces())
+
+
+def check_endpoints(endpoints: Sequence[Endpoint]) -> None:
+    """Raises UsageError where the job has several machines, and the address of one of them is its loopback."""
+    if len({endpoint.machine for endpoint in endpoints}) < 2:
+        return
+    for rank, endpoint in enumerate(endpoints):
+        if endpoint.is_loopback:
+            what = f"interface {endpoint.interface}" if endpoint.interface else f"host name {endpoint.host}"
+            raise UsageError(
+                f"the {what} of rank {rank} leads to {endpoint.address}, which no other machine reaches: give {FLAG}"
+                f" (or {VARIABLE}) the interface that connects the nodes; that machine has {endpoint.interfaces}"
+            )
+
+
+def _address_of(name: str, source: str) -> str:
+    """The IPv4 address of an interface. Raises UsageError for one that is not there, or has none."""
+    if name not in (known for _, known in socket.if_nameindex()):
+        raise UsageError(f"{source} {name}: this machine has no such interface, but {_shown_interfaces()}")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError as error:
+            raise UsageError(
+                f"{source} {name}: the interface has no IPv4 address ({error.strerror}); there are"
+                f" {_shown_interfaces()}"
+            ) from error
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _resolved(host: str) -> str:
+    """The first address of this host's name that it has; its loopback where there is none, as gloo does."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        found = []
+    for family, _, _, _, where in sorted(found, key=lambda one: one[0] != socket.AF_INET):
+        with socket.socket(family, socket.SOCK_STREAM) as probe, suppress(OSError):
+            probe.bind((where[0], 0))
+            return str(where[0])
+    return "127.0.0.1"
+
+
+def _shown_interfaces() -> str:
+    return ", ".join(name for _, name in socket.if_nameindex())

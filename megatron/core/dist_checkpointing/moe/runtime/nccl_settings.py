@@ -1,0 +1,63 @@
+"""What torch has to be told about NCCL so that a rank which lost a peer can put its state aside.
+
+By default torch's watchdog ends the process when a communicator fails or a collective takes too long, with no word to
+Python. All of it is read when process groups are made, so it has to be set before.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, MutableMapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+SETTINGS: Mapping[str, tuple[str, str]] = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("0", "torch's watchdog ends the process before its state is put aside"),
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": ("0", "an error of an aborted kernel ends the process from a thread of torch"),
+}
+"""What has to be set, and what happens otherwise."""
+
+_DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+_FROM_AGENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+"""What torchrun sets for workers where nobody else did; the same value of a user cannot be told from it."""
+
+
+def set_for_parking(backend: str, environment: MutableMapping[str, str] | None = None) -> None:
+    """Set what nobody has set otherwise; before process groups are made, and only for NCCL.
+
+    environment: of this process, if not given.
+    """
+    if "nccl" not in backend:
+        return
+    environment = os.environ if environment is None else environment
+    is_worker = "TORCHELASTIC_RUN_ID" in environment
+    for name, (value, _) in SETTINGS.items():
+        if name not in environment or (is_worker and environment[name] == _FROM_AGENT.get(name)):
+            environment[name] = value
+
+
+def wrong_settings(environment: Mapping[str, str] | None = None, backend: str | None = None) -> Iterator[str]:
+    """A sentence for each variable with which no rank parks under NCCL; none for other backends."""
+    if "nccl" not in (process_group_backend() if backend is None else backend):
+        return
+    environment = os.environ if environment is None else environment
+    for name, (value, why) in SETTINGS.items():
+        found = environment.get(name)
+        if found != value:
+            is_now = f"is {found}" if found is not None else "is not set"
+            yield f"{name} {is_now}: when a peer is lost, {why}; set {name}={value} before process groups are made"
+
+
+def process_group_backend() -> str:
+    """Of the default group; empty where there is none."""
+    return str(dist.get_backend()) if dist.is_initialized() else ""
+
+
+def process_group_timeout_s(device: str = "cuda") -> float:
+    """How long a collective of the default group may take, as whoever made it said, else as torch says."""
+    options = getattr(dist.distributed_c10d._get_default_group()._get_backend(torch.device(device)), "options", None)
+    timeout = getattr(options, "_timeout", None) or _DEFAULT_TIMEOUT
+    return float(timeout.total_seconds())

@@ -1,0 +1,142 @@
+"""How a rank notices at once that another one has ended: idle connections whose other end closes.
+
+The transports beside training cannot tell it. Most of the time no message is under way on them, so nothing fails; and
+they close by themselves when a peer is late. Nothing is ever sent over a link but one byte before a good end, so it
+closes when the process at the other end dies, hangs up, or (by keep-alive probes) when its machine is gone.
+
+Each rank has links to those 1, 2, 4, ... ranks after it: 2 log2(N) sockets. Whoever loses a peer hangs up, which its
+own links tell to others, so all N ranks hear of a loss in log2(N) steps.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+import weakref
+from contextlib import suppress
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store
+
+from ..ports import PeerLost
+
+_GOODBYE = b"."
+_HELLO = struct.Struct("!Q")
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
+"""Seconds of silence before the first probe, between two, and how many may stay unanswered: 11 s for a power cut."""
+
+_ALL: weakref.WeakSet[PeerLinks] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for links in list(_ALL):
+        links.forget()
+
+
+# A helper that outlives a killed trainer would hold the connections open, and hide its death.
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class PeerLinks:
+    """The links of one rank; `sockets` has the rank at the other end of each.
+
+    Making them is a collective over all ranks, which find each other in `store`.
+
+    Args:
+        address: Under which other ranks reach this one.
+        timeout_s: How long the others may take to come.
+
+    Raises:
+        PeerLost: One did not; says which, and where it should have been.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, address: str, timeout_s: float) -> None:
+        self._rank, self._deadline_s = rank, time.monotonic() + timeout_s
+        self._store, self._timeout_s = PrefixStore("peer-links", store), timeout_s
+        self.sockets: dict[socket.socket, int] = {}
+        steps = [1 << power for power in range(world_size.bit_length()) if 1 << power < world_size]
+        _ALL.add(self)
+        if steps:
+            try:
+                self._connect([(rank + step) % world_size for step in steps], address, len(steps))
+            except BaseException:
+                self.forget()
+                raise
+
+    def _connect(self, others: list[int], address: str, incoming: int) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.create_server((address, 0), family=family, backlog=incoming + 8) as listener:
+            self._store.set(str(self._rank), f"{address}:{listener.getsockname()[1]}")
+            for other in others:
+                self._add(self._called(other), other)
+            while incoming:
+                listener.settimeout(self._left_s)
+                try:
+                    connection, _ = listener.accept()
+                    connection.settimeout(self._left_s)
+                    (caller,) = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
+                except (OSError, struct.error) as error:
+                    raise PeerLost(
+                        f"rank {self._rank} waited {self._timeout_s:g} s at {address} for {incoming} ranks to connect:"
+                        f" {error or type(error).__name__}"
+                    ) from None
+                self._add(connection, caller)
+                incoming -= 1
+
+    def _called(self, other: int) -> socket.socket:
+        where = "an address that it never told"
+        try:
+            self._store.wait([str(other)], timedelta(seconds=self._left_s))
+            where = self._store.get(str(other)).decode()
+            host, port = where.rsplit(":", 1)
+            connection = socket.create_connection((host, int(port)), timeout=self._left_s)
+            connection.sendall(_HELLO.pack(self._rank))
+        except (OSError, RuntimeError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
+            raise PeerLost(
+                f"rank {self._rank} could not reach rank {other} at {where} within {self._timeout_s:g} s ({reason}):"
+                " let the nodes reach each other there, or name another interface with --moe-ckpt-interface"
+            ) from None
+        return connection
+
+    def _add(self, connection: socket.socket, other: int) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEP_ALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self.sockets[connection] = other
+
+    @property
+    def _left_s(self) -> float:
+        return max(0.1, self._deadline_s - time.monotonic())
+
+    def lost(self, connection: socket.socket) -> str:
+        """What happened where a link can be read; empty where its rank has ended well. The link is dropped."""
+        other = self.sockets.pop(connection)
+        with connection:
+            try:
+                return "" if connection.recv(1) else f"rank {other} is gone: its connection has closed"
+            except OSError as error:
+                return f"rank {other} is gone: {error.strerror}"
+
+    def end(self) -> None:
+        """Say goodbye: this rank ends well, and no other loses it."""
+        for connection in self.sockets:
+            with suppress(OSError):
+                connection.sendall(_GOODBYE)
+        self.forget()
+
+    def forget(self) -> None:
+        """Close all links, without a word: other ranks lose this one, unless another process has them too."""
+        links, self.sockets = self.sockets, {}
+        for connection in links:
+            with suppress(OSError):
+                connection.close()
+
+    def hang_up(self) -> None:
+        """Let others know that this rank is leaving; may be called from another thread than the one that waits."""
+        for connection in list(self.sockets):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)

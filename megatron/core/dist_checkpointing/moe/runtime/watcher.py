@@ -1,0 +1,236 @@
+"""A thread that gets the main thread out of a call that waits for a lost peer.
+
+With gloo a collective fails where a peer is lost. With NCCL nothing fails: the main thread is inside a call of CUDA,
+behind a kernel that waits for the peer, where no handler of a signal runs either. This thread hears of a lost peer by
+its links (`peer_links`) and of SIGTERM by a descriptor (`signal_bytes`), and then
+
+1. has patience: a main thread that still moves comes to a phase of the step, or to a failing collective, by itself,
+   and may keep more of its state there;
+2. waits while the optimizer's step is in its protected part (decision 019), which needs no peer and has to end;
+3. forbids that another step begins, and has an error raised in the main thread as soon as that runs Python code: what
+   the aborted kernels leave is garbage, and nothing may be decided by it;
+4. lets its own peers know, and aborts all communicators, so that the call returns.
+
+The main thread then leaves as for any error: it hangs up, parks, and ends. Each wait has a limit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Protocol
+
+from ..errors import PeerLost, Terminated
+from ..policy.parking import Cause
+from .disconnect import close_connections
+from .peer_links import PeerLinks
+from .signal_bytes import SignalBytes
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = {"nccl": 1.0, "gloo": 10.0}
+"""How long the main thread may stand in one place after a loss; gloo tells it by itself, if it gets to it."""
+MOVING_PATIENCE = 10
+"""How many times as long it may take if it moves."""
+PROTECTED_S = 10.0
+"""How long the protected part of a step may take."""
+LEAVING_S = 10.0
+"""How long the main thread may take to return once all is aborted, before this thread says where it still is."""
+_TICK_S = 0.02
+
+
+class Interrupted(PeerLost):
+    """Raised in the main thread when a peer is lost."""
+
+    def __init__(self, sentence: str = "a peer is lost, and all connections were given up; a line above says which"):
+        super().__init__(sentence)
+
+
+class ToldToEnd(Terminated):
+    """Raised in the main thread when SIGTERM came and it was in a call that did not return."""
+
+    def __init__(self, sentence: str = "told to end by SIGTERM while it waited for others; leaving"):
+        super().__init__(sentence)
+
+
+class Interruptible(Protocol):
+    """What is interrupted, a session."""
+
+    def interrupt(self, *, force: bool) -> bool:
+        """Forbid that a step begins. False, and nothing is done, while one is in its protected part, unless forced."""
+
+
+class MainThread:
+    """Where the thread that made this object is, as another thread sees it."""
+
+    def __init__(self) -> None:
+        self._ident = threading.get_ident()
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Differs once the thread has moved."""
+        frame = self._frame
+        return (id(frame.f_code), frame.f_lasti) if frame is not None else (0, 0)
+
+    @property
+    def where(self) -> str:
+        """For people."""
+        frame = self._frame
+        if frame is None:
+            return "no Python code"
+        return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+
+    def throw(self, error: type[BaseException] | None) -> None:
+        """Have an error raised in it when it next runs Python code; None takes that back."""
+        kind = ctypes.py_object(error) if error is not None else None
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._ident), kind)
+
+    @property
+    def _frame(self) -> FrameType | None:
+        return sys._current_frames().get(self._ident)
+
+
+class Watcher:
+    """Watches over one training process. Sequence: `start`, then `stand_down` before it leaves, and `stop`.
+
+    Args:
+        rank: This rank.
+        session: Is interrupted.
+        links: To other ranks.
+        is_told_by_signal: Whether SIGTERM means that this process has to leave as it is. Where somebody else handles it
+            that is their business; a lost peer ends training all the same.
+        patience_s: How long the main thread may stay in one place after a loss.
+        hang_up: Aborts communicators and closes connections.
+        stall_s: How long it may stay in one place within an iteration though no peer is lost; None: for ever.
+        is_in_iteration: Whether it is within one.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        session: Interruptible,
+        links: PeerLinks,
+        is_told_by_signal: Callable[[], bool],
+        patience_s: float,
+        *,
+        hang_up: Callable[[], object] = close_connections,
+        stall_s: float | None = None,
+        is_in_iteration: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._rank, self._session, self._patience_s = rank, session, patience_s
+        self._links = links
+        self._is_told, self._hang_up = is_told_by_signal, hang_up
+        self._stall_s, self._is_in_iteration = stall_s, is_in_iteration
+        self._main, self._signals = MainThread(), SignalBytes()
+        self._lock, self._left = threading.Lock(), threading.Event()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._place, self._since_s = self._main.place, time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="moe-ckpt-watcher", daemon=True)
+        self.interrupted: Cause | None = None
+
+    def start(self) -> None:
+        """Watch from here on; called by the main thread."""
+        self._signals.install()
+        self._thread.start()
+
+    def stand_down(self) -> None:
+        """The main thread is about to leave: it is not interrupted from here on. Waits for what is being aborted.
+
+        May raise what the main thread was to be interrupted with; called again, it does not.
+        """
+        with self._lock:
+            self._left.set()
+            self._main.throw(None)
+        with suppress(OSError):
+            os.eventfd_write(self._wake, 1)
+        if self._thread.ident is not None:
+            self._thread.join(LEAVING_S)
+
+    def stop(self, *, is_good: bool) -> None:
+        """Stop watching; in a good end other ranks are told that this one is not lost."""
+        try:
+            self.stand_down()
+        except (Interrupted, ToldToEnd):  # too late to matter
+            self.stand_down()
+        self._signals.uninstall()
+        self._links.end() if is_good else self._links.forget()
+        os.close(self._wake)
+
+    def _run(self) -> None:
+        while not self._left.is_set() and self.interrupted is None:
+            why, cause = self._listen(None if self._stall_s is None else min(5.0, self._stall_s / 4))
+            if why:
+                self._interrupt_when_stuck(why, cause)
+            elif self._stall_s is not None and self._stood_s() > self._stall_s:
+                self._interrupt(f"{self._stall_s:g} s passed", Cause.PEER_LOST)
+
+    def _listen(self, timeout_s: float | None) -> tuple[str, Cause]:
+        """Wait for bad news: a sentence, or an empty one."""
+        poll = select.poll()
+        readers = {link.fileno(): link for link in self._links.sockets}
+        for descriptor in (self._wake, self._signals.reader.fileno(), *readers):
+            poll.register(descriptor, select.POLLIN | select.POLLRDHUP)
+        ready = [descriptor for descriptor, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)]
+        lost = [self._links.lost(readers[descriptor]) for descriptor in ready if descriptor in readers]
+        if signal.SIGTERM in self._signals.read() and self._is_told():
+            return "told to end by SIGTERM", Cause.TOLD_TO_END
+        return next(filter(None, lost), ""), Cause.PEER_LOST
+
+    def _stood_s(self) -> float:
+        """For how long the main thread has been seen in one place, if that is within an iteration."""
+        place = self._main.place
+        if place != self._place or not self._is_in_iteration():
+            self._place, self._since_s = place, time.monotonic()
+        return time.monotonic() - self._since_s
+
+    def _interrupt_when_stuck(self, why: str, cause: Cause) -> None:
+        """Give the main thread time to come to an end by itself."""
+        log.info("rank %d: %s", self._rank, why)
+        until_s = time.monotonic() + MOVING_PATIENCE * self._patience_s
+        place, since_s = self._main.place, time.monotonic()
+        while time.monotonic() < min(until_s, since_s + self._patience_s):
+            if self._left.wait(_TICK_S):
+                return
+            now = self._main.place
+            if now != place:
+                place, since_s = now, time.monotonic()
+        self._interrupt(why, cause)
+
+    def _interrupt(self, why: str, cause: Cause) -> None:
+        where, until_s, is_forced = self._main.where, time.monotonic() + PROTECTED_S, False
+        log.warning("rank %d: %s, and the main thread waits in %s: giving up all connections", self._rank, why, where)
+        while not self._session.interrupt(force=is_forced):
+            is_forced = time.monotonic() > until_s
+            if is_forced:
+                log.warning("rank %d: the optimizer's step did not end in %g s: cut off", self._rank, PROTECTED_S)
+            elif self._left.wait(_TICK_S):
+                return
+        with self._lock:
+            if self._left.is_set():
+                return
+            self.interrupted = cause
+            # A step that was cut off goes on to its end, in which it must not be interrupted elsewhere.
+            if not is_forced:
+                self._main.throw(ToldToEnd if cause is Cause.TOLD_TO_END else Interrupted)
+        self._links.hang_up()
+        self._hang_up()
+        if not self._left.wait(LEAVING_S):
+            where = self._main.where
+            log.error("rank %d: the main thread has not left %s %g s after that", self._rank, where, LEAVING_S)
+
+
+def stood_down(watcher: Watcher | None) -> Cause | None:
+    """Let a watcher stand down, if there is one; why it had interrupted, if so. Raises as `Watcher.stand_down`."""
+    if watcher is None:
+        return None
+    watcher.stand_down()
+    return watcher.interrupted

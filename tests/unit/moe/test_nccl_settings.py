@@ -1,0 +1,60 @@
+"""What torch is told about NCCL before process groups are made, and what is said where it was told otherwise."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing.moe.runtime.nccl_settings import (
+    process_group_timeout_s,
+    set_for_parking,
+    wrong_settings,
+)
+
+WATCHDOG, RETHROW = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"
+PARKING = {WATCHDOG: "0", RETHROW: "0"}
+
+
+def test_torchs_watchdog_is_told_to_leave_errors_alone() -> None:
+    environment: dict[str, str] = {}
+    set_for_parking("nccl", environment)
+    assert environment == PARKING
+    assert not list(wrong_settings(environment, "nccl"))
+
+
+def test_what_torchrun_tells_its_workers_is_replaced() -> None:
+    environment = {"TORCHELASTIC_RUN_ID": "job", WATCHDOG: "1"}
+    set_for_parking("cpu:gloo,cuda:nccl", environment)
+    assert environment.items() > PARKING.items()
+
+
+def test_what_a_user_has_set_stays_and_is_warned_about_by_name() -> None:
+    environment = {WATCHDOG: "3", RETHROW: "0"}
+    set_for_parking("nccl", environment)
+    assert environment[WATCHDOG] == "3"
+    (line,) = wrong_settings(environment, "nccl")
+    assert line.startswith(f"{WATCHDOG} is 3: when a peer is lost, torch's watchdog ends the process")
+    assert f"set {WATCHDOG}=0 before process groups are made" in line
+
+
+def test_groups_that_were_made_before_are_warned_about() -> None:
+    assert [line.split(" ")[0] for line in wrong_settings({}, "nccl")] == [WATCHDOG, RETHROW]
+
+
+@pytest.mark.parametrize("backend", ["gloo", ""])
+def test_other_backends_need_nothing(backend: str) -> None:
+    environment: dict[str, str] = {}
+    set_for_parking(backend, environment)
+    assert not environment
+    assert not list(wrong_settings(environment, backend))
+
+
+def test_how_long_a_collective_may_take_is_known() -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=77))
+    try:
+        assert process_group_timeout_s("cpu") == 77.0
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,125 @@
+"""A survivor over stand-ins: which memory it lets go of, where gradients are final, how long parking will take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from test_step_guard import Chain
+
+from megatron.core.dist_checkpointing.moe.local_recovery import survivor as survivors
+from megatron.core.dist_checkpointing.moe.local_recovery.log_plan import LogPlan
+from megatron.core.dist_checkpointing.moe.local_recovery.step_guard import StepGuard
+from megatron.core.dist_checkpointing.moe.local_recovery.survivor import Live, Passes, Survivor, SurvivorBuffers
+from megatron.core.dist_checkpointing.moe.policy.parking import Cause, ParkingBudget
+from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
+from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
+from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
+from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
+from megatron.core.dist_checkpointing.moe.storage.checksums import checksum_bytes_per_s, checksums
+from megatron.core.dist_checkpointing.moe.storage.manifest import checksum
+from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.types import Topology
+
+BUFFERS = SurvivorBuffers((4096, 8192), 4096)
+PLAN = LogPlan(Topology(2, pp=2), 0, (4, 1, 8), "float32", 3)
+
+
+class Trainer:
+    """Nothing random."""
+
+    def scalars(self) -> dict[str, Any]:
+        return {}
+
+    def tensors(self) -> dict[str, memoryview]:
+        return {}
+
+
+class Locker:
+    """Which segments either engine may have page-locked: all that are there until it is told to let go."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.let_go_of = folder, list[set[str]]()
+
+    def release(self) -> None:
+        self.let_go_of.append({path.name for path in self._folder.rglob("segment-*.bin")})
+
+
+@pytest.fixture
+def new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Survivor]]:
+    communicator = SimpleNamespace(connect=lambda: None, sink=None)
+    monkeypatch.setattr(survivors.parallel_state, "get_pipeline_model_parallel_group", lambda: None)
+    monkeypatch.setattr(survivors, "BoundaryCommunicator", lambda *_: communicator)
+    monkeypatch.setattr(survivors, "StreamEngine", lambda: ThreadEngine("device"))
+    made: list[Survivor] = []
+
+    def build(release: Callable[[], None] = lambda: None, *, on_device: bool = False) -> Survivor:
+        trainer: Any = Trainer()
+        tensors: Any = [SimpleNamespace(tensor=SimpleNamespace(is_cuda=True), field="weight")] * on_device
+        optimizer: Any = Chain()
+        live = Live(LiveCapturer((), trainer, ThreadEngine()), trainer, optimizer, tensors, (), release)
+        store = MemoryStore(tmp_path, "job", 0, BUFFERS.sizes(PLAN), area="standby")
+        survivor = Survivor(store, BUFFERS, live, PLAN, Passes(None, 4, 1, 2), SystemClock(), 60.0, 25.0)
+        survivor.attend(Identity("job", {}, frozenset(), "sparse"), 4)
+        made.append(survivor)
+        return survivor
+
+    yield build
+    for survivor in made:
+        survivor.end(keep_memory=False)
+
+
+def test_both_engines_let_go_of_segments_before_any_of_them_goes(
+    new: Callable[..., Survivor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parked, logs = Locker(tmp_path), Locker(tmp_path)
+    survivor = new(parked.release)
+    before = {path.name for path in tmp_path.rglob("segment-*.bin")}
+    monkeypatch.setattr(survivors.BoundaryRecorder, "release", lambda recorder: logs.release())
+    survivor.fit(PLAN.lookback + 2)
+    assert parked.let_go_of == logs.let_go_of == [before]
+    assert len(list(tmp_path.rglob("segment-*.bin"))) == len(BUFFERS.sizes(replace(PLAN, lookback=PLAN.lookback + 2)))
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_on_a_device_gradients_are_kept_where_an_event_behind_their_reduction_had_passed(
+    passed: bool, new: Callable[..., Survivor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[bool] = []
+    event = SimpleNamespace(record=lambda: recorded.append(True), query=lambda: passed)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    guard = StepGuard(cast("Any", Chain()))
+    monkeypatch.setattr(survivors, "StepGuard", lambda optimizer: guard)
+    survivor = new(on_device=True)
+    survivor.passes(5, logged=False)
+    survivor.reduced()
+    assert recorded
+    assert survivor.interrupt(force=False)
+    decision = guard.decide(Cause.PEER_LOST)
+    assert (decision.iteration, decision.gradients) == (4, passed)
+
+
+def test_how_long_parking_takes_is_known_before(new: Callable[..., Survivor]) -> None:
+    survivor = new()
+    assert survivor.parking_budget().nbytes == sum(BUFFERS.parked)
+    assert survivor.parking_budget().allowed_s == 25.0
+    budget = ParkingBudget(40 * 10**9, copy_bytes_per_s=20e9, checksum_bytes_per_s=10e9, allowed_s=25.0)
+    assert budget.seconds == 6.0
+    assert budget.fits
+    assert not replace(budget, allowed_s=11.0).fits
+    assert str(budget) == (
+        "parking takes 40.000 GB per rank, about 6.0 s (copies 20.0 GB/s, checksums 10.0 GB/s), of the 25 s that the"
+        " launcher leaves for it"
+    )
+
+
+def test_checksums_by_several_threads_are_those_by_one() -> None:
+    whole = memoryview(bytes(range(256)) * (1 << 18))
+    parts = [whole[at : at + 5_000_000] for at in range(0, whole.nbytes, 5_000_000)]
+    assert checksums(parts, 4) == checksums(parts, 1) == tuple(map(checksum, parts))
+    assert checksum_bytes_per_s(2) > 1e6

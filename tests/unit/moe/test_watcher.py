@@ -1,0 +1,292 @@
+"""The watcher beside a main thread that stands in a call: its order, its patience, and what it leaves alone."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import pytest
+from torch.distributed import HashStore
+
+from megatron.core.dist_checkpointing.moe.errors import PeerLost
+from megatron.core.dist_checkpointing.moe.policy.parking import Cause
+from megatron.core.dist_checkpointing.moe.runtime import watcher as watchers
+from megatron.core.dist_checkpointing.moe.runtime.peer_links import PeerLinks
+from megatron.core.dist_checkpointing.moe.runtime.signal_bytes import SignalBytes
+from megatron.core.dist_checkpointing.moe.runtime.watcher import Interrupted, ToldToEnd, Watcher
+
+PATIENCE_S, LONG_S = 0.2, 20.0
+
+
+def linked(ranks: int) -> list[PeerLinks]:
+    """The links of all ranks, as made by a process each."""
+    store, found = HashStore(), dict[int, PeerLinks]()
+
+    def connect(rank: int) -> None:
+        found[rank] = PeerLinks(store, rank, ranks, "127.0.0.1", LONG_S)
+
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[rank] for rank in range(ranks)]
+
+
+class Call:
+    """A call of C that ends when `release` is called, as that of a main thread behind a kernel that is aborted."""
+
+    def __init__(self) -> None:
+        self._here, self._there = socket.socketpair()
+
+    def enter(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            ctypes.CDLL(None).recv(self._here.fileno(), ctypes.create_string_buffer(1), 1, 0)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        for _ in range(1000):  # an error that was raised meanwhile arrives before this ends
+            pass
+
+    def release(self) -> None:
+        self._there.shutdown(socket.SHUT_RDWR)
+
+
+class Step:
+    """A session whose step is in its protected part for a while."""
+
+    def __init__(self, protected_s: float = 0.0) -> None:
+        self.ends_s, self.forced = time.monotonic() + protected_s, False
+
+    def interrupt(self, *, force: bool) -> bool:
+        self.forced = self.forced or force
+        return force or time.monotonic() >= self.ends_s
+
+
+@contextmanager
+def watched(
+    session: Step,
+    links: PeerLinks,
+    hang_up: Callable[[], object],
+    *,
+    is_told: bool = True,
+    stall_s: float | None = None,
+    patience_s: float = PATIENCE_S,
+) -> Iterator[Watcher]:
+    watcher = Watcher(
+        0, session, links, lambda: is_told, patience_s, hang_up=hang_up, stall_s=stall_s, is_in_iteration=lambda: True
+    )
+    watcher.start()
+    try:
+        yield watcher
+    finally:
+        watcher.stop(is_good=True)
+
+
+@pytest.fixture
+def handler() -> Iterator[list[int]]:
+    """Python handles SIGTERM, when it gets to it."""
+    seen: list[int] = []
+
+    def noting(number: int, _frame: FrameType | None) -> None:
+        seen.append(number)
+
+    before = signal.signal(signal.SIGTERM, noting)
+    yield seen
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_call_that_waits_for_a_lost_peer_ends_with_an_error() -> None:
+    (own, other), call = linked(2), Call()
+    with watched(Step(), own, call.release) as watcher:
+        other.forget()
+        with pytest.raises(Interrupted):
+            call.enter()
+        assert watcher.interrupted is Cause.PEER_LOST
+
+
+def test_other_peers_hear_of_it_before_anything_is_aborted() -> None:
+    (own, other, third), call = linked(3), Call()
+    link = next(link for link, rank in third.sockets.items() if rank == 0)
+    link.settimeout(LONG_S)
+    heard: list[bytes] = []
+
+    def hang_up() -> None:
+        heard.append(link.recv(1))
+        call.release()
+
+    with watched(Step(), own, hang_up):
+        other.forget()
+        with pytest.raises(Interrupted):
+            call.enter()
+    assert heard == [b""]
+    third.forget()
+
+
+def test_nothing_is_given_up_while_the_step_is_in_its_protected_part() -> None:
+    (own, other), call, step = linked(2), Call(), Step(protected_s=1.0)
+    ended_s: list[float] = []
+
+    def hang_up() -> None:
+        ended_s.append(time.monotonic())
+        call.release()
+
+    with watched(step, own, hang_up):
+        other.forget()
+        with pytest.raises(Interrupted):
+            call.enter()
+    assert ended_s[0] >= step.ends_s
+    assert not step.forced
+
+
+def test_a_step_that_does_not_end_is_cut_off_without_an_error_in_its_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchers, "PROTECTED_S", 0.3)
+    (own, other), call, step = linked(2), Call(), Step(protected_s=LONG_S)
+    with watched(step, own, call.release):
+        other.forget()
+        call.enter()
+    assert step.forced
+
+
+def test_a_main_thread_that_moves_is_left_to_hear_of_the_loss_by_itself() -> None:
+    (own, other), given_up = linked(2), []
+    patience_s = 2.0  # more than a busy machine may keep this thread from its turn
+    with watched(Step(), own, lambda: given_up.append(True), patience_s=patience_s) as watcher:
+        other.forget()
+        until_s = time.monotonic() + 2 * patience_s
+        while time.monotonic() < until_s:
+            sum(range(20000))
+            max(range(20000))
+        watcher.stand_down()
+    assert not given_up
+
+
+def test_a_main_thread_that_leaves_meanwhile_is_not_interrupted() -> None:
+    own, other = linked(2)
+    given_up: list[bool] = []
+    with watched(Step(), own, lambda: given_up.append(True)) as watcher:
+        other.forget()
+        watcher.stand_down()
+        time.sleep(2 * PATIENCE_S)
+    assert not given_up
+    assert watcher.interrupted is None
+
+
+def test_a_peer_that_says_goodbye_is_not_lost() -> None:
+    (own, other), given_up = linked(2), []
+    with watched(Step(), own, lambda: given_up.append(True)):
+        other.end()
+        threading.Event().wait(3 * PATIENCE_S)
+    assert not given_up
+
+
+def test_sigterm_ends_a_call_that_no_handler_can_interrupt(handler: list[int]) -> None:
+    (own, other), call = linked(2), Call()
+    with watched(Step(), own, call.release) as watcher:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(ToldToEnd):
+            call.enter()
+        assert watcher.interrupted is Cause.TOLD_TO_END
+    assert handler == [signal.SIGTERM]
+    other.end()
+
+
+def test_sigterm_is_left_to_whoever_handles_it_otherwise(handler: list[int]) -> None:
+    (own, other), given_up = linked(2), []
+    with watched(Step(), own, lambda: given_up.append(True), is_told=False):
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(3 * PATIENCE_S)
+    assert not given_up
+    other.end()
+
+
+def test_a_call_that_takes_longer_than_a_collective_may_is_ended_though_nobody_is_lost() -> None:
+    (own, other), call = linked(2), Call()
+    with watched(Step(), own, call.release, stall_s=0.4), pytest.raises(Interrupted):
+        call.enter()
+    other.end()
+
+
+def test_whoever_was_told_of_signals_before_still_is(handler: list[int]) -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    try:
+        signals = SignalBytes()
+        signals.install()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.SIGTERM in signals.read()
+        assert os.read(reading, 9) == bytes([signal.SIGTERM])
+        signals.uninstall()
+        assert signal.set_wakeup_fd(writing, warn_on_full_buffer=False) == writing
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(reading)
+        os.close(writing)
+
+
+def test_signals_of_a_forked_helper_are_not_taken_for_those_of_its_trainer(handler: list[int]) -> None:
+    signals = SignalBytes()
+    signals.install()
+    try:
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert signals.read() == b""
+    finally:
+        signals.uninstall()
+
+
+def test_a_forked_helper_does_not_hide_the_death_of_its_trainer() -> None:
+    own, other = linked(2)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.read(reading, 1)
+        signal.raise_signal(signal.SIGKILL)
+    try:
+        other.forget()
+        for connection in list(own.sockets):
+            connection.settimeout(LONG_S)
+            assert connection.recv(1) == b""
+    finally:
+        os.close(reading)
+        os.close(writing)
+        os.waitpid(child, 0)
+        own.forget()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+def test_links_grow_with_the_logarithm_of_the_ranks_and_lead_to_all_of_them(ranks: int) -> None:
+    links = linked(ranks)
+    for one in links:
+        assert len(one.sockets) <= 2 * (ranks - 1).bit_length()
+    heard, told = {0}, [0]
+    while told:  # each rank that hears of a loss hangs up in turn
+        rank = told.pop()
+        new = set(links[rank].sockets.values()) - heard
+        heard |= new
+        told += sorted(new)
+    assert heard == set(range(ranks))
+    for one in links:
+        one.end()
+
+
+def test_a_rank_that_does_not_come_is_named_with_its_address() -> None:
+    store = HashStore()
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # bound, but it does not listen
+        where = f"127.0.0.1:{nobody.getsockname()[1]}"
+        store.set("peer-links/1", where)
+        with pytest.raises(PeerLost, match=f"rank 0 could not reach rank 1 at {where} .*--moe-ckpt-interface"):
+            PeerLinks(store, 0, 2, "127.0.0.1", 1.0)
