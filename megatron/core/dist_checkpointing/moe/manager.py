@@ -25,6 +25,7 @@ is going to change, and is followed from inside, so that a rank that fails in it
 from __future__ import annotations
 
 import contextlib
+import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -39,7 +40,7 @@ from megatron.core.utils import get_model_config
 
 from .config import MoECheckpointConfig
 from .contradictions import contradictions
-from .errors import UsageError
+from .errors import NoExactState, UsageError
 from .local_recovery.communicator import BoundaryCommunicator, process_groups
 from .local_recovery.survivor import Passes
 from .megatron_state.trainer_state import LiveTrainerState, LoopState, NoLoopState
@@ -56,6 +57,8 @@ from .seats.seat import own_seat
 from .snapshot.coordinator import ProtectionReport
 from .strategies import STRATEGIES
 from .types import StepJournal
+
+log = logging.getLogger(__name__)
 
 
 class MoECheckpointManager:
@@ -146,6 +149,7 @@ class MoECheckpointManager:
 
         Raises:
             UsageError: There are snapshots, but none can be used, and nothing else to begin from was given.
+            NoExactState: The only way back is a replay that has diverged before, and there is no other checkpoint.
         """
         session = self._session
         plan = session.look()
@@ -153,12 +157,15 @@ class MoECheckpointManager:
             if session.carry_out() is not None:
                 self._arm()
                 return self.iteration
+            self._refuse_to_begin_anew(load is None or newest < 0)
             if load is None:
                 raise UsageError(
                     "all copies of the training state in memory and storage are damaged or lost, see the reasons above;"
                     " give --load with an older checkpoint, or remove them to begin at iteration 0"
                 )
             session.clear_counters()
+        if plan is None:
+            self._refuse_to_begin_anew(load is None or newest < 0)
         if plan is None and session.unusable and load is None:
             raise UsageError(
                 f"--moe-ckpt-persist-dir has snapshots that this job cannot use: {session.unusable}; give --load, or"
@@ -167,6 +174,9 @@ class MoECheckpointManager:
         if load is not None:
             self._trainer.iteration = load()
             session.refresh()
+        if session.diverged and torch.distributed.get_rank() == 0:
+            again = "those up to %d are trained again, since no replay leads there exactly"
+            log.warning(f"training goes on from iteration %d: {again}", self.iteration, session.newest_iteration)
         session.discard()
         self._arm()
         return self.iteration
@@ -250,7 +260,8 @@ class MoECheckpointManager:
         Raises:
             UsageError: It was called twice, or without a step.
             CheckpointFailure: Protection was lost, and `strict` is set.
-            MoECheckpointError: A replayed iteration came out otherwise than recorded.
+            ReplayDiverged: A replayed iteration came out otherwise than recorded: leave, so that the next start of the
+                job takes another way back.
         """
         was_replaying, report = self.is_replaying, None
         if self._is_active:
@@ -349,6 +360,15 @@ class MoECheckpointManager:
             )
         self._given = iteration
         return iteration
+
+    def _refuse_to_begin_anew(self, has_no_checkpoint: bool) -> None:
+        """Training that came far must not begin at iteration 0 because a replay differs in a bit: a user decides."""
+        if has_no_checkpoint and self._session.diverged:
+            raise NoExactState(
+                f"{'; '.join(self._session.diverged)}; nothing older is left. All copies stay in memory and storage:"
+                " give --load with a checkpoint, --moe-ckpt-replay-tolerance to accept how much losses differ, or"
+                " remove the copies to begin at iteration 0"
+            )
 
     def _arm(self) -> None:
         if self._is_active:

@@ -312,6 +312,11 @@ class Survivor:
         """Of the boundary logs that are kept at most, the Y of MoEvement Table 6."""
         return sum(self._plan.sizes(self._passes.microbatches))
 
+    @property
+    def sends(self) -> tuple[str, ...]:
+        """The keys of what this rank sends in an iteration, those of each direction in the order of sending."""
+        return self._plan.sent(self._passes.microbatches)
+
     def settle(self) -> None:
         """Bring what is under way to its end."""
         if self._logs is not None:
