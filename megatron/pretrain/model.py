@@ -224,6 +224,7 @@ def _execution(config: PretrainConfig) -> dict[str, Any]:
         # gloo has no batched point-to-point calls; overlapped communication excludes them as well.
         "batch_p2p_comm": on_cuda and not overlap,
         "deallocate_pipeline_outputs": True,
+        "deterministic_mode": config.training.deterministic_mode,
         # Of Megatron-Core's own layers, by a kernel of Apex; those of Transformer Engine have their own.
         "gradient_accumulation_fusion": config.optimizer.gradient_accumulation_fusion
         and layers._grad_accum_fusion_available,

@@ -67,7 +67,7 @@ ROWS = {
     f"{ENGINE}.local_recovery": Row(f"{WORKERS} core_versions", "megatron.core numpy torch"),
     f"{ENGINE}.runtime": Row(f"{WORKERS} versions config replication local_recovery", "megatron.core torch"),
     f"{ENGINE}.seats": Row(),
-    f"{ENGINE}.contradictions": Row("config errors runtime strategies"),
+    f"{ENGINE}.contradictions": Row("config errors policy runtime strategies"),
     f"{ENGINE}.manager": Row(
         "config contradictions errors local_recovery megatron_state recovery runtime seats snapshot strategies types",
         "megatron.core torch",

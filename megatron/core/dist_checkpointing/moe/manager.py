@@ -39,12 +39,13 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
 from .config import MoECheckpointConfig
-from .contradictions import contradictions
+from .contradictions import contradictions, must_repeat_itself, not_repeatable
 from .errors import NoExactState, UsageError
 from .local_recovery.communicator import BoundaryCommunicator, process_groups
 from .local_recovery.survivor import Passes
 from .megatron_state.trainer_state import LiveTrainerState, LoopState, NoLoopState
 from .recovery.timeline import RecoveryTimeline, Timestamps
+from .runtime.device_settings import device_settings
 from .runtime.faults import FaultInjector, Phase, parse_fault
 from .runtime.iteration_hooks import IterationHooks
 from .runtime.live_state import Training
@@ -103,6 +104,7 @@ class MoECheckpointManager:
         chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         self._train_iters, transformer = train_iters, get_model_config(chunks[0])
         _refuse_contradictions(config, chunks[0], transformer)
+        _refuse_what_cannot_repeat_itself(config, chunks[0], transformer)
         self._trainer = LiveTrainerState(optimizer, scheduler, state or NoLoopState())
         self._faults = _fault_injector(config, place)
         self._session: Session | Unprotected = session or Unprotected()
@@ -390,6 +392,21 @@ def _refuse_contradictions(config: MoECheckpointConfig, chunk: torch.nn.Module, 
     )
     if sentences := "; ".join(found):
         raise UsageError(sentences)
+
+
+def _refuse_what_cannot_repeat_itself(config: MoECheckpointConfig, chunk: torch.nn.Module, transformer: Any) -> None:
+    """A collective where a strategy is to repeat iterations: environments of nodes may differ."""
+    if not must_repeat_itself(config):
+        return
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    own = list(not_repeatable(config, device_settings(chunk, transformer, ranks)))
+    every: list[Any] = [own] * ranks
+    if torch.distributed.is_initialized():
+        torch.distributed.all_gather_object(every, own)
+    for rank, lines in enumerate(every):
+        if lines:
+            advice = "or say with --moe-ckpt-replay-tolerance by how much losses may differ"
+            raise UsageError("\n".join([*(f"rank {rank}: {line}" for line in lines), advice]))
 
 
 def _fault_injector(config: MoECheckpointConfig, place: ProcessInfo) -> FaultInjector:
