@@ -170,6 +170,12 @@ class Logged:
         self.recorder.sent(direction, tensor)
         self.inside_s += time.perf_counter() - started_s
 
+    def received(self, direction: Any, tensor: Any) -> None:
+        """As the recorder, timed."""
+        started_s = time.perf_counter()
+        self.recorder.received(direction, tensor)
+        self.inside_s += time.perf_counter() - started_s
+
     def measured(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Pairs of turns, in turn the one or the other first, and the logs of the last turn."""
         import torch
@@ -242,7 +248,8 @@ class Logged:
         found = []
         for snapshot in self.store.snapshots().sealed:
             with self.store.open(snapshot) as reader:
-                found.append(sum(record.nbytes for record in reader.manifest.records))
+                sent = (one for one in reader.manifest.records if not one.key.startswith("received/"))
+                found.append(sum(record.nbytes for record in sent))
         return found
 
 

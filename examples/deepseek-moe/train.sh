@@ -13,7 +13,7 @@ flags=(
     --normalization RMSNorm --swiglu --disable-bias-linear
     --num-experts 64 --moe-router-topk 8 --moe-ffn-hidden-size 1408 --moe-shared-expert-intermediate-size 2816
     --moe-layer-freq '[0]+[1]*27'
-    --moe-ckpt-strategy sparse --moe-ckpt-replicas 2
+    --moe-ckpt-strategy sparse --moe-ckpt-replicas 2 --deterministic-mode
 )
 # shellcheck source=examples/common/train.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../common/train.sh"

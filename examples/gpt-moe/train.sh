@@ -10,7 +10,7 @@ flags=(
     --vocab-size 50256 --max-position-embeddings 2048
     --num-layers 12 --hidden-size 1536 --num-attention-heads 16 --ffn-hidden-size 6144
     --num-experts 32 --moe-router-topk 6
-    --moe-ckpt-strategy sparse --moe-ckpt-replicas 2
+    --moe-ckpt-strategy sparse --moe-ckpt-replicas 2 --deterministic-mode
 )
 # shellcheck source=examples/common/train.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../common/train.sh"

@@ -13,7 +13,7 @@ flags=(
     --num-layers 24 --hidden-size 2048 --num-attention-heads 32 --ffn-hidden-size 5632
     --normalization LayerNorm --swiglu --disable-bias-linear
     --num-experts 4 --moe-router-topk 2 --moe-layer-freq '[0,1]*12'
-    --moe-ckpt-strategy sparse --moe-ckpt-replicas 2
+    --moe-ckpt-strategy sparse --moe-ckpt-replicas 2 --deterministic-mode
 )
 # shellcheck source=examples/common/train.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../common/train.sh"

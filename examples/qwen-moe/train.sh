@@ -12,7 +12,7 @@ flags=(
     --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --ffn-hidden-size 5632
     --normalization RMSNorm --swiglu --disable-bias-linear --add-qkv-bias
     --num-experts 60 --moe-router-topk 4 --moe-ffn-hidden-size 1408 --moe-shared-expert-intermediate-size 5632
-    --moe-ckpt-strategy sparse --moe-ckpt-replicas 2
+    --moe-ckpt-strategy sparse --moe-ckpt-replicas 2 --deterministic-mode
 )
 # shellcheck source=examples/common/train.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../common/train.sh"

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from megatron.core.dist_checkpointing.moe.errors import (
     CheckpointFailure,
     MoECheckpointError,
+    NoExactState,
     PeerLost,
+    ReplayDiverged,
     StoreFailure,
     Terminated,
 )
@@ -24,7 +26,9 @@ def driver_errors() -> Iterator[None]:
         raise TrainingFailure(str(error)) from error
     except (PeerLost, StoreFailure) as error:
         raise TrainingFailure(f"{error}; leaving, so that the job can be restarted") from error
-    except CheckpointFailure as error:
+    except ReplayDiverged as error:
+        raise TrainingFailure(f"{error}; leaving, so that a restart takes another way back") from error
+    except (CheckpointFailure, NoExactState) as error:
         raise PretrainError(str(error)) from error
     except MoECheckpointError as error:
         raise InvalidInput(str(error)) from error

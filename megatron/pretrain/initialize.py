@@ -17,9 +17,12 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.moe import Milestone, ProcessInfo, Timestamps, set_for_parking
+from megatron.core.dist_checkpointing.moe.policy.determinism import ENVIRONMENT, wrong_values
 from megatron.pretrain import te_on_cpu
+from megatron.pretrain.agreement import raise_invalid_input_on_all_ranks
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.config.derived import Environment, virtual_pipeline_size
+from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.processes import started_s
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -88,6 +91,8 @@ def initialize(config: PretrainConfig, launch: Launch, marks: Timestamps | None 
     ranks were connected.
     """
     layout = config.parallel
+    if config.training.deterministic_mode:
+        _repeat_to_the_bit()
     if layout.device == "cpu":
         use_cpu()
     else:
@@ -95,6 +100,8 @@ def initialize(config: PretrainConfig, launch: Launch, marks: Timestamps | None 
         torch.cuda.set_device(launch.local_rank)
     timeout = datetime.timedelta(minutes=layout.distributed_timeout_minutes)
     start_process_group(str(layout.distributed_backend), launch, timeout)
+    if config.training.deterministic_mode:
+        raise_invalid_input_on_all_ranks(_refuse_other_values)  # nodes may differ
 
     from megatron.core import parallel_state
 
@@ -124,6 +131,18 @@ def device_queues(config: PretrainConfig, environment: Mapping[str, str]) -> dic
     return {QUEUES: "1"} if in_order and QUEUES not in environment else {}
 
 
+def _repeat_to_the_bit() -> None:
+    """As Megatron-LM's `--deterministic-mode`, before any library looks at the environment."""
+    os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
+    torch.use_deterministic_algorithms(True)
+
+
+def _refuse_other_values() -> None:
+    """Raises InvalidInput for what the environment says against `--deterministic-mode`."""
+    if wrong := "; ".join(wrong_values(os.environ)):
+        raise InvalidInput(f"--deterministic-mode: {wrong}, or leave it to the flag")
+
+
 def use_cpu(*, stock_loop: bool = False) -> None:
     """Let the CPU play the device; before anything that asks for one, such as Megatron-Core's model modules.
 
@@ -148,6 +167,7 @@ def shut_down() -> None:
         drop_auxiliary_losses()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+    torch.use_deterministic_algorithms(False)
     # Looked up, not imported: a run on GPUs never loads it.
     cpu_device = sys.modules.get("megatron.pretrain.cpu_device")
     if cpu_device is not None:

@@ -227,6 +227,7 @@ def _execution(config: PretrainConfig) -> dict[str, Any]:
         # batched sends in old releases of torch.
         "batch_p2p_sync": False,
         "deallocate_pipeline_outputs": True,
+        "deterministic_mode": config.training.deterministic_mode,
         # Of Megatron-Core's own layers, by a kernel of Apex; those of Transformer Engine have their own.
         "gradient_accumulation_fusion": config.optimizer.gradient_accumulation_fusion
         and layers._grad_accum_fusion_available,

@@ -12,10 +12,11 @@ from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import 
     BoundaryFailure,
     BoundaryRecorder,
 )
+from megatron.core.dist_checkpointing.moe.local_recovery.fingerprints import fingerprint
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.snapshot.stream_engine import StreamEngine
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
-from megatron.core.dist_checkpointing.moe.types import LOG, Direction, boundary_key
+from megatron.core.dist_checkpointing.moe.types import LOG, Direction, boundary_key, received_key
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -106,3 +107,24 @@ def test_segments_can_be_given_back_between_iterations(store: MemoryStore, recor
     second.seal(Facts("job"))
     with store.open(SnapshotId(2, 0, LOG)) as reader:
         assert [bytes(reader.read(key)) for key in KEYS] == expected
+
+
+def test_what_is_received_has_the_fingerprint_that_the_cpu_computes(
+    store: MemoryStore, recorder: BoundaryRecorder
+) -> None:
+    key = received_key(Direction.BACKWARD)
+    layout = Layout.of([*LAYOUT.fields, Field(key, "int64", (MICROBATCHES,))])
+    store.resize([layout.nbytes] * 2, recorder.release)
+    with store.reserve(SnapshotId(1, 0, LOG), layout) as writer:
+        recorder.arm(layout, writer)
+        came = []
+        for _ in range(MICROBATCHES):
+            tensor = torch.randn(SHAPE, device="cuda").bfloat16()
+            recorder.received(Direction.BACKWARD, tensor)
+            came.append(tensor)
+        send(recorder, 1)
+        recorder.end(WAIT_S)
+        writer.seal(Facts("job"))
+    with store.open(SnapshotId(1, 0, LOG)) as reader:
+        kept = memoryview(bytes(reader.read(key))).cast("q").tolist()
+    assert kept == [int(fingerprint(tensor.cpu())) for tensor in came]

@@ -179,7 +179,7 @@ class Logged:
             if next(count):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        self.communicator.sink = mock.Mock(sent=dying)
+        self.communicator.sink = mock.Mock(sent=dying, received=self.recorder.received)
 
     def facts(self) -> dict[str, Any]:
         """What this rank received against what its neighbours' logs hold, and how large its own logs are."""
@@ -193,7 +193,8 @@ class Logged:
         held = {}
         for snapshot in own:
             with self.store.open(snapshot) as reader:
-                held[snapshot.iteration] = sum(record.nbytes for record in reader.manifest.records)
+                sent = (one for one in reader.manifest.records if not one.key.startswith("received/"))
+                held[snapshot.iteration] = sum(record.nbytes for record in sent)
         facts = {
             "differences": [text for iteration in range(1, ITERATIONS + 1) for text in self.compared(iteration)],
             "compared": [{way: len(all_) for way, all_ in one.items()} for one in self.received.tensors],
@@ -211,7 +212,8 @@ class Logged:
         found = []
         for snapshot in own:
             with self.store.open(snapshot) as reader:
-                found += [record.xxh3 for record in reader.manifest.records]
+                sent = (one for one in reader.manifest.records if not one.key.startswith("received/"))
+                found += [record.xxh3 for record in sent]
         return found
 
     def compared(self, iteration: int) -> list[str]:
@@ -237,7 +239,19 @@ class Logged:
             if len(logs) != len(raw):
                 found.append(f"{len(raw)} tensors came {way} from rank {sender}, its log has {len(logs)}")
             found += [f"{iteration}: {key}" for key, one, other in zip(keys, logs, raw, strict=False) if one != other]
+            found += self.unlike_fingerprints(SnapshotId(iteration, self.rank, LOG), way, arrived)
         return found
+
+    def unlike_fingerprints(self, own: Any, way: str, arrived: list[torch.Tensor]) -> list[str]:
+        """Where this rank's own log has other fingerprints than those of what came."""
+        from megatron.core.dist_checkpointing.moe.local_recovery.fingerprints import fingerprint
+
+        if own not in self.store.snapshots().sealed or not arrived:
+            return []
+        with self.store.open(own) as reader:
+            kept = memoryview(bytes(reader.read(f"received/{way}"))).cast("q").tolist()
+        came = [int(fingerprint(tensor)) for tensor in arrived]
+        return [] if kept == came else [f"{own}: the fingerprints {kept} are not those of what came {way}: {came}"]
 
     def close(self) -> None:
         """End the use of the store."""

@@ -115,13 +115,14 @@ def killed(
     nodes: Nodes | None = None,
     hooks: tuple[Hook, ...] = (),
     between: Between = lambda attempt: None,
+    forgiven: str = "",
 ) -> Run:
     """The job under sparse checkpoints, killed as the case says, to its end."""
     folder.mkdir(parents=True)
     saving = ("--save", folder, "--save-interval", SAVE_INTERVAL, "--metrics-jsonl", folder / "reports")
     outcomes = cluster.run(
         case.layout, *case.flags, *saving, nodes=nodes, hooks=[partial(sparse_hooks.watched, str(folder)), *hooks],
-        distributed=case.distributed, between=between, job=f"{folder.parent.name}-{folder.name}",
+        distributed=case.distributed, between=between, forgiven=forgiven, job=f"{folder.parent.name}-{folder.name}",
     )  # fmt: skip
     events = tuple(tuple(_lines(folder / f"rank-{rank}.jsonl")) for rank in range(case.layout.ranks))
     return Run(folder, tuple(outcomes), events)

@@ -63,6 +63,9 @@ class Kept:
         """As `ports.BoundarySink.sent`."""
         self.tensors[direction.value].append(tensor.detach().clone())
 
+    def received(self, direction: Any, tensor: torch.Tensor) -> None:
+        """As `ports.BoundarySink.received`."""
+
 
 class Alone(Frozen):
     """Drives one trainer: what it is in training, and what its stage makes of it alone."""

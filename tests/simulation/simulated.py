@@ -222,7 +222,7 @@ class Rank:
             done.stepped(journal_of(self._rank, iteration))
         assert model.frozen is None
         self._told.replayed.append((self._rank, done.iterations))
-        return recovery.finish()
+        return recovery.finish(done)
 
     def _coordinator(self, timeline: Lineage) -> Coordinator:
         ports, identity = self._ports, replace(self._identity, timeline=timeline)

@@ -267,7 +267,7 @@ class StagedRank:
         assert model.iteration == target
         self._stands(target, journal_of(self._rank, target))
         self._phase = StepPhase.REJOINING
-        return recovery.finish()
+        return recovery.finish(done if isinstance(done, Replay) else None)
 
     def _roll(self, waiting: Waiting) -> None:
         roll = waiting.roll

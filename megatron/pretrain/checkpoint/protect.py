@@ -66,6 +66,7 @@ def refuse_other_flags(recorded: Sequence[str], given: Sequence[str]) -> None:
 _SHAPING = (ModelConfig, MoEConfig, OptimizerFlags)
 _SHAPING_FIELDS = (
     "seq_length", "micro_batch_size", "global_batch_size", "calculate_per_token_loss", "split", "seed",
+    "deterministic_mode",
     "reset_position_ids", "reset_attention_mask", "eod_mask_loss",
 )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.dist_checkpointing.moe.config import out_of_range
-from megatron.core.dist_checkpointing.moe.contradictions import contradictions
+from megatron.core.dist_checkpointing.moe.contradictions import contradictions, must_repeat_itself
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.config.derived import (
     Environment,
@@ -265,5 +265,14 @@ def protection(config: PretrainConfig, environment: Environment) -> Iterator[str
     )
 
 
+def determinism(config: PretrainConfig, _: Environment) -> Iterator[str]:
+    exact = must_repeat_itself(config.moe_checkpoint) and not config.training.deterministic_mode
+    if exact and config.parallel.device == "cuda":
+        yield (
+            f"--moe-ckpt-strategy {config.moe_checkpoint.strategy} runs iterations again after a fault and compares"
+            " them to the bit: give --deterministic-mode, or --moe-ckpt-replay-tolerance for how much losses may differ"
+        )
+
+
 BEFORE_DEFAULTS = (required, devices, layout)
-AFTER_DEFAULTS = (batches, model, experts, precision, schedule, checkpoints, protection)
+AFTER_DEFAULTS = (batches, model, experts, precision, schedule, checkpoints, protection, determinism)

@@ -65,6 +65,10 @@ class TrainingConfig:
     )
     train_iters: int | None = flag(None, "iterations to train to (required)", minimum=0)
     seed: int = flag(1234, "seed of weights, dropout and data order")
+    deterministic_mode: bool = flag(
+        False,
+        "only kernels that repeat themselves to the bit; sets what NCCL, cuBLAS and Transformer Engine need for it",
+    )
     data_parallel_random_init: bool = flag(False, "different initial seeds on data-parallel ranks")
     calculate_per_token_loss: bool = flag(False, "scale the loss by non-padded tokens of the global batch")
     check_for_nan_in_loss_and_grad: bool = flag(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import blake2b
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.ports import Field, Layout, MappedWriter, Reader, Transport
-from megatron.core.dist_checkpointing.moe.types import Direction, Part, Topology, boundary_key
+from megatron.core.dist_checkpointing.moe.types import Direction, Part, Topology, boundary_key, received_key
 
 from .model import FakeModel, expected_bytes, version_of
 from .world import World
@@ -20,11 +21,19 @@ class FakeRecorder:
     def __init__(self, world: World) -> None:
         self._world = world
         self._keys: list[str] = []
+        self._received = dict.fromkeys(Direction, 0)
+        self._prints: dict[str, memoryview] = {}
         self._writer: MappedWriter | None = None
 
     def arm(self, layout: Layout, writer: MappedWriter) -> None:
         """As `local_recovery.boundary_logs.Recorder.arm`."""
-        self._keys, self._writer = [field.key for field in layout.fields], writer
+        self._writer, keys = writer, [field.key for field in layout.fields]
+        self._keys = [key for key in keys if not key.startswith("received/")]
+        self._received = dict.fromkeys(Direction, 0)
+        # One buffer each, as the recorder writes to the segment as a whole.
+        self._prints = {key: writer.buffer(key) for key in keys if key not in self._keys}
+        for prints in self._prints.values():
+            prints[:] = bytes(len(prints))
 
     def passed(self) -> None:
         """As `local_recovery.boundary_logs.Recorder.passed`."""
@@ -39,11 +48,11 @@ class FakeRecorder:
         self._world.event("end the log")
         if self._keys:
             raise UsageError(f"{len(self._keys)} tensors were not sent, such as {self._keys[0]}")
-        self._writer = None
+        self._writer, self._prints = None, {}
 
     def disarm(self) -> None:
         """As `local_recovery.boundary_logs.Recorder.disarm`."""
-        self._writer = None
+        self._writer, self._prints = None, {}
 
     def sent(self, key: str, data: bytes) -> None:
         """This goes to another stage now."""
@@ -51,6 +60,18 @@ class FakeRecorder:
             self._world.event(f"log {key}")
             self._keys.remove(key)
             self._writer.buffer(key)[:] = data
+
+    def received(self, way: Direction, data: bytes | bytearray) -> None:
+        """This has come from another stage."""
+        prints = self._prints.get(received_key(way))
+        if prints is not None:
+            at, self._received[way] = self._received[way], self._received[way] + 1
+            prints[8 * at : 8 * (at + 1)] = print_of(data)
+
+
+def print_of(data: bytes | bytearray) -> bytes:
+    """A fingerprint of what was sent."""
+    return blake2b(data, digest_size=8).digest()
 
 
 class FakeFeed:
@@ -62,6 +83,7 @@ class FakeFeed:
             way: [one.key for one in reader.manifest.layout.fields if one.key.startswith(f"{way.value}/")]
             for way, reader in logs.items()
         }
+        self._dropped: dict[Direction, list[bytes]] = {way: [] for way in Direction}
 
     def serves(self, direction: Direction) -> bool:
         """As `ports.BoundarySource.serves`."""
@@ -79,6 +101,21 @@ class FakeFeed:
         """As `replay.densify.StageFeed.check_all_taken`."""
         if left := [key for keys in self._left.values() for key in keys]:
             raise UnreadableCheckpoint(f"{len(left)} tensors of the log were not received, such as {left[0]}")
+
+    def dropped(self, direction: Direction, data: bytes) -> None:
+        """As `ports.BoundarySource.dropped`."""
+        self._dropped[direction].append(print_of(data))
+
+    def differences(self) -> list[str] | None:
+        """As `replay.densify.StageFeed.differences`."""
+        expected = {}
+        for way, prints in self._dropped.items():
+            if prints:
+                (log,) = [log for came, log in self._logs.items() if came is not way]
+                expected[way] = bytes(log.read(received_key(way)))
+        if any(bytes(8) in (found[at : at + 8] for at in range(0, len(found), 8)) for found in expected.values()):
+            return None
+        return [f"what goes {way.value}" for way, found in expected.items() if found != b"".join(self._dropped[way])]
 
 
 class FakeStage:
@@ -114,6 +151,7 @@ class FakeStage:
         if data is None:
             data = bytearray(TENSOR_BYTES)
             self._transport.receive(sender, memoryview(data)).wait()
+        self._recorder.received(way, data)
         if version_of(sender, key, data) != self._model.iteration + 1:
             self._model.spoil()
 
@@ -128,6 +166,8 @@ class FakeStage:
         back = Direction.BACKWARD if way is Direction.FORWARD else Direction.FORWARD
         if source is None or not source.serves(back):
             self._transport.send(to, data).wait()
+        else:
+            source.dropped(way, data)
 
 
 class FakeBuffers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.core.dist_checkpointing.moe.recovery.exactness import Exactness, Unverified
 from megatron.core.dist_checkpointing.moe.recovery.table import RecoveryTable
 from megatron.core.dist_checkpointing.moe.types import (
     OperatorId,
@@ -154,3 +155,24 @@ def test_refusals_of_one_tier_and_reason_share_a_line() -> None:
         "  not used: 1 copy in parked of ranks 3, iterations 5: it was never sealed",
         "  not used: 4 copies in peer memory of ranks 0-1, iterations 4-5: its checksum does not match",
     ]
+
+
+def test_what_was_compared_with_nothing_is_named_and_the_state_not_called_exact() -> None:
+    segments = (ReplaySegment((1,), 4, 6, (frozenset(), frozenset())),)
+    how = Exactness(unverified=(Unverified((1,), (5, 6)),))
+    plan = RecoveryPlan(6, Scope.LOCAL, segments, ())
+    first, second, *_ = RecoveryTable(plan, (0,) * 4, duration_s=0.5, stages=2, exactness=how).lines()
+    assert first == "recovered iteration 6 unverified in 0.50 s (local rollback):"
+    assert second.startswith("  not verified: stage 1 (ranks 2-3), iterations 5-6: nothing is recorded")
+
+
+def test_a_tolerance_is_said_in_place_of_exactly() -> None:
+    plan = RecoveryPlan(6, Scope.GLOBAL, (), ())
+    (first, *_) = RecoveryTable(plan, NODES, exactness=Exactness(tolerance=0.001)).lines()
+    assert first.startswith("recovered iteration 6 within tolerance 0.001 of the recorded losses in 0.00 s")
+
+
+def test_replays_that_diverged_before_are_told_with_what_is_trained_again() -> None:
+    plan = RecoveryPlan(6, Scope.GLOBAL, (), ())
+    lines = list(RecoveryTable(plan, NODES, diverged=("the replay of stage 1",), again=range(7, 10)).lines())
+    assert lines[1:3] == ["  diverged before: the replay of stage 1", "  trained again: iterations 7 to 9"]

@@ -16,11 +16,11 @@ from simulated_world.rank import FakeCapturer, FakeExecution, FakeRestorer, Fake
 from simulated_world.storage import FakeStore
 from simulated_world.world import World
 
-from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.errors import ReplayDiverged, UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.ports import Facts, Json, Reader, SnapshotId, StoreFailure
 from megatron.core.dist_checkpointing.moe.replay.densify import (
+    Compared,
     Replay,
-    ReplayDiverged,
     ReplayPorts,
     ReplayStep,
     SnapshotLoad,
@@ -179,7 +179,7 @@ def test_a_step_over_stale_weights_would_not_have_been_exact() -> None:
 def test_another_loss_than_the_recorded_one_ends_the_replay_with_both() -> None:
     rank = resumed()
     rank.replay.begin()
-    with pytest.raises(ReplayDiverged, match=r"iteration 5 gave the loss 2\.5000001, recorded was 2\.5:.*tolerance"):
+    with pytest.raises(ReplayDiverged, match=r"iteration 5 .* gave the loss 2\.5000001, recorded was 2\.5;.*tolerance"):
         rank.iterate(StepJournal(1.5, False, 2.5000001))
 
 
@@ -267,12 +267,15 @@ def test_only_the_first_rank_speaks(caplog: pytest.LogCaptureFixture) -> None:
 class Feed:
     """What feeds an iteration, and whether all of it was taken."""
 
-    def __init__(self, logs: Any, *, is_taken: bool = True) -> None:
-        self.logs, self.is_taken = logs, is_taken
+    def __init__(self, logs: Any, *, is_taken: bool = True, unlike: list[str] | None = None) -> None:
+        self.logs, self.is_taken, self.unlike = logs, is_taken, unlike
 
     def check_all_taken(self) -> None:
         if not self.is_taken:
             raise UnreadableCheckpoint("a tensor was left")
+
+    def differences(self) -> list[str] | None:
+        return self.unlike
 
 
 def fed(step: ReplayStep) -> ReplayStep:
@@ -330,3 +333,53 @@ def test_the_end_of_a_replay_is_told_once() -> None:
     ends: list[int] = []
     resumed(ended=lambda: ends.append(1)).run()
     assert ends == [1]
+
+
+def fed_and_compared(step: ReplayStep) -> ReplayStep:
+    return replace(fed(step), compares=True)
+
+
+def test_a_stage_that_sends_otherwise_than_when_the_iteration_ran_first_ends_the_replay() -> None:
+    rank = resumed(change=fed_and_compared, boundary=lambda logs: Feed(logs, unlike=["one", "other"]), members=(0,))
+    rank.replay.begin()
+    with pytest.raises(ReplayDiverged, match=r"the replay of iteration 5 came out otherwise: one \(and 1 more\)"):
+        rank.iterate()
+
+
+def test_it_is_known_of_each_iteration_with_what_it_was_compared() -> None:
+    rank = resumed(change=fed_and_compared, boundary=lambda logs: Feed(logs, unlike=[]), members=(0,))
+    rank.run()
+    assert rank.replay.compared == dict.fromkeys((5, 6), frozenset({Compared.LOSS, Compared.SENT}))
+
+
+def test_without_fingerprints_what_is_sent_counts_as_compared_with_nothing() -> None:
+    rank = resumed(change=fed_and_compared, boundary=Feed, members=(0,))
+    rank.run()
+    assert set(rank.replay.compared.values()) == {frozenset({Compared.LOSS})}
+
+
+def test_where_not_all_gradients_flow_out_what_is_sent_is_not_compared() -> None:
+    rank = resumed(change=fed, boundary=lambda logs: Feed(logs, unlike=["zeros"]), members=(0,))
+    rank.run()
+    assert set(rank.replay.compared.values()) == {frozenset({Compared.LOSS})}
+
+
+def test_with_a_tolerance_a_tensor_that_differs_ends_nothing_and_proves_nothing() -> None:
+    options = {"change": fed_and_compared, "boundary": lambda logs: Feed(logs, unlike=["one"]), "members": (0,)}
+    rank = resumed(tolerance=0.1, **options)
+    rank.run()
+    assert set(rank.replay.compared.values()) == {frozenset({Compared.LOSS})}
+
+
+def test_the_norm_is_compared_where_it_is_computed() -> None:
+    rank = resumed(change=lambda step: replace(step, frozen=frozenset()))
+    rank.replay.begin()
+    with pytest.raises(ReplayDiverged, match=r"gave the gradient norm 1\.25, recorded was 1\.5"):
+        rank.iterate(replace(JOURNALS[5], grad_norm=1.25))
+
+
+def test_the_norm_of_a_step_with_frozen_operators_is_the_recorded_one_and_proves_nothing() -> None:
+    rank = resumed(change=lambda step: replace(step, journal=replace(step.journal, lm_loss=None)))
+    rank.replay.begin()
+    rank.iterate()
+    assert rank.replay.compared == {5: frozenset()}

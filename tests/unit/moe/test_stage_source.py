@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.local_recovery.communicator import BoundaryCommunicator
+from megatron.core.dist_checkpointing.moe.local_recovery.fingerprints import fingerprint
 from megatron.core.dist_checkpointing.moe.local_recovery.stage_source import StageSource
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, Reader, SnapshotId
 from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
@@ -25,17 +27,37 @@ def sent(direction: Direction, microbatch: int) -> torch.Tensor:
     return torch.arange(start, start + 6, dtype=torch.bfloat16).reshape(SHAPE)
 
 
+Log = Callable[..., Reader]
+
+
 @pytest.fixture
-def log(tmp_path: Any) -> Reader:
-    """The log of an iteration with two microbatches, sent in both directions in turn."""
+def log_with(tmp_path: Any) -> Log:
+    """Makes the log of an iteration with two microbatches, sent in both directions in turn, and with fingerprints."""
+
+    def made(**received: list[int]) -> Reader:
+        return sealed_log(tmp_path, received)
+
+    return made
+
+
+@pytest.fixture
+def log(log_with: Log) -> Reader:
+    """One without fingerprints, as earlier versions wrote it."""
+    return log_with()
+
+
+def sealed_log(folder: Any, received: dict[str, list[int]]) -> Reader:
     named = {
         boundary_key(direction, 0, microbatch): sent(direction, microbatch)
         for microbatch in (1, 0)
         for direction in (BACKWARD, FORWARD)
     }
-    store, snapshot = FilesystemStore(tmp_path, 2), SnapshotId(7, 2, "log")
-    with store.reserve(snapshot, Layout.of(Field(key, "bfloat16", SHAPE) for key in named)) as writer:
-        for key, tensor in named.items():
+    prints = {f"received/{way}": torch.tensor(values, dtype=torch.int64) for way, values in received.items()}
+    fields = [Field(key, "bfloat16", SHAPE) for key in named]
+    fields += [Field(key, "int64", tuple(values.shape)) for key, values in prints.items()]
+    store, snapshot = FilesystemStore(folder, 2), SnapshotId(7, 2, "log")
+    with store.reserve(snapshot, Layout.of(fields)) as writer:
+        for key, tensor in (named | prints).items():
             writer.put(key, tensor.view(torch.uint8).numpy())
         writer.seal(Facts("job"))
     return store.open(snapshot)
@@ -104,6 +126,63 @@ def test_a_damaged_tensor_is_never_served(log: Reader, tmp_path: Any) -> None:
         StageSource({FORWARD: log}, "cpu").received(FORWARD)
 
 
+SENDS = tuple(boundary_key(BACKWARD, 0, microbatch) for microbatch in (0, 1))
+
+
+def source_that_sent(log: Reader, *tensors: torch.Tensor) -> StageSource:
+    """What is fed by the stage before, and has sent it these gradients."""
+    source = StageSource({FORWARD: log}, "cpu", SENDS, "stage 3")
+    for tensor in tensors:
+        source.dropped(BACKWARD, tensor)
+    return source
+
+
+def test_what_is_sent_again_is_compared_with_what_the_neighbour_received(log_with: Log) -> None:
+    tensors = [sent(BACKWARD, microbatch) for microbatch in (0, 1)]
+    log = log_with(backward=[int(fingerprint(tensor)) for tensor in tensors])
+    assert source_that_sent(log, *tensors).differences() == []
+
+
+def test_a_tensor_that_is_sent_otherwise_is_named_by_stage_iteration_and_microbatch(log_with: Log) -> None:
+    tensors = [sent(BACKWARD, microbatch) for microbatch in (0, 1)]
+    log = log_with(backward=[int(fingerprint(tensor)) for tensor in tensors])
+    tensors[1].view(torch.uint8).view(-1)[5] ^= 1
+    (difference,) = source_that_sent(log, *tensors).differences() or ()
+    assert difference.startswith("the gradients backward/chunk0/microbatch1 that stage 3 sends in iteration 7 have the")
+    assert f"{int(fingerprint(tensors[1])) % 2**64:016x}" in difference and "rank 2 received" in difference
+
+
+def test_without_fingerprints_nothing_is_said_to_be_alike(log: Reader) -> None:
+    assert source_that_sent(log, sent(BACKWARD, 0), sent(BACKWARD, 1)).differences() is None
+
+
+def test_a_fingerprint_that_was_not_taken_leaves_the_rest_to_be_compared(log_with: Log) -> None:
+    tensors = [sent(BACKWARD, microbatch) for microbatch in (0, 1)]
+    log = log_with(backward=[int(fingerprint(tensors[0])), 0])
+    assert source_that_sent(log, *tensors).differences() is None
+    assert len(source_that_sent(log, tensors[1], tensors[0]).differences() or ()) == 1
+
+
+def test_fewer_tensors_than_were_received_are_not_called_alike(log_with: Log) -> None:
+    first = sent(BACKWARD, 0)
+    log = log_with(backward=[int(fingerprint(first)), int(fingerprint(sent(BACKWARD, 1)))])
+    assert source_that_sent(log, first).differences() is None
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_what_comes_is_told_to_the_sink_once_it_is_there(log: Reader) -> None:
+    told: list[tuple[Direction, Any]] = []
+    one = communicator()
+    one.sink = SimpleNamespace(received=lambda way, tensor: told.append((way, tensor)), sent=lambda way, tensor: None)
+    one.source = StageSource({FORWARD: log, BACKWARD: log}, "cpu")
+    activation = one.recv_forward(SHAPE, False)
+    assert [(way, tensor is activation) for way, tensor in told] == [(FORWARD, True)]
+    gradient, requests = one.send_backward_recv_backward(torch.zeros(SHAPE), True, SHAPE, overlap_p2p_comm=True)
+    assert len(told) == 1, "whether it has come is not known before its request was waited for"
+    requests["recv_next"].wait()
+    assert told[1][0] is BACKWARD and told[1][1] is gradient
+
+
 @pytest.mark.usefixtures("single_process_group")
 def test_a_served_tensor_wants_a_gradient_as_a_received_one_does(log: Reader) -> None:
     one = communicator()
@@ -118,7 +197,9 @@ def test_a_served_tensor_wants_a_gradient_as_a_received_one_does(log: Reader) ->
 def test_what_goes_to_a_side_that_is_served_is_told_and_dropped(log: Reader) -> None:
     told: list[tuple[Direction, Any]] = []
     one = communicator()
-    one.sink = SimpleNamespace(sent=lambda direction, tensor: told.append((direction, tensor)))
+    one.sink = SimpleNamespace(
+        sent=lambda direction, tensor: told.append((direction, tensor)), received=lambda direction, tensor: None
+    )
     one.source = StageSource({FORWARD: log, BACKWARD: log}, "cpu")
     output, gradient = torch.zeros(SHAPE), torch.ones(SHAPE)
     one.send_forward_backward_recv_forward_backward(output, gradient, True, True, SHAPE)

@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.moe.policy.boundary import (
     covers,
     kept,
     log_keys,
+    receives,
     sends,
     sent_bytes,
     tensor_shape,
@@ -177,3 +178,20 @@ def test_a_replay_is_covered_exactly_from_where_the_unbroken_row_begins(held: se
     since = covered_since(held, newest)
     covered = base >= newest or (since is not None and since <= base + 1)
     assert (covers(held, base, newest) == "") == covered
+
+
+@given(pipelines())
+def test_all_that_is_sent_one_way_is_received_by_somebody(pipeline: tuple[Topology, int, int]) -> None:
+    topology, microbatches, group = pipeline
+    for way in Direction:
+        stages = range(topology.pp)
+        sent = [len(sends(topology, stage, microbatches, way, group)) for stage in stages]
+        came = [receives(topology, stage, microbatches, way, group) for stage in stages]
+        moved = came[1:] + came[:1] if way is FORWARD else came[-1:] + came[:-1]
+        assert sent == moved
+
+
+def test_the_ends_of_a_pipeline_receive_from_one_side_only() -> None:
+    topology = Topology(2, pp=2)
+    assert [receives(topology, stage, 4, FORWARD) for stage in (0, 1)] == [0, 4]
+    assert [receives(topology, stage, 4, BACKWARD) for stage in (0, 1)] == [4, 0]

@@ -215,3 +215,18 @@ def test_weight_gradients_of_megatron_s_own_layers_are_fused_only_with_apex(
     monkeypatch.setattr(layers, "_grad_accum_fusion_available", True)
     assert built("").gradient_accumulation_fusion
     assert not built("--no-gradient-accumulation-fusion").gradient_accumulation_fusion
+
+
+ONLY_GPUS = GOOD.replace("--device cpu ", "--distributed-backend gloo ")
+
+
+def test_a_strategy_that_replays_needs_deterministic_kernels_on_gpus() -> None:
+    def on_gpus(flags: str) -> PretrainConfig:
+        return resolve(parse_config(f"{ONLY_GPUS} {flags}".split()), FOUR_GPUS)
+
+    with pytest.raises(InvalidInput, match=r"give --deterministic-mode, or --moe-ckpt-replay-tolerance"):
+        on_gpus("--moe-ckpt-strategy sparse")
+    assert on_gpus("--moe-ckpt-strategy sparse --deterministic-mode").training.deterministic_mode
+    on_gpus("--moe-ckpt-strategy sparse --moe-ckpt-replay-tolerance 1e-3")
+    on_gpus("--moe-ckpt-strategy full")
+    resolved("--moe-ckpt-strategy sparse")

@@ -233,8 +233,8 @@ class MoECheckpointConfig:
     )
     replay_tolerance: float = flag(
         0.0,
-        "sparse: by which share the loss of a replayed iteration may differ from the recorded one; 0 is right where "
-        "the hardware repeats itself to the bit",
+        "sparse: by which share the loss of a replayed iteration may differ from the recorded one; 0 asks for the same "
+        "bits, which GPUs give with --deterministic-mode only",
         minimum=0,
     )
     recovery: str = flag(

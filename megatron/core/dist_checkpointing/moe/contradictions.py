@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from .config import MoECheckpointConfig, out_of_range
 from .errors import UsageError
 from .policy.copy_rate import CopyRate
+from .policy.determinism import DeviceSettings, obstacles
 from .policy.memory_limit import MemoryLimit
 from .runtime.faults import check_fault_ranks, parse_fault
 from .strategies import STRATEGIES
@@ -79,6 +80,17 @@ def contradictions(
             f"--moe-ckpt-replicas {given.replicas} needs as many peers, but the job has {world_size} "
             f"ranks: at most {world_size - 1} are possible"
         )
+
+
+def must_repeat_itself(given: MoECheckpointConfig) -> bool:
+    """Whether a fault is followed by iterations that have to come out to the same bits as when they ran first."""
+    return given.strategy != "none" and STRATEGIES[given.strategy].replays and given.replay_tolerance == 0
+
+
+def not_repeatable(given: MoECheckpointConfig, settings: DeviceSettings) -> Iterator[str]:
+    """A line for each setting with which they would not, and what to set."""
+    for obstacle in obstacles(settings) if must_repeat_itself(given) else ():
+        yield f"--moe-ckpt-strategy {given.strategy} has to repeat iterations to the bit, but {obstacle}"
 
 
 def _moe_flag(name: str) -> str:

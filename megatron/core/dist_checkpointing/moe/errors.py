@@ -42,6 +42,17 @@ class RecoveryImpossible(MoECheckpointError):
         self.iteration, self.missing, self.asked = iteration, missing, asked
 
 
+class ReplayDiverged(MoECheckpointError):
+    """A replayed iteration did not give the result that was recorded: training from it would not be exact.
+
+    What it was made from is noted, so that the next start of the job takes an older state; nothing was freed.
+    """
+
+
+class NoExactState(MoECheckpointError):
+    """All that is left of the training state leads through a replay that came out otherwise than recorded."""
+
+
 class StoreFailure(MoECheckpointError):
     """A store could not take, show or give up a snapshot now; what it had sealed before is untouched."""
 

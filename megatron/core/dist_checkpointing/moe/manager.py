@@ -39,13 +39,14 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
 from .config import MoECheckpointConfig
-from .contradictions import contradictions
-from .errors import MoECheckpointError, UsageError
+from .contradictions import contradictions, must_repeat_itself, not_repeatable
+from .errors import MoECheckpointError, NoExactState, UsageError
 from .local_recovery.communicator import BoundaryCommunicator, process_groups
 from .local_recovery.survivor import Passes
 from .megatron_state.trainer_state import LiveTrainerState, LoopState, NoLoopState
 from .policy.parking import Cause
 from .recovery.timeline import RecoveryTimeline, Timestamps
+from .runtime.device_settings import device_settings
 from .runtime.faults import FaultInjector, Phase, parse_fault
 from .runtime.iteration_hooks import IterationHooks
 from .runtime.live_state import Training
@@ -106,6 +107,7 @@ class MoECheckpointManager:
         chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         self._train_iters, transformer = train_iters, get_model_config(chunks[0])
         _refuse_contradictions(config, chunks[0], transformer)
+        _refuse_what_cannot_repeat_itself(config, chunks[0], transformer)
         self._trainer = LiveTrainerState(optimizer, scheduler, state or NoLoopState())
         self._session: Session | Unprotected = session or Unprotected()
         if session is None and config.strategy != "none":
@@ -157,6 +159,7 @@ class MoECheckpointManager:
 
         Raises:
             UsageError: There are snapshots, but none can be used, and nothing else to begin from was given.
+            NoExactState: The only way back is a replay that has diverged before, and there is no other checkpoint.
         """
         session = self._session
         plan = session.look()
@@ -164,12 +167,15 @@ class MoECheckpointManager:
             if session.carry_out() is not None:
                 self._arm()
                 return self.iteration
+            self._refuse_to_begin_anew(load is None or newest < 0)
             if load is None:
                 raise UsageError(
                     "all copies of the training state in memory and storage are damaged or lost, see the reasons above;"
                     " give --load with an older checkpoint, or remove them to begin at iteration 0"
                 )
             session.clear_counters()
+        if plan is None:
+            self._refuse_to_begin_anew(load is None or newest < 0)
         if plan is None and session.unusable and load is None:
             raise UsageError(
                 f"--moe-ckpt-persist-dir has snapshots that this job cannot use: {session.unusable}; give --load, or"
@@ -178,6 +184,9 @@ class MoECheckpointManager:
         if load is not None:
             self._trainer.iteration = load()
             session.refresh()
+        if session.diverged and torch.distributed.get_rank() == 0:
+            again = "those up to %d are trained again, since no replay leads there exactly"
+            log.warning(f"training goes on from iteration %d: {again}", self.iteration, session.newest_iteration)
         session.discard()
         self._arm()
         return self.iteration
@@ -271,7 +280,8 @@ class MoECheckpointManager:
         Raises:
             UsageError: It was called twice, or without a step.
             CheckpointFailure: Protection was lost, and `strict` is set.
-            MoECheckpointError: A replayed iteration came out otherwise than recorded.
+            ReplayDiverged: A replayed iteration came out otherwise than recorded: leave, so that the next start of the
+                job takes another way back.
         """
         was_replaying, report = self.is_replaying, None
         if self._is_active:
@@ -371,6 +381,15 @@ class MoECheckpointManager:
         self._given = iteration
         return iteration
 
+    def _refuse_to_begin_anew(self, has_no_checkpoint: bool) -> None:
+        """Training that came far must not begin at iteration 0 because a replay differs in a bit: a user decides."""
+        if has_no_checkpoint and self._session.diverged:
+            raise NoExactState(
+                f"{'; '.join(self._session.diverged)}; nothing older is left. All copies stay in memory and storage:"
+                " give --load with a checkpoint, --moe-ckpt-replay-tolerance to accept how much losses differ, or"
+                " remove the copies to begin at iteration 0"
+            )
+
     def _arm(self) -> None:
         if self._is_active:
             self._hooks.arm()
@@ -409,6 +428,21 @@ def _refuse_contradictions(config: MoECheckpointConfig, chunk: torch.nn.Module, 
     )
     if sentences := "; ".join(found):
         raise UsageError(sentences)
+
+
+def _refuse_what_cannot_repeat_itself(config: MoECheckpointConfig, chunk: torch.nn.Module, transformer: Any) -> None:
+    """A collective where a strategy is to repeat iterations: environments of nodes may differ."""
+    if not must_repeat_itself(config):
+        return
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    own = list(not_repeatable(config, device_settings(chunk, transformer, ranks)))
+    every: list[Any] = [own] * ranks
+    if torch.distributed.is_initialized():
+        torch.distributed.all_gather_object(every, own)
+    for rank, lines in enumerate(every):
+        if lines:
+            advice = "or say with --moe-ckpt-replay-tolerance by how much losses may differ"
+            raise UsageError("\n".join([*(f"rank {rank}: {line}" for line in lines), advice]))
 
 
 def _let_copies_run_beside_sends(chunks: Sequence[torch.nn.Module]) -> None:

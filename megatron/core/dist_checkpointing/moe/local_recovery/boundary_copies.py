@@ -4,10 +4,14 @@ The schedule calls `BoundaryRecorder.sent` for each tensor right before it is se
 against the log's layout, which was planned from the shape of the iteration's passes, and hands its bytes to a copy
 engine. Nothing that goes wrong here may disturb training: it is kept, and raised by `end`, which costs the log of one
 iteration.
+
+Of each tensor that is `received` the log gets a fingerprint: a replay of the stage that sent it is compared with that.
+A fingerprint that cannot be taken costs that comparison and nothing else.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +21,14 @@ import torch
 from ..errors import MoECheckpointError, UsageError
 from ..ports import Field, Layout, MappedWriter
 from ..snapshot.copy_engines import CopyEngine, Span
-from ..types import Direction
+from ..types import Direction, received_key
+from .fingerprints import FINGERPRINT_BYTES, fingerprint
+
+log = logging.getLogger(__name__)
 
 _RELEASE_S = 60.0
 _DIRECTIONS = {direction.value: direction for direction in Direction}
+_RECEIVED = {received_key(direction): direction for direction in Direction}
 
 
 class BoundaryFailure(MoECheckpointError):
@@ -29,10 +37,12 @@ class BoundaryFailure(MoECheckpointError):
 
 @dataclass(eq=False)
 class _ExpectedSends:
-    """What is still expected of an iteration: by direction, the fields and their offsets in the order of sending."""
+    """What is still expected of an iteration: by direction, the fields and their offsets in the order of sending, and
+    the offsets of fingerprints in the order of arrival."""
 
     # Schedules mix the two directions (1F1B), each in its own order: so they are counted apart.
     planned: Mapping[Direction, tuple[tuple[Field, int], ...]]
+    received: Mapping[Direction, list[int]]
     sent: dict[Direction, int]
     segment: memoryview
     problem: str = ""
@@ -42,12 +52,19 @@ class _ExpectedSends:
     def of(cls, layout: Layout, segment: memoryview) -> _ExpectedSends:
         """Those of a log's layout. Raises UsageError for a key that is of no direction."""
         planned: dict[Direction, list[tuple[Field, int]]] = {direction: [] for direction in Direction}
+        received: dict[Direction, list[int]] = {direction: [] for direction in Direction}
         for field, offset in zip(layout.fields, layout.offsets, strict=True):
             name = field.key.partition("/")[0]
+            if field.key in _RECEIVED:
+                end = offset + field.nbytes
+                received[_RECEIVED[field.key]].extend(range(offset, end, FINGERPRINT_BYTES))
+                segment[offset:end] = bytes(field.nbytes)  # none is known yet, and the memory was another log's
+                continue
             if name not in _DIRECTIONS:
                 raise UsageError(f"record {field.key} is no boundary tensor: its key begins with no direction")
             planned[_DIRECTIONS[name]].append((field, offset))
-        return cls({way: tuple(fields) for way, fields in planned.items()}, dict.fromkeys(Direction, 0), segment)
+        sent = dict.fromkeys(Direction, 0)
+        return cls({way: tuple(fields) for way, fields in planned.items()}, received, sent, segment)
 
     @property
     def complete(self) -> bool:
@@ -120,6 +137,18 @@ class BoundaryRecorder:
         except Exception as error:  # the schedule that called must not see it, and `end` raises it
             is_ours = isinstance(error, MoECheckpointError)
             expected.problem = str(error) if is_ours else f"{type(error).__name__}: {error}"
+
+    def received(self, direction: Direction, tensor: Any) -> None:
+        """As `ports.BoundarySink.received`; of more than was planned no fingerprints are kept."""
+        expected = self._expected
+        if expected is None or expected.problem or expected.passed or not expected.received[direction]:
+            return
+        try:
+            found = fingerprint(tensor).view(torch.uint8)
+            self._engine.add(((Span(found, expected.received[direction].pop(0)),), expected.segment))
+        except Exception as error:  # the schedule that called must not see it
+            expected.received[direction].clear()
+            log.warning("what comes %s cannot be fingerprinted in this iteration: %s", direction.value, error)
 
     def passed(self) -> None:
         """The passes of the iteration have ended: what is sent from here on, as in an evaluation, is not recorded."""

@@ -20,9 +20,9 @@ Received = tuple[torch.Tensor | None, torch.Tensor | None, Any]
 class BoundaryCommunicator(P2PCommunicator):
     """Core's communicator between neighbouring pipeline stages; both schedules take it beside `process_groups`.
 
-    sink: gets each tensor before it is sent, also those that are then dropped.
+    sink: gets each tensor before it is sent, also those that are then dropped, and each that has come.
     source: as long as it is set, gives what would come from the sides that it serves, and what would go to these sides
-        is dropped; the other sides are real. None: all are.
+        is told to it and dropped; the other sides are real. None: all are.
 
     pp_group: the ranks of one pipeline. config: of the model; its `pipeline_dtype` is that of all tensors.
     Raises UsageError for ring exchange, of which a stage cannot be left out.
@@ -56,6 +56,7 @@ class BoundaryCommunicator(P2PCommunicator):
         # Before core's sends: a tensor may be freed, or written again, as soon as they have ended.
         self._record(tensor_send_next, tensor_send_prev)
         prev_is_served, next_is_served = self._serves(Direction.FORWARD), self._serves(Direction.BACKWARD)
+        self._drop(tensor_send_next if next_is_served else None, tensor_send_prev if prev_is_served else None)
         from_prev, from_next, requests = super()._communicate(
             tensor_send_next=None if next_is_served else tensor_send_next,
             tensor_send_prev=None if prev_is_served else tensor_send_prev,
@@ -64,13 +65,21 @@ class BoundaryCommunicator(P2PCommunicator):
             tensor_shape=tensor_shape,
             wait_on_reqs=wait_on_reqs,
         )
-        arrived = {}
         if recv_prev and prev_is_served:
-            from_prev, arrived["recv_prev"] = self._served(Direction.FORWARD, tensor_shape), _Arrived()
+            from_prev = self._served(Direction.FORWARD, tensor_shape)
         if recv_next and next_is_served:
-            from_next, arrived["recv_next"] = self._served(Direction.BACKWARD, tensor_shape), _Arrived()
+            from_next = self._served(Direction.BACKWARD, tensor_shape)
         # Without waiting, schedules expect a handle for each tensor that they asked for, by these names.
-        return from_prev, from_next, requests if wait_on_reqs else requests | arrived
+        handles = {} if wait_on_reqs else dict(requests)
+        for name, way, tensor in (
+            ("recv_prev", Direction.FORWARD, from_prev if recv_prev else None),
+            ("recv_next", Direction.BACKWARD, from_next if recv_next else None),
+        ):
+            if tensor is not None:
+                handles[name] = _Arriving(handles.get(name), self.sink, way, tensor)
+                if wait_on_reqs:
+                    handles[name].wait()
+        return from_prev, from_next, requests if wait_on_reqs else handles
 
     def _record(self, tensor_send_next: torch.Tensor | None, tensor_send_prev: torch.Tensor | None) -> None:
         if self.sink is not None:
@@ -78,6 +87,12 @@ class BoundaryCommunicator(P2PCommunicator):
                 self.sink.sent(Direction.FORWARD, tensor_send_next)
             if tensor_send_prev is not None:
                 self.sink.sent(Direction.BACKWARD, tensor_send_prev)
+
+    def _drop(self, to_next: torch.Tensor | None, to_prev: torch.Tensor | None) -> None:
+        assert self.source is not None or (to_next is None and to_prev is None)
+        for way, tensor in ((Direction.FORWARD, to_next), (Direction.BACKWARD, to_prev)):
+            if self.source is not None and tensor is not None:
+                self.source.dropped(way, tensor)
 
     def _serves(self, direction: Direction) -> bool:
         return self.source is not None and self.source.serves(direction)
@@ -95,11 +110,19 @@ class BoundaryCommunicator(P2PCommunicator):
         return tensor.requires_grad_()
 
 
-class _Arrived:
-    """In place of the request of a tensor that is there already."""
+class _Arriving:
+    """In place of the request of a tensor: tells the sink when that has come. request: None where it is there."""
+
+    def __init__(self, request: Any, sink: BoundarySink | None, direction: Direction, tensor: torch.Tensor) -> None:
+        self._request, self._sink, self._direction, self._tensor = request, sink, direction, tensor
 
     def wait(self) -> None:
-        """Return at once."""
+        """As core's request."""
+        if self._request is not None:
+            self._request.wait()
+        if self._sink is not None:
+            self._sink.received(self._direction, self._tensor)
+            self._sink = None
 
 
 def process_groups() -> ProcessGroupCollection:

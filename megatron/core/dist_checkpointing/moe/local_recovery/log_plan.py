@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..policy.boundary import log_keys
+from ..policy.boundary import log_keys, receives
 from ..ports import Field, Layout
-from ..types import Topology
+from ..types import Direction, Topology, received_key
 
 _UNDER_WAY = 2
 """Logs beside those that are kept: one that is being recorded, one that is being sealed."""
@@ -30,11 +30,22 @@ class LogPlan:
     group: int | None = None
 
     def layout(self, microbatches: int) -> Layout:
-        """The records of an iteration with so many microbatches: of each direction in the order of sending."""
+        """The records of an iteration with so many microbatches: of each direction in the order of sending; and of
+        each direction the fingerprints of what is received."""
         if microbatches not in self._layouts:
-            keys = log_keys(self.topology, self.topology.stage(self.rank), microbatches, self.group)
-            self._layouts[microbatches] = Layout.of(Field(key, self.dtype, self.shape) for key in keys)
+            sent = (Field(key, self.dtype, self.shape) for key in self.sent(microbatches))
+            counts = ((way, receives(self.topology, self._stage, microbatches, way, self.group)) for way in Direction)
+            received = (Field(received_key(way), "int64", (count,)) for way, count in counts if count)
+            self._layouts[microbatches] = Layout.of((*sent, *received))
         return self._layouts[microbatches]
+
+    def sent(self, microbatches: int) -> tuple[str, ...]:
+        """The keys of what is sent, those of each direction in the order of sending."""
+        return log_keys(self.topology, self._stage, microbatches, self.group)
+
+    @property
+    def _stage(self) -> int:
+        return self.topology.stage(self.rank)
 
     @property
     def segments(self) -> int:

@@ -348,6 +348,11 @@ class Survivor:
             self._park_timeout_s,
         )
 
+    @property
+    def sends(self) -> tuple[str, ...]:
+        """The keys of what this rank sends in an iteration, those of each direction in the order of sending."""
+        return self._plan.sent(self._passes.microbatches)
+
     def settle(self) -> None:
         """Bring what is under way to its end."""
         if self._logs is not None:

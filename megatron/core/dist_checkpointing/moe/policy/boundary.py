@@ -46,6 +46,14 @@ def log_keys(topology: Topology, stage: int, microbatches: int, group: int | Non
     )
 
 
+def receives(topology: Topology, stage: int, microbatches: int, direction: Direction, group: int | None = None) -> int:
+    """How many tensors of this direction reach a rank of `stage` in one iteration: as many as its neighbour sends."""
+    sender = stage + (-1 if direction is Direction.FORWARD else 1)
+    if topology.vpp > 1:
+        sender %= topology.pp
+    return len(sends(topology, sender, microbatches, direction, group)) if sender in range(topology.pp) else 0
+
+
 def tensor_shape(
     topology: Topology, seq_length: int, micro_batch_size: int, hidden_size: int, *, sequence_parallel: bool
 ) -> tuple[int, int, int]:

@@ -16,6 +16,12 @@ class BoundarySink(Protocol):
         Returns at once: the copy runs beside training. Never raises.
         """
 
+    def received(self, direction: Direction, tensor: Any) -> None:
+        """This tensor has come from the previous (FORWARD) or the next (BACKWARD) stage, and was not changed yet.
+
+        Called in the order of arrival, also in a replay for what comes from a log. Never raises.
+        """
+
 
 class BoundarySource(Protocol):
     """Gives what a stage outside of a replay sent when the iteration ran first."""
@@ -28,4 +34,7 @@ class BoundarySource(Protocol):
         """
 
     def serves(self, direction: Direction) -> bool:
-        """Whether `received` gives tensors of this direction; what would be sent to that side is dropped."""
+        """Whether `received` gives tensors of this direction; what would be sent to that side is `dropped`."""
+
+    def dropped(self, direction: Direction, tensor: Any) -> None:
+        """This tensor would have been sent to the next (FORWARD) or previous (BACKWARD) stage, which has it already."""

@@ -4,7 +4,8 @@
    snapshot, also for those that cannot be used, with the reason.
 2. All ranks gather their rows; `catalogue` makes the same `Catalogue` of them everywhere.
 3. It has copies of several attempts of the job, which may differ in the same iteration: `within` leaves those that led
-   to one state. `inventory` is what the planner sees of these, without what proved damaged meanwhile.
+   to one state. `inventory` is what the planner sees of these, without what proved damaged meanwhile, and without
+   snapshots from which a replay diverged before.
 4. For a plan, it says who serves it: `sources_for` operators, `trainer_sources` for the random states of a replayed
    iteration, `journal_sources` and `strategy_sources` for what all need and one rank reads.
 """
@@ -34,7 +35,9 @@ from ..types import (
     Part,
     SnapshotPlan,
     Tier,
+    received_key,
 )
+from .diverged import Divergence, without_repetitions
 
 
 class OperatorPart(NamedTuple):
@@ -60,6 +63,7 @@ class InventoryRow(msgspec.Struct, frozen=True, array_like=True):
         has_journal: Whether it has what a replay of its iteration needs of its owner besides operators: the global
             outcome of the step, and the trainer state.
         has_strategy: Whether it has the state of the strategy.
+        has_fingerprints: Of a boundary log: whether it says what its owner received.
     """
 
     snapshot: SnapshotId
@@ -73,14 +77,17 @@ class InventoryRow(msgspec.Struct, frozen=True, array_like=True):
     window: tuple[int, int] | None = None
     has_journal: bool = False
     has_strategy: bool = False
+    has_fingerprints: bool = False
 
 
 class RankInventory(msgspec.Struct):
-    """All that one rank tells the others: the name of its node, which operators it owns, and what it found."""
+    """All that one rank tells the others: the name of its node, which operators it owns, what it found, and replays
+    that diverged before."""
 
     node: str
     operators: tuple[tuple[int, int, int], ...]
     rows: tuple[InventoryRow, ...]
+    diverged: tuple[Divergence, ...] = ()
 
 
 class _Scalars(msgspec.Struct):
@@ -122,18 +129,22 @@ def listing(
         if owner in (None, snapshot.rank):
             try:
                 with store.open(snapshot) as reader:
-                    facts = reader.manifest.facts
+                    facts, places = reader.manifest.facts, reader.manifest.layout.places
             except UnreadableCheckpoint as error:
                 rows.append(InventoryRow(snapshot, tier, str(error)))
             else:
-                rows.append(_row(snapshot, tier, facts, _mismatch(facts, accepts, job, strategy)))
+                row = _row(snapshot, tier, facts, _mismatch(facts, accepts, job, strategy))
+                has_fingerprints = snapshot.kind == LOG and any(received_key(way) in places for way in Direction)
+                rows.append(msgspec.structs.replace(row, has_fingerprints=has_fingerprints))
     return rows
 
 
-def rank_inventory(node: str, operators: Iterable[OperatorId], rows: Iterable[InventoryRow]) -> Json:
+def rank_inventory(
+    node: str, operators: Iterable[OperatorId], rows: Iterable[InventoryRow], diverged: Iterable[Divergence] = ()
+) -> Json:
     """A `RankInventory` as JSON values."""
     ids = tuple((operator.layer, operator.kind.value, operator.expert) for operator in sorted(operators))
-    values: Json = msgspec.to_builtins(RankInventory(node, ids, tuple(rows)))
+    values: Json = msgspec.to_builtins(RankInventory(node, ids, tuple(rows), tuple(diverged)))
     return values
 
 
@@ -176,10 +187,14 @@ CopyLocation = tuple[int, SnapshotId, Tier]
 
 
 class Found(InventoryRow, frozen=True, kw_only=True):
-    """One stored snapshot as `finder` sees it; `plan` has the parts that it holds of its owner's operators."""
+    """One stored snapshot as `finder` sees it; `plan` has the parts that it holds of its owner's operators.
+
+    is_intact: whether nothing but a replay that diverged, and began with it, speaks against it; `why` says so then.
+    """
 
     finder: int
     plan: SnapshotPlan
+    is_intact: bool = False
 
     @property
     def place(self) -> CopyLocation:
@@ -200,11 +215,15 @@ class Found(InventoryRow, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Catalogue:
-    """All that was found by all ranks; `nodes[rank]` is the node of each rank, `required[rank]` its operators."""
+    """All that was found by all ranks; `nodes[rank]` is the node of each rank, `required[rank]` its operators.
+
+    diverged: replays that came out otherwise in earlier attempts; snapshots that they began with are not used again.
+    """
 
     found: tuple[Found, ...] = field(repr=False)
     required: Mapping[int, frozenset[OperatorId]] = field(repr=False)
     nodes: tuple[int, ...]
+    diverged: tuple[Divergence, ...] = field(default=(), repr=False)
 
     @property
     def newest_iteration(self) -> int:
@@ -223,6 +242,10 @@ class Catalogue:
     def without(self, damaged: Collection[CopyLocation]) -> Catalogue:
         """The same without what proved unreadable."""
         return self._where(lambda found: found.place not in damaged)
+
+    def diverged_alone(self, target: int, timeline: Lineage) -> Divergence | None:
+        """A replay of single stages that was to lead to this state, and diverged."""
+        return next((one for one in self.diverged if one.alone and one.is_of(target, timeline)), None)
 
     def without_standby(self) -> Catalogue:
         """Only what is there under any strategy: with it all stages roll back together."""
@@ -343,6 +366,7 @@ def catalogue(gathered: Sequence[Json]) -> Catalogue:
     planner takes time for each different one."""
     ranks = msgspec.convert(gathered, list[RankInventory])
     nodes = sorted({inventory.node for inventory in ranks})
+    diverged = without_repetitions(note for inventory in ranks for note in inventory.diverged)
     plans: dict[tuple[int, tuple[OperatorPart, ...]], SnapshotPlan] = {}
     sets: dict[tuple[tuple[int, int, int], ...], frozenset[OperatorId]] = {}
     required, found = {}, []
@@ -353,8 +377,22 @@ def catalogue(gathered: Sequence[Json]) -> Catalogue:
             if key not in plans:
                 parts: dict[OperatorId, Part] = {_operator(held[:3]): Part(held.part) for held in row.operators}
                 plans[key] = SnapshotPlan(row.snapshot.iteration, parts)
-            found.append(Found(**msgspec.structs.asdict(row), finder=rank, plan=plans[key]))
-    return Catalogue(tuple(found), required, tuple(nodes.index(inventory.node) for inventory in ranks))
+            why = row.why or _diverged(row, diverged)
+            values = msgspec.structs.asdict(row) | {"why": why, "is_intact": not row.why}
+            found.append(Found(**values, finder=rank, plan=plans[key]))
+    where = tuple(nodes.index(inventory.node) for inventory in ranks)
+    # Of what a replay was made from nothing may be left, or training has come past it: then it need not be told again.
+    states = [one for one in found if one.is_intact and one.is_state]
+    relevant = (note for note in diverged if any(note.used(one.snapshot.iteration, one.timeline) for one in states))
+    return Catalogue(tuple(found), required, where, tuple(relevant))
+
+
+def _diverged(row: InventoryRow, notes: Iterable[Divergence]) -> str:
+    """Why a snapshot is not used where a replay of all stages that was made from it came out otherwise."""
+    if row.snapshot.kind in STANDBY:
+        return ""
+    joint = (note for note in notes if not note.alone and note.used(row.snapshot.iteration, row.timeline))
+    return next((str(note) for note in joint), "")
 
 
 def _operator(fields: tuple[int, int, int]) -> OperatorId:

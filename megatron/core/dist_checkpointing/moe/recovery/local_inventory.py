@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import itemgetter
@@ -18,6 +18,7 @@ from ..snapshot.identity import Identity
 from ..storage.base import HostBuffer
 from ..strategies import Piece
 from ..types import LOG, OperatorId, Part, SnapshotPlan, Tier
+from .diverged import Divergence
 from .inventory import Catalogue, Found, InventoryRow, catalogue, is_past, listing, rank_inventory
 
 log = logging.getLogger(__name__)
@@ -41,14 +42,14 @@ class LocalInventory:
         self._memory, self._persistent, self._transport = memory, persistent, transport
         self._identity, self._standby = identity, standby
 
-    def gather(self, node: int) -> Catalogue:
-        """What all ranks find; this one runs on `node`.
+    def gather(self, node: int, notes: Iterable[Divergence] = ()) -> Catalogue:
+        """What all ranks find; this one runs on `node`. notes: replays that diverged before.
 
         Raises StoreFailure on all ranks when one cannot list what it has. A store that cannot be read now is not an
         empty one: going on as if it were would give up what lies in it.
         """
         rows = raise_on_all_ranks(self._transport, self._all_rows, (StoreFailure,))
-        own = rank_inventory(str(node), self._identity.operators, rows)
+        own = rank_inventory(str(node), self._identity.operators, rows, notes)
         return catalogue(self._transport.gather(own))
 
     def common(self, tier: Tier, timeline: Lineage, newest: int) -> tuple[Piece, ...]:

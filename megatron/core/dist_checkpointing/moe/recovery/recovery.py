@@ -16,7 +16,9 @@ All ranks run the same steps, each a collective, so that all decide the same fro
    target a second fault has to find what the first one found. In memory stays what all ranks have of the target and
    before it; where some rank has the target in storage only, the others' copies are spared until a new one is safe.
 
-A rank that fails in here ends its process: the peers notice a lost connection, all restart, and look again.
+A replay that comes out otherwise than recorded ends the attempt with a note (`diverged`): the next one passes by what
+the replay was made from, first by the boundary logs, then by the window, until a state is exact or a checkpoint is
+loaded. A rank that fails in here ends its process: the peers notice a lost connection, all restart, and look again.
 """
 
 from __future__ import annotations
@@ -36,12 +38,15 @@ from ..snapshot.identity import Identity
 from ..storage.base import HostBuffer
 from ..strategies import Job, Strategy
 from ..types import GRADIENTS, PARKED, Lost, RecoveryPlan, StepJournal, Tier
+from .diverged import Divergence
+from .exactness import ComparedIterations, exactness, from_values, to_values
 from .inventory import Catalogue, CopyLocation
 from .local_inventory import LocalInventory, by_window
 from .restoring import Attempt, RecoveryPorts, absent
 from .sources import (
     GatheredMetadata,
     RefusedCopies,
+    comparable_iterations,
     gather_metadata,
     gather_refused,
     logs_and_gradients,
@@ -120,8 +125,12 @@ class Recovery:
 
         Raises StoreFailure when a store cannot be listed, which a restart may mend.
         """
-        self._catalogue = self._local.gather(self._job.topology.node(self._rank))
+        allowed = self._job.config.replay_tolerance
+        notes = [note for note in self._ports.notes.read() if allowed <= note.tolerance]
+        self._catalogue = self._local.gather(self._job.topology.node(self._rank), notes)
         self._ports.timestamps.mark(Milestone.INVENTORY)
+        for note in self._catalogue.diverged if self._rank == 0 else ():
+            log.warning("%s; another way back is taken", note)
         self._plan = self._planned() if self._catalogue.found else None
         return self._plan
 
@@ -146,8 +155,40 @@ class Recovery:
     @property
     def unusable(self) -> str:
         """Why sealed snapshots in storage cannot be used by this job; empty if there are none."""
-        stored = (found for found in self._catalogue.found if found.tier is Tier.PERSISTENT)
+        stored = (found for found in self._catalogue.found if found.tier is Tier.PERSISTENT and not found.is_intact)
         return next((f"{found.snapshot}: {found.why}" for found in stored if found.why and not found.torn), "")
+
+    @property
+    def diverged(self) -> tuple[Divergence, ...]:
+        """Replays of earlier attempts that came out otherwise."""
+        return self._catalogue.diverged
+
+    @property
+    def newest_iteration(self) -> int:
+        """The newest iteration of which anything was found; -1 if nothing was."""
+        return self._catalogue.newest_iteration
+
+    def note_divergence(self, iteration: int, why: str) -> None:
+        """The replay of an iteration came out otherwise on this rank, or on one that replays with it: the next start
+        of the job takes another way. All that is stored stays."""
+        plan, topology = self._plan, self._job.topology
+        assert plan is not None
+        segment = segment_of(plan, self._rank, topology)
+        assert segment is not None
+        used, alone = restored(segment), len(segment.stages) < topology.pp
+        self._ports.notes.add(
+            Divergence(
+                iteration=iteration,
+                target=plan.target,
+                stages=tuple(sorted(segment.stages)),
+                alone=alone,
+                first=used[0],
+                last=used[-1],
+                timeline=self._timeline,
+                why=why,
+                tolerance=self._job.config.replay_tolerance,
+            )
+        )
 
     def carry_out(self) -> RecoveryOutcome | Replay | Waiting | None:
         """Restore the planned state, or what is left of it when copies prove damaged; None when nothing suffices.
@@ -185,14 +226,15 @@ class Recovery:
             self._attempt.close()
         self._attempt = None
 
-    def finish(self) -> RecoveryOutcome:
+    def finish(self, replay: Replay | None = None) -> RecoveryOutcome:
         """All ranks stand at the target: keep in memory what all ranks have of it, and free the rest.
 
-        Waits for those that still replay. Raises PeerLost.
+        Waits for those that still replay. replay: what this rank ran again, if anything. Raises PeerLost.
         """
         plan, ports, local = self._plan, self._ports, self._local
         assert plan is not None
-        self._await_all(plan)  # making weights whole is a collective: those that replay come to it later
+        # Making weights whole is a collective: those that replay come to it later.
+        compared = self._await_all(plan, replay.compared if replay is not None else {})
         ports.restorer.complete()
         ports.transport.gather(None)  # nobody frees a copy that another rank still restores from
         self.close()
@@ -215,11 +257,12 @@ class Recovery:
         local.collect_garbage(names | spare, self._owners)
         self._keep_standby(plan, min((iteration for iteration, _ in names | spare), default=plan.target), parked)
         state = RestoredState(plan.target, kept, by_window(persisted), spare - names)
-        return RecoveryOutcome(plan, self.timeline, state, self._table(plan))
+        return RecoveryOutcome(plan, self.timeline, state, self._table(plan, compared))
 
-    def _await_all(self, plan: RecoveryPlan) -> None:
+    def _await_all(self, plan: RecoveryPlan, compared: ComparedIterations) -> list[ComparedIterations]:
+        """Wait for all ranks; what each of them compared in its replay."""
         try:
-            self._ports.transport.gather(None)
+            return list(map(from_values, self._ports.transport.gather(to_values(compared))))
         except PeerLost as error:
             late = self._replaying(plan) | set(plan.roll_forward)
             who = f"ranks {sorted(late)}, which come there on their own," if late else "all ranks"
@@ -244,6 +287,10 @@ class Recovery:
             except RecoveryImpossible as error:
                 problem = problem or error
                 continue
+            if self._is_local and (note := self._catalogue.diverged_alone(plan.target, timeline)):
+                # The same stages would diverge again: all stages together are compared by the loss of each iteration.
+                self._is_local, self._wider = False, str(note)
+                return self._planned()
             self._timeline = timeline
             if self._is_local:
                 self._wider = widened(plan, inventory, self._job.topology, tied=self._job.tied_embeddings)
@@ -309,7 +356,8 @@ class Recovery:
             intact = self._usable(self._timeline).without(self._damaged)
             sent = [iteration for iteration in segment.replayed if sends_all(segment, iteration, topology)]
             unlogged = {rank: frozenset(sent) - intact.logged(rank) for rank in ranks_of(segment, topology)}
-            return attempt.replay(segment, self._job, intact.required, unlogged, metadata)
+            comparable = comparable_iterations(segment, intact, topology)
+            return attempt.replay(segment, self._job, intact.required, unlogged, comparable, metadata)
         if self._rank in plan.roll_forward:
             step, gradients = metadata.outcomes.get(plan.target), attempt.gradients
             if step is None or gradients is None:
@@ -330,9 +378,13 @@ class Recovery:
             scalars: dict[str, Json] = {"journal": step.journal.to_data(), "trainer": dict(step.trainer)}
             self._local.journal_log(plan.target, scalars, self._timeline)
 
-    def _table(self, plan: RecoveryPlan) -> RecoveryTable:
-        # What was refused when it was listed, and what when it was read.
-        refused = [(found.place, found.why) for found in self._catalogue.found if found.why and not found.torn]
+    def _table(self, plan: RecoveryPlan, compared: Sequence[ComparedIterations]) -> RecoveryTable:
+        # What was refused when it was listed, and what when it was read; one line is enough for each divergence.
+        refused = [
+            (found.place, found.why)
+            for found in self._catalogue.found
+            if found.why and not (found.torn or found.is_intact)
+        ]
         refused += self._damaged.items()
         states = (found for found in self._catalogue.within(self._timeline).found if found.is_state and not found.why)
         return RecoveryTable(
@@ -344,4 +396,7 @@ class Recovery:
             {found.snapshot.iteration: found.span for found in states},
             self._wider,
             self._job.topology.pp,
+            exactness(plan, self._job.topology, self._job.config.replay_tolerance, compared),
+            tuple(map(str, self._catalogue.diverged)),
+            range(plan.target + 1, self._catalogue.newest_iteration + 1),
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -48,6 +48,7 @@ from ..types import (
     Tier,
     Topology,
 )
+from .diverged import DivergenceNotes
 from .inventory import CopyLocation, Found
 from .sources import GatheredMetadata, Need, RefusedCopies, StepOutcome
 from .timeline import Milestone, Timestamps
@@ -65,7 +66,8 @@ class RecoveryPorts:
     execution: what runs iterations with frozen operators; None for strategies that replay none. make_room: fits the
     memory to what the strategy needs once it knows what it knew before the fault; called by all ranks together.
     standby: parked state, boundary logs and kept gradients, without which all stages roll back together. boundary:
-    makes what feeds a replayed iteration from the logs of the stages beside it. timestamps: of what was done.
+    makes what feeds a replayed iteration from the logs of the stages beside it. timestamps: of what was done. notes: of
+    replays that diverged.
     """
 
     memory: MappedStore
@@ -79,6 +81,7 @@ class RecoveryPorts:
     standby: MappedStore | None = None
     boundary: Callable[[Logs], StageFeed] | None = None
     timestamps: Timestamps = field(default_factory=Timestamps)
+    notes: DivergenceNotes = field(default_factory=DivergenceNotes)
 
     def open(self, found: Found) -> MappedReader | Reader:
         """A reader of what this rank found, or reads from storage. Raises UnreadableCheckpoint, StoreFailure."""
@@ -260,19 +263,25 @@ class Attempt:
         job: Job,
         required: Mapping[int, Collection[OperatorId]],
         unlogged: Mapping[int, frozenset[int]],
+        comparable: Collection[int],
         metadata: GatheredMetadata,
     ) -> Replay:
         """What makes the restored state dense. Raises RefusedCopies when something is missing for it.
 
         required: the operators of each rank. unlogged: by member, the iterations whose log it lacks and can make again.
+        comparable: iterations of which all logs say what was received of this segment.
         """
         alone, members = len(segment.stages) < self._topology.pp, ranks_of(segment, self._topology)
         own = frozenset[OperatorId]().union(*(required[rank] for rank in members))
         outside = frozenset(job.operators) - own
-        # To log again what is sent to the stages outside, gradients have to flow on to them, on all ranks alike.
-        flowing = frozenset[int]().union(*unlogged.values())
+        # To log again what is sent to the stages outside, and to compare it, gradients have to flow on to them, on all
+        # ranks alike.
+        flowing = frozenset(comparable).union(*unlogged.values())
         steps = [
-            self._step(segment, iteration, metadata, frozenset() if iteration in flowing else outside)
+            replace(
+                self._step(segment, iteration, metadata, frozenset() if iteration in flowing else outside),
+                compares=alone and iteration in comparable,
+            )
             for iteration in segment.replayed
         ]
         ports, ended = self._ports, partial(self._ports.timestamps.mark, Milestone.REPLAYED)

@@ -30,6 +30,7 @@ from ..types import (
     OperatorId,
     Part,
     RecoveryPlan,
+    ReplaySegment,
     StepJournal,
     Tier,
     Topology,
@@ -110,6 +111,14 @@ def logs_and_gradients(plan: RecoveryPlan, catalogue: Catalogue, topology: Topol
     ]
     kept = [Need(rank, catalogue.of_kind(GRADIENTS, rank, plan.target, rank)[0]) for rank in plan.roll_forward]
     return (*logs, *kept)
+
+
+def comparable_iterations(segment: ReplaySegment, catalogue: Catalogue, topology: Topology) -> frozenset[int]:
+    """Replayed iterations of which all logs that feed a segment say what their owners received of it."""
+    senders = {sender for _, sender, _ in feeds(segment, topology)}
+    logs = (found for found in catalogue.found if found.snapshot.kind == LOG and not found.why)
+    known = {(log.snapshot.rank, log.snapshot.iteration) for log in logs if log.has_fingerprints}
+    return frozenset(at for at in segment.replayed if all((sender, at) in known for sender in senders))
 
 
 def _copies(inventory: Inventory, rank: int, iteration: int, tier: Tier, holder: int | None) -> Iterator[Copy]:

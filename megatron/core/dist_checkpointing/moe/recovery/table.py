@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..types import OperatorId, Part, RecoveryPlan, Refusal, RefusalReason, ReplaySegment, Tier
+from .exactness import Exactness
 
 _PARTS = {
     Part.MASTER_AND_MOMENTS: "full state",
@@ -21,7 +22,9 @@ class RecoveryTable:
 
     plt: the share of tokens that all faults so far have cost; None where nothing can be lost. windows: by iteration,
     the iterations whose snapshots restore a state together with its own. wider: why more stages rolled back than had
-    lost their state; empty if they did not. stages: of the pipeline.
+    lost their state; empty if they did not. stages: of the pipeline. exactness: what was compared, and how. diverged:
+    replays of earlier attempts that came out otherwise, for which this one was taken; then `again` are the iterations
+    that had been trained and are trained again.
     """
 
     plan: RecoveryPlan
@@ -32,14 +35,31 @@ class RecoveryTable:
     windows: Mapping[int, range] = field(default_factory=dict)
     wider: str = ""
     stages: int = 1
+    exactness: Exactness = field(default_factory=Exactness)
+    diverged: tuple[str, ...] = ()
+    again: range = range(0)
+
+    @property
+    def came_out(self) -> str:
+        """How the recovered state compares with the one that was lost, in a few words."""
+        return "with lost tokens" if self.plan.lost_tokens else str(self.exactness)
 
     def lines(self) -> Iterator[str]:
         """The table, one line each."""
         plan = self.plan
-        exact = "exactly" if not plan.lost_tokens else "with lost tokens"
-        yield f"recovered iteration {plan.target} {exact} in {self.duration_s:.2f} s ({plan.scope.value} rollback):"
-        if self.wider:
+        how = f"{self.duration_s:.2f} s ({plan.scope.value} rollback)"
+        yield f"recovered iteration {plan.target} {self.came_out} in {how}:"
+        for text in self.diverged:
+            yield f"  diverged before: {text}"
+        if self.diverged and self.again:
+            yield f"  trained again: iteration{'s' if len(self.again) > 1 else ''} {_span(self.again)}"
+        if self.wider and self.wider not in self.diverged:
             yield f"  not local: {self.wider}"
+        for one in self.exactness.unverified:
+            yield (
+                f"  not verified: {self._named(one.stages)}, iterations {spans(set(one.iterations))}: nothing is"
+                " recorded with which their replay can be compared"
+            )
         for segment in plan.segments:
             if segment.replayed:
                 yield self._replay(segment)

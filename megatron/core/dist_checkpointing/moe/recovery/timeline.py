@@ -148,6 +148,7 @@ class RecoveryTimeline:
     left a mark, and it is the restart. slowest: for each part the rank that ended it. attempts: how many it took.
     told_by: how many ranks left times before the restart. clocks_s: how far the clocks of nodes were apart, 0 if
     no more than can be measured. replayed: iterations of the longest replay. ranks_back: those that replay, of `ranks`.
+    exactness: how the state compares with the one that was lost, as the recovery's table says it.
     """
 
     begun_s: float
@@ -162,6 +163,7 @@ class RecoveryTimeline:
     replayed: int = 0
     ranks_back: int = 0
     ranks: int = 1
+    exactness: str = "exactly"
 
     @property
     def total_s(self) -> float:

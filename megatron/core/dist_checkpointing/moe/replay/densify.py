@@ -12,14 +12,16 @@ groups that are still to come:
 
 A's update in iteration 11 needs nothing of B and C but their compute weights: so it comes to the same bits as when
 the iteration ran first, provided that the batch is the same, and that the norm by which gradients are clipped, a sum
-over all operators, is taken from the journal. That is what `Replay` arranges, what `execution.py` carries out, and what
-the comparison of losses checks after each iteration.
+over all operators, is taken from the journal. That is what `Replay` arranges and what `execution.py` carries out. After
+each iteration it is compared with what was recorded when it ran first: the loss, the norm of gradients where it is not
+taken from the journal, and, where some stages replay alone, fingerprints of all that they send to the others.
 
 The driver's training loop runs the iterations, so that a replay is no second implementation of training.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,7 +29,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, cast
 
-from ..errors import MoECheckpointError, UnreadableCheckpoint, UsageError
+from ..errors import MoECheckpointError, ReplayDiverged, UnreadableCheckpoint, UsageError
 from ..ports import (
     RANDOM,
     BoundarySource,
@@ -55,13 +57,21 @@ class StageFeed(BoundarySource, Protocol):
     def check_all_taken(self) -> None:
         """After the iteration. Raises UnreadableCheckpoint when something was not received."""
 
+    def differences(self) -> list[str] | None:
+        """After the iteration: a sentence for each tensor that was sent to these stages and is not what they received
+        when it ran first; None where not all of it could be compared."""
+
 
 Logs = Mapping[Direction, Reader]
 """The open log of the neighbour on each side that takes no part."""
 
 
-class ReplayDiverged(MoECheckpointError):
-    """A replayed iteration did not give the result that was recorded: training from it would not be exact."""
+class Compared(enum.Enum):
+    """What a rank can find a replayed iteration to be like when it ran first."""
+
+    LOSS = "loss"
+    NORM = "gradient norm"
+    SENT = "what it sent"
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,8 @@ class ReplayStep:
         trainer: A snapshot of it with this rank's trainer state, or the trainer scalars of any rank.
         logs: What reaches this rank from stages outside of the replay.
         outside: Operators of these that count as frozen, so that no gradients are computed for them.
+        compares: Whether what is sent to these stages can be compared: all logs have fingerprints of it, and gradients
+            flow on to them.
     """
 
     iteration: int
@@ -93,6 +105,7 @@ class ReplayStep:
     trainer: Reader | Mapping[str, Json] = field(repr=False)
     logs: Logs = field(default_factory=dict, repr=False)
     outside: frozenset[OperatorId] = field(default=frozenset(), repr=False)
+    compares: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,9 +136,13 @@ class Replay:
         ports: What it works with.
         steps: The iterations, ascending without a gap.
         operators: Number of operators of the stages that replay, for progress.
-        tolerance: By which share a loss may differ from the recorded one; 0 asks for the same bits.
+        tolerance: By which share a loss may differ from the recorded one; 0 asks for the same bits, also of what is
+            sent.
         members: The ranks of these stages; all ranks where empty.
         unlogged: Iterations of which this rank's own boundary log is gone.
+
+    Attributes:
+        compared: By iteration, what this rank compared with what was recorded, and found alike.
     """
 
     def __init__(
@@ -142,6 +159,7 @@ class Replay:
         self._operators, self._tolerance = operators, tolerance
         self.members, self.unlogged = tuple(members), frozenset(unlogged)
         self._done, self._begun_s = 0, 0.0
+        self.compared: dict[int, frozenset[Compared]] = {}
         self._boundary: StageFeed | None = None
         # With single stages the other ranks of the job are doing something else: they must not be waited for.
         self._group: Group = ports.transport
@@ -228,9 +246,11 @@ class Replay:
 
     def _load(self, step: ReplayStep, outcome: StepJournal, following: Collection[OperatorId]) -> None:
         # Before anything is overwritten: a replay that has diverged must not be taken for the state it was meant to be.
-        self._compare(step, outcome)
+        compared = self._compare_outcome(step, outcome)
         if self._boundary is not None:  # tensors left in a log mean that it was written with other flags
             self._boundary.check_all_taken()
+            compared |= self._compare_sent(step, self._boundary)
+        self.compared[step.iteration] = frozenset(compared)
         for load in step.loads:
             self._ports.restorer.restore(load.reader.read, load.parts)
         # Without a snapshot of this rank's own, random states are those that the iteration has just left behind.
@@ -242,23 +262,31 @@ class Replay:
         if missing := self._ports.restorer.missing(following):
             raise UnreadableCheckpoint(missing)
 
-    def _compare(self, step: ReplayStep, outcome: StepJournal) -> None:
-        recorded = step.journal
+    def _compare_outcome(self, step: ReplayStep, outcome: StepJournal) -> set[Compared]:
+        """What the whole job knew of the iteration, as far as it is known here. Raises ReplayDiverged."""
+        recorded, compared = step.journal, set[Compared]()
         if outcome.skipped != recorded.skipped:
-            raise ReplayDiverged(
-                f"the replay of iteration {step.iteration} {_step_taken(outcome)}, recorded was that it"
-                f" {_step_taken(recorded)}: the state would not be the one that was lost, so training does not go on"
-            )
-        if recorded.lm_loss is None or outcome.lm_loss is None:  # only the last stage knows the loss
-            return
+            raise _diverged(step, f"it {_step_taken(outcome)}, recorded was that it {_step_taken(recorded)}")
         # Bit by bit by default: a loss depends on all weights, so it shows what earlier iterations got wrong.
-        if not _is_close(outcome.lm_loss, recorded.lm_loss, self._tolerance):
-            raise ReplayDiverged(
-                f"the replay of iteration {step.iteration} gave the loss {outcome.lm_loss!r}, recorded was"
-                f" {recorded.lm_loss!r}: the state would not be the one that was lost, so training does not go on; on"
-                " hardware that does not repeat itself exactly, say with --moe-ckpt-replay-tolerance how much the two"
-                " may differ"
-            )
+        numbers = [(Compared.LOSS, outcome.lm_loss, recorded.lm_loss)]  # only the last stage knows it
+        if not (step.frozen or self.alone):  # else the norm is the recorded one
+            numbers.append((Compared.NORM, outcome.grad_norm, recorded.grad_norm))
+        for kind, found, expected in numbers:
+            if found is None or expected is None:
+                continue
+            if not _is_close(found, expected, self._tolerance):
+                raise _diverged(step, f"it gave the {kind.value} {found!r}, recorded was {expected!r}")
+            compared.add(kind)
+        return compared
+
+    def _compare_sent(self, step: ReplayStep, boundary: StageFeed) -> set[Compared]:
+        """What went to stages that take no part. Raises ReplayDiverged."""
+        differences = boundary.differences() if step.compares else None
+        # Of fingerprints it cannot be said by how much they differ: with a tolerance only equal ones tell something.
+        if differences and self._tolerance == 0:
+            more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
+            raise _diverged(step, f"{differences[0]}{more}")
+        return {Compared.SENT} if differences == [] else set()
 
     def _log_progress(self, step: ReplayStep, frozen: int) -> None:
         """One line of progress on the first rank."""
@@ -286,6 +314,14 @@ def restore_trainer(trainer: TrainerState, reader: Reader) -> None:
         if field.operator is None and field.key.startswith(RANDOM)
     }
     trainer.restore(cast("Mapping[str, Json]", scalars["trainer"]), tensors)
+
+
+def _diverged(step: ReplayStep, what: str) -> ReplayDiverged:
+    return ReplayDiverged(
+        f"the replay of iteration {step.iteration} came out otherwise: {what}; the state would not be the one that was"
+        " lost, so training does not go on from it (docs/gpu.md says what makes hardware repeat itself, and"
+        " --moe-ckpt-replay-tolerance by how much losses may differ where it does not)"
+    )
 
 
 def _step_taken(step: StepJournal) -> str:

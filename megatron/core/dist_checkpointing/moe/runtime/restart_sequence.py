@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+from ..errors import ReplayDiverged
 from ..local_recovery.survivor import Survivor
 from ..policy.parking import StepPhase
 from ..recovery.recovery import Recovery, RecoveryOutcome, Waiting
@@ -79,11 +80,15 @@ class RestartSequence:
         return self._todo is not None
 
     def replayed(self, step: StepJournal) -> None:
-        """An iteration was run again. Raises MoECheckpointError when it came out otherwise than recorded."""
+        """An iteration was run again. Raises ReplayDiverged when it came out otherwise than recorded."""
         replay = self.replay
         assert replay is not None
         iteration, recorded = replay.iteration, replay.journal
-        replay.stepped(step)
+        try:
+            replay.stepped(step)
+        except ReplayDiverged as error:
+            self._recovery.note_divergence(iteration, str(error))
+            raise
         if self._survivor is not None:
             journal = replace(recorded, lm_loss=step.lm_loss)
             self._survivor.replayed(iteration, journal, logged=iteration in replay.unlogged)
@@ -98,7 +103,7 @@ class RestartSequence:
             self._attend(self._target, StepPhase.REJOINING)
             if problem := self._survivor.park_anew(self._strategy.to_data()):
                 log.warning("rank %d: %s", self._rank, problem)
-        outcome = self._recovery.finish()
+        outcome = self._recovery.finish(self.replay)
         self._todo = None
         self._end(outcome)
         return outcome

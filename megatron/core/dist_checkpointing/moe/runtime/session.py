@@ -33,10 +33,11 @@ from ..megatron_state.popularity import TokenCounter
 from ..policy.lineage import continued
 from ..policy.parking import Cause
 from ..ports import Execution, Layout, NoRoom
+from ..recovery.diverged import DivergenceNotes
 from ..recovery.recovery import Recovery, RecoveryOutcome, Waiting
 from ..recovery.restoring import RecoveryPorts
 from ..recovery.timeline import Milestone, RecoveryTimeline, Timestamps, forget, gather_timeline, left_in
-from ..replay.densify import Replay
+from ..replay.densify import Logs, Replay
 from ..replication.agreement import raise_on_all_ranks
 from ..replication.replicator import Replicator
 from ..snapshot.background import ThreadExecutor
@@ -229,11 +230,16 @@ class Session:
             execution=execution,
             make_room=self._make_room,
             standby=self._survivor.store if self._survivor is not None else None,
-            boundary=lambda logs: StageSource(logs, torch.cuda.current_device()),
+            boundary=self._stage_source,
             timestamps=self._timestamps,
+            notes=DivergenceNotes(self._memory.directory),
         )
         self._recovery = Recovery(self._job, self._strategy, ports, self._identity, self._owners)
         self._restart = RestartSequence(self._recovery, self._identity, self._strategy, self._survivor, self._rank)
+
+    def _stage_source(self, logs: Logs) -> StageSource:
+        sends = self._survivor.sends if self._survivor is not None else ()
+        return StageSource(logs, torch.cuda.current_device(), sends, f"stage {self._topology.stage(self._rank)}")
 
     def refresh(self) -> None:
         """Enumerate the training state anew, as is needed after a checkpoint was loaded in another way."""
@@ -274,7 +280,8 @@ class Session:
     def stepped(self, step: StepJournal) -> None:
         """An iteration was replayed: progress, schedules and random states become those that were recorded of it.
 
-        Raises MoECheckpointError when the iteration came out otherwise than recorded.
+        Raises ReplayDiverged when the iteration came out otherwise than recorded: leave then, so that the next start
+        of the job takes another way back.
         """
         self._restart.replayed(step)
 
@@ -317,6 +324,16 @@ class Session:
         """Why snapshots in storage cannot be used by this job; empty if there are none of that kind."""
         return self._recovery.unusable
 
+    @property
+    def diverged(self) -> tuple[str, ...]:
+        """Replays of earlier attempts that came out otherwise than recorded, in words."""
+        return tuple(map(str, self._recovery.diverged))
+
+    @property
+    def newest_iteration(self) -> int:
+        """The newest iteration of which an earlier attempt left anything; -1 where none did."""
+        return self._recovery.newest_iteration
+
     def _protect(self, iteration: int) -> None:
         self._patient.close()
         outcome = self._restart.outcome
@@ -336,7 +353,8 @@ class Session:
         self._timestamps.mark(Milestone.REJOINED)
         if outcome is not None:
             times = self._timestamps, self._times_left
-            self._episode = gather_timeline(self._control, *times, outcome.plan, self._topology)
+            episode = gather_timeline(self._control, *times, outcome.plan, self._topology)
+            self._episode = replace(episode, exactness=outcome.table.came_out)
             for line in self._episode.lines() if self._rank == 0 else ():
                 log.info("%s", line)
         forget(self._memory.directory)

@@ -17,6 +17,8 @@ class Unprotected:
     protects = is_replaying = replays_alone = repeats_steps = is_own = False
     communicator = unreported = episode = links = None
     unusable = job_id = ""
+    diverged: tuple[str, ...] = ()
+    newest_iteration = -1
 
     def refresh(self) -> None:
         """There is no state to enumerate."""

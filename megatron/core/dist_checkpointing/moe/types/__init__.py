@@ -29,7 +29,7 @@ from .recovery import (
     Tier,
 )
 from .snapshots import Level, Piece, SnapshotPlan, Window, full_plan
-from .standby import GRADIENTS, LOG, PARKED, STANDBY, boundary_key
+from .standby import GRADIENTS, LOG, PARKED, STANDBY, boundary_key, received_key
 from .topology import Coordinates, Topology
 
 __all__ = [
@@ -71,4 +71,5 @@ __all__ = [
     "full_plan",
     "iterate_operators",
     "moe_layers_of",
+    "received_key",
 ]

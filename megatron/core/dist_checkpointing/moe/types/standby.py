@@ -20,3 +20,9 @@ STANDBY = frozenset({LOG, PARKED, GRADIENTS})
 def boundary_key(direction: Direction, chunk: int, microbatch: int) -> str:
     """The key of a tensor in a log: which way it was sent, by which model chunk of the sender, of which microbatch."""
     return f"{direction.value}/chunk{chunk}/microbatch{microbatch}"
+
+
+def received_key(direction: Direction) -> str:
+    """The key of the fingerprints of all that came this way, in a log: 64 bits each, in the order of arrival; 0 where
+    none was taken."""
+    return f"received/{direction.value}"
