@@ -55,14 +55,14 @@ def new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     communicator = SimpleNamespace(connect=lambda: None, sink=None)
     monkeypatch.setattr(survivors.parallel_state, "get_pipeline_model_parallel_group", lambda: None)
     monkeypatch.setattr(survivors, "BoundaryCommunicator", lambda *_: communicator)
-    monkeypatch.setattr(survivors, "StreamEngine", lambda: ThreadEngine("device"))
+    monkeypatch.setattr(survivors, "StreamEngine", lambda locks: ThreadEngine("device"))
     made: list[Survivor] = []
 
-    def build(release: Callable[[], None] = lambda: None, *, on_device: bool = False) -> Survivor:
+    def build(*, on_device: bool = False) -> Survivor:
         trainer: Any = Trainer()
         tensors: Any = [SimpleNamespace(tensor=SimpleNamespace(is_cuda=True), field="weight")] * on_device
         optimizer: Any = Chain()
-        live = Live(LiveCapturer((), trainer, ThreadEngine()), trainer, optimizer, tensors, (), release)
+        live = Live(LiveCapturer((), trainer, ThreadEngine()), trainer, optimizer, tensors, ())
         store = MemoryStore(tmp_path, "job", 0, BUFFERS.sizes(PLAN), area="standby")
         survivor = Survivor(store, BUFFERS, live, PLAN, Passes(None, 4, 1, 2), SystemClock(), 60.0, 25.0)
         survivor.attend(Identity("job", {}, frozenset(), "sparse"), 4)
@@ -78,10 +78,10 @@ def test_both_engines_let_go_of_segments_before_any_of_them_goes(
     new: Callable[..., Survivor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parked, logs = Locker(tmp_path), Locker(tmp_path)
-    survivor = new(parked.release)
+    survivor = new()
     before = {path.name for path in tmp_path.rglob("segment-*.bin")}
     monkeypatch.setattr(survivors.BoundaryRecorder, "release", lambda recorder: logs.release())
-    survivor.fit(PLAN.lookback + 2)
+    survivor.fit(PLAN.lookback + 2, parked.release)
     assert parked.let_go_of == logs.let_go_of == [before]
     assert len(list(tmp_path.rglob("segment-*.bin"))) == len(BUFFERS.sizes(replace(PLAN, lookback=PLAN.lookback + 2)))
 
