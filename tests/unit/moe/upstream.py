@@ -9,7 +9,7 @@ from operator import attrgetter
 
 import pytest
 
-from megatron.core.package_info import __version__ as installed
+from megatron.core.package_info import __shortversion__ as installed  # the long one names the commit around it
 
 RELEASES = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
 GONE = "gone"
