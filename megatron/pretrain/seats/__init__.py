@@ -5,6 +5,6 @@ that have done all that needs no rank, such as imports, and wait. When ranks are
 ever that training starts again and which ranks its node gets. Then each seat is filled by the first that is there: a
 standby, which hears over a socket of its own what torchrun would have put into its environment, or a new process.
 
-`fill` decides who sits where, `process` is a worker as its launcher sees it, `agent` is torch's agent over such
-processes, and `run` the command.
+`process` is a worker as its launcher sees it, `agent` is torch's agent over such processes and decides who sits where,
+and `run` is the command.
 """

@@ -16,7 +16,6 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher import api as launcher
 
-from megatron.pretrain.seats.fill import fill, order_of_standbys
 from megatron.pretrain.seats.process import SeatProcess
 
 log = logging.getLogger(__name__)
@@ -48,17 +47,15 @@ class SeatAgent(LocalElasticAgent):
         self._setup_local_watchdog(envs=environments)
         self._setup_healthcheck()
         self._hear()
-        ready = order_of_standbys(self._standbys, {at: one.is_ready for at, one in enumerate(self._standbys)})
-        for seat, process in fill(list(environments), self._seats, ready).items():
-            rank = environments[seat]["RANK"]
-            if process is None:
-                process = self._started(environments[seat])
-                log.info("rank %s: a new process, pid %d", rank, process.pid)
+        # One that is not ready yet was started before, so it is ready sooner than a new process.
+        self._standbys.sort(key=lambda standby: not standby.is_ready)
+        for seat, environment in environments.items():
+            if self._standbys:
+                self._seats[seat] = self._standbys.pop(0)
+                self._seats[seat].sit(environment)
             else:
-                self._standbys.remove(process)
-                process.sit(environments[seat])
-                log.info("rank %s: a standby, pid %d", rank, process.pid)
-            self._seats[seat] = process
+                self._seats[seat] = self._started(environment)
+            log.info("rank %s has pid %d", environment["RANK"], self._seats[seat].pid)
         return {seat: process.pid for seat, process in self._seats.items()}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

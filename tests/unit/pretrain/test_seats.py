@@ -10,13 +10,10 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.seats.channel import DESCRIPTOR, VERSION, Channel
 from megatron.core.dist_checkpointing.moe.seats.seat import Seat
 from megatron.core.dist_checkpointing.moe.stock import flags
-from megatron.pretrain.seats.fill import fill, order_of_standbys
 from megatron.pretrain.seats.process import SeatProcess, may_leave_idle_class
 from megatron.pretrain.seats.run import parse_options
 
@@ -28,26 +25,6 @@ def ends() -> Iterator[Ends]:
     one, other = socket.socketpair()
     with one, other:
         yield Channel(one), other
-
-
-@given(st.sets(st.integers(0, 7)), st.sets(st.integers(0, 7)), st.integers(0, 8))
-def test_who_sits_stays_and_each_free_seat_goes_to_another_standby_while_there_are_any(
-    seats: set[int], sitting: set[int], standbys: int
-) -> None:
-    waiting = [f"standby {number}" for number in range(standbys)]
-    chosen = fill(sorted(seats), {seat: f"survivor {seat}" for seat in sitting}, waiting)
-    assert list(chosen) == sorted(seats)
-    assert all(chosen[seat] == f"survivor {seat}" for seat in seats & sitting)
-    free = [chosen[seat] for seat in sorted(seats - sitting)]
-    assert free == [*waiting, *[None] * len(free)][: len(free)]
-
-
-@given(st.lists(st.booleans()))
-def test_standbys_that_are_ready_come_first_and_else_those_that_were_started_first(ready: list[bool]) -> None:
-    ordered = order_of_standbys(list(range(len(ready))), dict(enumerate(ready)))
-    assert ordered == [at for at, is_ready in enumerate(ready) if is_ready] + [
-        at for at, is_ready in enumerate(ready) if not is_ready
-    ]
 
 
 def test_a_message_that_comes_in_pieces_is_one_message(ends: Ends) -> None:
@@ -104,6 +81,16 @@ def test_a_standby_whose_launcher_ends_ends_too(ends: Ends, monkeypatch: pytest.
     with pytest.raises(SystemExit) as ending:
         Seat(channel).take(other.close)
     assert not ending.value.code
+
+
+def test_a_rank_whose_launcher_is_gone_trains_on(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    channel, other = ends
+    monkeypatch.setenv("RANK", "0")
+    other.close()
+    seat = Seat(channel)
+    seat.take()
+    seat.training()
+    assert seat.taken_s is None
 
 
 def test_a_negative_number_of_standbys_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

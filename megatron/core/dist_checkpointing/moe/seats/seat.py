@@ -39,12 +39,15 @@ class Seat:
         """See `take_seat`."""
         if self._channel is None:
             return
+        waits = "RANK" not in os.environ
         try:
             self._channel.send({"version": VERSION})
-            if "RANK" not in os.environ and self.taken_s is None:
+            if waits:
                 self._wait(self._channel, warm_up)
         except ConnectionError as error:
-            raise SystemExit(0) from error  # nobody will ever call
+            self._channel = None
+            if waits:
+                raise SystemExit(0) from error  # nobody will ever call
 
     def _wait(self, channel: Channel, warm_up: Callable[[], None] | None) -> None:
         # Ctrl-C goes to all processes of a terminal; the launcher ends those that wait.
