@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import os
+import resource
 import signal
 import socket
 import sys
@@ -27,12 +30,30 @@ def ends() -> Iterator[Ends]:
         yield Channel(one), other
 
 
+@contextlib.contextmanager
+def open_many() -> Iterator[None]:
+    """Descriptors from 1024 on may be used."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] < 1100:
+        pytest.skip(f"at most {before[1]} open files are allowed here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 1100), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 def test_a_message_that_comes_in_pieces_is_one_message(ends: Ends) -> None:
     channel, other = ends
     other.sendall(b'{"seat": {"RA')
     assert channel.receive() == []
     other.sendall(b'NK": "3"}}\n{"ready": true}\n')
     assert channel.receive(1.0) == [{"seat": {"RANK": "3"}}, {"ready": True}]
+
+
+def test_a_process_with_many_open_files_is_heard_too() -> None:
+    one, other = socket.socketpair()
+    with one, other, open_many(), socket.socket(fileno=fcntl.fcntl(one, fcntl.F_DUPFD, 1024)) as high:
+        other.sendall(b'{"ready": true}\n')
+        assert Channel(high).receive(1.0) == [{"ready": True}]
 
 
 def test_what_was_said_before_the_other_end_was_gone_is_heard(ends: Ends) -> None:

@@ -21,6 +21,8 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._text = connection, b""
         connection.setblocking(False)
+        self._poll = select.poll()  # `select` takes no descriptor from 1024 on
+        self._poll.register(connection, select.POLLIN)
 
     def send(self, message: Message) -> None:
         """Send without waiting; messages are far smaller than what a socket holds. Raises ConnectionError."""
@@ -28,9 +30,9 @@ class Channel:
 
     def receive(self, timeout_s: float = 0.0) -> list[Message]:
         """What has come, oldest first; waits for it `timeout_s` at most. Raises ConnectionError."""
-        if not select.select([self._connection], [], [], timeout_s)[0]:
+        if not self._poll.poll(timeout_s * 1000):
             return []
-        while select.select([self._connection], [], [], 0)[0]:
+        while self._poll.poll(0):
             part = self._connection.recv(65536)
             if not part:
                 if b"\n" in self._text:
