@@ -241,7 +241,7 @@ def test_signals_of_a_forked_helper_are_not_taken_for_those_of_its_trainer(handl
             os.kill(os.getpid(), signal.SIGTERM)
             signal.raise_signal(signal.SIGKILL)
         os.waitpid(child, 0)
-        assert signals.read() == b""
+        assert signal.SIGTERM not in signals.read()  # the death of the child may be there, where others ask for it
     finally:
         signals.uninstall()
 
