@@ -42,7 +42,7 @@ def build_splits(config: PretrainConfig, tokenizer: Tokenizer) -> Datasets:
     )
     # Rank 0 is on the first pipeline stage, which reads every split that exists.
     splits = {"train": train, "valid": valid, "test": test}
-    present = on_rank_zero(lambda: frozenset(name for name, split in splits.items() if split is not None))
+    present = frozenset(on_rank_zero(lambda: [name for name, split in splits.items() if split is not None]))
     if config.training.eval_iters and not {"valid", "test"} & present:
         log.warning("--eval-iters %d: no data for validation or test, see --split", config.training.eval_iters)
     return Datasets(train, valid, test, present)

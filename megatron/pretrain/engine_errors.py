@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from megatron.core.dist_checkpointing.moe.errors import (
     CheckpointFailure,
     MoECheckpointError,
+    NewProcessesNeeded,
     NoExactState,
     PeerLost,
     ReplayDiverged,
@@ -23,6 +24,8 @@ def driver_errors() -> Iterator[None]:
     try:
         yield
     except Terminated as error:
+        raise TrainingFailure(str(error)) from error
+    except NewProcessesNeeded as error:
         raise TrainingFailure(str(error)) from error
     except (PeerLost, StoreFailure) as error:
         raise TrainingFailure(f"{error}; leaving, so that the job can be restarted") from error

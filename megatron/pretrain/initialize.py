@@ -85,10 +85,9 @@ def marks_of_this_process(seated_s: float | None = None) -> Timestamps:
 
 
 def initialize(config: PretrainConfig, launch: Launch, marks: Timestamps | None = None) -> None:
-    """Select the device, start torch.distributed and Megatron's process groups, and seed everything.
+    """Select the device, `connect`, and seed everything.
 
-    On `--device cpu` this installs `cpu_device`; on `cuda` that module is not even imported. marks: noted is when all
-    ranks were connected.
+    On `--device cpu` this installs `cpu_device`; on `cuda` that module is not even imported.
     """
     layout = config.parallel
     if config.training.deterministic_mode:
@@ -98,12 +97,23 @@ def initialize(config: PretrainConfig, launch: Launch, marks: Timestamps | None 
     else:
         os.environ.update(device_queues(config, os.environ))
         torch.cuda.set_device(launch.local_rank)
+    connect(config, launch, marks)
+    _seed(config.training.seed, config.training.data_parallel_random_init)
+
+
+def connect(config: PretrainConfig, launch: Launch, marks: Timestamps | None = None) -> None:
+    """Start torch.distributed and Megatron's process groups, at the start or after a fault.
+
+    marks: noted is when all ranks were connected.
+    """
+    layout = config.parallel
     timeout = datetime.timedelta(minutes=layout.distributed_timeout_minutes)
     start_process_group(str(layout.distributed_backend), launch, timeout)
     if config.training.deterministic_mode:
         raise_invalid_input_on_all_ranks(_refuse_other_values)  # nodes may differ
 
     from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.moe.in_place.building import own_build
 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
@@ -115,7 +125,7 @@ def initialize(config: PretrainConfig, launch: Launch, marks: Timestamps | None 
         distributed_timeout_minutes=layout.distributed_timeout_minutes,
         create_gloo_process_groups=layout.distributed_backend == "nccl",
     )
-    _seed(config.training.seed, config.training.data_parallel_random_init)
+    own_build().connected()
     if marks is not None:
         marks.mark(Milestone.RENDEZVOUS)
 

@@ -87,6 +87,10 @@ class Trainer:
         self._checkpoints.finish()
         self._manager.finish(keep_memory=False)
 
+    def abandon(self) -> None:
+        """Training ended with an error: nothing is written any more."""
+        self._checkpoints.abandon()
+
     def _recover(self) -> Any:
         """Make this rank's state dense by replaying iterations, wait for the stages that still do, and finish the
         iteration that all have reached; returns the batches that follow."""

@@ -10,8 +10,7 @@ from megatron.pretrain.errors import PretrainError
 from megatron.pretrain.loops import has_stock_loop
 
 # Optimizers import torch._dynamo when one is made.
-_OWN_LOOP = "torch._dynamo megatron.pretrain.assemble megatron.pretrain.batches megatron.pretrain.checkpoint.protect"
-_OWN_LOOP += " megatron.pretrain.loop megatron.pretrain.progress"
+_OWN_LOOP = "torch._dynamo megatron.pretrain.job"
 _STOCK_LOOP = "torch._dynamo megatron.training megatron.core.dist_checkpointing.moe.stock megatron.pretrain.stock_model"
 
 

@@ -68,11 +68,12 @@ ROWS = {
     f"{ENGINE}.runtime": Row(
         f"{WORKERS} versions config core_versions replication local_recovery", "megatron.core torch"
     ),
-    f"{ENGINE}.seats": Row(),
+    f"{ENGINE}.seats": Row("errors"),
+    f"{ENGINE}.in_place": Row("errors core_versions replication runtime seats", "megatron.core torch"),
     f"{ENGINE}.contradictions": Row("config errors policy runtime strategies"),
     f"{ENGINE}.manager": Row(
-        "config contradictions errors local_recovery megatron_state policy recovery runtime seats snapshot strategies"
-        " types",
+        "config contradictions errors in_place local_recovery megatron_state policy recovery runtime seats snapshot"
+        " strategies types",
         "megatron.core torch",
     ),
     f"{ENGINE}.bridge": Row("config errors manager megatron_state ports strategies", "megatron.core"),
@@ -93,7 +94,7 @@ ROWS = {
     ),
     # The driver, and drills that start it.
     DRIVER: Row(
-        "errors policy strategies config contradictions storage core_versions megatron_state seats",
+        "errors policy strategies config contradictions storage core_versions megatron_state seats in_place",
         "megatron.core megatron.training numpy psutil tokenizers torch", "dense megatron_core",
         also=f"{ENGINE} {ENGINE}.stock",
     ),

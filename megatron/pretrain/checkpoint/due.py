@@ -44,6 +44,11 @@ class Checkpoints:
             self._saver.wait()
         self._note_saved()
 
+    def abandon(self) -> None:
+        """Give up what is being written; no collective."""
+        if self._saver is not None:
+            self._saver.abandon()
+
     @property
     def _is_due(self) -> bool:
         interval = self._state.config.checkpoint.save_interval

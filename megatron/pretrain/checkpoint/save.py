@@ -106,6 +106,12 @@ class Saver:
         log.info("saved checkpoint of iteration %d to %s in %.2f s", pending.iteration, self._directory.root, elapsed_s)
         self._retain()
 
+    def abandon(self) -> None:
+        """Give up a save that was started earlier, on this rank alone: its folder is never announced."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.shards.abandon()
+
     def is_published(self, iteration: int) -> bool:
         """Whether the checkpoint of an iteration is there, and announced."""
         errors = OSError, UnreadableCheckpoint

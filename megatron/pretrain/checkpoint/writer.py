@@ -72,6 +72,12 @@ class ShardWriter:
             self._outcome = f"writing the checkpoint took longer than {WRITE_TIMEOUT_S:.0f} s"
         return self._outcome is not None
 
+    def abandon(self) -> None:
+        """Write no more."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+
     def finish(self) -> Sums:
         """Write the index of the checkpoint, once `is_done` on every rank; a collective over all ranks.
 

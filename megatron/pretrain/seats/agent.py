@@ -20,14 +20,20 @@ from megatron.pretrain.seats.process import SeatProcess
 
 log = logging.getLogger(__name__)
 
+POLL_S = 0.01
 KILL_TIMEOUT_S = 30.0
 """How long the end of a killed process may take: a driver may have to give pages of a device back."""
 QUICK_DEATHS = 3
 """So many standbys in a row that die before they are ready mean that none will ever be."""
 
 
+ANSWER_S = 15.0
+"""How long a process that is well may take to hear of a lost peer and to put its state aside."""
+
+
 class SeatAgent(LocalElasticAgent):
-    """Fills the seats of its node with standbys, and with new processes where there are too few.
+    """Fills the seats of its node: a process that lost a peer keeps its own, and those of the others go to standbys,
+    and to new processes where there are too few.
 
     Args:
         standbys: How many to keep waiting. They are started once training goes on, so that nothing is slower for them.
@@ -39,6 +45,8 @@ class SeatAgent(LocalElasticAgent):
         self._wanted, self._quick_deaths = standbys, 0
         self._seats: dict[int, SeatProcess] = {}
         self._standbys: list[SeatProcess] = []
+        self._survivors: dict[str, SeatProcess] = {}
+        self._restarts = False
 
     # What the base class asks for.
 
@@ -49,19 +57,25 @@ class SeatAgent(LocalElasticAgent):
         self._hear()
         # One that is not ready yet was started before, so it is ready sooner than a new process.
         self._standbys.sort(key=lambda standby: not standby.is_ready)
+        survivors, self._survivors = self._survivors, {}
         for seat, environment in environments.items():
-            if self._standbys:
-                self._seats[seat] = self._standbys.pop(0)
+            if (survivor := survivors.pop(_place(environment), None)) is not None and survivor.exit_code is None:
+                self._seats[seat], how = survivor, "stays"
+                survivor.sit(environment)
+            elif self._standbys:
+                self._seats[seat], how = self._standbys.pop(0), "was a standby"
                 self._seats[seat].sit(environment)
             else:
-                self._seats[seat] = self._started(environment)
-            log.info("rank %s has pid %d", environment["RANK"], self._seats[seat].pid)
+                self._seats[seat], how = self._started(environment), "is new"
+            log.info("rank %s has pid %d, which %s", environment["RANK"], self._seats[seat].pid, how)
+        self._end(survivors.values(), signal.SIGTERM, self._shutdown_timeout)  # their ranks are other nodes' now
         return {seat: process.pid for seat, process in self._seats.items()}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._hear()
         codes = {seat: process.exit_code for seat, process in self._seats.items()}
-        if failed := {seat: code for seat, code in codes.items() if code}:
+        left = {seat: 1 for seat, process in self._seats.items() if process.has_left}
+        if failed := left | {seat: code for seat, code in codes.items() if code}:
             return RunResult(
                 state=WorkerState.FAILED,
                 failures={
@@ -78,16 +92,42 @@ class SeatAgent(LocalElasticAgent):
             self._refill()
         return RunResult(state=WorkerState.HEALTHY)
 
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        self._restarts = True
+        super()._restart_workers(worker_group)
+
     def _stop_workers(self, worker_group: WorkerGroup, *_: Any) -> None:
-        self._end(self._seats.values(), signal.SIGTERM, self._shutdown_timeout)
+        restarts, self._restarts = self._restarts, False
+        if restarts:
+            self._survivors = self._those_that_stay(worker_group)
+        ending = [process for process in self._seats.values() if process not in self._survivors.values()]
+        self._end(ending, signal.SIGTERM, self._shutdown_timeout)
         self._seats = {}
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         super()._shutdown(death_sig, timeout)  # its watchdog and health check
         self._wanted = 0
-        self._end(self._standbys, signal.SIGKILL, KILL_TIMEOUT_S)
+        self._end([*self._standbys, *self._survivors.values()], signal.SIGKILL, KILL_TIMEOUT_S)
         self._end(self._seats.values(), death_sig, timeout)
-        self._standbys, self._seats = [], {}
+        self._standbys, self._seats, self._survivors = [], {}, {}
+
+    def _those_that_stay(self, group: WorkerGroup) -> dict[str, SeatProcess]:
+        """The processes that wait for the next start of training, by their place; waits until they have left."""
+        places = {seat: _place(environment) for seat, environment in self._environments(group).items()}
+        self._hear()
+        staying = {seat: process for seat, process in self._seats.items() if process.stays}
+        for process in staying.values():
+            if not process.has_left:
+                process.call_off()
+        until = time.monotonic() + ANSWER_S
+        while any(not one.has_left and one.exit_code is None for one in staying.values()):
+            if time.monotonic() > until:
+                late = [str(one.pid) for one in staying.values() if not one.has_left and one.exit_code is None]
+                log.warning("process %s did not answer within %g s, and gives up its rank", ", ".join(late), ANSWER_S)
+                break
+            time.sleep(POLL_S)
+            self._hear()
+        return {places[seat]: one for seat, one in staying.items() if one.has_left and one.exit_code is None}
 
     # Processes of this node.
 
@@ -167,6 +207,11 @@ class SeatAgent(LocalElasticAgent):
             process.end(signal.SIGKILL)
             if not process.wait(KILL_TIMEOUT_S):
                 log.error("process %d does not end even when killed; a device driver may hold it", process.pid)
+
+
+def _place(environment: Mapping[str, str]) -> str:
+    """What a process that stays has to keep: its ranks, and the size of the job."""
+    return " ".join(environment[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
 
 
 @contextlib.contextmanager

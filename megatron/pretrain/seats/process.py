@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.moe.seats.channel import DESCRIPTOR, VERSION, Channel, Message
+from megatron.core.dist_checkpointing.moe.seats.channel import DESCRIPTOR, LAUNCHER_VERSION, VERSION, Channel, Message
 
 
 class SeatProcess:
@@ -27,6 +27,8 @@ class SeatProcess:
         pid: Its number.
         is_ready: It has done all that does not depend on a rank.
         is_training: It has a seat, and trains iterations that are new.
+        stays: It keeps its seat when it loses a peer.
+        has_left: It has lost a peer, and waits for the rank that it gets next.
         takes_seats: Its script knows of seats.
         problem: Why it cannot be seated; empty if it can.
     """
@@ -34,15 +36,14 @@ class SeatProcess:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, idle: bool) -> None:
         here, there = socket.socketpair()
         with there:
-            self._process = subprocess.Popen(
-                command, env={**environment, DESCRIPTOR: str(there.fileno())}, pass_fds=[there.fileno()]
-            )
+            own = {DESCRIPTOR: str(there.fileno()), LAUNCHER_VERSION: str(VERSION)}
+            self._process = subprocess.Popen(command, env={**environment, **own}, pass_fds=[there.fileno()])
         self._channel = Channel(here)
         self.pid = self._process.pid
         self._is_idle = idle and may_leave_idle_class()
         if self._is_idle:
             os.sched_setscheduler(self.pid, os.SCHED_IDLE, os.sched_param(0))
-        self.is_ready = self.is_training = self.takes_seats = False
+        self.is_ready = self.is_training = self.takes_seats = self.stays = self.has_left = False
         self.problem = ""
 
     @property
@@ -66,14 +67,22 @@ class SeatProcess:
                 self.problem = f"it takes version {message['version']} of messages, and this launcher has {VERSION}"
         self.is_ready = self.is_ready or "ready" in message
         self.is_training = self.is_training or "training" in message
+        self.stays = self.stays or "stays" in message
+        self.has_left = self.has_left or "left" in message
 
     def sit(self, environment: Mapping[str, str]) -> None:
         """Tell it its rank; it starts training. Its end, if it has ended, is seen by `exit_code`."""
         self._leave_idle_class()
-        try:
-            self._channel.send({"seat": dict(environment)})
-        except ConnectionError:
-            return
+        self.has_left = self.is_training = False
+        self._say({"seat": dict(environment)})
+
+    def call_off(self) -> None:
+        """Tell it that training begins anew: it lets go of other ranks and leaves its seat, to wait for the next."""
+        self._say({"leave": True})
+
+    def _say(self, message: Message) -> None:
+        with contextlib.suppress(ConnectionError):
+            self._channel.send(message)
 
     def _leave_idle_class(self) -> None:
         if self._is_idle:

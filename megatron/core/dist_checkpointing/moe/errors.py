@@ -53,6 +53,10 @@ class NoExactState(MoECheckpointError):
     """All that is left of the training state leads through a replay that came out otherwise than recorded."""
 
 
+class NewProcessesNeeded(MoECheckpointError):
+    """Training can go on only from a checkpoint, or from scratch: in processes that begin anew, on all ranks."""
+
+
 class StoreFailure(MoECheckpointError):
     """A store could not take, show or give up a snapshot now; what it had sealed before is untouched."""
 

@@ -40,13 +40,15 @@ from megatron.core.utils import get_model_config
 
 from .config import MoECheckpointConfig
 from .contradictions import contradictions, must_repeat_itself, not_repeatable
-from .errors import MoECheckpointError, NoExactState, UsageError
+from .errors import MoECheckpointError, NewProcessesNeeded, NoExactState, UsageError
+from .in_place.building import own_build
 from .local_recovery.communicator import BoundaryCommunicator, process_groups
 from .local_recovery.survivor import Passes
 from .megatron_state.trainer_state import LiveTrainerState, LoopState, NoLoopState
 from .policy.parking import Cause
 from .recovery.timeline import RecoveryTimeline, Timestamps
 from .runtime.device_settings import device_settings
+from .runtime.disconnect import close_connections
 from .runtime.faults import FaultInjector, Phase, parse_fault
 from .runtime.iteration_hooks import IterationHooks
 from .runtime.live_state import Training
@@ -109,6 +111,8 @@ class MoECheckpointManager:
         _refuse_contradictions(config, chunks[0], transformer)
         _refuse_what_cannot_repeat_itself(config, chunks[0], transformer)
         self._trainer = LiveTrainerState(optimizer, scheduler, state or NoLoopState())
+        if config.strategy != "none" and own_build().answers is not None:
+            own_seat().keep(close_connections)
         self._session: Session | Unprotected = session or Unprotected()
         if session is None and config.strategy != "none":
             microbatches = global_batch_size // (micro_batch_size * parallel_state.get_data_parallel_world_size())
@@ -160,7 +164,15 @@ class MoECheckpointManager:
         Raises:
             UsageError: There are snapshots, but none can be used, and nothing else to begin from was given.
             NoExactState: The only way back is a replay that has diverged before, and there is no other checkpoint.
+            NewProcessesNeeded: Some ranks kept their processes, and nothing that was found brings them back.
         """
+        try:
+            return self._resumed(load, newest, asked_for)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _resumed(self, load: Callable[[], int] | None, newest: int, asked_for: bool) -> int:
         session = self._session
         plan = session.look()
         if plan is not None and (session.is_own if asked_for else plan.target >= newest):
@@ -168,12 +180,17 @@ class MoECheckpointManager:
                 self._arm()
                 return self.iteration
             self._refuse_to_begin_anew(load is None or newest < 0)
-            if load is None:
+            if load is None and not own_build().survivors:
                 raise UsageError(
                     "all copies of the training state in memory and storage are damaged or lost, see the reasons above;"
                     " give --load with an older checkpoint, or remove them to begin at iteration 0"
                 )
             session.clear_counters()
+        if own_build().survivors:
+            raise NewProcessesNeeded(
+                f"{own_build().survivors} ranks have kept their processes, and nothing in memory or storage brings them"
+                " back: all ranks start anew"
+            )
         if plan is None:
             self._refuse_to_begin_anew(load is None or newest < 0)
         if plan is None and session.unusable and load is None:
@@ -308,6 +325,12 @@ class MoECheckpointManager:
         if self._is_active:
             self._hooks.finish(keep_memory=keep_memory)
         self._finished = True
+
+    def abandon(self) -> bool:
+        """Training has ended with an error and begins anew in this process, with another manager: let go of threads,
+        connections and memory. Whether all work beside training has come to an end. See `in_place`."""
+        self._hooks.disarm()
+        return self._session.abandon()
 
     def detach(self) -> None:
         """Take what was hung on the optimizer off it; the next `forward_backward` puts it back."""

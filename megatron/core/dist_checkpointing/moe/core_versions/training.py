@@ -63,6 +63,28 @@ def drop_auxiliary_losses() -> None:
         destroy_moe_metrics_tracker()
 
 
+def as_in_new_process(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
+    """Let model and optimizer forget what they learned from the ranks of an attempt that was interrupted.
+
+    Nothing is under way in the groups of gradient buckets, and none knows yet in which order gradients become ready:
+    ranks that reduce gradients together have to do it in one order, and the first iteration of a new process has
+    another one. What the first step asks all ranks (from 0.19 on) is asked again.
+    """
+    for group in (group for chunk in chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)):
+        vars(group).update(
+            grad_reduce_handle=None,
+            param_gather_handle=None,
+            param_gather_dispatched=False,
+            is_first_batch=True,
+            is_last_microbatch=True,
+            per_param_grad_ready_counts={},
+            golden_per_param_grad_ready_counts={},
+        )
+    for member in (optimizer, *getattr(optimizer, "chained_optimizers", ())):
+        vars(member).pop("_has_grad_norm_group_cache", None)
+    drop_auxiliary_losses()
+
+
 def uses_cuda_graphs(config: Any) -> bool:
     """Whether a model of this configuration runs kernels that were captured in an earlier iteration."""
     return getattr(config, "cuda_graph_impl", "none") != "none" or bool(getattr(config, "enable_cuda_graph", False))

@@ -53,3 +53,7 @@ class Executor(Protocol):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take nothing more; wait for the rest, or drop what has not begun."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all work has ended and no more will begin."""

@@ -16,6 +16,8 @@ _DESCRIPTORS = Path("/proc/self/fd")
 _ABORT_TIMEOUT_S = 5.0
 _STDERR = 2  # the last messages still go there, whatever the standard streams are
 
+_ABORTED: dict[str, dist.ProcessGroup] = {}
+
 # What gloo and NCCL say when the process at the other end is gone.
 _LOST_PEER = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Timed out"),
@@ -47,6 +49,18 @@ def close_connections() -> int:
     return sum(_shut(descriptor) for descriptor in sorted(descriptors) if descriptor > _STDERR)
 
 
+def named_groups() -> dict[str, dist.ProcessGroup]:
+    """All groups of this process that c10d knows, by the name that it gave them."""
+    return {str(name): group for group, name in dist.distributed_c10d._world.pg_names.items()}
+
+
+def take_aborted_groups() -> dict[str, dist.ProcessGroup]:
+    """The groups that were aborted since the last call."""
+    groups = dict(_ABORTED)
+    _ABORTED.clear()
+    return groups
+
+
 def _shut(descriptor: int) -> bool:
     """Whether this was a connected TCP socket."""
     try:
@@ -73,6 +87,8 @@ def _abort_communicators() -> None:
     """Abort all groups of NCCL; waits a while for it, since a driver that hangs must not keep state from parking."""
     if not dist.is_initialized() or "nccl" not in dist.get_backend():
         return
+
+    _ABORTED.update(named_groups())  # c10d forgets them
 
     def abort() -> None:
         # A group that is broken already, or is being aborted by another thread, may raise; nobody needs to know.

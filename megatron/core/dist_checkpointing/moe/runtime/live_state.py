@@ -128,6 +128,12 @@ class LiveState:
         if self._engine is not None:
             self._engine.release()
 
+    def close(self) -> None:
+        """Copy nothing any more; the memory that snapshots were copied to may go away."""
+        if self._engine is not None:
+            self._engine.release()
+            self._engine.close()
+
     @property
     def ties_embeddings(self) -> bool:
         """Whether the first and the last pipeline stage share their embedding."""

@@ -15,7 +15,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -24,7 +24,7 @@ import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ..config import MoECheckpointConfig
-from ..errors import UsageError
+from ..errors import UsageError, format_error
 from ..local_recovery.communicator import BoundaryCommunicator
 from ..local_recovery.stage_source import StageSource
 from ..local_recovery.survivor import Survivor, SurvivorBuffers
@@ -96,6 +96,7 @@ class Session:
     `job_id`                     of this job, in all its attempts
     `interrupt`, `links`         for the watcher of this process: connections are about to be given up
     `failure`                    on each rank where training ends with an error
+    `abandon`                    after that, where this process stays and makes another session
     `shutdown`                   on all ranks, where it ends well
     ============================ =====================================================================================
 
@@ -112,16 +113,29 @@ class Session:
         self._config, self._training, self._place = config, training, place
         self._timestamps, self._clock = timestamps or Timestamps(), SystemClock()
         self._rank = torch.distributed.get_rank()
+        self._coordinator: Coordinator | None = None
+        self._held = ExitStack()
+        with ExitStack() as opening:
+            opening.callback(self.abandon)
+            self._open()
+            opening.pop_all()
+
+    def _open(self) -> None:
+        config, training, place = self._config, self._training, self._place
         store = _get_default_store()
         endpoints, job_id = introduced(store, config, place)
         self._place = place = replace(place, job_id=job_id)
         transports = Transports.connected(store, config.timeout_s, endpoints)
         self._control, self._data, self._patient, self._links = transports
+        for one in (self._control, self._data, self._patient):
+            self._held.callback(one.close)
+        self._held.callback(self._links.forget)
         self._together(self._check_versions)
         # Nodes of all ranks: where replicas go and which copies are near depends on them, and so does all below.
         self._topology = self._together(lambda: placed_topology(self._control, place))
         # Before anything is promised or allocated: a model of which some bytes belong to no operator is refused.
         self._state = self._together(lambda: LiveState(training, self._topology, config.shard, self._rank))
+        self._held.callback(self._state.close)
         self._choose_strategy()
         # What cannot be replayed is refused before it is needed, and before any memory is taken.
         execution = self._together(self._state.execution) if self._strategy.replays else None
@@ -132,10 +146,10 @@ class Session:
         # Rank 0 names the attempt. Sorts by time, and differs even between attempts that start in the same instant.
         self._attempt = str(self._control.gather(f"{time.time_ns():020d}-{secrets.token_hex(4)}")[0])
         self._prepare_recovery(execution)
-        self._coordinator: Coordinator | None = None
         self._counter = None
         if self._strategy.counts_tokens:
             self._counter = TokenCounter(training.chunks, gate_unit=GATE_UNIT if self._strategy.counts_gates else None)
+            self._held.callback(self._counter.close)
         self._episode: RecoveryTimeline | None = None
         self._timestamps.mark(Milestone.BUILT)
 
@@ -187,7 +201,11 @@ class Session:
             if self._config.strict or not ask_for_less(self._strategy, shortage, speaks=self._rank == 0):
                 raise UsageError(shortage)
             self._refusals += 1
+        for memory in memories.values():
+            self._held.callback(memory.close)
         self._memory, self._survivor = memories["slot"], survivor(memories) if survivor else None
+        if self._survivor is not None:
+            self._held.callback(self._survivor.end, keep_memory=True)
         self._state.prepare_segments([view for memory in memories.values() for view in memory.views()])
         if self._rank == 0:
             log.info(
@@ -235,6 +253,9 @@ class Session:
             notes=DivergenceNotes(self._memory.directory),
         )
         self._recovery = Recovery(self._job, self._strategy, ports, self._identity, self._owners)
+        self._held.callback(self._recovery.close)
+        if execution is not None:
+            self._held.callback(execution.thaw)
         self._restart = RestartSequence(self._recovery, self._identity, self._strategy, self._survivor, self._rank)
 
     def _stage_source(self, logs: Logs) -> StageSource:
@@ -475,6 +496,19 @@ class Session:
                 log.info("rank %d: %s", self._rank, problem)
         self._timestamps.mark(Milestone.PARKED)
         self._timestamps.leave(self._memory.directory, self._attempt)
+
+    def abandon(self) -> bool:
+        """After `failure`, where this process stays: let go of all that another session in it takes up again.
+
+        Live state and what is sealed in memory stay as they are. Whether all work beside training has come to an end;
+        else this process must not go on.
+        """
+        has_ended = self._coordinator is None or self._coordinator.abandon()
+        try:
+            self._held.close()
+        except Exception as error:  # connections are lost: whoever speaks through them fails
+            log.debug("while a session was given up: %s", format_error(error))
+        return has_ended
 
     def shutdown(self, *, keep_memory: bool) -> None:
         """See `Coordinator.shutdown`; gives the memory back to the node unless it is to be kept for another start."""

@@ -79,5 +79,9 @@ class Unprotected:
     def failure(self, cause: Cause) -> None:
         """Nothing is parked."""
 
+    def abandon(self) -> bool:
+        """Nothing is held."""
+        return True
+
     def shutdown(self, *, keep_memory: bool) -> None:
         """No memory is held."""

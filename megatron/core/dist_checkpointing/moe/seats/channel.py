@@ -7,10 +7,12 @@ import select
 import socket
 from typing import Any
 
-VERSION = 1
+VERSION = 2
 """Of the messages; a launcher does not seat a worker that speaks another."""
 DESCRIPTOR = "MOE_CKPT_SEAT"
 """Environment variable with the number of the worker's descriptor."""
+LAUNCHER_VERSION = "MOE_CKPT_SEAT_VERSION"
+"""Environment variable with the version that the launcher speaks."""
 
 Message = dict[str, Any]
 

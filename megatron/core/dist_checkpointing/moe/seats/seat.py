@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from functools import cache
 
-from .channel import DESCRIPTOR, VERSION, Channel
+from ..errors import PeerLost
+from .channel import DESCRIPTOR, LAUNCHER_VERSION, VERSION, Channel, Message
 
 LOOK_S = 60.0
 """How often a standby that hears nothing looks again; the end of its launcher it notices at once."""
@@ -19,21 +22,26 @@ class Seat:
     """This process's, whoever started it.
 
     Attributes:
-        taken_s: When a standby was given a rank, in seconds since 1970; None in a process that was started with one.
+        taken_s: When this process was given its rank, in seconds since 1970; None where it was started with it.
+        may_stay: Whether the launcher lets a process keep its seat that lost a peer.
+        is_called_off: Whether the launcher has said since then that training begins anew.
     """
 
-    def __init__(self, channel: Channel | None) -> None:
+    def __init__(self, channel: Channel | None, *, may_stay: bool = False) -> None:
         self._channel, self._is_training = channel, False
+        self._seats: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._listener: threading.Thread | None = None
         self.taken_s: float | None = None
+        self.may_stay, self.is_called_off = may_stay and channel is not None, False
 
     @classmethod
     def from_environment(cls) -> Seat:
         """As the launcher has handed it to this process; its children do not have it."""
-        number = os.environ.pop(DESCRIPTOR, None)
+        number, version = os.environ.pop(DESCRIPTOR, None), os.environ.pop(LAUNCHER_VERSION, None)
         if number is None:
             return cls(None)
         os.set_inheritable(int(number), False)
-        return cls(Channel(socket.socket(fileno=int(number))))
+        return cls(Channel(socket.socket(fileno=int(number))), may_stay=version == str(VERSION))
 
     def take(self, warm_up: Callable[[], None] | None = None) -> None:
         """See `take_seat`."""
@@ -45,7 +53,7 @@ class Seat:
             if waits:
                 self._wait(self._channel, warm_up)
         except ConnectionError as error:
-            self._channel = None
+            self._channel, self.may_stay = None, False
             if waits:
                 raise SystemExit(0) from error  # nobody will ever call
 
@@ -59,17 +67,68 @@ class Seat:
         while not messages:
             messages = channel.receive(LOOK_S)
         signal.signal(signal.SIGINT, interrupt)
-        self.taken_s = time.time()
-        os.environ.update(messages[0]["seat"])
+        self._sit(messages[0]["seat"])
 
     def training(self) -> None:
         """New iterations are trained here: from now on standbys are in nobody's way."""
-        if self._channel is not None and not self._is_training:
+        if not self._is_training:
             self._is_training = True
+            self._say({"training": True})
+
+    def keep(self, hang_up: Callable[[], object]) -> None:
+        """This process is going to stay when it loses a peer, where the launcher allows it.
+
+        hang_up: Closes connections to other ranks, whatever this process is doing; called by another thread when the
+            launcher says that training begins anew.
+        """
+        if self.may_stay and self._listener is None:
+            self._listener = threading.Thread(target=self._listen, args=[hang_up], name="moe-ckpt-seat", daemon=True)
+            self._listener.start()
+            self._say({"stays": True})
+
+    def leave(self, timeout_s: float) -> None:
+        """This process has lost a peer and stays: wait for the rank that it gets now, and put it into the environment.
+
+        Raises PeerLost where the launcher has ended, or does not answer in time.
+        """
+        self._is_training = False
+        self._say({"left": True})
+        try:
+            message = self._seats.get(timeout=timeout_s)
+        except queue.Empty:
+            raise PeerLost(
+                f"this rank waited {timeout_s:g} s for its launcher to let training go on; leaving"
+            ) from None
+        if message is None:
+            raise PeerLost("the launcher that this rank waited for to let training go on has ended; leaving")
+        self._sit(message)
+
+    def _listen(self, hang_up: Callable[[], object]) -> None:
+        assert self._channel is not None
+        while True:
             try:
-                self._channel.send({"training": True})
+                messages = self._channel.receive(LOOK_S)
             except ConnectionError:
-                self._channel = None  # training goes on without a launcher
+                self.may_stay = False
+                self._seats.put(None)
+                return
+            for message in messages:
+                if "leave" in message:
+                    self.is_called_off = True
+                    hang_up()
+                elif "seat" in message:
+                    self._seats.put(message["seat"])
+
+    def _sit(self, environment: Message) -> None:
+        self.taken_s, self.is_called_off = time.time(), False
+        os.environ.update(environment)
+
+    def _say(self, message: Message) -> None:
+        if self._channel is not None:
+            try:
+                self._channel.send(message)
+            except ConnectionError:
+                self.may_stay = False  # training goes on without a launcher
 
 
 @cache

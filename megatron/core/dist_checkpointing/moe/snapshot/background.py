@@ -44,6 +44,11 @@ class ThreadExecutor:
         if wait:
             self._thread.join(CLOSING_S)
 
+    @property
+    def has_ended(self) -> bool:
+        """As `ports.Executor.has_ended`."""
+        return not self._thread.is_alive()
+
     def _cancel_waiting(self) -> None:
         while True:
             try:
@@ -111,6 +116,11 @@ class BackgroundWork:
         """End the threads; what has not begun is dropped."""
         for lane in (self._replication, self._persist, self.control):
             lane.shutdown(wait, cancel_futures=True)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is worked on any more."""
+        return all(lane.has_ended for lane in (self._replication, self._persist, self.control))
 
     def complain(self, what: str, failures: Sequence[str]) -> None:
         """Say what protection was lost and why; ends training with `--moe-ckpt-strict`. Raises CheckpointFailure."""

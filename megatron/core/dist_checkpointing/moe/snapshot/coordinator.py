@@ -145,7 +145,7 @@ class Coordinator:
     def __init__(
         self, job: Job, strategy: Strategy, ports: Ports, worker: ReplicationWorker, persister: Persister | None
     ) -> None:
-        self._job, self._strategy, self._ports = job, strategy, ports
+        self._job, self._strategy, self._ports, self._persister = job, strategy, ports, persister
         self._background = BackgroundWork(ports.executor, timeout_s=job.config.timeout_s, strict=job.config.strict)
         self._messages = MessageExchange(ports.control, self._background.control, ports.clock)
         self._tracker = SnapshotTracker(job, strategy, worker, persister, self._background)
@@ -219,8 +219,17 @@ class Coordinator:
     def failure(self) -> None:
         """Training has failed on this rank or heard that a peer did: nothing new is begun, what is sealed stays."""
         self._in_contact = False
-        self._end_copy()
+        copied = self._end_copy()
+        if copied is not None:
+            copied.abandon()
         self._background.close(wait=False)
+
+    def abandon(self) -> bool:
+        """After `failure`, in a process that stays: wait for what is under way; whether it came to an end."""
+        if self._persister is not None:
+            self._persister.stop()
+        self._background.close(wait=True)
+        return self._background.has_ended
 
     def shutdown(self) -> None:
         """The end of training: what is under way is brought to its end, on all ranks together."""

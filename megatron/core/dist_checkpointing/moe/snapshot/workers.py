@@ -208,12 +208,22 @@ class Persister:
     ) -> None:
         self._memory, self._storage, self._rank = memory, storage, rank
         self._identity, self._layout, self._clock = identity, layout, clock
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """Give up what is being written, and write no more; called from another thread, and not waited for here."""
+        self._is_stopped = True
+
+    def _check_stopped(self) -> None:
+        if self._is_stopped:
+            raise UnreadableCheckpoint("training begins anew in this process: what was being persisted is given up")
 
     def persist(self, task: PersistTask) -> None:
         """Write the pieces, each sealed on its own; tried again after a pause where storage refuses."""
         pause_s = FIRST_PAUSE_S
         for attempt in range(1, ATTEMPTS + 1):
             try:
+                self._check_stopped()
                 for plan, pieces, kinds in zip(task.plans, task.pieces, task.kinds, strict=True):
                     self._write_snapshot(plan.iteration, pieces, kinds)
                 task.status = Status.PROTECTED
@@ -266,6 +276,7 @@ class Persister:
         scalars = dict(sources[0].manifest.facts.scalars) if index == 0 else {}
         with self._storage.reserve(target, layout) as writer:
             for field_ in layout.fields:
+                self._check_stopped()
                 source = next((reader for reader in sources if field_.key in reader.manifest.by_key), None)
                 if source is None:
                     raise UnreadableCheckpoint(f"{target}: record {field_.key} is not in memory; it is not persisted")

@@ -1,0 +1,151 @@
+"""Model and optimizer of a process that takes a lost rank's seat, built while the survivors keep theirs.
+
+Some constructors of Megatron-Core are collectives: the optimizer gathers which groups of parameters all ranks have, and
+datasets are built behind a barrier. Survivors build nothing, so nobody would answer. What these collectives gave when
+all ranks built together every rank has noted, and a newcomer gets it through the store of its attempt. What else such a
+build exchanges are values that the recovery restores.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store
+from torch.distributed.distributed_c10d import _get_default_store
+
+from ..errors import MoECheckpointError, PeerLost
+from ..replication.store_gather import gathered_by_store
+
+Answers = list[tuple[str, Any]]
+"""What each collective on objects came to, with its name, in the order of the build."""
+
+_TIMEOUT_S = 600.0
+"""How long ranks wait for each other before they build: new processes import everything first."""
+
+
+class CannotBuildAlone(MoECheckpointError):
+    """A build asks for a collective that cannot be answered from what was noted."""
+
+
+class Build:
+    """How this process came to its model.
+
+    Attributes:
+        answers: None until it is built, and where what was exchanged cannot be told to others.
+        survivors: How many ranks have kept their processes; the same on all ranks, known once they are connected.
+    """
+
+    def __init__(self) -> None:
+        self.answers: Answers | None = None
+        self.survivors = 0
+
+    def connected(self) -> None:
+        """All ranks are connected: agree on who has a model already. A collective. Raises PeerLost."""
+        store, rank, ranks = _get_default_store(), dist.get_rank(), dist.get_world_size()
+        built = gathered_by_store(store, "moe-ckpt-built", rank, ranks, self.answers is not None, _TIMEOUT_S)
+        self.survivors = sum(map(bool, built))
+        if self.answers is not None and rank == built.index(True):
+            store.set("moe-ckpt-answers", json.dumps(repr(self.answers)))
+
+    @contextlib.contextmanager
+    def building(self) -> Iterator[None]:
+        """A block in which model, optimizer and data are built, by all ranks together or beside survivors."""
+        if self.survivors:
+            self.answers = _told_answers(_get_default_store())
+            with _answered(list(self.answers)):
+                yield
+            return
+        noted: Answers = []
+        with _noted(noted):
+            yield
+        with contextlib.suppress(ValueError, SyntaxError):  # others than literals nobody can be told: `answers` is None
+            self.answers = ast.literal_eval(repr(noted))
+
+
+@cache
+def own_build() -> Build:
+    """How this process came to its model."""
+    return Build()
+
+
+def _told_answers(store: Store) -> Answers:
+    try:
+        store.wait(["moe-ckpt-answers"], timedelta(seconds=_TIMEOUT_S))
+    except RuntimeError:
+        raise PeerLost(f"waited {_TIMEOUT_S:g} s for a survivor to tell how the model was built") from None
+    answers: Answers = ast.literal_eval(json.loads(store.get("moe-ckpt-answers")))
+    return answers
+
+
+@contextlib.contextmanager
+def _noted(answers: Answers) -> Iterator[None]:
+    """Note what collectives on objects come to."""
+
+    def noting(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+        def called(objects: list[Any], *arguments: Any, **options: Any) -> Any:
+            outcome = collective(objects, *arguments, **options)
+            answers.append((name, list(objects)))
+            return outcome
+
+        return called
+
+    with contextlib.ExitStack() as stack:
+        for name in _ON_OBJECTS:
+            stack.enter_context(_patched(name, noting(name, getattr(dist, name))))
+        yield
+
+
+@contextlib.contextmanager
+def _answered(answers: Answers) -> Iterator[None]:
+    """Answer them, in the same order; what is exchanged between tensors stays as it is here."""
+
+    def answering(name: str) -> Callable[..., Any]:
+        def called(objects: list[Any], *_arguments: Any, **_options: Any) -> None:
+            noted, values = answers.pop(0) if answers else ("", [])
+            if noted != name or len(values) != len(objects):
+                raise CannotBuildAlone(
+                    f"a model is built beside survivors, and asks for {name} of {len(objects)} objects where they had"
+                    f" {noted or 'nothing'} of {len(values)}: start all ranks anew"
+                )
+            objects[:] = values
+
+        return called
+
+    def skipped(*_arguments: Any, **options: Any) -> Any:
+        return _Done() if options.get("async_op") else None
+
+    with contextlib.ExitStack() as stack:
+        for name in _ON_OBJECTS:
+            stack.enter_context(_patched(name, answering(name)))
+        for name in _ON_TENSORS:
+            stack.enter_context(_patched(name, skipped))
+        yield
+
+
+_ON_OBJECTS = ("all_gather_object", "broadcast_object_list")
+_ON_TENSORS = ("barrier", "all_reduce", "broadcast")
+
+
+class _Done:
+    """In place of the work of a collective."""
+
+    def wait(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def _patched(name: str, function: Callable[..., Any]) -> Iterator[None]:
+    own = getattr(dist, name)
+    setattr(torch.distributed, name, function)
+    try:
+        yield
+    finally:
+        setattr(torch.distributed, name, own)

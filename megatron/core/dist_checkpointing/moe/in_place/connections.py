@@ -1,0 +1,146 @@
+"""The process groups of a live process, taken away and replaced without touching a tensor.
+
+Megatron-Core hands process groups to modules, optimizers, buckets of gradients and dispatchers when they are built,
+each of which keeps them as plain attributes. So whoever refers to an old group is found by asking the garbage
+collector, and gets the new group of the same name: c10d names groups by the order in which they are made, and the same
+code makes them in the same order. What cannot be changed in place is reported, and then this process has to end.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.core import parallel_state
+
+from ..errors import MoECheckpointError
+from ..runtime.disconnect import close_connections, named_groups, take_aborted_groups
+
+
+class StillConnected(MoECheckpointError):
+    """Something holds a process group of before the fault and cannot be given the new one."""
+
+
+class Connections:
+    """The process groups that this process had, and that its objects still refer to.
+
+    Sequence: `taken_down`; then whoever made the groups makes them again, with as many ranks and the same layout; then
+    `replace`.
+
+    Args:
+        groups: By c10d's names.
+    """
+
+    def __init__(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
+        self._groups = dict(groups)
+
+    @classmethod
+    def taken_down(cls) -> Connections:
+        """End all connections of this process, and let c10d and Megatron-Core forget all groups. Waits for nobody."""
+        close_connections()
+        groups = take_aborted_groups() | named_groups()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        parallel_state.destroy_model_parallel()
+        return cls(groups)
+
+    def replace(self) -> Counter[str]:
+        """Give whoever refers to an old group the new one of its name; how many references, by the kind of holder.
+
+        Raises StillConnected.
+        """
+        new, old = named_groups(), self._groups
+        self._groups = {}
+        swap = {id(group): new[name] for name, group in old.items() if name in new}
+        olds = list(old.values())
+        del old
+        found: Counter[str] = Counter()
+        # One statement each: a name that is left behind would be a holder, too.
+        for holder in _holders(olds):
+            found[_kind(holder)] += _swapped(holder, swap)
+        if any(True for _ in _holders(olds)):
+            gc.collect()  # what the interrupted iteration left in circles
+        if left := sorted({_kind(holder) for holder in _holders(olds)}):
+            raise StillConnected(
+                f"{', '.join(left)} keep process groups of before the fault, which cannot be replaced there: this"
+                " process ends, and another one takes its rank"
+            )
+        return +found
+
+
+def _holders(groups: Sequence[dist.ProcessGroup]) -> Iterator[Any]:
+    """All objects that refer to one of these groups, apart from frames that run and from `groups` itself.
+
+    What was there when imports were frozen (`gc.freeze`) the collector does not look through: modules, classes, and
+    containers in them, are looked through here.
+    """
+    wanted, skipped = {id(group) for group in groups}, {id(groups)}
+    for holder in gc.get_referrers(*groups):
+        if id(holder) not in skipped and not isinstance(holder, types.FrameType):
+            skipped.add(id(holder))
+            yield holder
+    for space in _frozen_spaces():
+        if id(space) not in skipped and any(id(value) in wanted for value in list(_values(space))):
+            skipped.add(id(space))
+            yield space
+
+
+def _frozen_spaces() -> Iterator[Any]:
+    for module in list(sys.modules.values()):
+        space = getattr(module, "__dict__", None)
+        if not isinstance(space, dict):
+            continue
+        yield space
+        for value in list(space.values()):
+            if isinstance(value, (dict, list, type)):
+                yield value
+
+
+def _values(holder: Any) -> Sequence[Any]:
+    if isinstance(holder, dict):
+        return list(holder.values())
+    if isinstance(holder, list):
+        return list(holder)
+    return list(vars(holder).values()) if hasattr(holder, "__dict__") else []
+
+
+def _swapped(holder: Any, swap: Mapping[int, Any]) -> int:
+    """How many references of this holder were replaced: items of dicts and lists, variables of closures, attributes."""
+    replaced = 0
+    if isinstance(holder, dict):
+        for key, value in list(holder.items()):
+            if id(value) in swap:
+                holder[key] = swap[id(value)]
+                replaced += 1
+    elif isinstance(holder, list):
+        for index, value in enumerate(holder):
+            if id(value) in swap:
+                holder[index] = swap[id(value)]
+                replaced += 1
+    elif isinstance(holder, types.CellType):
+        if id(holder.cell_contents) in swap:
+            holder.cell_contents = swap[id(holder.cell_contents)]
+            replaced = 1
+    elif hasattr(holder, "__dict__"):
+        # Since Python 3.11 the attributes of an object are kept beside it until somebody asks for their dict.
+        assign = type.__setattr__ if isinstance(holder, type) else object.__setattr__
+        for name, value in list(vars(holder).items()):
+            if id(value) in swap:
+                assign(holder, name, swap[id(value)])
+                replaced += 1
+    return replaced
+
+
+def _kind(holder: Any) -> str:
+    """For people."""
+    if isinstance(holder, dict) and "__name__" in holder and "__loader__" in holder:
+        return f"module {holder['__name__']}"
+    if isinstance(holder, dict):
+        return f"dict with {', '.join(map(str, list(holder)[:3]))}"
+    return f"{type(holder).__module__}.{type(holder).__qualname__}"

@@ -1,0 +1,130 @@
+"""How a training loop goes on in the process that lost a peer.
+
+while True:
+    manager = MoECheckpointManager(...)
+    try:
+        with manager.run():
+            ...
+        break
+    except Exception as error:
+        with survived(error, manager, chunks, optimizer):  # raises it again where this process has to end
+            connect()                                      # process groups, as at the start
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.utils import get_model_config
+
+from ..core_versions.training import as_in_new_process, uses_cuda_graphs
+from ..errors import Terminated
+from ..runtime.disconnect import is_lost_peer
+from ..seats.seat import own_seat
+from .building import own_build
+from .connections import Connections
+
+log = logging.getLogger(__name__)
+
+SEAT_S = 900.0
+"""How long a rank waits to be let go on: nodes may have to be replaced, and their processes to start."""
+_DEVICE_S = 10.0
+
+
+class Abandoned(Protocol):
+    """What protected training until the fault: a `MoECheckpointManager`."""
+
+    def abandon(self) -> bool:
+        """Let go of threads, connections and memory; whether that could be done."""
+
+
+@contextlib.contextmanager
+def survived(
+    error: BaseException, manager: Abandoned | None, chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer
+) -> Iterator[None]:
+    """This process stays although `error` ended training in it: a block in which it connects to the other ranks anew.
+
+    Before it, this process lets go of all connections and waits for its launcher, which puts the ranks of others on
+    their way; behind it model and optimizer use the new process groups, and the loop makes a new manager and resumes.
+
+    Args:
+        manager: What protected training; None where that was not made yet.
+        chunks: The model chunks of this rank.
+        optimizer: Theirs.
+
+    Raises:
+        BaseException: `error`, where this process has to end: its own fault, a launcher that keeps no survivors, or a
+            model that cannot be connected anew.
+        StillConnected: Something keeps an old process group.
+        PeerLost: The launcher has ended, or says nothing.
+    """
+    why = _has_to_end(error, chunks)
+    if why is None and manager is not None and not manager.abandon():
+        why = "work beside training does not end"
+    if why is None and not _device_answers():
+        why = "its device does not answer"
+    if why is not None:
+        if why:
+            log.info("this process ends, and another takes its rank: %s", why)
+        raise error
+    _clear_frames(error)
+    as_in_new_process(chunks, optimizer)
+    connections = Connections.taken_down()
+    own_seat().leave(SEAT_S)
+    yield
+    replaced = connections.replace()
+    log.debug("%d references to process groups were renewed: %s", sum(replaced.values()), dict(replaced))
+
+
+def _has_to_end(error: BaseException, chunks: Sequence[torch.nn.Module]) -> str | None:
+    """Why this process cannot stay; empty where that goes without saying, None where it can."""
+    seat = own_seat()
+    if not seat.may_stay or isinstance(error, Terminated) or not (is_lost_peer(error) or seat.is_called_off):
+        return ""
+    if own_build().answers is None:
+        return "others could not build beside it"
+    return _needs_fresh_process(get_model_config(chunks[0]))
+
+
+def _needs_fresh_process(config: Any) -> str | None:
+    """Flags of a model that keeps connections where nobody can exchange them."""
+    if uses_cuda_graphs(config):
+        return "CUDA graphs have communication of the lost connections in them"
+    if getattr(config, "tp_comm_overlap", False):
+        return "--tp-comm-overlap keeps buffers of the lost connections"
+    if getattr(config, "moe_token_dispatcher_type", "") == "flex":
+        return "--moe-token-dispatcher-type flex keeps buffers of the lost connections"
+    return None
+
+
+def _device_answers() -> bool:
+    """Whether the GPU has come to the end of what was aborted; true where there is none."""
+    if not torch.cuda.is_initialized():
+        return True
+    answers: list[bool] = []
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError):  # an error that stays: the context is lost
+            torch.cuda.synchronize()
+            answers.append(True)
+
+    thread = threading.Thread(target=ask, name="moe-ckpt-device", daemon=True)
+    thread.start()
+    thread.join(_DEVICE_S)
+    return bool(answers)
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Let go of what the interrupted iteration held."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
