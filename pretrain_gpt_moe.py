@@ -18,9 +18,9 @@ def pretrain(config: PretrainConfig, launch: Launch, marks: Timestamps) -> None:
     initialize(config, launch, marks)
 
     # Core looks at the device while it is imported, so the device comes first.
-    from megatron.pretrain.job import TrainingJob
+    from megatron.pretrain.pretraining import Pretraining
 
-    TrainingJob(config).train(launch, marks)
+    Pretraining(config).train(launch, marks)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -22,6 +22,7 @@ from megatron.pretrain import te_on_cpu
 from megatron.pretrain.agreement import raise_invalid_input_on_all_ranks
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.config.derived import Environment, virtual_pipeline_size
+from megatron.pretrain.config.training import TrainingConfig
 from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.processes import started_s
 
@@ -98,7 +99,7 @@ def initialize(config: PretrainConfig, launch: Launch, marks: Timestamps | None 
         os.environ.update(device_queues(config, os.environ))
         torch.cuda.set_device(launch.local_rank)
     connect(config, launch, marks)
-    _seed(config.training.seed, config.training.data_parallel_random_init)
+    seed(config.training)
 
 
 def connect(config: PretrainConfig, launch: Launch, marks: Timestamps | None = None) -> None:
@@ -112,9 +113,19 @@ def connect(config: PretrainConfig, launch: Launch, marks: Timestamps | None = N
     if config.training.deterministic_mode:
         raise_invalid_input_on_all_ranks(_refuse_other_values)  # nodes may differ
 
-    from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.moe.in_place.building import own_build
 
+    make_groups(config)
+    own_build().connected()
+    if marks is not None:
+        marks.mark(Milestone.RENDEZVOUS)
+
+
+def make_groups(config: PretrainConfig) -> None:
+    """Megatron's process groups, once torch.distributed has started."""
+    from megatron.core import parallel_state
+
+    layout = config.parallel
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
@@ -125,9 +136,6 @@ def connect(config: PretrainConfig, launch: Launch, marks: Timestamps | None = N
         distributed_timeout_minutes=layout.distributed_timeout_minutes,
         create_gloo_process_groups=layout.distributed_backend == "nccl",
     )
-    own_build().connected()
-    if marks is not None:
-        marks.mark(Milestone.RENDEZVOUS)
 
 
 def device_queues(config: PretrainConfig, environment: Mapping[str, str]) -> dict[str, str]:
@@ -200,14 +208,15 @@ def start_process_group(backend: str, launch: Launch, timeout: datetime.timedelt
     dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
 
 
-def _seed(seed: int, different_per_data_parallel_rank: bool) -> None:
+def seed(training: TrainingConfig) -> None:
+    """Give this rank the random states that its job begins with."""
     from megatron.core import parallel_state, tensor_parallel
 
     # Pipeline stages hold different layers, so they must not draw the same weights.
-    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
-    if different_per_data_parallel_rank:
-        seed += 10 * parallel_state.get_data_parallel_rank()
-    random.seed(seed)
-    numpy.random.seed(seed)
-    torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    number = training.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    if training.data_parallel_random_init:
+        number += 10 * parallel_state.get_data_parallel_rank()
+    random.seed(number)
+    numpy.random.seed(number)
+    torch.manual_seed(number)
+    tensor_parallel.model_parallel_cuda_manual_seed(number)

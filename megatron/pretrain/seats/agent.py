@@ -11,16 +11,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed import DistStoreError
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher import api as launcher
 
+from megatron.pretrain.seats.meeting import Meeting, Place, WorkersPlace
 from megatron.pretrain.seats.process import SeatProcess
+from megatron.pretrain.warm_up import RANKS
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.01
+ATTEMPTS = 10
+"""How often nodes meet again because one was lost meanwhile."""
 KILL_TIMEOUT_S = 30.0
 """How long the end of a killed process may take: a driver may have to give pages of a device back."""
 QUICK_DEATHS = 3
@@ -47,8 +52,38 @@ class SeatAgent(LocalElasticAgent):
         self._standbys: list[SeatProcess] = []
         self._survivors: dict[str, SeatProcess] = {}
         self._restarts = False
+        self._place: Place | None = None
+        self._workers: WorkersPlace | None = None
 
     # What the base class asks for.
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        for attempts_left in reversed(range(ATTEMPTS)):
+            try:
+                super()._rendezvous(worker_group)
+                self._settle(worker_group)
+                return
+            except DistStoreError as error:
+                if not attempts_left:
+                    raise
+                log.warning("a node was lost while all met (%s); meeting again", error)
+
+    def _assign_worker_ranks(self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec) -> list[Any]:
+        number = Meeting(store, group_rank, group_world_size).number(self._place)
+        self._place = Place(number, group_world_size)
+        ranks: list[Any] = super()._assign_worker_ranks(store, number, group_world_size, spec)
+        return ranks
+
+    def _settle(self, group: WorkerGroup) -> None:
+        """Settle where workers meet: in a store that no worker keeps, and that knows nothing of an earlier start."""
+        assert self._place is not None
+        spec, start = group.spec, group.spec.max_restarts - self._remaining_restarts
+        group.group_rank, self._workers = self._place.number, None
+        meeting = Meeting(group.store, group.group_rank, group.group_world_size)
+        self._workers = meeting.workers(
+            self._place.number, start, spec.local_addr or spec.master_addr, spec.master_port
+        )
+        group.master_addr, group.master_port = self._workers.address, self._workers.port
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         environments = self._environments(worker_group)
@@ -59,7 +94,7 @@ class SeatAgent(LocalElasticAgent):
         self._standbys.sort(key=lambda standby: not standby.is_ready)
         survivors, self._survivors = self._survivors, {}
         for seat, environment in environments.items():
-            if (survivor := survivors.pop(_place(environment), None)) is not None and survivor.exit_code is None:
+            if (survivor := survivors.pop(_identity(environment), None)) is not None and survivor.exit_code is None:
                 self._seats[seat], how = survivor, "stays"
                 survivor.sit(environment)
             elif self._standbys:
@@ -113,7 +148,7 @@ class SeatAgent(LocalElasticAgent):
 
     def _those_that_stay(self, group: WorkerGroup) -> dict[str, SeatProcess]:
         """The processes that wait for the next start of training, by their place; waits until they have left."""
-        places = {seat: _place(environment) for seat, environment in self._environments(group).items()}
+        places = {seat: _identity(environment) for seat, environment in self._environments(group).items()}
         self._hear()
         staying = {seat: process for seat, process in self._seats.items() if process.stays}
         for process in staying.values():
@@ -133,7 +168,8 @@ class SeatAgent(LocalElasticAgent):
 
     def _environments(self, group: WorkerGroup) -> dict[int, dict[str, str]]:
         """What torchrun says to each local rank, https://docs.pytorch.org/docs/stable/elastic/run.html."""
-        spec = group.spec
+        spec, workers = group.spec, self._workers
+        assert workers is not None
         job = {
             "ROLE_NAME": spec.role,
             "GROUP_RANK": group.group_rank,
@@ -141,10 +177,10 @@ class SeatAgent(LocalElasticAgent):
             "LOCAL_WORLD_SIZE": spec.local_world_size,
             "MASTER_ADDR": group.master_addr,
             "MASTER_PORT": group.master_port,
-            "TORCHELASTIC_RESTART_COUNT": spec.max_restarts - self._remaining_restarts,
+            "TORCHELASTIC_RESTART_COUNT": workers.start,
             "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
             "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
-            "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
         }
         environments: dict[int, dict[str, str]] = {}
         for worker in group.workers:
@@ -163,7 +199,8 @@ class SeatAgent(LocalElasticAgent):
         """A new process, with the seat that this environment tells of, or a standby."""
         spec = self._worker_group.spec
         assert isinstance(spec.entrypoint, str), "the launcher starts a command"
-        own = environment or {"TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id()}
+        ranks = str(self._worker_group.workers[0].world_size)
+        own = environment or {"TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(), RANKS: ranks}
         return SeatProcess([spec.entrypoint, *spec.args], {**os.environ, **own}, idle=environment is None)
 
     def _refill(self) -> None:
@@ -209,7 +246,7 @@ class SeatAgent(LocalElasticAgent):
                 log.error("process %d does not end even when killed; a device driver may hold it", process.pid)
 
 
-def _place(environment: Mapping[str, str]) -> str:
+def _identity(environment: Mapping[str, str]) -> str:
     """What a process that stays has to keep: its ranks, and the size of the job."""
     return " ".join(environment[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
 

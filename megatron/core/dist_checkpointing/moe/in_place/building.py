@@ -104,6 +104,20 @@ def _noted(answers: Answers) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def rehearsed() -> Iterator[None]:
+    """A block in which a model is built by one process alone, for practice: as if all ranks had what it has."""
+
+    def gathered(objects: list[Any], own: Any, *_arguments: Any, **_options: Any) -> None:
+        objects[:] = [own] * len(objects)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_patched("all_gather_object", gathered))
+        for name in ("broadcast_object_list", *_ON_TENSORS):
+            stack.enter_context(_patched(name, _skipped))
+        yield
+
+
+@contextlib.contextmanager
 def _answered(answers: Answers) -> Iterator[None]:
     """Answer them, in the same order; what is exchanged between tensors stays as it is here."""
 
@@ -119,19 +133,20 @@ def _answered(answers: Answers) -> Iterator[None]:
 
         return called
 
-    def skipped(*_arguments: Any, **options: Any) -> Any:
-        return _Done() if options.get("async_op") else None
-
     with contextlib.ExitStack() as stack:
         for name in _ON_OBJECTS:
             stack.enter_context(_patched(name, answering(name)))
         for name in _ON_TENSORS:
-            stack.enter_context(_patched(name, skipped))
+            stack.enter_context(_patched(name, _skipped))
         yield
 
 
 _ON_OBJECTS = ("all_gather_object", "broadcast_object_list")
 _ON_TENSORS = ("barrier", "all_reduce", "broadcast")
+
+
+def _skipped(*_arguments: Any, **options: Any) -> Any:
+    return _Done() if options.get("async_op") else None
 
 
 class _Done:

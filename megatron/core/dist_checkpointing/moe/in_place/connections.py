@@ -64,9 +64,10 @@ class Connections:
         # One statement each: a name that is left behind would be a holder, too.
         for holder in _holders(olds):
             found[_kind(holder)] += _swapped(holder, swap)
-        if any(True for _ in _holders(olds)):
-            gc.collect()  # what the interrupted iteration left in circles
         if left := sorted({_kind(holder) for holder in _holders(olds)}):
+            gc.collect()  # what the interrupted iteration left in circles
+            left = sorted({_kind(holder) for holder in _holders(olds)})
+        if left:
             raise StillConnected(
                 f"{', '.join(left)} keep process groups of before the fault, which cannot be replaced there: this"
                 " process ends, and another one takes its rank"
@@ -80,34 +81,28 @@ def _holders(groups: Sequence[dist.ProcessGroup]) -> Iterator[Any]:
     What was there when imports were frozen (`gc.freeze`) the collector does not look through: modules, classes, and
     containers in them, are looked through here.
     """
-    wanted, skipped = {id(group) for group in groups}, {id(groups)}
+    wanted, seen = {id(group) for group in groups}, {id(groups)}
     for holder in gc.get_referrers(*groups):
-        if id(holder) not in skipped and not isinstance(holder, types.FrameType):
-            skipped.add(id(holder))
+        if id(holder) not in seen and not isinstance(holder, types.FrameType):
+            seen.add(id(holder))
             yield holder
-    for space in _frozen_spaces():
-        if id(space) not in skipped and any(id(value) in wanted for value in list(_values(space))):
-            skipped.add(id(space))
-            yield space
-
-
-def _frozen_spaces() -> Iterator[Any]:
     for module in list(sys.modules.values()):
         space = getattr(module, "__dict__", None)
         if not isinstance(space, dict):
             continue
-        yield space
-        for value in list(space.values()):
-            if isinstance(value, (dict, list, type)):
-                yield value
+        values = list(space.values())
+        for holder in (space, *(value for value in values if type(value) in (dict, list, type))):
+            if id(holder) not in seen:
+                seen.add(id(holder))
+                held = values if holder is space else _values(holder)
+                if not wanted.isdisjoint(map(id, held)):
+                    yield holder
 
 
 def _values(holder: Any) -> Sequence[Any]:
     if isinstance(holder, dict):
         return list(holder.values())
-    if isinstance(holder, list):
-        return list(holder)
-    return list(vars(holder).values()) if hasattr(holder, "__dict__") else []
+    return holder if isinstance(holder, list) else list(vars(holder).values())
 
 
 def _swapped(holder: Any, swap: Mapping[int, Any]) -> int:

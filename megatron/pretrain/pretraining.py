@@ -24,7 +24,7 @@ from megatron.pretrain.tokenizer import build_tokenizer
 log = logging.getLogger(__name__)
 
 
-class TrainingJob:
+class Pretraining:
     """Model, optimizer and data of this rank, built once; all ranks are connected."""
 
     def __init__(self, config: PretrainConfig) -> None:

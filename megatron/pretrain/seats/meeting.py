@@ -1,0 +1,86 @@
+"""What the agents of all nodes settle before each start of training: whose ranks are whose, and where workers meet."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store, TCPStore
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of a node among those of a job: its number, from 0, and how many there are."""
+
+    number: int
+    nodes: int
+
+
+def settled(found: Sequence[Place | None], nodes: int) -> list[int]:
+    """The numbers of nodes, in the order in which they were found.
+
+    Nodes keep the number that they had in a job of this size, so that their processes keep their ranks; the others take
+    what is left, in their order. Where two had the same number the first one keeps it.
+    """
+    numbers: list[int | None] = [None] * len(found)
+    for index, place in enumerate(found):
+        if place is not None and place.nodes == nodes and place.number < nodes and place.number not in numbers:
+            numbers[index] = place.number
+    left = iter(sorted(set(range(nodes)) - set(numbers)))
+    return [next(left) if number is None else number for number in numbers]
+
+
+class Meeting:
+    """One node's part in settling it; all nodes make the same calls, each once.
+
+    Args:
+        store: Of this meeting alone, shared by the agents.
+        index: Of this node in this meeting.
+        nodes: How many there are.
+    """
+
+    def __init__(self, store: Store, index: int, nodes: int) -> None:
+        self._store, self._index, self._nodes = store, index, nodes
+
+    def number(self, had: Place | None) -> int:
+        """The number of this node. had: what it had before, if anything."""
+        if self._nodes == 1:
+            return 0
+        self._store.set(f"seats/had/{self._index}", json.dumps(None if had is None else [had.number, had.nodes]))
+        told = [json.loads(self._store.get(f"seats/had/{index}")) for index in range(self._nodes)]
+        return settled([None if place is None else Place(*place) for place in told], self._nodes)[self._index]
+
+    def workers(self, number: int, start: int, address: str | None, port: int | None) -> WorkersPlace:
+        """Where the workers of this start of training meet, which the first node keeps.
+
+        Args:
+            number: Of this node.
+            start: How often this node has started its workers again.
+            address, port: Under which workers reach this node, if somebody has said so.
+        """
+        if number:
+            told: list[Any] = json.loads(self._store.get("seats/workers"))
+            return WorkersPlace(*told)
+        own = TCPStore(
+            "0.0.0.0", port or 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )  # for all interfaces, as torch's own
+        place = WorkersPlace(address or socket.getfqdn(), own.port, start, own)
+        self._store.set("seats/workers", json.dumps([place.address, place.port, place.start]))
+        return place
+
+
+@dataclass(frozen=True)
+class WorkersPlace:
+    """The store of the workers of one start of training.
+
+    start: how often workers were started again before, as the first node counts it. kept: the store, on its node.
+    """
+
+    address: str
+    port: int
+    start: int
+    kept: Store | None = None
