@@ -1,17 +1,21 @@
 """`pretrain_gpt_moe.py` where an injected fault waits until as many standbys as $READY_STANDBYS wait for a seat.
 
-For tests and benchmarks. In the folder $SEATS each standby leaves `ready-PID` while it waits, and `seated-RANK` once it
-trains.
+For tests and benchmarks. In the folder $SEATS each standby leaves `ready-PID` while it waits and `seated-RANK` once it
+trains, and each rank `START-RANK` once it trains after the START-th start of training, with its pid and the addresses
+of its weights. $KILLS are faults that strike while training is brought back, such as `2@1:replay,3@2:connect`: rank 2
+in the first recovery, once it has run an iteration again, and rank 3 in the second, before it connects.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 if os.sched_getscheduler(0) == os.SCHED_IDLE:  # on a machine that is never idle, the test would wait for ever
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
@@ -20,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import pretrain_gpt_moe
 from megatron.core.dist_checkpointing.moe.runtime import faults
 from megatron.core.dist_checkpointing.moe.seats.seat import Seat
+from megatron.pretrain.initialize import use_cpu
 
 FOLDER = Path(os.environ["SEATS"])
 WAIT_S = 120
@@ -58,8 +63,62 @@ def training(seat: Seat, done: object = Seat.training) -> None:
         (FOLDER / f"seated-{os.environ['RANK']}").touch()
 
 
+def strike(point: str) -> None:
+    """Kill this process if it is to be killed here."""
+    here = f"{os.environ.get('RANK')}@{os.environ.get('TORCHELASTIC_RESTART_COUNT')}:{point}"
+    if here in os.environ.get("KILLS", "").split(","):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def struck(owner: Any, name: str, before: str, after: str) -> None:
+    """Have a function of the driver struck before or after what it does."""
+    own: Callable[..., Any] = getattr(owner, name)
+
+    def called(*arguments: Any, **options: Any) -> Any:
+        strike(before)
+        outcome = own(*arguments, **options)
+        strike(after)
+        return outcome
+
+    setattr(owner, name, called)
+
+
+def initialize(*arguments: Any, done: Callable[..., None] = pretrain_gpt_moe.initialize) -> None:
+    """That of the driver; the modules that are changed want the device to be chosen."""
+    use_cpu()
+    instrument()
+    strike("connect")
+    done(*arguments)
+
+
+def instrument() -> None:
+    """The points of a recovery at which this process may be killed, and what it leaves when it trains."""
+    from megatron.core.dist_checkpointing.moe.manager import MoECheckpointManager
+    from megatron.pretrain import pretraining
+
+    struck(pretraining, "connect", "connect", "connected")
+    struck(pretraining, "build_state", "build", "built")
+    struck(pretraining, "resume", "resume", "resumed")
+    struck(MoECheckpointManager, "rejoin", "rejoin", "rejoined")
+    after_step = MoECheckpointManager.after_step
+
+    def after(manager: MoECheckpointManager, *arguments: Any, **options: Any) -> Any:
+        replayed, done = manager.is_replaying, after_step(manager, *arguments, **options)
+        if replayed:
+            strike("replay")
+        else:
+            left = FOLDER / f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{os.environ['RANK']}"
+            groups = manager._trainer._optimizer.param_groups
+            weights = [parameter.data_ptr() for group in groups for parameter in group["params"]]
+            left.write_text(json.dumps([os.getpid(), weights]))
+        return done
+
+    MoECheckpointManager.after_step = after  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
     faults.FaultInjector.__init__.__defaults__ = (kill_once_standbys_are_ready,)
     pretrain_gpt_moe.warm_up = warm_up
+    pretrain_gpt_moe.initialize = initialize  # type: ignore[assignment]
     Seat.training = training  # type: ignore[method-assign]
     sys.exit(pretrain_gpt_moe.main(sys.argv[1:]))

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from megatron.core import parallel_state
 
@@ -47,6 +48,7 @@ class Connections:
         groups = take_aborted_groups() | named_groups()
         if dist.is_initialized():
             dist.destroy_process_group()
+        c10d._world.group_count = 0  # else the names go on from where a fault struck while groups were made
         parallel_state.destroy_model_parallel()
         return cls(groups)
 

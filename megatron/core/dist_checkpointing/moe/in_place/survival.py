@@ -1,14 +1,18 @@
 """How a training loop goes on in the process that lost a peer.
 
+survival = Survival(chunks, optimizer)
 while True:
-    manager = MoECheckpointManager(...)
+    manager = None
     try:
+        if survival.has_left:
+            connect()                         # process groups, as at the start
+            survival.connected()
+        manager = MoECheckpointManager(chunks, optimizer, ...)
         with manager.run():
             ...
         break
     except Exception as error:
-        with survived(error, manager, chunks, optimizer):  # raises it again where this process has to end
-            connect()                                      # process groups, as at the start
+        survival.stay(error, manager)         # raises it again where this process has to end
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import contextlib
 import logging
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -46,42 +50,62 @@ class Abandoned(Protocol):
         """Let go of threads, connections and memory; whether that could be done."""
 
 
-@contextlib.contextmanager
-def survived(
-    error: BaseException, manager: Abandoned | None, chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer
-) -> Iterator[None]:
-    """This process stays although `error` ended training in it: a block in which it connects to the other ranks anew.
-
-    Before it, this process lets go of all connections and waits for its launcher, which puts the ranks of others on
-    their way; behind it model and optimizer use the new process groups, and the loop makes a new manager and resumes.
+class Survival:
+    """Keeps this process, its model and its optimizer through faults of others.
 
     Args:
-        manager: What protected training; None where that was not made yet.
         chunks: The model chunks of this rank.
         optimizer: Theirs.
 
-    Raises:
-        BaseException: `error`, where this process has to end: its own fault, a launcher that keeps no survivors, or a
-            model that cannot be connected anew.
-        StillConnected: Something keeps an old process group.
-        PeerLost: The launcher has ended, or says nothing.
+    Attributes:
+        has_left: Whether this process has a seat again after a fault, and no connections yet.
     """
-    why = _has_to_end(error, chunks)
-    if why is None and manager is not None and not manager.abandon():
-        why = "work beside training does not end"
-    if why is None and not _device_answers():
-        why = "its device does not answer"
-    if why is not None:
-        if why:
-            log.info("this process ends, and another takes its rank: %s", why)
-        raise error
-    _clear_frames(error)
-    as_in_new_process(chunks, optimizer)
-    connections = Connections.taken_down()
-    own_seat().leave(SEAT_S)
-    yield
-    replaced = connections.replace()
-    log.debug("%d references to process groups were renewed: %s", sum(replaced.values()), dict(replaced))
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
+        self._chunks, self._optimizer = chunks, optimizer
+        self._connections: Connections | None = None
+        self.has_left = False
+
+    def stay(self, error: BaseException, manager: Abandoned | None) -> None:
+        """`error` has ended training in this process: let go of all connections, and wait until the launcher has put
+        others on the ranks that were lost.
+
+        Args:
+            manager: What protected training; None where that was not made yet.
+
+        Raises:
+            BaseException: `error`, where this process has to end: its own fault, a launcher that keeps no survivors, or
+                a model that cannot be connected anew.
+            PeerLost: The launcher has ended, or says nothing.
+        """
+        why = _has_to_end(error, self._chunks)
+        if why is None and manager is not None and not manager.abandon():
+            why = "work beside training does not end"
+        if why is None and not _device_answers():
+            why = "its device does not answer"
+        if why is not None:
+            if why:
+                log.info("this process ends, and another takes its rank: %s", why)
+            raise error
+        _clear_frames(error)
+        as_in_new_process(self._chunks, self._optimizer)
+        lost = Connections.taken_down()
+        # A fault while all connected again: what refers to groups still refers to those before.
+        self._connections = self._connections or lost
+        self.has_left = True
+        own_seat().leave(SEAT_S)
+
+    def connected(self) -> None:
+        """All ranks are connected again: let model and optimizer use the new process groups.
+
+        Raises StillConnected.
+        """
+        if self._connections is not None:
+            connections, self._connections = self._connections, None
+            replaced = connections.replace()
+            facts = sum(replaced.values()), dict(replaced)
+            log.debug("%d references to process groups were renewed: %s", *facts)
+        self.has_left = False
 
 
 def _has_to_end(error: BaseException, chunks: Sequence[torch.nn.Module]) -> str | None:

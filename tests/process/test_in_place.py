@@ -1,0 +1,123 @@
+"""Ranks that lost a peer keep their processes: who stays, who comes, and that every bit is as without the fault."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from runs import Launch, Layout, Train, differences, digest, flags
+from world import ROOT
+
+FLAT = Layout(pp=2, ep=1, ranks=2)
+Job = Callable[..., Path]
+
+
+@pytest.fixture
+def job(launch: Launch, corpus: str, tmp_path: Path) -> Job:
+    """Runs a job with standbys that is struck, and returns the folder with what its processes left."""
+
+    def run(layout: Layout, strategy: str, *, faults: str = "", kills: str = "", standbys: int = 1) -> Path:
+        seats, memory = tmp_path / "seats", tmp_path / "memory"
+        seats.mkdir()
+        memory.mkdir()
+        argv = flags(
+            corpus, layout, "--moe-ckpt-strategy", *strategy.split(), "--moe-ckpt-memory-dir", str(memory),
+            *[part for fault in faults.split() for part in ("--moe-ckpt-inject-fault", fault)],
+            "--save", str(tmp_path / "struck"),
+        )  # fmt: skip
+        environment = {"NPROC": str(layout.ranks), "STANDBYS": str(standbys), "READY_STANDBYS": str(standbys)}
+        environment |= {"SEATS": str(seats), "KILLS": kills, "MAX_RESTARTS": "9"}
+        ended: subprocess.CompletedProcess[str] = launch(
+            ["scripts/train_cpu.sh", *argv], SCRIPT=str(ROOT / "benchmarks" / "standby_job.py"), **environment
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert "Traceback" not in ended.stderr, ended.stderr
+        return seats
+
+    return run
+
+
+def sitting(seats: Path, start: int, ranks: int) -> list[list[object]]:
+    """Of each rank that trained after a start: its pid, and the addresses of its weights."""
+    return [json.loads((seats / f"{start}-{rank}").read_text()) for rank in range(ranks)]
+
+
+def check_survivors(seats: Path, layout: Layout, struck: list[set[int]]) -> None:
+    """That in each start only these ranks have other processes than in the one before that trained."""
+    starts = sorted({int(path.name.split("-")[0]) for path in seats.glob("[0-9]*-[0-9]*")})
+    assert len(starts) == len(struck) + 1, starts
+    for before, after, lost in zip(starts, starts[1:], struck, strict=False):
+        was, now = sitting(seats, before, layout.ranks), sitting(seats, after, layout.ranks)
+        kept = {rank for rank in range(layout.ranks) if was[rank] == now[rank]}
+        assert kept == set(range(layout.ranks)) - lost, (was, now)
+
+
+def check_state(train: Train, layout: Layout, tmp_path: Path) -> None:
+    straight = tmp_path / "straight"
+    train(layout, "--save", straight)
+    assert not differences(digest(tmp_path / "struck", 6), digest(straight, 6))
+
+
+@pytest.mark.parametrize(
+    ("layout", "strategy", "faults"),
+    [
+        pytest.param(
+            Layout(), "sparse --moe-ckpt-window 2", "1@4:forward-backward 2@5:step 0@6:start", id="sparse, PP=2 x EP=2"
+        ),
+        pytest.param(
+            FLAT, "full", "0@3:forward-backward 1@4:step 0@6:start", id="full, PP=2", marks=pytest.mark.full
+        ),
+        pytest.param(
+            Layout(pp=4, ep=1), "sparse --moe-ckpt-window 2", "0@4:start 1@5:step 3@6:forward-backward", id="PP=4",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            Layout(tp=2, ep=1), "sparse --moe-ckpt-window 2", "0@4:step 3@5:start 1@6:forward-backward", id="TP=2",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            Layout(ep=1, ranks=2, vpp=2), "sparse --moe-ckpt-window 2", "0@4:start 1@5:forward-backward", id="VPP=2",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            Layout(pp=1, ranks=2), "full", "0@3:forward-backward 1@5:step", id="full, data parallel",
+            marks=pytest.mark.full,
+        ),
+    ],
+)  # fmt: skip
+def test_survivors_keep_process_and_weights_where_they_are_and_every_bit_is_equal(
+    layout: Layout, strategy: str, faults: str, job: Job, train: Train, tmp_path: Path
+) -> None:
+    seats = job(layout, strategy, faults=faults)
+    check_survivors(seats, layout, [{int(fault.split("@")[0])} for fault in faults.split()])
+    check_state(train, layout, tmp_path)
+
+
+SECOND = [
+    ("2@1:connect", {1, 2}),
+    ("0@1:replay", {0, 1}),
+    ("3@1:connected", {1, 3}),
+    ("1@1:build", {1}),
+    ("1@1:built", {1}),
+    ("0@1:resume", {0, 1}),
+    ("3@1:resumed", {1, 3}),
+    ("2@1:rejoin", {1, 2}),
+    ("1@1:rejoined", {1}),
+]
+"""A second fault while training is brought back from the loss of rank 1: where, and who has another process then."""
+
+
+@pytest.mark.parametrize(
+    ("second", "lost"),
+    [pytest.param(*one, marks=[] if at < 1 else [pytest.mark.full], id=one[0]) for at, one in enumerate(SECOND)],
+)
+def test_a_second_fault_while_training_is_brought_back_costs_no_other_rank_its_process(
+    second: str, lost: set[int], job: Job, train: Train, tmp_path: Path
+) -> None:
+    layout = Layout()
+    seats = job(layout, "sparse --moe-ckpt-window 2", faults="1@4:forward-backward", kills=second)
+    check_survivors(seats, layout, [lost])
+    check_state(train, layout, tmp_path)
