@@ -93,7 +93,7 @@ def initialize(*arguments: Any, done: Callable[..., None] = pretrain_gpt_moe.ini
 
 def instrument() -> None:
     """The points of a recovery at which this process may be killed, and what it leaves when it trains."""
-    from megatron.core.dist_checkpointing.moe.manager import MoECheckpointManager
+    from megatron.core.dist_checkpointing.moe import MoECheckpointManager
     from megatron.pretrain import pretraining
 
     struck(pretraining, "connect", "connect", "connected")

@@ -7,7 +7,7 @@ import logging
 
 from megatron.core.dist_checkpointing.moe import MoECheckpointManager, Timestamps
 from megatron.core.dist_checkpointing.moe.in_place.building import own_build
-from megatron.core.dist_checkpointing.moe.in_place.survival import Survival
+from megatron.core.dist_checkpointing.moe.in_place.kept_process import KeptProcess
 from megatron.core.dist_checkpointing.moe.seats.seat import own_seat
 from megatron.pretrain.assemble import build_metrics, build_state
 from megatron.pretrain.batches import build_splits
@@ -38,18 +38,18 @@ class Pretraining:
 
     def train(self, launch: Launch, marks: Timestamps) -> None:
         """Resume if there is something to resume from, and train to the end."""
-        survival = Survival(self._state.chunks, self._state.optimizer)
+        kept = KeptProcess(self._state.chunks, self._state.optimizer)
         while True:
             manager = None
             try:
-                if survival.has_left:
+                if kept.has_left:
                     connect(self._config, launch, marks)
-                    survival.connected()
+                    kept.connected()
                 manager = resume(self._state, launch, marks)
                 self._run(manager, launch)
                 break
             except Exception as error:
-                survival.stay(error, manager)
+                kept.stay(error, manager)
                 launch, marks = Launch.from_environment(), marks_of_this_process(own_seat().taken_s)
                 # What training counts comes back with the rest of its state, on all ranks alike.
                 self._state = dataclasses.replace(self._state, progress=Progress(), lineage=Lineage())

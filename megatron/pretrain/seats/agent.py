@@ -17,7 +17,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher import api as launcher
 
-from megatron.pretrain.seats.meeting import Meeting, Place, WorkersPlace
+from megatron.pretrain.seats.meeting import AgentsMeeting, Place, WorkersPlace
 from megatron.pretrain.seats.process import SeatProcess
 from megatron.pretrain.warm_up import RANKS
 
@@ -69,7 +69,7 @@ class SeatAgent(LocalElasticAgent):
                 log.warning("a node was lost while all met (%s); meeting again", error)
 
     def _assign_worker_ranks(self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec) -> list[Any]:
-        number = Meeting(store, group_rank, group_world_size).number(self._place)
+        number = AgentsMeeting(store, group_rank, group_world_size).number(self._place)
         self._place = Place(number, group_world_size)
         ranks: list[Any] = super()._assign_worker_ranks(store, number, group_world_size, spec)
         return ranks
@@ -79,7 +79,7 @@ class SeatAgent(LocalElasticAgent):
         assert self._place is not None
         spec, start = group.spec, group.spec.max_restarts - self._remaining_restarts
         group.group_rank, self._workers = self._place.number, None
-        meeting = Meeting(group.store, group.group_rank, group.group_world_size)
+        meeting = AgentsMeeting(group.store, group.group_rank, group.group_world_size)
         self._workers = meeting.workers(
             self._place.number, start, spec.local_addr or spec.master_addr, spec.master_port
         )

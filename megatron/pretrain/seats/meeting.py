@@ -34,7 +34,7 @@ def settled(found: Sequence[Place | None], nodes: int) -> list[int]:
     return [next(left) if number is None else number for number in numbers]
 
 
-class Meeting:
+class AgentsMeeting:
     """One node's part in settling it; all nodes make the same calls, each once.
 
     Args:

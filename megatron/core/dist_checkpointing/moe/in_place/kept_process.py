@@ -1,18 +1,18 @@
 """How a training loop goes on in the process that lost a peer.
 
-survival = Survival(chunks, optimizer)
+kept = KeptProcess(chunks, optimizer)
 while True:
     manager = None
     try:
-        if survival.has_left:
+        if kept.has_left:
             connect()                         # process groups, as at the start
-            survival.connected()
+            kept.connected()
         manager = MoECheckpointManager(chunks, optimizer, ...)
         with manager.run():
             ...
         break
     except Exception as error:
-        survival.stay(error, manager)         # raises it again where this process has to end
+        kept.stay(error, manager)         # raises it again where this process has to end
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Abandoned(Protocol):
         """Let go of threads, connections and memory; whether that could be done."""
 
 
-class Survival:
+class KeptProcess:
     """Keeps this process, its model and its optimizer through faults of others.
 
     Args:
