@@ -10,13 +10,21 @@ import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import HashStore
 
+from megatron.core.dist_checkpointing.moe.errors import PeerLost
 from megatron.core.dist_checkpointing.moe.seats.channel import DESCRIPTOR, VERSION, Channel
+from megatron.core.dist_checkpointing.moe.seats.channel import LAUNCHER_VERSION as VERSION_OF
 from megatron.core.dist_checkpointing.moe.seats.seat import Seat
 from megatron.core.dist_checkpointing.moe.stock import flags
+from megatron.pretrain.seats.meeting import AgentsMeeting, Place, settled
 from megatron.pretrain.seats.process import SeatProcess, may_leave_idle_class
 from megatron.pretrain.seats.run import parse_options
 
@@ -138,3 +146,91 @@ def test_flags_of_the_stock_loop_are_read_once_the_process_has_its_rank(monkeypa
     monkeypatch.setattr(flags, "take_seat", lambda: taken.append("a seat"))
     flags.arguments(argparse.ArgumentParser())
     assert taken == ["a seat"]
+
+
+def kept_seat(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> tuple[Seat, Channel, list[str]]:
+    """A seat whose launcher keeps survivors, the launcher's end, and what was hung up."""
+    hung_up: list[str] = []
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    seat, launcher = Seat(ends[0], may_stay=True), Channel(ends[1])
+    seat.keep(lambda: hung_up.append("all"))
+    return seat, launcher, hung_up
+
+
+def test_a_rank_that_lost_a_peer_leaves_and_takes_the_rank_that_it_is_told(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seat, launcher, hung_up = kept_seat(ends, monkeypatch)
+    seat.training()
+    launcher.send({"seat": {"RANK": "1", "MASTER_PORT": "7"}})
+    seat.leave(5.0)
+    assert (os.environ["RANK"], os.environ["MASTER_PORT"]) == ("1", "7")
+    assert seat.taken_s is not None
+    seat.training()
+    assert launcher.receive(1.0) == [{"stays": True}, {"training": True}, {"left": True}, {"training": True}]
+    assert not hung_up
+
+
+def test_a_rank_that_waits_for_others_hangs_up_when_its_launcher_calls_it_off(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seat, launcher, hung_up = kept_seat(ends, monkeypatch)
+    launcher.send({"leave": True})
+    until = time.monotonic() + 5
+    while not hung_up and time.monotonic() < until:
+        time.sleep(0.01)
+    assert seat.is_called_off
+    launcher.send({"seat": {"RANK": "1"}})
+    seat.leave(5.0)
+    assert hung_up == ["all"]
+    assert not seat.is_called_off
+
+
+def test_a_rank_whose_launcher_does_not_answer_ends(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    seat, _, _ = kept_seat(ends, monkeypatch)
+    with pytest.raises(PeerLost, match=r"waited 0\.1 s for its launcher"):
+        seat.leave(0.1)
+
+
+def test_a_rank_whose_launcher_has_ended_ends(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    seat, _, _ = kept_seat(ends, monkeypatch)
+    ends[1].close()
+    with pytest.raises(PeerLost, match="has ended"):
+        seat.leave(5.0)
+
+
+@pytest.mark.parametrize("version", [None, "1"])
+def test_a_launcher_of_another_release_keeps_nobody(version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = socket.socketpair()
+    with here:
+        monkeypatch.setattr(
+            os, "environ", {DESCRIPTOR: str(there.detach())} | ({VERSION_OF: version} if version else {})
+        )
+        assert not Seat.from_environment().may_stay
+
+
+@given(st.lists(st.none() | st.builds(Place, st.integers(0, 5), st.integers(1, 5)), min_size=1, max_size=5))
+def test_nodes_keep_their_numbers_where_they_can_and_each_gets_one(found: list[Place | None]) -> None:
+    nodes = len(found)
+    numbers = settled(found, nodes)
+    assert sorted(numbers) == list(range(nodes))
+    first: set[int] = set()
+    for place, number in zip(found, numbers, strict=True):
+        if place is not None and place.nodes == nodes and place.number < nodes and place.number not in first:
+            first.add(place.number)
+            assert number == place.number
+
+
+def test_agents_of_two_nodes_agree_on_numbers_and_on_where_their_workers_meet() -> None:
+    store = HashStore()
+    had = {0: None, 1: Place(0, 2)}  # a spare, which came first, and the node that had been the first one
+    with ThreadPoolExecutor() as agents:
+        numbers = list(agents.map(lambda index: AgentsMeeting(store, index, 2).number(had[index]), range(2)))
+        assert numbers == [1, 0]
+        places = list(
+            agents.map(
+                lambda one: AgentsMeeting(store, one[0], 2).workers(one[1], 3, "localhost", None), enumerate(numbers)
+            )
+        )
+    assert {(place.address, place.port, place.start) for place in places} == {("localhost", places[1].port, 3)}
+    assert [place.kept is None for place in places] == [True, False]

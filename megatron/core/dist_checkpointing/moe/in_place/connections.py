@@ -80,31 +80,45 @@ class Connections:
 def _holders(groups: Sequence[dist.ProcessGroup]) -> Iterator[Any]:
     """All objects that refer to one of these groups, apart from frames that run and from `groups` itself.
 
-    What was there when imports were frozen (`gc.freeze`) the collector does not look through: modules, classes, and
-    containers in them, are looked through here.
+    The collector does not look through what was there when imports were frozen (`gc.freeze`), modules and what is in
+    them, nor through dicts and tuples with nothing in them that could be a part of a circle, such as process groups:
+    those are looked through here.
     """
     wanted, seen = {id(group) for group in groups}, {id(groups)}
     for holder in gc.get_referrers(*groups):
         if id(holder) not in seen and not isinstance(holder, types.FrameType):
             seen.add(id(holder))
             yield holder
+    for holder in (*_hidden_containers(), *_containers_of_modules()):
+        if id(holder) not in seen:
+            seen.add(id(holder))
+            if not wanted.isdisjoint(map(id, _held(holder))):
+                yield holder
+
+
+def _hidden_containers() -> list[Any]:
+    """Dicts and tuples that the collector does not track, in objects that it does, and in each other."""
+    found: dict[int, Any] = {}
+    news = gc.get_referents(*gc.get_objects())
+    while news:
+        hidden = [one for one in news if type(one) in (dict, tuple) and not gc.is_tracked(one) and id(one) not in found]
+        found.update({id(one): one for one in hidden})
+        news = [held for one in hidden for held in _held(one)]
+    return list(found.values())
+
+
+def _containers_of_modules() -> Iterator[Any]:
     for module in list(sys.modules.values()):
         space = getattr(module, "__dict__", None)
-        if not isinstance(space, dict):
-            continue
-        values = list(space.values())
-        for holder in (space, *(value for value in values if type(value) in (dict, list, type))):
-            if id(holder) not in seen:
-                seen.add(id(holder))
-                held = values if holder is space else _values(holder)
-                if not wanted.isdisjoint(map(id, held)):
-                    yield holder
+        if isinstance(space, dict):
+            yield space
+            yield from [value for value in space.values() if type(value) in (dict, list, tuple, type)]
 
 
-def _values(holder: Any) -> Sequence[Any]:
+def _held(holder: Any) -> Sequence[Any]:
     if isinstance(holder, dict):
-        return list(holder.values())
-    return holder if isinstance(holder, list) else list(vars(holder).values())
+        return [*holder, *holder.values()]
+    return holder if isinstance(holder, (list, tuple)) else list(vars(holder).values())
 
 
 def _swapped(holder: Any, swap: Mapping[int, Any]) -> int:

@@ -1,0 +1,236 @@
+"""Process groups that are replaced in live objects, models built beside survivors, and what a process must forget."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.moe.core_versions.training import as_in_new_process
+from megatron.core.dist_checkpointing.moe.in_place import building, connections, kept_process
+from megatron.core.dist_checkpointing.moe.in_place.building import Build, CannotBuildAlone
+from megatron.core.dist_checkpointing.moe.in_place.connections import Connections, StillConnected
+from megatron.core.dist_checkpointing.moe.in_place.kept_process import KeptProcess
+from megatron.core.dist_checkpointing.moe.ports import PeerLost
+from megatron.core.dist_checkpointing.moe.runtime.disconnect import named_groups
+from megatron.core.dist_checkpointing.moe.seats.seat import Seat
+
+RANKS = 4
+
+
+def connect() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, create_gloo_process_groups=False)
+
+
+@pytest.fixture
+def connected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Groups that connect nobody; nor is any socket of this process closed."""
+    monkeypatch.setattr(connections, "close_connections", lambda: 0)
+    connect()
+    yield
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+class Holder:
+    """Keeps a process group as a module of Megatron-Core does."""
+
+    def __init__(self, group: Any) -> None:
+        self.pp_group = group
+
+
+def renewed() -> Connections:
+    taken = Connections.taken_down()
+    assert not dist.is_initialized()
+    connect()
+    return taken
+
+
+@pytest.mark.usefixtures("connected")
+def test_attributes_items_and_variables_of_closures_get_the_new_group_of_the_same_name() -> None:
+    group = parallel_state.get_pipeline_model_parallel_group()
+    holder, items, groups = Holder(group), Holder({"reduce_group": group}), [group, None]
+    closure = (lambda held: lambda: held)(group)
+    del group
+    assert sum(renewed().replace().values()) >= 4
+    new = parallel_state.get_pipeline_model_parallel_group()
+    for held in (holder.pp_group, items.pp_group["reduce_group"], groups[0], closure()):
+        assert held is new
+
+
+@pytest.mark.usefixtures("connected")
+def test_groups_of_all_kinds_are_told_apart() -> None:
+    names = ("get_tensor_model_parallel_group", "get_data_parallel_group", "get_embedding_group")
+    holders = {name: Holder(getattr(parallel_state, name)()) for name in names}
+    renewed().replace()
+    assert all(holder.pp_group is getattr(parallel_state, name)() for name, holder in holders.items())
+
+
+@pytest.mark.usefixtures("connected")
+@pytest.mark.parametrize("kind", ["a tuple", "a partial", "a key"])
+def test_what_cannot_be_given_the_new_group_is_an_error_and_not_a_hang(kind: str) -> None:
+    group: Any = parallel_state.get_pipeline_model_parallel_group()
+    kinds = {
+        "a tuple": lambda: (group, 1),
+        "a partial": lambda: functools.partial(print, group),
+        "a key": lambda: {group: 1},
+    }
+    keeps = Holder(kinds[kind]())
+    del group, kinds
+    taken = renewed()
+    with pytest.raises(StillConnected, match="keep process groups of before the fault"):
+        taken.replace()
+    assert keeps
+
+
+@pytest.mark.usefixtures("connected")
+def test_what_an_interrupted_iteration_left_in_circles_is_no_obstacle() -> None:
+    circle: list[Any] = [(parallel_state.get_pipeline_model_parallel_group(),)]
+    circle.append(circle)
+    del circle
+    renewed().replace()
+
+
+def test_groups_that_were_being_made_when_a_fault_struck_do_not_shift_the_names_of_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "close_connections", lambda: 0)
+    with monkeypatch.context() as struck:
+        struck.setattr(dist.distributed_c10d, "_new_process_group_helper", lose_connection)
+        with pytest.raises(ConnectionError):
+            connect()
+    Connections.taken_down()
+    connect()
+    names = set(named_groups())
+    Connections.taken_down()
+    assert "0" in names
+
+
+def lose_connection(*_: Any, **__: Any) -> None:
+    raise ConnectionError
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.HashStore:
+    """In which the ranks of an attempt find each other; this process is rank 0 of one."""
+    shared = dist.HashStore()
+    monkeypatch.setattr(building, "_get_default_store", lambda: shared)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    return shared
+
+
+def gathered(_own: list[Any], *_: Any, **__: Any) -> None:
+    _own[:] = [((None, False),), (("wd_mult", 0.0), True)]
+
+
+def test_a_newcomer_gets_what_collectives_came_to_when_all_built_together(
+    store: dist.HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    survivor, newcomer = Build(), Build()
+    monkeypatch.setattr(dist, "all_gather_object", gathered)
+    with survivor.building():
+        dist.all_gather_object([None, None], "ours")
+    survivor.connected()
+    monkeypatch.setattr(dist, "all_gather_object", lambda *_: pytest.fail("nobody answers"))
+    newcomer.survivors = survivor.survivors
+    objects: list[Any] = [None, None]
+    with newcomer.building():
+        dist.all_gather_object(objects, "ours")
+        dist.barrier()
+        assert dist.all_reduce(torch.ones(1), async_op=True).wait()
+    assert objects == [((None, False),), (("wd_mult", 0.0), True)]
+    assert newcomer.answers == survivor.answers
+
+
+def test_a_newcomer_that_asks_for_something_else_says_so(
+    store: dist.HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    survivor, newcomer = Build(), Build()
+    monkeypatch.setattr(dist, "all_gather_object", gathered)
+    with survivor.building():
+        dist.all_gather_object([None, None], "ours")
+    survivor.connected()
+    newcomer.survivors = 1
+    with pytest.raises(CannotBuildAlone, match="asks for all_gather_object of 3 objects"), newcomer.building():
+        dist.all_gather_object([None] * 3, "ours")
+
+
+def test_nobody_is_kept_whose_build_exchanged_what_others_cannot_be_told(
+    store: dist.HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = Build()
+    monkeypatch.setattr(dist, "all_gather_object", lambda objects, own: objects.__setitem__(0, own))
+    with build.building():
+        dist.all_gather_object([None], object())
+    assert build.answers is None
+
+
+def test_buckets_reduce_gradients_again_in_the_order_of_a_first_iteration() -> None:
+    """Else a rank that stayed and a new one would reduce different buckets with each other."""
+    group = SimpleNamespace(
+        is_first_batch=False, per_param_grad_ready_counts={"a": 1}, golden_per_param_grad_ready_counts={"a": 1},
+        grad_reduce_handle="under way", param_gather_handle="under way", param_gather_dispatched=True,
+        is_last_microbatch=False,
+    )  # fmt: skip
+    chunk = SimpleNamespace(bucket_groups=[group], expert_parallel_bucket_groups=[])
+    part = SimpleNamespace(_has_grad_norm_group_cache={"a": True})
+    as_in_new_process([chunk], SimpleNamespace(chained_optimizers=[part]))  # type: ignore[list-item]
+    assert group.is_first_batch
+    assert group.is_last_microbatch
+    assert not (group.per_param_grad_ready_counts or group.golden_per_param_grad_ready_counts)
+    assert group.grad_reduce_handle is None is group.param_gather_handle
+    assert not group.param_gather_dispatched
+    assert not vars(part)
+
+
+class Manager:
+    """Protected training until the fault."""
+
+    def __init__(self, *, ends: bool = True) -> None:
+        self.ends, self.is_abandoned = ends, False
+
+    def abandon(self) -> bool:
+        self.is_abandoned = True
+        return self.ends
+
+
+@pytest.mark.parametrize(
+    ("error", "may_stay", "ends"),
+    [
+        pytest.param(PeerLost("gone"), False, True, id="its launcher keeps no survivors"),
+        pytest.param(ValueError("its own"), True, True, id="its own fault"),
+        pytest.param(PeerLost("gone"), True, False, id="a write that does not end"),
+    ],
+)
+def test_a_process_that_cannot_stay_ends_with_the_error_that_it_had(
+    error: Exception, may_stay: bool, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seat, build = Seat(None), Build()
+    seat.may_stay, build.answers = may_stay, []
+    monkeypatch.setattr(kept_process, "own_seat", lambda: seat)
+    monkeypatch.setattr(kept_process, "own_build", lambda: build)
+    monkeypatch.setattr(kept_process, "get_model_config", lambda _: SimpleNamespace())
+    kept = KeptProcess([torch.nn.Linear(1, 1)], SimpleNamespace())  # type: ignore[arg-type]
+    with pytest.raises(type(error)) as raised:
+        kept.stay(error, Manager(ends=ends))
+    assert raised.value is error
+    assert not kept.has_left
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("cuda_graph_impl", "local"), ("tp_comm_overlap", True), ("moe_token_dispatcher_type", "flex")],
+)
+def test_a_model_with_connections_that_cannot_be_exchanged_is_named(flag: str, value: object) -> None:
+    assert kept_process._needs_fresh_process(SimpleNamespace(**{flag: value}))
+    assert kept_process._needs_fresh_process(SimpleNamespace()) is None
