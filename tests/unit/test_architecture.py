@@ -93,7 +93,7 @@ ROWS = {
     ),
     # The driver, and drills that start it.
     DRIVER: Row(
-        "errors policy strategies config contradictions storage core_versions megatron_state seats",
+        "errors policy strategies config contradictions storage replication core_versions megatron_state seats",
         "megatron.core megatron.training numpy psutil tokenizers torch", "dense megatron_core",
         also=f"{ENGINE} {ENGINE}.stock",
     ),

@@ -115,7 +115,7 @@ class Session:
         store = _get_default_store()
         endpoints, job_id = introduced(store, config, place)
         self._place = place = replace(place, job_id=job_id)
-        transports = Transports.connected(store, config.timeout_s, endpoints)
+        transports = Transports.connected(store, config, endpoints)
         self._control, self._data, self._patient, self._links = transports
         self._together(self._check_versions)
         # Nodes of all ranks: where replicas go and which copies are near depends on them, and so does all below.
