@@ -190,7 +190,10 @@ def test_ranks_that_call_for_different_things_are_told_so(connected: Any) -> Non
     assert "ranks call for different things: 1 and 2 numbers" in texts[0]
 
 
-def test_a_rank_that_waits_for_a_connection_is_woken_when_this_process_hangs_up(connected: Any) -> None:
+def test_a_rank_that_waits_for_a_connection_is_woken_when_this_process_hangs_up(
+    connected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "PROBE_AFTER_S", LONG_S)  # the other ranks of this process hang up as well
     one, *_ = connected(3)
     transfers = [one.receive(other, memoryview(bytearray(2 * CHUNK_BYTES))) for other in (1, 2)]
     threading.Timer(0.2, hang_up).start()

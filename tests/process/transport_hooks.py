@@ -20,7 +20,7 @@ def bulk_noted(folder: str) -> Iterator[None]:
     from megatron.core.dist_checkpointing.moe.replication import staged
 
     rank = int(os.environ["RANK"])
-    original = staged.Direction.launch
+    original = staged.BulkWay.launch
 
     def launch(self: Any, call: str, other: int, buffer: Any, tag: int) -> Any:
         with (Path(folder) / f"calls-{rank}").open("a") as file:
@@ -30,7 +30,7 @@ def bulk_noted(folder: str) -> Iterator[None]:
     with (
         mock.patch.object(staged, "LEAST_BYTES", LEAST_BYTES),
         mock.patch.object(staged, "CHUNK_BYTES", CHUNK_BYTES),
-        mock.patch.object(staged.Direction, "launch", launch),
+        mock.patch.object(staged.BulkWay, "launch", launch),
     ):
         yield
 

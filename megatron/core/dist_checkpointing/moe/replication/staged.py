@@ -117,8 +117,8 @@ class Staging:
         return torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
 
 
-class Direction:
-    """Bulk from one rank to another, on one side; used by the thread of its lane alone.
+class BulkWay:
+    """Long messages from one rank to another, on one side; used by the thread of its lane alone.
 
     Args:
         pairs: Makes the process group.
@@ -255,7 +255,7 @@ class StagedTransport(TcpTransport):
         way = (self.rank, other) if is_send else (other, self.rank)
         # Both sides are in the same renewal, whose number is in this name.
         place = f"{self._name}-bulk-{self.number}-{way[0]}-{way[1]}"
-        direction = Direction(
+        direction = BulkWay(
             self._pairs,
             lambda: PrefixStore(place, root.clone()),
             lambda: Staging(device),
