@@ -112,7 +112,7 @@ ROWS = {
         also=f"pretrain_gpt_moe {DRIVER} {ENGINE} {ENGINE}.stock",
     ),
     "benchmarks": Row(
-        "types ports policy storage megatron_state replay seats snapshot local_recovery runtime",
+        "types ports policy storage replication megatron_state replay seats snapshot local_recovery runtime",
         "matplotlib megatron.core numpy nvidia_resiliency_ext torch", "drills simulator",
         also=f"pretrain_gpt_moe {DRIVER} {ENGINE}",
     ),
