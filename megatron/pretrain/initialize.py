@@ -18,11 +18,14 @@ import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.moe import Milestone, ProcessInfo, Timestamps, set_for_parking
 from megatron.core.dist_checkpointing.moe.policy.determinism import ENVIRONMENT, wrong_values
+from megatron.core.dist_checkpointing.moe.replication.interface import use_for_gloo
+from megatron.core.dist_checkpointing.moe.replication.store_gather import gathered_by_store
 from megatron.pretrain import te_on_cpu
 from megatron.pretrain.agreement import raise_invalid_input_on_all_ranks
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.config.derived import Environment, virtual_pipeline_size
 from megatron.pretrain.config.training import TrainingConfig
+from megatron.pretrain.engine_errors import driver_errors
 from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.processes import started_s
 
@@ -109,7 +112,7 @@ def connect(config: PretrainConfig, launch: Launch, marks: Timestamps | None = N
     """
     layout = config.parallel
     timeout = datetime.timedelta(minutes=layout.distributed_timeout_minutes)
-    start_process_group(str(layout.distributed_backend), launch, timeout)
+    start_process_group(str(layout.distributed_backend), launch, timeout, config.moe_checkpoint.interface)
     if config.training.deterministic_mode:
         raise_invalid_input_on_all_ranks(_refuse_other_values)  # nodes may differ
 
@@ -192,8 +195,14 @@ def shut_down() -> None:
         cpu_device.uninstall()
 
 
-def start_process_group(backend: str, launch: Launch, timeout: datetime.timedelta) -> None:
-    """Connect all ranks, those of a restart at fresh addresses."""
+def start_process_group(
+    backend: str, launch: Launch, timeout: datetime.timedelta, interface: str | None = None
+) -> None:
+    """Connect all ranks, those of a restart at fresh addresses.
+
+    interface: of `--moe-ckpt-interface`, for all that gloo does. Raises InvalidInput, on all ranks, for one that is
+    not there.
+    """
     if "MASTER_ADDR" not in os.environ:
         store: dist.Store = dist.HashStore()
     else:
@@ -205,6 +214,14 @@ def start_process_group(backend: str, launch: Launch, timeout: datetime.timedelt
             # prefix would part the workers of agents that count restarts differently, as a spare does.
             store = dist.PrefixStore(f"attempt_{launch.attempt}", store)
     set_for_parking(backend)
+    if interface is not None:
+        ranks = launch.rank, launch.world_size
+        with driver_errors():
+            use_for_gloo(
+                interface,
+                launch.rank,
+                lambda own: gathered_by_store(store, "interface", *ranks, own, timeout.total_seconds()),
+            )
     dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
 
 

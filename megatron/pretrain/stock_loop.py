@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from megatron.core.dist_checkpointing.moe.replication.interface import FLAG as INTERFACE
+from megatron.core.dist_checkpointing.moe.replication.interface import use_for_gloo
 from megatron.pretrain.engine_errors import driver_errors
 from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.initialize import Launch, shut_down, start_process_group, use_cpu
@@ -31,7 +33,7 @@ def run_stock(argv: Sequence[str]) -> int:
     sys.argv = [sys.argv[0], *argv]  # where Megatron-LM looks for them
     try:
         with driver_errors(), flag_errors():
-            _train(launch, device_of(argv))
+            _train(launch, device_of(argv), _early(argv).moe_ckpt_interface)
     except SystemExit as ending:
         code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
         return final_exit_code(code) if code == InvalidInput.exit_code else code
@@ -64,9 +66,15 @@ def flag_errors() -> Iterator[None]:
 
 def device_of(argv: Sequence[str]) -> str:
     """That of the flags: it has to be known before Megatron-LM is imported."""
+    return str(_early(argv).device)
+
+
+def _early(argv: Sequence[str]) -> argparse.Namespace:
+    """Flags that count before Megatron-LM parses them all."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     _add_device(parser)
-    return str(parser.parse_known_args(list(argv))[0].device)
+    parser.add_argument(INTERFACE)
+    return parser.parse_known_args(list(argv))[0]
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +82,7 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default=default, help="where to train")
 
 
-def _train(launch: Launch, device: str) -> None:
+def _train(launch: Launch, device: str, interface: str | None) -> None:
     if device == "cpu":
         use_cpu(stock_loop=True)
 
@@ -91,7 +99,9 @@ def _train(launch: Launch, device: str) -> None:
     run = stock.protected(pretrain, _Reports(launch))
     if device == "cpu":
         # Before the loop does it, which would bind the group to a GPU.
-        start_process_group("gloo", launch, datetime.timedelta(minutes=10))
+        start_process_group("gloo", launch, datetime.timedelta(minutes=10), interface)
+    elif interface is not None:
+        use_for_gloo(interface, launch.rank)
     parts: dict[str, Any] = {"model_provider": build_model, "model_type": ModelType.encoder_or_decoder}
     if "extra_args_provider" in signature(pretrain).parameters:  # core 0.17 parses the flags itself
         run(build_datasets, forward_step_func=forward_step, extra_args_provider=flags, **parts)

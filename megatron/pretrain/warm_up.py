@@ -41,7 +41,7 @@ def rehearse(argv: Sequence[str], ranks: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from megatron.core.dist_checkpointing.moe.in_place.building import rehearsed
-    from megatron.core.dist_checkpointing.moe.in_place.connections import Connections
+    from megatron.core.dist_checkpointing.moe.in_place.process_groups import ProcessGroups
     from megatron.pretrain.assemble import build_state
     from megatron.pretrain.config import parse_config
     from megatron.pretrain.config.validate import resolve
@@ -55,7 +55,7 @@ def rehearse(argv: Sequence[str], ranks: int) -> None:
     seed(config.training)
     with rehearsed():
         build_state(config, build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size))
-    Connections.taken_down()
+    ProcessGroups.taken_down()
     gc.collect()
 
 

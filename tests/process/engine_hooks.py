@@ -39,6 +39,7 @@ def examined(folder: str) -> Iterator[None]:
         layers = [module for chunk in self._state.chunks for module in chunk.modules()]
         facts["fused"] = [one.fuse_wgrad_accumulation for one in layers if hasattr(one, "fuse_wgrad_accumulation")]
         facts["steps"] = _steps_over_a_restore(self._state, self._datasets, self.iterate)
+        facts["buffers"] = _buffers_after_frozen_passes(self._state, self._datasets, self.iterate)
         (Path(folder) / f"rank-{torch.distributed.get_rank()}.json").write_text(json.dumps(facts))
 
     with mock.patch.object(Trainer, "run", run):
@@ -69,6 +70,27 @@ def _steps_over_a_restore(state: Any, datasets: Any, iterate: Callable[[Any], An
     trainer_state.restore(scalars, tensors)
     found["restored"] = steps()
     return found
+
+
+def _buffers_after_frozen_passes(state: Any, datasets: Any, iterate: Callable[[Any], Any]) -> dict[str, bool]:
+    """Whether weights of grouped layers have their gradient buffers after passes in which all of these are frozen."""
+    from megatron.core.dist_checkpointing.moe.replay.patches import overlap_off, weights_frozen
+    from megatron.pretrain.batches import training_iterators
+
+    modules = [module for chunk in state.chunks for module in chunk.modules() if "Grouped" in type(module).__name__]
+    named = {
+        f"{type(module).__name__} {at}, {name}": parameter
+        for at, module in enumerate(modules)
+        for name, parameter in module.named_parameters(recurse=False)
+    }
+    buffers = {name: parameter.main_grad.data_ptr() for name, parameter in named.items()}
+    frozen = {parameter for module in modules for parameter in module.parameters(recurse=False)}
+    with overlap_off(state.chunks), weights_frozen(state.chunks, frozen):
+        iterate(training_iterators(state.config, datasets, state.progress))
+    return {
+        name: parameter.main_grad is not None and parameter.main_grad.data_ptr() == buffers[name]
+        for name, parameter in named.items()
+    }
 
 
 @contextlib.contextmanager

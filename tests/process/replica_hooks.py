@@ -1,4 +1,4 @@
-"""What tests of replication do inside workers: exchange snapshots of real stores over gloo, be silent, be killed.
+"""What tests of replication do inside workers: exchange snapshots of real stores, be silent, be killed.
 
 Each rank leaves a JSON file of facts; the tests judge what is in them.
 """
@@ -25,9 +25,10 @@ from torch.distributed import PrefixStore, TCPStore
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, NoRoom, PeerLost, SnapshotId
-from megatron.core.dist_checkpointing.moe.replication import process_group
-from megatron.core.dist_checkpointing.moe.replication.process_group import ProcessGroupTransport
+from megatron.core.dist_checkpointing.moe.replication import connections, staged
 from megatron.core.dist_checkpointing.moe.replication.replicator import Exchange, Offer, Replicator
+from megatron.core.dist_checkpointing.moe.replication.tcp import TcpTransport
+from megatron.core.dist_checkpointing.moe.replication.transports import TRANSPORTS
 from megatron.core.dist_checkpointing.moe.storage.manifest import decode, encode
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import Topology
@@ -43,8 +44,11 @@ LAYOUT = Layout.of(
 
 
 @contextlib.contextmanager
-def replicating(folder: str) -> Iterator[None]:
-    """Instead of a job: the whole scenario. The victim plays in a child, so that its worker lives on."""
+def replicating(folder: str, kind: str) -> Iterator[None]:
+    """Instead of a job: the whole scenario over one kind of transport.
+
+    The victim plays in a child, so that its worker lives on.
+    """
     rank = int(os.environ["RANK"])
     if rank == VICTIM:
         child = os.fork()
@@ -52,8 +56,8 @@ def replicating(folder: str) -> Iterator[None]:
             _, status = os.waitpid(child, 0)
             raise SystemExit(0 if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL else 1)
     warnings.simplefilter("error", UserWarning)
-    process_group.CHUNK_BYTES = CHUNK_BYTES
-    _Scenario(rank, Path(folder)).play()
+    connections.CHUNK_BYTES = staged.CHUNK_BYTES = staged.LEAST_BYTES = CHUNK_BYTES
+    _Scenario(rank, Path(folder), kind).play()
     raise SystemExit(0)
     yield
 
@@ -97,7 +101,7 @@ class _Receiver:
 class _Tampering:
     """A transport that does something to raw bytes: flips a bit of the first that arrive, or dies in the middle."""
 
-    def __init__(self, inner: ProcessGroupTransport, *, flip: bool = False, die: Callable[[], None] | None = None):
+    def __init__(self, inner: TcpTransport, *, flip: bool = False, die: Callable[[], None] | None = None):
         self._inner, self._flip, self._die = inner, flip, die
 
     def __getattr__(self, name: str) -> Any:
@@ -130,8 +134,8 @@ class _Flipped:
 class _Scenario:
     """All that one rank does, in the same order on all ranks."""
 
-    def __init__(self, rank: int, folder: Path) -> None:
-        self.rank, self._folder, self.facts = rank, folder, {}
+    def __init__(self, rank: int, folder: Path, kind: str) -> None:
+        self.rank, self._folder, self._kind, self.facts = rank, folder, kind, {}
         wait = datetime.timedelta(seconds=120)
         self._rendezvous = TCPStore("localhost", int(os.environ["MASTER_PORT"]), RANKS, rank == 0, wait)
         training = PrefixStore("training", self._rendezvous)
@@ -186,8 +190,8 @@ class _Scenario:
             time.sleep(0.001)  # leaves the machine to other tests
         return rounds
 
-    def _connect(self) -> ProcessGroupTransport:
-        return ProcessGroupTransport(self._rendezvous, self.rank, RANKS, "replicas", TIMEOUT_S)
+    def _connect(self) -> TcpTransport:
+        return TRANSPORTS[self._kind](self._rendezvous, self.rank, RANKS, "replicas", TIMEOUT_S, address="127.0.0.1")
 
     def _numbers(self) -> dict[str, Any]:
         values = [self.rank, -self.rank, 2**60 + self.rank]

@@ -11,6 +11,7 @@ from replica_hooks import DAMAGED, FULL, RANKS, SKIPPING, TIMEOUT_S, VICTIM, rep
 from world import World
 
 from megatron.core.dist_checkpointing.moe.policy.placement import Placement, place_replicas
+from megatron.core.dist_checkpointing.moe.replication.transports import TRANSPORTS
 from megatron.core.dist_checkpointing.moe.types import Topology
 
 SURVIVORS = [rank for rank in range(RANKS) if rank != VICTIM]
@@ -20,11 +21,13 @@ def placement(replicas: int) -> Placement:
     return place_replicas(Topology(RANKS, ranks_per_node=1), replicas)
 
 
-@pytest.fixture(scope="module")
-def facts(world: World, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def facts(
+    request: pytest.FixtureRequest, world: World, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     """What each rank found in one scenario; the victim's facts end before it is killed."""
     folder = tmp_path_factory.mktemp("replicas")
-    outcome = world.run([], RANKS, [partial(replicating, str(folder))])
+    outcome = world.run([], RANKS, [partial(replicating, str(folder), request.param)])
     assert set(outcome.codes) == {0}, outcome.said
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
 

@@ -114,6 +114,14 @@ def test_state_of_a_fused_adam_that_is_not_known_is_refused_by_name(seen: list[d
             assert "belongs to no operator" in verdicts[f"without {field}"]
 
 
+def test_grouped_layers_keep_their_gradient_buffers_over_passes_in_which_they_are_frozen(
+    seen: list[dict[str, Any]],
+) -> None:
+    for facts in seen:
+        assert len(facts["buffers"]) == 8
+        assert all(facts["buffers"].values()), facts["buffers"]
+
+
 def test_a_poisoned_state_comes_back_from_copies_to_the_last_bit(seen: list[dict[str, Any]]) -> None:
     for facts in seen:
         assert facts["differences"]["trained on"]

@@ -89,6 +89,15 @@ def test_a_flag_that_breaks_the_promise_is_refused_before_anything_is_built(new_
     assert "number of parameters" not in outcome.said
 
 
+def test_gloo_takes_the_interface_of_the_flag_or_refuses_it_in_one_line(new_job) -> None:
+    refused = new_job(ALONE).run(*FULL, "--moe-ckpt-interface", "eth77", codes=REFUSED)
+    (line,) = [line for line in refused.lines if "eth77" in line]
+    assert "rank 0: --moe-ckpt-interface eth77: this machine has no such interface" in line
+    done = new_job(ALONE).run(*FULL, "--moe-ckpt-interface", "lo", "--moe-ckpt-transport", "process-group")
+    assert "of Megatron-Core and of torch use interface lo, as --moe-ckpt-interface says" in done.said
+    assert "go over process groups of gloo, staged on cpu" in done.said
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [

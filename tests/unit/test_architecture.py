@@ -94,7 +94,8 @@ ROWS = {
     ),
     # The driver, and drills that start it.
     DRIVER: Row(
-        "errors policy strategies config contradictions storage core_versions megatron_state seats in_place",
+        "errors policy strategies config contradictions storage replication core_versions megatron_state seats"
+        " in_place",
         "megatron.core megatron.training numpy psutil tokenizers torch", "dense megatron_core",
         also=f"{ENGINE} {ENGINE}.stock",
     ),
@@ -113,7 +114,7 @@ ROWS = {
         also=f"pretrain_gpt_moe {DRIVER} {ENGINE} {ENGINE}.stock",
     ),
     "benchmarks": Row(
-        "types ports policy storage megatron_state replay seats snapshot local_recovery runtime",
+        "types ports policy storage replication megatron_state replay seats snapshot local_recovery runtime",
         "matplotlib megatron.core numpy nvidia_resiliency_ext torch", "drills simulator",
         also=f"pretrain_gpt_moe {DRIVER} {ENGINE}",
     ),

@@ -14,10 +14,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.moe.core_versions.training import as_in_new_process
-from megatron.core.dist_checkpointing.moe.in_place import building, connections, kept_process
+from megatron.core.dist_checkpointing.moe.in_place import building, kept_process, process_groups
 from megatron.core.dist_checkpointing.moe.in_place.building import Build, CannotBuildAlone
-from megatron.core.dist_checkpointing.moe.in_place.connections import Connections, StillConnected
 from megatron.core.dist_checkpointing.moe.in_place.kept_process import KeptProcess
+from megatron.core.dist_checkpointing.moe.in_place.process_groups import ProcessGroups, StillConnected
 from megatron.core.dist_checkpointing.moe.ports import PeerLost
 from megatron.core.dist_checkpointing.moe.runtime.disconnect import named_groups
 from megatron.core.dist_checkpointing.moe.seats.seat import Seat
@@ -33,7 +33,7 @@ def connect() -> None:
 @pytest.fixture
 def connected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Groups that connect nobody; nor is any socket of this process closed."""
-    monkeypatch.setattr(connections, "close_connections", lambda: 0)
+    monkeypatch.setattr(process_groups, "close_connections", lambda: 0)
     connect()
     yield
     if dist.is_initialized():
@@ -48,8 +48,8 @@ class Holder:
         self.pp_group = group
 
 
-def renewed() -> Connections:
-    taken = Connections.taken_down()
+def renewed() -> ProcessGroups:
+    taken = ProcessGroups.taken_down()
     assert not dist.is_initialized()
     connect()
     return taken
@@ -103,15 +103,15 @@ def test_what_an_interrupted_iteration_left_in_circles_is_no_obstacle() -> None:
 def test_groups_that_were_being_made_when_a_fault_struck_do_not_shift_the_names_of_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connections, "close_connections", lambda: 0)
+    monkeypatch.setattr(process_groups, "close_connections", lambda: 0)
     with monkeypatch.context() as struck:
         struck.setattr(dist.distributed_c10d, "_new_process_group_helper", lose_connection)
         with pytest.raises(ConnectionError):
             connect()
-    Connections.taken_down()
+    ProcessGroups.taken_down()
     connect()
     names = set(named_groups())
-    Connections.taken_down()
+    ProcessGroups.taken_down()
     assert "0" in names
 
 

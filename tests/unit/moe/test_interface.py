@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 from dataclasses import replace
 from typing import Any
@@ -12,11 +14,16 @@ from torch.distributed import HashStore
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import PeerLost, UsageError
-from megatron.core.dist_checkpointing.moe.replication import interface, process_group
-from megatron.core.dist_checkpointing.moe.replication.interface import Endpoint, check_endpoints, own_endpoint
-from megatron.core.dist_checkpointing.moe.replication.process_group import ProcessGroupTransport
+from megatron.core.dist_checkpointing.moe.replication import interface
+from megatron.core.dist_checkpointing.moe.replication.interface import (
+    Endpoint,
+    check_endpoints,
+    own_endpoint,
+    use_for_gloo,
+)
+from megatron.core.dist_checkpointing.moe.replication.staged import StagedTransport
 from megatron.core.dist_checkpointing.moe.replication.store_gather import gathered_by_store
-from megatron.core.dist_checkpointing.moe.runtime.opening import introduced
+from megatron.core.dist_checkpointing.moe.runtime.opening import Transports, introduced
 from megatron.core.dist_checkpointing.moe.runtime.process_info import ProcessInfo
 
 HERE = Endpoint("", "10.0.0.1", "a", "machine-a", "lo, eth0")
@@ -82,15 +89,43 @@ def test_ranks_that_do_not_start_are_named() -> None:
         gathered_by_store(HashStore(), "values", 0, 3, "here", 0.2)
 
 
-def test_connections_are_made_on_the_interface_of_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    create = process_group.ProcessGroupGloo.create_device
+def test_gloo_groups_that_are_made_later_use_the_interface_of_the_flag(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+        use_for_gloo("lo", 0)
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+        assert "torch use interface lo, as --moe-ckpt-interface says" in caplog.text
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth78")
+        use_for_gloo("lo", 0)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth78"
+    assert "torch use interface eth78: GLOO_SOCKET_IFNAME was set before" in caplog.text
 
-    def noting(interface: str) -> Any:
-        asked.append(interface)
-        return create(interface=interface)
 
-    monkeypatch.setattr(process_group.ProcessGroupGloo, "create_device", noting)
-    for name in ("lo", ""):
-        ProcessGroupTransport(HashStore(), 0, 1, "one", 5.0, interface=name).close()
-    assert asked == ["lo"]
+def test_an_interface_that_one_machine_lacks_is_refused_on_all_ranks_before_gloo_looks_for_it() -> None:
+    with pytest.raises(UsageError, match=r"^rank 1: it has none$"):
+        use_for_gloo("lo", 0, lambda own: [own, "rank 1: it has none"])
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    with pytest.raises(UsageError, match=r"^rank 3: --moe-ckpt-interface eth77: this machine has no such interface"):
+        use_for_gloo("eth77", 3)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "process-group"])
+def test_connections_are_made_at_the_address_of_the_interface_of_the_flag(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
+    for at in ("127.0.0.1", "127.0.0.2"):
+        found = Transports.connected(HashStore(), MoECheckpointConfig(transport=transport), [replace(HERE, address=at)])
+        ends = found.control, found.data, found.patient
+        made += ends
+        assert all(end.connections.place.startswith(f"{at} ") for end in ends)
+        assert isinstance(found.data, StagedTransport) == isinstance(found.patient, StagedTransport)
+        assert isinstance(found.data, StagedTransport) == (transport == "process-group")
+    for end in made:
+        end.close()

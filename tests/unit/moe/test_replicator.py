@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +19,7 @@ from xxhash import xxh3_128_digest
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.ports import NoRoom, PeerLost, StoreFailure
+from megatron.core.dist_checkpointing.moe.replication.meeting import Meeting
 from megatron.core.dist_checkpointing.moe.replication.messages import (
     HEADER_BYTES,
     Garbled,
@@ -30,7 +29,6 @@ from megatron.core.dist_checkpointing.moe.replication.messages import (
     encode_header,
     encode_table,
 )
-from megatron.core.dist_checkpointing.moe.replication.process_group import Meeting, ProcessGroupTransport
 from megatron.core.dist_checkpointing.moe.replication.replicator import Exchange, Offer, Replicator
 
 HANG_TIMEOUT_S = 30.0
@@ -373,62 +371,6 @@ def test_no_bit_of_a_header_can_change_unnoticed(bit: int) -> None:
     header[bit // 8] ^= 1 << bit % 8
     with pytest.raises(Garbled):
         decode_header(header)
-
-
-@pytest.fixture
-def transports() -> Iterator[list[ProcessGroupTransport]]:
-    """Two ranks in this process, connected for real."""
-    store = HashStore()
-    with ThreadPoolExecutor(2) as threads:
-        made = list(threads.map(lambda rank: ProcessGroupTransport(store, rank, 2, "test", HANG_TIMEOUT_S), range(2)))
-    yield made
-    for transport in made:
-        transport.close()
-
-
-def test_a_closed_transport_lets_go_of_what_was_under_way(transports: list[ProcessGroupTransport]) -> None:
-    into, data = bytearray(10), bytearray(1000)
-    under_way = [transports[0].receive(1, memoryview(into)), transports[0].send(1, data)]
-    for buffer in (into, data):
-        with pytest.raises(BufferError):
-            buffer.append(0)
-    transports[0].close()
-    for buffer in (into, data):
-        buffer.append(0)
-    for transfer in under_way:
-        with pytest.raises(PeerLost, match="closed"):
-            transfer.wait()
-
-
-@pytest.mark.filterwarnings("error")
-def test_read_only_memory_is_sent_without_a_warning_and_stays_mapped_until_then(
-    transports: list[ProcessGroupTransport], tmp_path: Path
-) -> None:
-    path = tmp_path / "segment"
-    path.write_bytes(bytes(range(100)))
-    with path.open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-    sent = transports[0].send(1, memoryview(mapped)[10:60])
-    with pytest.raises(BufferError):
-        mapped.close()
-    into = bytearray(50)
-    transports[1].receive(0, memoryview(into)).wait()
-    sent.wait()
-    mapped.close()
-    assert into == bytes(range(10, 60))
-
-
-def test_what_cannot_be_sent_or_received_is_refused_at_once(transports: list[ProcessGroupTransport]) -> None:
-    transport = transports[0]
-    with pytest.raises(UsageError, match="read-only"):
-        transport.receive(1, memoryview(b"abc"))
-    with pytest.raises(UsageError, match="not contiguous"):
-        transport.send(1, memoryview(b"abcd")[::2])
-    for other in (0, 2, -1):
-        with pytest.raises(UsageError, match="in a world of 2 ranks"):
-            transport.send(other, b"abc")
-    with pytest.raises(UsageError, match="no JSON value"):
-        transport.gather({"loss": float("nan")})
 
 
 def meet(meetings: Sequence[Meeting], timeout_s: float = HANG_TIMEOUT_S, pauses_s: Sequence[float] = ()) -> list[int]:

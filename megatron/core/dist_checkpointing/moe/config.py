@@ -248,8 +248,14 @@ class MoECheckpointConfig:
     )
     interface: str | None = flag(
         None,
-        "network interface, such as eth0, for all that ranks send each other beside training (default: that of "
-        "GLOO_SOCKET_IFNAME, else of the host's name)",
+        "network interface, such as eth0, for all that ranks send each other over TCP beside training, and for gloo "
+        "(default: that of GLOO_SOCKET_IFNAME, else of the host's name)",
+    )
+    transport: str = flag(
+        "tcp",
+        "how replicas, and what a recovery fetches, go from rank to rank: over TCP (tcp), or over process groups of "
+        "training's backend, staged in memory of the device (process-group): on GPUs over NCCL",
+        choices=("tcp", "process-group"),
     )
     timeout_s: float = flag(300.0, "seconds after which a wait for a peer, a copy or a write is given up", minimum=1)
     strict: bool = flag(

@@ -34,7 +34,7 @@ from ..errors import Terminated
 from ..runtime.disconnect import is_lost_peer
 from ..seats.seat import own_seat
 from .building import own_build
-from .connections import Connections
+from .process_groups import ProcessGroups
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class KeptProcess:
 
     def __init__(self, chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
         self._chunks, self._optimizer = chunks, optimizer
-        self._connections: Connections | None = None
+        self._connections: ProcessGroups | None = None
         self.has_left = False
 
     def stay(self, error: BaseException, manager: Abandoned | None) -> None:
@@ -89,7 +89,7 @@ class KeptProcess:
             raise error
         _clear_frames(error)
         as_in_new_process(self._chunks, self._optimizer)
-        lost = Connections.taken_down()
+        lost = ProcessGroups.taken_down()
         # A fault while all connected again: what refers to groups still refers to those before.
         self._connections = self._connections or lost
         self.has_left = True

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import logging
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import UsageError
+from ..ports import Json
+
+log = logging.getLogger(__name__)
 
 FLAG = "--moe-ckpt-interface"
 VARIABLE = "GLOO_SOCKET_IFNAME"
@@ -52,6 +56,28 @@ def own_endpoint(interface: str | None) -> Endpoint:
     address = _address_of(name, FLAG if interface else VARIABLE) if name else _resolved(host)
     machine = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else host
     return Endpoint(name, address, host, machine, _shown_interfaces())
+
+
+def use_for_gloo(interface: str, rank: int, gather: Callable[[Json], list[Json]] = lambda own: [own]) -> None:
+    """Let gloo groups that this process makes from here on, Megatron-Core's among them, use the flag's interface.
+
+    An interface that the variable names already is left to them. gather: the values of all ranks, if they can be asked:
+    then all of them hear of one that has no such interface.
+
+    Raises UsageError for an interface that a machine does not have.
+    """
+    problem = ""
+    try:
+        own_endpoint(interface)
+    except UsageError as error:
+        problem = f"rank {rank}: {error}"
+    if first := next(filter(None, gather(problem)), None):
+        raise UsageError(str(first))
+    named = os.environ.setdefault(VARIABLE, interface)
+    if rank == 0 and named == interface:
+        log.info("gloo groups of Megatron-Core and of torch use interface %s, as %s says", interface, FLAG)
+    elif rank == 0:
+        log.info("gloo groups of Megatron-Core and of torch use interface %s: %s was set before", named, VARIABLE)
 
 
 def check_endpoints(endpoints: Sequence[Endpoint]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..ports import PeerLost
+from ..replication.connections import hang_up
 
 _DESCRIPTORS = Path("/proc/self/fd")
 _ABORT_TIMEOUT_S = 5.0
@@ -42,8 +43,10 @@ def close_connections() -> int:
     A rank that waits for this one in a collective fails at once, instead of after this process has ended: otherwise a
     chain of ranks would wait for each other's parking. Gloo has no call for that which peers notice, so all connected
     TCP sockets are shut down, those to the rendezvous too; communicators of NCCL are aborted, which also lets kernels
-    on the device go that wait for a lost peer. No collective is possible afterwards. What was sent before arrives.
+    on the device go that wait for a lost peer. Transports are told, since they may wait where there is no connection
+    yet. No collective is possible afterwards. What was sent before arrives.
     """
+    hang_up()
     _abort_communicators()
     descriptors = [int(entry.name) for entry in _DESCRIPTORS.iterdir() if entry.name.isdecimal()]
     return sum(_shut(descriptor) for descriptor in sorted(descriptors) if descriptor > _STDERR)

@@ -15,8 +15,9 @@ from ..megatron_state.megatron import read_topology
 from ..ports import Json, NoRoom, Transport
 from ..replication.agreement import raise_on_all_ranks
 from ..replication.interface import Endpoint, check_endpoints, own_endpoint
-from ..replication.process_group import ProcessGroupTransport
 from ..replication.store_gather import gathered_by_store
+from ..replication.tcp import TcpTransport
+from ..replication.transports import TRANSPORTS
 from ..storage.memory import MemoryStore
 from ..types import Topology
 from .peer_links import PeerLinks
@@ -59,28 +60,34 @@ def introduced(store: torch.distributed.Store, config: MoECheckpointConfig, plac
 class Transports(NamedTuple):
     """One for small messages and one for replicas, so that neither waits behind the other; and one for a recovery, in
     which ranks wait for others that read from slow storage (a dead one is noticed at once all the same); and links that
-    tell of the loss of a peer while nothing is under way."""
+    tell of the loss of a peer while nothing is under way.
 
-    control: ProcessGroupTransport
-    data: ProcessGroupTransport
-    patient: ProcessGroupTransport
+    Each connects a rank with those that it has something to say to, when it has.
+    """
+
+    control: TcpTransport
+    data: TcpTransport
+    patient: TcpTransport
     links: PeerLinks
 
     @classmethod
-    def connected(cls, store: torch.distributed.Store, timeout_s: float, endpoints: Sequence[Endpoint]) -> Transports:
+    def connected(
+        cls, store: torch.distributed.Store, config: MoECheckpointConfig, endpoints: Sequence[Endpoint]
+    ) -> Transports:
         """Between all ranks, which find each other in `store`: that of this attempt, as others' addresses mislead.
 
         Raises PeerLost.
         """
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        address, timeout_s, bulk = endpoints[rank].address, config.timeout_s, TRANSPORTS[config.transport]
         # First, because it says which rank does not answer, and where.
-        links = PeerLinks(store, rank, world_size, endpoints[rank].address, timeout_s)
-        waits = {"control": timeout_s, "data": timeout_s, "recovery": RECOVERY_PATIENCE * timeout_s}
-        interface = endpoints[rank].interface
-        control, data, patient = (
-            ProcessGroupTransport(store, rank, world_size, f"moe-ckpt-{name}", wait_s, interface=interface)
-            for name, wait_s in waits.items()
-        )
+        links = PeerLinks(store, rank, world_size, address, timeout_s)
+        control = TcpTransport(store, rank, world_size, "moe-ckpt-control", timeout_s, address=address)
+        data = bulk(store, rank, world_size, "moe-ckpt-data", timeout_s, address=address)
+        wait_s = RECOVERY_PATIENCE * timeout_s
+        patient = bulk(store, rank, world_size, "moe-ckpt-recovery", wait_s, address=address)
+        if rank == 0:
+            log.info("replicas, and what a recovery fetches, go over %s", data.medium)
         return cls(control, data, patient, links)
 
 

@@ -21,11 +21,10 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store
 
 from ..ports import PeerLost
+from ..replication.connections import keep_alive
 
 _GOODBYE = b"."
 _HELLO = struct.Struct("!Q")
-_KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
-"""Seconds of silence before the first probe, between two, and how many may stay unanswered: 11 s for a power cut."""
 
 _ALL: weakref.WeakSet[PeerLinks] = weakref.WeakSet()
 
@@ -103,9 +102,7 @@ class PeerLinks:
 
     def _add(self, connection: socket.socket, other: int) -> None:
         connection.setblocking(False)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEP_ALIVE.items():
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        keep_alive(connection)
         self.sockets[connection] = other
 
     @property

@@ -125,7 +125,7 @@ class Session:
         store = _get_default_store()
         endpoints, job_id = introduced(store, config, place)
         self._place = place = replace(place, job_id=job_id)
-        transports = Transports.connected(store, config.timeout_s, endpoints)
+        transports = Transports.connected(store, config, endpoints)
         self._control, self._data, self._patient, self._links = transports
         for one in (self._control, self._data, self._patient):
             self._held.callback(one.close)

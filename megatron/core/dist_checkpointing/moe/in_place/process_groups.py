@@ -28,7 +28,7 @@ class StillConnected(MoECheckpointError):
     """Something holds a process group of before the fault and cannot be given the new one."""
 
 
-class Connections:
+class ProcessGroups:
     """The process groups that this process had, and that its objects still refer to.
 
     Sequence: `taken_down`; then whoever made the groups makes them again, with as many ranks and the same layout; then
@@ -42,7 +42,7 @@ class Connections:
         self._groups = dict(groups)
 
     @classmethod
-    def taken_down(cls) -> Connections:
+    def taken_down(cls) -> ProcessGroups:
         """End all connections of this process, and let c10d and Megatron-Core forget all groups. Waits for nobody."""
         close_connections()
         groups = take_aborted_groups() | named_groups()

@@ -1,0 +1,337 @@
+"""Connections of one rank to the others that it talks to, each made when the first message needs it.
+
+A connection goes one way: whoever has something to send dials, and says with the listener's secret who it is. So no two
+ranks dial each other at once, and each connection has one thread, its lane, that moves whole messages with blocking
+calls: a call for each chunk, in which Python's lock is free, and in which `shutdown` of the socket wakes it.
+
+All connections of a transport end together: with the first that fails, when the transport is renewed or closed, and
+when this process hangs up. Then every message that is not through is void.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+CHUNK_BYTES = 8 << 20
+"""Most bytes of one call; each must arrive within the timeout of whoever waits."""
+HELLO_S = 5
+"""How long somebody who has dialled may take to say who it is."""
+KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
+"""Seconds of silence before the first probe, between two, and how many may stay unanswered: 11 s for a power cut."""
+
+HELLO = struct.Struct("!8s16sIB")  # magic, secret of the listener, rank, purpose
+_MAGIC = b"moe-ckpt"
+_BACKLOG = 1024
+PROBE = 255
+"""What a connection is for that carries nothing."""
+PROBE_AFTER_S = 0.2
+"""How long whoever waits for a connection does so before it looks whether the other rank is still there."""
+_JOIN_S = 10.0
+
+_ALL: weakref.WeakSet[Connections] = weakref.WeakSet()
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Let the system find out that the machine at the other end is gone."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEP_ALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def hang_up() -> None:
+    """End the connections of all transports of this process, whichever threads wait on them."""
+    for connections in list(_ALL):
+        connections.end("this rank hangs up")
+
+
+def _close_in_child() -> None:
+    for connections in list(_ALL):
+        connections.forget()
+
+
+# A helper that outlives a killed trainer would hold the connections open, and hide its death.
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class Ended(ConnectionError):
+    """The connections have ended; the text says why."""
+
+
+class Message:
+    """One message on its way: its bytes until it is `ended`, and then whether it is `through`."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self.memory = memory
+        self.ended = threading.Event()
+        self.through = False
+
+    def end(self, *, through: bool) -> None:
+        """Let go of the bytes."""
+        self.memory, self.through = memoryview(b""), through
+        self.ended.set()
+
+
+Mover = Callable[[socket.socket, memoryview, Callable[[], None]], None]
+"""Moves the bytes of one message over a connection; calls the last argument as often as some have moved. May raise
+OSError and RuntimeError."""
+
+
+class Connections:
+    """Those of one rank, from one renewal of a transport to the next.
+
+    address: of this rank's interface, on which it listens. Raises OSError.
+    """
+
+    def __init__(self, rank: int, address: str) -> None:
+        self.rank, self.why = rank, ""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._secret = secrets.token_bytes(16)
+        self._listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+        self._lock = threading.Lock()
+        self._arriving, self.lanes = threading.Condition(self._lock), list[Lane]()
+        self._arrived: dict[tuple[int, int], socket.socket] = {}
+        self.sockets = {self._listener}
+        self.place = f"{address} {self._listener.getsockname()[1]} {self._secret.hex()}"
+        """What others need to reach this rank."""
+        _ALL.add(self)
+        self.acceptor = threading.Thread(target=self._accept, name="moe-ckpt-accept", daemon=True)
+        self.acceptor.start()
+
+    def dial(self, place: str, other: int, purpose: int, timeout_s: float) -> socket.socket:
+        """A connection to another rank's `place`, for messages of this purpose. Raises OSError."""
+        host, port, secret = place.split()
+        connection = self._watched(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
+        try:
+            connection.settimeout(timeout_s)
+            connection.connect((host, int(port)))
+            connection.sendall(HELLO.pack(_MAGIC, bytes.fromhex(secret), self.rank, purpose))
+        except OSError as error:
+            self.close(connection)
+            raise ConnectionError(f"rank {other} cannot be reached at {host}:{port} ({_said(error)})") from None
+        with self._lock:
+            probe = None if purpose == PROBE else self._arrived.pop((other, PROBE), None)
+        if probe is not None:  # it waits for this connection
+            self.close(probe)
+        return _made_ready(connection)
+
+    def arrival(self, place: str, source: int, purpose: int, timeout_s: float) -> socket.socket:
+        """The connection that another rank has dialled; waits for it until these end, or those of that rank.
+
+        Raises OSError.
+        """
+        if not self._has_come(source, purpose, PROBE_AFTER_S):
+            # Nothing says that it has ended before it dialled, but a connection in the other direction.
+            probe = self.dial(place, source, PROBE, timeout_s)
+            try:
+                while not self._has_come(source, purpose, PROBE_AFTER_S):
+                    check_open(probe)
+            finally:
+                self.close(probe)
+        with self._lock:
+            return self._arrived.pop((source, purpose))
+
+    def _has_come(self, source: int, purpose: int, wait_s: float) -> bool:
+        with self._arriving:
+            self._arriving.wait_for(lambda: self.why or (source, purpose) in self._arrived, wait_s)
+            self.check()
+            return (source, purpose) in self._arrived
+
+    def check(self) -> None:
+        """Raises Ended."""
+        if self.why:
+            raise Ended(self.why)
+
+    def end(self, why: str) -> None:
+        """End all, for the reason that is given first; from any thread, and does not wait."""
+        if self.why:
+            return
+        with self._lock:
+            if self.why:
+                return
+            self.why = why
+            self._arriving.notify_all()
+            for lane in self.lanes:
+                lane.due.notify_all()
+            for connection in self.sockets:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def join(self) -> None:
+        """Wait until no thread uses any message or connection; after `end`."""
+        until_s = time.monotonic() + _JOIN_S
+        for thread in (*(lane.thread for lane in self.lanes), self.acceptor):
+            thread.join(max(0.0, until_s - time.monotonic()))
+
+    def forget(self) -> None:
+        """Close what a forked child has of them; takes no lock, which a thread of the parent may have held."""
+        self.why = self.why or "this is a forked process"
+        for connection in tuple(self.sockets):
+            with contextlib.suppress(OSError):
+                connection.close()
+
+    def lane(
+        self, open_: Callable[[], socket.socket], other: str, move: Mover, close: Callable[[], None] = lambda: None
+    ) -> Lane:
+        """A new lane, over the connection that `open_` makes on its thread for the first message.
+
+        other: who is at the other end, for errors. close: called by the thread as its last act.
+        """
+        with self._lock:
+            lane = Lane(self, self._lock, open_, other, move, close)
+            self.lanes.append(lane)
+        return lane
+
+    def close(self, connection: socket.socket) -> None:
+        """Close one of them that nobody uses any more."""
+        with self._lock:
+            self.sockets.discard(connection)
+        connection.close()
+
+    def _accept(self) -> None:
+        while not self.why:
+            try:
+                connection = self._watched(self._listener.accept()[0])
+            except OSError:  # the listener was shut down
+                break
+            self._greet(connection)
+        for left in (self._listener, *self._arrived.values()):
+            self.close(left)
+
+    def _greet(self, connection: socket.socket) -> None:
+        """Note who has dialled; whoever does not know the secret is none of ours."""
+        try:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", HELLO_S, 0))
+            hello = connection.recv(HELLO.size, socket.MSG_WAITALL)
+            magic, secret, rank, purpose = HELLO.unpack(hello)
+        except (OSError, struct.error):
+            magic, secret, rank, purpose = b"", b"", 0, 0
+        if magic != _MAGIC or not secrets.compare_digest(secret, self._secret):
+            self.close(connection)
+            return
+        with self._arriving:
+            before = self._arrived.pop((rank, purpose), None)
+            self._arrived[rank, purpose] = _made_ready(connection)
+            self._arriving.notify_all()
+        if before is not None:  # an earlier probe
+            self.close(before)
+
+    def _watched(self, connection: socket.socket) -> socket.socket:
+        with self._lock:
+            self.sockets.add(connection)
+            if self.why:  # too late to be shut down with the others
+                connection.close()
+        return connection
+
+
+class Lane:
+    """Messages of one direction between this rank and another, moved one after another by a thread."""
+
+    def __init__(
+        self,
+        connections: Connections,
+        lock: threading.Lock,
+        open_: Callable[[], socket.socket],
+        other: str,
+        move: Mover,
+        close: Callable[[], None],
+    ) -> None:
+        self._connections, self._open, self._other, self._move, self._close = connections, open_, other, move, close
+        self._lock, self.due = lock, threading.Condition(lock)
+        self._queue: deque[Message] = deque()
+        self.moved_s = time.monotonic()
+        """When something moved last."""
+        self.thread = threading.Thread(target=self._run, name=f"moe-ckpt {other}", daemon=True)
+        self.thread.start()
+
+    def post(self, memory: memoryview) -> Message:
+        """Begin to move these bytes; void from the start where the connections have ended."""
+        message = Message(memory)
+        with self._lock:
+            is_void = bool(self._connections.why)
+            if not is_void:
+                self._queue.append(message)
+                self.due.notify()
+        if is_void:
+            message.end(through=False)
+        return message
+
+    def _run(self) -> None:
+        connection: socket.socket | None = None
+        while (message := self._next()) is not None:
+            through = False
+            try:
+                connection = connection or self._open()
+                self._move(connection, message.memory, self._moved)
+                through = True
+            except (OSError, RuntimeError, ValueError) as error:
+                self._connections.end(f"{self._other}: {_said(error)}")
+            message.end(through=through)  # here, where no traceback refers to its bytes any more
+        if connection is not None:
+            self._connections.close(connection)
+        self._close()
+
+    def _next(self) -> Message | None:
+        """None once the connections have ended; then nothing is left in the queue."""
+        with self.due:
+            self.due.wait_for(lambda: self._queue or self._connections.why)
+            if not self._connections.why:
+                return self._queue.popleft()
+            void, self._queue = self._queue, deque()
+        for message in void:
+            message.end(through=False)
+        return None
+
+    def _moved(self) -> None:
+        self.moved_s = time.monotonic()
+
+
+def send_over(connection: socket.socket, memory: memoryview, moved: Callable[[], None]) -> None:
+    """Send all bytes. Raises OSError."""
+    at = 0
+    while at < len(memory):
+        with memory[at : at + CHUNK_BYTES] as part:
+            at += connection.send(part)
+        moved()
+
+
+def receive_over(connection: socket.socket, memory: memoryview, moved: Callable[[], None]) -> None:
+    """Receive as many bytes as there is memory for. Raises OSError."""
+    at = 0
+    while at < len(memory):
+        with memory[at : at + CHUNK_BYTES] as part:
+            count = connection.recv_into(part, len(part), socket.MSG_WAITALL)
+        if not count:
+            raise ConnectionError("its connection has closed")
+        at += count
+        moved()
+
+
+def check_open(connection: socket.socket) -> None:
+    """Raises ConnectionError where the other end has closed."""
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    if poll.poll(0):
+        raise ConnectionError("its connection has closed")
+
+
+def _made_ready(connection: socket.socket) -> socket.socket:
+    """Blocking: only then a call goes on until all of a chunk has moved."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    keep_alive(connection)
+    return connection
+
+
+def _said(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error or type(error).__name__)

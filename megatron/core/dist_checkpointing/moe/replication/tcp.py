@@ -1,0 +1,258 @@
+"""Bytes and small numbers between ranks over TCP, apart from the process groups of training.
+
+Ranks are connected only where something is sent (`connections`). Numbers and values of all ranks go up a binomial tree
+and down again: rank r hears from r + 1, r + 2, r + 4, ... below its own lowest bit, so each talks to at most log2(N)
+others, and on average to two. After any failure all connections end at once, which other ranks notice as closed
+sockets, and `renew` listens anew under a number on which all ranks have agreed (`Meeting`), so that no message of the
+old connections can be taken for one of the new.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+from torch.distributed import PrefixStore, Store
+
+from ..errors import UsageError
+from ..ports import PeerLost
+from .connections import Connections, Lane, Message, Mover, receive_over, send_over
+from .meeting import Meeting
+
+if TYPE_CHECKING:
+    import socket
+
+    from typing_extensions import Buffer
+
+    from ..ports import Json
+
+MESSAGES = 0
+"""What connections of this module are for."""
+
+_SIZE = struct.Struct("<q")
+_MOST_BYTES = 1 << 36
+_LET_GO_S = 10.0
+
+
+class _Transfer:
+    """One message. Whatever goes wrong is raised by `wait`; dropping it before it is through breaks the connections."""
+
+    def __init__(self, transport: TcpTransport, what: str, lane: Lane | None, memory: memoryview) -> None:
+        self._transport, self._what, self._lane = transport, what, lane
+        self._connections = transport.connections
+        self._message = Message(memoryview(b"")) if lane is None else lane.post(memory)
+
+    def wait(self) -> None:
+        """As `ports.Transfer.wait`; the timeout is that of a chunk."""
+        message, timeout_s, begun_s = self._message, self._transport.timeout_s, time.monotonic()
+        left_s = timeout_s
+        while self._lane is not None and not message.ended.wait(max(0.0, left_s)):
+            left_s = max(begun_s, self._lane.moved_s) + timeout_s - time.monotonic()
+            if left_s <= 0:
+                raise self._transport.broken(self._what, "nothing moved")
+        if message.through:
+            return
+        if self._lane is None or self._connections is not self._transport.connections:
+            self._transport.refuse(self._what)
+        assert self._connections is not None
+        raise self._transport.broken(self._what, self._connections.why)
+
+    def __del__(self) -> None:
+        message = self._message
+        if self._lane is not None and self._connections is not None and not message.ended.is_set():
+            self._connections.end(f"rank {self._transport.rank} gave up to {self._what}")
+            message.ended.wait(_LET_GO_S)  # its memory may be used for something else now
+
+
+class TcpTransport:
+    """A `ports.Transport` over TCP with connections and threads of its own.
+
+    It uses no collective of other groups and can be made, used and renewed on any thread while others train.
+
+    Args:
+        store: a c10d store that all ranks reach; the transport talks to it over a connection of its own.
+        name: the same on all ranks, different for each transport and for each start of the job (a torchrun restart
+            keeps the store).
+        timeout_s: longest wait for another rank, twice that for it to come to a renewal; in longer messages, for each
+            chunk. It must be longer than ranks are ever apart.
+        address: of this rank's interface; other ranks must reach it there.
+
+    Making one is a renewal. Raises PeerLost when not all ranks come in time. Memory is that of the host; read-only
+    memory can be sent.
+    """
+
+    medium = "TCP"
+    """What long messages go over, in words."""
+
+    def __init__(
+        self, store: Store, rank: int, world_size: int, name: str, timeout_s: float, *, address: str = "127.0.0.1"
+    ) -> None:
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self.address = address
+        # A clone has a connection of its own: on a shared one each call waits for those of other threads.
+        own = store.clone()
+        own.set_timeout(timedelta(seconds=timeout_s))
+        self._store = PrefixStore(name, own)
+        self._meeting = Meeting(self._store, rank, world_size)
+        self.connections: Connections | None = None
+        self._places, self._lanes = self._store, dict[tuple[int, int, bool], Lane]()
+        self._why, self.number = "the transport was closed", 0
+        self.renew()
+
+    def send(self, to: int, data: Buffer) -> _Transfer:
+        """As `ports.Transport.send`. Dropping the transfer without `wait` cancels it and breaks the connections."""
+        return self._transfer("send {} bytes to rank {}", to, memoryview(data), is_send=True)
+
+    def receive(self, source: int, into: memoryview) -> _Transfer:
+        """As `ports.Transport.receive`. Dropping the transfer without `wait` cancels it, as in `send`."""
+        if into.readonly:
+            raise UsageError(f"rank {self.rank} cannot receive from rank {source} into read-only memory")
+        return self._transfer("receive {} bytes from rank {}", source, into, is_send=False)
+
+    def least(self, values: Sequence[int]) -> tuple[int, ...]:
+        return self._reduced(values, np.minimum, "find the least")
+
+    def total(self, values: Sequence[int]) -> tuple[int, ...]:
+        return self._reduced(values, np.add, "add up")
+
+    def gather(self, value: Json) -> list[Json]:
+        """As `ports.Transport.gather`. Raises UsageError for what strict JSON cannot say."""
+        try:
+            data = json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"a value to gather is no JSON value: {error}") from error
+        # The ranks below a node of the tree follow its own, so that values come together in the order of ranks.
+        gathered = self._combined(data, lambda own, others: own + b"," + others, "gather values of")
+        values: list[Json] = json.loads(b"[%b]" % gathered)
+        return values
+
+    def renew(self) -> None:
+        """As `ports.Transport.renew`; all that was under way is void.
+
+        Waits up to twice the timeout: another rank may notice the failure only at its own timeout.
+        """
+        # First of all: a rank that still waits for this one must see the old connections close, not its own timeout.
+        self._drop("the transport is being renewed")
+        try:
+            connections = Connections(self.rank, self.address)
+        except OSError as error:
+            raise PeerLost(f"rank {self.rank} cannot listen at {self.address}: {error.strerror}") from None
+        try:
+            self.number = self._meeting.meet(2 * self.timeout_s)
+            # A prefix of its own: the places of old connections are under the old one.
+            self._places = PrefixStore(str(self.number), self._store)
+            self._places.set(str(self.rank), connections.place)
+        except (PeerLost, RuntimeError) as error:
+            connections.end(str(error))
+            self._why = str(error)
+            raise PeerLost(str(error)) from None
+        self.connections = connections
+        self._ending = weakref.finalize(self, connections.end, "the transport is gone")
+
+    def close(self) -> None:
+        """As `ports.Transport.close`; lets go of all buffers. Can be called again."""
+        self._drop("the transport was closed")
+
+    def refuse(self, what: str) -> NoReturn:
+        """For transfers too: nothing can be done until the next renewal."""
+        raise PeerLost(f"rank {self.rank} cannot {what} before connections are renewed: {self._why}")
+
+    def broken(self, what: str, why: str) -> PeerLost:
+        """The error to raise after a failure; all transfers are void and the other ranks see closed connections."""
+        sentence = f"rank {self.rank} failed to {what} (timeout {self.timeout_s:g} s): {why}"
+        self._drop(sentence)
+        return PeerLost(sentence)
+
+    def lane(self, other: int, nbytes: int, *, is_send: bool) -> Lane:
+        """What moves a message of so many bytes; the same on both sides."""
+        move = send_over if is_send else receive_over
+        return self._lanes.get((other, MESSAGES, is_send)) or self._lane(other, MESSAGES, move, is_send=is_send)
+
+    def _lane(
+        self, other: int, purpose: int, move: Mover, *, is_send: bool, close: Callable[[], None] = lambda: None
+    ) -> Lane:
+        assert self.connections is not None
+        # Nothing that its thread keeps may refer to this transport, or that would never be collected.
+        open_ = partial(_opened, self.connections, self._places, other, purpose, is_send, self.timeout_s)
+        lane = self.connections.lane(open_, f"{'to' if is_send else 'from'} rank {other}", move, close)
+        return self._lanes.setdefault((other, purpose, is_send), lane)
+
+    def _drop(self, why: str) -> None:
+        self._why, connections, self.connections = why, self.connections, None
+        self._lanes.clear()
+        if connections is not None:
+            self._ending.detach()
+            connections.end(why)
+            connections.join()
+
+    def _transfer(self, what: str, other: int, data: memoryview, *, is_send: bool) -> _Transfer:
+        """A message that has begun; void from the start when connections are to be renewed first."""
+        what = what.format(data.nbytes, other)
+        if not data.c_contiguous:
+            raise UsageError(f"a message of {data.nbytes} bytes is not contiguous")
+        if other == self.rank or not 0 <= other < self.world_size:
+            raise UsageError(f"rank {self.rank} cannot {what} in a world of {self.world_size} ranks")
+        memory = data.cast("B") if data.nbytes else memoryview(b"")
+        lane = self.lane(other, data.nbytes, is_send=is_send) if self.connections is not None else None
+        return _Transfer(self, what, lane, memory)
+
+    def _reduced(self, values: Sequence[int], operation: Any, what: str) -> tuple[int, ...]:
+        def combine(own: bytes, others: bytes) -> bytes:
+            if len(own) != len(others):
+                raise ValueError(f"{len(own) // 8} and {len(others) // 8} numbers")
+            result: bytes = operation(np.frombuffer(own, np.int64), np.frombuffer(others, np.int64)).tobytes()
+            return result
+
+        data = self._combined(np.array(values, np.int64).tobytes(), combine, f"{what} of {len(values)} numbers with")
+        return tuple(np.frombuffer(data, np.int64).tolist())
+
+    def _combined(self, value: bytes, combine: Callable[[bytes, bytes], bytes], what: str) -> bytes:
+        """The values of all ranks combined, on all of them; the second argument of `combine` is of higher ranks."""
+        what, step = f"{what} all {self.world_size} ranks", 1
+        if self.connections is None:
+            self.refuse(what)
+        try:
+            while step < self.world_size and not self.rank & step:
+                if self.rank + step < self.world_size:
+                    value = combine(value, self._heard(self.rank + step))
+                step *= 2
+            if self.rank:
+                self._tell(self.rank - step, value)
+                value = self._heard(self.rank - step)
+            while step := step // 2:
+                if self.rank + step < self.world_size:
+                    self._tell(self.rank + step, value)
+        except PeerLost as error:
+            raise PeerLost(f"rank {self.rank} could not {what}: {error}") from None
+        except ValueError as error:
+            raise self.broken(what, f"ranks call for different things: {error}") from None
+        return value
+
+    def _tell(self, to: int, value: bytes) -> None:
+        for transfer in [self.send(to, part) for part in (_SIZE.pack(len(value)), value)]:
+            transfer.wait()
+
+    def _heard(self, source: int) -> bytes:
+        size = bytearray(_SIZE.size)
+        self.receive(source, memoryview(size)).wait()
+        (nbytes,) = _SIZE.unpack(size)
+        if not 0 <= nbytes <= _MOST_BYTES:
+            raise ValueError(f"rank {source} announces {nbytes} bytes")
+        value = bytearray(nbytes)
+        self.receive(source, memoryview(value)).wait()
+        return bytes(value)
+
+
+def _opened(
+    connections: Connections, places: Store, other: int, purpose: int, is_send: bool, timeout_s: float
+) -> socket.socket:
+    """For a lane, on its thread: its connection. Raises OSError, RuntimeError."""
+    place = places.get(str(other)).decode()
+    return (connections.dial if is_send else connections.arrival)(place, other, purpose, timeout_s)
