@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.moe.megatron_state.trainer_state import lo
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
+from megatron.pretrain.checkpoint import raw_optimizer
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.optimization import separate_steps
@@ -85,6 +86,8 @@ def content_metadata(config: PretrainConfig) -> dict[str, Any]:
         metadata["distrib_optim_sharding_type"] = "fully_reshardable" if reshardable else "dp_reshardable"
         if reshardable:
             metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+    if config.optimizer.use_precision_aware_optimizer:
+        metadata["distrib_optim_sharding_type"] = raw_optimizer.SHARDING
     return metadata
 
 
@@ -100,7 +103,11 @@ def sharded_state_dict(
     for index, chunk in enumerate(chunks):
         result[_chunk_key(index, len(chunks))] = chunk.sharded_state_dict(metadata=metadata)
     if parts.optimizer:
-        result["optimizer"] = state.optimizer.sharded_state_dict(result, is_loading=is_loading, metadata=metadata)
+        result["optimizer"] = (
+            raw_optimizer.raw_state_dict(state.chunks, state.optimizer, is_loading=is_loading)
+            if state.config.optimizer.use_precision_aware_optimizer
+            else state.optimizer.sharded_state_dict(result, is_loading=is_loading, metadata=metadata)
+        )
         result["opt_param_scheduler"] = state.scheduler.state_dict()
     if parts.rng:
         result["rng_state"] = _rng_shard(state.config, parts.rng)
@@ -114,8 +121,11 @@ def apply_state_dict(state: TrainingState, loaded: dict[str, Any], parts: Parts)
     for index, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[_chunk_key(index, len(chunks))])
     if parts.optimizer:
-        state.optimizer.load_state_dict(loaded["optimizer"])
-        separate_steps(state.optimizer)
+        if state.config.optimizer.use_precision_aware_optimizer:
+            raw_optimizer.load_raw_state_dict(state.chunks, state.optimizer, loaded["optimizer"])
+        else:
+            state.optimizer.load_state_dict(loaded["optimizer"])
+            separate_steps(state.optimizer)
         try:
             load_scheduler(state.scheduler, loaded["opt_param_scheduler"], "checkpoint")
         except UsageError as error:
@@ -123,6 +133,7 @@ def apply_state_dict(state: TrainingState, loaded: dict[str, Any], parts: Parts)
     else:
         # Master weights are still those of the initialization; take them from the loaded compute weights.
         state.optimizer.reload_model_params()
+        raw_optimizer.reload_masters_of(state.optimizer)
     if parts.rng:
         _restore_rng(loaded["rng_state"])
     if parts.iteration:

@@ -13,6 +13,7 @@ from megatron.pretrain.config.derived import (
     moe_layer_pattern,
     virtual_pipeline_size,
 )
+from megatron.pretrain.config.low_precision import precision_aware
 
 
 def required(config: PretrainConfig, _: Environment) -> Iterator[str]:
@@ -191,6 +192,7 @@ def precision(config: PretrainConfig, _: Environment) -> Iterator[str]:
         yield "--loss-scale has an effect only with --fp16"
     if layout.overlap_param_gather and not (layout.use_distributed_optimizer and layout.overlap_grad_reduce):
         yield "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce"
+    yield from precision_aware(config)
 
 
 def schedule(config: PretrainConfig, _: Environment) -> Iterator[str]:

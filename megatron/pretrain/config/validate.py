@@ -60,7 +60,8 @@ def _with_defaults(config: PretrainConfig, environment: Environment) -> Pretrain
         optimizer=dataclasses.replace(
             optimizer,
             lr_decay_iters=optimizer.lr_decay_iters or training.train_iters,
-            accumulate_allreduce_grads_in_fp32=optimizer.accumulate_allreduce_grads_in_fp32 or optimizer.bf16,
+            accumulate_allreduce_grads_in_fp32=optimizer.accumulate_allreduce_grads_in_fp32
+            or (optimizer.bf16 and optimizer.main_grads_dtype == "fp32"),
             gradient_accumulation_fusion=optimizer.gradient_accumulation_fusion
             and (layout.device == "cuda" or implementation == "transformer_engine"),
         ),

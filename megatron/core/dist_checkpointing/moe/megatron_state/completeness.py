@@ -22,8 +22,10 @@ from .operators import StateTensor, is_constant
 _SCRATCH = frozenset({"found_inf", "dummy_overflow_buf", "scale_one", "scale"})
 """Tensors of Megatron's optimizers that each step overwrites or that never change, without leading underscores."""
 _KEPT = ("state", "param_groups", "_scales")
-"""What an inner optimizer keeps from step to step; `_scales` is that of Transformer Engine's, for moments of few bits.
+"""What an inner optimizer keeps from step to step; `_scales` is that of Transformer Engine's, for state of few bits.
 Other attributes are working memory, tables and constants, which differ between optimizers and their releases."""
+_PAYLOADS = ("_data", "_scale_inv")
+"""What a Float8Tensor consists of: its own storage is empty, all else of it follows from these."""
 
 
 def check_complete(
@@ -47,8 +49,9 @@ def check_complete(
     names = _Names(whole)
     expected = [*_owned_extents(chunks, whole), *_optimizer_extents(optimizer, names)]
     check_cover(expected, [_extent(tensor.tensor, tensor.key) for tensor in tensors])
-    # Other ranks' shares of compute weights are reachable too, and are no state of this rank.
-    known = Cover([*expected, *(_extent(parameter, name) for name, parameter in whole)])
+    # Other ranks' shares of compute weights are reachable too, and are no state of this rank, nor is what none reads.
+    unread = (extent for member in _members(optimizer) for extent in _unread_scales(member.optimizer))
+    known = Cover([*expected, *unread, *(_extent(parameter, name) for name, parameter in whole)])
     for path, tensor in _reachable(optimizer, "optimizer", set()):
         attribute = path.rpartition(".")[2].lstrip("_")
         if ".grad_scaler." in path or attribute in _SCRATCH:
@@ -114,22 +117,51 @@ def _owned_extents(
 
 def _optimizer_extents(optimizer: MegatronOptimizer, names: _Names) -> Iterator[Extent]:
     """All that the inner optimizers train on and keep."""
-    for member in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if member.optimizer is None:
-            continue
+    for member in _members(optimizer):
         for group in member.optimizer.param_groups:
             for parameter in group["params"]:
                 yield _extent(parameter, f"master weights of {names.of(parameter)}")
         for parameter, kept in member.optimizer.state.items():
             for field, value in kept.items():
                 if isinstance(value, torch.Tensor):
-                    yield _extent(value, f"{field} of {names.of(parameter)}")
+                    for suffix, piece in _pieces(value):
+                        yield _extent(piece, f"{field}{suffix} of {names.of(parameter)}")
+        scales = getattr(member.optimizer, "_scales", {})
+        unread = {extent.start for extent in _unread_scales(member.optimizer)}
+        for parameter, of_fields in scales.items():
+            for field, scale in of_fields.items():
+                if scale.data_ptr() not in unread:
+                    yield _extent(scale, f"scale of {field} of {names.of(parameter)}")
+
+
+def _members(optimizer: MegatronOptimizer) -> list[Any]:
+    members = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [member for member in members if member.optimizer is not None]
+
+
+def _unread_scales(inner: Any) -> Iterator[Extent]:
+    """Scales that Transformer Engine's `FusedAdam` writes down and never reads: of bf16, which has none, and of a
+    Float8Tensor, which has its own."""
+    for parameter, scales in getattr(inner, "_scales", {}).items():
+        for field, scale in scales.items():
+            value = inner.state.get(parameter, {}).get(field)
+            if value is not None and (value.dtype is torch.bfloat16 or _is_float8(value)):
+                yield _extent(scale, f"scale of {field}")
+
+
+def _is_float8(value: torch.Tensor) -> bool:
+    return all(hasattr(value, name) for name in _PAYLOADS)
+
+
+def _pieces(value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that a tensor consists of, with what is added to its name."""
+    return [(f".{name}", getattr(value, name)) for name in _PAYLOADS] if _is_float8(value) else [("", value)]
 
 
 def _reachable(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors in the attributes of optimizers and their scalers, to any depth; other objects are not entered."""
     if isinstance(value, torch.Tensor):
-        yield path, value
+        yield from ((path + suffix, piece) for suffix, piece in _pieces(value))
         return
     if id(value) in seen:
         return

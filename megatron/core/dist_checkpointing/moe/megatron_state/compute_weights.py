@@ -7,6 +7,7 @@ buckets, so that no bit differs from training.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -14,7 +15,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from .operators import StateTensor
-from .optimizer_state import optimizer_members
+from .optimizer_state import MASTER_OF_FUSED, holds_masters, optimizer_members
+from .quantized import is_quantized
 
 
 def settle_gathers(chunks: Sequence[torch.nn.Module]) -> None:
@@ -43,9 +45,20 @@ def recast_compute_weights(chunks: Sequence[torch.nn.Module], optimizer: Megatro
     """Make the compute weights from the master weights after a restore that had none; a collective."""
     settle_gathers(chunks)
     for member in optimizer_members(optimizer):
-        if not isinstance(member, FP32Optimizer):  # there both are one tensor
+        if holds_masters(member):
+            _recast_from_fused(member.optimizer)
+        elif not isinstance(member, FP32Optimizer):  # there both are one tensor
             member._copy_main_params_to_model_params()
     gather_compute_weights(chunks)
+
+
+def _recast_from_fused(inner: Any) -> None:
+    """Core leaves the cast to `FusedAdam`, which makes it in its step only. Masters of fewer bits were restored with
+    their compute weights: those of fp32 are all that may have come alone."""
+    for parameter, state in inner.state.items():
+        master = state[MASTER_OF_FUSED]
+        if master.dtype is torch.float32 and not is_quantized(master):
+            parameter.data.copy_(master)
 
 
 @torch.no_grad()

@@ -3,8 +3,9 @@
 Enumerated are, each tensor once: what every inner optimizer steps (compute weights, master weights, moments, step
 counts), parameters that no optimizer was given (frozen ones), and buffers of routers. Checked against Megatron-Core
 0.16.1: `DistributedOptimizer`, `Float16OptimizerWithFloat16Params` and `FP32Optimizer`, alone or chained, over torch's
-Adam. The views stay valid while training goes on, until `load_state_dict` of an optimizer replaces its moments and
-step counts; then the state has to be enumerated anew. `completeness.py` judges what this file finds.
+Adam, and the first over Transformer Engine's `FusedAdam`, which keeps masters and moments in dtypes of its own. The
+views stay valid while training goes on, until `load_state_dict` of an optimizer replaces its moments and step counts;
+then the state has to be enumerated anew. `completeness.py` judges what this file finds.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from .operators import (
     is_constant,
     locate,
 )
-from .optimizer_state import optimizer_members
-from .quantized import raw_fields
+from .optimizer_state import MASTER_OF_FUSED, SteppedTensor, holds_masters, optimizer_members, scale_of
+from .quantized import is_quantized, raw_fields
 from .restore import LiveRestorer
 
 
@@ -80,8 +81,10 @@ def state_tensors(
 
     With the distributed optimizer that is the rank's shard of every parameter: the compute weights as a view into the
     parameter buffer, the master weights, both moments and the step count. With fp32 parameters the shard is master and
-    compute weights at once: one tensor. Without the distributed optimizer it is every parameter as a whole. Router
-    buffers are state on every rank, whether Megatron's own checkpoints have them or not.
+    compute weights at once: one tensor. Where the optimizer keeps masters in less than 32 bits, rounded or as the
+    remainders of bf16 weights, compute weights are part of the master weights: neither follows from the other. Without
+    the distributed optimizer it is every parameter as a whole. Router buffers are state on every rank, whether
+    Megatron's own checkpoints have them or not.
 
     Trainer state (iteration, schedules, random states, loss scaler) is not among them.
 
@@ -112,11 +115,15 @@ def operators_of_parameters(
 
 def stepped_parameters(
     chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, topology: Topology
-) -> tuple[tuple[Shard, torch.Tensor], ...]:
+) -> tuple[SteppedTensor, ...]:
     """What this rank's inner optimizers step, each with what it is the master weights of; in the optimizers' order."""
     model = _Model(chunks, topology)
     return tuple(
-        (model.shard(owned.parameter, owned.start, owned.end), owned.main)
+        SteppedTensor(
+            model.shard(owned.parameter, owned.start, owned.end),
+            owned.main,
+            owned.parameter.main_grad.dtype if holds_masters(member) else owned.main.dtype,
+        )
         for member in optimizer_members(optimizer)
         for owned in _owned(member)
     )
@@ -208,7 +215,6 @@ def _refuse_unsupported(model: _Model, optimizer: MegatronOptimizer) -> None:
     for member in optimizer_members(optimizer):
         known = type(member) in (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
         reasons[f"the optimizer {type(member).__name__}"] = not known
-        reasons["the precision-aware optimizer"] = member.config.use_precision_aware_optimizer
     for reason, applies in reasons.items():
         if applies:
             raise UsageError(f"training state cannot be protected with {reason}: use --moe-ckpt-strategy none")
@@ -217,7 +223,8 @@ def _refuse_unsupported(model: _Model, optimizer: MegatronOptimizer) -> None:
 def _owned(member: MegatronOptimizer) -> Iterator[_Owned]:
     """What one optimizer steps. Its own groups pair parameters and masters whatever the order of dtypes in them."""
     if isinstance(member, DistributedOptimizer):
-        pairs = _paired(member.model_float16_groups, member.shard_fp32_from_float16_groups)
+        mains = member.shard_float16_groups if holds_masters(member) else member.shard_fp32_from_float16_groups
+        pairs = _paired(member.model_float16_groups, mains)
         pairs += _paired(member.model_fp32_groups, member.shard_fp32_groups)
     elif isinstance(member, Float16OptimizerWithFloat16Params):
         pairs = _paired(member.float16_groups, member.fp32_from_float16_groups)
@@ -251,18 +258,35 @@ def _optimizer_tensors(model: _Model, optimizer: MegatronOptimizer) -> Iterator[
                     " optimizer has allocated its moments, at the latest after the first step"
                 )
             ranks = model.holders(shard, sharded=isinstance(member, DistributedOptimizer))
-            weights = owned.parameter.data.view(-1)[owned.start : owned.end]
-            master = owned.main.detach().view(-1)
-            # fp32 parameters are their own master weights: one tensor, one record.
-            is_master = master.data_ptr() == weights.data_ptr()
-            if not is_master:
-                yield StateTensor(shard, "compute", Part.COMPUTE, weights, ranks, in_forward=True)
-            yield StateTensor(shard, "master", Part.MASTER, master, ranks, in_forward=is_master)
+            yield from _weights(member, owned, shard, ranks)
             for field, value in owned.state.items():
+                if field == MASTER_OF_FUSED:
+                    continue
                 if not isinstance(value, torch.Tensor):
                     raise UsageError(f"the optimizer keeps {field} of {shard.of.name} as {value!r}, not as a tensor")
-                for name, tensor in raw_fields(field, value):
+                scale = scale_of(member.optimizer, owned.main, field)
+                for name, tensor in raw_fields(field, value, scale):
                     yield StateTensor(shard, name, Part.MOMENTS, tensor, ranks)
+
+
+def _weights(member: MegatronOptimizer, owned: _Owned, shard: Shard, ranks: tuple[int, ...]) -> Iterator[StateTensor]:
+    """Compute and master weights, wherever the latter are kept."""
+    weights = owned.parameter.data.view(-1)[owned.start : owned.end]
+    kept = owned.state.get(MASTER_OF_FUSED)
+    if kept is not None:
+        # Only the cast of fp32 masters can be made again: of others the weights were cast before they were rounded.
+        recasts = kept.dtype is torch.float32 and not is_quantized(kept)
+        part = Part.COMPUTE if recasts else Part.MASTER
+        yield StateTensor(shard, "compute", part, weights, ranks, in_forward=True)
+        for name, tensor in raw_fields("master", kept, scale_of(member.optimizer, owned.main, MASTER_OF_FUSED)):
+            yield StateTensor(shard, name, Part.MASTER, tensor, ranks)
+        return
+    master = owned.main.detach().view(-1)
+    # fp32 parameters are their own master weights: one tensor, one record.
+    is_master = master.data_ptr() == weights.data_ptr()
+    if not is_master:
+        yield StateTensor(shard, "compute", Part.COMPUTE, weights, ranks, in_forward=True)
+    yield StateTensor(shard, "master", Part.MASTER, master, ranks, in_forward=is_master)
 
 
 def _frozen_tensors(model: _Model) -> Iterator[StateTensor]:

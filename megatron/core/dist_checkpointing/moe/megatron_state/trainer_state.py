@@ -69,11 +69,7 @@ class LiveTrainerState:
     def _schedules(self) -> dict[str, Json]:
         return {
             "scheduler": _plain(self._scheduler.state_dict()) if self._scheduler is not None else {},
-            "grad_scalers": [_plain(scaler.state_dict()) for scaler in _scalers(self._optimizer)],
-            "param_groups": [
-                {name: _plain(group[name]) for name in _GROUP_FIELDS if name in group}
-                for group in self._optimizer.param_groups
-            ],
+            **optimizer_scalars(self._optimizer),
         }
 
     def tensors(self) -> Mapping[str, memoryview]:
@@ -96,9 +92,7 @@ class LiveTrainerState:
         saved = dict[str, Any](scalars)
         if self._scheduler is not None:
             load_scheduler(self._scheduler, saved["scheduler"])
-        # A stage may lack the part of the optimizer that has the experts, and its scaler.
-        for scaler, values in zip(_scalers(self._optimizer), saved["grad_scalers"], strict=False):
-            scaler.load_state_dict(_scaler_state(values))
+        _load_scalers(self._optimizer, saved["grad_scalers"])
         self.iteration = int(saved[ITERATION])
         self._loop.load_state_dict(saved)
 
@@ -123,6 +117,23 @@ class LiveTrainerState:
                     f"random state {name} has {tensors[name].nbytes} bytes, but this job's has {view.nbytes}: the"
                     " snapshot was made on another kind of device or with another version of torch"
                 )
+
+
+def optimizer_scalars(optimizer: MegatronOptimizer) -> dict[str, Json]:
+    """Step counts, learning rates and weight decay of its groups on this rank, and its loss scalers."""
+    groups: list[Json] = [
+        {name: _plain(group[name]) for name in _GROUP_FIELDS if name in group} for group in optimizer.param_groups
+    ]
+    return {
+        "grad_scalers": [_plain(scaler.state_dict()) for scaler in _scalers(optimizer)],
+        "param_groups": groups,
+    }
+
+
+def load_optimizer_scalars(optimizer: MegatronOptimizer, saved: Mapping[str, Any]) -> None:
+    """Set all of it to what `optimizer_scalars` gave on this rank."""
+    _load_groups(optimizer, saved["param_groups"])
+    _load_scalers(optimizer, saved["grad_scalers"])
 
 
 def load_scheduler(scheduler: OptimizerParamScheduler, saved: dict[str, Any], source: str = "snapshot") -> None:
@@ -172,6 +183,12 @@ def _scalers(optimizer: MegatronOptimizer) -> list[Any]:
     members = getattr(optimizer, "chained_optimizers", [optimizer])
     scalers = (getattr(member, "grad_scaler", None) for member in members)
     return [scaler for scaler in scalers if scaler is not None]
+
+
+def _load_scalers(optimizer: MegatronOptimizer, saved: list[Any]) -> None:
+    # A stage may lack the part of the optimizer that has the experts, and its scaler.
+    for scaler, values in zip(_scalers(optimizer), saved, strict=False):
+        scaler.load_state_dict(_scaler_state(values))
 
 
 def _scaler_state(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -227,9 +227,10 @@ def journaled_step(
             if step.skipped:  # for the norm: a rank without active parameters would not compare it
                 stack.enter_context(replaced(optimizer, step_with_ready_grads=lambda: False))
             outcome: tuple[bool, float | None, int | None] = ChainedOptimizer.step(optimizer)
-            # Fused Adams count the steps of a group, but not of an empty one: its parameters would lag when thawed.
-            for group in emptied if outcome[0] else []:
-                group["step"] = group.get("step", 0) + 1
+            # Fused Adams count the steps of a group, older ones not of an empty one, and none in a stub: its parameters
+            # would lag when thawed.
+            for group, counted in emptied if outcome[0] else []:
+                group["step"] = counted + 1
         return outcome
 
     with replaced(optimizer, step=stepped):
@@ -271,8 +272,9 @@ def _with_journaled_verdict(member: MegatronOptimizer, skipped: bool) -> Callabl
 
 
 @contextlib.contextmanager
-def _only_active(member: MegatronOptimizer, frozen: Parameters) -> Iterator[list[dict[str, Any]]]:
-    """Take frozen parameters, and their masters, out of all lists of one optimizer; yields groups that became empty.
+def _only_active(member: MegatronOptimizer, frozen: Parameters) -> Iterator[list[tuple[dict[str, Any], Any]]]:
+    """Take frozen parameters, and their masters, out of all lists of one optimizer; yields groups that became empty,
+    each with the steps that it has counted.
 
     Without any parameter left it counts as a stub, which takes part in collectives only.
     """
@@ -294,7 +296,7 @@ def _only_active(member: MegatronOptimizer, frozen: Parameters) -> Iterator[list
             before = group["params"]
             stack.callback(group.__setitem__, "params", before)
             group["params"] = [parameter for parameter in before if id(parameter) not in removed]
-            emptied += [group] if before and not group["params"] else []
+            emptied += [(group, group.get("step", 0))] if before and not group["params"] else []
         if not member.get_parameters():
             stack.enter_context(replaced(member, is_stub_optimizer=True))
         yield emptied
