@@ -126,12 +126,8 @@ def _optimizer_extents(optimizer: MegatronOptimizer, names: _Names) -> Iterator[
                 if isinstance(value, torch.Tensor):
                     for suffix, piece in _pieces(value):
                         yield _extent(piece, f"{field}{suffix} of {names.of(parameter)}")
-        scales = getattr(member.optimizer, "_scales", {})
-        unread = {extent.start for extent in _unread_scales(member.optimizer)}
-        for parameter, of_fields in scales.items():
-            for field, scale in of_fields.items():
-                if scale.data_ptr() not in unread:
-                    yield _extent(scale, f"scale of {field} of {names.of(parameter)}")
+        for parameter, field, scale in _scales(member.optimizer, torch.float16):
+            yield _extent(scale, f"scale of {field} of {names.of(parameter)}")
 
 
 def _members(optimizer: MegatronOptimizer) -> list[Any]:
@@ -142,11 +138,17 @@ def _members(optimizer: MegatronOptimizer) -> list[Any]:
 def _unread_scales(inner: Any) -> Iterator[Extent]:
     """Scales that Transformer Engine's `FusedAdam` writes down and never reads: of bf16, which has none, and of a
     Float8Tensor, which has its own."""
+    for _, field, scale in (*_scales(inner, torch.bfloat16), *_scales(inner, torch.uint8)):
+        yield _extent(scale, f"scale of {field}")
+
+
+def _scales(inner: Any, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
+    """What `FusedAdam` keeps beside its state for fields of this dtype: of what parameter, the field, the scale."""
     for parameter, scales in getattr(inner, "_scales", {}).items():
         for field, scale in scales.items():
             value = inner.state.get(parameter, {}).get(field)
-            if value is not None and (value.dtype is torch.bfloat16 or _is_float8(value)):
-                yield _extent(scale, f"scale of {field}")
+            if value is not None and (torch.uint8 if _is_float8(value) else value.dtype) is dtype:
+                yield parameter, field, scale
 
 
 def _is_float8(value: torch.Tensor) -> bool:

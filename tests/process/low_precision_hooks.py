@@ -1,0 +1,109 @@
+"""What tests of masters and moments of few bits do inside workers: examine live state, keep tokens from an expert."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from engine_hooks import tensors_of
+from operator_hooks import examine
+
+
+@contextlib.contextmanager
+def examined(folder: str) -> Iterator[None]:
+    """Instead of training to the end: the examination of `operator_hooks`, and what of the weights masters tell."""
+    from megatron.pretrain.loop import Trainer
+
+    def run(self: Trainer) -> None:
+        facts = examine(self._state, self._datasets, self.iterate)
+        facts["dtypes"] = sorted({f"{one.field} {one.tensor.dtype}" for one in tensors_of(self._state)})
+        facts["not the cast"] = _share_that_is_not_the_cast_of_its_master(self._state)
+        (Path(folder) / f"rank-{torch.distributed.get_rank()}.json").write_text(json.dumps(facts))
+
+    with mock.patch.object(Trainer, "run", run):
+        yield
+
+
+def _share_that_is_not_the_cast_of_its_master(state: Any) -> float:
+    different, total = 0, 0
+    for inner in (member.optimizer for member in state.optimizer.chained_optimizers):
+        for group in inner.param_groups:
+            for weights in group["params"]:
+                cast = inner.get_unscaled_state(weights, "master_param").to(weights.dtype)
+                different += int((cast != weights).sum())
+                total += weights.numel()
+    return different / total
+
+
+@contextlib.contextmanager
+def without_tokens_for_one_expert() -> Iterator[None]:
+    """Expert 1 of each layer is never chosen, and what it has is looked at when training has ended."""
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.pretrain.loop import Trainer
+
+    routing, run = TopKRouter.routing, Trainer.run
+
+    def routed(self: TopKRouter, logits: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        hidden = torch.zeros(logits.shape[-1])
+        hidden[1] = -1e4
+        return routing(self, logits + hidden, *arguments, **options)
+
+    def trained(self: Trainer) -> None:
+        run(self)
+        moments = [one for one in tensors_of(self._state) if one.operator.expert == 1 and one.field == "exp_avg"]
+        assert moments and not any(bool(one.tensor.any()) for one in moments), "the expert has taken part"
+        for chunk in self._state.chunks:
+            for name, weights in chunk.named_parameters():
+                assert bool(torch.isfinite(weights).all()), f"{name} is not finite"
+
+    with mock.patch.object(TopKRouter, "routing", routed), mock.patch.object(Trainer, "run", trained):
+        yield
+
+
+@contextlib.contextmanager
+def scales_not_guarded() -> Iterator[None]:
+    """`FusedAdam` scales its state as it does by itself."""
+    from megatron.core.dist_checkpointing.moe.megatron_state import optimizer_state
+
+    with mock.patch.object(optimizer_state, "guard_scales"):
+        yield
+
+
+@contextlib.contextmanager
+def weights_recast_from_masters() -> Iterator[None]:
+    """After each snapshot that a replay loads: weights of what it thawed become the cast of their masters."""
+    from megatron.core.dist_checkpointing.moe.megatron_state.restore import LiveRestorer
+
+    refresh = LiveRestorer.refresh
+
+    def recast(self: LiveRestorer) -> None:
+        masters = {one.shard: one for one in self._all() if one.field == "master" and one.key in self._fresh}
+        scales = {one.shard: one.tensor for one in self._all() if one.field == "master_scale"}
+        for one in self._all():
+            if one.field == "compute" and one.shard in masters:
+                one.tensor.copy_(masters[one.shard].tensor.float() * scales[one.shard])
+        refresh(self)
+
+    with mock.patch.object(LiveRestorer, "refresh", recast):
+        yield
+
+
+@contextlib.contextmanager
+def a_scale_left_as_it_was(field: str) -> Iterator[None]:
+    """Of this field the scales are restored as 1."""
+    from megatron.core.dist_checkpointing.moe.megatron_state import restore
+
+    write = restore.write_record
+
+    def written(key: str, data: memoryview, tensor: torch.Tensor) -> None:
+        write(key, data, tensor)
+        if key.endswith(f"/{field}_scale"):
+            tensor.fill_(1)
+
+    with mock.patch.object(restore, "write_record", written):
+        yield

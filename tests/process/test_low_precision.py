@@ -1,0 +1,211 @@
+"""Jobs whose optimizer keeps masters and moments in few bits: killed, they come back to the last bit."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import low_precision_hooks as hooks
+import pytest
+from attempts import Cluster
+from local_runs import assert_only_replayed, recover
+from runs import Layout, differences, digest, flags
+from sparse_runs import FP16, Case, Run, assert_identical, assert_replayed, killed
+from sparse_runs import fault_free as run_fault_free
+from world import Hook, World
+
+from moe_ckpt.commands.main import main
+
+ENGINE = ("--transformer-impl", "transformer_engine", "--moe-grouped-gemm", "--use-precision-aware-optimizer")
+ROWS: dict[str, str] = {
+    "row 1": f"{' '.join(FP16)} --accumulate-allreduce-grads-in-fp32 --main-params-dtype fp16 fp16 fp16",
+    "remainders": "--bf16 --main-grads-dtype bf16 bf16 bf16",
+    "row 3": "--bf16 --main-params-dtype fp16 fp32 fp32",
+    "row 4": "--bf16 --main-params-dtype fp16 fp8 fp16",
+    "row 5": "--bf16 --fp8-main-params fp8 fp16",
+}
+"""Table 7 of MoEvement, rows 3 to 5 over weights of bf16; last the dtypes of both moments."""
+BYTES = {"row 1": 2 + 2 + 4, "remainders": 2 + 2 + 4, "row 3": 2 + 2 + 8, "row 4": 2 + 2 + 3, "row 5": 2 + 1 + 3}
+"""Of one parameter in a full state that is exact: compute weights, master, both moments."""
+
+ONE, PAIR, GRID = Layout(pp=1, ep=1, ranks=1), Layout(pp=1, ep=2, ranks=2), Layout(pp=2, ep=2, ranks=4)
+
+
+def model(name: str) -> tuple[str, ...]:
+    *given, first, second = ROWS[name].split()
+    return (*ENGINE, *given, "--exp-avg-dtype", first, "--exp-avg-sq-dtype", second)
+
+
+@pytest.fixture
+def engine_cluster(engine_world: World, corpus: str) -> Iterator[Cluster]:
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="moe-ckpt-test-", dir=shared if shared.is_dir() else None) as folder:
+        yield Cluster(engine_world, corpus, Path(folder))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(engine_world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Run]:
+    """The training of a case without faults and protection; trained once."""
+    kept: dict[Any, Run] = {}
+
+    def run(case: Case) -> Run:
+        if case.training not in kept:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            kept[case.training] = run_fault_free(engine_world, corpus, case, folder)
+        return kept[case.training]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("row 1", GRID),
+        ("row 4", GRID),
+        pytest.param("row 4", Layout(tp=2, pp=1, ep=2, ranks=2), id="row 4, tensor parallel"),
+        ("remainders", PAIR),
+        pytest.param("row 3", PAIR, marks=pytest.mark.full),
+        ("row 5", PAIR),
+    ],
+)
+def test_killed_jobs_replay_with_frozen_operators_and_end_as_if_nothing_had_happened(
+    name: str, layout: Layout, undisturbed: Callable[[Case], Run], engine_cluster: Cluster, tmp_path: Path
+) -> None:
+    case = Case(layout, model(name), window="3")
+    run = killed(engine_cluster, case, tmp_path / "killed")
+    assert len(run.outcomes) == 3
+    assert_replayed(run, int(case.window))
+    assert_identical(run, undisturbed(case))
+
+
+def test_only_the_stage_of_the_lost_rank_runs_iterations_again(
+    undisturbed: Callable[[Case], Run], engine_cluster: Cluster, tmp_path: Path
+) -> None:
+    case = Case(GRID, model("row 4"), window="3", recovery="auto", faults=("1@9:step", "2@14:forward-backward"))
+    run = recover(engine_cluster, case, tmp_path)
+    assert_only_replayed(run, GRID, [[0]], [[1]])
+    assert_identical(run, undisturbed(case))
+
+
+@pytest.mark.parametrize("strategy", ["full", "pec"])
+def test_other_strategies_bring_back_what_they_have(
+    strategy: str, undisturbed: Callable[[Case], Run], engine_cluster: Cluster, tmp_path: Path
+) -> None:
+    case = Case(PAIR, model("row 5"), faults=("1@8:forward-backward",))
+    faults = [part for fault in case.faults for part in ("--moe-ckpt-inject-fault", fault)]
+    chosen = ["--moe-ckpt-strategy", strategy, *(["--moe-ckpt-pec-k-snapshot", "1"] if strategy == "pec" else [])]
+    saving = ["--save", tmp_path, "--save-interval", 6, "--metrics-jsonl", tmp_path / "reports"]
+    length = [*"--train-iters 18 --lr-decay-iters 18".split()]
+    outcomes = engine_cluster.run(PAIR, *length, *case.model, *saving, *chosen, *faults)
+    assert len(outcomes) == 2
+    if strategy == "full":
+        assert re.search(r"recovered iteration \d+ exactly", outcomes[1].said)
+        assert_identical(Run(tmp_path, tuple(outcomes)), undisturbed(case))
+    else:
+        assert "iteration       18/      18" in outcomes[1].said
+        assert "nan" not in outcomes[1].said.lower()
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        partial(hooks.a_scale_left_as_it_was, "exp_avg"),
+        partial(hooks.a_scale_left_as_it_was, "master"),
+        hooks.weights_recast_from_masters,
+    ],
+    ids=["first moments", "masters", "recast"],
+)
+def test_a_scale_that_is_lost_or_weights_that_are_recast_are_noticed(
+    mutation: Hook, undisturbed: Callable[[Case], Run], engine_cluster: Cluster, tmp_path: Path
+) -> None:
+    case = Case(PAIR, model("row 4"), window="3", faults=("1@8:forward-backward",))
+    run = killed(engine_cluster, case, tmp_path / "killed", hooks=(mutation,), forgiven="differs")
+    noticed = any("differs" in outcome.said for outcome in run.outcomes[1:])
+    assert noticed or differences(digest(run.folder, 18), digest(undisturbed(case).folder, 18))
+
+
+@pytest.fixture(scope="module")
+def seen(engine_world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank of a small job found in its state."""
+    folder = tmp_path_factory.mktemp("examined")
+    argv = flags(corpus, PAIR, *model("row 4"), "--moe-ckpt-strategy", "none")
+    outcome = engine_world.run(argv, PAIR.ranks, [partial(hooks.examined, str(folder))])
+    assert set(outcome.codes) == {0}, outcome.said
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(PAIR.ranks)]
+
+
+def test_payloads_are_kept_in_their_dtype_each_with_its_scale(seen: list[dict[str, Any]]) -> None:
+    for facts in seen:
+        assert set(facts["dtypes"]) == {
+            *("compute torch.bfloat16", "master torch.float16", "exp_avg torch.uint8", "exp_avg_sq torch.float16"),
+            *(f"{field}_scale torch.float32" for field in ("master", "exp_avg", "exp_avg_sq")),
+        }
+
+
+def test_every_payload_and_every_scale_is_missed_by_name(seen: list[dict[str, Any]]) -> None:
+    for facts in seen:
+        assert facts["verdicts"]["as it is"] == ""
+        for left_out in ("compute", "master", "exp_avg", "exp_avg_sq", *SCALES):
+            assert "belongs to no operator" in facts["verdicts"][f"without {left_out}"], left_out
+
+
+SCALES = {"master_scale": "scale of master_param", "exp_avg_scale": "exp_avg._scale_inv", "exp_avg_sq_scale": "scale"}
+
+
+@pytest.mark.parametrize("left_out", SCALES)
+def test_a_scale_is_named_for_what_it_is(left_out: str, seen: list[dict[str, Any]]) -> None:
+    for facts in seen:
+        assert SCALES[left_out] in facts["verdicts"][f"without {left_out}"]
+
+
+def test_a_full_state_has_the_weights_because_masters_do_not_tell_them(seen: list[dict[str, Any]]) -> None:
+    for facts in seen:
+        assert 0 < facts["not the cast"] < 0.1
+        assert facts["differences"]["everything"] == facts["differences"]["full parts, recast"] == []
+        for left_out in ("compute", "master", "exp_avg", *SCALES):
+            assert facts["differences"][f"without {left_out}"], left_out
+
+
+def test_an_expert_without_tokens_stays_finite_and_without_the_guard_does_not(engine_world: World, corpus: str) -> None:
+    argv = flags(corpus, ONE, *model("row 5"), "--moe-ckpt-strategy", "none")
+    guarded = engine_world.run(argv, 1, [hooks.without_tokens_for_one_expert])
+    assert set(guarded.codes) == {0}, guarded.said
+    unguarded = engine_world.run(argv, 1, [hooks.without_tokens_for_one_expert, hooks.scales_not_guarded])
+    assert "is not finite" in unguarded.said
+
+
+def inspected(place: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    capsys.readouterr()
+    main(["inspect", str(place), "--json"], standalone_mode=False)
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_stored_snapshots_have_the_bytes_of_the_table_and_saves_resume_to_the_bit(
+    name: str, engine_cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saves, windows = tmp_path / "saves", tmp_path / "windows"
+    storing = ["--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", 3, "--moe-ckpt-persist-dir", windows]
+    storing += ["--moe-ckpt-persist-interval", 3]
+    training = [*model(name), "--save", saves, "--save-interval", 3]
+    engine_cluster.run(ONE, *training, *storing)
+    stored = inspected(windows, capsys)
+    full = [one for one in stored["operators"] if one["part"] == "FULL" and "expert" in one["operator"]]
+    per_parameter = [one["size_bytes"] / (3 * 32 * 32) for one in full if re.search(r"\.expert\d", one["operator"])]
+    assert len(per_parameter) >= 4
+    for found in per_parameter:  # two weights, each with at most three scales
+        assert BYTES[name] <= found <= BYTES[name] + 24 / (3 * 32 * 32)
+
+    resumed = tmp_path / "resumed"
+    shutil.copytree(saves / "iter_0000003", resumed / "iter_0000003")
+    (resumed / "latest_checkpointed_iteration.txt").write_text("3")
+    again = [*model(name), "--save", resumed, "--load", resumed, "--save-interval", 3]
+    engine_cluster.run(ONE, *again, "--moe-ckpt-strategy", "none", job="resumed")
+    assert not differences(digest(resumed, 6), digest(saves, 6))
