@@ -36,6 +36,7 @@ from .operators import (
     locate,
 )
 from .optimizer_state import optimizer_members
+from .quantized import raw_fields
 from .restore import LiveRestorer
 
 
@@ -260,7 +261,8 @@ def _optimizer_tensors(model: _Model, optimizer: MegatronOptimizer) -> Iterator[
             for field, value in owned.state.items():
                 if not isinstance(value, torch.Tensor):
                     raise UsageError(f"the optimizer keeps {field} of {shard.of.name} as {value!r}, not as a tensor")
-                yield StateTensor(shard, field, Part.MOMENTS, value.detach().view(-1), ranks)
+                for name, tensor in raw_fields(field, value):
+                    yield StateTensor(shard, name, Part.MOMENTS, tensor, ranks)
 
 
 def _frozen_tensors(model: _Model) -> Iterator[StateTensor]:

@@ -162,7 +162,8 @@ class StateTensor:
         field: `compute`, `master`, `buffer`, or the optimizer's name (`exp_avg`, `exp_avg_sq`, `step`).
         part: The one component of the operator's state that it is. Where compute weights and master weights are one
             tensor (fp32, and frozen parameters) it is MASTER. Router buffers are MASTER too, step counts MOMENTS.
-        tensor: Flat, contiguous, of the live dtype and device; as long as `shard`, but a step count has one element.
+        tensor: Flat, contiguous, of the live dtype and device; as long as `shard`, but step counts and scales
+            (`quantized.py`) have one element.
             A copy of it is a snapshot, and copying into it is a restore.
         holders: Ranks that hold the same values, this one among them, ascending. One of them has to store it.
         in_forward: Whether a forward pass reads it: compute weights, fp32 masters, router buffers.
