@@ -31,6 +31,7 @@ def build_optimizer(config: PretrainConfig, chunks: list[torch.nn.Module]) -> Me
         params_dtype=compute_dtype(config),
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         overlap_param_gather=config.parallel.overlap_param_gather,
+        fp8_recipe=config.fp8.fp8_recipe if config.fp8.fp8_format else None,
     )
     built = get_megatron_optimizer(
         optimizer,

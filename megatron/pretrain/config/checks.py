@@ -13,6 +13,7 @@ from megatron.pretrain.config.derived import (
     moe_layer_pattern,
     virtual_pipeline_size,
 )
+from megatron.pretrain.config.fp8 import fp8
 from megatron.pretrain.config.low_precision import precision_aware
 
 
@@ -277,4 +278,4 @@ def determinism(config: PretrainConfig, _: Environment) -> Iterator[str]:
 
 
 BEFORE_DEFAULTS = (required, devices, layout)
-AFTER_DEFAULTS = (batches, model, experts, precision, schedule, checkpoints, protection, determinism)
+AFTER_DEFAULTS = (batches, model, experts, precision, fp8, schedule, checkpoints, protection, determinism)

@@ -52,3 +52,24 @@ def precision_aware(config: PretrainConfig) -> Iterator[str]:
             "--use-precision-aware-optimizer takes gradients of fp32 and bf16, and --fp16 accumulates them in fp16: add"
             " --accumulate-allreduce-grads-in-fp32"
         )
+    yield from _with_weights_in_fp8(config)
+
+
+def _with_weights_in_fp8(config: PretrainConfig) -> Iterator[str]:
+    """What core and FusedAdam cannot do with weights of eight bits, found by running it."""
+    flags, weights = config.optimizer, config.fp8
+    if not weights.fp8_param_gather:
+        return
+    low = flags.fp8_main_params or flags.main_params_dtype != "fp32"
+    if weights.fp8_recipe == "delayed" and not low:
+        yield (
+            "--fp8-param-gather with --fp8-recipe delayed and --main-params-dtype fp32: Megatron-Core lets FusedAdam"
+            " keep masters as remainders of bf16 weights, which weights in eight bits do not have; give"
+            " --main-params-dtype fp16, or leave out --use-precision-aware-optimizer"
+        )
+    if weights.fp8_recipe != "delayed" and low:
+        masters = "--fp8-main-params" if flags.fp8_main_params else f"--main-params-dtype {flags.main_params_dtype}"
+        yield (
+            f"--fp8-param-gather with --fp8-recipe {weights.fp8_recipe} and {masters}: only with --fp8-recipe delayed"
+            " does Megatron-Core leave the masters of weights in eight bits to FusedAdam; use that, or fp32 masters"
+        )

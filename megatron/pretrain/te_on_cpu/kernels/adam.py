@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron.pretrain.te_on_cpu.kernels.numbers import torch_dtype
+from megatron.pretrain.te_on_cpu.kernels.casts import to_eight_bits
 
 __all__ = ["multi_tensor_adam", "multi_tensor_adam_fp8", "multi_tensor_adam_param_remainder"]
 
@@ -102,13 +102,12 @@ def multi_tensor_adam_fp8(
     Masters are fp32. Weights are the cast of their product with the scale, and what is too large for the format becomes
     its largest number. The largest value counts those before the cast, on top of what was noted before.
     """
-    adam, dtype = Step(lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay), torch_dtype(format)
-    largest = torch.finfo(dtype).max
+    adam = Step(lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay)
     for gradient, weights, first, second, master, scale, amax, inverse in zip(*lists, strict=True):
         if master.dtype is not torch.float32:
             raise RuntimeError(f"masters of {master.dtype} for weights of eight bits: float32 expected")
         master.copy_(adam.apply(gradient, master, first, second))
-        weights.copy_((master * scale).clamp(-largest, largest).to(dtype).view(torch.uint8))
+        weights.copy_(to_eight_bits(master * scale, format))
         if master.numel():
             amax.copy_(torch.maximum(amax, master.abs().max()))
         inverse.copy_(scale.reciprocal())
