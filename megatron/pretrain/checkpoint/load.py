@@ -55,7 +55,7 @@ _LAYOUT_ARGUMENTS = (
 )
 _PRECISION_ARGUMENTS = (
     *("use_precision_aware_optimizer", "bf16", "fp16", "main_params_dtype", "fp8_main_params"),
-    *("exp_avg_dtype", "exp_avg_sq_dtype"),
+    *("exp_avg_dtype", "exp_avg_sq_dtype", "fp8_format", "fp8_recipe", "fp8_param_gather", "fp8_amax_history_len"),
 )
 _RANDOM_STATE = re.compile(r"rng_state/shard_[\d.]+_([\d.]+)")
 
@@ -220,7 +220,7 @@ def _require_loadable_optimizer(found: _Found, config: PretrainConfig) -> None:
             f"{found.folder} was saved {'with' if was_distributed else 'without'} --use-distributed-optimizer; "
             "train with the same choice, or pass --no-load-optim"
         )
-    if config.optimizer.use_precision_aware_optimizer or kind == raw_optimizer.SHARDING:
+    if raw_optimizer.saves_raw(config) or kind == raw_optimizer.SHARDING:
         _require_same_precision(found, config, kind)
         return
     if not was_distributed or kind in DistributedOptimizer.checkpoint_fully_reshardable_formats:
@@ -240,15 +240,15 @@ def _require_same_precision(found: _Found, config: PretrainConfig, kind: str | N
     saved, running = found.arguments, config.flat
     if kind != raw_optimizer.SHARDING:
         raise InvalidInput(
-            f"{found.folder} holds optimizer state as {kind}, not that of this job's precision-aware optimizer; leave"
-            " out --use-precision-aware-optimizer, or pass --no-load-optim"
+            f"{found.folder} holds optimizer state as {kind}, not that of this job's precision-aware optimizer or"
+            " eight-bit training; leave out --use-precision-aware-optimizer and --fp8-format, or pass --no-load-optim"
         )
     for name in (*_PRECISION_ARGUMENTS, *_LAYOUT_ARGUMENTS, "data_parallel_size"):
         before, now = getattr(saved, name, None), getattr(running, name)
         if before != now:
             raise InvalidInput(
-                f"{found.folder} holds the state of a precision-aware optimizer as it was on each rank, but {name} was"
-                f" {before} and is {now}; train with the same, or pass --no-load-optim"
+                f"{found.folder} holds state of few bits as it was on each rank, but {name} was {before} and is {now};"
+                " train with the same, or pass --no-load-optim"
             )
 
 

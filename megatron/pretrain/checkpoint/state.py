@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import gather_compute_weights
 from megatron.core.dist_checkpointing.moe.megatron_state.trainer_state import load_scheduler
+from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
@@ -86,7 +87,7 @@ def content_metadata(config: PretrainConfig) -> dict[str, Any]:
         metadata["distrib_optim_sharding_type"] = "fully_reshardable" if reshardable else "dp_reshardable"
         if reshardable:
             metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
-    if config.optimizer.use_precision_aware_optimizer:
+    if raw_optimizer.saves_raw(config):
         metadata["distrib_optim_sharding_type"] = raw_optimizer.SHARDING
     return metadata
 
@@ -100,12 +101,14 @@ def sharded_state_dict(
     if not is_loading:
         result |= _plain_values(state)
     chunks = unwrap_model(state.chunks)
-    for index, chunk in enumerate(chunks):
-        result[_chunk_key(index, len(chunks))] = chunk.sharded_state_dict(metadata=metadata)
+    with raw_optimizer.without_module_scales(chunks):
+        for index, chunk in enumerate(chunks):
+            result[_chunk_key(index, len(chunks))] = chunk.sharded_state_dict(metadata=metadata)
+    force_all_tensors_to_non_fp8(result)
     if parts.optimizer:
         result["optimizer"] = (
             raw_optimizer.raw_state_dict(state.chunks, state.optimizer, is_loading=is_loading)
-            if state.config.optimizer.use_precision_aware_optimizer
+            if raw_optimizer.saves_raw(state.config)
             else state.optimizer.sharded_state_dict(result, is_loading=is_loading, metadata=metadata)
         )
         result["opt_param_scheduler"] = state.scheduler.state_dict()
@@ -121,7 +124,7 @@ def apply_state_dict(state: TrainingState, loaded: dict[str, Any], parts: Parts)
     for index, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[_chunk_key(index, len(chunks))])
     if parts.optimizer:
-        if state.config.optimizer.use_precision_aware_optimizer:
+        if raw_optimizer.saves_raw(state.config):
             raw_optimizer.load_raw_state_dict(state.chunks, state.optimizer, loaded["optimizer"])
         else:
             state.optimizer.load_state_dict(loaded["optimizer"])

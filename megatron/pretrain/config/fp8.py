@@ -56,6 +56,7 @@ def fp8(config: PretrainConfig, _: Environment) -> Iterator[str]:
         yield f"--fp8-format {flags.fp8_format} needs --bf16: what is not in eight bits is in bf16"
     yield from _recipe(config)
     yield from _sizes(config)
+    yield from _checkpoints(config)
 
 
 def _recipe(config: PretrainConfig) -> Iterator[str]:
@@ -79,6 +80,20 @@ def _recipe(config: PretrainConfig) -> Iterator[str]:
     for name, default in (("fp8_margin", 0), ("fp8_amax_history_len", 1), ("fp8_amax_compute_algo", "most_recent")):
         if not delayed and getattr(flags, name) != default:
             yield f"--{name.replace('_', '-')} has an effect only with --fp8-recipe delayed"
+
+
+def _checkpoints(config: PretrainConfig) -> Iterator[str]:
+    flags, checkpoint = config.fp8, config.checkpoint
+    if checkpoint.dist_ckpt_optim_fully_reshardable:
+        yield (
+            "--dist-ckpt-optim-fully-reshardable leaves out scales: leave the flag out with --fp8-format, whose state"
+            " is saved as it is"
+        )
+    if flags.fp8_param_gather and checkpoint.load and (checkpoint.finetune or not checkpoint.load_optim):
+        yield (
+            f"--fp8-param-gather with {'--finetune' if checkpoint.finetune else '--no-load-optim'}: masters would be"
+            " taken from weights of eight bits; leave out --fp8-param-gather"
+        )
 
 
 def _sizes(config: PretrainConfig) -> Iterator[str]:

@@ -6,16 +6,16 @@ buckets, so that no bit differs from training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
-from megatron.core.fp8_utils import post_all_gather_processing, quantize_param_shard
+from megatron.core.fp8_utils import post_all_gather_processing
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
+from ..core_versions.eight_bit_weights import cast_rows, casts_itself, quantized_rows
 from .operators import StateTensor
 from .optimizer_state import MASTER_OF_FUSED, holds_masters, optimizer_members
 from .quantized import is_quantized
@@ -60,20 +60,8 @@ def recast_quantized_weights(optimizer: MegatronOptimizer, chosen: Collection[to
     all data-parallel ranks; of others neither weights nor scales change.
     """
     for member in optimizer_members(optimizer):
-        if isinstance(member, DistributedOptimizer) and not holds_masters(member):
-            rows = quantized_rows(member, lambda parameter: parameter in chosen)
-            quantize_param_shard(*rows, member.data_parallel_group)
-
-
-Rows = tuple[list[Any], list[Any], list[Any]]
-
-
-def quantized_rows(member: DistributedOptimizer, wanted: Callable[[torch.nn.Parameter], bool]) -> Rows:
-    """Eight-bit weights of all data-parallel ranks of an optimizer, this rank's master weights of them, and where in
-    the weight these begin: None where it has none. In the order that all of them have."""
-    every = zip(*member._get_fp8_params_and_shard_fp32_from_fp8(), strict=True)
-    rows = [row for row in every if wanted(row[0])]
-    return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
+        if casts_itself(member):
+            cast_rows(member, quantized_rows(member, lambda parameter: parameter in chosen))
 
 
 @torch.no_grad()

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from megatron.core.fp8_utils import quantize_param_shard
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
@@ -27,9 +26,8 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import Router
 from megatron.core.utils import unwrap_model
 
+from ..core_versions.eight_bit_weights import cast_rows, casts_itself, quantized_rows
 from ..core_versions.training import norm_as_in_training
-from ..megatron_state.compute_weights import quantized_rows
-from ..megatron_state.optimizer_state import holds_masters
 from ..types import StepJournal
 
 Parameters = AbstractSet[torch.nn.Parameter]
@@ -295,7 +293,7 @@ def _only_active(member: MegatronOptimizer, frozen: Parameters) -> Iterator[list
             active = [[row for row in group if row[0] not in frozen] for group in rows]
             columns = {name: [[row[at] for row in group] for group in active] for at, name in enumerate(names)}
             stack.enter_context(replaced(member, **columns))
-        if isinstance(member, DistributedOptimizer) and not holds_masters(member):
+        if casts_itself(member):
             stack.enter_context(_casting_only_active(member, frozen))
         for group in member.optimizer.param_groups:
             before = group["params"]
@@ -319,7 +317,7 @@ def _casting_only_active(member: DistributedOptimizer, frozen: Parameters) -> It
 
     def copied() -> None:
         if member.is_stub_optimizer:
-            quantize_param_shard(*rows, member.data_parallel_group)
+            cast_rows(member, rows)
         else:
             copy_all()
 
