@@ -94,7 +94,7 @@ ROWS = {
     # The driver, and drills that start it.
     DRIVER: Row(
         "errors policy strategies config contradictions storage core_versions megatron_state seats",
-        "megatron.core megatron.training numpy psutil tokenizers torch", "dense megatron_core",
+        "megatron.core megatron.training numpy psutil tokenizers torch transformer_engine", "dense megatron_core",
         also=f"{ENGINE} {ENGINE}.stock",
     ),
     f"{TOOLS}.drills": Row("", "psutil", "dense scripts", also=DRIVER),
