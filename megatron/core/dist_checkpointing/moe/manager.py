@@ -108,7 +108,7 @@ class MoECheckpointManager:
         self._train_iters, transformer = train_iters, get_model_config(chunks[0])
         _refuse_contradictions(config, chunks[0], transformer)
         _refuse_what_cannot_repeat_itself(config, chunks[0], transformer)
-        self._trainer = LiveTrainerState(optimizer, scheduler, state or NoLoopState())
+        self._trainer = LiveTrainerState(optimizer, scheduler, state or NoLoopState(), chunks)
         self._session: Session | Unprotected = session or Unprotected()
         if session is None and config.strategy != "none":
             microbatches = global_batch_size // (micro_batch_size * parallel_state.get_data_parallel_world_size())

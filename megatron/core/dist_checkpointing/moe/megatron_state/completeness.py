@@ -29,7 +29,10 @@ _PAYLOADS = ("_data", "_scale_inv")
 
 
 def check_complete(
-    chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, tensors: Sequence[StateTensor]
+    chunks: Sequence[torch.nn.Module],
+    optimizer: MegatronOptimizer,
+    tensors: Sequence[StateTensor],
+    scales: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Check that every byte of training state on this rank is in exactly one of `tensors` or is trainer state.
 
@@ -41,17 +44,19 @@ def check_complete(
         chunks: The model chunks as they are trained, wrapped in DistributedDataParallel.
         optimizer: What steps them.
         tensors: What `state_tensors` found on this rank.
+        scales: What `quantization_tensors` found, which is saved with the trainer state.
 
     Raises:
         IncompleteState: Names what is in none of the tensors, or in two, or is no live state.
     """
     whole = list(_parameters(chunks))
     names = _Names(whole)
-    expected = [*_owned_extents(chunks, whole), *_optimizer_extents(optimizer, names)]
-    check_cover(expected, [_extent(tensor.tensor, tensor.key) for tensor in tensors])
+    expected = [*_owned_extents(chunks, whole), *_optimizer_extents(optimizer, names), *_module_extents(chunks)]
+    found = [_extent(tensor.tensor, tensor.key) for tensor in tensors]
+    check_cover(expected, [*found, *(_extent(tensor, name) for name, tensor in (scales or {}).items())])
     # Other ranks' shares of compute weights are reachable too, and are no state of this rank, nor is what none reads.
     unread = (extent for member in _members(optimizer) for extent in _unread_scales(member.optimizer))
-    known = Cover([*expected, *unread, *(_extent(parameter, name) for name, parameter in whole)])
+    known = Cover([*expected, *unread, *(extent for name, parameter in whole for extent in _extents(parameter, name))])
     for path, tensor in _reachable(optimizer, "optimizer", set()):
         attribute = path.rpartition(".")[2].lstrip("_")
         if ".grad_scaler." in path or attribute in _SCRATCH:
@@ -75,11 +80,15 @@ def _extent(tensor: torch.Tensor, name: str) -> Extent:
     return Extent(start, start + (elements * tensor.element_size() if tensor.numel() else 0), name)
 
 
+def _extents(tensor: torch.Tensor, name: str) -> list[Extent]:
+    return [_extent(piece, f"{name}{suffix}") for suffix, piece in _pieces(tensor)]
+
+
 class _Names:
     """Names of parameters by the address of their compute or master weights."""
 
     def __init__(self, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
-        extents = [_extent(parameter, name) for name, parameter in parameters]
+        extents = [_extent(_pieces(parameter)[0][1], name) for name, parameter in parameters]
         masters = [(name, getattr(parameter, "main_param", None)) for name, parameter in parameters]
         extents += [_extent(master, name) for name, master in masters if master is not None]
         self._extents = sorted(extents, key=lambda extent: extent.start)
@@ -106,13 +115,24 @@ def _owned_extents(
                 share = data.numel() // ranks
                 buckets.append((_extent(data, ""), _extent(data.view(-1)[rank * share : (rank + 1) * share], "")))
     for name, parameter in parameters:
-        whole = _extent(parameter, f"compute weights of {name}")
+        whole, *rest = _extents(parameter, f"compute weights of {name}")
+        yield from rest  # the scale of eight-bit weights, on each rank
         shares = [share for bucket, share in buckets if whole.shared_with(bucket)]
         yield from (part for share in shares if (part := whole.shared_with(share))) if shares else [whole]
     for chunk in unwrap_model(list(chunks)):
         for name, buffer in chunk.named_buffers():
             if not is_constant(name):
                 yield _extent(buffer, f"buffer {name}")
+
+
+def _module_extents(chunks: Sequence[torch.nn.Module]) -> Iterator[Extent]:
+    """Tensors that layers of Transformer Engine keep for their scales, beside parameters and what is made of those."""
+    for chunk in unwrap_model(list(chunks)):
+        for name, module in chunk.named_modules():
+            for key, kept in getattr(module, "fp8_meta", {}).items():
+                for field, value in getattr(kept, "__dict__", {}).items():
+                    if isinstance(value, torch.Tensor):
+                        yield _extent(value, f"{key}.{field} of {name}")
 
 
 def _optimizer_extents(optimizer: MegatronOptimizer, names: _Names) -> Iterator[Extent]:

@@ -6,12 +6,14 @@ buckets, so that no bit differs from training.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
+from megatron.core.fp8_utils import post_all_gather_processing, quantize_param_shard
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from .operators import StateTensor
@@ -38,6 +40,40 @@ def gather_compute_weights(chunks: Sequence[torch.nn.Module]) -> None:
     for chunk in chunks:
         if chunk.ddp_config.use_distributed_optimizer:
             chunk.start_param_sync(force_sync=True)
+    quantized = [parameter for chunk in chunks for parameter in chunk.parameters() if is_quantized(parameter)]
+    if quantized:  # core does this after some gathers only: backward passes would read the transposes of before
+        post_all_gather_processing(quantized)
+
+
+def any_rank(condition: bool) -> bool:
+    """Whether it holds on any rank; a collective."""
+    found = torch.tensor([condition], dtype=torch.int32, device=torch.cuda.current_device())
+    torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
+    return bool(found.item())
+
+
+@torch.no_grad()
+def recast_quantized_weights(optimizer: MegatronOptimizer, chosen: Collection[torch.nn.Parameter]) -> None:
+    """Make this rank's shards of eight-bit weights from master weights, as the optimizer's step ends; a collective.
+
+    Scales of delayed scaling must be those that the step found: restore them before. chosen: the same parameters on
+    all data-parallel ranks; of others neither weights nor scales change.
+    """
+    for member in optimizer_members(optimizer):
+        if isinstance(member, DistributedOptimizer) and not holds_masters(member):
+            rows = quantized_rows(member, lambda parameter: parameter in chosen)
+            quantize_param_shard(*rows, member.data_parallel_group)
+
+
+Rows = tuple[list[Any], list[Any], list[Any]]
+
+
+def quantized_rows(member: DistributedOptimizer, wanted: Callable[[torch.nn.Parameter], bool]) -> Rows:
+    """Eight-bit weights of all data-parallel ranks of an optimizer, this rank's master weights of them, and where in
+    the weight these begin: None where it has none. In the order that all of them have."""
+    every = zip(*member._get_fp8_params_and_shard_fp32_from_fp8(), strict=True)
+    rows = [row for row in every if wanted(row[0])]
+    return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
 
 
 @torch.no_grad()

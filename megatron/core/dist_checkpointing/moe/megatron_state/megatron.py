@@ -24,7 +24,14 @@ from megatron.core.utils import unwrap_model
 
 from ..errors import UsageError
 from ..types import Coordinates, OperatorId, Part, Topology
-from .compute_weights import gather_compute_weights, level_step_counts, recast_compute_weights, settle_gathers
+from .compute_weights import (
+    any_rank,
+    gather_compute_weights,
+    level_step_counts,
+    recast_compute_weights,
+    recast_quantized_weights,
+    settle_gathers,
+)
 from .operators import (
     WORD_EMBEDDINGS,
     ChunkPlace,
@@ -37,7 +44,8 @@ from .operators import (
     locate,
 )
 from .optimizer_state import MASTER_OF_FUSED, SteppedTensor, holds_masters, optimizer_members, scale_of
-from .quantized import is_quantized, raw_fields
+from .quantization import quantization_tensors
+from .quantized import is_quantized, raw, raw_fields
 from .restore import LiveRestorer
 
 
@@ -99,6 +107,7 @@ def state_tensors(
     model = _Model(chunks, topology)
     _refuse_unsupported(model, optimizer)
     found = [*_optimizer_tensors(model, optimizer), *_frozen_tensors(model), *_buffer_tensors(model)]
+    found += _scale_tensors(model, optimizer)
     return tuple(sorted(found, key=lambda tensor: (tensor.operator, tensor.key)))
 
 
@@ -132,9 +141,14 @@ def stepped_parameters(
 def live_restorer(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, topology: Topology) -> LiveRestorer:
     """What restores this rank's state; its copies of other ranks' compute weights are poisoned and gathered too."""
 
+    operator_of = operators_of_parameters(chunks, topology)
+    quantized = [parameter for parameter in operator_of if is_quantized(parameter)]
+    in_eight_bits = bool(unwrap_model(list(chunks))[0].config.fp8_param)
+
     def finish(recast: bool) -> None:
         level_step_counts(state_tensors(chunks, optimizer, topology))
-        if recast:
+        # Some may have restored weights that others have not, and to cast those of eight bits takes all.
+        if any_rank(recast) if in_eight_bits else recast:
             recast_compute_weights(chunks, optimizer)
         else:
             gather_compute_weights(chunks)
@@ -144,7 +158,14 @@ def live_restorer(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimize
         finish,
         gather=lambda: gather_compute_weights(chunks),
         settle=lambda: settle_gathers(chunks),
-        derived=[parameter for chunk in chunks for parameter in chunk.parameters()],
+        derived=[
+            *(raw(parameter) for chunk in chunks for parameter in chunk.parameters()),
+            *(parameter._transpose for parameter in quantized if parameter._transpose is not None),
+            *quantization_tensors(chunks).values(),
+        ],
+        recast=lambda operators: recast_quantized_weights(
+            optimizer, {parameter for parameter in quantized if operator_of[parameter] in operators}
+        ),
     )
 
 
@@ -207,7 +228,10 @@ def _refuse_unsupported(model: _Model, optimizer: MegatronOptimizer) -> None:
     # Without expert parallelism core reduces the gradients of experts with the rest's, over other tensor ranks.
     astray = bool(config.num_moe_experts) and topology.ep == 1 and topology.expert_tp != topology.tp
     reasons = {
-        "fp8 or fp4 parameters, whose scales are state of modules": config.fp8 or config.fp4,
+        "fp4": config.fp4,
+        f"weights in {config.fp8_recipe} eight bits, which are kept by rows and by columns": config.fp8_param
+        and config.fp8_recipe not in ("delayed", "tensorwise"),
+        "attention in eight bits": config.fp8_dot_product_attention or config.fp8_multi_head_attention,
         "Megatron-FSDP": wrapping.use_megatron_fsdp,
         "several instances of the distributed optimizer": wrapping.num_distributed_optimizer_instances > 1,
         "an expert-tensor-parallel size of its own and no expert parallelism": astray,
@@ -271,7 +295,7 @@ def _optimizer_tensors(model: _Model, optimizer: MegatronOptimizer) -> Iterator[
 
 def _weights(member: MegatronOptimizer, owned: _Owned, shard: Shard, ranks: tuple[int, ...]) -> Iterator[StateTensor]:
     """Compute and master weights, wherever the latter are kept."""
-    weights = owned.parameter.data.view(-1)[owned.start : owned.end]
+    weights = raw(owned.parameter)[owned.start : owned.end]
     kept = owned.state.get(MASTER_OF_FUSED)
     if kept is not None:
         # Only the cast of fp32 masters can be made again: of others the weights were cast before they were rounded.
@@ -289,6 +313,18 @@ def _weights(member: MegatronOptimizer, owned: _Owned, shard: Shard, ranks: tupl
     yield StateTensor(shard, "master", Part.MASTER, master, ranks, in_forward=is_master)
 
 
+def _scale_tensors(model: _Model, optimizer: MegatronOptimizer) -> Iterator[StateTensor]:
+    """Scales of eight-bit weights: one for the whole weight, so also on ranks that own no part of it."""
+    # As `_weights`: where masters are kept in few bits, what was cast from them before cannot be made again.
+    masters = [member.config.main_params_dtype for member in optimizer_members(optimizer) if holds_masters(member)]
+    part = Part.MASTER if any(dtype is not torch.float32 for dtype in masters) else Part.COMPUTE
+    for parameter in (parameter for chunk in model.chunks for parameter in chunk.parameters()):
+        if is_quantized(parameter):
+            shard = model.shard(parameter, 0, parameter.numel())
+            (_, (field, scale)) = raw_fields("compute", parameter)
+            yield StateTensor(shard, field, part, scale, model.holders(shard, sharded=False), in_forward=True)
+
+
 def _frozen_tensors(model: _Model) -> Iterator[StateTensor]:
     """Parameters that were never given to the optimizer: whole on each data-parallel rank."""
     buffers = [buffer for chunk in model.wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -298,7 +334,7 @@ def _frozen_tensors(model: _Model) -> Iterator[StateTensor]:
             if parameter not in trained:
                 shard = model.shard(parameter, 0, parameter.numel())
                 ranks = model.holders(shard, sharded=False)
-                yield StateTensor(shard, "master", Part.MASTER, parameter.data.view(-1), ranks, in_forward=True)
+                yield StateTensor(shard, "master", Part.MASTER, raw(parameter), ranks, in_forward=True)
 
 
 def _buffer_tensors(model: _Model) -> Iterator[StateTensor]:

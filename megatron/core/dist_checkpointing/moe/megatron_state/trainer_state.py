@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy
@@ -15,6 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from ..errors import UnreadableCheckpoint, UsageError
 from ..ports import Json
+from .quantization import QUANTIZATION, difference, packed, quantization_tensors, unpack
 
 ITERATION = "iteration"
 _GROUP_FIELDS = ("lr", "weight_decay", "step")
@@ -51,15 +52,20 @@ class LiveTrainerState:
         optimizer: Its parameter groups and loss scalers.
         scheduler: Its steps; None where nothing is scheduled.
         loop: What the training loop counts.
+        chunks: The model chunks of this rank, for the scales that their modules keep.
 
     Attributes:
         iteration: The one after which training stands.
     """
 
     def __init__(
-        self, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler | None, loop: LoopState
+        self,
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler | None,
+        loop: LoopState,
+        chunks: Sequence[torch.nn.Module] = (),
     ) -> None:
-        self._optimizer, self._scheduler, self._loop = optimizer, scheduler, loop
+        self._optimizer, self._scheduler, self._loop, self._chunks = optimizer, scheduler, loop, chunks
         self.iteration = 0
 
     def scalars(self) -> dict[str, Json]:
@@ -74,7 +80,16 @@ class LiveTrainerState:
 
     def tensors(self) -> Mapping[str, memoryview]:
         """As `ports.TrainerState.tensors`."""
-        return random_states()
+        scales = self._scales()
+        return random_states() | ({QUANTIZATION: packed(scales)} if scales else {})
+
+    def difference(self, tensors: Mapping[str, memoryview]) -> str:
+        """As `ports.TrainerState.difference`: the scales of eight-bit training."""
+        scales = self._scales()
+        return difference(scales, tensors[QUANTIZATION]) if scales and QUANTIZATION in tensors else ""
+
+    def _scales(self) -> Mapping[str, torch.Tensor]:
+        return quantization_tensors(self._chunks) if self._chunks else {}
 
     def restore(self, scalars: Mapping[str, Json], tensors: Mapping[str, memoryview]) -> None:
         """As `ports.TrainerState.restore`; nothing is changed when something is missing.
@@ -86,6 +101,8 @@ class LiveTrainerState:
         _load_groups(self._optimizer, saved["param_groups"])
         self.restore_common(saved)
         restore_random(tensors)
+        if scales := self._scales():
+            unpack(scales, tensors[QUANTIZATION])
 
     def restore_common(self, scalars: Mapping[str, Json]) -> None:
         """As `ports.TrainerState.restore_common`."""

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.fp8_utils import quantize_param_shard
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
@@ -27,6 +28,8 @@ from megatron.core.transformer.moe.router import Router
 from megatron.core.utils import unwrap_model
 
 from ..core_versions.training import norm_as_in_training
+from ..megatron_state.compute_weights import quantized_rows
+from ..megatron_state.optimizer_state import holds_masters
 from ..types import StepJournal
 
 Parameters = AbstractSet[torch.nn.Parameter]
@@ -292,6 +295,8 @@ def _only_active(member: MegatronOptimizer, frozen: Parameters) -> Iterator[list
             active = [[row for row in group if row[0] not in frozen] for group in rows]
             columns = {name: [[row[at] for row in group] for group in active] for at, name in enumerate(names)}
             stack.enter_context(replaced(member, **columns))
+        if isinstance(member, DistributedOptimizer) and not holds_masters(member):
+            stack.enter_context(_casting_only_active(member, frozen))
         for group in member.optimizer.param_groups:
             before = group["params"]
             stack.callback(group.__setitem__, "params", before)
@@ -300,3 +305,24 @@ def _only_active(member: MegatronOptimizer, frozen: Parameters) -> Iterator[list
         if not member.get_parameters():
             stack.enter_context(replaced(member, is_stub_optimizer=True))
         yield emptied
+
+
+@contextlib.contextmanager
+def _casting_only_active(member: DistributedOptimizer, frozen: Parameters) -> Iterator[None]:
+    """Keep frozen weights of eight bits out of the cast at the end of a step.
+
+    That is a collective over all such weights of the data-parallel ranks, whichever of them are this rank's. Left as it
+    is, a rank without active ones would leave it out as a stub, and current scaling would take frozen ones for zeros.
+    """
+    rows = quantized_rows(member, lambda parameter: parameter not in frozen)
+    copy_all = member._copy_main_params_to_model_params
+
+    def copied() -> None:
+        if member.is_stub_optimizer:
+            quantize_param_shard(*rows, member.data_parallel_group)
+        else:
+            copy_all()
+
+    values = {"_get_fp8_params_and_shard_fp32_from_fp8": lambda: rows, "_copy_main_params_to_model_params": copied}
+    with replaced(member, **values):
+        yield
