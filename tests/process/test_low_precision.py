@@ -15,7 +15,7 @@ import low_precision_hooks as hooks
 import pytest
 from attempts import Cluster
 from local_runs import assert_only_replayed, recover
-from runs import Layout, differences, digest, flags
+from runs import Layout, differences, digest, flags, published
 from sparse_runs import FP16, UNTIED, Case, Run, assert_identical, assert_replayed, killed
 from sparse_runs import fault_free as run_fault_free
 from world import Hook, World
@@ -93,6 +93,7 @@ def test_killed_jobs_replay_with_frozen_operators_and_end_as_if_nothing_had_happ
     case = Case(layout, model(name), window="3")
     run = killed(engine_cluster, case, tmp_path / "killed")
     assert len(run.outcomes) == 3
+    assert published(run.folder)
     assert_replayed(run, int(case.window))
     assert_identical(run, undisturbed(case))
 
@@ -191,6 +192,19 @@ def test_an_expert_without_tokens_stays_finite_and_without_the_guard_does_not(en
     assert set(guarded.codes) == {0}, guarded.said
     unguarded = engine_world.run(argv, 1, [hooks.without_tokens_for_one_expert, hooks.scales_not_guarded])
     assert "is not finite" in unguarded.said
+
+
+def test_megatron_core_itself_still_cannot_do_what_is_not_left_to_it(
+    engine_world: World, corpus: str, tmp_path: Path
+) -> None:
+    """When it can, `docs/upstream` and what is done here instead have had their time."""
+    argv = flags(corpus, ONE, *model("remainders"), "--moe-ckpt-strategy", "none")
+    outcome = engine_world.run(argv, 1, [partial(hooks.in_megatron_core_s_ways, str(tmp_path))])
+    assert set(outcome.codes) == {0}, outcome.said
+    said = json.loads((tmp_path / "facts.json").read_text())
+    assert said["init_state_fn"] == "TypeError"
+    assert said["fully_reshardable"] == "AssertionError"
+    assert said["dp_reshardable"]  # core 0.19 leaves out what is no tensor
 
 
 STORING = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "3", "--moe-ckpt-persist-interval", "3")

@@ -26,6 +26,9 @@ class Float8:
         self._data.copy_((values * scale).clamp(-EIGHT, EIGHT).to(torch.float8_e4m3fn).view(torch.uint8))
         self._scale_inv.copy_(1 / scale)
 
+    def take(self, scale: torch.Tensor) -> None:
+        self._quantizer.scale.copy_(scale)
+
     def values(self) -> torch.Tensor:
         return self._data.view(torch.float8_e4m3fn).float() * self._scale_inv
 
@@ -43,7 +46,7 @@ class Fused:
             return
         torch.div(unscaled.abs().max(), EIGHT if isinstance(scaled, Float8) else HALF, out=scale)
         if isinstance(scaled, Float8):
-            scaled._quantizer.scale.copy_(1 / scale)
+            scaled.take(1 / scale)
             scaled.copy_(unscaled)
         else:
             unscaled.mul_(torch.where(scale > 0, scale.reciprocal(), 0.0))
