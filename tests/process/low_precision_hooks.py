@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -55,14 +57,53 @@ def without_tokens_for_one_expert() -> Iterator[None]:
 
     def trained(self: Trainer) -> None:
         run(self)
-        moments = [one for one in tensors_of(self._state) if one.operator.expert == 1 and one.field == "exp_avg"]
-        assert moments and not any(bool(one.tensor.any()) for one in moments), "the expert has taken part"
         for chunk in self._state.chunks:
             for name, weights in chunk.named_parameters():
                 assert bool(torch.isfinite(weights).all()), f"{name} is not finite"
+        moments = [one for one in tensors_of(self._state) if one.operator.expert == 1 and one.field == "exp_avg"]
+        assert moments and not any(bool(one.tensor.any()) for one in moments), "the expert has taken part"
 
     with mock.patch.object(TopKRouter, "routing", routed), mock.patch.object(Trainer, "run", trained):
         yield
+
+
+@contextlib.contextmanager
+def in_megatron_core_s_ways(folder: str) -> Iterator[None]:
+    """Instead of training to the end: what Megatron-Core itself says when it allocates, saves and loads such state."""
+    from megatron.pretrain.loop import Trainer
+
+    def run(self: Trainer) -> None:
+        member = self._state.optimizer.chained_optimizers[0]
+        inner, parameter = member.optimizer, next(iter(member.model_param_group_index_map))
+        buckets = member.get_parameter_state_dp_reshardable()
+        for pieces in (pieces for index in buckets if isinstance(index, int) for pieces in buckets[index].values()):
+            for piece in (piece for bucket in pieces for piece in bucket):
+                piece["padding"] = False  # as its sharded state dict has it of each parameter
+        group, order = member.model_param_group_index_map[parameter]
+        values = {"param": torch.zeros(inner.param_groups[group]["params"][order].numel())}
+        facts = {
+            "dp_reshardable": _raised(lambda: member.load_parameter_state_from_dp_reshardable(buckets)),
+            "fully_reshardable": _raised(_loading(member, parameter, values)),
+        }
+        inner.state.clear()
+        facts["init_state_fn"] = _raised(lambda: member.init_state_fn(inner, member.config))
+        (Path(folder) / "facts.json").write_text(json.dumps(facts))
+
+    with mock.patch.object(Trainer, "run", run):
+        yield
+
+
+def _loading(member: Any, parameter: Any, values: Any) -> Callable[[], Any]:
+    """What loading `fully_reshardable` does with a parameter: all that is saved so is in fp32."""
+    return partial(methodcaller("_set_main_param_and_optimizer_states", parameter, values), member)
+
+
+def _raised(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__
+    return ""
 
 
 @contextlib.contextmanager

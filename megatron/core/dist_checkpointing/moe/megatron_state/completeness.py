@@ -96,8 +96,9 @@ class _Names:
 
     def of(self, tensor: torch.Tensor) -> str:
         """The parameter of which `tensor` is the master weights."""
-        before = bisect.bisect_right(self._starts, tensor.data_ptr()) - 1
-        if before >= 0 and tensor.data_ptr() < self._extents[before].end:
+        start = _extents(tensor, "")[0].start
+        before = bisect.bisect_right(self._starts, start) - 1
+        if before >= 0 and start < self._extents[before].end:
             return self._extents[before].name
         return f"an unknown parameter of shape {tuple(tensor.shape)}"
 
@@ -140,7 +141,7 @@ def _optimizer_extents(optimizer: MegatronOptimizer, names: _Names) -> Iterator[
     for member in _members(optimizer):
         for group in member.optimizer.param_groups:
             for parameter in group["params"]:
-                yield _extent(parameter, f"master weights of {names.of(parameter)}")
+                yield from _extents(parameter, f"master weights of {names.of(parameter)}")
         for parameter, kept in member.optimizer.state.items():
             for field, value in kept.items():
                 if isinstance(value, torch.Tensor):
