@@ -15,8 +15,9 @@ import attempts
 import fp8_hooks as hooks
 import pytest
 from attempts import Cluster
+from local_runs import assert_only_replayed, recover
 from runs import Layout, flags
-from sparse_runs import LENGTH, Case, Run, assert_replayed, killed, weighed
+from sparse_runs import LENGTH, UNTIED, Case, Run, assert_replayed, killed, weighed
 from world import Hook, World
 
 ENGINE = ("--bf16", "--transformer-impl", "transformer_engine", "--fp8-format", "hybrid")
@@ -24,6 +25,7 @@ WEIGHTS = ("--fp8-param-gather",)
 DELAYED = tuple("--fp8-recipe delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max".split())
 TENSORWISE = ("--fp8-recipe", "tensorwise")
 GROUPED = ("--moe-grouped-gemm",)
+OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 PAIR, GRID = Layout(pp=1, ep=2, ranks=2), Layout(pp=2, ep=2, ranks=4)
 
 
@@ -74,8 +76,8 @@ def differences(run: Run, expected: Run, ranks: int) -> list[str]:
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        pytest.param((*WEIGHTS, *DELAYED, *GROUPED), GRID, id="delayed, grouped experts"),
-        pytest.param((*WEIGHTS, *TENSORWISE), PAIR, id="tensorwise"),
+        pytest.param((*WEIGHTS, *DELAYED, *GROUPED, *UNTIED), GRID, id="delayed, grouped experts"),
+        pytest.param((*WEIGHTS, *TENSORWISE, *OVERLAP), PAIR, id="tensorwise, overlapped"),
         pytest.param((*WEIGHTS, *TENSORWISE, *GROUPED), GRID, id="tensorwise, two stages", marks=pytest.mark.full),
         pytest.param((*DELAYED, *GROUPED), PAIR, id="weights of bf16", marks=pytest.mark.full),
         pytest.param(
@@ -98,7 +100,7 @@ def test_killed_jobs_replay_with_frozen_operators_and_end_as_if_nothing_had_happ
     assert not differences(run, undisturbed(case), layout.ranks)
 
 
-@pytest.mark.parametrize("strategy", ["full", "pec"])
+@pytest.mark.parametrize("strategy", ["full", pytest.param("pec", marks=pytest.mark.full)])
 def test_other_strategies_bring_back_what_they_have(
     strategy: str, undisturbed: Callable[[Case], Run], engine_cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -175,7 +177,14 @@ def test_a_full_state_has_the_bytes_of_the_table(seen: list[dict[str, Any]]) -> 
         assert facts["bytes"]["weights"] == pytest.approx(1, abs=0.01)
 
 
-@pytest.mark.parametrize("model", [(*WEIGHTS, *DELAYED, *GROUPED), (*WEIGHTS, *TENSORWISE), (*DELAYED,)])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param((*WEIGHTS, *DELAYED, *GROUPED), id="delayed, grouped experts"),
+        pytest.param((*WEIGHTS, *TENSORWISE), id="tensorwise", marks=pytest.mark.full),
+        pytest.param(DELAYED, id="weights of bf16", marks=pytest.mark.full),
+    ],
+)
 def test_saves_resume_to_the_bit(model: tuple[str, ...], engine_world: World, corpus: str, tmp_path: Path) -> None:
     once, again = tmp_path / "once", tmp_path / "again"
     again.mkdir()
@@ -190,3 +199,13 @@ def test_saves_resume_to_the_bit(model: tuple[str, ...], engine_world: World, co
     (again / "latest_checkpointed_iteration.txt").write_text("3")
     train(again, "--load", str(again))
     assert states(again, PAIR.ranks) == states(once, PAIR.ranks)
+
+
+def test_only_the_stage_of_the_lost_rank_runs_iterations_again(
+    undisturbed: Callable[[Case], Run], engine_cluster: Cluster, tmp_path: Path
+) -> None:
+    model = (*ENGINE, *WEIGHTS, *DELAYED, *GROUPED, *UNTIED)
+    case = Case(GRID, model, window="3", recovery="auto", faults=("1@9:step", "2@14:forward-backward"))
+    run = recover(engine_cluster, case, tmp_path, hooks=(partial(hooks.digested, str(tmp_path / "killed")),))
+    assert_only_replayed(run, GRID, [[0]], [[1]])
+    assert not differences(run, undisturbed(case), GRID.ranks)
