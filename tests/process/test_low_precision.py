@@ -20,6 +20,8 @@ from sparse_runs import FP16, UNTIED, Case, Run, assert_identical, assert_replay
 from sparse_runs import fault_free as run_fault_free
 from world import Hook, World
 
+from megatron.core.package_info import __version__ as core_version
+
 ENGINE = ("--transformer-impl", "transformer_engine", "--moe-grouped-gemm", "--use-precision-aware-optimizer")
 EIGHT_BITS = "--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 4 --fp8-param-gather"
 ROWS: dict[str, str] = {
@@ -78,9 +80,9 @@ def undisturbed(engine_world: World, corpus: str, tmp_path_factory: pytest.TempP
     [
         ("row 1", GRID),
         ("row 4", GRID),
-        ("row 5", PAIR),
         ("remainders", PAIR),
-        ("row 4 over bf16", Layout(tp=2, pp=1, ep=1, ranks=2)),
+        pytest.param("row 5", PAIR, marks=pytest.mark.full),
+        pytest.param("row 4 over bf16", Layout(tp=2, pp=1, ep=1, ranks=2), marks=pytest.mark.full),
         pytest.param("row 3", GRID, marks=pytest.mark.full),
         pytest.param("row 4 over bf16", GRID, marks=pytest.mark.full),
         pytest.param("row 5", GRID, marks=pytest.mark.full),
@@ -98,6 +100,7 @@ def test_killed_jobs_replay_with_frozen_operators_and_end_as_if_nothing_had_happ
     assert_identical(run, undisturbed(case))
 
 
+@pytest.mark.full
 def test_only_the_stage_of_the_lost_rank_runs_iterations_again(
     undisturbed: Callable[[Case], Run], engine_cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -218,7 +221,8 @@ def test_megatron_core_itself_still_cannot_do_what_is_not_left_to_it(
     said = json.loads((tmp_path / "facts.json").read_text())
     assert said["init_state_fn"] == "TypeError"
     assert said["fully_reshardable"] == "AssertionError"
-    assert said["dp_reshardable"]  # core 0.19 leaves out what is no tensor
+    if core_version.startswith("0.16"):  # 0.19 leaves out what is no tensor
+        assert said["dp_reshardable"]
 
 
 STORING = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "3", "--moe-ckpt-persist-interval", "3")
@@ -239,7 +243,12 @@ def stored(folder: Path) -> dict[tuple[int, str], dict[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("name", ROWS)
+SAMPLE = ("row 1", "remainders", "row 4", "row 5")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.full) for name in ROWS]
+)
 def test_stored_snapshots_have_the_bytes_of_the_table_and_saves_resume_to_the_bit(
     name: str, engine_world: World, engine_cluster: Cluster, corpus: str, tmp_path: Path
 ) -> None:
