@@ -32,12 +32,14 @@ def state_of(state: Any) -> dict[str, torch.Tensor]:
 @contextlib.contextmanager
 def digested(folder: str) -> Iterator[None]:
     """When training has ended, each rank writes down digests of its state."""
+    from megatron.pretrain.checkpoint.state import gather_parameters
     from megatron.pretrain.loop import Trainer
 
     run = Trainer.run
 
     def trained(self: Trainer) -> None:
         run(self)
+        gather_parameters(self._state)  # with overlap the next forward pass would do it
         digests = {
             name: xxhash.xxh3_128_hexdigest(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
             for name, tensor in state_of(self._state).items()
