@@ -107,6 +107,40 @@ def _raised(call: Callable[[], Any]) -> str:
 
 
 @contextlib.contextmanager
+def scales_of_weights_compared(folder: str, *, leveled: bool = True) -> Iterator[None]:
+    """After training: which eight-bit weights have another scale on another rank, and how far they are from theirs."""
+    from megatron.core.dist_checkpointing.moe.megatron_state import optimizer_state
+    from megatron.pretrain.loop import Trainer
+
+    train = Trainer.run
+
+    def run(self: Trainer) -> None:
+        train(self)
+        mine = {one.key: one.tensor.item() for one in tensors_of(self._state) if one.field == "compute_scale"}
+        told: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(told, mine)
+        if torch.distributed.get_rank() == 0:
+            differ = [key for key in mine if len({of_rank[key] for of_rank in told}) > 1]
+            facts = {"scales": len(mine), "differ": differ, "worst": _worst_error(self._state)}
+            (Path(folder) / "facts.json").write_text(json.dumps(facts))
+
+    level = contextlib.nullcontext() if leveled else mock.patch.object(optimizer_state, "level_scales")
+    with level, mock.patch.object(Trainer, "run", run):
+        yield
+
+
+def _worst_error(state: Any) -> float:
+    """Of eight-bit weights that this rank steps, by how much the largest is off its master, of that."""
+    worst = 0.0
+    for inner in (member.optimizer for member in state.optimizer.chained_optimizers):
+        for weights in (one for group in inner.param_groups for one in group["params"] if hasattr(one, "_data")):
+            master, cast = inner.get_unscaled_state(weights, "master_param"), weights.dequantize().float()
+            at = master.abs().argmax()
+            worst = max(worst, float((cast[at] / master[at] - 1).abs()))
+    return worst
+
+
+@contextlib.contextmanager
 def scales_not_guarded() -> Iterator[None]:
     """`FusedAdam` scales its state as it does by itself."""
     from megatron.core.dist_checkpointing.moe.megatron_state import optimizer_state

@@ -194,6 +194,20 @@ def test_an_expert_without_tokens_stays_finite_and_without_the_guard_does_not(en
     assert "is not finite" in unguarded.said
 
 
+@pytest.mark.parametrize("leveled", [True, False])
+def test_weights_have_one_scale_on_all_ranks_and_without_leveling_have_not(
+    leveled: bool, engine_world: World, corpus: str, tmp_path: Path
+) -> None:
+    argv = flags(corpus, Layout(pp=1, ep=1, ranks=2), *model("row 4"), "--moe-ckpt-strategy", "none")
+    hook = partial(hooks.scales_of_weights_compared, str(tmp_path), leveled=leveled)
+    outcome = engine_world.run(argv, 2, [hook])
+    assert set(outcome.codes) == {0}, outcome.said
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert facts["scales"] == 20
+    assert bool(facts["differ"]) is not leveled
+    assert facts["worst"] < 0.07  # half a step of E4M3 is a sixteenth
+
+
 def test_megatron_core_itself_still_cannot_do_what_is_not_left_to_it(
     engine_world: World, corpus: str, tmp_path: Path
 ) -> None:

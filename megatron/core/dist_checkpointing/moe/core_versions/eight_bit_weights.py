@@ -5,7 +5,8 @@ Whoever casts only some of them has to choose the same ones on all of these rank
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,3 +34,15 @@ def quantized_rows(member: DistributedOptimizer, wanted: Callable[[torch.nn.Para
 def cast_rows(member: DistributedOptimizer, rows: Rows) -> None:
     """Cast them, and take the scales that follow; a collective over these ranks."""
     quantize_param_shard(*rows, member.data_parallel_group)
+
+
+@contextlib.contextmanager
+def scales_kept(weights: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """For a step: those of eight bits among these weights, which are not cast, keep the scale they have."""
+    scales = [scale for one in weights if (scale := getattr(one, "_scale_inv", None)) is not None]
+    before = [scale.clone() for scale in scales]
+    try:
+        yield
+    finally:
+        for scale, value in zip(scales, before, strict=True):
+            scale.copy_(value)

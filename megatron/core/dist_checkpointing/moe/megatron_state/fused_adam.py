@@ -5,7 +5,7 @@ Checked against 2.11.0 and 2.20.2. Changed are attributes of one optimizer, neve
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,30 @@ def guard_scales(fused: Any) -> None:
             scaled.copy_(unscaled)
 
     fused._apply_scale = guarded
+
+
+def level_scales(optimizer: Any, weights: Sequence[Any]) -> None:
+    """After each step: eight-bit weights have the scale they were cast with, on all ranks; a second call does nothing.
+
+    `FusedAdam` writes `_scale_inv` of the shards that a rank steps, and only their bytes are gathered. The other
+    data-parallel ranks would read them with the scale of the initialization for ever, and train visibly worse. All
+    ranks know the scale: largest values are reduced over them.
+
+    Args:
+        optimizer: The chain of optimizers, whose `step_with_ready_grads` all ranks call in each step.
+        weights: Float8Tensors whose masters `FusedAdam` keeps, of all ranks.
+    """
+    if not weights or "step_with_ready_grads" in vars(optimizer):
+        return
+    step: Callable[[], bool] = optimizer.step_with_ready_grads
+
+    def leveled() -> bool:
+        updated = step()
+        for one in weights if updated else ():
+            one._scale_inv.copy_(one._quantizer.scale.reciprocal().view(one._scale_inv.shape))
+        return updated
+
+    optimizer.step_with_ready_grads = leveled
 
 
 def keep_masters_in_fp8(fused: Any) -> None:

@@ -8,8 +8,9 @@ import torch
 
 from megatron.core.optimizer import MegatronOptimizer
 
-from .fused_adam import guard_scales
+from .fused_adam import guard_scales, level_scales
 from .operators import Shard
+from .quantized import is_quantized
 
 MASTER_OF_FUSED = "master_param"
 """What `FusedAdam` calls master weights that it keeps itself, among the state of a shard of compute weights."""
@@ -69,6 +70,14 @@ def allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
             _allocate_precision_aware(member.optimizer)
         elif member.init_state_fn is not None:
             member.init_state_fn(member.optimizer, member.config)
+    level_scales(optimizer, [weights for member in optimizer_members(optimizer) for weights in _left_to_fused(member)])
+
+
+def _left_to_fused(member: MegatronOptimizer) -> list[torch.nn.Parameter]:
+    """Weights of eight bits, of all data-parallel ranks, that `FusedAdam` casts in its step."""
+    if not holds_masters(member):
+        return []
+    return [weights for buffer in member.buffers for weights in buffer.params if is_quantized(weights)]
 
 
 def _allocate_adam(adam: torch.optim.Optimizer) -> None:

@@ -26,7 +26,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import Router
 from megatron.core.utils import unwrap_model
 
-from ..core_versions.eight_bit_weights import cast_rows, casts_itself, quantized_rows
+from ..core_versions.eight_bit_weights import cast_rows, casts_itself, quantized_rows, scales_kept
 from ..core_versions.training import norm_as_in_training
 from ..types import StepJournal
 
@@ -220,6 +220,7 @@ def journaled_step(
                 if getattr(member, "grad_scaler", None):
                     verdict = _with_journaled_verdict(member, step.skipped)
                     stack.enter_context(replaced(member, _unscale_main_grads_and_check_for_nan=verdict))
+            stack.enter_context(scales_kept(frozen))
             for group in _frozen_groups(chunks, frozen):  # what has not changed needs no gather
                 stack.enter_context(replaced(group, start_param_sync=_nothing))
             # The norm of training is a sum over all operators: from the active ones alone clipping would differ.
