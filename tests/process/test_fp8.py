@@ -152,7 +152,8 @@ def test_losses_alone_would_not_tell_that_scales_are_those_of_the_first_snapshot
 def seen(engine_world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank of a small job found in its state."""
     folder = tmp_path_factory.mktemp("examined")
-    outcome = engine_world.run(flags(corpus, PAIR, *MUTATED.model), PAIR.ranks, [partial(hooks.examined, str(folder))])
+    argv = flags(corpus, PAIR, *MUTATED.model, *OVERLAP)
+    outcome = engine_world.run(argv, PAIR.ranks, [partial(hooks.examined, str(folder))])
     assert set(outcome.codes) == {0}, outcome.said
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(PAIR.ranks)]
 
@@ -169,6 +170,11 @@ def test_every_part_of_the_state_is_missed_by_name(seen: list[dict[str, Any]]) -
         assert facts["missing"]["nothing"] == ""
         for left_out, name in hooks.LEFT_OUT.items():
             assert name in facts["missing"][left_out], left_out
+
+
+@pytest.mark.parametrize("part", ["EVERYTHING", "MASTER_AND_MOMENTS"])
+def test_a_poisoned_state_comes_back_with_scales_and_transposes(part: str, seen: list[dict[str, Any]]) -> None:
+    assert [facts["restored"][part] for facts in seen] == [[], []]
 
 
 def test_a_full_state_has_the_bytes_of_the_table(seen: list[dict[str, Any]]) -> None:
