@@ -32,12 +32,14 @@ def state_of(state: Any) -> dict[str, torch.Tensor]:
 @contextlib.contextmanager
 def digested(folder: str) -> Iterator[None]:
     """When training has ended, each rank writes down digests of its state."""
+    from megatron.pretrain.checkpoint.state import gather_parameters
     from megatron.pretrain.loop import Trainer
 
     run = Trainer.run
 
     def trained(self: Trainer) -> None:
         run(self)
+        gather_parameters(self._state)  # with overlap the next forward pass would do it
         digests = {
             name: xxhash.xxh3_128_hexdigest(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
             for name, tensor in state_of(self._state).items()
@@ -137,11 +139,39 @@ def examined(folder: str) -> Iterator[None]:
             "products": len(values),
             "missing": {name: _missing(state, name) for name in ("nothing", *LEFT_OUT)},
             "bytes": _bytes_per_parameter(state),
+            "restored": {
+                name: _differences_once_restored(state, name) for name in ("EVERYTHING", "MASTER_AND_MOMENTS")
+            },
         }
         (Path(folder) / f"rank-{torch.distributed.get_rank()}.json").write_text(json.dumps(facts))
 
     with mock.patch.object(Trainer, "run", run):
         yield
+
+
+def _differences_once_restored(state: Any, part: str) -> list[str]:
+    """What is other than before when all was poisoned and this part of all operators came back, in this process."""
+    from megatron.core.dist_checkpointing.moe.megatron_state.megatron import live_restorer, read_topology
+    from megatron.core.dist_checkpointing.moe.megatron_state.quantization import packed, quantization_tensors, unpack
+    from megatron.core.dist_checkpointing.moe.types import Part
+    from megatron.pretrain.checkpoint.state import gather_parameters
+
+    gather_parameters(state)
+    before = {name: tensor.detach().clone() for name, tensor in state_of(state).items()}
+    scales, tensors = quantization_tensors(state.chunks), tensors_of(state)
+    kept = packed(scales)
+    copies = {one.key: memoryview(one.tensor.clone().view(torch.uint8).numpy().tobytes()) for one in tensors}
+    restorer = live_restorer(state.chunks, state.optimizer, read_topology(8))
+    restorer.poison()
+    assert all(bool(torch.isnan(tensor).all()) for tensor in scales.values())
+    restorer.restore(copies.__getitem__, {Part[part]: {one.operator for one in tensors}})
+    unpack(scales, kept)
+    restorer.complete()
+    return [
+        name
+        for name, tensor in state_of(state).items()
+        if not torch.equal(before[name].view(torch.uint8), tensor.detach().contiguous().view(torch.uint8))
+    ]
 
 
 def _missing(state: Any, left_out: str) -> str:
