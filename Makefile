@@ -50,8 +50,9 @@ test-full: setup
 # What touches Megatron-Core, for another release of it: `make test-core VENV=.venv-stock`.
 CORE_TESTS = $(addprefix tests/unit/moe/test_, \
 	core_versions.py versions.py frozen_upstream.py boundary_upstream.py step_guard.py optimizer_state.py \
-	snapshot_capture.py sharing.py token_counter.py boundary_schedules.py dense_reader.py digest.py) \
-	$(addprefix tests/unit/pretrain/test_, optimization.py cpu_device.py te_on_cpu.py changed_flags.py validate.py) \
+	snapshot_capture.py sharing.py token_counter.py fused_adam.py boundary_schedules.py dense_reader.py digest.py) \
+	$(addprefix tests/unit/pretrain/test_, optimization.py cpu_device.py te_on_cpu.py adam_kernels.py \
+	low_precision_flags.py changed_flags.py validate.py) \
 	$(addprefix tests/unit/policy/test_, model_shape.py topology.py) \
 	tests/unit/test_docs.py tests/process/test_frozen_execution.py tests/process/test_transformer_engine.py
 

@@ -40,6 +40,10 @@ _SAME_NAME_PARALLEL = (
     "tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size context_parallel_size "
     "expert_model_parallel_size expert_tensor_parallel_size"
 ).split()
+_SAME_NAME_FP8 = (
+    "fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo first_last_layers_bf16 "
+    "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"
+).split()
 
 
 class LocalNorm:
@@ -168,6 +172,7 @@ def _ddp_config(config: PretrainConfig) -> DistributedDataParallelConfig:
         overlap_grad_reduce=layout.overlap_grad_reduce,
         overlap_param_gather=layout.overlap_param_gather,
         use_distributed_optimizer=layout.use_distributed_optimizer,
+        fp8_param_gather=config.fp8.fp8_param_gather,
         check_for_nan_in_grad=config.training.check_for_nan_in_loss_and_grad,
     )
 
@@ -201,7 +206,15 @@ def _precision(config: PretrainConfig) -> dict[str, Any]:
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "calculate_per_token_loss": config.training.calculate_per_token_loss,
+        **_eight_bits(config),
     }
+
+
+def _eight_bits(config: PretrainConfig) -> dict[str, Any]:
+    flags = config.fp8
+    if flags.fp8_format is None:
+        return {}
+    return _copied(flags, _SAME_NAME_FP8) | {"fp8": flags.fp8_format, "fp8_param": flags.fp8_param_gather}
 
 
 def compute_dtype(config: PretrainConfig) -> torch.dtype:

@@ -14,6 +14,7 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.pretrain.config import PretrainConfig
+from megatron.pretrain.low_precision import make_low_precision, precision_options
 from megatron.pretrain.model import compute_dtype
 
 _SAME_NAME = (
@@ -26,9 +27,11 @@ def build_optimizer(config: PretrainConfig, chunks: list[torch.nn.Module]) -> Me
     """Megatron-Core's optimizer over all model chunks: distributed, mixed precision or plain fp32 as the flags say."""
     optimizer = OptimizerConfig(
         **{name: getattr(config.optimizer, name) for name in _SAME_NAME},
+        **precision_options(config.optimizer),
         params_dtype=compute_dtype(config),
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         overlap_param_gather=config.parallel.overlap_param_gather,
+        fp8_recipe=config.fp8.fp8_recipe if config.fp8.fp8_format else None,
     )
     built = get_megatron_optimizer(
         optimizer,
@@ -36,6 +39,8 @@ def build_optimizer(config: PretrainConfig, chunks: list[torch.nn.Module]) -> Me
         config_overrides=get_standard_config_overrides(optimizer),
         use_gloo_process_groups=config.parallel.distributed_backend == "nccl",
     )
+    if config.optimizer.use_precision_aware_optimizer:
+        make_low_precision(built, config.optimizer)
     for inner in torch_optimizers(built):
         _allocate_state(inner)
         inner.register_load_state_dict_pre_hook(_count_from_zero)

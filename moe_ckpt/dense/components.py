@@ -26,7 +26,7 @@ _BUCKET = rf"{_CHAIN}optimizer\.distributed\.dp_group_idx_\d+\.gbuf_idx_\d+\.dty
 
 # (full match of the name, component); the first that matches counts; "\1" is the group, i.e. the name of the moment.
 TENSOR_RULES = (
-    (rf"{_CHAIN}optimizer\.state\.(?:fp32_param|param)\..+", MASTER),
+    (rf"{_CHAIN}optimizer\.state\.(?:fp32_param|param|master|master_scale)\..+", MASTER),
     (rf"{_CHAIN}optimizer\.state\.(\w+)\..+", r"\1"),
     (rf"{_BUCKET}\.param", MASTER),
     (rf"{_BUCKET}\.(\w+)", r"\1"),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from megatron.core.dist_checkpointing.moe.types import Part, Window
+from megatron.core.dist_checkpointing.moe.types import Window
 
 from .behaviour import Behaviour
 from .inputs import TrainingJob
@@ -46,7 +46,7 @@ def _dense(setting: SystemSetting, system: CheckpointSystem, behaviour: Behaviou
 
 def _selective(setting: SystemSetting, system: CheckpointSystem, behaviour: Behaviour) -> int:
     """The newest state of everything, and a snapshot of non-experts and the selected experts."""
-    shape, full = setting.job.shape, setting.job.precision.bytes_per_parameter(Part.MASTER_AND_MOMENTS)
+    shape, full = setting.job.shape, setting.job.precision.full_bytes
     under_way = shape.total_parameters - (1 - behaviour.k_share) * shape.expert_parameters
     dense = memory_of(setting.job, _dense_windows(setting.job)).gemini_bytes
     held = dense - full * (shape.total_parameters - under_way)

@@ -44,7 +44,7 @@ def memory_of(job: TrainingJob, windows: Window | Mapping[Lane, Window]) -> Memo
     within a factor of 5 and in no fixed proportion: all ranks of a pipeline stage send the same, so the job's logs are
     larger by far, and the host memory of a real run has to have room for them.
     """
-    full = job.precision.bytes_per_parameter(Part.MASTER_AND_MOMENTS)
+    full = job.precision.full_bytes
     weights = job.precision.bytes_per_parameter(Part.COMPUTE)
     parameters = job.shape.total_parameters
     gemini = parameters * (2 * full + weights)

@@ -262,11 +262,9 @@ class Frozen:
             LiveExecution(chunks, optimizer, operator_of)
 
         found = {"as it is": _refusal(built), "a parameter of no operator": _refusal(lambda: built(unnamed))}
-        for name, value in {"fp8": "hybrid", "mtp_num_layers": 1, "cuda_graph_impl": "local"}.items():
+        for name, value in {"fp4": "e2m1", "mtp_num_layers": 1, "cuda_graph_impl": "local"}.items():
             with mock.patch.object(config, name, value):
                 found[name] = _refusal(built)
-        with mock.patch.object(member.config, "use_precision_aware_optimizer", True):
-            found["precision-aware"] = _refusal(built)
         with mock.patch.object(member, "optimizer", torch.optim.SGD([torch.zeros(1)])):
             found["SGD"] = _refusal(lambda: LiveExecution(chunks, optimizer, self.operator_of))
         for name, journal in {"no norm": StepJournal(None), "skipped": StepJournal(None, True)}.items():

@@ -173,10 +173,8 @@ def _refusals(state: Any, topology: Any) -> dict[str, str]:
         return ""
 
     refusals = {}
-    with mock.patch.object(config, "fp8", "hybrid"):
-        refusals["fp8"] = refusal()
-    with mock.patch.object(member.config, "use_precision_aware_optimizer", True):
-        refusals["precision-aware"] = refusal()
+    with mock.patch.object(config, "fp4", "e2m1"):
+        refusals["fp4"] = refusal()
     known_type, member.__class__ = type(member), unknown_type
     refusals["UnknownOptimizer"] = refusal()
     member.__class__ = known_type

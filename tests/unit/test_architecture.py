@@ -60,7 +60,7 @@ ROWS = {
     f"{ENGINE}.storage": Row(VALUES, "fsspec msgspec numpy psutil typing_extensions xxhash"),
     f"{ENGINE}.replication": Row("errors ports storage", "msgspec numpy torch typing_extensions xxhash"),
     f"{ENGINE}.core_versions": Row("errors", "megatron.core torch"),
-    f"{ENGINE}.megatron_state": Row(f"{VALUES} ports policy", "megatron.core numpy torch"),
+    f"{ENGINE}.megatron_state": Row(f"{VALUES} ports policy core_versions", "megatron.core numpy torch"),
     f"{ENGINE}.replay": Row(f"{VALUES} ports replication core_versions", "megatron.core torch"),
     f"{ENGINE}.snapshot": Row(f"{PARTS} storage replication megatron_state", "numpy torch"),
     f"{ENGINE}.recovery": Row(f"{PARTS} storage replication replay snapshot", "msgspec"),
@@ -96,7 +96,7 @@ ROWS = {
     DRIVER: Row(
         "errors policy strategies config contradictions storage replication core_versions megatron_state seats"
         " in_place",
-        "megatron.core megatron.training numpy psutil tokenizers torch", "dense megatron_core",
+        "megatron.core megatron.training numpy psutil tokenizers torch transformer_engine", "dense megatron_core",
         also=f"{ENGINE} {ENGINE}.stock",
     ),
     f"{TOOLS}.drills": Row("", "psutil", "dense scripts", also=DRIVER),

@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.safe_globals import register_safe_globals
 from megatron.pretrain.agreement import RankFailure, on_rank_zero, raise_on_all_ranks
+from megatron.pretrain.checkpoint import raw_optimizer
 from megatron.pretrain.checkpoint.directory import CheckpointDirectory, Step
 from megatron.pretrain.checkpoint.integrity import require_intact
 from megatron.pretrain.checkpoint.partial import MergingLoadStrategy, Sources, content_of, report_staleness
@@ -51,6 +52,10 @@ _FIXED_ARGUMENTS = (
 _LAYOUT_ARGUMENTS = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+)
+_PRECISION_ARGUMENTS = (
+    *("use_precision_aware_optimizer", "bf16", "fp16", "main_params_dtype", "fp8_main_params"),
+    *("exp_avg_dtype", "exp_avg_sq_dtype", "fp8_format", "fp8_recipe", "fp8_param_gather", "fp8_amax_history_len"),
 )
 _RANDOM_STATE = re.compile(r"rng_state/shard_[\d.]+_([\d.]+)")
 
@@ -215,6 +220,9 @@ def _require_loadable_optimizer(found: _Found, config: PretrainConfig) -> None:
             f"{found.folder} was saved {'with' if was_distributed else 'without'} --use-distributed-optimizer; "
             "train with the same choice, or pass --no-load-optim"
         )
+    if raw_optimizer.saves_raw(config) or kind == raw_optimizer.SHARDING:
+        _require_same_precision(found, config, kind)
+        return
     if not was_distributed or kind in DistributedOptimizer.checkpoint_fully_reshardable_formats:
         return
     for name in _LAYOUT_ARGUMENTS:
@@ -224,6 +232,23 @@ def _require_loadable_optimizer(found: _Found, config: PretrainConfig) -> None:
             raise InvalidInput(
                 f"{found.folder} holds optimizer state as {kind}, which loads only under the same layout, but {name} "
                 f"was {before} and is {now}; save with --dist-ckpt-optim-fully-reshardable, or pass --no-load-optim"
+            )
+
+
+def _require_same_precision(found: _Found, config: PretrainConfig, kind: str | None) -> None:
+    """State of few bits loads as it is or not at all: to cast it, or to cut it anew, gives it other scales."""
+    saved, running = found.arguments, config.flat
+    if kind != raw_optimizer.SHARDING:
+        raise InvalidInput(
+            f"{found.folder} holds optimizer state as {kind}, not that of this job's precision-aware optimizer or"
+            " eight-bit training; leave out --use-precision-aware-optimizer and --fp8-format, or pass --no-load-optim"
+        )
+    for name in (*_PRECISION_ARGUMENTS, *_LAYOUT_ARGUMENTS, "data_parallel_size"):
+        before, now = getattr(saved, name, None), getattr(running, name)
+        if before != now:
+            raise InvalidInput(
+                f"{found.folder} holds state of few bits as it was on each rank, but {name} was {before} and is {now};"
+                " train with the same, or pass --no-load-optim"
             )
 
 

@@ -15,9 +15,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import gather_compute_weights
 from megatron.core.dist_checkpointing.moe.megatron_state.trainer_state import load_scheduler
+from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
+from megatron.pretrain.checkpoint import raw_optimizer
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.optimization import separate_steps
@@ -85,6 +87,8 @@ def content_metadata(config: PretrainConfig) -> dict[str, Any]:
         metadata["distrib_optim_sharding_type"] = "fully_reshardable" if reshardable else "dp_reshardable"
         if reshardable:
             metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+    if raw_optimizer.saves_raw(config):
+        metadata["distrib_optim_sharding_type"] = raw_optimizer.SHARDING
     return metadata
 
 
@@ -97,10 +101,16 @@ def sharded_state_dict(
     if not is_loading:
         result |= _plain_values(state)
     chunks = unwrap_model(state.chunks)
-    for index, chunk in enumerate(chunks):
-        result[_chunk_key(index, len(chunks))] = chunk.sharded_state_dict(metadata=metadata)
+    with raw_optimizer.without_module_scales(chunks):
+        for index, chunk in enumerate(chunks):
+            result[_chunk_key(index, len(chunks))] = chunk.sharded_state_dict(metadata=metadata)
+    force_all_tensors_to_non_fp8(result)
     if parts.optimizer:
-        result["optimizer"] = state.optimizer.sharded_state_dict(result, is_loading=is_loading, metadata=metadata)
+        result["optimizer"] = (
+            raw_optimizer.raw_state_dict(state.chunks, state.optimizer, is_loading=is_loading)
+            if raw_optimizer.saves_raw(state.config)
+            else state.optimizer.sharded_state_dict(result, is_loading=is_loading, metadata=metadata)
+        )
         result["opt_param_scheduler"] = state.scheduler.state_dict()
     if parts.rng:
         result["rng_state"] = _rng_shard(state.config, parts.rng)
@@ -114,8 +124,11 @@ def apply_state_dict(state: TrainingState, loaded: dict[str, Any], parts: Parts)
     for index, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[_chunk_key(index, len(chunks))])
     if parts.optimizer:
-        state.optimizer.load_state_dict(loaded["optimizer"])
-        separate_steps(state.optimizer)
+        if raw_optimizer.saves_raw(state.config):
+            raw_optimizer.load_raw_state_dict(state.chunks, state.optimizer, loaded["optimizer"])
+        else:
+            state.optimizer.load_state_dict(loaded["optimizer"])
+            separate_steps(state.optimizer)
         try:
             load_scheduler(state.scheduler, loaded["opt_param_scheduler"], "checkpoint")
         except UsageError as error:
@@ -123,6 +136,7 @@ def apply_state_dict(state: TrainingState, loaded: dict[str, Any], parts: Parts)
     else:
         # Master weights are still those of the initialization; take them from the loaded compute weights.
         state.optimizer.reload_model_params()
+        raw_optimizer.reload_masters_of(state.optimizer)
     if parts.rng:
         _restore_rng(loaded["rng_state"])
     if parts.iteration:

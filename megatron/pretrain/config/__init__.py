@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig, add_flags, from_namespace
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES
+from megatron.pretrain.config.fp8 import Fp8Config
 from megatron.pretrain.config.model import ModelConfig, MoEConfig
 from megatron.pretrain.config.parallel import ParallelConfig
 from megatron.pretrain.config.training import CheckpointConfig, DataConfig, OptimizerFlags, TrainingConfig
@@ -27,6 +28,7 @@ class PretrainConfig:
     moe: MoEConfig
     parallel: ParallelConfig
     optimizer: OptimizerFlags
+    fp8: Fp8Config
     training: TrainingConfig
     data: DataConfig
     checkpoint: CheckpointConfig
@@ -44,6 +46,7 @@ _GROUPS = {
     "moe": (MoEConfig, "mixture of experts"),
     "parallel": (ParallelConfig, "device and parallel layout"),
     "optimizer": (OptimizerFlags, "optimizer, precision and schedules"),
+    "fp8": (Fp8Config, "eight-bit training"),
     "training": (TrainingConfig, "training loop, evaluation and logs"),
     "data": (DataConfig, "data"),
     "checkpoint": (CheckpointConfig, "checkpoints"),

@@ -13,6 +13,8 @@ from megatron.pretrain.config.derived import (
     moe_layer_pattern,
     virtual_pipeline_size,
 )
+from megatron.pretrain.config.fp8 import fp8
+from megatron.pretrain.config.low_precision import precision_aware
 
 
 def required(config: PretrainConfig, _: Environment) -> Iterator[str]:
@@ -191,6 +193,7 @@ def precision(config: PretrainConfig, _: Environment) -> Iterator[str]:
         yield "--loss-scale has an effect only with --fp16"
     if layout.overlap_param_gather and not (layout.use_distributed_optimizer and layout.overlap_grad_reduce):
         yield "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce"
+    yield from precision_aware(config)
 
 
 def schedule(config: PretrainConfig, _: Environment) -> Iterator[str]:
@@ -275,4 +278,4 @@ def determinism(config: PretrainConfig, _: Environment) -> Iterator[str]:
 
 
 BEFORE_DEFAULTS = (required, devices, layout)
-AFTER_DEFAULTS = (batches, model, experts, precision, schedule, checkpoints, protection, determinism)
+AFTER_DEFAULTS = (batches, model, experts, precision, fp8, schedule, checkpoints, protection, determinism)

@@ -51,6 +51,20 @@ class OptimizerFlags:
     loss_scale_window: float = flag(1000, "iterations without overflow before the scale doubles", minimum=1)
     hysteresis: int = flag(2, "overflows before the scale halves", minimum=1)
     accumulate_allreduce_grads_in_fp32: bool = flag(False, "accumulate and reduce gradients in fp32 (bf16 implies it)")
+    use_precision_aware_optimizer: bool = flag(
+        False, "Transformer Engine's FusedAdam keeps masters and moments, in the dtypes of the flags below"
+    )
+    main_grads_dtype: str = flag(
+        "fp32", "dtype of gradients, with --use-precision-aware-optimizer", choices=("fp32", "bf16")
+    )
+    main_params_dtype: str = flag(
+        "fp32", "dtype of master weights, with --use-precision-aware-optimizer", choices=("fp32", "fp16")
+    )
+    exp_avg_dtype: str = flag("fp32", "dtype of first moments, likewise", choices=("fp32", "fp16", "bf16", "fp8"))
+    exp_avg_sq_dtype: str = flag("fp32", "dtype of second moments, likewise", choices=("fp32", "fp16", "bf16", "fp8"))
+    fp8_main_params: bool = flag(
+        False, "master weights in fp8, as in FP8-LM, by a subclass of FusedAdam: no flag of Megatron's own"
+    )
     gradient_accumulation_fusion: bool = flag(True, "no fused accumulation of weight gradients (CUDA with apex or TE)")
 
 

@@ -60,7 +60,8 @@ def _with_defaults(config: PretrainConfig, environment: Environment) -> Pretrain
         optimizer=dataclasses.replace(
             optimizer,
             lr_decay_iters=optimizer.lr_decay_iters or training.train_iters,
-            accumulate_allreduce_grads_in_fp32=optimizer.accumulate_allreduce_grads_in_fp32 or optimizer.bf16,
+            accumulate_allreduce_grads_in_fp32=optimizer.accumulate_allreduce_grads_in_fp32
+            or (optimizer.bf16 and optimizer.main_grads_dtype == "fp32"),
             gradient_accumulation_fusion=optimizer.gradient_accumulation_fusion
             and (layout.device == "cuda" or implementation == "transformer_engine"),
         ),
@@ -76,7 +77,10 @@ def _with_defaults(config: PretrainConfig, environment: Environment) -> Pretrain
 def _flattened(config: PretrainConfig, environment: Environment) -> argparse.Namespace:
     """The resolved values under Megatron's argument names, with what Megatron derives from them."""
     values = dict(vars(config.flat))
-    for group in (config.model, config.moe, config.parallel, config.optimizer, config.training, config.checkpoint):
+    for group in (
+        *(config.model, config.moe, config.parallel, config.optimizer, config.fp8),
+        *(config.training, config.checkpoint),
+    ):
         values |= dataclasses.asdict(group)
     checkpoint, training = config.checkpoint, config.training
     for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
@@ -85,6 +89,7 @@ def _flattened(config: PretrainConfig, environment: Environment) -> argparse.Nam
     values |= {
         "moe_layer_freq": moe_layer_pattern(config.moe.moe_layer_freq),
         "world_size": environment.world_size,
+        "fp8": config.fp8.fp8_format,
         "data_parallel_size": data_parallel_size(config, environment),
         "virtual_pipeline_model_parallel_size": virtual_pipeline_size(config),
         "add_position_embedding": True,

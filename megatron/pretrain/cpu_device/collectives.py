@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroupGloo
+from torch.distributed import ProcessGroupGloo, distributed_c10d
 
 
 def splits_as_integers(original: Any) -> Any:
@@ -36,6 +38,30 @@ def gather_uneven(original: Any) -> Any:
         return output
 
     return gather
+
+
+def one_dtype_at_a_time(original: Any) -> Any:
+    """For `_coalescing_manager`: gathers of several dtypes as several coalesced ones.
+
+    gloo (torch 2.13) takes all tensors of a coalesced gather for tensors of the first one's dtype, and corrupts them.
+    """
+
+    @contextlib.contextmanager
+    def coalesced(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Any]:
+        with original(group, device, async_ops) as manager:
+            yield manager
+            waiting = distributed_c10d._world.pg_coalesce_state[group or distributed_c10d._get_default_group()]
+            others = [call for call in waiting if call.tensor.dtype != waiting[0].tensor.dtype]
+            waiting[:] = [call for call in waiting if call.tensor.dtype == waiting[0].tensor.dtype]
+        for dtype in dict.fromkeys(call.tensor.dtype for call in others):
+            with original(group, device, async_ops) as more:
+                for call in others:
+                    if call.tensor.dtype is dtype:
+                        call.op(call.dst_tensor, call.tensor, group=group, async_op=async_ops)
+            if async_ops:
+                manager.append(more)
+
+    return coalesced
 
 
 def one_thread(original: Any) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from megatron.pretrain.cpu_device.collectives import one_dtype_at_a_time
 from megatron.pretrain.cpu_device.patch import Patch, always
 
 _H100 = SimpleNamespace(
@@ -85,6 +86,12 @@ PATCHES: tuple[Patch, ...] = (
     Patch("torch:Tensor", "is_cuda", is_cuda, "its modules refuse an input that is not on CUDA"),
     Patch("torch.cuda", "get_device_properties", always(_H100), "layouts and sizes of workspaces follow from it"),
     Patch("torch.cuda", "get_device_capability", always((9, 0)), "precisions and layouts follow from it"),
+    Patch(
+        "megatron.core.distributed.param_and_grad_buffer",
+        "_coalescing_manager",
+        one_dtype_at_a_time,
+        "weights of eight bits are gathered together with the others, and gloo mixes them up",
+    ),
     Patch(_BASE, "__init__", run_on_cuda, "asks whether there is a CUDA device"),
     Patch(_BASE, "prepare_forward", prepared_on_cuda, "asks whether its input is on CUDA"),
     Patch(

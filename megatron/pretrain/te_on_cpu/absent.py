@@ -8,6 +8,7 @@ which need a GPU, and the export to ONNX, which needs 54 MB of packages.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import sys
 from types import ModuleType
@@ -35,7 +36,7 @@ class Unusable(ModuleType):
 def fill_in() -> None:
     """Put the stand-ins where imports look first."""
     if importlib.util.find_spec("pydantic") is None:
-        decorators = _module("pydantic.dataclasses", dataclass=dataclasses.dataclass)
+        decorators = _module("pydantic.dataclasses", dataclass=_dataclass)
         _module("pydantic", dataclasses=decorators)
     if importlib.util.find_spec("einops") is None:
         sys.modules["einops"] = Unusable("einops")
@@ -43,6 +44,24 @@ def fill_in() -> None:
     kernels = {name: Unusable(f"{_ENGINE}.triton.{name}") for name in _KERNELS}
     _module(f"{_ENGINE}.triton", __path__=[], **kernels)
     sys.modules.update({module.__name__: module for module in kernels.values()})
+
+
+def _dataclass(**options: Any) -> Any:
+    """As pydantic's: fields that a class does not have are passed over. Megatron-Core gives such ones."""
+
+    def decorated(cls: type) -> type:
+        made: Any = dataclasses.dataclass(**options)(cls)
+        initialize, known = made.__init__, {field.name for field in dataclasses.fields(made)}
+
+        @functools.wraps(initialize)
+        def without_others(self: Any, *arguments: Any, **given: Any) -> None:
+            initialize(self, *arguments, **{name: value for name, value in given.items() if name in known})
+
+        made.__init__ = without_others
+        result: type = made
+        return result
+
+    return decorated
 
 
 def _module(name: str, **contents: Any) -> ModuleType:

@@ -6,9 +6,9 @@ import enum
 from types import ModuleType
 from typing import Any
 
-from megatron.pretrain.te_on_cpu.kernels import gemm, norms, optimizers
+from megatron.pretrain.te_on_cpu.kernels import adam, casts, gemm, norms, optimizers, scales
 
-KERNELS = (norms, gemm, optimizers)
+KERNELS = (norms, gemm, adam, optimizers, casts, scales)
 """Modules whose public functions are kernels, under their own names."""
 
 

@@ -127,7 +127,7 @@ def _shared() -> list[Callable[..., Any]]:
 
 def _job(given: dict[str, Any]) -> PlannedJob:
     """Take the shared flags out of `given`."""
-    shape, precision = load_model(given.pop("model")), PRECISIONS[given.pop("precision")]
+    shape, precision = load_model(given.pop("model")), PRECISIONS[given.pop("precision")].exact()
     degrees = {name: given.pop(name) for name in (*LAYOUT, "vpp")}
     world = given.pop("world_size")
     if world is None:

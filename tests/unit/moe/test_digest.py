@@ -171,6 +171,8 @@ def test_an_object_of_unknown_content_is_refused_by_name(content: Content, save:
         ("optimizer.state.param.decoder.layers.mlp.router.expert_bias", "master weights"),
         ("optimizer.state.momentum_buffer.output_layer.weight", "momentum_buffer"),
         ("chained_1.optimizer.state.exp_avg.decoder.final_layernorm.weight", "exp_avg"),
+        ("optimizer.state.exp_avg_scale.decoder.final_layernorm.weight.0_to_8_of_16", "exp_avg_scale"),
+        ("optimizer.state.master_scale.decoder.final_layernorm.weight.0_to_8_of_16", "master weights"),
         (f"{BUCKET}.param", "master weights"),
         (f"chained_1.{BUCKET}.exp_avg_sq", "exp_avg_sq"),
     ],

@@ -84,6 +84,9 @@ class PrecisionAware(torch.optim.Optimizer):
     def initialize_state(self, parameter: torch.Tensor, store_param_remainders: bool) -> None:
         self.state[parameter] = {"remainders": store_param_remainders}
 
+    def _apply_scale(self, name: str, unscaled: torch.Tensor, scaled: torch.Tensor, scale: torch.Tensor) -> None:
+        scaled.copy_(unscaled)
+
 
 def test_a_precision_aware_optimizer_allocates_as_in_its_own_first_step() -> None:
     wide, narrow, trained = (torch.nn.Parameter(torch.ones(2).to(dtype)) for dtype in DTYPES)

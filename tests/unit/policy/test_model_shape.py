@@ -271,6 +271,18 @@ def test_bytes_per_parameter_are_those_of_the_table(
     assert bytes_of_parts == [compute, master, moments, full, full + compute, 0]
 
 
+@pytest.mark.parametrize(
+    ("name", "full"),
+    [("fp16-fp32", 12), ("fp16-fp16", 8), ("fp8-fp32", 12), ("fp8-fp16-fp32", 11), ("fp8-fp16-fp8", 6), ("fp8-fp8", 5)],
+)
+def test_an_exact_full_state_has_the_weights_that_masters_of_few_bits_do_not_tell(name: str, full: int) -> None:
+    precision = PRECISIONS[name]
+    assert precision.full_bytes == precision.bytes_per_parameter(Part.MASTER_AND_MOMENTS)
+    assert precision.exact().full_bytes == full
+    parameters = SMALL.total_parameters
+    assert sum(size.full_bytes for size in SMALL.sizes(precision.exact()).values()) == parameters * full
+
+
 def test_all_five_low_precisions_are_there() -> None:
     assert len(LOW_PRECISIONS) == 5
     assert all(f"row {row}" in precision.source for row, precision in enumerate(LOW_PRECISIONS, 1))

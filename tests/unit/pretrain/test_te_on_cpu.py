@@ -16,7 +16,7 @@ import torch
 
 from megatron.pretrain import te_on_cpu
 from megatron.pretrain.cpu_device import engine
-from megatron.pretrain.te_on_cpu.kernels import gemm, norms, optimizers
+from megatron.pretrain.te_on_cpu.kernels import adam, gemm, norms, optimizers
 from megatron.pretrain.te_on_cpu.module import compiled_module
 from megatron.pretrain.te_on_cpu.wheel import FOLDER
 
@@ -108,7 +108,7 @@ def test_adam_steps_as_torch_s_does(mode: int, kind: type[torch.optim.Optimizer]
         expected.grad = drawn(9, seed=step)
         reference.step()
         lists = [[expected.grad], [weights], [first], [second], [master]]
-        optimizers.multi_tensor_adam(0, torch.zeros(1), lists, 0.1, 0.9, 0.95, 1e-8, step, mode, 1, 0.2)
+        adam.multi_tensor_adam(0, torch.zeros(1), lists, 0.1, 0.9, 0.95, 1e-8, step, mode, 1, 0.2)
         torch.testing.assert_close(master, expected.detach())
         assert torch.equal(weights, master.to(torch.bfloat16))
 

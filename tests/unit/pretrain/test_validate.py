@@ -125,6 +125,50 @@ def test_a_contradiction_is_refused_in_one_line_that_names_it(flags: str) -> Non
     assert "\n" not in message
 
 
+ON_ENGINE = "--bf16 --use-distributed-optimizer --transformer-impl transformer_engine --fp8-format hybrid"
+EIGHT_BITS_REFUSED = {
+    "--transformer-impl local": "give --transformer-impl transformer_engine",
+    "--hidden-size 40": "multiples of 16, and --hidden-size gives a rank 40",
+    "--moe-ffn-hidden-size 24": "--moe-ffn-hidden-size gives a rank 24",
+    "--seq-length 12": "rows in multiples of 8",
+    "--fp8-recipe mxfp8": "--fp8-recipe mxfp8 has no kernels for --device cpu",
+    "--fp8-recipe blockwise": "--fp8-recipe blockwise has no kernels for --device cpu",
+    "--first-last-layers-bf16": "cannot be combined with --fp8-recipe delayed",
+    "--num-layers-at-end-in-bf16 2": "has an effect only with --first-last-layers-bf16",
+    "--fp8-recipe tensorwise --fp8-amax-history-len 4": "--fp8-amax-history-len has an effect only with --fp8-recipe",
+    "--fp8-recipe tensorwise --fp8-margin 1": "--fp8-margin has an effect only with --fp8-recipe delayed",
+    "--fp8-amax-history-len 0": "--fp8-amax-history-len 0 must be at least 1",
+}
+CPU_WITH_ENGINE = Environment(world_size=4, cuda=False, transformer_engine=True, engine_on_cpu=True)
+
+
+@pytest.mark.parametrize("flags", EIGHT_BITS_REFUSED)
+def test_what_cannot_be_trained_in_eight_bits_is_refused_in_one_line(flags: str) -> None:
+    message = refusal(f"{ON_ENGINE} {flags}", CPU_WITH_ENGINE)
+    assert EIGHT_BITS_REFUSED[flags] in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--fp8-format e4m3 --transformer-impl transformer_engine", "needs --bf16"),
+        ("--fp8-param-gather", "--fp8-param-gather has an effect only with --fp8-format"),
+        ("--fp8-recipe tensorwise", "--fp8-recipe has an effect only with --fp8-format"),
+        (f"{ON_ENGINE.replace('--use-distributed-optimizer', '')} --fp8-param-gather", "needs --use-distributed-opt"),
+    ],
+)
+def test_flags_of_eight_bits_need_what_they_stand_on(flags: str, why: str) -> None:
+    assert why in refusal(flags, CPU_WITH_ENGINE)
+
+
+def test_weights_in_blocks_are_refused_on_gpus_too() -> None:
+    on_gpus = Environment(world_size=4, cuda=True, transformer_engine=True)
+    flags = f"--device cuda {ON_ENGINE} --fp8-recipe mxfp8"
+    assert resolved(flags, on_gpus).fp8.fp8_recipe == "mxfp8"
+    assert "keeps each weight twice" in refusal(f"{flags} --fp8-param-gather", on_gpus)
+
+
 @pytest.mark.parametrize(
     "name", ["--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--micro-batch-size", "--lr"]
 )

@@ -110,7 +110,7 @@ class MoECheckpointManager:
         self._train_iters, transformer = train_iters, get_model_config(chunks[0])
         _refuse_contradictions(config, chunks[0], transformer)
         _refuse_what_cannot_repeat_itself(config, chunks[0], transformer)
-        self._trainer = LiveTrainerState(optimizer, scheduler, state or NoLoopState())
+        self._trainer = LiveTrainerState(optimizer, scheduler, state or NoLoopState(), chunks)
         if config.strategy != "none" and own_build().answers is not None:
             own_seat().keep(close_connections)
         self._session: Session | Unprotected = session or Unprotected()

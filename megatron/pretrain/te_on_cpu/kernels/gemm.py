@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from megatron.pretrain.te_on_cpu.kernels.casts import quantize, values_of
 from megatron.pretrain.te_on_cpu.kernels.numbers import torch_dtype
 
 __all__ = ["generic_gemm", "te_general_grouped_gemm"]
@@ -23,16 +24,19 @@ def generic_gemm(
     dtype: int | None, bias: MaybeTensor, _bias_dtype: int, gelu: bool, gelu_input: MaybeTensor, grad: bool,
     _workspace: object, _workspace_size: int, accumulate: bool, _split_accumulator: bool, **options: Any,
 ) -> tuple[torch.Tensor, MaybeTensor, MaybeTensor, MaybeTensor]:  # fmt: skip
-    """The product, with the bias added in a forward pass; with `grad`, and given a bias, its gradient too."""
-    if quantizer is not None or gelu or options.get("comm_overlap") is not None:
-        raise NotImplementedError(
-            "products with an output of eight bits, a GELU or communication in them have no stand-in for the CPU"
-        )
+    """The product, with the bias added in a forward pass; with `grad`, and given a bias, its gradient too.
+
+    Operands may be Float8 tensors, and with a quantizer the output is one.
+    """
+    if gelu or options.get("comm_overlap") is not None:
+        raise NotImplementedError("products with a GELU or communication in them have no stand-in for the CPU")
     product = _product(a, transposed_a, b, transposed_b)
-    bias_gradient = _rows(b.float()).sum(0).to(bias.dtype) if grad and bias is not None else None
+    bias_gradient = _rows(values_of(b)).sum(0).to(bias.dtype) if grad and bias is not None else None
     if bias is not None and not grad:
         product = product + bias.float()
-    if out is None:
+    if quantizer is not None:
+        out = quantize(product, quantizer, out)
+    elif out is None:
         out = product.to(torch.bfloat16 if dtype is None else torch_dtype(dtype))
     else:
         _write(out, product, accumulate)
@@ -50,7 +54,7 @@ def te_general_grouped_gemm(
     for each, (left, right, written) in enumerate(zip(a, b, outputs, strict=True)):
         added = bias[each] if bias and bias[each].numel() else None
         if grad and added is not None:
-            added.copy_(_rows(right.float()).sum(0))
+            added.copy_(_rows(values_of(right)).sum(0))
         product = _product(left, transposed_a, right, transposed_b)
         _write(written, product if grad or added is None else product + added.float(), accumulate)
     return bias
@@ -58,11 +62,12 @@ def te_general_grouped_gemm(
 
 def _product(a: torch.Tensor, transposed_a: bool, b: torch.Tensor, transposed_b: bool) -> torch.Tensor:
     """In single precision, whatever the operands are; leading dimensions of `b` stay."""
-    left, right = _rows(a.float()), _rows(b.float())
+    inputs = values_of(b)
+    left, right = _rows(values_of(a)), _rows(inputs)
     if transposed_b:
         return right.t() @ left
     product = right @ (left.t() if transposed_a else left)
-    return product.reshape(*b.shape[:-1], product.shape[-1])
+    return product.reshape(*inputs.shape[:-1], product.shape[-1])
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 import torch
 
+from megatron.pretrain.te_on_cpu.kernels.casts import quantize
 from megatron.pretrain.te_on_cpu.kernels.numbers import torch_dtype
 
 __all__ = ["layernorm_bwd", "layernorm_fwd", "rmsnorm_bwd", "rmsnorm_fwd"]
@@ -64,7 +65,13 @@ def _gain(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
 
 
 def _written(values: torch.Tensor, out: Output, quantizer: object, dtype: int | torch.dtype) -> torch.Tensor:
+    narrow = values.to(torch_dtype(dtype))
     if quantizer is not None:
-        raise NotImplementedError("norms with an output of eight bits have no stand-in for the CPU yet")
-    values = values.to(torch_dtype(dtype))
-    return values if out is None else out.copy_(values)
+        # Under delayed scaling the kernel casts what it has computed, under current scaling what it has written first.
+        written: torch.Tensor = quantize(values if _is_delayed(quantizer) else narrow, quantizer, out)
+        return written
+    return narrow if out is None else out.copy_(narrow)
+
+
+def _is_delayed(quantizer: object) -> bool:
+    return type(quantizer).__name__ == "Float8Quantizer"

@@ -14,6 +14,9 @@ _FORMATS = {
     8: torch.float8_e5m2,
 }
 
+LARGEST = {7: 448.0, 8: 57344.0}
+"""The largest number of a format of eight bits."""
+
 
 def torch_dtype(format: int | torch.dtype) -> torch.dtype:
     """The dtype of a number in the compiled code's enumeration; one of torch's own stays."""

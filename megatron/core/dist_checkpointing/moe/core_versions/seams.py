@@ -40,6 +40,11 @@ SEAMS: dict[str, dict[str, str]] = {
         "DistributedOptimizer._collect_main_grad_data_for_unscaling": "self",
         "DistributedOptimizer._copy_main_params_to_model_params": "self",
         "DistributedOptimizer._copy_model_grads_to_main_grads": "self",
+        "DistributedOptimizer._get_fp8_params_and_shard_fp32_from_fp8": "self",
+    },
+    "fp8_utils": {
+        "quantize_param_shard": "model_params main_params start_offsets data_parallel_group fsdp_shard_model_params",
+        "post_all_gather_processing": "model_params",
     },
     "distributed.distributed_data_parallel": {
         "DistributedDataParallel.disable_forward_pre_hook": "self param_sync",

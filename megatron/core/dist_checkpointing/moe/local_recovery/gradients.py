@@ -17,8 +17,8 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from ..errors import UsageError
-from ..megatron_state.operators import Shard, StateTensor
-from ..megatron_state.optimizer_state import optimizer_members
+from ..megatron_state.operators import StateTensor
+from ..megatron_state.optimizer_state import SteppedTensor, optimizer_members
 from ..megatron_state.restore import write_record
 from ..ports import Field
 from ..replay.patches import replaced
@@ -90,23 +90,25 @@ class LiveGradients:
     def __init__(
         self,
         optimizer: MegatronOptimizer,
-        stepped: Sequence[tuple[Shard, torch.Tensor]],
+        stepped: Sequence[SteppedTensor],
         prepared: Callable[[], Prepared],
     ) -> None:
         self._optimizer, self._stepped, self._prepared = optimizer, tuple(stepped), prepared
 
     def fields(self) -> tuple[Field, ...]:
-        """As `local_recovery.park.Gradients.fields`: flat, of the dtype of the master weights."""
-        return tuple(Field(shard.key(GRADIENT), _named(main.dtype), (main.numel(),)) for shard, main in self._stepped)
+        """As `local_recovery.park.Gradients.fields`: flat, of the dtype in which the optimizer takes them."""
+        return tuple(
+            Field(one.shard.key(GRADIENT), _named(one.gradient_dtype), (one.main.numel(),)) for one in self._stepped
+        )
 
     @torch.no_grad()
     def copy(self, buffer: Callable[[str], memoryview]) -> None:
         """As `local_recovery.park.Gradients.copy`. Raises UsageError where a master weight has no gradient."""
         self._prepared().finish(self._optimizer)
-        for shard, main in self._stepped:
-            if main.grad is None:
-                raise UsageError(f"the master weights of {shard.of.name} have no gradient that could be kept")
-            _copy_out(main.grad, buffer(shard.key(GRADIENT)))
+        for one in self._stepped:
+            if one.gradient is None:
+                raise UsageError(f"the master weights of {one.shard.of.name} have no gradient that could be kept")
+            _copy_out(one.gradient, buffer(one.shard.key(GRADIENT)))
 
 
 class LiveBuffers:
@@ -148,9 +150,7 @@ class LiveBuffers:
 
 
 @torch.no_grad()
-def roll_forward(
-    optimizer: MegatronOptimizer, stepped: Sequence[tuple[Shard, torch.Tensor]], read: Read, step: StepJournal
-) -> None:
+def roll_forward(optimizer: MegatronOptimizer, stepped: Sequence[SteppedTensor], read: Read, step: StepJournal) -> None:
     """Take the step of kept gradients with the norm and the verdict of its journal; no collective.
 
     Before it the state is that of the iteration before, learning rates and step counts included; afterwards master
@@ -174,12 +174,12 @@ def roll_forward(
     if step.grad_norm is None:
         raise UsageError("the journal has no gradient norm: kept gradients cannot be applied without it")
     for member in optimizer_members(optimizer):
-        _give_gradients(member)  # every master weight gets a `grad`, whose values are replaced below
-    for shard, main in stepped:
-        key = shard.key(GRADIENT)
-        if main.grad is None:
-            raise UsageError(f"the master weights of {shard.of.name} take no gradient")
-        write_record(key, read(key), main.grad)
+        _give_gradients(member)  # every master weight gets a gradient, whose values are replaced below
+    for one in stepped:
+        key = one.shard.key(GRADIENT)
+        if one.gradient is None:
+            raise UsageError(f"the master weights of {one.shard.of.name} take no gradient")
+        write_record(key, read(key), one.gradient)
     with contextlib.ExitStack() as stack:
         # What ranks would compute together: the norm comes from the journal, the rest is known or not wanted.
         alone: dict[str, Any] = {

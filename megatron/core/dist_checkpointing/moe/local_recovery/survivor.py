@@ -29,7 +29,8 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 
 from ..errors import MoECheckpointError
-from ..megatron_state.operators import Shard, StateTensor
+from ..megatron_state.operators import StateTensor
+from ..megatron_state.optimizer_state import SteppedTensor
 from ..policy.boundary import tensor_shape
 from ..policy.parking import Cause, ParkingBudget, StepPhase
 from ..ports import RANDOM, Capturer, Clock, Json, SnapshotId, StoreFailure, TrainerState, Transport
@@ -90,7 +91,7 @@ class Live:
     trainer: TrainerState
     optimizer: MegatronOptimizer
     tensors: Sequence[StateTensor]
-    stepped: Sequence[tuple[Shard, torch.Tensor]]
+    stepped: Sequence[SteppedTensor]
     locks: PageLocks | None = None
 
 

@@ -3,8 +3,9 @@
 Enumerated are, each tensor once: what every inner optimizer steps (compute weights, master weights, moments, step
 counts), parameters that no optimizer was given (frozen ones), and buffers of routers. Checked against Megatron-Core
 0.16.1: `DistributedOptimizer`, `Float16OptimizerWithFloat16Params` and `FP32Optimizer`, alone or chained, over torch's
-Adam. The views stay valid while training goes on, until `load_state_dict` of an optimizer replaces its moments and
-step counts; then the state has to be enumerated anew. `completeness.py` judges what this file finds.
+Adam, and the first over Transformer Engine's `FusedAdam`, which keeps masters and moments in dtypes of its own. The
+views stay valid while training goes on, until `load_state_dict` of an optimizer replaces its moments and step counts;
+then the state has to be enumerated anew. `completeness.py` judges what this file finds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from megatron.core.utils import unwrap_model
 
 from ..errors import UsageError
 from ..types import Coordinates, OperatorId, Part, Topology
-from .compute_weights import gather_compute_weights, level_step_counts, recast_compute_weights, settle_gathers
+from .compute_weights import (
+    any_rank,
+    gather_compute_weights,
+    level_step_counts,
+    recast_compute_weights,
+    recast_quantized_weights,
+    settle_gathers,
+)
 from .operators import (
     WORD_EMBEDDINGS,
     ChunkPlace,
@@ -35,7 +43,9 @@ from .operators import (
     is_constant,
     locate,
 )
-from .optimizer_state import optimizer_members
+from .optimizer_state import MASTER_OF_FUSED, SteppedTensor, holds_masters, optimizer_members, scale_of
+from .quantization import quantization_tensors
+from .quantized import is_quantized, raw, raw_fields
 from .restore import LiveRestorer
 
 
@@ -79,8 +89,10 @@ def state_tensors(
 
     With the distributed optimizer that is the rank's shard of every parameter: the compute weights as a view into the
     parameter buffer, the master weights, both moments and the step count. With fp32 parameters the shard is master and
-    compute weights at once: one tensor. Without the distributed optimizer it is every parameter as a whole. Router
-    buffers are state on every rank, whether Megatron's own checkpoints have them or not.
+    compute weights at once: one tensor. Where the optimizer keeps masters in less than 32 bits, rounded or as the
+    remainders of bf16 weights, compute weights are part of the master weights: neither follows from the other. Without
+    the distributed optimizer it is every parameter as a whole. Router buffers are state on every rank, whether
+    Megatron's own checkpoints have them or not.
 
     Trainer state (iteration, schedules, random states, loss scaler) is not among them.
 
@@ -95,6 +107,7 @@ def state_tensors(
     model = _Model(chunks, topology)
     _refuse_unsupported(model, optimizer)
     found = [*_optimizer_tensors(model, optimizer), *_frozen_tensors(model), *_buffer_tensors(model)]
+    found += _scale_tensors(model, optimizer)
     return tuple(sorted(found, key=lambda tensor: (tensor.operator, tensor.key)))
 
 
@@ -111,11 +124,15 @@ def operators_of_parameters(
 
 def stepped_parameters(
     chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, topology: Topology
-) -> tuple[tuple[Shard, torch.Tensor], ...]:
+) -> tuple[SteppedTensor, ...]:
     """What this rank's inner optimizers step, each with what it is the master weights of; in the optimizers' order."""
     model = _Model(chunks, topology)
     return tuple(
-        (model.shard(owned.parameter, owned.start, owned.end), owned.main)
+        SteppedTensor(
+            model.shard(owned.parameter, owned.start, owned.end),
+            owned.main,
+            owned.parameter.main_grad.dtype if holds_masters(member) else owned.main.dtype,
+        )
         for member in optimizer_members(optimizer)
         for owned in _owned(member)
     )
@@ -124,9 +141,14 @@ def stepped_parameters(
 def live_restorer(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, topology: Topology) -> LiveRestorer:
     """What restores this rank's state; its copies of other ranks' compute weights are poisoned and gathered too."""
 
+    operator_of = operators_of_parameters(chunks, topology)
+    quantized = [parameter for parameter in operator_of if is_quantized(parameter)]
+    in_eight_bits = bool(unwrap_model(list(chunks))[0].config.fp8_param)
+
     def finish(recast: bool) -> None:
         level_step_counts(state_tensors(chunks, optimizer, topology))
-        if recast:
+        # Some may have restored weights that others have not, and to cast those of eight bits takes all.
+        if any_rank(recast) if in_eight_bits else recast:
             recast_compute_weights(chunks, optimizer)
         else:
             gather_compute_weights(chunks)
@@ -136,7 +158,14 @@ def live_restorer(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimize
         finish,
         gather=lambda: gather_compute_weights(chunks),
         settle=lambda: settle_gathers(chunks),
-        derived=[parameter for chunk in chunks for parameter in chunk.parameters()],
+        derived=[
+            *(raw(parameter) for chunk in chunks for parameter in chunk.parameters()),
+            *(parameter._transpose for parameter in quantized if parameter._transpose is not None),
+            *quantization_tensors(chunks).values(),
+        ],
+        recast=lambda operators: recast_quantized_weights(
+            optimizer, {parameter for parameter in quantized if operator_of[parameter] in operators}
+        ),
     )
 
 
@@ -199,7 +228,10 @@ def _refuse_unsupported(model: _Model, optimizer: MegatronOptimizer) -> None:
     # Without expert parallelism core reduces the gradients of experts with the rest's, over other tensor ranks.
     astray = bool(config.num_moe_experts) and topology.ep == 1 and topology.expert_tp != topology.tp
     reasons = {
-        "fp8 or fp4 parameters, whose scales are state of modules": config.fp8 or config.fp4,
+        "fp4": config.fp4,
+        f"weights in {config.fp8_recipe} eight bits, which are kept by rows and by columns": config.fp8_param
+        and config.fp8_recipe not in ("delayed", "tensorwise"),
+        "attention in eight bits": config.fp8_dot_product_attention or config.fp8_multi_head_attention,
         "Megatron-FSDP": wrapping.use_megatron_fsdp,
         "several instances of the distributed optimizer": wrapping.num_distributed_optimizer_instances > 1,
         "an expert-tensor-parallel size of its own and no expert parallelism": astray,
@@ -207,7 +239,6 @@ def _refuse_unsupported(model: _Model, optimizer: MegatronOptimizer) -> None:
     for member in optimizer_members(optimizer):
         known = type(member) in (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
         reasons[f"the optimizer {type(member).__name__}"] = not known
-        reasons["the precision-aware optimizer"] = member.config.use_precision_aware_optimizer
     for reason, applies in reasons.items():
         if applies:
             raise UsageError(f"training state cannot be protected with {reason}: use --moe-ckpt-strategy none")
@@ -216,7 +247,8 @@ def _refuse_unsupported(model: _Model, optimizer: MegatronOptimizer) -> None:
 def _owned(member: MegatronOptimizer) -> Iterator[_Owned]:
     """What one optimizer steps. Its own groups pair parameters and masters whatever the order of dtypes in them."""
     if isinstance(member, DistributedOptimizer):
-        pairs = _paired(member.model_float16_groups, member.shard_fp32_from_float16_groups)
+        mains = member.shard_float16_groups if holds_masters(member) else member.shard_fp32_from_float16_groups
+        pairs = _paired(member.model_float16_groups, mains)
         pairs += _paired(member.model_fp32_groups, member.shard_fp32_groups)
     elif isinstance(member, Float16OptimizerWithFloat16Params):
         pairs = _paired(member.float16_groups, member.fp32_from_float16_groups)
@@ -250,17 +282,47 @@ def _optimizer_tensors(model: _Model, optimizer: MegatronOptimizer) -> Iterator[
                     " optimizer has allocated its moments, at the latest after the first step"
                 )
             ranks = model.holders(shard, sharded=isinstance(member, DistributedOptimizer))
-            weights = owned.parameter.data.view(-1)[owned.start : owned.end]
-            master = owned.main.detach().view(-1)
-            # fp32 parameters are their own master weights: one tensor, one record.
-            is_master = master.data_ptr() == weights.data_ptr()
-            if not is_master:
-                yield StateTensor(shard, "compute", Part.COMPUTE, weights, ranks, in_forward=True)
-            yield StateTensor(shard, "master", Part.MASTER, master, ranks, in_forward=is_master)
+            yield from _weights(member, owned, shard, ranks)
             for field, value in owned.state.items():
+                if field == MASTER_OF_FUSED:
+                    continue
                 if not isinstance(value, torch.Tensor):
                     raise UsageError(f"the optimizer keeps {field} of {shard.of.name} as {value!r}, not as a tensor")
-                yield StateTensor(shard, field, Part.MOMENTS, value.detach().view(-1), ranks)
+                scale = scale_of(member.optimizer, owned.main, field)
+                for name, tensor in raw_fields(field, value, scale):
+                    yield StateTensor(shard, name, Part.MOMENTS, tensor, ranks)
+
+
+def _weights(member: MegatronOptimizer, owned: _Owned, shard: Shard, ranks: tuple[int, ...]) -> Iterator[StateTensor]:
+    """Compute and master weights, wherever the latter are kept."""
+    weights = raw(owned.parameter)[owned.start : owned.end]
+    kept = owned.state.get(MASTER_OF_FUSED)
+    if kept is not None:
+        # Only the cast of fp32 masters can be made again: of others the weights were cast before they were rounded.
+        recasts = kept.dtype is torch.float32 and not is_quantized(kept)
+        part = Part.COMPUTE if recasts else Part.MASTER
+        yield StateTensor(shard, "compute", part, weights, ranks, in_forward=True)
+        for name, tensor in raw_fields("master", kept, scale_of(member.optimizer, owned.main, MASTER_OF_FUSED)):
+            yield StateTensor(shard, name, Part.MASTER, tensor, ranks)
+        return
+    master = owned.main.detach().view(-1)
+    # fp32 parameters are their own master weights: one tensor, one record.
+    is_master = master.data_ptr() == weights.data_ptr()
+    if not is_master:
+        yield StateTensor(shard, "compute", Part.COMPUTE, weights, ranks, in_forward=True)
+    yield StateTensor(shard, "master", Part.MASTER, master, ranks, in_forward=is_master)
+
+
+def _scale_tensors(model: _Model, optimizer: MegatronOptimizer) -> Iterator[StateTensor]:
+    """Scales of eight-bit weights: one for the whole weight, so also on ranks that own no part of it."""
+    # As `_weights`: where masters are kept in few bits, what was cast from them before cannot be made again.
+    masters = [member.config.main_params_dtype for member in optimizer_members(optimizer) if holds_masters(member)]
+    part = Part.MASTER if any(dtype is not torch.float32 for dtype in masters) else Part.COMPUTE
+    for parameter in (parameter for chunk in model.chunks for parameter in chunk.parameters()):
+        if is_quantized(parameter):
+            shard = model.shard(parameter, 0, parameter.numel())
+            (_, (field, scale)) = raw_fields("compute", parameter)
+            yield StateTensor(shard, field, part, scale, model.holders(shard, sharded=False), in_forward=True)
 
 
 def _frozen_tensors(model: _Model) -> Iterator[StateTensor]:
@@ -272,7 +334,7 @@ def _frozen_tensors(model: _Model) -> Iterator[StateTensor]:
             if parameter not in trained:
                 shard = model.shard(parameter, 0, parameter.numel())
                 ranks = model.holders(shard, sharded=False)
-                yield StateTensor(shard, "master", Part.MASTER, parameter.data.view(-1), ranks, in_forward=True)
+                yield StateTensor(shard, "master", Part.MASTER, raw(parameter), ranks, in_forward=True)
 
 
 def _buffer_tensors(model: _Model) -> Iterator[StateTensor]:

@@ -159,11 +159,13 @@ class StateTensor:
 
     Attributes:
         shard: Which elements of which tensor of the model it belongs to.
-        field: `compute`, `master`, `buffer`, or the optimizer's name (`exp_avg`, `exp_avg_sq`, `step`).
+        field: `compute`, `master`, `buffer`, or the optimizer's name (`exp_avg`, `exp_avg_sq`, `step`); of the scale
+            beside such a tensor its name with `_scale` (`quantized.py`).
         part: The one component of the operator's state that it is. Where compute weights and master weights are one
-            tensor (fp32, and frozen parameters) it is MASTER. Router buffers are MASTER too, step counts MOMENTS.
-        tensor: Flat, contiguous, of the live dtype and device; as long as `shard`, but a step count has one element.
-            A copy of it is a snapshot, and copying into it is a restore.
+            tensor (fp32, and frozen parameters) it is MASTER. Router buffers are MASTER too, step counts MOMENTS. So
+            are compute weights that are not the cast of what is kept as master weights: masters of less than 32 bits.
+        tensor: Flat, contiguous, of the live dtype and device; as long as `shard`, but step counts and scales have one
+            element. A copy of it is a snapshot, and copying into it is a restore.
         holders: Ranks that hold the same values, this one among them, ascending. One of them has to store it.
         in_forward: Whether a forward pass reads it: compute weights, fp32 masters, router buffers.
     """

@@ -2,11 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron.core.optimizer import MegatronOptimizer
+
+from .fused_adam import guard_scales, level_scales
+from .operators import Shard
+from .quantized import is_quantized
+
+MASTER_OF_FUSED = "master_param"
+"""What `FusedAdam` calls master weights that it keeps itself, among the state of a shard of compute weights."""
+
+
+class SteppedTensor(NamedTuple):
+    """A tensor that an inner optimizer steps: what it is the master weights of, and the dtype of its gradient."""
+
+    shard: Shard
+    main: torch.Tensor
+    gradient_dtype: torch.dtype
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """What the optimizer reads: `decoupled_grad` where its dtype need not be that of the parameter."""
+        decoupled: torch.Tensor | None = getattr(self.main, "decoupled_grad", None)
+        return self.main.grad if decoupled is None else decoupled
+
+
+def holds_masters(member: MegatronOptimizer) -> bool:
+    """Whether the inner optimizer keeps master weights itself, and steps shards of compute weights."""
+    return bool(getattr(member.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
+
+
+def scale_of(inner: Any, main: torch.Tensor, field: str) -> torch.Tensor | None:
+    """By what `FusedAdam` multiplies a field of the state of `main` whenever it reads it: fp32 of one element.
+
+    It writes a scale down for every field that is not fp32, but reads those of fp16 only: a Float8Tensor has its own.
+    """
+    if inner.state[main][field].dtype is not torch.float16:
+        return None
+    scale: torch.Tensor | None = getattr(inner, "_scales", {}).get(main, {}).get(field)
+    return scale
 
 
 def optimizer_members(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
@@ -33,6 +70,14 @@ def allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
             _allocate_precision_aware(member.optimizer)
         elif member.init_state_fn is not None:
             member.init_state_fn(member.optimizer, member.config)
+    level_scales(optimizer, [weights for member in optimizer_members(optimizer) for weights in _left_to_fused(member)])
+
+
+def _left_to_fused(member: MegatronOptimizer) -> list[torch.nn.Parameter]:
+    """Weights of eight bits, of all data-parallel ranks, that `FusedAdam` casts in its step."""
+    if not holds_masters(member):
+        return []
+    return [weights for buffer in member.buffers for weights in buffer.params if is_quantized(weights)]
 
 
 def _allocate_adam(adam: torch.optim.Optimizer) -> None:
@@ -53,7 +98,8 @@ def _allocate_adam(adam: torch.optim.Optimizer) -> None:
 
 
 def _allocate_precision_aware(fused: Any) -> None:
-    """As the first step of Transformer Engine's `FusedAdam` does it."""
+    """As the first step of Transformer Engine's `FusedAdam` does it, and guarded from then on."""
+    guard_scales(fused)
     for group in fused.param_groups:
         for parameter in group["params"]:
             if not fused.state[parameter]:

@@ -28,6 +28,7 @@ class LiveRestorer:
             from its master weights. `recast_compute_weights` and `gather_compute_weights` of `compute_weights.py`.
         gather: As `complete` with False, for `refresh`.
         settle: Waits for what may still write to live weights (`settle_gathers`), before anything is written here.
+        recast: Derives the eight-bit weights of these operators from their master weights, a collective, for `refresh`.
         derived: Tensors that hold copies of other ranks' state, which `complete` overwrites: poisoned too.
     """
 
@@ -38,13 +39,16 @@ class LiveRestorer:
         *,
         gather: Callable[[], None] = lambda: None,
         settle: Callable[[], None] = lambda: None,
+        recast: Callable[[Collection[OperatorId]], None] = lambda operators: None,
         derived: Sequence[torch.Tensor] = (),
     ) -> None:
         self._enumerate = tensors if callable(tensors) else lambda: tensors
         self._complete, self._gather, self._settle, self._derived = complete, gather, settle, derived
+        self._recast = recast
         self._tensors: tuple[StateTensor, ...] | None = None
         self._written: set[str] = set()
         self._fresh: set[str] = set()  # of these, what was written since the last refresh
+        self._fresh_masters: set[OperatorId] = set()  # restored since then without their compute weights
         self._is_settled = False
 
     def poison(self) -> None:
@@ -69,6 +73,10 @@ class LiveRestorer:
                 self._fresh.add(state.key)
                 copied_bytes += state.nbytes
         self._written |= self._fresh
+        # Of operators, not of tensors: a rank that owns nothing of a weight takes part in its cast.
+        for part, operators in chosen.items():
+            if Part.MASTER in part and Part.COMPUTE not in part:
+                self._fresh_masters |= operators
         return copied_bytes
 
     def refresh(self) -> None:
@@ -78,10 +86,12 @@ class LiveRestorer:
         masters = {state.shard: state for state in self._all() if state.field == "master" and state.key in self._fresh}
         with torch.no_grad():
             for state in self._all():
-                if state.field == "compute" and state.key not in self._fresh and state.shard in masters:
+                stale = state.field == "compute" and state.key not in self._fresh and state.shard in masters
+                if stale and state.tensor.dtype is not torch.uint8:
                     state.tensor.copy_(masters[state.shard].tensor)
+        self._recast(frozenset(self._fresh_masters))
         self._gather()
-        self._fresh, self._is_settled = set(), False
+        self._fresh, self._fresh_masters, self._is_settled = set(), set(), False
 
     def missing(self, frozen: Collection[OperatorId] = ()) -> str:
         """As `ports.Restorer.missing`: of operators that are trained, master weights and moments."""
@@ -114,6 +124,7 @@ class LiveRestorer:
     def _begin(self) -> tuple[StateTensor, ...]:
         self._settle()
         self._tensors, self._written, self._fresh = tuple(self._enumerate()), set(), set()
+        self._fresh_masters = set()
         self._is_settled = True
         return self._tensors
 

@@ -24,6 +24,7 @@ from ..types import FP32, ModelShape, OperatorId, Part, Topology, full_plan
 from .compute_weights import level_step_counts, recast_compute_weights, settle_gathers
 from .model_operators import model_shape
 from .operators import GlobalName, StateTensor
+from .quantized import is_scale
 from .restore import LiveRestorer
 
 _SUMMED_AS = {4: torch.int32, 8: torch.int64}
@@ -156,7 +157,8 @@ def _check_counts(shape: ModelShape, tensors: Sequence[StateTensor], topology: T
 def _is_shareable(tensor: StateTensor, topology: Topology) -> bool:
     """Whether the assignment counts these elements: master weights and moments, cut over all tensor-parallel ranks."""
     partitions = topology.expert_tp if tensor.operator.is_expert else topology.tp
-    counted = bool(tensor.part & Part.MASTER_AND_MOMENTS) and tensor.field not in ("step", "buffer")
+    in_full = tensor.field in ("step", "buffer") or is_scale(tensor.field)
+    counted = bool(tensor.part & Part.MASTER_AND_MOMENTS) and not in_full
     return counted and tensor.shard.tp_size == partitions
 
 

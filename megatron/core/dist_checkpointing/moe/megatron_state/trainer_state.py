@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy
@@ -15,6 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from ..errors import UnreadableCheckpoint, UsageError
 from ..ports import Json
+from .quantization import QUANTIZATION, difference, packed, quantization_tensors, unpack
 
 ITERATION = "iteration"
 _GROUP_FIELDS = ("lr", "weight_decay", "step")
@@ -51,15 +52,20 @@ class LiveTrainerState:
         optimizer: Its parameter groups and loss scalers.
         scheduler: Its steps; None where nothing is scheduled.
         loop: What the training loop counts.
+        chunks: The model chunks of this rank, for the scales that their modules keep.
 
     Attributes:
         iteration: The one after which training stands.
     """
 
     def __init__(
-        self, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler | None, loop: LoopState
+        self,
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler | None,
+        loop: LoopState,
+        chunks: Sequence[torch.nn.Module] = (),
     ) -> None:
-        self._optimizer, self._scheduler, self._loop = optimizer, scheduler, loop
+        self._optimizer, self._scheduler, self._loop, self._chunks = optimizer, scheduler, loop, chunks
         self.iteration = 0
 
     def scalars(self) -> dict[str, Json]:
@@ -69,16 +75,21 @@ class LiveTrainerState:
     def _schedules(self) -> dict[str, Json]:
         return {
             "scheduler": _plain(self._scheduler.state_dict()) if self._scheduler is not None else {},
-            "grad_scalers": [_plain(scaler.state_dict()) for scaler in _scalers(self._optimizer)],
-            "param_groups": [
-                {name: _plain(group[name]) for name in _GROUP_FIELDS if name in group}
-                for group in self._optimizer.param_groups
-            ],
+            **optimizer_scalars(self._optimizer),
         }
 
     def tensors(self) -> Mapping[str, memoryview]:
         """As `ports.TrainerState.tensors`."""
-        return random_states()
+        scales = self._scales()
+        return random_states() | ({QUANTIZATION: packed(scales)} if scales else {})
+
+    def difference(self, tensors: Mapping[str, memoryview]) -> str:
+        """As `ports.TrainerState.difference`: the scales of eight-bit training."""
+        scales = self._scales()
+        return difference(scales, tensors[QUANTIZATION]) if scales and QUANTIZATION in tensors else ""
+
+    def _scales(self) -> Mapping[str, torch.Tensor]:
+        return quantization_tensors(self._chunks) if self._chunks else {}
 
     def restore(self, scalars: Mapping[str, Json], tensors: Mapping[str, memoryview]) -> None:
         """As `ports.TrainerState.restore`; nothing is changed when something is missing.
@@ -90,15 +101,15 @@ class LiveTrainerState:
         _load_groups(self._optimizer, saved["param_groups"])
         self.restore_common(saved)
         restore_random(tensors)
+        if scales := self._scales():
+            unpack(scales, tensors[QUANTIZATION])
 
     def restore_common(self, scalars: Mapping[str, Json]) -> None:
         """As `ports.TrainerState.restore_common`."""
         saved = dict[str, Any](scalars)
         if self._scheduler is not None:
             load_scheduler(self._scheduler, saved["scheduler"])
-        # A stage may lack the part of the optimizer that has the experts, and its scaler.
-        for scaler, values in zip(_scalers(self._optimizer), saved["grad_scalers"], strict=False):
-            scaler.load_state_dict(_scaler_state(values))
+        _load_scalers(self._optimizer, saved["grad_scalers"])
         self.iteration = int(saved[ITERATION])
         self._loop.load_state_dict(saved)
 
@@ -123,6 +134,23 @@ class LiveTrainerState:
                     f"random state {name} has {tensors[name].nbytes} bytes, but this job's has {view.nbytes}: the"
                     " snapshot was made on another kind of device or with another version of torch"
                 )
+
+
+def optimizer_scalars(optimizer: MegatronOptimizer) -> dict[str, Json]:
+    """Step counts, learning rates and weight decay of its groups on this rank, and its loss scalers."""
+    groups: list[Json] = [
+        {name: _plain(group[name]) for name in _GROUP_FIELDS if name in group} for group in optimizer.param_groups
+    ]
+    return {
+        "grad_scalers": [_plain(scaler.state_dict()) for scaler in _scalers(optimizer)],
+        "param_groups": groups,
+    }
+
+
+def load_optimizer_scalars(optimizer: MegatronOptimizer, saved: Mapping[str, Any]) -> None:
+    """Set all of it to what `optimizer_scalars` gave on this rank."""
+    _load_groups(optimizer, saved["param_groups"])
+    _load_scalers(optimizer, saved["grad_scalers"])
 
 
 def load_scheduler(scheduler: OptimizerParamScheduler, saved: dict[str, Any], source: str = "snapshot") -> None:
@@ -172,6 +200,12 @@ def _scalers(optimizer: MegatronOptimizer) -> list[Any]:
     members = getattr(optimizer, "chained_optimizers", [optimizer])
     scalers = (getattr(member, "grad_scaler", None) for member in members)
     return [scaler for scaler in scalers if scaler is not None]
+
+
+def _load_scalers(optimizer: MegatronOptimizer, saved: list[Any]) -> None:
+    # A stage may lack the part of the optimizer that has the experts, and its scaler.
+    for scaler, values in zip(_scalers(optimizer), saved, strict=False):
+        scaler.load_state_dict(_scaler_state(values))
 
 
 def _scaler_state(values: Mapping[str, Any]) -> dict[str, Any]:

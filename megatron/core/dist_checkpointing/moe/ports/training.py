@@ -25,6 +25,11 @@ class TrainerState(Protocol):
     def restore(self, scalars: Mapping[str, Json], tensors: Mapping[str, memoryview]) -> None:
         """Put back what `scalars` and `tensors` gave. Raises UnreadableCheckpoint when something is missing."""
 
+    def difference(self, tensors: Mapping[str, memoryview]) -> str:
+        """After an iteration that was run again: what of the live state is not that of these `tensors`, which were
+        captured when it ran first, of all that such an iteration makes anew; empty if nothing. Random states may be
+        others."""
+
     def restore_common(self, scalars: Mapping[str, Json]) -> None:
         """Put back what is the same on all ranks, from the `scalars` of any rank as they were after the iteration that
         this one has just run again: counts, schedules, loss scales. Random states stay as the iteration left them."""

@@ -250,6 +250,11 @@ class Replay:
         if self._boundary is not None:  # tensors left in a log mean that it was written with other flags
             self._boundary.check_all_taken()
             compared |= self._compare_sent(step, self._boundary)
+        if not isinstance(step.trainer, Mapping) and self._tolerance == 0:
+            # A wrong scale shows in no loss of this iteration, but in those of later ones.
+            differs = self._ports.trainer.difference(_trainer_tensors(step.trainer))
+            if differs:
+                raise _diverged(step, f"{differs} is not what was recorded")
         self.compared[step.iteration] = frozenset(compared)
         for load in step.loads:
             self._ports.restorer.restore(load.reader.read, load.parts)
@@ -308,12 +313,15 @@ class Replay:
 def restore_trainer(trainer: TrainerState, reader: Reader) -> None:
     """Put back the trainer state that a snapshot has. Raises UnreadableCheckpoint."""
     scalars = reader.manifest.facts.scalars
-    tensors = {
+    trainer.restore(cast("Mapping[str, Json]", scalars["trainer"]), _trainer_tensors(reader))
+
+
+def _trainer_tensors(reader: Reader) -> dict[str, memoryview]:
+    return {
         field.key.removeprefix(RANDOM): reader.read(field.key)
         for field in reader.manifest.layout.fields
         if field.operator is None and field.key.startswith(RANDOM)
     }
-    trainer.restore(cast("Mapping[str, Json]", scalars["trainer"]), tensors)
 
 
 def _diverged(step: ReplayStep, what: str) -> ReplayDiverged:

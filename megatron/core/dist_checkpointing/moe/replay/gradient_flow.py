@@ -60,12 +60,14 @@ def _flow_everywhere(config: Any) -> bool:
 
     A recomputed router counts tokens only when it runs again in the backward pass, and a recomputed layer needs
     an input with a gradient to run at all. Compiled fusions are compiled anew where nothing requires a gradient, and
-    may then draw other random numbers.
+    may then draw other random numbers. Delayed scaling notes the largest gradient of each layer, and takes new scales
+    at the end of a backward pass, which is where the lowest layer's is.
     """
     recomputed = config.recompute_granularity == "full" or (
         config.recompute_granularity == "selective" and "moe" in config.recompute_modules
     )
-    return recomputed or config.bias_dropout_fusion
+    scaled_late = getattr(config, "fp8", None) and config.fp8_recipe == "delayed"
+    return bool(recomputed or config.bias_dropout_fusion or scaled_late)
 
 
 def _entrances(model: Any) -> list[tuple[int, torch.nn.Module]]:

@@ -26,6 +26,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import Router
 from megatron.core.utils import unwrap_model
 
+from ..core_versions.eight_bit_weights import cast_rows, casts_itself, quantized_rows, scales_kept
 from ..core_versions.training import norm_as_in_training
 from ..types import StepJournal
 
@@ -219,6 +220,7 @@ def journaled_step(
                 if getattr(member, "grad_scaler", None):
                     verdict = _with_journaled_verdict(member, step.skipped)
                     stack.enter_context(replaced(member, _unscale_main_grads_and_check_for_nan=verdict))
+            stack.enter_context(scales_kept(frozen))
             for group in _frozen_groups(chunks, frozen):  # what has not changed needs no gather
                 stack.enter_context(replaced(group, start_param_sync=_nothing))
             # The norm of training is a sum over all operators: from the active ones alone clipping would differ.
@@ -227,9 +229,10 @@ def journaled_step(
             if step.skipped:  # for the norm: a rank without active parameters would not compare it
                 stack.enter_context(replaced(optimizer, step_with_ready_grads=lambda: False))
             outcome: tuple[bool, float | None, int | None] = ChainedOptimizer.step(optimizer)
-            # Fused Adams count the steps of a group, but not of an empty one: its parameters would lag when thawed.
-            for group in emptied if outcome[0] else []:
-                group["step"] = group.get("step", 0) + 1
+            # Fused Adams count the steps of a group, older ones not of an empty one, and none in a stub: its parameters
+            # would lag when thawed.
+            for group, counted in emptied if outcome[0] else []:
+                group["step"] = counted + 1
         return outcome
 
     with replaced(optimizer, step=stepped):
@@ -271,8 +274,9 @@ def _with_journaled_verdict(member: MegatronOptimizer, skipped: bool) -> Callabl
 
 
 @contextlib.contextmanager
-def _only_active(member: MegatronOptimizer, frozen: Parameters) -> Iterator[list[dict[str, Any]]]:
-    """Take frozen parameters, and their masters, out of all lists of one optimizer; yields groups that became empty.
+def _only_active(member: MegatronOptimizer, frozen: Parameters) -> Iterator[list[tuple[dict[str, Any], Any]]]:
+    """Take frozen parameters, and their masters, out of all lists of one optimizer; yields groups that became empty,
+    each with the steps that it has counted.
 
     Without any parameter left it counts as a stub, which takes part in collectives only.
     """
@@ -290,11 +294,34 @@ def _only_active(member: MegatronOptimizer, frozen: Parameters) -> Iterator[list
             active = [[row for row in group if row[0] not in frozen] for group in rows]
             columns = {name: [[row[at] for row in group] for group in active] for at, name in enumerate(names)}
             stack.enter_context(replaced(member, **columns))
+        if casts_itself(member):
+            stack.enter_context(_casting_only_active(member, frozen))
         for group in member.optimizer.param_groups:
             before = group["params"]
             stack.callback(group.__setitem__, "params", before)
             group["params"] = [parameter for parameter in before if id(parameter) not in removed]
-            emptied += [group] if before and not group["params"] else []
+            emptied += [(group, group.get("step", 0))] if before and not group["params"] else []
         if not member.get_parameters():
             stack.enter_context(replaced(member, is_stub_optimizer=True))
         yield emptied
+
+
+@contextlib.contextmanager
+def _casting_only_active(member: DistributedOptimizer, frozen: Parameters) -> Iterator[None]:
+    """Keep frozen weights of eight bits out of the cast at the end of a step.
+
+    That is a collective over all such weights of the data-parallel ranks, whichever of them are this rank's. Left as it
+    is, a rank without active ones would leave it out as a stub, and current scaling would take frozen ones for zeros.
+    """
+    rows = quantized_rows(member, lambda parameter: parameter not in frozen)
+    copy_all = member._copy_main_params_to_model_params
+
+    def copied() -> None:
+        if member.is_stub_optimizer:
+            cast_rows(member, rows)
+        else:
+            copy_all()
+
+    values = {"_get_fp8_params_and_shard_fp32_from_fp8": lambda: rows, "_copy_main_params_to_model_params": copied}
+    with replaced(member, **values):
+        yield

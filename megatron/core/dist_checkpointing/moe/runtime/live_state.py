@@ -19,6 +19,7 @@ from ..megatron_state.megatron import (
     stepped_parameters,
 )
 from ..megatron_state.optimizer_state import allocate_optimizer_state
+from ..megatron_state.quantization import allocate_quantization_state, quantization_tensors
 from ..megatron_state.sharing import assign, joining_restorer, share_out
 from ..ports import Execution, TrainerState
 from ..replay.execution import LiveExecution
@@ -79,8 +80,9 @@ class LiveState:
         """Enumerate it anew, as is needed after a checkpoint was loaded in another way."""
         chunks, optimizer, trainer = self._training.chunks, self._training.optimizer, self._training.trainer
         allocate_optimizer_state(optimizer)
+        allocate_quantization_state(chunks)
         tensors = every = state_tensors(chunks, optimizer, self._topology)
-        check_complete(chunks, optimizer, tensors)
+        check_complete(chunks, optimizer, tensors, quantization_tensors(chunks))
         if self._engine is None:
             self.on_device = any(state.tensor.is_cuda for state in tensors)
             self._locks = PageLocks() if self.on_device else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..errors import UsageError
-from .operators import OperatorId, OperatorKind, OperatorSize, Part, Precision, expert
+from .operators import OperatorId, OperatorKind, OperatorSize, Precision, expert
 from .topology import Topology
 
 
@@ -145,10 +145,7 @@ class ModelShape:
 
     def sizes(self, precision: Precision) -> dict[OperatorId, OperatorSize]:
         """Bytes of each whole operator: in full, and its compute weights."""
-        full, weights = (
-            precision.bytes_per_parameter(Part.MASTER_AND_MOMENTS),
-            precision.bytes_per_parameter(Part.COMPUTE),
-        )
+        full, weights = precision.full_bytes, precision.compute_bytes
         return {operator: OperatorSize(count * full, count * weights) for operator, count in self.parameters.items()}
 
     def operators_of_stages(self, topology: Topology) -> tuple[tuple[OperatorId, ...], ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import UsageError
 
@@ -53,7 +53,8 @@ class Part(enum.Flag):
 
     Three bits name the components as MoEvement Table 7 does: compute weights, master weights, and the moments of the
     optimizer. A snapshot of a whole operator is `MASTER_AND_MOMENTS`, what the papers call its full state: the compute
-    weights are left out because they are the cast of the master weights. `EVERYTHING` is what the checkpoints of MoC
+    weights are left out where they are the cast of the master weights, and count as MASTER where they are not, with
+    master weights of less than 32 bits. `EVERYTHING` is what the checkpoints of MoC
     eq. 5 store (B_w + B_o bytes per parameter).
     """
 
@@ -69,7 +70,8 @@ class Part(enum.Flag):
 class Precision:
     """Bytes per parameter of each component of the training state (MoEvement Table 7).
 
-    `source` says where the setting comes from.
+    `source` says where the setting comes from. `recasts` says whether compute weights are the cast of what is kept as
+    master weights, so that a full state can leave them out. The table takes that for granted in all rows.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Precision:
     first_moment_bytes: int
     second_moment_bytes: int
     source: str = ""
+    recasts: bool = True
 
     def __post_init__(self) -> None:
         for field in ("compute_bytes", "master_bytes", "first_moment_bytes", "second_moment_bytes"):
@@ -88,6 +91,15 @@ class Precision:
     def moments_bytes(self) -> int:
         """Bytes per parameter of both moments."""
         return self.first_moment_bytes + self.second_moment_bytes
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes per parameter of a full state, from which training goes on exactly."""
+        return self.bytes_per_parameter(Part.MASTER_AND_MOMENTS) + (0 if self.recasts else self.compute_bytes)
+
+    def exact(self) -> Precision:
+        """As it is in training: an optimizer casts the weights before it rounds the masters to less than 32 bits."""
+        return replace(self, recasts=self.master_bytes >= 4)
 
     def bytes_per_parameter(self, part: Part) -> int:
         """Bytes that one parameter takes in a snapshot with this part."""

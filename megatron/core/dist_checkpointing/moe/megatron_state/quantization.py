@@ -1,0 +1,103 @@
+"""Scales of delayed scaling: what modules of Transformer Engine keep beside their weights.
+
+Each module has, for forward and for backward passes, one scale and a history of largest values for every tensor that it
+casts to eight bits. They differ between data-parallel ranks, and which operator they belong to cannot be said: a
+grouped module mixes those of all its experts, and ranks take the largest value over all of them. So they are no state
+of an operator but of the rank, in every snapshot, as random states are. One snapshot of a window would not do: the
+largest value of a weight is noted when the optimizer casts it, which it does not do for a frozen one.
+
+Checked against Transformer Engine 2.11.0 and 2.20.2. What follows from weights is not kept: `_fp8_workspaces` are made
+anew in the first microbatch of an iteration, `_transpose` when weights are gathered.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron.core.fp8_utils import get_fp8_context
+from megatron.core.utils import unwrap_model
+
+from ..errors import UnreadableCheckpoint
+
+QUANTIZATION = "quantization"
+"""The name of all of it among the tensors of the trainer state."""
+
+_PASSES, _KEPT = ("scaling_fwd", "scaling_bwd"), ("scale", "amax_history")
+
+
+def has_quantization_state(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Whether modules keep scales from iteration to iteration: with delayed scaling only."""
+    config = unwrap_model(list(chunks))[0].config
+    return bool(getattr(config, "fp8", None)) and config.fp8_recipe == "delayed"
+
+
+@torch.no_grad()
+def allocate_quantization_state(chunks: Sequence[torch.nn.Module]) -> None:
+    """Allocate what does not exist yet, as the first forward pass would; nothing else changes."""
+    if not has_quantization_state(chunks):
+        return
+    with get_fp8_context(unwrap_model(list(chunks))[0].config):
+        for module in (module for chunk in chunks for module in chunk.modules()):
+            if hasattr(module, "init_fp8_metadata"):
+                module.init_fp8_metadata(num_gemms=getattr(module, "num_gemms", 1))
+
+
+def quantization_tensors(chunks: Sequence[torch.nn.Module]) -> Mapping[str, torch.Tensor]:
+    """Scales, fp32 (tensors,), and histories, fp32 (length, tensors), by chunk, module, pass, field: live storage."""
+    return dict(_enumerated(chunks)) if has_quantization_state(chunks) else {}
+
+
+def _enumerated(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    for index, chunk in enumerate(unwrap_model(list(chunks))):
+        for name, module in chunk.named_modules():
+            meta: Mapping[str, Any] = getattr(module, "fp8_meta", {})
+            for direction in _PASSES:
+                for field in _KEPT:
+                    tensor = getattr(meta.get(direction), field, None)
+                    if tensor is not None:
+                        yield f"{index}.{name}.{direction}.{field}", tensor
+
+
+def packed(tensors: Mapping[str, torch.Tensor]) -> memoryview:
+    """All of them one behind the other, each with its size: one copy from the device."""
+    sizes = struct.pack(f"<{len(tensors)}q", *(tensor.numel() for tensor in tensors.values()))
+    values = torch.cat([tensor.detach().reshape(-1) for tensor in tensors.values()])
+    return memoryview(sizes + bytes(values.cpu().view(torch.uint8).numpy().tobytes()))
+
+
+@torch.no_grad()
+def unpack(tensors: Mapping[str, torch.Tensor], data: memoryview) -> None:
+    """Write what `packed` gave into live storage. Raises UnreadableCheckpoint where the modules are others."""
+    for tensor, values in _pairs(tensors, data):
+        tensor.copy_(values)
+
+
+def difference(tensors: Mapping[str, torch.Tensor], data: memoryview) -> str:
+    """The first that is not what `packed` gave, after an iteration that was run again; empty if there is none.
+
+    The newest row of a history is left out: what frozen weights and evaluations add to it is not made again. Raises
+    UnreadableCheckpoint where the modules are others.
+    """
+    for (name, tensor), (_, values) in zip(tensors.items(), _pairs(tensors, data), strict=True):
+        settled = slice(1, None) if name.endswith("amax_history") else slice(None)
+        found, recorded = tensor[settled].cpu(), values[settled]
+        if not torch.equal(found, recorded):
+            return name
+    return ""
+
+
+def _pairs(tensors: Mapping[str, torch.Tensor], data: memoryview) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each tensor with its values, of the same shape, on the host."""
+    sizes = [tensor.numel() for tensor in tensors.values()]
+    expected = struct.pack(f"<{len(sizes)}q", *sizes)
+    if bytes(data[: len(expected)]) != expected or len(data) != len(expected) + 4 * sum(sizes):
+        raise UnreadableCheckpoint(
+            "the scales of eight-bit training in the snapshot are those of other modules or of another"
+            " --fp8-amax-history-len"
+        )
+    values = torch.frombuffer(bytearray(data[len(expected) :]), dtype=torch.float32).split(sizes)
+    return [(tensor, part.view(tensor.shape)) for tensor, part in zip(tensors.values(), values, strict=True)]

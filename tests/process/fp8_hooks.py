@@ -1,0 +1,205 @@
+"""What tests of eight-bit training do inside workers: digest live state, and break what a restore must not lose."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import xxhash
+from engine_hooks import tensors_of
+
+
+def state_of(state: Any) -> dict[str, torch.Tensor]:
+    """All that training in eight bits goes on from, by name: payloads, scales, histories, weights and transposes."""
+    from megatron.core.dist_checkpointing.moe.megatron_state.quantization import quantization_tensors
+
+    found = {one.key: one.tensor for one in tensors_of(state)} | dict(quantization_tensors(state.chunks))
+    for index, chunk in enumerate(state.chunks):
+        for name, weights in chunk.named_parameters():
+            for field in ("_data", "_transpose", "_scale_inv"):
+                if getattr(weights, field, None) is not None:
+                    found[f"{index}.{name}{field}"] = getattr(weights, field)
+    for number, group in enumerate(state.optimizer.param_groups):
+        found[f"steps of group {number}"] = torch.tensor([group.get("step", 0)])
+    return found
+
+
+@contextlib.contextmanager
+def digested(folder: str) -> Iterator[None]:
+    """When training has ended, each rank writes down digests of its state."""
+    from megatron.pretrain.checkpoint.state import gather_parameters
+    from megatron.pretrain.loop import Trainer
+
+    run = Trainer.run
+
+    def trained(self: Trainer) -> None:
+        run(self)
+        gather_parameters(self._state)  # with overlap the next forward pass would do it
+        digests = {
+            name: xxhash.xxh3_128_hexdigest(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+            for name, tensor in state_of(self._state).items()
+        }
+        (Path(folder) / f"state-{torch.distributed.get_rank()}.json").write_text(json.dumps(digests))
+
+    with mock.patch.object(Trainer, "run", trained):
+        yield
+
+
+@contextlib.contextmanager
+def restored_without(field: str) -> Iterator[None]:
+    """Records of this field are restored as ones."""
+    from megatron.core.dist_checkpointing.moe.megatron_state import restore
+
+    write = restore.write_record
+
+    def written(key: str, data: memoryview, tensor: torch.Tensor) -> None:
+        write(key, data, tensor)
+        if key.endswith(f"/{field}"):
+            tensor.fill_(1)
+
+    with mock.patch.object(restore, "write_record", written):
+        yield
+
+
+@contextlib.contextmanager
+def scales_changed(change: str) -> Iterator[None]:
+    """What modules keep for delayed scaling comes back wrong: without the newest row, with the columns of two experts
+    exchanged, or from the first snapshot of a window only."""
+    from megatron.core.dist_checkpointing.moe.megatron_state import trainer_state
+
+    restored: list[bool] = []
+
+    def unpack(tensors: dict[str, torch.Tensor], data: memoryview) -> None:
+        if change == "first snapshot" and restored:
+            return
+        restored.append(True)
+        original(tensors, data)
+        for name, tensor in tensors.items():
+            if change == "amax row" and name.endswith("amax_history"):
+                tensor[0].zero_()
+            if change == "experts" and "experts" in name and tensor.shape[-1] % 6 == 0:
+                tensor.copy_(torch.cat([tensor[..., 3:6], tensor[..., :3], tensor[..., 6:]], -1))
+
+    original = trainer_state.unpack
+    with mock.patch.object(trainer_state, "unpack", unpack):
+        yield
+
+
+@contextlib.contextmanager
+def not_compared() -> Iterator[None]:
+    """A replay does not look at the scales that it made."""
+    from megatron.core.dist_checkpointing.moe.megatron_state.trainer_state import LiveTrainerState
+
+    with mock.patch.object(LiveTrainerState, "difference", return_value=""):
+        yield
+
+
+LEFT_OUT = {
+    "compute": "compute weights of ",
+    "compute_scale": "_scale_inv",
+    "master": "master weights of ",
+    "scaling_fwd.scale": "scaling_fwd.scale of ",
+    "scaling_bwd.amax_history": "scaling_bwd.amax_history of ",
+}
+"""Fields of the state, and what names one that is missing."""
+
+
+@contextlib.contextmanager
+def examined(folder: str) -> Iterator[None]:
+    """Instead of training to the end: a few iterations, and a look at the state that they leave."""
+    from megatron.pretrain.loop import Trainer
+    from megatron.pretrain.te_on_cpu.kernels import gemm
+
+    values: list[int] = []
+    product = gemm.values_of
+
+    def counted(tensor: Any) -> torch.Tensor:
+        found = product(tensor)
+        if hasattr(tensor, "_scale_inv"):
+            values.append(found.unique().numel())
+        return found
+
+    def run(self: Trainer) -> None:
+        from megatron.pretrain.batches import training_iterators
+
+        state = self._state
+        batches = training_iterators(state.config, self._datasets, state.progress)
+        with mock.patch.object(gemm, "values_of", counted):
+            for _ in range(3):
+                self.iterate(batches)
+        quantized = [one for chunk in state.chunks for one in chunk.parameters() if hasattr(one, "_scale_inv")]
+        facts = {
+            "weights": sorted({type(one).__name__ for one in quantized}),
+            "values": values,
+            "products": len(values),
+            "missing": {name: _missing(state, name) for name in ("nothing", *LEFT_OUT)},
+            "bytes": _bytes_per_parameter(state),
+            "restored": {
+                name: _differences_once_restored(state, name) for name in ("EVERYTHING", "MASTER_AND_MOMENTS")
+            },
+        }
+        (Path(folder) / f"rank-{torch.distributed.get_rank()}.json").write_text(json.dumps(facts))
+
+    with mock.patch.object(Trainer, "run", run):
+        yield
+
+
+def _differences_once_restored(state: Any, part: str) -> list[str]:
+    """What is other than before when all was poisoned and this part of all operators came back, in this process."""
+    from megatron.core.dist_checkpointing.moe.megatron_state.megatron import live_restorer, read_topology
+    from megatron.core.dist_checkpointing.moe.megatron_state.quantization import packed, quantization_tensors, unpack
+    from megatron.core.dist_checkpointing.moe.types import Part
+    from megatron.pretrain.checkpoint.state import gather_parameters
+
+    gather_parameters(state)
+    before = {name: tensor.detach().clone() for name, tensor in state_of(state).items()}
+    scales, tensors = quantization_tensors(state.chunks), tensors_of(state)
+    kept = packed(scales)
+    copies = {one.key: memoryview(one.tensor.clone().view(torch.uint8).numpy().tobytes()) for one in tensors}
+    restorer = live_restorer(state.chunks, state.optimizer, read_topology(8))
+    restorer.poison()
+    assert all(bool(torch.isnan(tensor).all()) for tensor in scales.values())
+    restorer.restore(copies.__getitem__, {Part[part]: {one.operator for one in tensors}})
+    unpack(scales, kept)
+    restorer.complete()
+    return [
+        name
+        for name, tensor in state_of(state).items()
+        if not torch.equal(before[name].view(torch.uint8), tensor.detach().contiguous().view(torch.uint8))
+    ]
+
+
+def _missing(state: Any, left_out: str) -> str:
+    """What the check for completeness says without one tensor of this field."""
+    from megatron.core.dist_checkpointing.moe.megatron_state.completeness import check_complete
+    from megatron.core.dist_checkpointing.moe.megatron_state.extents import IncompleteState
+    from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import allocate_optimizer_state
+    from megatron.core.dist_checkpointing.moe.megatron_state.quantization import quantization_tensors
+
+    allocate_optimizer_state(state.optimizer)
+    tensors, scales = list(tensors_of(state)), dict(quantization_tensors(state.chunks))
+    experts = [one for one in tensors if one.operator.is_expert and one.field == left_out]
+    if experts:
+        tensors.remove(experts[0])
+    for name in [name for name in scales if name.endswith(left_out)][:1]:
+        del scales[name]
+    try:
+        check_complete(state.chunks, state.optimizer, tensors, scales)
+    except IncompleteState as error:
+        return str(error)
+    return ""
+
+
+def _bytes_per_parameter(state: Any) -> dict[str, float]:
+    """Of the weights of experts, in a full state and in one of weights."""
+    from megatron.core.dist_checkpointing.moe.types import Part
+
+    experts = [one for one in tensors_of(state) if one.operator.is_expert]
+    parameters = sum(one.tensor.numel() for one in experts if one.field == "master")
+    parts = {"full": Part.MASTER_AND_MOMENTS, "weights": Part.COMPUTE}
+    return {name: sum(one.nbytes for one in experts if one.serves(part)) / parameters for name, part in parts.items()}

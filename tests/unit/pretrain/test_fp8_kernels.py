@@ -1,0 +1,188 @@
+"""Kernels of eight bits for the CPU: casts, scales, products, gathers."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+from megatron.pretrain.cpu_device.collectives import one_dtype_at_a_time
+from megatron.pretrain.te_on_cpu.kernels import casts, gemm, norms, scales
+
+E4M3, E5M2 = 7, 8
+FORMATS = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclasses.dataclass
+class Float8Quantizer:
+    """Delayed scaling, as kernels see it."""
+
+    scale: torch.Tensor = dataclasses.field(default_factory=lambda: torch.tensor([4.0]))
+    amax: torch.Tensor = dataclasses.field(default_factory=lambda: torch.tensor([0.0]))
+    dtype: int = E4M3
+
+
+@dataclasses.dataclass
+class Float8CurrentScalingQuantizer:
+    """Current scaling, as kernels see it."""
+
+    dtype: int = E4M3
+    force_pow_2_scales: bool = False
+    amax_epsilon: float = 0.0
+    with_amax_reduction: bool = False
+
+
+def eight_bit(*shape: int, dtype: int = E4M3) -> Any:
+    """A Float8 tensor without values."""
+    return SimpleNamespace(
+        _data=torch.zeros(shape, dtype=torch.uint8),
+        _transpose=torch.zeros(shape[-1], *shape[:-1], dtype=torch.uint8),
+        _scale_inv=torch.ones(1),
+        _fp8_dtype=dtype,
+        _transpose_invalid=True,
+    )
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_a_cast_takes_the_nearest_number_of_the_format(dtype: int) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(FORMATS[dtype]).float()
+    numbers = codes[torch.isfinite(codes)].unique()
+    values = torch.cat([drawn(3000) * 10.0**power for power in range(-4, 3)])
+    found = casts.to_eight_bits(values, dtype).view(FORMATS[dtype]).float()
+    nearest = (values.clamp(numbers.min(), numbers.max())[:, None] - numbers).abs().min(1).values
+    torch.testing.assert_close((values.clamp(numbers.min(), numbers.max()) - found).abs(), nearest, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [(E4M3, 448.0), (E5M2, 57344.0)])
+def test_what_is_too_large_becomes_the_largest_number_and_nan_stays(dtype: int, largest: float) -> None:
+    given = torch.tensor([1e9, -1e9, float("inf"), float("-inf"), float("nan"), 0.0])
+    found = casts.to_eight_bits(given, dtype).view(FORMATS[dtype]).float()
+    assert found[:4].tolist() == [largest, -largest, largest, -largest]
+    assert found[4].isnan()
+    assert found[5] == 0
+
+
+def test_delayed_scaling_takes_the_scale_that_it_finds_and_notes_the_largest_value() -> None:
+    quantizer, source, into = Float8Quantizer(amax=torch.tensor([0.5])), drawn(4, 6), eight_bit(4, 6)
+    casts.quantize(source, quantizer, into)
+    assert quantizer.amax.item() == source.abs().max().item()
+    assert quantizer.scale.item() == 1 / vars(into)["_scale_inv"].item() == 4
+    torch.testing.assert_close(casts.dequantize(into, torch.float32), source, rtol=1 / 16, atol=1e-2)
+    assert torch.equal(vars(into)["_transpose"], vars(into)["_data"].t())
+    assert not vars(into)["_transpose_invalid"]
+    casts.quantize(source / 2, quantizer, into)
+    assert quantizer.amax.item() == source.abs().max().item()
+
+
+def test_nothing_is_cast_where_the_flag_says_so() -> None:
+    into = eight_bit(2, 2)
+    casts.quantize(drawn(2, 2), Float8Quantizer(), into, torch.ones(1))
+    assert not vars(into)["_data"].any()
+
+
+def test_current_scaling_makes_the_largest_value_the_largest_of_the_format() -> None:
+    source, into = drawn(4, 6), eight_bit(4, 6)
+    casts.quantize(source, Float8CurrentScalingQuantizer(), into)
+    values = vars(into)["_data"].view(torch.float8_e4m3fn).float()
+    assert values.abs().max() == 448
+    casts.quantize(source, Float8CurrentScalingQuantizer(force_pow_2_scales=True), into)
+    mantissa, _ = torch.frexp(vars(into)["_scale_inv"])
+    assert mantissa.item() == 0.5
+    assert casts.dequantize(into, 4).abs().max() > source.abs().max() / 2
+
+
+@pytest.mark.parametrize("amax", [0.0, float("inf"), float("nan")])
+def test_a_tensor_without_a_finite_largest_value_has_the_scale_one(amax: float) -> None:
+    assert casts.scale_for(torch.tensor([amax]), 448.0, False, 0.0).item() == 1
+
+
+def test_a_tiny_tensor_has_a_finite_scale() -> None:
+    assert torch.isfinite(casts.scale_for(torch.tensor([2e-38]), 448.0, False, 0.0)).all()
+
+
+def test_quantizers_of_blocks_are_refused_by_name() -> None:
+    blocks = type("MXFP8Quantizer", (), {})()
+    with pytest.raises(NotImplementedError, match=r"MXFP8Quantizer .* --fp8-recipe delayed or tensorwise"):
+        casts.quantize(drawn(2, 2), blocks, eight_bit(2, 2))
+
+
+@pytest.mark.parametrize("algorithm", ["most_recent", "max"])
+def test_scales_follow_what_all_ranks_found_and_histories_move_on(algorithm: str) -> None:
+    history = torch.tensor([[0.1, 9.0], [8.0, 2.0], [4.0, 0.0]])
+    scale = torch.tensor([5.0, 6.0])
+    scales.fused_amax_and_scale_update_after_reduction(torch.tensor([2.0, 0.0]), [history], [scale], algorithm, E4M3, 1)
+    # Rows move up by one, the newest ends at the bottom, and the first is free for the next iteration.
+    assert history.tolist() == [[0.0, 0.0], [4.0, 0.0], [2.0, 0.0]]
+    expected = [448 / 2 / 2, 6.0] if algorithm == "most_recent" else [448 / 8 / 2, 448 / 2 / 2]
+    assert scale.tolist() == expected
+
+
+def test_products_are_those_of_the_values_that_eight_bits_stand_for() -> None:
+    weight, x = eight_bit(4, 16), eight_bit(2, 3, 16)
+    casts.quantize(drawn(4, 16), Float8Quantizer(), weight)
+    casts.quantize(drawn(2, 3, 16, seed=1), Float8Quantizer(), x)
+    common = (None, None, 4, None, 6, False, None, False, None, 0, False, False)
+    out, *_ = gemm.generic_gemm(weight, True, x, False, *common)
+    expected = casts.values_of(x) @ casts.values_of(weight).t()
+    torch.testing.assert_close(out, expected)
+    vars(weight)["_data"] = vars(x)["_data"] = None  # what only the transpose is left of
+    again, *_ = gemm.generic_gemm(weight, True, x, False, *common)
+    assert torch.equal(again, out)
+
+
+def test_a_norm_writes_eight_bits_from_what_it_computed() -> None:
+    x, weight = drawn(4, 16), torch.ones(16)
+    wide, _, _ = norms.rmsnorm_fwd(x, weight, 1e-5, None, None, torch.float32, 0, False)
+    quantizer, into = Float8Quantizer(), eight_bit(4, 16)
+    norms.rmsnorm_fwd(x, weight, 1e-5, into, quantizer, torch.bfloat16, 0, False)
+    assert torch.equal(vars(into)["_data"], casts.to_eight_bits(wide * 4, E4M3))
+    assert quantizer.amax.item() == wide.abs().max().item()
+
+
+def test_rows_of_zeros_come_between_those_of_experts_and_go_again() -> None:
+    given, rows, padded = drawn(5, 3), [2, 0, 3], [4, 0, 8]
+    wide, back = torch.full((12, 3), 7.0), torch.empty(5, 3)
+    scales.fused_multi_row_padding(given, wide, rows, padded)
+    assert not wide[2:4].any()
+    assert not wide[7:].any()
+    scales.fused_multi_row_unpadding(wide, back, padded, rows)
+    assert torch.equal(back, given)
+
+
+@pytest.fixture
+def alone() -> Any:
+    """A job of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def gathered(manager: Any, *, wait: bool) -> list[torch.Tensor]:
+    """Three tensors of two dtypes after a coalesced gather over one rank, which changes nothing."""
+    tensors = [torch.arange(16, dtype=torch.uint8), torch.arange(16).bfloat16() * 1.5, torch.arange(8).byte() + 100]
+    with manager(dist.group.WORLD, async_ops=wait) as coalesced:
+        for tensor in tensors:
+            dist.all_gather_into_tensor(tensor, tensor.clone(), async_op=wait)
+    if wait:
+        coalesced.wait()
+    return tensors
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_gathers_of_several_dtypes_arrive_as_they_were_sent(wait: bool, alone: Any) -> None:
+    expected = [torch.arange(16, dtype=torch.uint8), torch.arange(16).bfloat16() * 1.5, torch.arange(8).byte() + 100]
+    found = gathered(one_dtype_at_a_time(_coalescing_manager), wait=wait)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    unguarded = gathered(_coalescing_manager, wait=wait)
+    assert not all(torch.equal(one, other) for one, other in zip(unguarded, expected, strict=True)), (
+        "gloo gathers several dtypes at once by now: the guard can go"
+    )
