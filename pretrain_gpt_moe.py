@@ -33,7 +33,7 @@ def pretrain(config: PretrainConfig, launch: Launch, marks: Timestamps) -> None:
     manager = resume(state, launch, marks)
     datasets = build_splits(config, tokenizer)
 
-    metrics = build_metrics(config)
+    metrics = build_metrics(state, transformer, launch.place.job_here)
     log_progress(state, f"Started training\tIteration: {state.progress.iteration}", launch)
     trainer = Trainer(state, transformer, datasets, metrics, manager)
     try:

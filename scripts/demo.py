@@ -77,7 +77,7 @@ def train(metrics: Path, flags: Sequence[str]) -> tuple[list[Report], list[dict[
     say(f"   took {time.monotonic() - started_s:.0f} s")
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     recoveries = [line["recovery"] for line in lines if "recovery" in line]
-    return [line for line in lines if "recovery" not in line], recoveries
+    return [line for line in lines if "iteration" in line], recoveries
 
 
 def show_timeline(recovery: dict[str, Any]) -> None:

@@ -69,9 +69,11 @@ class SnapshotTracker:
         self.rounds = CommitRounds()
         self.protection = Protection()
         self.durable = Protection() if persister else None
+        self.newest_protected: int | None = None
+        self.newest_persisted: int | None = None
         self.last_round_s = 0.0
         self._tasks: dict[tuple[Level, int], SnapshotTask | PersistTask] = {}  # of the open rounds
-        self._replicated_bytes = 0
+        self._replicated_bytes = self._persisted_bytes = 0
         self._reconnect = False
         self._said_behind = False
 
@@ -79,7 +81,8 @@ class SnapshotTracker:
         """Go on after a recovery; what lost its replicas with a node is replicated again, beside training."""
         self.windows, self.persisted = state.windows(), state.persisted_windows()
         if state.persisted and self.durable:
-            self.durable = Protection(ProtectionState.DEGRADED, state.persisted[-1][-1].iteration)
+            self.newest_persisted = state.persisted[-1][-1].iteration
+            self.durable = Protection(ProtectionState.DEGRADED, self.newest_persisted)
         if not state.kept:
             return
         iteration = max(piece.plan.iteration for piece in state.kept)
@@ -146,6 +149,11 @@ class SnapshotTracker:
         taken, self._replicated_bytes = self._replicated_bytes, 0
         return taken
 
+    def take_persisted_bytes(self) -> int:
+        """Bytes written to storage since the last call."""
+        taken, self._persisted_bytes = self._persisted_bytes, 0
+        return taken
+
     def lost_contact(self, iteration: int, error: Exception) -> None:
         """Without the reports of the others nothing can be agreed on: what is sealed stays, nothing more is taken."""
         self.protection = self.protection.after(ProtectionEvent.CONTACT_LOST, iteration)
@@ -161,6 +169,7 @@ class SnapshotTracker:
         self.protection = self.protection.after(ProtectionEvent.ATTEMPT_FAILED, iteration)
         open_ = ", ".join(f"{round_.level.value} of iteration {round_.plan.iteration}" for round_ in self.rounds.open)
         why = f"still under way are {open_}; memory or links are slow" if open_ else "older ones lack their replicas"
+        self._background.complaint = f"no snapshot of iteration {iteration}: {why}"
         log.warning("no snapshot of iteration %d: %s", iteration, why)
 
     def _on_snapshot(self, round_: CommitRound, iteration: int) -> None:
@@ -196,6 +205,7 @@ class SnapshotTracker:
         window = self.windows[round_.span]
         is_protected = window.state is WindowState.PROTECTED
         if is_protected:
+            self.newest_protected = round_.plan.iteration
             self.protection = self.protection.after(ProtectionEvent.COMMITTED, round_.plan.iteration)
         if is_protected or is_restored:
             self._free_covered()
@@ -276,10 +286,12 @@ class SnapshotTracker:
     def _on_persisted(self, round_: CommitRound, iteration: int) -> None:
         task, copy = self._tasks.pop(round_.key), self.persisted[round_.span]
         assert isinstance(task, PersistTask) and self.durable is not None
+        self._persisted_bytes += task.written_bytes
         written = round_.agreed is Status.PROTECTED
         self._strategy.settled(round_.plan, Level.PERSIST, written)
         self._put_copy(round_.span, copy.after(PersistEvent.WRITTEN if written else PersistEvent.REFUSED))
         if written:
+            self.newest_persisted = round_.plan.iteration
             self.durable = self.durable.after(ProtectionEvent.COMMITTED, round_.plan.iteration)
             self._free_storage()
         else:
