@@ -93,17 +93,20 @@ def _train(launch: Launch, device: str) -> None:
         add_own_flags(parser)
         return stock.arguments(parser)
 
-    run = stock.protected(pretrain, _Reports(launch))
+    reports = _Reports(launch)
+    run = stock.protected(pretrain, reports)
     if device == "cpu":
         # Before the loop does it, which would bind the group to a GPU.
         start_process_group("gloo", launch, datetime.timedelta(minutes=10))
     parts: dict[str, Any] = {"model_provider": build_model, "model_type": ModelType.encoder_or_decoder}
     if "extra_args_provider" in signature(pretrain).parameters:  # core 0.17 parses the flags itself
-        run(build_datasets, forward_step_func=forward_step, extra_args_provider=flags, **parts)
+        with reports.closed_at_a_good_end():
+            run(build_datasets, forward_step_func=forward_step, extra_args_provider=flags, **parts)
         return
     args = arguments.parse_and_validate_args(extra_args_provider=flags)
     configuration = argument_utils.pretrain_cfg_container_from_args(args)
-    run(configuration, build_datasets, forward_step_func=forward_step, **parts)
+    with reports.closed_at_a_good_end():
+        run(configuration, build_datasets, forward_step_func=forward_step, **parts)
 
 
 class _Reports:
@@ -112,6 +115,18 @@ class _Reports:
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._metrics: Metrics | None = None
+
+    @contextlib.contextmanager
+    def closed_at_a_good_end(self) -> Iterator[None]:
+        """A block around training, which the loop may also leave by exiting with code 0."""
+        try:
+            yield
+        except SystemExit as ending:
+            if not ending.code and self._metrics is not None:
+                self._metrics.close()
+            raise
+        if self._metrics is not None:
+            self._metrics.close()
 
     def __call__(self, done: Any) -> None:
         from megatron.training import get_args

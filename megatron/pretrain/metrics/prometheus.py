@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from megatron.pretrain.metrics.iteration import LEVELS, IterationReport, RunFacts
@@ -62,7 +63,8 @@ _BY = {
 
 
 class Prometheus(MetricsSink):
-    """textfile: written anew with each iteration, by a rename. port: served by a thread of its own."""
+    """textfile: written anew with each iteration, by a rename, and removed where training ends well: what
+    stays tells of a job that stands. port: served by a thread of its own."""
 
     flag = "--metrics-textfile"
 
@@ -138,6 +140,8 @@ class Prometheus(MetricsSink):
 
     def close(self) -> None:
         """See `MetricsSink`."""
+        if self._textfile is not None:
+            Path(self._textfile).unlink(missing_ok=True)
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()

@@ -15,6 +15,8 @@ from .html import escape
 BUCKETS = 400
 WIDTH, HEIGHT = 1000.0, 240.0
 MOST_MARKS = 200
+_HEIGHTS = (6, 13, 20)
+"""Of a band, by its level: colors alone do not tell everybody."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,7 @@ def bands(
     parts = []
     for name, points in rows:
         rects = "".join(
-            f'<rect class="level{level}" x="{frame.x(begin):.2f}" width="{max(0.5, frame.x(end) - frame.x(begin)):.2f}"'
-            f' y="0" height="20"><title>{escape(levels[level])}, iterations {begin:.0f} to {end - 1:.0f}</title></rect>'
+            _rect(level, frame.x(begin), frame.x(end), f"{levels[level]}, iterations {begin:.0f} to {end - 1:.0f}")
             for begin, end, level in _spans(points)
         )
         lines = "".join(f'<path class="mark" d="M{frame.x(mark.at):.1f} 0V20"/>' for mark in marks[:MOST_MARKS])
@@ -161,6 +162,12 @@ def _drawn(curve: Curve, points: Sequence[tuple[float, float]], frame: _Frame) -
     (x, y), *others = places
     rest = "".join(f"H{x}V{y}" if curve.steps else f"L{x} {y}" for x, y in others)
     return f'<path class="line s{curve.color}" d="M{x} {y}{rest or "h0"}"/>'
+
+
+def _rect(level: int, left: float, right: float, what: str) -> str:
+    height = _HEIGHTS[level]
+    place = f'x="{left:.2f}" width="{max(0.5, right - left):.2f}" y="{20 - height}" height="{height}"'
+    return f'<rect class="level{level}" {place}><title>{escape(what)}</title></rect>'
 
 
 def _line(mark: Mark, frame: _Frame) -> str:

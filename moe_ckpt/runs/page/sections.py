@@ -49,7 +49,7 @@ def loss(run: Run) -> str:
     """With faults, and what was run again."""
     again = [(run.log.columns["iteration"][at], run.log.columns["lm_loss"][at]) for at in run.again]
     curves = [Curve("loss", points(run, "lm_loss"), 0), Curve("run again", sorted(again), 1, dots=True)]
-    return chart("Loss", curves, marks_of(run))
+    return chart("Loss over iterations", curves, marks_of(run))
 
 
 def overhead(run: Run) -> str:
@@ -78,8 +78,8 @@ def protection(run: Run) -> str:
             ("in storage", "persisted_iteration", 0),
         )
     ]
-    found = bands("Protection", rows, LEVELS, marks)
-    found += chart("Iterations that a fault could cost", behind, marks, unit="iterations", from_zero=True)
+    found = bands("How safe the run was", rows, LEVELS, marks)
+    found += chart("How far the newest copies are behind", behind, marks, unit="iterations", from_zero=True)
     if shares:
         found += table(("Share of iterations", *reversed(LEVELS)), shares)
     return found + _reasons(run)

@@ -14,7 +14,7 @@ var(--line);padding-top:1rem}h3{font-size:1.05rem}small,.soft{color:var(--soft);
 nav ul,.legend{list-style:none;padding:0;margin:.3rem 0;display:flex;flex-wrap:wrap;gap:.2rem 1rem}
 .say{padding:0;list-style:none}.say li{background:var(--card);border-left:.35rem solid var(--c7);padding:.5rem .8rem;
 margin:.4rem 0}.say li.ok{border-color:var(--ok)}.say li.warn{border-color:var(--warn)}.say li.bad{border-color:
-var(--bad)}.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(10rem,1fr));gap:.6rem;margin:1rem 0}
+var(--bad)}.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(8.2rem,1fr));gap:.6rem;margin:1rem 0}
 .figures div{background:var(--card);padding:.6rem .8rem;border-radius:.4rem}dt{color:var(--soft);font-size:.85rem}
 dd{margin:0;font-size:1.3rem;font-weight:600}dd small{display:block;font-weight:400}
 figure{margin:1.5rem 0}figcaption{font-weight:600}.plot{display:grid;grid-template-columns:3.5rem 1fr}
@@ -24,7 +24,7 @@ margin-left:3.5rem;font-size:.75rem;color:var(--soft);padding-top:.3rem}.grid{st
 path{fill:none;vector-effect:non-scaling-stroke}.line{stroke-width:1.8}.dots{stroke-width:7;stroke-linecap:round}
 .mark{stroke:var(--mark);stroke-width:1.5;stroke-dasharray:4 3}
 .band{display:grid;grid-template-columns:5.5rem 1fr;align-items:center;margin:.3rem 0;font-size:.85rem}
-.band svg{width:100%;height:1.4rem}.banded .x{margin-left:5.5rem}
+.band .mark{stroke:var(--fg)}.band svg{width:100%;height:1.4rem}.banded .x{margin-left:5.5rem}
 .level2{fill:var(--ok);background:var(--ok)}.level1{fill:var(--warn);background:var(--warn)}
 .level0{fill:var(--bad);background:var(--bad)}
 .legend li{font-size:.85rem;display:flex;align-items:center;gap:.35rem}.legend i{width:1rem;height:.25rem;

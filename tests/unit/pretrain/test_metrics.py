@@ -7,6 +7,7 @@ import builtins
 import json
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from megatron.pretrain.metrics import IterationReport, Metrics, MetricsSettings,
 from megatron.pretrain.metrics.settings import from_flags
 from moe_ckpt.simulator.cost import operator_flops
 
+ROOT = Path(__file__).parents[3]
 FACTS = RunFacts("job-7", "sparse", 4, 100, 0, tokens_per_iteration=1000, flops_per_iteration=5e9, at_s=10.0)
 TIMELINE = {
     "begun_s": 50.0, "total_s": 3.0, "parts": {"detect": 1.0, "replay": 2.0}, "replayed": 4, "ranks_back": 2,
@@ -162,6 +164,27 @@ def test_prometheus_is_told_of_protection_before_all_else(tmp_path: Path) -> Non
         'training_model_flops_per_second{run="job-7"} 1e+',
     ):
         assert line in text, line
+
+
+def test_what_is_left_of_a_job_that_ended_well_wakes_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "job.prom"
+    writer = metrics(textfile=str(path))
+    writer.record(report(8))
+    assert path.exists()
+    writer.close()
+    assert not path.exists()
+
+
+def test_the_alert_rules_are_about_metrics_and_labels_that_there_are(tmp_path: Path) -> None:
+    path = tmp_path / "job.prom"
+    writer = metrics(textfile=str(path))
+    writer.record(report(8))
+    writer.recovered(TIMELINE, 8)
+    rules = (ROOT / "examples" / "monitoring" / "alerts.yml").read_text()
+    used = set(re.findall(r"\b(?:moe_ckpt|training)_\w+", rules))
+    assert len(used) > 6
+    assert {name for name in used if f"\n{name}{{" not in path.read_text()} == set()
+    assert all(f'tier="{tier}"' in path.read_text() for tier in re.findall('tier="(\\w+)"', rules))
 
 
 def test_the_same_is_served_on_localhost_as_openmetrics() -> None:

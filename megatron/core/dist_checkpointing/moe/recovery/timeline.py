@@ -167,7 +167,7 @@ class RecoveryTimeline:
     ranks_back: int = 0
     ranks: int = 1
     exactness: str = "exactly"
-    table: tuple[str, ...] = ()
+    table: Sequence[str] = field(default_factory=list)
     lost_tokens: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
     plt: float | None = None
 
@@ -181,7 +181,7 @@ class RecoveryTimeline:
         lost: dict[int, dict[int, int]] = {}
         for operator, tokens in sorted(table.plan.lost_tokens.items()):
             lost.setdefault(operator.layer, {})[operator.expert] = tokens
-        return replace(self, exactness=table.came_out, table=tuple(table.lines()), lost_tokens=lost, plt=table.plt)
+        return replace(self, exactness=table.came_out, table=list(table.lines()), lost_tokens=lost, plt=table.plt)
 
     def lines(self) -> Iterator[str]:
         """For the log: one line with all parts, and one for each thing that is unusual."""
