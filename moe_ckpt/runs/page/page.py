@@ -62,8 +62,13 @@ def _run(run: Run, at: int, *, several: bool) -> str:
     for name, section in SECTIONS:
         content = section(run)
         if content:
-            found += f"<section><{level}>{name}</{level}>{content}</section>"
+            found += f'<section id="{_slug(name, at)}">' + f"<{level}>{name}</{level}>{content}</section>"
     return found
+
+
+def _slug(name: str, at: int) -> str:
+    """For links to a section: `protection`, and of further runs `protection-1`."""
+    return name.lower().replace(" ", "-") + (f"-{at}" if at else "")
 
 
 def _comparison(runs: Sequence[Run]) -> str:
