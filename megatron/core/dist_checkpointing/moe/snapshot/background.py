@@ -79,16 +79,12 @@ class BackgroundWork:
         lane: makes a thread of this name.
         timeout_s: how long work that has to end is waited for.
         strict: whether lost protection ends training.
-
-    Attributes:
-        complaint: what protection was lost last, and why, as far as this rank knows; empty where none was.
     """
 
     def __init__(self, lane: Callable[[str], Executor], *, timeout_s: float, strict: bool) -> None:
         self._replication, self._persist, self.control = (lane(name) for name in ("replication", "persist", "control"))
         self._timeout_s, self._strict = timeout_s, strict
         self._running: list[Task[None]] = []
-        self.complaint = ""
 
     def replicate(self, work: Callable[[], None]) -> Task[None]:
         """Submit work on snapshots in memory."""
@@ -119,7 +115,6 @@ class BackgroundWork:
     def complain(self, what: str, failures: Sequence[str]) -> None:
         """Say what protection was lost and why; ends training with `--moe-ckpt-strict`. Raises CheckpointFailure."""
         why = "; ".join(dict.fromkeys(failures)) or "the reason is in the log of another rank"
-        self.complaint = f"{what}: {why}"
         then = "training ends because of --moe-ckpt-strict" if self._strict else "training goes on"
         # A rank without a reason of its own leaves it to those that have one, and to rank 0, to speak.
         log.log(logging.ERROR if failures else logging.WARNING, "%s: %s; %s", what, why, then)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import MoECheckpointError
 from ..policy.copy_rate import CopyRate
-from ..policy.lifecycle import Protection, ProtectionState
+from ..policy.lifecycle import Protection
 from ..policy.tracking import RestoredState
 from ..ports import (
     Capturer,
@@ -262,17 +262,12 @@ class Coordinator:
             protected_iteration=self._tracker.newest_protected,
             persisted_iteration=self._tracker.newest_persisted,
             persisted_bytes=self._tracker.take_persisted_bytes(),
-            reason=self._reason(),
+            reason="; ".join(self._tracker.reasons.values()),
             order_changes=self._strategy.order_changes,
             iteration=self._iteration,
         )
         self._tally = replace(self._tally, stall_s=0.0, snapshot_bytes=0, tokens=())
         return report
-
-    def _reason(self) -> str:
-        tiers = (self._tracker.protection, self._tracker.durable)
-        is_less = any(tier is not None and tier.state is ProtectionState.DEGRADED for tier in tiers)
-        return self._background.complaint if is_less or not self._in_contact else ""
 
     def _note_passes(self) -> None:
         """What the passes since the last step took; the step behind them has let the device come to their end."""
