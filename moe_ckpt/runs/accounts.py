@@ -227,7 +227,7 @@ def _by_clock(run: Run) -> TimeSpent | None:
         if not isinstance(event, int):
             spent["stopped"] += gap_s
             continue
-        iteration_s = _or_zero(columns["iteration_time_s"][event])
+        iteration_s = max(0.0, _or_zero(columns["iteration_time_s"][event]))
         inside_s = min(gap_s, iteration_s)
         spent["other"] += gap_s - inside_s
         _add_iteration(spent, columns, event, inside_s, counts=event in kept)
@@ -239,7 +239,7 @@ def _by_sums(run: Run) -> TimeSpent:
     spent = {"useful": 0.0, "stall": 0.0, "slowed": 0.0, "again": 0.0, "stopped": 0.0, "other": 0.0}
     kept = set(run.kept)
     for at, length_s in enumerate(run.log.columns["iteration_time_s"]):
-        _add_iteration(spent, run.log.columns, at, _or_zero(length_s), counts=at in kept)
+        _add_iteration(spent, run.log.columns, at, max(0.0, _or_zero(length_s)), counts=at in kept)
     spent["stopped"] = sum(recovery.total_s for recovery in run.log.recoveries)
     return _time_spent(spent, is_by_clock=False)
 
@@ -250,7 +250,7 @@ def _add_iteration(
     if not counts:
         spent["again"] += length_s
         return
-    stall_s = min(_or_zero(columns["stall_s"][at]), length_s)
+    stall_s = min(max(0.0, _or_zero(columns["stall_s"][at])), length_s)
     # Of copies that went on beside the passes of this iteration. A noisy machine gives negative ones too, which count.
     slowed_s = _or_zero(columns["slowed_s"][at]) if columns["snapshot_bytes"][at] > 0 else 0.0
     spent["stall"] += stall_s

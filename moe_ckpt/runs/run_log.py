@@ -20,6 +20,8 @@ from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 
 VERSION = 1
 LONGEST_LINE = 64 * 2**20
+LARGEST = 1e30
+"""Sums of such numbers stay finite."""
 LEVELS = ("unprotected", "degraded", "protected")
 
 _NUMBERS = (
@@ -190,14 +192,14 @@ def parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def number(value: Any) -> float:
-    """As a float; NaN for what is no finite number."""
+    """As a float; NaN for what is no number, or none that a job could mean."""
     if not isinstance(value, int | float):
         return NAN
     try:
         found = float(value)
     except OverflowError:
         return NAN
-    return found if math.isfinite(found) else NAN
+    return found if abs(found) <= LARGEST else NAN
 
 
 def _lines(file: Any) -> Iterator[bytes]:

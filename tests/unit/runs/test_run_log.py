@@ -60,6 +60,11 @@ def test_copies_that_slow_passes_down_count_as_much_as_they_do_on_average(tmp_pa
     assert run_of(tmp_path, *without).time.slowed_s == 0
 
 
+def test_times_below_zero_count_as_none(tmp_path: Path) -> None:
+    assert run_of(tmp_path, iteration(1, stall_s=-1.0)).time.ettr == 1
+    assert run_of(tmp_path, iteration(1, 1.0, iteration_time_s=-1.0)).time.total_s == 0
+
+
 def test_of_an_iteration_that_ran_again_the_last_report_counts(tmp_path: Path) -> None:
     run = run_of(
         tmp_path, iteration(1), iteration(2, lm_loss=9.0), iteration(3), iteration(2), iteration(3), iteration(4),
