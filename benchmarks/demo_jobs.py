@@ -93,7 +93,7 @@ def train(seed: int, name: str, size: Size, folder: Path, strategy: Sequence[str
     if ended.returncode or len(recoveries) != len(faults):
         raise SystemExit(f"{ended.stdout}\n{name}: {len(recoveries)} recoveries of {len(faults)} faults")
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    reports = [line for line in lines if "recovery" not in line]
+    reports = [line for line in lines if "iteration" in line]
     largest_bytes = max(report["snapshot_bytes"] for report in reports)
     return DemoRun(
         seed,

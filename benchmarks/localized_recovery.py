@@ -92,7 +92,7 @@ def recoveries(lines: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
             total_s, replay_s = timeline["total_s"], timeline["parts"].get("replay", 0.0)
             times = {"rejoin_s": total_s, "back_s": total_s, "again_s": replay_s}
             found.append(times | {"again": timeline["replayed"], "restart_s": total_s - replay_s})
-        elif not line.get("replayed"):
+        elif "iteration" in line and not line.get("replayed"):
             if found and line["iteration"] <= newest:
                 for name in ("back_s", "again_s"):
                     found[-1][name] += line["iteration_time_s"]

@@ -62,6 +62,7 @@ def main() -> int:
     plot(undisturbed, killed, folder / "demo.png")
     last = undisturbed[-1]["lm_loss"]
     say(f"Loss, stall and protection are drawn in {folder / 'demo.png'}; the last loss is {last:.3f} nats/byte.")
+    say(f"`moe-ckpt report {folder}` makes a page of both runs.")
     if last >= LOSS_TO_REACH:
         say(f"The model did not learn: expected less than {LOSS_TO_REACH} nats/byte.")
     return 0 if equal and last < LOSS_TO_REACH else 1
@@ -77,7 +78,7 @@ def train(metrics: Path, flags: Sequence[str]) -> tuple[list[Report], list[dict[
     say(f"   took {time.monotonic() - started_s:.0f} s")
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     recoveries = [line["recovery"] for line in lines if "recovery" in line]
-    return [line for line in lines if "recovery" not in line], recoveries
+    return [line for line in lines if "iteration" in line], recoveries
 
 
 def show_timeline(recovery: dict[str, Any]) -> None:

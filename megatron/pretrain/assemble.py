@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -9,7 +11,9 @@ from megatron.pretrain.agreement import raise_invalid_input_on_all_ranks
 from megatron.pretrain.checkpoint.state import Progress, TrainingState
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.errors import InvalidInput
-from megatron.pretrain.metrics import Metrics
+from megatron.pretrain.flops import flops_per_token
+from megatron.pretrain.metrics import Metrics, RunFacts
+from megatron.pretrain.metrics.settings import from_flags
 from megatron.pretrain.model import build_model, build_transformer_config
 from megatron.pretrain.optimization import build_optimizer, build_scheduler
 from megatron.pretrain.tokenizer import Tokenizer, padded_vocab_size
@@ -28,7 +32,10 @@ def build_state(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[TrainingS
 
 
 def build_metrics(config: PretrainConfig) -> Metrics:
-    """The writer of this rank's numbers; a collective. Raises InvalidInput on all ranks if a file cannot be opened."""
+    """The writer of this rank's numbers; a collective.
+
+    Raises InvalidInput on all ranks if a file cannot be opened, or a package is missing.
+    """
     training = config.training
 
     def opened() -> Metrics:
@@ -36,10 +43,30 @@ def build_metrics(config: PretrainConfig) -> Metrics:
             return Metrics(
                 is_last_rank=torch.distributed.get_rank() == torch.distributed.get_world_size() - 1,
                 train_iters=training.train_iters or 0,
-                jsonl=training.metrics_jsonl,
-                tensorboard_dir=training.tensorboard_dir,
+                settings=from_flags(training),
             )
         except OSError as error:
-            raise InvalidInput(f"--metrics-jsonl or --tensorboard-dir cannot be written: {error}") from error
+            raise InvalidInput(
+                f"--metrics-jsonl, --metrics-textfile or --tensorboard-dir cannot be written: {error}"
+            ) from error
 
     return raise_invalid_input_on_all_ranks(opened)
+
+
+def run_facts(state: TrainingState, transformer: TransformerConfig, job: str) -> RunFacts:
+    """What the numbers of one start of training belong to."""
+    config, training = state.config, state.config.training
+    assert training.global_batch_size and training.seq_length
+    tokens = training.global_batch_size * training.seq_length
+    vocab_size = int(config.flat.padded_vocab_size)
+    per_token = flops_per_token(transformer, vocab_size=vocab_size, seq_length=training.seq_length)
+    return RunFacts(
+        job=job,
+        strategy=config.moe_checkpoint.strategy,
+        world_size=torch.distributed.get_world_size(),
+        train_iters=training.train_iters or 0,
+        iteration=state.progress.iteration,
+        tokens_per_iteration=tokens,
+        flops_per_iteration=tokens * per_token,
+        at_s=time.time(),
+    )

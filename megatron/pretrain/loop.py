@@ -108,7 +108,7 @@ class Trainer:
         """What the fault kept from following the last iteration's step: its report, evaluation and checkpoint."""
         progress, manager = self._state.progress, self._manager
         if manager.recovery is not None:
-            self._metrics.recovered(manager.recovery.to_data())
+            self._metrics.recovered(manager.recovery.to_data(), progress.iteration)
         if manager.unreported is not None:
             self._metrics.record(self._report(manager.unreported, replayed=True))
         # Some ranks were parked before the evaluation, others after it.

@@ -9,7 +9,7 @@ from megatron.core.dist_checkpointing.moe import MoECheckpointManager, Timestamp
 from megatron.core.dist_checkpointing.moe.in_place.building import own_build
 from megatron.core.dist_checkpointing.moe.in_place.kept_process import KeptProcess
 from megatron.core.dist_checkpointing.moe.seats.seat import own_seat
-from megatron.pretrain.assemble import build_metrics, build_state
+from megatron.pretrain.assemble import build_metrics, build_state, run_facts
 from megatron.pretrain.batches import build_splits
 from megatron.pretrain.checkpoint.protect import resume
 from megatron.pretrain.checkpoint.state import Lineage, Progress
@@ -57,6 +57,7 @@ class Pretraining:
         self._metrics.close()
 
     def _run(self, manager: MoECheckpointManager, launch: Launch) -> None:
+        self._metrics.began(run_facts(self._state, self._transformer, launch.place.job_here))
         log_progress(self._state, f"Started training\tIteration: {self._state.progress.iteration}", launch)
         trainer = Trainer(self._state, self._transformer, self._datasets, self._metrics, manager)
         try:

@@ -1,6 +1,6 @@
 """Trains in the loop of Megatron-LM: `pretrain` of `megatron.training`, protected, on GPUs or on the CPU.
 
-Its flags are Megatron-LM's, those of checkpoints, and two of the driver's own: `--device` and `--metrics-jsonl`.
+Its flags are Megatron-LM's, those of checkpoints, and four of the driver's own: `--device` and `--metrics-*`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import logging
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from inspect import signature
@@ -22,8 +24,11 @@ from megatron.pretrain.engine_errors import driver_errors
 from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.initialize import Launch, shut_down, start_process_group, use_cpu
 from megatron.pretrain.logs import configure_logging
-from megatron.pretrain.metrics import IterationReport, Metrics, protection_fields
+from megatron.pretrain.metrics import IterationReport, Metrics, MetricsSettings, RunFacts, protection_fields
+from megatron.pretrain.metrics.settings import add_own_flags, from_flags
 from megatron.pretrain.worker import exit_code_of, final_exit_code
+
+log = logging.getLogger(__name__)
 
 
 def run_stock(argv: Sequence[str]) -> int:
@@ -93,10 +98,11 @@ def _train(launch: Launch, device: str, interface: str | None) -> None:
 
     def flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         _add_device(parser)
-        parser.add_argument("--metrics-jsonl", help="file to append the numbers of each iteration to")
+        add_own_flags(parser)
         return stock.arguments(parser)
 
-    run = stock.protected(pretrain, _Reports(launch))
+    reports = _Reports(launch)
+    run = stock.protected(pretrain, reports)
     if device == "cpu":
         # Before the loop does it, which would bind the group to a GPU.
         start_process_group("gloo", launch, datetime.timedelta(minutes=10), interface)
@@ -104,29 +110,42 @@ def _train(launch: Launch, device: str, interface: str | None) -> None:
         use_for_gloo(interface, launch.rank)
     parts: dict[str, Any] = {"model_provider": build_model, "model_type": ModelType.encoder_or_decoder}
     if "extra_args_provider" in signature(pretrain).parameters:  # core 0.17 parses the flags itself
-        run(build_datasets, forward_step_func=forward_step, extra_args_provider=flags, **parts)
+        with reports.closed_at_a_good_end():
+            run(build_datasets, forward_step_func=forward_step, extra_args_provider=flags, **parts)
         return
     args = arguments.parse_and_validate_args(extra_args_provider=flags)
     configuration = argument_utils.pretrain_cfg_container_from_args(args)
-    run(configuration, build_datasets, forward_step_func=forward_step, **parts)
+    with reports.closed_at_a_good_end():
+        run(configuration, build_datasets, forward_step_func=forward_step, **parts)
 
 
 class _Reports:
-    """Writes `--metrics-jsonl`. The flags are known when the first iteration ends."""
+    """Hands the numbers to all sinks. The flags are known when the first iteration ends."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._metrics: Metrics | None = None
+
+    @contextlib.contextmanager
+    def closed_at_a_good_end(self) -> Iterator[None]:
+        """A block around training, which the loop may also leave by exiting with code 0."""
+        try:
+            yield
+        except SystemExit as ending:
+            if not ending.code and self._metrics is not None:
+                self._metrics.close()
+            raise
+        if self._metrics is not None:
+            self._metrics.close()
 
     def __call__(self, done: Any) -> None:
         from megatron.training import get_args
 
         args = get_args()
         if self._metrics is None:
-            is_last = self._launch.rank == self._launch.world_size - 1
-            self._metrics = Metrics(
-                is_last_rank=is_last, train_iters=args.train_iters, jsonl=args.metrics_jsonl, tensorboard_dir=None
-            )
+            self._metrics = self._opened(args, done.iteration - 1)
+        if done.recovery is not None:
+            self._metrics.recovered(done.recovery.to_data(), done.iteration - 1)
         self._metrics.record(
             IterationReport(
                 iteration=done.iteration,
@@ -142,3 +161,30 @@ class _Reports:
                 **protection_fields(done.protection, with_tokens=args.moe_ckpt_log_expert_tokens),
             )
         )
+
+    def _opened(self, args: Any, iteration: int) -> Metrics:
+        from megatron.training import global_vars
+        from megatron.training.training import num_floating_point_operations
+
+        boards = {"tensorboard": global_vars.get_tensorboard_writer(), "wandb": global_vars.get_wandb_writer()}
+        settings = from_flags(args, **boards, tensorboard_dir=None, wandb_project=None)
+        is_last = self._launch.rank == self._launch.world_size - 1
+        try:
+            metrics = Metrics(is_last_rank=is_last, train_iters=args.train_iters, settings=settings)
+        except (OSError, InvalidInput) as error:
+            # The flags are known on the way only, and here other ranks train already.
+            log.critical("%s; training goes on without any of --metrics-*", error)
+            metrics = Metrics(is_last_rank=False, train_iters=args.train_iters, settings=MetricsSettings())
+        metrics.began(
+            RunFacts(
+                job=self._launch.place.job_here,
+                strategy=args.moe_ckpt_strategy,
+                world_size=self._launch.world_size,
+                train_iters=args.train_iters,
+                iteration=iteration,
+                tokens_per_iteration=args.global_batch_size * args.seq_length,
+                flops_per_iteration=float(num_floating_point_operations(args, args.global_batch_size)),
+                at_s=time.time(),
+            )
+        )
+        return metrics

@@ -19,7 +19,9 @@ from .gc import gc
 from .inspect import inspect
 from .plan import plan
 from .profile import profile
+from .report import report
 from .simulate import simulate
+from .status import status
 from .verify import verify
 
 
@@ -36,12 +38,17 @@ def commands() -> None:
     $ moe-ckpt digest checkpoints/          # which state did this run reach?
     $ moe-ckpt diff one/ other/             # are two states equal, and where do they differ?
     $ moe-ckpt gc checkpoints/              # what takes space and is not needed any more?
+    $ moe-ckpt report run/metrics.jsonl     # what happened, what did protection cost, where did the time go?
+    $ moe-ckpt status                       # is my running job protected, and if not, why?
     $ moe-ckpt convert --to dense windows/ dense/   # a checkpoint that any Megatron loads
     $ moe-ckpt digest --help
     """
 
 
-for command in (advise, completion, convert, diff, digest, gc, inspect, plan, profile, simulate, verify):
+_COMMANDS = (
+    advise, completion, convert, diff, digest, gc, inspect, plan, profile, report, simulate, status, verify,
+)  # fmt: skip
+for command in _COMMANDS:
     commands.add_command(command)
 
 

@@ -41,7 +41,7 @@ def read_journal(path: Path) -> Journal:
     text = path.read_text() if path.exists() else ""
     lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
     return Journal(
-        tuple(line for line in lines if "recovery" not in line),
+        tuple(line for line in lines if "iteration" in line),
         tuple(line["recovery"] for line in lines if "recovery" in line),
     )
 

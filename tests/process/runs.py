@@ -88,9 +88,9 @@ def metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def reports_in(path: Path) -> list[dict[str, Any]]:
-    """The reports of iterations in a file of --metrics-jsonl, in their order; timelines of recoveries are left out."""
+    """The reports of iterations in a file of --metrics-jsonl, in their order; other lines are left out."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [line for line in lines if "recovery" not in line]
+    return [line for line in lines if "iteration" in line]
 
 
 def exact(path: Path, after: int = 0) -> dict[int, str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from capture_hooks import BEFORE_SNAPSHOT, allocated_lazily, captured, counted
-from runs import Layout, Train, digest, exact, flags
+from runs import Layout, Train, digest, exact, flags, reports_in
 from world import World
 
 BIAS = (
@@ -77,8 +77,7 @@ def seen(request: pytest.FixtureRequest, world: World, corpus: str, tmp_path_fac
     argv = run.flags(corpus, "--metrics-jsonl", reports)
     outcome = world.run(argv, run.layout.ranks, [partial(captured, str(folder))])
     assert set(outcome.codes) == {0}, outcome.said
-    lines = [json.loads(line) for line in reports.read_text().splitlines()]
-    return Seen(run, facts_of(folder, run.layout.ranks), lines)
+    return Seen(run, facts_of(folder, run.layout.ranks), reports_in(reports))
 
 
 def test_a_snapshot_has_the_state_of_its_iteration_however_late_it_is_copied(seen: Seen) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from deterministic_hooks import seems_to_be_on_gpus, told
-from runs import Layout, Train, flags
+from runs import Layout, Train, flags, reports_in
 from world import Outcome, World
 
 PAIR = Layout(1, 1, 2, ranks=2)
@@ -58,5 +58,5 @@ def test_the_mode_reaches_torch_and_core_and_trains_to_the_same_bits_twice(train
         train(PAIR, "--deterministic-mode", "--bf16", *reports, hooks=(partial(told, str(folder)),))
         found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(PAIR.ranks)]
         assert found == [{"torch": True, "core": True}] * PAIR.ranks
-        losses.append([json.loads(line)["lm_loss"] for line in (folder / "reports").read_text().splitlines()])
+        losses.append([report["lm_loss"] for report in reports_in(folder / "reports")])
     assert losses[0] == losses[1] and len(losses[0]) == 3

@@ -12,6 +12,7 @@ import pytest
 from attempts import Cluster
 from local_runs import PAIR
 from memory_hooks import watched
+from runs import reports_in
 from sparse_runs import BF16, LENGTH
 from world import Outcome
 
@@ -28,11 +29,11 @@ def run(cluster: Cluster, folder: Path, *extra: str) -> tuple[Outcome, int, list
 
 
 def protection(outcome: Outcome, folder: Path) -> list[Any]:
-    return [json.loads(line).get("protection") for line in (folder / "reports").read_text().splitlines()]
+    return [report.get("protection") for report in reports_in(folder / "reports")]
 
 
 def passes(folder: Path) -> list[Any]:
-    return [json.loads(line).get("passes_s") for line in (folder / "reports").read_text().splitlines()]
+    return [report.get("passes_s") for report in reports_in(folder / "reports")]
 
 
 @pytest.fixture

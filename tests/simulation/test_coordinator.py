@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from simulated import RANKS, Simulation
 from simulated_world.network import Network
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import ProtectionState
+from megatron.core.dist_checkpointing.moe.snapshot.coordinator import ProtectionReport
 
 full = pytest.mark.full
 FULL = MoECheckpointConfig(strategy="full", interval=2, replicas=1, timeout_s=60.0)
@@ -20,7 +23,11 @@ def test_an_undisturbed_job_is_protected_to_its_end() -> None:
     simulation = Simulation(FULL)
     _, _, starts = simulation.run(0)
     assert len(starts) == 1
-    assert {report.protection.state for report in simulation.told.reports.values()} == {ProtectionState.PROTECTED}
+    reports = simulation.told.reports.values()
+    assert {report.protection.state for report in reports} == {ProtectionState.PROTECTED}
+    (newest,) = {report.protected_iteration for report in reports}
+    assert newest is not None and newest % 2 == 0 and newest > 0
+    assert {(report.reason, report.persisted_iteration) for report in reports} == {("", None)}
 
 
 def test_the_same_seed_tells_the_same_story() -> None:
@@ -81,3 +88,19 @@ def test_a_store_that_refuses_costs_protection_and_never_training() -> None:
     for seed in range(10):
         simulation = Simulation(DURABLE, store_fails=lambda rank, _, n, name, at=seed: fails(at, rank, n, name))
         simulation.run(seed)
+
+
+def test_reports_say_why_there_is_less_protection_than_asked_for() -> None:
+    told: list[ProtectionReport] = []
+
+    def heard(_job: object, rank: int) -> None:
+        told.append(simulation.told.coordinators[rank].report())
+
+    flipping = partial(Network, flip_rate=0.2)
+    simulation = Simulation(FULL, network=flipping, each=heard)
+    simulation.run(1)
+    told += simulation.told.reports.values()
+    poor = [report for report in told if report.protection.state is not ProtectionState.PROTECTED]
+    for why in ("no snapshot of iteration 6: still under way", "has too few replicas: "):
+        assert any(why in report.reason for report in poor), why
+    assert {report.reason for report in told if report.protection.state is ProtectionState.PROTECTED} <= {""}

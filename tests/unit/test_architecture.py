@@ -79,7 +79,7 @@ ROWS = {
     f"{ENGINE}.bridge": Row("config errors manager megatron_state ports strategies", "megatron.core"),
     ENGINE: Row("versions config manager megatron_state recovery runtime seats snapshot types"),
     f"{ENGINE}.stock": Row(
-        "errors ports megatron_state replay seats snapshot strategies config contradictions manager runtime",
+        "errors ports megatron_state replay recovery seats snapshot strategies config contradictions manager runtime",
         "megatron.core torch",
     ),
     # Offline: what people run beside jobs.
@@ -88,15 +88,17 @@ ROWS = {
     f"{TOOLS}.report": Row("", "click rich"),
     f"{TOOLS}.dense": Row(f"{VALUES} storage", "megatron.core msgspec numpy torch xxhash"),
     f"{TOOLS}.checkpoints": Row(f"{PARTS} config storage recovery", "fsspec torch", "dense report megatron_core"),
+    f"{TOOLS}.runs": Row("errors", "msgspec torch", "checkpoints report"),
     f"{TOOLS}.simulator": Row(f"{VALUES} config policy strategies"),
     f"{TOOLS}.commands": Row(
-        f"{PARTS} config storage", "click torch", "megatron_core report dense checkpoints simulator"
+        f"{PARTS} config storage", "click torch", "megatron_core report dense checkpoints runs simulator"
     ),
     # The driver, and drills that start it.
     DRIVER: Row(
-        "errors policy strategies config contradictions storage replication core_versions megatron_state seats"
+        "errors types policy strategies config contradictions storage replication core_versions megatron_state seats"
         " in_place",
-        "megatron.core megatron.training numpy psutil tokenizers torch transformer_engine", "dense megatron_core",
+        "megatron.core megatron.training numpy prometheus_client psutil tokenizers torch transformer_engine wandb",
+        "dense megatron_core simulator",
         also=f"{ENGINE} {ENGINE}.stock",
     ),
     f"{TOOLS}.drills": Row("", "psutil", "dense scripts", also=DRIVER),

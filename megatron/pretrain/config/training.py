@@ -100,6 +100,15 @@ class TrainingConfig:
     log_progress: bool = flag(False, "append to progress.txt in --save: job starts, checkpoints, exits")
     tensorboard_dir: str | None = flag(None, "write TensorBoard scalars of the last rank here", metavar="DIR")
     metrics_jsonl: str | None = flag(None, "append one JSON object per iteration here", metavar="FILE")
+    metrics_textfile: str | None = flag(
+        None, "keep the newest numbers here for Prometheus' node_exporter", metavar="FILE"
+    )
+    metrics_port: int | None = flag(
+        None, "serve the newest numbers for Prometheus on this port of localhost", metavar="PORT", minimum=0
+    )
+    wandb_project: str | None = flag(None, "write the numbers of the last rank to this project of Weights & Biases")
+    wandb_exp_name: str | None = flag(None, "name of the run there (default: one that it makes)")
+    wandb_save_dir: str | None = flag(None, "where Weights & Biases keeps its files", metavar="DIR")
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,9 @@ def test_where_memory_cannot_grow_windows_go_on_as_they_were() -> None:
     before = strategy.buffer_specs()
     strategy.counted(1, SKEWED)
     strategy.settled(strategy.plan(2), Level.SNAPSHOT, False)  # type: ignore[arg-type]
+    assert strategy.order_changes == 0
     assert strategy.plan(3) is not None
+    assert strategy.order_changes == 1
     assert strategy.buffer_specs() != before
     strategy.buffers_refused()
     assert strategy.buffer_specs() == before

@@ -18,12 +18,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 from ..ports import Json, Transport
 from ..types import RecoveryPlan, Topology
+from .table import RecoveryTable
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +149,9 @@ class RecoveryTimeline:
     left a mark, and it is the restart. slowest: for each part the rank that ended it. attempts: how many it took.
     told_by: how many ranks left times before the restart. clocks_s: how far the clocks of nodes were apart, 0 if
     no more than can be measured. replayed: iterations of the longest replay. ranks_back: those that replay, of `ranks`.
-    exactness: how the state compares with the one that was lost, as the recovery's table says it.
+    exactness: how the state compares with the one that was lost, as the recovery's table says it. table: that table,
+    line by line. lost_tokens: by layer and expert, routed tokens whose updates are lost. plt: the share of tokens that
+    all faults so far have cost; None where nothing can be lost.
     """
 
     begun_s: float
@@ -164,11 +167,21 @@ class RecoveryTimeline:
     ranks_back: int = 0
     ranks: int = 1
     exactness: str = "exactly"
+    table: Sequence[str] = field(default_factory=list)
+    lost_tokens: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
+    plt: float | None = None
 
     @property
     def total_s(self) -> float:
         """Seconds from detection (or the restart, see `is_whole`) to rejoin."""
         return sum(self.parts.values())
+
+    def with_outcome(self, table: RecoveryTable) -> RecoveryTimeline:
+        """With what was restored from where, and what was lost."""
+        lost: dict[int, dict[int, int]] = {}
+        for operator, tokens in sorted(table.plan.lost_tokens.items()):
+            lost.setdefault(operator.layer, {})[operator.expert] = tokens
+        return replace(self, exactness=table.came_out, table=list(table.lines()), lost_tokens=lost, plt=table.plt)
 
     def lines(self) -> Iterator[str]:
         """For the log: one line with all parts, and one for each thing that is unusual."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.distributed_c10d import _get_default_store
@@ -65,6 +65,7 @@ from .process_info import (
     replicas_placed,
 )
 from .restart_sequence import RestartSequence
+from .status import StatusBoard
 
 log = logging.getLogger(__name__)
 
@@ -146,6 +147,7 @@ class Session:
         # Rank 0 names the attempt. Sorts by time, and differs even between attempts that start in the same instant.
         self._attempt = str(self._control.gather(f"{time.time_ns():020d}-{secrets.token_hex(4)}")[0])
         self._prepare_recovery(execution)
+        self._status: StatusBoard | None = None
         self._counter = None
         if self._strategy.counts_tokens:
             self._counter = TokenCounter(training.chunks, gate_unit=GATE_UNIT if self._strategy.counts_gates else None)
@@ -361,6 +363,8 @@ class Session:
         timeline = continued(outcome.timeline if outcome is not None else (), self._attempt, iteration)
         identity = replace(self._identity, timeline=timeline)
         self._coordinator = self._protection(identity)
+        self._status = StatusBoard(self._memory.directory, _get_default_store(), self._status_facts())
+        self._held.callback(self._status.close)
         if outcome is not None:
             self._coordinator.resume(outcome.restored)
         if self._survivor is not None:
@@ -375,7 +379,7 @@ class Session:
         if outcome is not None:
             times = self._timestamps, self._times_left
             episode = gather_timeline(self._control, *times, outcome.plan, self._topology)
-            self._episode = replace(episode, exactness=outcome.table.came_out)
+            self._episode = episode.with_outcome(outcome.table)
             for line in self._episode.lines() if self._rank == 0 else ():
                 log.info("%s", line)
         forget(self._memory.directory)
@@ -467,7 +471,10 @@ class Session:
     def report(self) -> ProtectionReport:
         """See `Coordinator.report`."""
         assert self._coordinator is not None
-        return self._coordinator.report()
+        report = self._coordinator.report()
+        if self._status is not None:
+            self._status.show(report)
+        return report
 
     @property
     def job_id(self) -> str:
@@ -488,6 +495,8 @@ class Session:
 
         Called when the connections to other ranks are closed."""
         self._timestamps.mark(Milestone.DETECTED)
+        if self._status is not None:
+            self._status.close()
         if self._coordinator is not None:
             self._coordinator.failure()
         if self._survivor is not None:
@@ -513,6 +522,8 @@ class Session:
     def shutdown(self, *, keep_memory: bool) -> None:
         """See `Coordinator.shutdown`; gives the memory back to the node unless it is to be kept for another start."""
         assert self._coordinator is not None
+        if self._status is not None:
+            self._status.close()
         self._coordinator.shutdown()
         if self._survivor is not None:
             self._survivor.end(keep_memory=keep_memory)
@@ -524,6 +535,15 @@ class Session:
                 (memory_folder(self._config) / self._place.node).rmdir()
         for transport in (self._control, self._data):
             transport.close()
+
+    def _status_facts(self) -> dict[str, Any]:
+        return {
+            "rank": self._rank,
+            "world_size": self._topology.world_size,
+            "node": self._place.node,
+            "job": self._place.job_id,
+            "strategy": self._config.strategy,
+        }
 
     def _log_bytes(self) -> int:
         return self._survivor.log_bytes if self._survivor is not None else 0

@@ -111,6 +111,12 @@ class ProtectionReport:
         memory: what checkpoints take on this rank.
         passes_s: of the last iteration whose passes have come to an end, without what it waited.
         slowed_s: by how much copies beside them made the last such passes longer; None where that is not known.
+        protected_iteration, persisted_iteration: the newest that has all its replicas, and the newest in storage, as
+            far as this attempt of the job knows.
+        persisted_bytes: written to storage by this rank.
+        reason: why a tier has less protection than was asked for; empty where none has.
+        order_changes: how often this attempt changed the order in which operators are snapshotted.
+        iteration: the newest whose step has ended.
     """
 
     stall_s: float
@@ -122,6 +128,12 @@ class ProtectionReport:
     memory: MemoryReport | None = None
     passes_s: float = 0.0
     slowed_s: float | None = None
+    protected_iteration: int | None = None
+    persisted_iteration: int | None = None
+    persisted_bytes: int = 0
+    reason: str = ""
+    order_changes: int = 0
+    iteration: int = 0
 
 
 @dataclass
@@ -256,6 +268,12 @@ class Coordinator:
             memory=self._memory_report,
             passes_s=self._tally.passes_s,
             slowed_s=self._pass_times.slowed_s,
+            protected_iteration=self._tracker.newest_protected,
+            persisted_iteration=self._tracker.newest_persisted,
+            persisted_bytes=self._tracker.take_persisted_bytes(),
+            reason="; ".join(self._tracker.reasons.values()),
+            order_changes=self._strategy.order_changes,
+            iteration=self._iteration,
         )
         self._tally = replace(self._tally, stall_s=0.0, snapshot_bytes=0, tokens=())
         return report

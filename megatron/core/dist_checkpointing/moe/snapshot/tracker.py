@@ -69,9 +69,12 @@ class SnapshotTracker:
         self.rounds = CommitRounds()
         self.protection = Protection()
         self.durable = Protection() if persister else None
+        self.newest_protected: int | None = None
+        self.newest_persisted: int | None = None
+        self.reasons: dict[Level, str] = {}  # why a tier has less than was asked for
         self.last_round_s = 0.0
         self._tasks: dict[tuple[Level, int], SnapshotTask | PersistTask] = {}  # of the open rounds
-        self._replicated_bytes = 0
+        self._replicated_bytes = self._persisted_bytes = 0
         self._reconnect = False
         self._said_behind = False
 
@@ -79,7 +82,8 @@ class SnapshotTracker:
         """Go on after a recovery; what lost its replicas with a node is replicated again, beside training."""
         self.windows, self.persisted = state.windows(), state.persisted_windows()
         if state.persisted and self.durable:
-            self.durable = Protection(ProtectionState.DEGRADED, state.persisted[-1][-1].iteration)
+            self.newest_persisted = state.persisted[-1][-1].iteration
+            self.durable = Protection(ProtectionState.DEGRADED, self.newest_persisted)
         if not state.kept:
             return
         iteration = max(piece.plan.iteration for piece in state.kept)
@@ -146,11 +150,16 @@ class SnapshotTracker:
         taken, self._replicated_bytes = self._replicated_bytes, 0
         return taken
 
+    def take_persisted_bytes(self) -> int:
+        """Bytes written to storage since the last call."""
+        taken, self._persisted_bytes = self._persisted_bytes, 0
+        return taken
+
     def lost_contact(self, iteration: int, error: Exception) -> None:
         """Without the reports of the others nothing can be agreed on: what is sealed stays, nothing more is taken."""
         self.protection = self.protection.after(ProtectionEvent.CONTACT_LOST, iteration)
-        self._background.complain(
-            f"no further snapshots after iteration {iteration} until the job restarts", [str(error)]
+        self._complain(
+            Level.SNAPSHOT, f"no further snapshots after iteration {iteration} until the job restarts", [str(error)]
         )
 
     def behind(self, iteration: int) -> None:
@@ -161,6 +170,7 @@ class SnapshotTracker:
         self.protection = self.protection.after(ProtectionEvent.ATTEMPT_FAILED, iteration)
         open_ = ", ".join(f"{round_.level.value} of iteration {round_.plan.iteration}" for round_ in self.rounds.open)
         why = f"still under way are {open_}; memory or links are slow" if open_ else "older ones lack their replicas"
+        self.reasons[Level.SNAPSHOT] = f"no snapshot of iteration {iteration}: {why}"
         log.warning("no snapshot of iteration %d: %s", iteration, why)
 
     def _on_snapshot(self, round_: CommitRound, iteration: int) -> None:
@@ -196,6 +206,8 @@ class SnapshotTracker:
         window = self.windows[round_.span]
         is_protected = window.state is WindowState.PROTECTED
         if is_protected:
+            self.newest_protected = round_.plan.iteration
+            self.reasons.pop(Level.SNAPSHOT, None)
             self.protection = self.protection.after(ProtectionEvent.COMMITTED, round_.plan.iteration)
         if is_protected or is_restored:
             self._free_covered()
@@ -276,16 +288,19 @@ class SnapshotTracker:
     def _on_persisted(self, round_: CommitRound, iteration: int) -> None:
         task, copy = self._tasks.pop(round_.key), self.persisted[round_.span]
         assert isinstance(task, PersistTask) and self.durable is not None
+        self._persisted_bytes += task.written_bytes
         written = round_.agreed is Status.PROTECTED
         self._strategy.settled(round_.plan, Level.PERSIST, written)
         self._put_copy(round_.span, copy.after(PersistEvent.WRITTEN if written else PersistEvent.REFUSED))
         if written:
+            self.newest_persisted = round_.plan.iteration
+            self.reasons.pop(Level.PERSIST, None)
             self.durable = self.durable.after(ProtectionEvent.COMMITTED, round_.plan.iteration)
             self._free_storage()
         else:
             self.durable = self.durable.after(ProtectionEvent.ATTEMPT_FAILED, iteration)
-            self._background.complain(
-                f"the snapshot of iteration {round_.plan.iteration} was NOT persisted", task.failures
+            self._complain(
+                Level.PERSIST, f"the snapshot of iteration {round_.plan.iteration} was NOT persisted", task.failures
             )
         self._free_covered()
 
@@ -310,11 +325,16 @@ class SnapshotTracker:
     def _degraded(self, round_: CommitRound, failures: Sequence[str]) -> None:
         self.protection = self.protection.after(ProtectionEvent.ATTEMPT_FAILED, round_.plan.iteration)
         what = "was NOT taken" if round_.agreed is Status.FAILED else "has too few replicas"
-        self._background.complain(
+        self._complain(
+            Level.SNAPSHOT,
             f"{self.protection.state.name.lower()} since iteration {self.protection.since_iteration}: the snapshot of"
             f" iteration {round_.plan.iteration} {what}",
             failures,
         )
+
+    def _complain(self, level: Level, what: str, failures: Sequence[str]) -> None:
+        self.reasons[level] = f"{what}: {'; '.join(dict.fromkeys(failures))}" if failures else what
+        self._background.complain(what, failures)
 
     def _begin_round(self, level: Level, plan: SnapshotPlan, span: range, task: SnapshotTask | PersistTask) -> None:
         self.rounds = self.rounds.begun(level, plan, span)

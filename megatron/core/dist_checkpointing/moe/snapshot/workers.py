@@ -187,6 +187,7 @@ class PersistTask:
     status: Status = Status.PENDING
     failures: list[str] = field(default_factory=list)
     running: Task[None] | None = None
+    written_bytes: int = 0
 
 
 class Persister:
@@ -225,7 +226,7 @@ class Persister:
             try:
                 self._check_stopped()
                 for plan, pieces, kinds in zip(task.plans, task.pieces, task.kinds, strict=True):
-                    self._write_snapshot(plan.iteration, pieces, kinds)
+                    task.written_bytes += self._write_snapshot(plan.iteration, pieces, kinds)
                 task.status = Status.PROTECTED
                 break
             except Exception as error:  # whatever it is costs this copy, and all ranks hear of it
@@ -243,7 +244,9 @@ class Persister:
             if snapshot.rank == self._rank and snapshot.iteration in iterations:
                 self._storage.free(snapshot)
 
-    def _write_snapshot(self, iteration: int, pieces: Sequence[Piece], kinds: Sequence[str]) -> None:
+    def _write_snapshot(self, iteration: int, pieces: Sequence[Piece], kinds: Sequence[str]) -> int:
+        """Returns the bytes that were written."""
+        written_bytes = 0
         with ExitStack() as stack:
             sources = [
                 stack.enter_context(self._memory.open(SnapshotId(iteration, self._rank, kind))) for kind in kinds
@@ -254,7 +257,8 @@ class Persister:
                 if self._is_done(target, piece):
                     continue
                 self._storage.free(target)
-                self._write_piece(target, piece, index, sources)
+                written_bytes += self._write_piece(target, piece, index, sources)
+        return written_bytes
 
     def _is_done(self, target: SnapshotId, piece: Piece) -> bool:
         """Whether it was written in an earlier try, and not by an attempt of the job that training left behind.
@@ -271,7 +275,7 @@ class Persister:
         same_timeline = facts.scalars.get("timeline") == wanted.scalars["timeline"]
         return same_timeline and facts.plan_digest == wanted.plan_digest
 
-    def _write_piece(self, target: SnapshotId, piece: Piece, index: int, sources: Sequence[Reader]) -> None:
+    def _write_piece(self, target: SnapshotId, piece: Piece, index: int, sources: Sequence[Reader]) -> int:
         layout = self._layout(piece, index)
         scalars = dict(sources[0].manifest.facts.scalars) if index == 0 else {}
         with self._storage.reserve(target, layout) as writer:
@@ -282,3 +286,4 @@ class Persister:
                     raise UnreadableCheckpoint(f"{target}: record {field_.key} is not in memory; it is not persisted")
                 writer.put(field_.key, source.read(field_.key))
             writer.seal(self._identity.facts(piece, scalars))
+        return layout.nbytes

@@ -65,7 +65,7 @@ class Hooks:
         self._config: MoECheckpointConfig | None = None
         self._manager: Manager = None
         self._running = contextlib.ExitStack()
-        self._saved = -1
+        self._saved, self._told_recovery = -1, False
 
     def __enter__(self) -> Hooks:
         return self
@@ -258,7 +258,9 @@ class Hooks:
         protection = manager.after_step()
         if self._report is not None:
             stall_s = time.monotonic() - started_s if protection is None else protection.stall_s
-            self._report(replace(self._iteration, protection=protection, stall_s=stall_s))
+            recovery = None if replayed or self._told_recovery else manager.recovery
+            self._told_recovery = self._told_recovery or recovery is not None
+            self._report(replace(self._iteration, protection=protection, stall_s=stall_s, recovery=recovery))
         manager.reported()
         if replayed and not manager.is_replaying and call["iteration"] >= self._args.train_iters:
             self._join()  # the loop begins no further iteration, and takes away what a replay put off

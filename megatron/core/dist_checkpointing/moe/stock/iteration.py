@@ -9,6 +9,7 @@ import torch
 
 from megatron.core import parallel_state
 
+from ..recovery.timeline import RecoveryTimeline
 from ..snapshot.coordinator import ProtectionReport
 
 
@@ -17,7 +18,8 @@ class StockIteration:
     """How one iteration of the loop came out on this rank.
 
     losses: as the loop reports them, on the last pipeline stage. duration_s: of passes and step. stall_s: how long
-    training waited for checkpoints. protection: None where nothing is protected, and in a replay.
+    training waited for checkpoints. protection: None where nothing is protected, and in a replay. recovery: with the
+    first new iteration after one.
     """
 
     iteration: int
@@ -28,6 +30,7 @@ class StockIteration:
     duration_s: float
     stall_s: float = 0.0
     protection: ProtectionReport | None = None
+    recovery: RecoveryTimeline | None = None
 
 
 Report = Callable[[StockIteration], None]

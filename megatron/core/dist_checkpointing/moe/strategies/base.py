@@ -132,6 +132,9 @@ class Strategy(ABC):
         """
         return iter(())
 
+    order_changes: int = 0
+    """How often this object changed the order in which operators are snapshotted."""
+
     def __init__(self, job: Job, interval_policy: IntervalPolicy | None = None) -> None:
         """Decide for `job`, snapshotting at `interval_policy`; by default at that of its flags. Raises UsageError."""
         for problem in self.contradictions(job.config, job.num_experts):

@@ -270,6 +270,7 @@ class Sparse(Strategy):
         )
         if reorders:
             self._popularity = self._popularity.reordered()
+            self.order_changes += 1
         window = table.size if table else None
         if self._fixed is None:
             budget_bytes = self._budget.calls_for_another()

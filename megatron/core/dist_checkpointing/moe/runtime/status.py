@@ -1,0 +1,115 @@
+"""How protected a rank is just now, where `moe-ckpt status` finds it while the job runs.
+
+Each rank writes it beside its snapshots, for who looks on its node, and into the store at which all ranks have met, for
+who looks from anywhere. Neither may slow or end training: both are done by a thread of their own, and what fails is
+left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from ..ports import Json
+from ..snapshot.coordinator import ProtectionReport
+
+STATUS_VERSION = 1
+STATUS_FILE = "status.json"
+"""In the folder of the rank's slot."""
+STATUS_KEY = "moe-ckpt/status/{}"
+"""In the store, with the rank's number."""
+INTERVAL_S = 2.0
+"""At most so often, whatever an iteration takes."""
+STORE_TIMEOUT = timedelta(seconds=10)
+
+
+class StatusBoard:
+    """The status of one rank, from the first report to `close`.
+
+    Args:
+        folder: Of the rank's slot.
+        store: At which all ranks have met; only a TCPStore, in which others can read, is written to.
+        facts: What does not change.
+    """
+
+    def __init__(self, folder: Path, store: Store, facts: Mapping[str, Json]) -> None:
+        self._folder, self._address = folder, address_of(store)
+        where = None if self._address is None else "{}:{}".format(*self._address)
+        self._facts = {"version": STATUS_VERSION, **facts, "store": where}
+        self._client: TCPStore | None = None
+        self._report: ProtectionReport | None = None
+        self._news, self._closed = threading.Event(), threading.Event()
+        threading.Thread(target=self._run, name="moe-ckpt-status", daemon=True).start()
+
+    def show(self, report: ProtectionReport) -> None:
+        """The newest report of an iteration."""
+        self._report = report
+        self._news.set()
+
+    def close(self) -> None:
+        """Nothing more is written."""
+        self._closed.set()
+        self._news.set()
+
+    def _run(self) -> None:
+        while self._news.wait() and not self._closed.is_set():
+            self._news.clear()
+            assert self._report is not None
+            text = json.dumps(self._facts | facts_of(self._report) | _memory_left(self._folder))
+            with suppress(OSError):
+                aside = self._folder / f".{STATUS_FILE}.{os.getpid()}"
+                aside.write_text(text)
+                aside.replace(self._folder / STATUS_FILE)
+            with suppress(RuntimeError, OSError):
+                self._publish(text)
+            self._closed.wait(INTERVAL_S)
+
+    def _publish(self, text: str) -> None:
+        if self._address is None:
+            return
+        if self._client is None:
+            # A connection of its own: on the shared one, others may be waiting for a key.
+            self._client = TCPStore(*self._address, is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT)
+        self._client.set(STATUS_KEY.format(self._facts["rank"]), text)
+
+
+def facts_of(report: ProtectionReport) -> dict[str, Any]:
+    """What a report says of the moment, as JSON values."""
+    persistent = report.persistent
+    return {
+        "at_s": time.time(),
+        "iteration": report.iteration,
+        "protection": report.protection.state.name.lower(),
+        "protection_since": report.protection.since_iteration,
+        "protected_iteration": report.protected_iteration,
+        "persistence": None if persistent is None else persistent.state.name.lower(),
+        "persistence_since": None if persistent is None else persistent.since_iteration,
+        "persisted_iteration": report.persisted_iteration,
+        "reason": report.reason,
+        "memory": asdict(report.memory) if report.memory else None,
+    }
+
+
+def address_of(store: Store) -> tuple[str, int] | None:
+    """Host and port of the TCPStore that is at the bottom of this one; None where there is none."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return (store.host, store.port) if isinstance(store, TCPStore) else None
+
+
+def _memory_left(folder: Path) -> dict[str, Json]:
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return {}
+    return {"memory_free_bytes": found.f_bavail * found.f_frsize, "memory_total_bytes": found.f_blocks * found.f_frsize}

@@ -1,0 +1,181 @@
+"""What is known of a run, and of each of its iterations; a line of `--metrics-jsonl` has these fields."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.dist_checkpointing.moe import ProtectionReport
+
+VERSION = 1
+"""Of the lines. A reader that does not know a field, or a kind of line, passes it by."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFacts:
+    """What one attempt of a job is, written when it is about to train: a line `{"run": {...}}`.
+
+    iteration: after which it begins. tokens_per_iteration, flops_per_iteration: of the whole job, forward and backward,
+    as the model needs them: what is computed twice for recomputation counts once. at_s: seconds since 1970.
+    """
+
+    job: str
+    strategy: str
+    world_size: int
+    train_iters: int
+    iteration: int
+    tokens_per_iteration: int
+    flops_per_iteration: float
+    at_s: float
+    version: int = VERSION
+
+
+@dataclasses.dataclass(frozen=True)
+class IterationReport:
+    """What one training iteration did; the loss is known on the last pipeline stage only."""
+
+    iteration: int
+    consumed_train_samples: int
+    lm_loss: float | None
+    grad_norm: float | None
+    learning_rate: float | None
+    loss_scale: float | None
+    skipped: bool
+    iteration_time_s: float
+    stall_s: float
+    """Time in which training waited for checkpoints before this iteration's report: on a GPU, stood still for them."""
+    at_s: float | None = None
+    """When it was written, in seconds since 1970."""
+    tokens_per_s: float | None = None
+    model_flops_per_s: float | None = None
+    """Of the whole job, in this iteration: `RunFacts` over `iteration_time_s`."""
+    passes_s: float | None = None
+    """What the passes took, as far as the device has come."""
+    slowed_s: float | None = None
+    """By how much copies beside them made the newest such passes longer; None where no others are known."""
+    snapshot_bytes: int = 0
+    replicated_bytes: int = 0
+    persisted_bytes: int = 0
+    """Bytes that this rank began to copy to memory, sent to peers, and wrote to storage, since the report before."""
+    protection: str | None = None
+    protection_since: int | None = None
+    """How safe the newest snapshot in memory is, and since which iteration it is so; None without snapshots."""
+    protected_iteration: int | None = None
+    """The newest that has all its replicas, as far as this attempt of the job knows."""
+    persistence: str | None = None
+    persistence_since: int | None = None
+    persisted_iteration: int | None = None
+    """The same of persistent storage."""
+    reason: str | None = None
+    """Why there is less protection than was asked for, as this rank knows it."""
+    order_changes: int = 0
+    """How often this attempt changed the order in which operators are snapshotted."""
+    expert_tokens: dict[int, Any] | None = None
+    """By iteration, tokens routed to each expert of each MoE layer: what became known since the report before."""
+    checkpoint_memory: dict[str, int] | None = None
+    """Bytes that checkpoints take in the memory of this rank, as MoEvement Table 6 counts them, and their window."""
+    replayed: bool = False
+    """Whether a recovery ran the iteration again to make a sparse checkpoint dense."""
+
+    def of_run(self, facts: RunFacts | None, at_s: float) -> IterationReport:
+        """With when it was written, and with what follows from the facts of its run."""
+        if facts is None or self.iteration_time_s <= 0:
+            return dataclasses.replace(self, at_s=at_s)
+        per_s = facts.tokens_per_iteration / self.iteration_time_s, facts.flops_per_iteration / self.iteration_time_s
+        return dataclasses.replace(self, at_s=at_s, tokens_per_s=per_s[0], model_flops_per_s=per_s[1])
+
+
+def protection_fields(done: ProtectionReport | None, *, with_tokens: bool) -> dict[str, Any]:
+    """What checkpointing did, as fields of an `IterationReport`."""
+    if done is None:
+        return {}
+    return {
+        "snapshot_bytes": done.snapshot_bytes,
+        "replicated_bytes": done.replicated_bytes,
+        "persisted_bytes": done.persisted_bytes,
+        "passes_s": done.passes_s,
+        "slowed_s": done.slowed_s,
+        "protection": done.protection.state.name.lower(),
+        "protection_since": done.protection.since_iteration,
+        "protected_iteration": done.protected_iteration,
+        "persistence": done.persistent.state.name.lower() if done.persistent else None,
+        "persistence_since": done.persistent.since_iteration if done.persistent else None,
+        "persisted_iteration": done.persisted_iteration,
+        "reason": done.reason or None,
+        "order_changes": done.order_changes,
+        "checkpoint_memory": dataclasses.asdict(done.memory) if done.memory else None,
+        "expert_tokens": dict(done.tokens) if with_tokens else None,
+    }
+
+
+LEVELS = {"unprotected": 0, "degraded": 1, "protected": 2}
+"""What a state of protection is as a number."""
+
+
+def loop_scalars(report: IterationReport) -> dict[str, float]:
+    """What a loop shows in its log, by the names that TensorBoard has had for it."""
+    return _known(
+        {
+            "lm loss": report.lm_loss,
+            "grad norm": report.grad_norm,
+            "learning rate": report.learning_rate,
+            "loss scale": report.loss_scale,
+            "iteration time (s)": report.iteration_time_s,
+            "stall (s)": report.stall_s,
+            "samples": float(report.consumed_train_samples),
+        }
+    )
+
+
+def checkpoint_scalars(report: IterationReport) -> dict[str, float]:
+    """All other numbers of a report, for boards; tokens of experts are in the JSON lines only."""
+    return _known(
+        {
+            "checkpoint/protection": LEVELS.get(report.protection or ""),
+            "checkpoint/persistence": LEVELS.get(report.persistence or ""),
+            "checkpoint/protected iteration": report.protected_iteration,
+            "checkpoint/persisted iteration": report.persisted_iteration,
+            "checkpoint/iterations not protected": _behind(report, report.protected_iteration),
+            "checkpoint/iterations not persisted": _behind(report, report.persisted_iteration),
+            "checkpoint/stall (s)": report.stall_s,
+            "checkpoint/slowed (s)": report.slowed_s,
+            "checkpoint/passes (s)": report.passes_s,
+            "checkpoint/bytes copied": report.snapshot_bytes,
+            "checkpoint/bytes sent": report.replicated_bytes,
+            "checkpoint/bytes written": report.persisted_bytes,
+            "checkpoint/order changes": report.order_changes,
+            "checkpoint/replayed": report.replayed,
+            "checkpoint/step skipped": report.skipped,
+            "throughput/tokens per s": report.tokens_per_s,
+            "throughput/model FLOP per s": report.model_flops_per_s,
+            **{
+                f"checkpoint/memory {name.replace('_', ' ')}": value
+                for name, value in (report.checkpoint_memory or {}).items()
+            },
+        }
+    )
+
+
+def recovery_scalars(timeline: Mapping[str, Any]) -> dict[str, float]:
+    """What a recovery took, for boards."""
+    lost = sum(sum(layer.values()) for layer in timeline.get("lost_tokens", {}).values())
+    parts = {f"recovery/{name} (s)": length_s for name, length_s in timeline["parts"].items()}
+    return _known(
+        {
+            "recovery/total (s)": timeline["total_s"],
+            "recovery/iterations replayed": timeline["replayed"],
+            "recovery/ranks back": timeline["ranks_back"],
+            "recovery/lost tokens": lost,
+            "recovery/share of tokens lost": timeline.get("plt"),
+            **parts,
+        }
+    )
+
+
+def _behind(report: IterationReport, iteration: int | None) -> int | None:
+    return None if iteration is None else report.iteration - iteration
+
+
+def _known(values: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items() if value is not None}

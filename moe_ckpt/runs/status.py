@@ -1,0 +1,267 @@
+"""How a running job stands, on all its nodes: what each rank last said of itself.
+
+Ranks write it beside their snapshots, and into the store at which they met (`runtime/status.py` of the engine). From
+any node of the job the store is found by what lies there; from elsewhere it has to be named. Without the store there is
+what lies on this node, and the job's log.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
+from moe_ckpt.checkpoints.slots import slots
+from moe_ckpt.report import Fact, Report, table
+
+from .run_log import LEVELS, number, read_run
+
+STATUS_FILE = "status.json"
+STATUS_KEY = "moe-ckpt/status/{}"
+CONNECT_S = 5.0
+MOST_BYTES = 2**20
+MOST_RANKS = 2**17
+SEARCHED = 256
+"""Ranks that are looked for before any has said how many there are."""
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """What one rank last said. at_s: when, in seconds since 1970. protected, persisted: newest iterations, -1 if none
+    are known. persistence: None without storage. free_bytes: of the memory dir of its node, -1 if not known."""
+
+    rank: int
+    job: str
+    node: str
+    strategy: str
+    at_s: float
+    iteration: int
+    protection: str
+    protected: int
+    persistence: str | None
+    persisted: int
+    reason: str = ""
+    free_bytes: int = -1
+    world_size: int = 0
+    store: str = ""
+    is_alive: bool = True
+
+    @property
+    def is_well(self) -> bool:
+        """Whether it has what was asked for."""
+        return self.is_alive and self.protection == "protected" and self.persistence in (None, "protected")
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """ranks: ascending. from_store: whether all nodes were asked; else `why_not` says why only this one was."""
+
+    ranks: tuple[RankStatus, ...]
+    from_store: bool
+    why_not: str = ""
+
+
+def status_of(text: bytes | str, *, is_alive: bool = True) -> RankStatus | None:
+    """From JSON; None for what no rank wrote."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(data, dict) or not isinstance(data.get("rank"), int):
+        return None
+    texts = {name: value if isinstance(value := data.get(name), str) else "" for name in _TEXTS}
+    protection = texts["protection"] if texts["protection"] in LEVELS else LEVELS[0]
+    return RankStatus(
+        data["rank"],
+        texts["job"],
+        texts["node"],
+        texts["strategy"],
+        number(data.get("at_s")),
+        _whole(data.get("iteration")),
+        protection,
+        _whole(data.get("protected_iteration")),
+        texts["persistence"] if texts["persistence"] in LEVELS else None,
+        _whole(data.get("persisted_iteration")),
+        texts["reason"],
+        _whole(data.get("memory_free_bytes")),
+        _whole(data.get("world_size")),
+        texts["store"],
+        is_alive,
+    )
+
+
+_TEXTS = ("job", "node", "strategy", "protection", "persistence", "reason", "store")
+
+
+def job_status(memory_dir: Path, store: str | None, job: str | None) -> JobStatus:
+    """Of the job with this id, or of the only one that there is.
+
+    Raises UsageError where there are several, UnreadableCheckpoint where there is none.
+    """
+    if store is not None:
+        found = tuple(_in_store(store))
+        if not found:
+            raise UnreadableCheckpoint(f"the store at {store} has nothing of a protected job")
+        return JobStatus(found, from_store=True)
+    here = _of_one_job(tuple(_here(memory_dir)), memory_dir, job)
+    newest = max(here, key=lambda one: one.at_s)
+    try:
+        everywhere = tuple(_in_store(newest.store, newest.world_size)) if newest.is_alive else ()
+    except UnreadableCheckpoint as error:
+        return JobStatus(here, from_store=False, why_not=str(error))
+    if not everywhere:
+        why_not = "the job's store cannot be asked" if newest.is_alive else "its processes on this node have ended"
+        return JobStatus(here, from_store=False, why_not=why_not)
+    return JobStatus(everywhere, from_store=True)
+
+
+def log_status(path: Path) -> RankStatus:
+    """What a file of --metrics-jsonl says last. Raises UnreadableCheckpoint."""
+    run = read_run(path, path.name)
+    if not len(run):
+        raise UnreadableCheckpoint(f"{path} has no iteration yet")
+    last = {name: column[-1] for name, column in run.columns.items()}
+    states = [None if math.isnan(last[name]) else LEVELS[int(last[name])] for name in ("protection", "persistence")]
+    facts = run.starts[-1].facts if run.starts else {}
+    return RankStatus(
+        _whole(facts.get("world_size")) - 1,
+        str(facts.get("job", "")),
+        "",
+        str(facts.get("strategy", "")),
+        last["at_s"],
+        int(last["iteration"]),
+        states[0] or LEVELS[0],
+        _whole(last["protected_iteration"]),
+        states[1],
+        _whole(last["persisted_iteration"]),
+        run.reasons[-1][1] if run.reasons else "",
+        world_size=_whole(facts.get("world_size")),
+    )
+
+
+def as_report(found: JobStatus, now_s: float, silent_s: float) -> Report:
+    """One screen."""
+    ranks, first = found.ranks, found.ranks[0]
+    storage = [one for one in ranks if one.persistence is not None]
+    facts = [
+        Fact("Job", first.job or "-"),
+        Fact("Strategy", first.strategy or "-"),
+        Fact("Ranks heard of", f"{len(ranks)} of {max(first.world_size, len(ranks))}"),
+        Fact("Iteration", max(one.iteration for one in ranks), "count"),
+        Fact("Protection", _worst(one.protection for one in ranks)),
+        Fact("Newest protected", _known(min(one.protected for one in ranks)), "count"),
+        Fact("Persistence", _worst(str(one.persistence) for one in storage) if storage else "no storage"),
+        Fact("Newest persisted", _known(min((one.persisted for one in storage), default=-1)), "count"),
+        Fact("Newest word", round(max(0.0, now_s - max(one.at_s for one in ranks)), 1), "seconds"),
+    ]
+    nodes = {one.node: [other for other in ranks if other.node == one.node] for one in ranks}
+    rows = (
+        (
+            node or "-", len(some), min(one.iteration for one in some), _worst(one.protection for one in some),
+            _known(min(one.protected for one in some)), _known(min(one.persisted for one in some)),
+            _known(min(one.free_bytes for one in some)), round(max(0.0, now_s - min(one.at_s for one in some)), 1),
+        )
+        for node, some in sorted(nodes.items())
+    )  # fmt: skip
+    trouble = ((one.rank, one.node or "-", *_trouble(one, now_s, silent_s)) for one in ranks)
+    columns = (
+        "node | ranks:count | iteration:count | protection | protected:count | persisted:count | memory free:bytes"
+    )
+    tables = (
+        table("Nodes", f"{columns} | oldest word:seconds", rows),
+        table("Less than asked for", "rank:count | node | what | why", (row for row in trouble if row[2])),
+    )
+    notes = () if found.from_store else (f"Only what is known here: {found.why_not}.",)
+    return Report("Job status", tuple(facts), tables, notes)
+
+
+def is_well(found: JobStatus, now_s: float, silent_s: float) -> bool:
+    """Whether all ranks have what was asked for, and have said so lately."""
+    heard = len(found.ranks) >= found.ranks[0].world_size or not found.from_store
+    return heard and not any(_trouble(one, now_s, silent_s)[0] for one in found.ranks)
+
+
+def _trouble(one: RankStatus, now_s: float, silent_s: float) -> tuple[str, str]:
+    """What is less than it should be, and why; empty where all is well."""
+    if not one.is_alive:
+        return "ended", "its process has ended; a restart of the job goes on from what lies here"
+    if now_s - one.at_s > silent_s:
+        return "silent", f"it said nothing for {now_s - one.at_s:.0f} s: hung, restarting, or ended"
+    if one.is_well:
+        return "", ""
+    state = one.protection if one.protection != "protected" else f"{one.persistence} in storage"
+    return state, one.reason or "copies are being made, as after a start or a recovery"
+
+
+def _here(memory_dir: Path) -> Iterator[RankStatus]:
+    for slot in slots(memory_dir):
+        try:
+            text = (slot.directory / STATUS_FILE).read_bytes()
+        except OSError:
+            continue
+        found = status_of(text[:MOST_BYTES], is_alive=slot.alive)
+        if found is not None:
+            yield found
+
+
+def _of_one_job(found: Sequence[RankStatus], memory_dir: Path, job: str | None) -> tuple[RankStatus, ...]:
+    names = sorted({one.job for one in found if job in (None, one.job)})
+    if not names:
+        which = f"job {job}" if job else "a job"
+        raise UnreadableCheckpoint(f"{memory_dir} has no status of {which}: none runs here, or it has just begun")
+    living = sorted({one.job for one in found if one.is_alive and one.job in names})
+    if len(living or names) > 1:
+        raise UsageError(f"{memory_dir} has several jobs: choose one of {', '.join(living or names)} with --job")
+    chosen = (living or names)[0]
+    return tuple(sorted((one for one in found if one.job == chosen), key=lambda one: one.rank))
+
+
+def _in_store(address: str, world_size: int = 0) -> Iterator[RankStatus]:
+    """What the ranks wrote into the store; those that did not are left out. world_size: 0 where it is not known.
+
+    Raises UnreadableCheckpoint.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UnreadableCheckpoint(f"{address or 'it'} is no HOST:PORT of a store")
+    try:
+        # A client of torch tries for long, and says so, where nobody listens.
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except OSError as error:
+        raise UnreadableCheckpoint(f"the store at {address} cannot be reached: {error.strerror or error}") from error
+    from torch.distributed import TCPStore
+
+    try:
+        patience = timedelta(seconds=CONNECT_S)
+        client = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=patience)
+        for rank in itertools.count():
+            if rank >= min(world_size or SEARCHED, MOST_RANKS):
+                return
+            key = STATUS_KEY.format(rank)
+            one = status_of(client.get(key)[:MOST_BYTES]) if client.check([key]) else None
+            if one is not None:
+                world_size = one.world_size
+                yield one
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise UnreadableCheckpoint(f"the store at {address} does not answer: {reason}") from error
+
+
+def _worst(states: Iterator[str]) -> str:
+    return min(states, key=LEVELS.index)
+
+
+def _whole(value: Any) -> int:
+    found = number(value)
+    return -1 if math.isnan(found) else int(found)
+
+
+def _known(value: int) -> int | None:
+    return None if value < 0 else value

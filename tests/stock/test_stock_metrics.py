@@ -1,0 +1,47 @@
+"""What the stock loop tells of a job: to the driver's sinks, and to the boards that the loop itself has open."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+from stock_jobs import ALONE, Shape
+
+from moe_ckpt.runs.page import render
+from moe_ckpt.runs.sources import read_runs
+
+PAIR = Shape(ranks=2, pp=2, ep=1)
+SPARSE = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "2")
+
+
+def test_a_killed_job_tells_all_sinks_of_its_recovery(new_job, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    told, textfile, board = tmp_path / "metrics.jsonl", tmp_path / "job.prom", tmp_path / "board"
+    sinks = ("--metrics-jsonl", told, "--metrics-textfile", textfile, "--tensorboard-dir", board)
+    job, fault = new_job(PAIR), ("--moe-ckpt-inject-fault", "1@5:step")
+    job.run(*SPARSE, *fault, *sinks, codes={-signal.SIGKILL, 1})
+    left = textfile.read_text()
+    job.run(*SPARSE, *fault, *sinks)
+
+    lines = [json.loads(line) for line in told.read_text().splitlines()]
+    starts = [line["run"] for line in lines if "run" in line]
+    assert [start["strategy"] for start in starts] == ["sparse", "sparse"] and starts[0]["flops_per_iteration"] > 0
+    (recovery,) = (line["recovery"] for line in lines if "recovery" in line)
+    assert recovery["scope"] == "local" and recovery["table"]
+    assert any(line.get("tokens_per_s") for line in lines)
+
+    (run,) = read_runs([told])
+    assert len(run.stops) == 1 and run.stops[0].recovery is not None and run.newest == 6
+    assert "Recovered iteration" in render([run], 0.0)
+    assert "moe_ckpt_protection_state{" in left and not textfile.exists()
+    events = EventAccumulator(str(board))
+    events.Reload()
+    assert {"checkpoint/protection", "throughput/tokens per s", "lm loss"} <= set(events.Tags()["scalars"])
+
+
+def test_a_sink_that_cannot_be_opened_is_one_line_and_training_goes_on(new_job) -> None:
+    outcome = new_job(ALONE).run("--moe-ckpt-strategy", "none", "--metrics-jsonl", "/dev/null/metrics")
+    (line,) = [line for line in outcome.said.splitlines() if "--metrics-" in line]
+    assert "training goes on without any of --metrics-*" in line

@@ -1,0 +1,146 @@
+"""Who looks at a running job sees how each rank stands: through its store, or by what lies on this node."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from effort import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lines import iteration, start, written
+from torch.distributed import PrefixStore, TCPStore
+
+from megatron.core.dist_checkpointing.moe.policy.lifecycle import Protection, ProtectionState
+from megatron.core.dist_checkpointing.moe.runtime import status as published
+from megatron.core.dist_checkpointing.moe.runtime.status import StatusBoard, address_of
+from megatron.core.dist_checkpointing.moe.snapshot.coordinator import ProtectionReport
+from megatron.core.dist_checkpointing.moe.storage.ownership import OWNER_FILE
+from moe_ckpt.commands.main import commands
+from moe_ckpt.runs import status as read
+from moe_ckpt.runs.status import RankStatus, status_of
+
+WELL = ProtectionReport(0.1, 1, 1, Protection(ProtectionState.PROTECTED, 4), None, protected_iteration=9, iteration=10)
+POOR = ProtectionReport(
+    0.1, 1, 1, Protection(ProtectionState.DEGRADED, 8), Protection(ProtectionState.PROTECTED, 8), protected_iteration=7,
+    persisted_iteration=8, reason="the snapshot of iteration 9 was NOT taken: no room", iteration=10,
+)  # fmt: skip
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+
+
+def slot(memory: Path, rank: int, job: str = "job") -> Path:
+    """The folder of a rank on the only node; no process holds it."""
+    folder = memory / "node-0" / job / f"slot-{rank}"
+    folder.mkdir(parents=True)
+    (folder / OWNER_FILE).write_text("{}")
+    return folder
+
+
+def shown(folder: Path, store: Any, rank: int, report: ProtectionReport, node: str = "node-0", ranks: int = 2) -> None:
+    """A rank says how it stands, and has said it when this returns."""
+    facts = {"rank": rank, "world_size": ranks, "node": node, "job": "job", "strategy": "sparse"}
+    board = StatusBoard(folder, store, facts)
+    board.show(report)
+    deadline_s = time.monotonic() + 30
+    key = published.STATUS_KEY.format(rank)
+    while not ((folder / published.STATUS_FILE).exists() and store_of(store).check([key])):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    board.close()
+
+
+def store_of(store: Any) -> Any:
+    """A client of its own, without prefix."""
+    return TCPStore(*address_of(store), is_master=False, wait_for_workers=False)  # type: ignore[misc]
+
+
+def status(*arguments: object) -> Result:
+    return CliRunner().invoke(commands, ["status", *map(str, arguments)])
+
+
+def test_both_ends_agree_on_where_it_stands() -> None:
+    assert (published.STATUS_FILE, published.STATUS_KEY) == (read.STATUS_FILE, read.STATUS_KEY)
+
+
+def test_all_nodes_are_asked_through_the_store_that_the_ranks_met_at(store: TCPStore, tmp_path: Path) -> None:
+    inner = PrefixStore("default", PrefixStore("attempt", store))
+    shown(slot(tmp_path, 0), inner, 0, WELL)
+    shown(slot(tmp_path / "elsewhere", 1), inner, 1, POOR, node="node-1")
+    result = status("--store", f"127.0.0.1:{store.port}", "--json")
+    found = json.loads(result.output)
+    assert result.exit_code == 1, "one rank has less than was asked for"
+    assert found["ranks_heard_of"] == "2 of 2" and found["protection"] == "degraded"
+    assert (found["iteration"], found["newest_protected"], found["newest_persisted"]) == (10, 7, 8)
+    assert [row["node"] for row in found["nodes"]] == ["node-0", "node-1"]
+    assert all(row["memory_free_bytes"] > 0 for row in found["nodes"])
+    assert found["less_than_asked_for"] == [{"rank": 1, "node": "node-1", "what": "degraded", "why": POOR.reason}]
+
+
+def test_a_node_without_the_store_knows_its_own_ranks_and_says_so(store: TCPStore, tmp_path: Path) -> None:
+    shown(slot(tmp_path, 0), store, 0, WELL)
+    result = status(tmp_path)
+    assert result.exit_code == 1 and "its process has ended" in result.output
+    assert "Only what is known here: its processes on this node have ended." in result.output
+
+
+def test_a_store_that_is_gone_is_said_in_one_line(tmp_path: Path) -> None:
+    result = status("--store", "127.0.0.1:1")
+    assert str(result.exception) == "the store at 127.0.0.1:1 cannot be reached: Connection refused"
+    assert "no HOST:PORT" in str(status("--store", "nowhere").exception)
+
+
+def test_several_jobs_are_told_apart(store: TCPStore, tmp_path: Path) -> None:
+    for job in ("one", "two"):
+        text = json.dumps({"rank": 0, "job": job, "world_size": 1, "protection": "protected", "at_s": time.time()})
+        (slot(tmp_path, 0, job) / published.STATUS_FILE).write_text(text)
+    assert "choose one of one, two with --job" in str(status(tmp_path).exception)
+    assert "two" in status(tmp_path, "--job", "two").output
+    assert "no status of job three" in str(status(tmp_path, "--job", "three").exception)
+
+
+def test_an_empty_memory_dir_has_no_job(tmp_path: Path) -> None:
+    assert "holds no slot of a job" in str(status(tmp_path).exception)
+    slot(tmp_path, 0)
+    assert "no status of a job" in str(status(tmp_path).exception)
+
+
+def test_a_rank_that_says_nothing_for_long_is_silent() -> None:
+    one = RankStatus(0, "job", "node", "full", 100.0, 5, "protected", 5, None, -1, world_size=1)
+    found = read.JobStatus((one,), from_store=True)
+    assert read.is_well(found, 110.0, 60.0) and not read.is_well(found, 200.0, 60.0)
+    (table,) = [table for table in read.as_report(found, 200.0, 60.0).tables if table.title.startswith("Less")]
+    assert table.rows[0][2] == "silent" and "100 s" in table.rows[0][3]
+
+
+def test_a_rank_that_was_never_heard_of_is_no_good_sign() -> None:
+    one = RankStatus(0, "job", "node", "full", 100.0, 5, "protected", 5, None, -1, world_size=2)
+    assert not read.is_well(read.JobStatus((one,), from_store=True), 101.0, 60.0)
+
+
+def test_the_log_of_a_job_says_what_can_be_known_from_anywhere(tmp_path: Path) -> None:
+    last = iteration(2, time.time(), persistence="protected", persisted_iteration=1)
+    path = written(tmp_path / "metrics.jsonl", start(0.0), iteration(1, 1.0), last)
+    result = status("--metrics", path, "--json")
+    found = json.loads(result.output)
+    assert result.exit_code == 0 and (found["job"], found["iteration"], found["newest_persisted"]) == ("j", 2, 1)
+
+
+@settings(max_examples=10_000 if examples(100) == 100 else 300)
+@given(text=st.binary(max_size=60) | st.dictionaries(
+    st.sampled_from("rank job node at_s iteration protection persistence memory_free_bytes world_size store".split()),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.none(), max_size=2),
+).map(lambda data: json.dumps(data).encode()))  # fmt: skip
+def test_whatever_lies_there_is_a_status_or_none(text: bytes) -> None:
+    found = status_of(text)
+    if found is not None:
+        report = read.as_report(read.JobStatus((found,), from_store=False, why_not="x"), 10.0, 60.0)
+        assert report.as_data()["nodes"]
