@@ -41,6 +41,8 @@ class IterationReport:
     """How safe the newest snapshot in memory is, and since which iteration it is so; None without snapshots."""
     persistence: str | None = None
     """The same of persistent storage."""
+    lost_tokens: dict[str, Any] | None = None
+    """What all faults so far have cost under a lossy strategy: tokens by MoE layer, PLT by both definitions, MLT."""
     expert_tokens: dict[int, Any] | None = None
     """By iteration, tokens routed to each expert of each MoE layer: what became known since the report before."""
     checkpoint_memory: dict[str, int] | None = None
@@ -122,6 +124,16 @@ class Metrics:
             self._board.close()
 
 
+def _lost(done: ProtectionReport) -> dict[str, Any] | None:
+    """What all faults so far have cost: tokens by MoE layer, and their shares by the definitions of the papers."""
+    losses = done.losses
+    if losses is None:
+        return None
+    shares = {"plt": losses.plt, "plt_pec": losses.plt_pec, "mlt": losses.mlt}
+    by_layer = dict(zip(losses.layers, losses.lost_tokens, strict=True))
+    return {"by_layer": by_layer, **{name: float(share) for name, share in shares.items()}}
+
+
 def protection_fields(done: ProtectionReport | None, *, with_tokens: bool) -> dict[str, Any]:
     """What checkpointing did, as fields of an `IterationReport`."""
     if done is None:
@@ -136,6 +148,7 @@ def protection_fields(done: ProtectionReport | None, *, with_tokens: bool) -> di
         "persistence": done.persistent.state.name.lower() if done.persistent else None,
         "checkpoint_memory": dataclasses.asdict(done.memory) if done.memory else None,
         "expert_tokens": dict(done.tokens) if with_tokens else None,
+        "lost_tokens": _lost(done),
     }
 
 

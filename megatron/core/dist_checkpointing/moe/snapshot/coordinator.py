@@ -31,7 +31,7 @@ from ..ports import (
     TrainerState,
     Transport,
 )
-from ..strategies import BufferSpec, Costs, Job, Strategy, Throughput
+from ..strategies import BufferSpec, Costs, Job, LossReport, Piece, Strategy, Throughput
 from ..strategies.memory_report import MemoryReport
 from ..types import SnapshotPlan, StepJournal
 from .background import BackgroundWork
@@ -111,6 +111,7 @@ class ProtectionReport:
         memory: what checkpoints take on this rank.
         passes_s: of the last iteration whose passes have come to an end, without what it waited.
         slowed_s: by how much copies beside them made the last such passes longer; None where that is not known.
+        losses: what all faults so far have cost; None where the strategy loses nothing.
     """
 
     stall_s: float
@@ -122,6 +123,7 @@ class ProtectionReport:
     memory: MemoryReport | None = None
     passes_s: float = 0.0
     slowed_s: float | None = None
+    losses: LossReport | None = None
 
 
 @dataclass
@@ -162,7 +164,7 @@ class Coordinator:
     def resume(self, state: RestoredState) -> None:
         """Go on after a recovery; what lost its replicas with a node is replicated again, beside training."""
         self._iteration = state.target
-        self._tracker.resume(state, self._ports.control.rank)
+        self._tracker.resume(state)
 
     def step_end(
         self, iteration: int, counts: CountsUnderWay | None = None, journal: StepJournal | None = None
@@ -180,7 +182,7 @@ class Coordinator:
         self._step_ended_s, self._iteration = begun_s, iteration
         self._background.check()
         pace = (
-            Throughput(tally.passes_s, self._ports.capturer.bandwidth_bytes_per_s)
+            Throughput(tally.passes_s, self._ports.capturer.bandwidth_bytes_per_s, self._tracker.peer_bytes_per_s)
             if self._strategy.needs_throughput
             else None
         )
@@ -247,6 +249,7 @@ class Coordinator:
             memory=self._memory_report,
             passes_s=self._tally.passes_s,
             slowed_s=self._pass_times.slowed_s,
+            losses=self._strategy.report(),
         )
         self._tally = replace(self._tally, stall_s=0.0, snapshot_bytes=0, tokens=())
         return report
@@ -300,24 +303,30 @@ class Coordinator:
     def _begin(self, plan: SnapshotPlan, scalars: Mapping[str, Json]) -> SnapshotTask:
         """Reserve memory and begin to copy; without room this rank takes part in the round all the same."""
         pieces = self._strategy.pieces(plan)
-        layouts = [self._ports.capturer.layout(piece.plan, trainer=at == 0) for at, piece in enumerate(pieces)]
+        capturer = self._ports.capturer
+        held = [
+            (piece, capturer.layout(piece.plan, trainer=at == 0))
+            for at, piece in enumerate(pieces)
+            if at == 0 or not capturer.operators.isdisjoint(piece.plan.parts)
+        ]
+        layouts = [layout for _, layout in held]
         task = SnapshotTask(plan, pieces, None, scalars)
         self._tracker.open(task)
-        task.writers = self._reserved(task, layouts)
+        task.writers = self._reserved(task, held)
         if task.writers is not None:
             nbytes = sum(layout.nbytes for layout in layouts)
             rate = self._copy_rate.of(nbytes, self._pass_times.shortest_s)
-            self._ports.capturer.begin(list(zip(layouts, task.writers, strict=True)), rate)
+            capturer.begin(list(zip(layouts, task.writers, strict=True)), rate)
             self._tally.snapshot_bytes += nbytes
         return task
 
-    def _reserved(self, task: SnapshotTask, layouts: Sequence[Layout]) -> tuple[MappedWriter, ...] | None:
+    def _reserved(self, task: SnapshotTask, held: Sequence[tuple[Piece, Layout]]) -> tuple[MappedWriter, ...] | None:
         writers: list[MappedWriter] = []
         try:
             if self._copies_late:
                 self._ports.capturer.end(0.0)
                 self._copies_late = False
-            for piece, layout in zip(task.pieces, layouts, strict=True):
+            for piece, layout in held:
                 name = SnapshotId(task.plan.iteration, self._ports.control.rank, piece.kind)
                 self._ports.memory.free(name)  # of an attempt that training left behind, if any
                 writers.append(self._ports.memory.reserve(name, layout))
@@ -379,3 +388,6 @@ class Coordinator:
             self._strategy.measured(news.costs)
         if self._strategy.needs_throughput:
             self._strategy.throughput_measured(news.pace)
+        for note in self._strategy.take_notes():
+            if self._ports.control.rank == 0:
+                log.warning("%s", note)
