@@ -42,7 +42,8 @@ class IterationReport:
     persistence: str | None = None
     """The same of persistent storage."""
     lost_tokens: dict[str, Any] | None = None
-    """What all faults so far have cost under a lossy strategy: tokens by MoE layer, PLT by both definitions, MLT."""
+    """What all faults so far have cost under a lossy strategy: tokens by MoE layer, PLT by both definitions, MLT; and
+    what the next one would cost."""
     expert_tokens: dict[int, Any] | None = None
     """By iteration, tokens routed to each expert of each MoE layer: what became known since the report before."""
     checkpoint_memory: dict[str, int] | None = None
@@ -131,7 +132,8 @@ def _lost(done: ProtectionReport) -> dict[str, Any] | None:
         return None
     shares = {"plt": losses.plt, "plt_pec": losses.plt_pec, "mlt": losses.mlt}
     by_layer = dict(zip(losses.layers, losses.lost_tokens, strict=True))
-    return {"by_layer": by_layer, **{name: float(share) for name, share in shares.items()}}
+    at_risk = dict(zip(losses.layers, losses.at_risk, strict=True))
+    return {"by_layer": by_layer, "at_risk": at_risk, **{name: float(share) for name, share in shares.items()}}
 
 
 def protection_fields(done: ProtectionReport | None, *, with_tokens: bool) -> dict[str, Any]:

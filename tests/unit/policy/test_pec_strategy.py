@@ -189,10 +189,11 @@ def test_the_scope_says_what_is_stored_of_experts_that_are_not_selected() -> Non
         ("both", Part.MASTER),
         ("weights", Part.MASTER_AND_MOMENTS),
     ):
-        pec = Pec(job_of(replace(PEC, pec_scope=scope)))
+        job = job_of(replace(PEC, pec_scope=scope))
+        pec = Pec(job)
         step(pec, 1)
         plan = step(pec, 2)
-        parts = Counter(plan.parts.get(operator) for operator in pec._experts)
+        parts = Counter(plan.parts.get(operator) for operator in job.operators if operator.is_expert)
         assert parts == (
             {Part.MASTER_AND_MOMENTS: 24} if rest is Part.MASTER_AND_MOMENTS else {Part.MASTER_AND_MOMENTS: 3, rest: 21}
         )

@@ -115,11 +115,12 @@ class LossReport:
     """What faults have cost so far: tokens per MoE layer, and their share of the tokens of the planned training.
 
     plt: MoC eq. 7, the mean over layers. plt_pec: PEC eq. 4, of all layers together. mlt: MOETION eq. 6, the sum over
-    layers.
+    layers. at_risk: tokens per MoE layer that a fault would cost now, if it left the memory of nodes.
     """
 
     layers: tuple[int, ...]
     lost_tokens: tuple[int, ...] = field(repr=False)
+    at_risk: tuple[int, ...] = field(repr=False)
     plt: Fraction
     plt_pec: Fraction
     mlt: Fraction

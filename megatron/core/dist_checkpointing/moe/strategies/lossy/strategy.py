@@ -88,8 +88,9 @@ class Lossy(Strategy):
         """What faults have cost so far, for tables and metrics."""
         layers, ledger, limit = self._job.moe_layers, self._state.ledger, self._limit
         lost = ledger.lost_tokens if ledger else (0,) * len(layers)
+        at_risk = ledger.at_risk(Level.SNAPSHOT) if ledger else (0,) * len(layers)
         of_all = lost, limit.tokens, limit.topk
-        return LossReport(layers, lost, limit.plt(lost), plt_pec(*of_all), mlt(*of_all))
+        return LossReport(layers, lost, at_risk, limit.plt(lost), plt_pec(*of_all), mlt(*of_all))
 
     @cached_property
     def _experts(self) -> frozenset[OperatorId]:
