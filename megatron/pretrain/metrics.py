@@ -133,7 +133,12 @@ def _lost(done: ProtectionReport) -> dict[str, Any] | None:
     shares = {"plt": losses.plt, "plt_pec": losses.plt_pec, "mlt": losses.mlt}
     by_layer = dict(zip(losses.layers, losses.lost_tokens, strict=True))
     at_risk = dict(zip(losses.layers, losses.at_risk, strict=True))
-    return {"by_layer": by_layer, "at_risk": at_risk, **{name: float(share) for name, share in shares.items()}}
+    return {
+        "by_layer": by_layer,
+        "at_risk": at_risk,
+        "owed": losses.owed,
+        **{name: float(share) for name, share in shares.items()},
+    }
 
 
 def protection_fields(done: ProtectionReport | None, *, with_tokens: bool) -> dict[str, Any]:

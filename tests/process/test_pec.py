@@ -303,6 +303,37 @@ def mean_k_at_the_end(kills: Kills) -> float:
     return statistics.mean(k for iteration, k in kills.chosen if iteration > kills.recoveries[-1].target)
 
 
+DROPPING = replace(
+    BY_RISK,
+    extra=(*ONE_OF_EACH_RANK, "--moe-expert-capacity-factor", "1.0", "--moe-ckpt-capacity-boost", "50"),
+    faults=("1@8:start", "0@17:forward-backward"),
+)
+
+
+def test_experts_take_more_tokens_until_what_they_lost_is_made_up(killed: Callable[[Case], Kills]) -> None:
+    kills = killed(DROPPING)
+    owed = [report["lost_tokens"]["owed"] for report in kills.reports]
+    first, second = (recovery.fault for recovery in kills.recoveries)
+    assert set(owed[:first]) == {0}
+    lost = [sum(recovery.told) for recovery in kills.recoveries]
+    assert owed[first] == lost[0] > 0
+    between = owed[first:second]
+    assert between == sorted(between, reverse=True)
+    assert between[-1] < between[0], "nothing was made up"
+    # What a report says is owed was known one iteration before, and is with the snapshot of that.
+    target = kills.recoveries[1].target
+    (before,) = (one["lost_tokens"]["owed"] for one in kills.reports[first:second] if one["iteration"] == target + 1)
+    assert owed[second] == before + lost[1]
+    assert owed[-1] < owed[second]
+
+
+def test_without_token_dropping_a_boost_says_that_it_has_no_effect(killed: Callable[[Case], Kills]) -> None:
+    kills = killed(BY_RISK)
+    assert {report["lost_tokens"]["owed"] for report in kills.reports} == {0}
+    said = [outcome.said for outcome in kills.outcomes if "--moe-ckpt-capacity-boost 10 has no effect" in outcome.said]
+    assert len(said) == sum(any(recovery.told) for recovery in kills.recoveries)
+
+
 def test_with_k_of_all_experts_nothing_is_lost_though_a_node_goes(
     cluster: Cluster, train: Train, tmp_path: Path
 ) -> None:

@@ -245,6 +245,34 @@ def test_fewer_tokens_are_at_risk_than_with_experts_in_turn_at_equal_bytes() -> 
     assert by_risk < 0.75 * sequential
 
 
+def test_experts_owe_what_they_lost_until_it_is_repaid_and_debts_of_the_target_remain() -> None:
+    job = replace(with_budgets(1, 1), drops_tokens=True)
+    world = World(job, 3, 0.0, sends=True)
+    for _ in range(12):
+        world.step()
+    plan = world.fault(lose_node=False)
+    assert plan is not None
+    lost = {one: tokens for one, tokens in plan.lost_tokens.items() if tokens}
+    strategy = world.strategy
+    assert strategy.makes_up
+    assert dict(strategy.owed) == lost != {}
+    one = next(iter(lost))
+    rows = [[0] * 8 for _ in range(3)]
+    rows[one.layer - 1][one.expert] = lost[one] - 1
+    strategy.repaid(plan.target + 1, rows)
+    assert dict(strategy.owed) == {**lost, one: 1}
+    again = Selective(job)
+    data = {**json.loads(world.data[plan.target]), "owed": json.loads(json.dumps(strategy.to_data()["owed"]))}
+    again.resumed(plan, data, plan.target)
+    assert again.owed[one] == lost[one] + 1
+    strategy.repaid(plan.target + 2, [[10**6] * 8] * 3)
+    assert dict(strategy.owed) == {}
+    without = Selective(replace(job, config=replace(job.config, capacity_boost=0)))
+    without.resumed(plan, data, plan.target)
+    assert dict(without.owed) == {}
+    assert without.take_notes() == ()
+
+
 def test_what_it_remembers_goes_through_json_and_on() -> None:
     strategy = Selective(with_budgets(2, 1))
     step(strategy, 1)

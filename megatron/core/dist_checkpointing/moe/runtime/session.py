@@ -28,6 +28,7 @@ from ..errors import UsageError
 from ..local_recovery.communicator import BoundaryCommunicator
 from ..local_recovery.stage_source import StageSource
 from ..local_recovery.survivor import Survivor, SurvivorBuffers
+from ..megatron_state.capacity import CapacityBoost, drops_tokens
 from ..megatron_state.model_operators import model_operators
 from ..megatron_state.popularity import TokenCounter
 from ..policy.lineage import continued
@@ -136,6 +137,7 @@ class Session:
         self._counter = None
         if self._strategy.counts_tokens:
             self._counter = TokenCounter(training.chunks, gate_unit=GATE_UNIT if self._strategy.counts_gates else None)
+        self._boost = CapacityBoost(training.chunks, config.capacity_boost) if self._strategy.makes_up else None
         self._episode: RecoveryTimeline | None = None
         self._timestamps.mark(Milestone.BUILT)
 
@@ -157,6 +159,7 @@ class Session:
             training.topk,
             tied_embeddings=self._state.ties_embeddings,
             sizes=gathered_sizes(self._state.capturer, self._control),
+            drops_tokens=bool(self._control.total([int(drops_tokens(training.chunks))])[0]),
         )
         self._strategy = self._together(lambda: STRATEGIES[config.strategy](self._job))
         placement = self._together(lambda: replicas_placed(config, self._topology))
@@ -342,6 +345,8 @@ class Session:
         self._coordinator = self._protection(identity)
         if outcome is not None:
             self._coordinator.resume(outcome.restored)
+        if self._boost is not None:
+            self._boost.owe(self._strategy.owed)
         if self._survivor is not None:
             self._survivor.attend(identity, iteration)
             self._fit_logs()
@@ -422,7 +427,12 @@ class Session:
         assert self._coordinator is not None
         if self._survivor is not None:
             self._fit_logs()  # before the next snapshot begins, so that no copy is under way
-        self._coordinator.step_end(iteration, self._counter.take() if self._counter else None, journal)
+        counts = self._counter.take() if self._counter else None
+        if self._boost is None:
+            self._coordinator.step_end(iteration, counts, journal)
+        else:
+            self._coordinator.step_end(iteration, counts, journal, self._boost.take())
+            self._boost.owe(self._strategy.owed)
         if self._survivor is not None:
             self._survivor.committed(iteration, journal, self._coordinator.oldest_base)
 
@@ -466,6 +476,8 @@ class Session:
         """Training ends here with an error: nothing new is begun, what is sealed stays, and what is whole is parked.
 
         Called when the connections to other ranks are closed."""
+        if self._boost is not None:
+            self._boost.close()
         self._timestamps.mark(Milestone.DETECTED)
         if self._coordinator is not None:
             self._coordinator.failure()
@@ -480,6 +492,8 @@ class Session:
         """See `Coordinator.shutdown`; gives the memory back to the node unless it is to be kept for another start."""
         assert self._coordinator is not None
         self._coordinator.shutdown()
+        if self._boost is not None:
+            self._boost.close()
         if self._survivor is not None:
             self._survivor.end(keep_memory=keep_memory)
         if keep_memory:

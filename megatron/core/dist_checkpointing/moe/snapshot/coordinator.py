@@ -167,13 +167,18 @@ class Coordinator:
         self._tracker.resume(state)
 
     def step_end(
-        self, iteration: int, counts: CountsUnderWay | None = None, journal: StepJournal | None = None
+        self,
+        iteration: int,
+        counts: CountsUnderWay | None = None,
+        journal: StepJournal | None = None,
+        beyond: CountsUnderWay | None = None,
     ) -> None:
         """After the optimizer's step (and evaluation) of `iteration`.
 
         Args:
             counts: gives this rank's routed tokens by layer, from any thread.
             journal: the outcome of the step, which a replay needs.
+            beyond: as `counts`, the tokens that were processed beyond capacities.
         """
         begun_s, tally = self._ports.clock.now_s(), self._tally
         self._note_passes()
@@ -193,7 +198,7 @@ class Coordinator:
                 scalars["journal"] = journal.to_data()
             self._copying = self._begin(plan, scalars)
         if self._in_contact:
-            self._send_message(plan, counts, tally.iteration_s / 2, pace)
+            self._send_message(plan, counts, tally.iteration_s / 2, pace, beyond if self._strategy.owed else None)
         tally.last_stall_s = self._stopwatch.resume()
         tally.stall_s += tally.last_stall_s
 
@@ -355,6 +360,7 @@ class Coordinator:
         counts: CountsUnderWay | None,
         patience_s: float,
         pace: Throughput | None = None,
+        beyond: CountsUnderWay | None = None,
     ) -> None:
         """Send what this rank knows, once open rounds have ended or some time has passed."""
         tally, tracker = self._tally, self._tracker
@@ -362,8 +368,9 @@ class Coordinator:
         def counted() -> list[int]:
             if counts is None or not self._strategy.counts_tokens:
                 return []
-            none, by_layer = (0,) * self._job.num_experts, counts()
-            return [count for layer in self._job.moe_layers for count in by_layer.get(layer, none)]
+            none = (0,) * self._job.num_experts
+            tables = [counts(), beyond()] if beyond is not None else [counts()]
+            return [count for table in tables for layer in self._job.moe_layers for count in table.get(layer, none)]
 
         costs = Costs(tally.iteration_s, tally.last_stall_s, tracker.last_round_s)
         message = IterationMessage(self._iteration, plan, costs, tracker.statuses, counted, pace)
@@ -382,7 +389,10 @@ class Coordinator:
         if news.counts:
             experts = self._job.num_experts
             rows = tuple(news.counts[at : at + experts] for at in range(0, len(news.counts), experts))
+            rows, beyond = rows[: len(self._job.moe_layers)], rows[len(self._job.moe_layers) :]
             self._strategy.counted(news.iteration, rows)
+            if beyond:
+                self._strategy.repaid(news.iteration, beyond)
             self._tally.tokens += ((news.iteration, rows),)
         if self._tracker.update(news.statuses, self._iteration):
             self._strategy.measured(news.costs)

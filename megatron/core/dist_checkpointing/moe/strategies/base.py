@@ -49,6 +49,7 @@ class Job:
     operators: all of the model, ascending. tokens_per_iteration: input tokens of one iteration of the whole job.
     iterations: of the whole training. topk: experts per token. tied_embeddings: first and last stage share them.
     sizes: bytes of what each rank owns of each of its operators; empty where they are not known.
+    drops_tokens: whether routers drop tokens beyond a capacity that can differ from expert to expert.
     """
 
     config: MoECheckpointConfig
@@ -59,6 +60,7 @@ class Job:
     topk: int = 1
     tied_embeddings: bool = False
     sizes: Mapping[int, Mapping[OperatorId, OperatorSize]] = field(default_factory=dict, repr=False, compare=False)
+    drops_tokens: bool = False
 
     @cached_property
     def moe_layers(self) -> tuple[int, ...]:
@@ -115,7 +117,8 @@ class LossReport:
     """What faults have cost so far: tokens per MoE layer, and their share of the tokens of the planned training.
 
     plt: MoC eq. 7, the mean over layers. plt_pec: PEC eq. 4, of all layers together. mlt: MOETION eq. 6, the sum over
-    layers. at_risk: tokens per MoE layer that a fault would cost now, if it left the memory of nodes.
+    layers. at_risk: tokens per MoE layer that a fault would cost now, if it left the memory of nodes. owed: lost tokens
+    that are still to be made up for beyond capacities.
     """
 
     layers: tuple[int, ...]
@@ -124,6 +127,7 @@ class LossReport:
     plt: Fraction
     plt_pec: Fraction
     mlt: Fraction
+    owed: int = 0
 
 
 class Strategy(ABC):
@@ -141,6 +145,9 @@ class Strategy(ABC):
 
     needs_throughput: bool = False
     """Whether `throughput_measured` is wanted."""
+
+    makes_up: bool = False
+    """Whether `owed` may have experts, so that `repaid` is wanted while it has."""
 
     replays: bool = False
     """Whether a recovery may have to run iterations again with some operators frozen."""
@@ -202,6 +209,11 @@ class Strategy(ABC):
         return None if losses is None else float(losses.mlt)
 
     @property
+    def owed(self) -> Mapping[OperatorId, int]:
+        """Lost tokens that experts still have to make up for, beyond their capacity (MOETION 6)."""
+        return {}
+
+    @property
     def gave_up(self) -> bool:
         """Whether memory has no room for any snapshot, so that none is taken."""
         return self._gave_up
@@ -246,6 +258,10 @@ class Strategy(ABC):
 
     def counted(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
         """Tokens routed in `iteration`, per MoE layer and expert."""
+        return
+
+    def repaid(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
+        """Tokens processed beyond the capacity in `iteration`, per MoE layer and expert; called after `counted`."""
         return
 
     def settled(self, plan: SnapshotPlan, level: Level, ok: bool) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -10,8 +12,8 @@ from ...config import MoECheckpointConfig
 from ...errors import UsageError
 from ...policy.ledger import TWO_LEVELS
 from ...policy.tracking import PLACES
-from ...types import Level, OperatorId, RecoveryPlan, SnapshotPlan, full_plan
-from ..base import NO_BUFFERS, BufferSpec, Job, Throughput
+from ...types import Level, OperatorId, RecoveryPlan, SnapshotPlan, expert, full_plan
+from ..base import NO_BUFFERS, BufferSpec, Job, LossReport, Throughput
 from ..lossy import Lossy
 from ..lossy.state import Flight
 from .budgets import LOCAL_FLAG, REMOTE_FLAG, LinkBudgets, parse_budget
@@ -33,6 +35,9 @@ class Selective(Lossy):
     persisted does. While the links are not measured, a snapshot takes everything too.
 
     Storage. A snapshot that is persisted ranks experts by the tokens since they were last in storage.
+
+    Capacity boost (MOETION 6). Experts that lost tokens owe them until they have processed as many beyond their
+    capacity. What is owed goes with the snapshots.
 
     Buffers. As `pec`, and one more of its own for each piece: a copy that only its node has leaves the newest one that
     peers have in place.
@@ -62,6 +67,8 @@ class Selective(Lossy):
         self._lanes = lanes_of(job)
         self._sends = sends
         self._told, self._notes = set[str](), tuple[str, ...]()
+        self.makes_up = job.drops_tokens and config.capacity_boost > 0
+        self._owed: dict[OperatorId, int] = {}
         self.places = PLACES + 1 if sends else PLACES
 
     @property
@@ -114,10 +121,37 @@ class Selective(Lossy):
         taken, self._notes = self._notes, ()
         return taken
 
+    @property
+    def owed(self) -> Mapping[OperatorId, int]:
+        return self._owed
+
+    def repaid(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
+        rows = dict(zip(self._job.moe_layers, counts, strict=True))
+        left = {one: tokens - rows[one.layer][one.expert] for one, tokens in self._owed.items()}
+        self._owed = {one: tokens for one, tokens in left.items() if tokens > 0}
+
+    def report(self) -> LossReport:
+        return replace(super().report(), owed=sum(self._owed.values()))
+
     def to_data(self) -> dict[str, Any]:
-        return {**super().to_data(), "links": self._budgets.to_data()}
+        owed = [[one.layer, one.expert, tokens] for one, tokens in sorted(self._owed.items())]
+        return {**super().to_data(), "links": self._budgets.to_data(), "owed": owed}
 
     def resumed(self, plan: RecoveryPlan, data: Mapping[str, Any], fault_iteration: int) -> RecoveryPlan:
         plan = super().resumed(plan, data, fault_iteration)
         self._budgets = self._budgets.from_data(data["links"])
+        self._owe(plan.lost_tokens, data["owed"])
         return plan
+
+    def _owe(self, lost: Mapping[OperatorId, int], before: Sequence[Sequence[int]]) -> None:
+        """Experts make up for what they lost now, and for what they still owed at the target."""
+        owed = Counter({expert(layer, index): tokens for layer, index, tokens in before})
+        owed.update(lost)
+        self._owed = {one: tokens for one, tokens in sorted(owed.items()) if tokens and self.makes_up}
+        boost = self._job.config.capacity_boost
+        if boost and any(lost.values()) and not self._job.drops_tokens:
+            self._notes += (
+                f"--moe-ckpt-capacity-boost {boost} has no effect: routers drop no tokens that experts could take in"
+                f" place of the {sum(lost.values())} lost ones; --moe-expert-capacity-factor, without"
+                " --moe-pad-expert-input-to-capacity, lets them",
+            )
