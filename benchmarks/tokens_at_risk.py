@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -111,7 +112,8 @@ def result(in_turn: Risk, by_risk: Risk) -> dict[str, object]:
 def page(found: dict[str, object], iterations: int) -> str:
     """The page of the result."""
     numbers = {key: value for key, value in found.items() if isinstance(value, float | int)}
-    return PAGE.format(iterations=iterations, k=K, skipped=SKIPPED, **numbers)
+    filled = PAGE.format(iterations=iterations, k=K, skipped=SKIPPED, **numbers)
+    return re.sub(r"(\d)%", r"\1 %", filled)
 
 
 PAGE = """# Tokens at risk

@@ -78,8 +78,9 @@ class LocalInventory:
             plan = SnapshotPlan(iteration, {op: part for found in share for op, part in found.plan.parts.items()})
             holders = {found.snapshot.rank for found in share}
             owners = {rank for rank, owned in listed.required.items() if not owned.isdisjoint(plan.parts)}
-            # Owners are known once all operators of the piece are; all ranks together have them in any case.
-            if len(share) == len(gathered) or (plan.digest() == digest and holders >= owners):
+            # Owners are known once all operators of the piece are. All ranks have the piece with the trainer's state.
+            is_owned = plan.digest() == digest and not any(found.has_strategy for found in share)
+            if len(share) == len(gathered) or (is_owned and holders >= owners):
                 pieces.append(Piece(kind, plan, share[-1].span))
         return tuple(whole_windows(pieces))
 
