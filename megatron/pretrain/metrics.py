@@ -41,15 +41,15 @@ class IterationReport:
     """How safe the newest snapshot in memory is, and since which iteration it is so; None without snapshots."""
     persistence: str | None = None
     """The same of persistent storage."""
-    lost_tokens: dict[str, Any] | None = None
-    """What all faults so far have cost under a lossy strategy: tokens by MoE layer, PLT by both definitions, MLT; and
-    what the next one would cost."""
     expert_tokens: dict[int, Any] | None = None
     """By iteration, tokens routed to each expert of each MoE layer: what became known since the report before."""
     checkpoint_memory: dict[str, int] | None = None
     """Bytes that checkpoints take in the memory of this rank, as MoEvement Table 6 counts them, and their window."""
     replayed: bool = False
     """Whether a recovery ran the iteration again to make a sparse checkpoint dense."""
+    lost_tokens: dict[str, Any] | None = None
+    """What all faults so far have cost under a lossy strategy: tokens by MoE layer, PLT by both definitions, MLT; and
+    what the next one would cost."""
 
 
 class Metrics:

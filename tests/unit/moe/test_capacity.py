@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.moe.megatron_state.capacity import CapacityBoost, drops_tokens
+from megatron.core.dist_checkpointing.moe.megatron_state.capacity import RouterCapacity, drops_tokens
 from megatron.core.dist_checkpointing.moe.types import expert
 from megatron.core.transformer.moe import router as routing
 from megatron.core.transformer.moe.moe_utils import get_capacity
@@ -50,7 +50,7 @@ def test_an_expert_that_owes_takes_a_tenth_more_and_others_as_many_as_before(pol
     router = Router(3, policy=policy)
     before = taken(router)
     assert before[0] == before[1] == BASE
-    boost = CapacityBoost([torch.nn.Sequential(router)], 10)
+    boost = RouterCapacity([torch.nn.Sequential(router)], 10)
     boost.owe({expert(3, 0): 1000})
     more = -(-BASE // 10)
     assert taken(router) == [BASE + more, *before[1:]]
@@ -65,7 +65,7 @@ def test_an_expert_that_owes_takes_a_tenth_more_and_others_as_many_as_before(pol
 def test_the_tokens_beyond_the_capacity_are_the_most_probable_of_those_that_were_dropped() -> None:
     router, (probabilities, chosen) = Router(0), routed()
     _, before = router(probabilities, chosen)
-    boost = CapacityBoost([router], 10)
+    boost = RouterCapacity([router], 10)
     boost.owe({expert(0, 0): 1000})
     kept, after = router(probabilities, chosen)
     boost.close()
@@ -80,7 +80,7 @@ def test_other_layers_evaluations_and_routers_after_it_are_left_alone() -> None:
     upstream = routing.apply_router_token_dropping
     owing, other = Router(1), Router(2)
     before = taken(owing)
-    boost = CapacityBoost([owing, other], 10)
+    boost = RouterCapacity([owing, other], 10)
     boost.owe({expert(1, 0): 1000})
     assert taken(other) == before
     assert taken(owing.eval()) == before

@@ -39,7 +39,7 @@ def drops_tokens(chunks: Sequence[torch.nn.Module]) -> bool:
     )
 
 
-class CapacityBoost:
+class RouterCapacity:
     """Lets experts of this rank's routers exceed their capacity by `percent` while they owe tokens.
 
     Only in training: an evaluation drops as ever. The sum of capacities of a layer stays as it is in each pass, so what

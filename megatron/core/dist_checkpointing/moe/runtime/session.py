@@ -28,7 +28,7 @@ from ..errors import UsageError
 from ..local_recovery.communicator import BoundaryCommunicator
 from ..local_recovery.stage_source import StageSource
 from ..local_recovery.survivor import Survivor, SurvivorBuffers
-from ..megatron_state.capacity import CapacityBoost, drops_tokens
+from ..megatron_state.capacity import RouterCapacity, drops_tokens
 from ..megatron_state.model_operators import model_operators
 from ..megatron_state.popularity import TokenCounter
 from ..policy.lineage import continued
@@ -137,7 +137,7 @@ class Session:
         self._counter = None
         if self._strategy.counts_tokens:
             self._counter = TokenCounter(training.chunks, gate_unit=GATE_UNIT if self._strategy.counts_gates else None)
-        self._boost = CapacityBoost(training.chunks, config.capacity_boost) if self._strategy.makes_up else None
+        self._boost = RouterCapacity(training.chunks, config.capacity_boost) if self._strategy.makes_up else None
         self._episode: RecoveryTimeline | None = None
         self._timestamps.mark(Milestone.BUILT)
 
