@@ -92,6 +92,7 @@ bench: setup
 	$(RUN) -W ignore benchmarks/localized_recovery.py --write
 	$(RUN) -W ignore benchmarks/simulated_ettr.py --write
 	$(RUN) benchmarks/pec_accuracy.py
+	$(RUN) benchmarks/tokens_at_risk.py
 
 # Fails where no test ran. On a machine without internet: WHEELHOUSE=wheelhouse make gpu-check
 gpu-check: setup

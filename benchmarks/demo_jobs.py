@@ -121,6 +121,6 @@ def recovered(log: str) -> Iterator[DemoRecovery]:
     for table in re.split(r"(?=recovered iteration \d+)", log)[1:]:
         (restored,) = re.findall(r"\Arecovered iteration (\d+)", table)
         lost = re.findall(r"lost in layer \d+: the updates of (\d+)", table)
-        so_far = re.findall(r"all faults so far: (\S+) %", table)
+        so_far = re.findall(r"proportion of lost tokens, all faults so far: (\S+) %", table)
         plt = float(so_far[-1]) / 100 if so_far else plt
         yield DemoRecovery(int(restored), tuple(map(int, lost)), plt)

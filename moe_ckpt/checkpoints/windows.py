@@ -7,7 +7,7 @@ What a snapshot of `pec` lacks is in older ones, so a whole state can be restore
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -175,20 +175,39 @@ def restorable(
 
 
 def pieces_of(snapshots: Iterable[StoredSnapshot]) -> list[Piece]:
-    """What all ranks have of one timeline, as retention judges it, by iteration and kind."""
+    """What all ranks that own a part have of one timeline, as retention judges it, by iteration and kind."""
     ranks: dict[tuple[int, str], dict[int, StoredSnapshot]] = {}
+    owned: dict[int, set[OperatorId]] = {}
     for seen in snapshots:
         ranks.setdefault(seen.name, {})[seen.snapshot.rank] = seen
+        owned.setdefault(seen.snapshot.rank, set()).update(seen.parts)
     pieces = []
     for (iteration, kind), of_ranks in sorted(ranks.items()):
         first = next(iter(of_ranks.values()))
-        if of_ranks.keys() >= set(range(first.world_size)):
-            parts: dict[OperatorId, Part] = {}
-            for of_rank in of_ranks.values():
-                for operator, part in of_rank.parts.items():
-                    parts[operator] = parts.get(operator, Part.NOTHING) | part
-            pieces.append(Piece(kind, SnapshotPlan(iteration, parts), first.span))
+        if not _without_share(of_ranks, owned):
+            pieces.append(Piece(kind, SnapshotPlan(iteration, _parts_of(of_ranks)), first.span))
     return pieces
+
+
+def _parts_of(of_ranks: Mapping[int, StoredSnapshot]) -> dict[OperatorId, Part]:
+    parts: dict[OperatorId, Part] = {}
+    for of_rank in of_ranks.values():
+        for operator, part in of_rank.parts.items():
+            parts[operator] = parts.get(operator, Part.NOTHING) | part
+    return parts
+
+
+def _without_share(of_ranks: Mapping[int, StoredSnapshot], owned: Mapping[int, Collection[OperatorId]]) -> set[int]:
+    """Ranks that lack their share of a piece: of those that own a part, where all its operators are known, else of all.
+
+    All ranks have the piece with the trainer's state. owned: operators of which each rank stored anything.
+    """
+    first = next(iter(of_ranks.values()))
+    plan = SnapshotPlan(first.snapshot.iteration, _parts_of(of_ranks))
+    owners = set(range(first.world_size))
+    if not first.leads and plan.digest() == first.facts.plan_digest:
+        owners = {rank for rank, operators in owned.items() if not plan.parts.keys().isdisjoint(operators)}
+    return owners - of_ranks.keys()
 
 
 def needed_pieces(pieces: Sequence[Piece], state: StoredState, keep_last: int = 1) -> tuple[Piece, ...]:
@@ -219,17 +238,20 @@ def _of_state(snapshots: Iterable[StoredSnapshot]) -> tuple[StoredSnapshot, ...]
 
 
 def lone_pieces(snapshots: Sequence[StoredSnapshot]) -> Iterator[tuple[StoredSnapshot, int]]:
-    """Snapshots without the trainer's state that not all ranks have, each once, with the first rank that lacks it."""
+    """Snapshots without the trainer's state that not all of their ranks have, each once, with the first rank that
+    lacks it."""
     ranks: dict[tuple[str, int, str, str], dict[int, StoredSnapshot]] = {}
+    owned: dict[int, set[OperatorId]] = {}
     for seen in snapshots:
+        owned.setdefault(seen.snapshot.rank, set()).update(seen.parts)
         if not seen.leads:
             key = seen.facts.job, seen.snapshot.iteration, seen.snapshot.kind, seen.facts.plan_digest
             ranks.setdefault(key, {})[seen.snapshot.rank] = seen
     for there in ranks.values():
         first = next(iter(there.values()))
-        lacking = sorted(set(range(first.world_size)) - there.keys())
+        lacking = _without_share(there, owned)
         if lacking:
-            yield first, lacking[0]
+            yield first, min(lacking)
 
 
 def _lacking(leading: StoredSnapshot, members: Sequence[StoredSnapshot]) -> tuple[tuple[int, int], ...]:

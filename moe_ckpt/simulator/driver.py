@@ -176,6 +176,7 @@ class Driver:
         for taken in self._waiting:
             if taken.plan.iteration <= last:
                 self.strategy.settled(taken.plan, Level.SNAPSHOT, ok=True)
+                self.strategy.settled(taken.plan, Level.REPLICAS, ok=True)
                 if self._costs is not None:
                     self.strategy.measured(self._costs(taken.plan))
                 persisted = self.strategy.persistent(taken.plan)

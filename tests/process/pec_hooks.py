@@ -20,13 +20,14 @@ import torch
 def watched(folder: str) -> Iterator[None]:
     """Write down each snapshot's bytes and experts, the state after each iteration, and each recovery."""
     from megatron.core.dist_checkpointing.moe.runtime.session import Session
-    from megatron.core.dist_checkpointing.moe.strategies.pec import Pec
+    from megatron.core.dist_checkpointing.moe.strategies import Pec, Selective
     from megatron.core.dist_checkpointing.moe.types import Part
 
-    step_end, carry_out, report, plan = Session.step_end, Session.carry_out, Session.report, Pec.plan
+    step_end, carry_out, report = Session.step_end, Session.carry_out, Session.report
+    plans = {kind: kind.plan for kind in (Pec, Selective)}
 
     def watched_plan(self: Any, iteration: int) -> Any:
-        made = plan(self, iteration)
+        made = plans[type(self)](self, iteration)
         if made is not None:
             experts = [one for one in made.anchored if one.is_expert]
             k = len(experts) / len({one.layer for one in experts})
@@ -58,6 +59,7 @@ def watched(folder: str) -> Iterator[None]:
 
     with (
         mock.patch.object(Pec, "plan", watched_plan),
+        mock.patch.object(Selective, "plan", watched_plan),
         mock.patch.object(Session, "step_end", watched_step_end),
         mock.patch.object(Session, "report", watched_report),
         mock.patch.object(Session, "carry_out", watched_carry_out),

@@ -27,6 +27,9 @@ from moe_ckpt.simulator.paper_sizes import eq_5_full_bytes, eq_6_pec_bytes
 ITERATIONS, LAYERS, EXPERTS, TOPK = 30, 2, 4, 2
 THRESHOLD = Fraction(15, 100)
 PEC = ("--moe-ckpt-strategy", "pec", "--moe-ckpt-pec-k-snapshot", "1", "--moe-ckpt-log-expert-tokens")
+SELECTIVE = ("--moe-ckpt-strategy", "selective", "--moe-ckpt-log-expert-tokens")
+ONE_OF_EACH_RANK = ("--moe-ckpt-budget-local", "1B", "--moe-ckpt-budget-remote", "1B")
+FEWER_SENT = ("--moe-ckpt-budget-local", "1GB", "--moe-ckpt-budget-remote", "1B")
 FOUR, TWO = Layout(tp=1, pp=2, ep=2, ranks=4), Layout(tp=1, pp=1, ep=2, ranks=2)
 # A report has the tokens up to the iteration before; struck at these points, that is all a recovery can go back to. Two
 # follow each other so closely that some copies are older than the recovery before: their tokens must not count twice.
@@ -87,7 +90,9 @@ def _recovery(start: int, planned: dict[str, Any], table: Outcome) -> Recovery:
         restored[expert] = min(iteration, restored.get(expert, iteration))
     lines = re.findall(r"lost in layer (\d+): the updates of (\d+) routed tokens", table.said)
     lost = {int(layer): int(tokens) for layer, tokens in lines}
-    (percent,) = re.findall(r"all faults so far: (\S+) %", table.said)
+    (percent,) = re.findall(r"proportion of lost tokens, all faults so far: (\S+) %", table.said)
+    (momentary,) = re.findall(r"momentary lost tokens \(MLT\), all faults so far: (\S+) %", table.said)
+    assert float(momentary) == pytest.approx(LAYERS * float(percent), abs=3e-4)  # the sum in place of the mean
     tiers = frozenset(tier for _, _, tier, _ in planned["experts"])
     told = tuple(lost.get(layer, 0) for layer in range(LAYERS))
     return Recovery(planned["target"], start, told, percent, restored, tiers)
@@ -142,7 +147,8 @@ def plt(case: Case, cost: Cost) -> Fraction:
 
 @dataclass(frozen=True)
 class Case:
-    """A job on two nodes that is killed as `faults` say; `lost` are the faults with which a node's memory is lost.
+    """A job on two nodes that is killed as `faults` say; `lost` are the faults with which a node's memory is lost,
+    `emptied` those that take the memory of both.
 
     With `stored` snapshots go to storage as well and memory has no replicas, else they have one replica each.
     """
@@ -152,6 +158,8 @@ class Case:
     stored: bool = True
     faults: tuple[str, ...] = FAULTS[:3]
     lost: tuple[int, ...] = (1,)
+    emptied: tuple[int, ...] = ()
+    strategy: tuple[str, ...] = PEC
 
     @property
     def nodes(self) -> Nodes:
@@ -171,6 +179,9 @@ MOMENTS_ONLY = Case(TWO, ("--moe-ckpt-pec-scope", "optimizer", "--bf16"), faults
 UNBOUNDED = Case(TWO, stored=False, faults=FAULTS, lost=())
 # What memory and storage have left can be older than where an earlier recovery went on.
 STORED = Case(TWO, faults=FAULTS, lost=(1, 3))
+BY_RISK = Case(TWO, ONE_OF_EACH_RANK, stored=False, faults=FAULTS, lost=(), strategy=SELECTIVE)
+BY_RISK_FROM_PEERS = Case(TWO, FEWER_SENT, stored=False, lost=(0, 1, 2), strategy=SELECTIVE)
+BY_RISK_FROM_STORAGE = Case(TWO, ONE_OF_EACH_RANK, faults=FAULTS[:3], lost=(), emptied=(1,), strategy=SELECTIVE)
 BOUNDED = replace(UNBOUNDED, extra=("--moe-ckpt-plt-threshold", str(float(THRESHOLD))))
 
 
@@ -185,12 +196,17 @@ def killed(world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory) 
             folder = tmp_path_factory.mktemp("killed")
             storage = ("--moe-ckpt-persist-dir", folder / "storage", "--moe-ckpt-persist-interval", "2")
             memory = Path(tempfile.mkdtemp(prefix="moe-ckpt-pec-", dir=shared if shared.is_dir() else None))
+
+            def between(attempt: int) -> None:
+                for node in memory.glob("node-*") if attempt in case.emptied else ():
+                    shutil.rmtree(node)
+
             try:
                 outcomes = Cluster(world, corpus, memory).run(
-                    case.layout, *PEC, *case.extra, "--moe-ckpt-replicas", 0 if case.stored else 1,
+                    case.layout, *case.strategy, *case.extra, "--moe-ckpt-replicas", 0 if case.stored else 1,
                     *(storage if case.stored else ()), "--train-iters", ITERATIONS, "--lr-decay-iters", ITERATIONS,
                     "--metrics-jsonl", folder / "reports", *injected(case.faults), nodes=case.nodes,
-                    hooks=[partial(watched, str(folder))],
+                    hooks=[partial(watched, str(folder))], between=between,
                 )  # fmt: skip
             finally:
                 shutil.rmtree(memory)
@@ -223,6 +239,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
         pytest.param(MOMENTS_ONLY, "PERSISTENT", id="moments-only", marks=pytest.mark.full),
         pytest.param(UNBOUNDED, "OWN_MEMORY", id="five-faults"),
         pytest.param(STORED, "PERSISTENT", id="five-faults-with-storage"),
+        pytest.param(BY_RISK, "OWN_MEMORY", id="selective-processes-lost"),
+        pytest.param(BY_RISK_FROM_PEERS, "PEER_MEMORY", id="selective-nodes-lost"),
+        pytest.param(BY_RISK_FROM_STORAGE, "PERSISTENT", id="selective-all-nodes-lost"),
     ],
 )
 def test_the_tokens_that_each_recovery_reports_as_lost_are_those_of_an_independent_recount(
@@ -246,6 +265,9 @@ def test_the_tokens_that_each_recovery_reports_as_lost_are_those_of_an_independe
         pytest.param(MOMENTS_ONLY, id="moments-only", marks=pytest.mark.full),
         pytest.param(UNBOUNDED, id="five-faults"),
         pytest.param(STORED, id="five-faults-with-storage"),
+        pytest.param(BY_RISK, id="selective-processes-lost"),
+        pytest.param(BY_RISK_FROM_PEERS, id="selective-nodes-lost"),
+        pytest.param(BY_RISK_FROM_STORAGE, id="selective-all-nodes-lost"),
     ],
 )
 def test_after_each_recovery_all_but_experts_is_as_it_was_and_each_expert_as_its_copy(
@@ -279,6 +301,37 @@ def test_a_threshold_raises_k_in_time_to_bound_what_all_faults_cost(killed: Call
 def mean_k_at_the_end(kills: Kills) -> float:
     """Of the snapshots after the last fault; K falls again after a snapshot of everything, but not for long."""
     return statistics.mean(k for iteration, k in kills.chosen if iteration > kills.recoveries[-1].target)
+
+
+DROPPING = replace(
+    BY_RISK,
+    extra=(*ONE_OF_EACH_RANK, "--moe-expert-capacity-factor", "1.0", "--moe-ckpt-capacity-boost", "50"),
+    faults=("1@8:start", "0@17:forward-backward"),
+)
+
+
+def test_experts_take_more_tokens_until_what_they_lost_is_made_up(killed: Callable[[Case], Kills]) -> None:
+    kills = killed(DROPPING)
+    owed = [report["lost_tokens"]["owed"] for report in kills.reports]
+    first, second = (recovery.fault for recovery in kills.recoveries)
+    assert set(owed[:first]) == {0}
+    lost = [sum(recovery.told) for recovery in kills.recoveries]
+    assert owed[first] == lost[0] > 0
+    between = owed[first:second]
+    assert between == sorted(between, reverse=True)
+    assert between[-1] < between[0], "nothing was made up"
+    # What a report says is owed was known one iteration before, and is with the snapshot of that.
+    target = kills.recoveries[1].target
+    (before,) = (one["lost_tokens"]["owed"] for one in kills.reports[first:second] if one["iteration"] == target + 1)
+    assert owed[second] == before + lost[1]
+    assert owed[-1] < owed[second]
+
+
+def test_without_token_dropping_a_boost_says_that_it_has_no_effect(killed: Callable[[Case], Kills]) -> None:
+    kills = killed(BY_RISK)
+    assert {report["lost_tokens"]["owed"] for report in kills.reports} == {0}
+    said = [outcome.said for outcome in kills.outcomes if "--moe-ckpt-capacity-boost 10 has no effect" in outcome.said]
+    assert len(said) == sum(any(recovery.told) for recovery in kills.recoveries)
 
 
 def test_with_k_of_all_experts_nothing_is_lost_though_a_node_goes(

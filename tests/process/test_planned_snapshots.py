@@ -36,6 +36,7 @@ SETTINGS = {
     "full": {"interval": 2},
     "pec, experts in turn": {"interval": 1, "pec_k_snapshot": 1},
     "pec, experts by load": {"interval": 3, "pec_k_snapshot": 1, "pec_selection": "load-aware"},
+    "selective": {"budget_local": "1B", "budget_remote": "1B"},
     "sparse": {"window": "3"},
     "sparse, popular experts last": {"window": "2", "reorder_threshold": 0.01, "reorder_fraction": 0.01},
 }

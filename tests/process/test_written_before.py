@@ -112,6 +112,12 @@ def test_a_dense_checkpoint_has_the_same_digest(written: Path) -> None:
     assert digest(written / "dense" / "save", RECOVERED) == expected(written / "dense")["saved"]
 
 
+def as_then(report: str) -> str:
+    """A report without what was added to reports since then, at their end."""
+    then, added, _ = report.partition(", 'lost_tokens'")
+    return then + "}" if added else then
+
+
 @trains_alike
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_job_goes_on_from_storage_as_the_version_that_wrote_it_did(
@@ -123,7 +129,7 @@ def test_a_job_goes_on_from_storage_as_the_version_that_wrote_it_did(
         LAYOUT, *MODEL, "--moe-ckpt-strategy", strategy, *STRATEGIES[strategy], "--moe-ckpt-persist-dir", storage,
         "--moe-ckpt-persist-interval", "2", "--save", end, "--metrics-jsonl", end / "reports",
     )  # fmt: skip
-    assert recovered(outcome) == was["recovered"]
+    assert [line for line in recovered(outcome) if "(MLT)" not in line] == was["recovered"]
     assert computed(end / "reports") == as_computed(was["reports"])
     assert digest(end, LAST) == was["digest"]
 
@@ -151,7 +157,7 @@ def test_a_job_goes_on_from_memory_to_the_same_end(
 def test_training_goes_on_from_a_dense_checkpoint(written: Path, train: Train, tmp_path: Path) -> None:
     was, end = expected(written / "dense"), tmp_path / "end"
     train(LAYOUT, *MODEL, "--load", written / "dense" / "save", "--save", end, "--metrics-jsonl", end / "reports")
-    assert {str(key): value for key, value in exact(end / "reports").items()} == was["reports"]
+    assert {str(key): as_then(value) for key, value in exact(end / "reports").items()} == was["reports"]
     assert digest(end, LAST) == was["digest"]
 
 
@@ -162,5 +168,5 @@ def test_chained_expert_saves_are_put_together_as_before(written: Path, train: T
         LAYOUT, *MODEL, "--load", written / "experts" / "save", "--dist-ckpt-optim-fully-reshardable",
         "--save", end, "--metrics-jsonl", end / "reports",
     )  # fmt: skip
-    assert {str(key): value for key, value in exact(end / "reports").items()} == was["reports"]
+    assert {str(key): as_then(value) for key, value in exact(end / "reports").items()} == was["reports"]
     assert digest(end, LAST) == was["digest"]

@@ -30,6 +30,7 @@ JOBS = {
     "pec in turn": replace(CONFIG, strategy="pec", interval=4),
     "pec by load": replace(CONFIG, strategy="pec", interval=4, pec_selection="load-aware", pec_k_persist=1),
     "pec with dynamic K": replace(CONFIG, strategy="pec", interval=4, plt_threshold=0.05),
+    "selective": replace(CONFIG, strategy="selective", interval=4, budget_local="2500", budget_remote="1500"),
     "sparse": replace(CONFIG, strategy="sparse", window="3", replicas=0),
     "sparse with moving averages": replace(CONFIG, strategy="sparse", window="2", ordering="time-decayed", replicas=0),
 }
@@ -65,7 +66,7 @@ def test_flags_take_a_new_strategy_and_judge_by_its_own_rules() -> None:
     (problem,) = judged("--moe-ckpt-strategy", "seldom", "--moe-ckpt-pec-k-snapshot", "2")
     assert problem == "--moe-ckpt-pec-k-snapshot is for --moe-ckpt-strategy pec, not seldom"
     (problem, *_) = judged("--moe-ckpt-interval", "3")
-    assert problem.endswith("choose full, pec, sparse, seldom or nothing")
+    assert problem.endswith("choose full, pec, selective, sparse, seldom or nothing")
 
 
 @pytest.mark.usefixtures("registry")

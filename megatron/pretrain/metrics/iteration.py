@@ -73,6 +73,9 @@ class IterationReport:
     """How often this attempt changed the order in which operators are snapshotted."""
     expert_tokens: dict[int, Any] | None = None
     """By iteration, tokens routed to each expert of each MoE layer: what became known since the report before."""
+    lost_tokens: dict[str, Any] | None = None
+    """What all faults so far have cost under a lossy strategy: tokens by MoE layer, PLT by both definitions, MLT; and
+    what the next one would cost."""
     checkpoint_memory: dict[str, int] | None = None
     """Bytes that checkpoints take in the memory of this rank, as MoEvement Table 6 counts them, and their window."""
     replayed: bool = False
@@ -84,6 +87,22 @@ class IterationReport:
             return dataclasses.replace(self, at_s=at_s)
         per_s = facts.tokens_per_iteration / self.iteration_time_s, facts.flops_per_iteration / self.iteration_time_s
         return dataclasses.replace(self, at_s=at_s, tokens_per_s=per_s[0], model_flops_per_s=per_s[1])
+
+
+def _lost(done: ProtectionReport) -> dict[str, Any] | None:
+    """What all faults so far have cost: tokens by MoE layer, and their shares by the definitions of the papers."""
+    losses = done.losses
+    if losses is None:
+        return None
+    shares = {"plt": losses.plt, "plt_pec": losses.plt_pec, "mlt": losses.mlt}
+    by_layer = dict(zip(losses.layers, losses.lost_tokens, strict=True))
+    at_risk = dict(zip(losses.layers, losses.at_risk, strict=True))
+    return {
+        "by_layer": by_layer,
+        "at_risk": at_risk,
+        "owed": losses.owed,
+        **{name: float(share) for name, share in shares.items()},
+    }
 
 
 def protection_fields(done: ProtectionReport | None, *, with_tokens: bool) -> dict[str, Any]:
@@ -106,6 +125,7 @@ def protection_fields(done: ProtectionReport | None, *, with_tokens: bool) -> di
         "order_changes": done.order_changes,
         "checkpoint_memory": dataclasses.asdict(done.memory) if done.memory else None,
         "expert_tokens": dict(done.tokens) if with_tokens else None,
+        "lost_tokens": _lost(done),
     }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.types import ModelShape, OperatorId, expert
+from megatron.core.dist_checkpointing.moe.types import ModelShape
 
 HELP = (
     "Tokens per MoE layer and expert: JSON, [[12, 0, ...], ...] for every iteration or a list of these with one for"
@@ -31,19 +31,6 @@ class Counts:
     def of(self, iteration: int) -> Rows:
         """Tokens of an iteration, by MoE layer and expert."""
         return self.by_iteration[min(iteration, len(self.by_iteration)) - 1]
-
-    def by_expert(self) -> dict[OperatorId, int]:
-        """Tokens of all iterations that are known, by expert."""
-        found = {
-            expert(layer, index): 0
-            for layer, row in zip(self.layers, self.of(1), strict=True)
-            for index in range(len(row))
-        }
-        for rows in self.by_iteration:
-            for layer, row in zip(self.layers, rows, strict=True):
-                for index, count in enumerate(row):
-                    found[expert(layer, index)] += count
-        return found
 
 
 def load_counts(path: Path | None, shape: ModelShape) -> Counts:

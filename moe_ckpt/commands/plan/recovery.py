@@ -201,19 +201,25 @@ def _inventory(job: PlannedJob, history: _History, placed: Placement, lost: froz
     for lane, operators in owned_operators(job.shape, job.topology).items():
         own = frozenset(operators)
         shares = [
-            SnapshotPlan(piece.plan.iteration, {op: part for op, part in piece.plan.parts.items() if op in own})
+            (
+                SnapshotPlan(piece.plan.iteration, {op: part for op, part in piece.plan.parts.items() if op in own}),
+                piece.replicated,
+            )
             for piece in pieces
         ]
-        lanes[lane] = own, [share for share in shares if share.parts], full_plan(target, operators)
+        lanes[lane] = own, [share for share in shares if share[0].parts], full_plan(target, operators)
     span = range(pieces[0].plan.iteration + 1, target + 1) if logging else range(0)
     required, copies, logs = {}, {}, {}
     for rank, peers in enumerate(placed.peers):
         at = job.topology.coordinates(rank)
         required[rank], shares, parked = lanes[at.pp, at.ep]
-        holders = dict.fromkeys(
-            [(Tier.OWN_MEMORY, at.node), *((Tier.PEER_MEMORY, placed.nodes[peer]) for peer in peers)]
-        )
-        found = [Copy(rank, plan, tier, holder) for plan in shares for tier, holder in holders]
+        own_node = [(Tier.OWN_MEMORY, at.node)]
+        everywhere = dict.fromkeys([*own_node, *((Tier.PEER_MEMORY, placed.nodes[peer]) for peer in peers)])
+        found = [
+            Copy(rank, plan, tier, holder)
+            for plan, replicated in shares
+            for tier, holder in (everywhere if replicated else own_node)
+        ]
         if rank not in lost:
             found.append(Copy(rank, parked, Tier.PARKED, at.node))
         copies[rank] = tuple(found)

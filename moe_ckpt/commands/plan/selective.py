@@ -2,82 +2,118 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import click
 
-from megatron.core.dist_checkpointing.moe.policy.selective import Budgets, Selection, SelectivePlan, selective_plan
+from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.policy.checks import budget_bytes
+from megatron.core.dist_checkpointing.moe.strategies import Throughput
+from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorSize, SnapshotPlan
 from moe_ckpt.report import Fact, Report, Table, table
 
-from ...simulator.shards import owned_operators, shard_sizes
+from ...simulator.driver import ENDLESS, Driver, Taken, plan_bytes
+from ...simulator.shards import owned_operators
 from . import counts_file
-from .options import PlannedJob, plan_command, positive
+from .drive import job_of
+from .options import PlannedJob, number, plan_command, positive
 
 HELP = """Show selective expert checkpointing (MOETION 4): the experts that fit into one iteration beside everything
-else, to the host's memory and on to a peer, shared among the layers by the tokens at risk.
+else, to the host's memory and on to peers, shared among the layers by the tokens at risk.
 
 \b
     $ moe-ckpt plan selective --model DeepSeek-MoE --pp 12 --ep 8 --iteration-time 2.9 \\
           --budget-local-gbps 25 --budget-remote-gbps 5
 
-The table of layers is that of the ranks that save the fewest experts.
+Driven is the strategy of a job that measures these links: its first snapshot has everything, and the one shown comes
+--checkpoints later, when tokens have been counted since then. The table of layers is that of the ranks that save the
+fewest experts.
 """
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What the ranks of a lane copy of a snapshot, and what they send; in bytes, and the experts."""
+
+    copied: tuple[OperatorId, ...]
+    sent: tuple[OperatorId, ...]
+    local_bytes: int
+    remote_bytes: int
 
 
 @plan_command(HELP)
 @positive("--budget-local-gbps", "GB/S", "From one GPU to its host's memory.")
 @positive("--budget-remote-gbps", "GB/S", "From one rank to its peers.")
 @positive("--iteration-time", "S", "Seconds of one iteration.")
+@number("--replicas", default=1, minimum=0, show_default=True, metavar="R", help="Peers that keep a copy.")
+@number("--checkpoints", default=2, maximum=10_000, show_default=True, help="Which one to show, after the first.")
 @click.option("--counts", type=click.Path(path_type=Path), default=None, metavar="FILE", help=counts_file.HELP)
 def selective(
-    job: PlannedJob, budget_local_gbps: float, budget_remote_gbps: float, iteration_time: float, counts: Path | None
+    job: PlannedJob,
+    budget_local_gbps: float,
+    budget_remote_gbps: float,
+    iteration_time: float,
+    replicas: int,
+    checkpoints: int,
+    counts: Path | None,
 ) -> Report:
-    budgets = Budgets(budget_local_gbps * 1e9, budget_remote_gbps * 1e9, iteration_time)
-    tokens = counts_file.load_counts(counts, job.shape).by_expert()
-    sizes = shard_sizes(job.shape, job.topology, job.precision)
-    plans = {
-        lane: selective_plan(0, {operator: sizes[operator] for operator in operators}, tokens, tokens, budgets)
-        for lane, operators in owned_operators(job.shape, job.topology).items()
-    }
-    fewest = min(plans, key=lambda lane: (_count(plans[lane].local), lane))
-    experts = max(1, len(job.shape.moe_layers) * job.shape.num_experts)
+    if not job.shape.moe_layers:
+        raise UsageError(f"--model {job.shape.name} has no MoE layers: selective checkpoints need experts")
+    local, remote = budget_local_gbps * 1e9, budget_remote_gbps * 1e9
+    tokens = counts_file.load_counts(counts, job.shape)
+    config = MoECheckpointConfig(strategy="selective", replicas=replicas)
+    planned = job_of(job, config)
+    driver = Driver(planned, tokens.of, pace=Throughput(iteration_time, local, remote))
+    (taken,) = islice(driver.snapshots(ENDLESS), checkpoints, checkpoints + 1)
+    lanes = dict(zip(owned_operators(job.shape, job.topology), planned.sizes.values(), strict=True))
+    shares = {lane: _share(taken, sizes) for lane, sizes in lanes.items()}
+    local_budget, remote_budget = budget_bytes(local, iteration_time), budget_bytes(remote, iteration_time)
+    stalls = {lane: max(0, share.local_bytes - local_budget) / local for lane, share in shares.items()}
+    lag_s = max(max(0, share.remote_bytes * replicas - remote_budget) / remote for share in shares.values())
+    fewest = min(shares, key=lambda lane: (len(shares[lane].copied), lane))
+    experts = len(job.shape.moe_layers) * job.shape.num_experts
     return Report(
         f"Selective expert checkpoints of {job.shape.name}",
         (
-            Fact("Local budget", budgets.local_bytes, "bytes"),
-            Fact("Remote budget", budgets.remote_bytes, "bytes"),
-            Fact("Experts saved, of all", sum(_count(plan.local) for plan in plans.values()) / experts, "share"),
-            Fact("Experts replicated, of all", sum(_count(plan.remote) for plan in plans.values()) / experts, "share"),
-            Fact("Fits", all(plan.fits for plan in plans.values())),
-            Fact("Stall", max(plan.stall_s for plan in plans.values()), "seconds"),
-            Fact("Lag of replication", max(plan.lag_s for plan in plans.values()), "seconds"),
+            Fact("Local budget", local_budget, "bytes"),
+            Fact("Remote budget", remote_budget, "bytes"),
+            Fact("Experts saved, of all", sum(len(share.copied) for share in shares.values()) / experts, "share"),
+            Fact("Experts replicated, of all", sum(len(share.sent) for share in shares.values()) / experts, "share"),
+            Fact("Fits", not lag_s and not any(stalls.values())),
+            Fact("Stall", max(stalls.values()), "seconds"),
+            Fact("Lag of replication", lag_s, "seconds"),
         ),
-        (_layers(plans[fewest]), _ranks(plans)),
+        (_layers(shares[fewest], lanes[fewest]), _ranks(shares, stalls)),
     )
 
 
-def _count(chosen: Selection) -> int:
-    return sum(chosen.experts_per_layer.values())
-
-
-def _layers(plan: SelectivePlan) -> Table:
-    rows = (
-        (
-            layer,
-            count,
-            [op.expert for op in plan.local.plan.parts if op.is_expert and op.layer == layer],
-            plan.remote.experts_per_layer.get(layer, 0),
-        )
-        for layer, count in plan.local.experts_per_layer.items()
+def _share(taken: Taken, sizes: Mapping[OperatorId, OperatorSize]) -> _Share:
+    sent = {operator: part for piece in taken.pieces if piece.replicated for operator, part in piece.plan.parts.items()}
+    own = tuple(operator for operator in sizes if operator.is_expert)
+    return _Share(
+        tuple(operator for operator in own if operator in taken.plan.parts),
+        tuple(operator for operator in own if operator in sent),
+        plan_bytes(taken.plan, sizes),
+        plan_bytes(SnapshotPlan(taken.plan.iteration, sent), sizes),
     )
+
+
+def _layers(share: _Share, sizes: Mapping[OperatorId, OperatorSize]) -> Table:
+    rows = []
+    for layer in sorted({operator.layer for operator in sizes if operator.is_expert}):
+        copied = [operator.expert for operator in share.copied if operator.layer == layer]
+        rows.append((layer, len(copied), copied, sum(operator.layer == layer for operator in share.sent)))
     return table("Layers", "layer:count | saved:count | experts | replicated:count", rows)
 
 
-def _ranks(plans: dict[tuple[int, int], SelectivePlan]) -> Table:
+def _ranks(shares: Mapping[tuple[int, int], _Share], stalls: Mapping[tuple[int, int], float]) -> Table:
     rows = (
-        (*lane, _count(local), _count(remote), local.snapshot_bytes, remote.snapshot_bytes, plan.stall_s)
-        for lane, plan in plans.items()
-        for local, remote in [(plan.local, plan.remote)]
+        (*lane, len(share.copied), len(share.sent), share.local_bytes, share.remote_bytes, stalls[lane])
+        for lane, share in shares.items()
     )
     columns = (
         "stage:count | ep rank:count | saved:count | replicated:count | local:bytes | remote:bytes | stall:seconds"

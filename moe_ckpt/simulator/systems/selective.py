@@ -1,6 +1,7 @@
 """MOETION: each iteration the experts that the links have time for, those with the most tokens at risk first.
 
-There is no strategy for running jobs that does this yet, so `policy/selective` decides here without one.
+`policy/selective` decides here as it does in `strategies/selective`, for layers that are all alike. One difference:
+where the links have no time for a single expert, a job sends one of each rank all the same, and here none is sent.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Holder:
     """Keeps a process group as a module of Megatron-Core does."""
 
     def __init__(self, group: Any) -> None:
-        self.pp_group = group
+        self.pp_group: Any = group
 
 
 def renewed() -> ProcessGroups:
@@ -79,13 +79,14 @@ def test_groups_of_all_kinds_are_told_apart() -> None:
 @pytest.mark.parametrize("kind", ["a tuple", "a partial", "a key"])
 def test_what_cannot_be_given_the_new_group_is_an_error_and_not_a_hang(kind: str) -> None:
     group: Any = parallel_state.get_pipeline_model_parallel_group()
-    kinds = {
-        "a tuple": lambda: (group, 1),
-        "a partial": lambda: functools.partial(print, group),
-        "a key": lambda: {group: 1},
-    }
-    keeps = Holder(kinds[kind]())
-    del group, kinds
+    keeps = Holder(None)
+    if kind == "a tuple":
+        keeps.pp_group = (group, 1)
+    elif kind == "a partial":
+        keeps.pp_group = functools.partial(print, group)
+    else:
+        keeps.pp_group = {group: 1}
+    del group
     taken = renewed()
     with pytest.raises(StillConnected, match="keep process groups of before the fault"):
         taken.replace()

@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.moe.errors import RecoveryImpossible
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import WindowState
 from megatron.core.dist_checkpointing.moe.policy.retention import covered_pieces
 from megatron.core.dist_checkpointing.moe.policy.tracking import TrackedPiece, TrackedWindow
-from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Piece, Strategy
+from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Strategy
 from megatron.core.dist_checkpointing.moe.types import (
     Copy,
     Inventory,
@@ -82,6 +82,7 @@ class World:
     seed: int
     failing: float = 0.2
     partial: bool = False  # whether a fault can leave parts of snapshots that were not agreed on
+    sends: bool = False  # whether a lost node's snapshots are found at peers, as far as these acknowledged them
     iteration: int = 0
     flights: list[Flight] = field(default_factory=list)
     memory: dict[int, list[TrackedWindow]] = field(default_factory=dict)
@@ -120,8 +121,8 @@ class World:
         self.steps += 1
         now = self.iteration
         counts = self.train()
-        plan = self.strategy.plan(now)
-        assert plan == self.twin.plan(now)
+        plan = self.strategy.plan(now) if self.has_room() else None
+        assert plan == (self.twin.plan(now) if self.has_room() else None)
         if plan is not None:
             self.plans.append(plan)
             self.capture(plan)
@@ -134,6 +135,13 @@ class World:
             data = self.strategy.to_data()
             assert data == self.twin.to_data()
             self.data[now] = json.dumps(data)
+
+    def has_room(self) -> bool:
+        """As `policy.tracking.may_begin`, where what lacks replicas takes the place of what is kept."""
+        if not self.sends:
+            return True
+        kinds = (Counter(window.pieces[0].piece.kind for window in windows) for windows in self.memory.values())
+        return max((held for some in kinds for held in some.values()), default=0) < self.strategy.places
 
     def train(self) -> list[list[int]]:
         rows = []
@@ -159,8 +167,8 @@ class World:
         for piece in self.strategy.pieces(plan):
             for rank, operators in self.owned.items():
                 share = {operator: part for operator, part in piece.plan.parts.items() if operator in operators}
-                if share:
-                    held = TrackedPiece(Piece(piece.kind, SnapshotPlan(plan.iteration, share)))
+                if share and (piece.replicated or where is self.memory):
+                    held = TrackedPiece(replace(piece, plan=SnapshotPlan(plan.iteration, share)))
                     where[rank].append(TrackedWindow(held.piece.span, state, (held,)))
 
     def check_room(self, windows: list[TrackedWindow], which: str, rank: int) -> None:
@@ -179,10 +187,13 @@ class World:
         flight = self.flights.pop(0)
         ok = self.random.random() >= self.failing
         now = flight.plan.iteration
+        sent = ok and not (self.sends and self.random.random() < self.failing)
         if flight.level is Level.SNAPSHOT:
-            self.ended(now, ok)
+            self.ended(now, ok, sent)
         for strategy in (self.strategy, self.twin):
             strategy.settled(flight.plan, flight.level, ok)
+            if flight.level is Level.SNAPSHOT and ok:
+                strategy.settled(flight.plan, Level.REPLICAS, sent)
         if flight.level is Level.SNAPSHOT and ok:
             parts = self.strategy.persistent(flight.plan)
             assert parts == self.twin.persistent(flight.plan)
@@ -195,15 +206,16 @@ class World:
             self.stored.append(flight.plan)
         self.retain()
 
-    def ended(self, now: int, ok: bool) -> None:
-        if ok:
+    def ended(self, now: int, ok: bool, sent: bool) -> None:
+        if sent:
             plan = next(plan for plan in reversed(self.plans) if plan.iteration == now)
             self.keep(self.replicas, plan, WindowState.PROTECTED)
             for rank, windows in self.replicas.items():
                 self.check_room(windows, "replica", rank)
         for rank, windows in self.memory.items():
+            state = WindowState.PROTECTED if sent else WindowState.UNDER_REPLICATED
             self.memory[rank] = [
-                replace(window, state=WindowState.PROTECTED) if now in window.span else window
+                replace(window, state=state) if now in window.span else window
                 for window in windows
                 if ok or now not in window.span
             ]
@@ -235,6 +247,9 @@ class World:
                 if node != lost and (now not in under_way or sealed):
                     kept.append(window)
                     found.append(Copy(rank, plan_of(window), Tier.OWN_MEMORY, node))
+            if node == lost and self.sends:
+                kept = list(self.replicas[rank])
+                found += [Copy(rank, plan_of(window), Tier.PEER_MEMORY, 1 - node) for window in kept]
             self.memory[rank] = kept
             for plan in self.stored:
                 share = {operator: part for operator, part in plan.parts.items() if operator in operators}
@@ -276,7 +291,25 @@ class World:
                 ]
         self.stored = [one for one in self.stored if one.iteration <= plan.target]
         self.recoveries.append(plan)
+        if self.sends:
+            self.send_again()
         self.retain()
+
+    def send_again(self) -> None:
+        """What all ranks have is sent to peers that lack it, which may fail."""
+        sent = self.random.random() >= self.failing
+        for strategy in (self.strategy, self.twin):
+            strategy.settled(SnapshotPlan(self.iteration, {}), Level.REPLICAS, sent)
+        for rank, windows in self.memory.items():
+            self.memory[rank] = [
+                replace(
+                    window,
+                    pieces=tuple(replace(one, piece=replace(one.piece, replicated=True)) for one in window.pieces),
+                )
+                for window in windows
+            ]
+            if sent:
+                self.replicas[rank] = list(self.memory[rank])
 
     @property
     def lost_tokens(self) -> tuple[int, ...]:

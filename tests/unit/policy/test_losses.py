@@ -147,7 +147,7 @@ class Shadow:
 
 def run_shadowed(data: st.DataObject, steps: int, newest_only: bool = False) -> tuple[TokenLedger, Shadow]:
     operators = [expert(layer, index) for layer in LAYERS for index in range(EXPERTS)]
-    ledger = TokenLedger.started(LAYERS, EXPERTS)
+    ledger = TokenLedger.started(LAYERS, EXPERTS, levels=tuple(Level))
     shadow = Shadow({op: [] for op in operators}, {op: [] for op in operators})
     shadow.copies = {(level, op, 0): [] for level in Level for op in operators}
     for _ in range(steps):

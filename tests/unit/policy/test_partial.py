@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.moe.policy.partial import (
     PEC_SCOPES,
     WEIGHTS,
     PecScope,
+    load_aware_selection,
     next_position,
     pec_plan,
     persist_selection,
@@ -99,6 +100,94 @@ def test_sequential_selection_covers_all_experts_while_k_changes(
         position, total = next_position(position, k, num_experts), total + k
     assert len(saved) == len(layers) * num_experts
     assert max(saved.values()) <= -(-total // num_experts)
+
+
+def test_load_aware_selection_takes_the_most_unsaved_tokens() -> None:
+    selected = load_aware_selection((0, 1), [[9, 1, 5, 7], [2, 8, 8, 3]], 2, 1)
+    assert selected == (expert(0, 0), expert(0, 3), expert(1, 1), expert(1, 2))
+
+
+def test_equal_loads_go_by_expert() -> None:
+    assert load_aware_selection((4,), [[3, 3, 3, 3]], 2, 1) == (expert(4, 0), expert(4, 1))
+
+
+def test_load_aware_selection_serves_the_last_layer_first_until_a_rank_is_full() -> None:
+    hot = [[9, 5, 1], [9, 5, 1], [9, 5, 1]]
+    assert load_aware_selection((0, 1, 2), hot, 1, 3) == (expert(0, 2), expert(1, 1), expert(2, 0))
+
+
+def test_load_aware_selection_still_saves_k_experts_when_too_few_ranks_have_capacity() -> None:
+    hot = [[9, 5, 1], [9, 5, 1], [9, 5, 1]]
+    selected = load_aware_selection((0, 1, 2), hot, 2, 3)
+    assert selected == (expert(0, 0), expert(0, 2), expert(1, 0), expert(1, 1), expert(2, 0), expert(2, 1))
+    assert per_rank(selected, 3, 3) == [3, 2, 1]
+
+
+def test_missing_experts_come_from_the_rank_that_exceeds_its_capacity_least() -> None:
+    # Layers 5 to 2 fill ranks 0 and 1; in layer 1 an overdue expert overfills rank 0; layer 0 lacks one expert.
+    ages = [[9 if (layer, index) == (1, 0) else 0 for index in range(3)] for layer in range(6)]
+    selected = load_aware_selection(range(6), [[9, 5, 1]] * 6, 2, 3, ages=ages, max_age=1)
+    assert [operator.expert for operator in selected if operator.layer == 1] == [0, 2]
+    assert [operator.expert for operator in selected if operator.layer == 0] == [1, 2]
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(layouts(), st.data())
+def test_load_aware_selection_saves_k_per_layer_within_capacity_if_that_is_possible_greedily(
+    layout: tuple[tuple[int, ...], int, int], data: st.DataObject
+) -> None:
+    layers, num_experts, ep = layout
+    k = data.draw(st.integers(1, num_experts))
+    row = st.lists(st.integers(0, 5), min_size=num_experts, max_size=num_experts)
+    tokens = data.draw(st.lists(row, min_size=len(layers), max_size=len(layers)))
+    selected = load_aware_selection(layers, tokens, k, ep)
+    assert per_layer(selected) == dict.fromkeys(layers, k)
+    capacity, size = [-(-len(layers) * k // ep)] * ep, num_experts // ep
+    for layer, loads in reversed(list(zip(layers, tokens, strict=True))):
+        chosen = [operator.expert for operator in selected if operator.layer == layer]
+        possible = sum(min(size, max(0, free)) for free in capacity)
+        taken = Counter(index // size for index in chosen)
+        excess = sum(max(0, count - max(0, capacity[rank])) for rank, count in taken.items())
+        assert excess == max(0, k - possible)
+        for index in set(range(num_experts)) - set(chosen):
+            if not excess and taken[index // size] < capacity[index // size]:
+                assert loads[index] <= min(loads[other] for other in chosen)
+        for rank, count in taken.items():
+            capacity[rank] -= count
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(layouts(), st.data())
+def test_no_expert_grows_older_than_its_bound_under_load_aware_selection(
+    layout: tuple[tuple[int, ...], int, int], data: st.DataObject
+) -> None:
+    layers, num_experts, ep = layout
+    k = data.draw(st.integers(1, num_experts))
+    max_age = data.draw(st.none() | st.integers(1, 6))
+    bound = (2 * -(-num_experts // k) if max_age is None else max_age) + -(-num_experts // k)
+    hot = data.draw(st.lists(st.integers(0, 9), min_size=num_experts, max_size=num_experts))
+    unsaved, ages = [[0] * num_experts for _ in layers], [[0] * num_experts for _ in layers]
+    for _ in range(min(3 * bound, 60)):
+        ages = [[age + 1 for age in row] for row in ages]
+        unsaved = [[old + new for old, new in zip(row, hot, strict=True)] for row in unsaved]
+        assert max(map(max, ages)) <= bound
+        for operator in load_aware_selection(layers, unsaved, k, ep, ages=ages, max_age=max_age):
+            row = layers.index(operator.layer)
+            unsaved[row][operator.expert] = ages[row][operator.expert] = 0
+
+
+def test_an_expert_without_tokens_waits_for_ever_only_without_ages() -> None:
+    def saved(with_ages: bool) -> set[int]:
+        unsaved, ages, found = [0, 0, 0, 0], [0, 0, 0, 0], set()
+        for _ in range(20):
+            unsaved, ages = [old + new for old, new in zip(unsaved, (9, 9, 9, 0), strict=True)], [a + 1 for a in ages]
+            (operator,) = load_aware_selection((0,), [unsaved], 1, 1, ages=[ages] if with_ages else None)
+            found.add(operator.expert)
+            unsaved[operator.expert] = ages[operator.expert] = 0
+        return found
+
+    assert saved(with_ages=False) == {0, 1, 2}
+    assert saved(with_ages=True) == {0, 1, 2, 3}
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -220,6 +309,14 @@ def test_one_expert_of_sixteen_shrinks_the_checkpoint_as_published(
         (lambda: sequential_selection((0,), 4, 1, -1), "position is -1"),
         (lambda: sequential_selection((0,), 4, 1, 0, ep=3), "ep is 3"),
         (lambda: sequential_selection((0,), 4, 1, 0, ep=0), "ep is 0"),
+        (lambda: load_aware_selection((0,), [[1, 1]], 3, 1), "k is 3"),
+        (lambda: load_aware_selection((0,), [[1, 1]], 1, 4), "ep is 4"),
+        (lambda: load_aware_selection((0,), [[1, -1]], 1, 1), "unsaved_tokens has -1"),
+        (lambda: load_aware_selection((0, 1), [[1, 1]], 1, 1), "unsaved_tokens must have 2 layers of 2 experts"),
+        (lambda: load_aware_selection((0,), [[1, 1]], 1, 1, ages=[[1, -2]]), "ages has -2"),
+        (lambda: load_aware_selection((0,), [[1, 1]], 1, 1, ages=[[1]]), "ages must have 1 layers of 2 experts"),
+        (lambda: load_aware_selection((0,), [[1, 1]], 1, 1, max_age=0), "max_age is 0"),
+        (lambda: load_aware_selection((), [], 1, 1), "k is 1, but must be from 1 to num_experts = 0"),
         (lambda: persist_selection((0,), [expert(0, 1)], 2, [[0, 0]]), "k_persist is 2"),
         (lambda: persist_selection((0,), [expert(0, 1)], 0, [[0, 0]]), "k_persist is 0"),
         (lambda: persist_selection((0,), [expert(0, 2)], 1, [[0, 0]]), "selected has layer0.expert2"),

@@ -36,7 +36,7 @@ def refusal(flags: str, environment: Environment = FOUR_CPU_RANKS) -> str:
 
 REFUSED = {
     "--moe-ckpt-interval 3": "--moe-ckpt-interval has no effect with --moe-ckpt-strategy none",
-    "--moe-ckpt-strategy selective": "selective",
+    "--moe-ckpt-strategy selectively": "selectively",
     "--moe-ckpt-strategy full --moe-ckpt-interval 0": "--moe-ckpt-interval 0 must be at least 1",
     "--moe-ckpt-strategy full --moe-ckpt-pec-k-snapshot 2": "is for --moe-ckpt-strategy pec, not full",
     "--moe-ckpt-strategy full --moe-ckpt-interval-policy daly": "needs --moe-ckpt-mtbf-s",
@@ -47,6 +47,10 @@ REFUSED = {
     "--moe-ckpt-strategy pec --moe-ckpt-pec-k-snapshot 5": "--moe-ckpt-pec-k-snapshot 5 is above --num-experts 4",
     "--moe-ckpt-strategy pec --moe-ckpt-persist-dir d --moe-ckpt-pec-k-persist 2": "only experts that are in a",
     "--moe-ckpt-strategy pec --moe-ckpt-plt-threshold 3.75": "from 0 to 1",
+    "--moe-ckpt-strategy selective --moe-ckpt-budget-local 0": "0 is neither auto nor a number of bytes above 0",
+    "--moe-ckpt-strategy selective --moe-ckpt-budget-remote 5%": "5% is neither auto nor a number of bytes above 0",
+    "--moe-ckpt-strategy selective --moe-ckpt-capacity-boost 101": "101 is a share of the capacity in percent: 0 to 100",
+    "--moe-ckpt-strategy pec --moe-ckpt-budget-local 1GB": "is for --moe-ckpt-strategy selective, not pec",
     "--moe-ckpt-strategy sparse --moe-ckpt-window often": "often is neither auto nor a number of iterations",
     "--moe-ckpt-strategy sparse --moe-ckpt-window 0": "0 is neither auto nor a number of iterations",
     "--moe-ckpt-strategy sparse --moe-ckpt-interval 2": "--moe-ckpt-interval 2 has no meaning with --moe-ckpt-strategy",

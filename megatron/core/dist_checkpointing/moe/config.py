@@ -150,8 +150,8 @@ class MoECheckpointConfig:
 
     strategy: str = flag(
         "none",
-        "what is snapshotted: nothing, everything (full), all but experts and K experts per layer (pec), or each "
-        "operator once in a window of iterations (sparse)",
+        "what is snapshotted: nothing, everything (full), all but experts and K experts per layer (pec) or those that "
+        "the links have time for (selective), or each operator once in a window of iterations (sparse)",
     )
     window: str = flag(
         "auto",
@@ -231,6 +231,24 @@ class MoECheckpointConfig:
         "pec: share of tokens that faults may cost in the whole training, such as 0.0375; raises K in time",
         minimum=0,
     )
+    budget_local: str = flag(
+        "auto",
+        "selective: bytes of one snapshot on each rank, such as 500MB; auto takes what the bus to host memory carries "
+        "in one iteration, as measured",
+        metavar="auto|BYTES",
+    )
+    budget_remote: str = flag(
+        "auto",
+        "selective: bytes of one snapshot that each rank sends to each peer; auto takes what the network carries in "
+        "one iteration, as measured",
+        metavar="auto|BYTES",
+    )
+    capacity_boost: int = flag(
+        10,
+        "selective: by how many percent experts that lost tokens may exceed their capacity until they have made up for "
+        "them; 0 leaves capacities alone. Without token dropping it has no effect",
+        minimum=0,
+    )
     replay_tolerance: float = flag(
         0.0,
         "sparse: by which share the loss of a replayed iteration may differ from the recorded one; 0 asks for the same "
@@ -244,7 +262,7 @@ class MoECheckpointConfig:
         choices=("auto", "local", "global"),
     )
     log_expert_tokens: bool = flag(
-        False, "pec: write the tokens routed to each expert to --metrics-jsonl, one iteration late"
+        False, "pec and selective: write the tokens routed to each expert to --metrics-jsonl, one iteration late"
     )
     interface: str | None = flag(
         None,

@@ -63,7 +63,7 @@ class KeptProcess:
 
     def __init__(self, chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
         self._chunks, self._optimizer = chunks, optimizer
-        self._connections: ProcessGroups | None = None
+        self._groups: ProcessGroups | None = None
         self.has_left = False
 
     def stay(self, error: BaseException, manager: Abandoned | None) -> None:
@@ -91,7 +91,7 @@ class KeptProcess:
         as_in_new_process(self._chunks, self._optimizer)
         lost = ProcessGroups.taken_down()
         # A fault while all connected again: what refers to groups still refers to those before.
-        self._connections = self._connections or lost
+        self._groups = self._groups or lost
         self.has_left = True
         own_seat().leave(SEAT_S)
 
@@ -100,9 +100,9 @@ class KeptProcess:
 
         Raises StillConnected.
         """
-        if self._connections is not None:
-            connections, self._connections = self._connections, None
-            replaced = connections.replace()
+        if self._groups is not None:
+            groups, self._groups = self._groups, None
+            replaced = groups.replace()
             facts = sum(replaced.values()), dict(replaced)
             log.debug("%d references to process groups were renewed: %s", *facts)
         self.has_left = False

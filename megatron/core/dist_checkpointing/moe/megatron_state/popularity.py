@@ -9,7 +9,7 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
 
-class _ArrivingCounts:
+class ArrivingCounts:
     """Counts on their way to the host."""
 
     def __init__(self, layers: Sequence[int], counts: torch.Tensor) -> None:
@@ -59,7 +59,7 @@ class TokenCounter:
             return dict
         layers = sorted(self._counts)
         # One transfer from the device, not one for each layer.
-        taken = _ArrivingCounts(layers, torch.stack([self._counts[layer] for layer in layers]))
+        taken = ArrivingCounts(layers, torch.stack([self._counts[layer] for layer in layers]))
         for count in self._counts.values():
             count.zero_()
         return taken

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -14,6 +14,10 @@ from ..types import Level, OperatorId
 
 Counts = tuple[tuple[int, ...], ...]
 """Whole numbers by MoE layer (in the order of the ledger's `layers`) and expert."""
+
+
+TWO_LEVELS = frozenset({Level.SNAPSHOT, Level.PERSIST})
+"""Those of two-level checkpointing (MoC 5.1)."""
 
 
 class Saved(NamedTuple):
@@ -121,9 +125,15 @@ class TokenLedger:
 
     @classmethod
     def started(
-        cls, layers: Sequence[int], num_experts: int, iteration: int = 0, *, kept_points: int = 2
+        cls,
+        layers: Sequence[int],
+        num_experts: int,
+        iteration: int = 0,
+        *,
+        kept_points: int = 2,
+        levels: Collection[Level] = TWO_LEVELS,
     ) -> TokenLedger:
-        """A ledger that begins at `iteration`, of which all experts can be restored at both levels.
+        """A ledger that begins at `iteration`, of which all experts can be restored at all of its levels.
 
         `kept_points` newest sealed iterations per level stay restorable: 2 allow for a damaged newest one.
         Raises UsageError without MoE layers or experts, for layers that do not ascend, or for `kept_points` below 1.
@@ -139,8 +149,8 @@ class TokenLedger:
                 raise UsageError(f"{name} is {value}, but must be at least {least}")
         tokens = ((0,) * num_experts,) * len(layers)
         histories = (((Saved(iteration, 0),),) * num_experts,) * len(layers)
-        start = RestorePoint(iteration, tokens, frozenset(Level), frozenset(Level))
-        copies = dict.fromkeys(Level, histories)
+        start = RestorePoint(iteration, tokens, frozenset(levels), frozenset(levels))
+        copies = {level: histories for level in Level if level in levels}
         return cls(tuple(layers), iteration, tokens, (start,), copies, kept_points=kept_points)
 
     @property
@@ -169,6 +179,16 @@ class TokenLedger:
                 raise UsageError(f"counts of layer {layer} has {wrong!r}, but must be whole numbers, at least 0")
         tokens = tuple(tuple(map(add, old, new)) for old, new in zip(self.tokens, counts, strict=True))
         return replace(self, iteration=iteration, tokens=tokens)
+
+    def at_levels(self, levels: Collection[Level]) -> TokenLedger:
+        """The ledger of a job that tells these levels apart; of one that is new to it all is known that memory had."""
+        memory = self.copies[Level.SNAPSHOT]
+        points = (
+            replace(one, meant_for=one.meant_for & frozenset(levels), sealed=one.sealed & frozenset(levels))
+            for one in self.points
+        )
+        copies = {level: self.copies.get(level, memory) for level in Level if level in levels}
+        return replace(self, points=tuple(points), copies=copies)
 
     def marked(self, levels: Iterable[Level]) -> TokenLedger:
         """The ledger that keeps the counts of the current iteration, of which a copy for `levels` is captured now."""
@@ -323,6 +343,7 @@ class TokenLedger:
                     for row in data["copies"][level.value]
                 )
                 for level in Level
+                if level.value in data["copies"]
             },
             tuple(LossRecord(fault, restored, tuple(lost)) for fault, restored, lost in data["losses"]),
             data["kept_points"],

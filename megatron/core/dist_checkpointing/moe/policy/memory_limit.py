@@ -16,6 +16,12 @@ _UNITS = {"": 1, "B": 1} | {
 _LIMIT = re.compile(r"(\d+(?:\.\d+)?)\s*(%|[KMGT]?i?B?)")
 
 
+def parse_bytes(text: str) -> int:
+    """From `200GiB`, `200GB` or a number of bytes; 0 where it is none of these."""
+    found = _LIMIT.fullmatch(text.strip())
+    return int(Fraction(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else 0
+
+
 @dataclass(frozen=True)
 class MemoryLimit:
     """So many bytes of a node, or this share of its memory; one of the two is None."""
@@ -31,8 +37,8 @@ class MemoryLimit:
         value = Fraction(found[1]) if found else Fraction(0)
         if found and unit == "%" and 0 < value <= 100:
             return cls(share=value / 100)
-        if found and unit in _UNITS and value > 0:
-            return cls(nbytes=int(value * _UNITS[unit]))
+        if nbytes := parse_bytes(text):
+            return cls(nbytes=nbytes)
         raise UsageError(
             f"--moe-ckpt-memory-limit {text} is neither a number of bytes, such as 200GiB or 180GB, nor a share of a"
             " node's memory from 0% to 100%, such as 70%"

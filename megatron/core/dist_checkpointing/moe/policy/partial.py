@@ -63,6 +63,68 @@ def next_position(position: int, k: int, num_experts: int) -> int:
     return (position + k) % num_experts
 
 
+def load_aware_selection(
+    moe_layers: Sequence[int],
+    unsaved_tokens: Sequence[Sequence[int]],
+    k: int,
+    ep: int = 1,
+    *,
+    ages: Sequence[Sequence[int]] | None = None,
+    max_age: int | None = None,
+) -> tuple[OperatorId, ...]:
+    """The K experts per MoE layer with the most tokens since they were last saved (PEC Alg. 1).
+
+    unsaved_tokens: per MoE layer and expert, identical on all ranks. Layers are served from the last to the first, and
+    each expert-parallel rank saves at most ceil(N_moe x K / ep) experts; equal experts go by id. The paper has one
+    expert per rank; here rank r has the experts of block r. Two additions to the paper:
+    - Where full ranks leave fewer than K experts in a layer, the paper saves fewer than K. Here K are always saved: the
+      missing ones come from the ranks that exceed their capacity the least.
+    - The paper lets an expert with few tokens wait for ever. With `ages` (checkpoints since each expert was last saved)
+      experts older than `max_age`, by default 2 x ceil(N / K), go first, the oldest ahead, capacity or not. Every
+      expert is then saved at an age of at most max_age + ceil(N / K).
+    Raises UsageError for k outside of 1..N, ep that does not divide N, negative tokens or ages, or rows of wrong size.
+    """
+    num_experts = len(unsaved_tokens[0]) if unsaved_tokens else 0
+    _check_k("k", k, "num_experts", num_experts)
+    per_rank = _experts_per_rank(num_experts, ep)
+    _check_rows("unsaved_tokens", unsaved_tokens, len(moe_layers), num_experts)
+    if max_age is not None and max_age < 1:
+        raise UsageError(f"max_age is {max_age}, but must be at least 1")
+    overdue_after = 2 * -(-num_experts // k) if max_age is None else max_age
+    age_rows: Sequence[Sequence[int]] = [[0] * num_experts] * len(moe_layers) if ages is None else ages
+    _check_rows("ages", age_rows, len(moe_layers), num_experts)
+    capacity = [-(-len(moe_layers) * k // ep)] * ep
+    selected: list[OperatorId] = []
+    for layer, tokens, layer_ages in reversed(list(zip(moe_layers, unsaved_tokens, age_rows, strict=True))):
+        overdue = [max(0, age - overdue_after) for age in layer_ages]
+        ranked = sorted((-late, -load, index) for index, (late, load) in enumerate(zip(overdue, tokens, strict=True)))
+        order = [index for _, _, index in ranked]
+        selected += [expert(layer, index) for index in _within_capacity(order, overdue, capacity, k, per_rank)]
+    return tuple(sorted(selected, key=_by_expert))
+
+
+def _within_capacity(
+    order: Sequence[int], overdue: Sequence[int], capacity: list[int], k: int, per_rank: int
+) -> list[int]:
+    """K experts of one layer, as far as possible in this order; takes them off `capacity`."""
+    chosen: list[int] = []
+    refused: list[int] = []
+    for index in order:
+        if len(chosen) == k:
+            break
+        if overdue[index] or capacity[index // per_rank] > 0:
+            capacity[index // per_rank] -= 1
+            chosen.append(index)
+        else:
+            refused.append(index)
+    while len(chosen) < k:
+        least = max(refused, key=lambda index: capacity[index // per_rank])
+        refused.remove(least)
+        capacity[least // per_rank] -= 1
+        chosen.append(least)
+    return chosen
+
+
 def persist_selection(
     moe_layers: Sequence[int],
     selected: Iterable[OperatorId],

@@ -41,6 +41,11 @@ class Placement:
         return frozenset(self.nodes[rank] for rank in (owner, *self.peers[owner]))
 
 
+def replica_count(asked: int | None, topology: Topology) -> int:
+    """How many peers keep a copy of each rank's snapshots: as asked, else one where there are several nodes."""
+    return asked if asked is not None else int(len(topology.ranks_by_node) > 1)
+
+
 def place_replicas(topology: Topology, r: int) -> Placement:
     """Choose r peers for each rank (MOETION Alg. 2, with the deviations below).
 

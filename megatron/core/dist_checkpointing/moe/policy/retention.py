@@ -72,12 +72,17 @@ def _by_kind(window: TrackedWindow) -> Iterator[_Candidate]:
 
     A whole window is worth all that its first snapshot names, as it is after its last iteration.
     """
-    protected = window.state is WindowState.PROTECTED
+    safe = window.state is WindowState.PROTECTED
     for kind in dict.fromkeys(held.piece.kind for held in window.pieces):
         pieces = [held for held in window.pieces if held.piece.kind == kind]
         first = pieces[0].piece.plan
         plan = first if len(window.span) == 1 else full_plan(window.span[-1], first.parts)
-        yield _Candidate(window.span, (plan,), frozenset(held.name for held in pieces), protected)
+        yield _Candidate(
+            window.span,
+            (plan,),
+            frozenset(held.name for held in pieces),
+            protected=safe and all(held.piece.replicated for held in pieces),
+        )
 
 
 def _complete(pieces: Iterable[Piece]) -> Iterator[_Candidate]:

@@ -64,6 +64,23 @@ def select(unsaved_tokens: Mapping[OperatorId, int], allocation: Mapping[int, in
     return tuple(sorted(chosen, key=_order))
 
 
+def within_budget(
+    unsaved_tokens: Mapping[OperatorId, int], available_bytes: int, expert_bytes: int
+) -> tuple[OperatorId, ...]:
+    """MOETION Alg. 1 for one budget: the experts among the keys of `unsaved_tokens` that are saved, ascending.
+
+    available_bytes: of the budget, without what non-experts take. At least one expert is saved where there is any: with
+    none the tokens of all of them would be at risk for ever, and one is what the paper calls the least (MOETION 4.1).
+    Raises UsageError for negative tokens and experts of 0 bytes.
+    """
+    if not unsaved_tokens:
+        return ()
+    total = max(1, total_experts(max(0, available_bytes), 0, expert_bytes, len(unsaved_tokens)))
+    candidates = _by_layer(unsaved_tokens)
+    risk = {layer: sum(unsaved_tokens[operator] for operator in there) for layer, there in candidates.items()}
+    return select(unsaved_tokens, allocate(risk, total, {layer: len(there) for layer, there in candidates.items()}))
+
+
 @dataclass(frozen=True)
 class Budgets:
     """What a rank's links carry: to its host's memory, to its peers, and how long an iteration takes (MOETION 4.2).

@@ -235,8 +235,8 @@ class RestoredState:
         return found
 
 
-def may_begin(iteration: int, windows: Collection[TrackedWindow], rounds: CommitRounds) -> bool:
-    """Whether memory has room for a snapshot of this iteration.
+def may_begin(iteration: int, windows: Collection[TrackedWindow], rounds: CommitRounds, places: int = PLACES) -> bool:
+    """Whether memory has room for a snapshot of this iteration; places: spans of one kind that it has room for.
 
     A window that was begun has its room. For a new one, of each kind one span is kept, one may be under way, one is
     coming (MoC 5.2); what lacks replicas, or is still being persisted, takes the place of one.
@@ -248,7 +248,7 @@ def may_begin(iteration: int, windows: Collection[TrackedWindow], rounds: Commit
     taken = Counter(
         kind for kind, _ in {(held.piece.kind, window.span) for window in windows for held in window.pieces}
     )
-    return len(under_way) < MAX_OPEN_SPANS and max(taken.values(), default=0) < PLACES
+    return len(under_way) < MAX_OPEN_SPANS and max(taken.values(), default=0) < places
 
 
 def oldest_base(windows: Iterable[TrackedWindow]) -> int | None:

@@ -53,7 +53,7 @@ class LocalInventory:
         return catalogue(self._transport.gather(own))
 
     def common(self, tier: Tier, timeline: Lineage, newest: int) -> tuple[Piece, ...]:
-        """The pieces up to iteration `newest` of which every rank has its own share; none if any rank cannot tell.
+        """The pieces up to iteration `newest` of which every rank that owns a part has it; none if any cannot tell.
 
         Of a window, all of its pieces or none: a part of one restores nothing.
         """
@@ -62,21 +62,26 @@ class LocalInventory:
             return ()
         own: Json = None
         try:
-            own = rank_inventory("", (), (row for row in self._rows(store, tier) if not row.why))
+            own = rank_inventory("", self._identity.operators, (row for row in self._rows(store, tier) if not row.why))
         except StoreFailure as error:
             log.error("rank %d: %s", self._transport.rank, error)
         gathered = self._transport.gather(own)
         if None in gathered:
             return ()
         shares: dict[tuple[int, str, str], list[Found]] = {}
-        for found in catalogue(gathered).within(timeline).found:
+        listed = catalogue(gathered).within(timeline)
+        for found in listed.found:
             if found.snapshot.iteration <= newest:
                 shares.setdefault((found.snapshot.iteration, found.snapshot.kind, found.digest), []).append(found)
         pieces = []
-        for (iteration, kind, _), share in sorted(shares.items(), key=itemgetter(0)):
-            if len(share) == len(gathered):
-                parts = {operator: part for found in share for operator, part in found.plan.parts.items()}
-                pieces.append(Piece(kind, SnapshotPlan(iteration, parts), share[-1].span))
+        for (iteration, kind, digest), share in sorted(shares.items(), key=itemgetter(0)):
+            plan = SnapshotPlan(iteration, {op: part for found in share for op, part in found.plan.parts.items()})
+            holders = {found.snapshot.rank for found in share}
+            owners = {rank for rank, owned in listed.required.items() if not owned.isdisjoint(plan.parts)}
+            # Owners are known once all operators of the piece are. All ranks have the piece with the trainer's state.
+            is_owned = plan.digest() == digest and not any(found.has_strategy for found in share)
+            if len(share) == len(gathered) or (is_owned and holders >= owners):
+                pieces.append(Piece(kind, plan, share[-1].span))
         return tuple(whole_windows(pieces))
 
     def _all_rows(self) -> list[InventoryRow]:

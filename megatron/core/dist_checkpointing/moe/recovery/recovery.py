@@ -393,6 +393,7 @@ class Recovery:
             tuple(f"{snapshot}, held by rank {finder}: {why}" for (finder, snapshot, _), why in sorted(refused)),
             self._ports.clock.now_s() - self._begun_s,
             self._strategy.plt,
+            self._strategy.mlt,
             {found.snapshot.iteration: found.span for found in states},
             self._wider,
             self._job.topology.pp,

@@ -20,11 +20,11 @@ _PARTS = {
 class RecoveryTable:
     """A recovery plan that was carried out; `nodes[rank]` is the node of each rank, `damaged` are refused copies.
 
-    plt: the share of tokens that all faults so far have cost; None where nothing can be lost. windows: by iteration,
-    the iterations whose snapshots restore a state together with its own. wider: why more stages rolled back than had
-    lost their state; empty if they did not. stages: of the pipeline. exactness: what was compared, and how. diverged:
-    replays of earlier attempts that came out otherwise, for which this one was taken; then `again` are the iterations
-    that had been trained and are trained again.
+    plt, mlt: the share of tokens that all faults so far have cost (MoC eq. 7, MOETION eq. 6); None where nothing can
+    be lost. windows: by iteration, the iterations whose snapshots restore a state together with its own. wider: why
+    more stages rolled back than had lost their state; empty if they did not. stages: of the pipeline. exactness: what
+    was compared, and how. diverged: replays of earlier attempts that came out otherwise, for which this one was taken;
+    then `again` are the iterations that had been trained and are trained again.
     """
 
     plan: RecoveryPlan
@@ -32,6 +32,7 @@ class RecoveryTable:
     damaged: tuple[str, ...] = ()
     duration_s: float = 0.0
     plt: float | None = None
+    mlt: float | None = None
     windows: Mapping[int, range] = field(default_factory=dict)
     wider: str = ""
     stages: int = 1
@@ -111,6 +112,8 @@ class RecoveryTable:
             yield f"  lost in layer {layer}: the updates of {sum(lost)} routed tokens, of {len(lost)} experts"
         if self.plt is not None:
             yield f"  proportion of lost tokens, all faults so far: {100 * self.plt:.4f} %"
+        if self.mlt is not None:
+            yield f"  momentary lost tokens (MLT), all faults so far: {100 * self.mlt:.4f} %"
 
 
 def _refusals(refusals: Collection[Refusal]) -> Iterator[str]:

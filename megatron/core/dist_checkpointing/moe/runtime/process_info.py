@@ -15,7 +15,7 @@ from pathlib import Path
 from ..config import MoECheckpointConfig
 from ..errors import UsageError
 from ..policy.memory_limit import MemoryLimit
-from ..policy.placement import Placement, place_replicas
+from ..policy.placement import Placement, place_replicas, replica_count
 from ..ports import Store
 from ..snapshot.memory_limit import NodeMemory
 from ..storage.base import open_durable
@@ -193,7 +193,7 @@ def open_persistent(config: MoECheckpointConfig, rank: int) -> Store | None:
 
 def replicas_placed(config: MoECheckpointConfig, topology: Topology) -> Placement:
     """Who keeps whose replicas. Raises UsageError for more replicas than there are other ranks."""
-    replicas = config.replicas if config.replicas is not None else int(len(topology.ranks_by_node) > 1)
+    replicas = replica_count(config.replicas, topology)
     if replicas >= topology.world_size:
         raise UsageError(
             f"--moe-ckpt-replicas {replicas} needs as many peers, but the job has {topology.world_size} ranks: at most"

@@ -28,6 +28,7 @@ from ..errors import UsageError, format_error
 from ..local_recovery.communicator import BoundaryCommunicator
 from ..local_recovery.stage_source import StageSource
 from ..local_recovery.survivor import Survivor, SurvivorBuffers
+from ..megatron_state.capacity import RouterCapacity, drops_tokens
 from ..megatron_state.model_operators import model_operators
 from ..megatron_state.popularity import TokenCounter
 from ..policy.lineage import continued
@@ -152,6 +153,9 @@ class Session:
         if self._strategy.counts_tokens:
             self._counter = TokenCounter(training.chunks, gate_unit=GATE_UNIT if self._strategy.counts_gates else None)
             self._held.callback(self._counter.close)
+        self._boost = RouterCapacity(training.chunks, config.capacity_boost) if self._strategy.makes_up else None
+        if self._boost is not None:
+            self._held.callback(self._boost.close)
         self._episode: RecoveryTimeline | None = None
         self._timestamps.mark(Milestone.BUILT)
 
@@ -173,6 +177,7 @@ class Session:
             training.topk,
             tied_embeddings=self._state.ties_embeddings,
             sizes=gathered_sizes(self._state.capturer, self._control),
+            drops_tokens=bool(self._control.total([int(drops_tokens(training.chunks))])[0]),
         )
         self._strategy = self._together(lambda: STRATEGIES[config.strategy](self._job))
         placement = self._together(lambda: replicas_placed(config, self._topology))
@@ -367,6 +372,8 @@ class Session:
         self._held.callback(self._status.close)
         if outcome is not None:
             self._coordinator.resume(outcome.restored)
+        if self._boost is not None:
+            self._boost.owe(self._strategy.owed)
         if self._survivor is not None:
             self._survivor.attend(identity, iteration)
             self._fit_logs()
@@ -447,7 +454,12 @@ class Session:
         assert self._coordinator is not None
         if self._survivor is not None:
             self._fit_logs()  # before the next snapshot begins, so that no copy is under way
-        self._coordinator.step_end(iteration, self._counter.take() if self._counter else None, journal)
+        counts = self._counter.take() if self._counter else None
+        if self._boost is None:
+            self._coordinator.step_end(iteration, counts, journal)
+        else:
+            self._coordinator.step_end(iteration, counts, journal, self._boost.take())
+            self._boost.owe(self._strategy.owed)
         if self._survivor is not None:
             self._survivor.committed(iteration, journal, self._coordinator.oldest_base)
 
@@ -494,6 +506,8 @@ class Session:
         """Training ends here with an error: nothing new is begun, what is sealed stays, and what is whole is parked.
 
         Called when the connections to other ranks are closed."""
+        if self._boost is not None:
+            self._boost.close()
         self._timestamps.mark(Milestone.DETECTED)
         if self._status is not None:
             self._status.close()
@@ -525,6 +539,8 @@ class Session:
         if self._status is not None:
             self._status.close()
         self._coordinator.shutdown()
+        if self._boost is not None:
+            self._boost.close()
         if self._survivor is not None:
             self._survivor.end(keep_memory=keep_memory)
         if keep_memory:

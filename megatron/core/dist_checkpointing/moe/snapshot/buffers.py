@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import cast
 
 from ..errors import MoECheckpointError
@@ -16,18 +17,25 @@ from ..types import OperatorId, OperatorKind, OperatorSize, Part, full_plan
 def segment_sizes(
     specs: Sequence[BufferSpec], capturer: Capturer, transport: Transport, owners: Sequence[int]
 ) -> list[int]:
-    """Bytes of each segment, as large as the largest piece of any rank, so that a restart may place any rank anywhere.
+    """Bytes of each segment: as many, and as large, as any rank needs, so that a restart may place any rank anywhere.
 
+    Of specs that ask for as many segments a rank needs those of which it owns something, which differ from rank to
+    rank: their largest ones are matched with each other, then their second largest, and so on.
     A collective over all ranks. Raises PeerLost.
     """
     needed = [
         max(capturer.layout(plan, trainer=spec.trainer).nbytes for plan in (spec.largest, *spec.also)) for spec in specs
     ]
-    largest = transport.least([-nbytes for nbytes in needed])
+    alike: dict[tuple[int, int, bool], list[int]] = {}
+    for spec, nbytes in zip(specs, needed, strict=True):
+        alike.setdefault((spec.own, spec.replica, bool(spec.also)), []).append(nbytes)
+    largest = iter(transport.least([-nbytes for some in alike.values() for nbytes in sorted(some, reverse=True)]))
     sizes: list[int] = []
-    for spec, negative in zip(specs, largest, strict=True):
-        nbytes = segment_bytes(-negative, varies=bool(spec.also))
-        sizes += [max(1, nbytes)] * (spec.own + spec.replica * len(owners))
+    for (own, replica, varies), some in alike.items():
+        for at, negative in enumerate(islice(largest, len(some))):
+            nbytes = segment_bytes(-negative, varies=varies)
+            if nbytes or not at:
+                sizes += [max(1, nbytes)] * (own + replica * len(owners))
     return sizes
 
 

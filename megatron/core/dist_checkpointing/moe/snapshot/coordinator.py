@@ -31,7 +31,7 @@ from ..ports import (
     TrainerState,
     Transport,
 )
-from ..strategies import BufferSpec, Costs, Job, Strategy, Throughput
+from ..strategies import BufferSpec, Costs, Job, LossReport, Piece, Strategy, Throughput
 from ..strategies.memory_report import MemoryReport
 from ..types import SnapshotPlan, StepJournal
 from .background import BackgroundWork
@@ -117,6 +117,7 @@ class ProtectionReport:
         reason: why a tier has less protection than was asked for; empty where none has.
         order_changes: how often this attempt changed the order in which operators are snapshotted.
         iteration: the newest whose step has ended.
+        losses: what all faults so far have cost; None where the strategy loses nothing.
     """
 
     stall_s: float
@@ -134,6 +135,7 @@ class ProtectionReport:
     reason: str = ""
     order_changes: int = 0
     iteration: int = 0
+    losses: LossReport | None = None
 
 
 @dataclass
@@ -174,16 +176,21 @@ class Coordinator:
     def resume(self, state: RestoredState) -> None:
         """Go on after a recovery; what lost its replicas with a node is replicated again, beside training."""
         self._iteration = state.target
-        self._tracker.resume(state, self._ports.control.rank)
+        self._tracker.resume(state)
 
     def step_end(
-        self, iteration: int, counts: CountsUnderWay | None = None, journal: StepJournal | None = None
+        self,
+        iteration: int,
+        counts: CountsUnderWay | None = None,
+        journal: StepJournal | None = None,
+        beyond: CountsUnderWay | None = None,
     ) -> None:
         """After the optimizer's step (and evaluation) of `iteration`.
 
         Args:
             counts: gives this rank's routed tokens by layer, from any thread.
             journal: the outcome of the step, which a replay needs.
+            beyond: as `counts`, the tokens that were processed beyond capacities.
         """
         begun_s, tally = self._ports.clock.now_s(), self._tally
         self._note_passes()
@@ -192,7 +199,7 @@ class Coordinator:
         self._step_ended_s, self._iteration = begun_s, iteration
         self._background.check()
         pace = (
-            Throughput(tally.passes_s, self._ports.capturer.bandwidth_bytes_per_s)
+            Throughput(tally.passes_s, self._ports.capturer.bandwidth_bytes_per_s, self._tracker.peer_bytes_per_s)
             if self._strategy.needs_throughput
             else None
         )
@@ -203,7 +210,7 @@ class Coordinator:
                 scalars["journal"] = journal.to_data()
             self._copying = self._begin(plan, scalars)
         if self._in_contact:
-            self._send_message(plan, counts, tally.iteration_s / 2, pace)
+            self._send_message(plan, counts, tally.iteration_s / 2, pace, beyond if self._strategy.owed else None)
         tally.last_stall_s = self._stopwatch.resume()
         tally.stall_s += tally.last_stall_s
 
@@ -274,6 +281,7 @@ class Coordinator:
             reason="; ".join(self._tracker.reasons.values()),
             order_changes=self._strategy.order_changes,
             iteration=self._iteration,
+            losses=self._strategy.report(),
         )
         self._tally = replace(self._tally, stall_s=0.0, snapshot_bytes=0, tokens=())
         return report
@@ -327,24 +335,30 @@ class Coordinator:
     def _begin(self, plan: SnapshotPlan, scalars: Mapping[str, Json]) -> SnapshotTask:
         """Reserve memory and begin to copy; without room this rank takes part in the round all the same."""
         pieces = self._strategy.pieces(plan)
-        layouts = [self._ports.capturer.layout(piece.plan, trainer=at == 0) for at, piece in enumerate(pieces)]
+        capturer = self._ports.capturer
+        held = [
+            (piece, capturer.layout(piece.plan, trainer=at == 0))
+            for at, piece in enumerate(pieces)
+            if at == 0 or not capturer.operators.isdisjoint(piece.plan.parts)
+        ]
+        layouts = [layout for _, layout in held]
         task = SnapshotTask(plan, pieces, None, scalars)
         self._tracker.open(task)
-        task.writers = self._reserved(task, layouts)
+        task.writers = self._reserved(task, held)
         if task.writers is not None:
             nbytes = sum(layout.nbytes for layout in layouts)
             rate = self._copy_rate.of(nbytes, self._pass_times.shortest_s)
-            self._ports.capturer.begin(list(zip(layouts, task.writers, strict=True)), rate)
+            capturer.begin(list(zip(layouts, task.writers, strict=True)), rate)
             self._tally.snapshot_bytes += nbytes
         return task
 
-    def _reserved(self, task: SnapshotTask, layouts: Sequence[Layout]) -> tuple[MappedWriter, ...] | None:
+    def _reserved(self, task: SnapshotTask, held: Sequence[tuple[Piece, Layout]]) -> tuple[MappedWriter, ...] | None:
         writers: list[MappedWriter] = []
         try:
             if self._copies_late:
                 self._ports.capturer.end(0.0)
                 self._copies_late = False
-            for piece, layout in zip(task.pieces, layouts, strict=True):
+            for piece, layout in held:
                 name = SnapshotId(task.plan.iteration, self._ports.control.rank, piece.kind)
                 self._ports.memory.free(name)  # of an attempt that training left behind, if any
                 writers.append(self._ports.memory.reserve(name, layout))
@@ -373,6 +387,7 @@ class Coordinator:
         counts: CountsUnderWay | None,
         patience_s: float,
         pace: Throughput | None = None,
+        beyond: CountsUnderWay | None = None,
     ) -> None:
         """Send what this rank knows, once open rounds have ended or some time has passed."""
         tally, tracker = self._tally, self._tracker
@@ -380,8 +395,9 @@ class Coordinator:
         def counted() -> list[int]:
             if counts is None or not self._strategy.counts_tokens:
                 return []
-            none, by_layer = (0,) * self._job.num_experts, counts()
-            return [count for layer in self._job.moe_layers for count in by_layer.get(layer, none)]
+            none = (0,) * self._job.num_experts
+            tables = [counts(), beyond()] if beyond is not None else [counts()]
+            return [count for table in tables for layer in self._job.moe_layers for count in table.get(layer, none)]
 
         costs = Costs(tally.iteration_s, tally.last_stall_s, tracker.last_round_s)
         message = IterationMessage(self._iteration, plan, costs, tracker.statuses, counted, pace)
@@ -400,9 +416,15 @@ class Coordinator:
         if news.counts:
             experts = self._job.num_experts
             rows = tuple(news.counts[at : at + experts] for at in range(0, len(news.counts), experts))
+            rows, beyond = rows[: len(self._job.moe_layers)], rows[len(self._job.moe_layers) :]
             self._strategy.counted(news.iteration, rows)
+            if beyond:
+                self._strategy.repaid(news.iteration, beyond)
             self._tally.tokens += ((news.iteration, rows),)
         if self._tracker.update(news.statuses, self._iteration):
             self._strategy.measured(news.costs)
         if self._strategy.needs_throughput:
             self._strategy.throughput_measured(news.pace)
+        for note in self._strategy.take_notes():
+            if self._ports.control.rank == 0:
+                log.warning("%s", note)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..policy.lineage import Lineage, past
@@ -20,6 +20,12 @@ class Identity:
     operators: frozenset[OperatorId]
     strategy: str = ""
     timeline: Lineage = ()
+
+    def pieces(self, pieces: Sequence[Piece]) -> list[tuple[int, Piece]]:
+        """Those that lie on this rank, with their places: the first one, and all of which it owns a part."""
+        return [
+            (at, piece) for at, piece in enumerate(pieces) if at == 0 or not self.operators.isdisjoint(piece.plan.parts)
+        ]
 
     def facts(self, piece: Piece, scalars: Mapping[str, Json]) -> Facts:
         """The facts of one piece, with the parts that it holds of this rank's operators."""

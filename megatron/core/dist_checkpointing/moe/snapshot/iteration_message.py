@@ -10,6 +10,7 @@ All of it goes through a single collective that gives, element by element, the s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from ..strategies import Costs, Throughput
 from ..types import SnapshotPlan
 
 MICROSECONDS = 1e6
+_UNKNOWN = 2**62  # a bandwidth that is not known is no bound: above all that are
 _DIGEST_DIGITS = 15  # hexadecimal ones of the plan's digest: as many as 64-bit integers hold with their sign
 
 
@@ -34,6 +36,7 @@ class _Header(NamedTuple):
     negated_round_us: int
     least_copy_us: int
     least_bandwidth_bytes_per_s: int
+    least_peer_bytes_per_s: int
 
     @classmethod
     def of(cls, plan: SnapshotPlan | None, costs: Costs, pace: Throughput) -> _Header:
@@ -47,6 +50,7 @@ class _Header(NamedTuple):
             negated_round_us=-round(costs.round_s * MICROSECONDS),
             least_copy_us=round(pace.iteration_s * MICROSECONDS),
             least_bandwidth_bytes_per_s=int(pace.bandwidth_bytes_per_s),
+            least_peer_bytes_per_s=int(min(pace.peer_bytes_per_s, _UNKNOWN)),
         )
 
     @property
@@ -63,7 +67,8 @@ class _Header(NamedTuple):
     @property
     def pace(self) -> Throughput:
         """What all ranks have time for."""
-        return Throughput(self.least_copy_us / MICROSECONDS, float(self.least_bandwidth_bytes_per_s))
+        peers = math.inf if self.least_peer_bytes_per_s == _UNKNOWN else float(self.least_peer_bytes_per_s)
+        return Throughput(self.least_copy_us / MICROSECONDS, float(self.least_bandwidth_bytes_per_s), peers)
 
 
 _Reduced = tuple[tuple[int, ...], tuple[int, ...]]

@@ -17,6 +17,7 @@ Which windows cover which, and whether another one may begin, is decided in `pol
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Sequence
 
 from ..policy.lifecycle import (
@@ -42,7 +43,7 @@ from ..policy.tracking import (
     oldest_base,
     yields_replicas,
 )
-from ..ports import SnapshotId, StoreFailure, Task
+from ..ports import StoreFailure, Task
 from ..strategies import Job, Piece, Strategy
 from ..types import Level, SnapshotPlan
 from .background import BackgroundWork
@@ -72,13 +73,13 @@ class SnapshotTracker:
         self.newest_protected: int | None = None
         self.newest_persisted: int | None = None
         self.reasons: dict[Level, str] = {}  # why a tier has less than was asked for
-        self.last_round_s = 0.0
+        self.last_round_s, self.peer_bytes_per_s = 0.0, math.inf
         self._tasks: dict[tuple[Level, int], SnapshotTask | PersistTask] = {}  # of the open rounds
         self._replicated_bytes = self._persisted_bytes = 0
         self._reconnect = False
         self._said_behind = False
 
-    def resume(self, state: RestoredState, rank: int) -> None:
+    def resume(self, state: RestoredState) -> None:
         """Go on after a recovery; what lost its replicas with a node is replicated again, beside training."""
         self.windows, self.persisted = state.windows(), state.persisted_windows()
         if state.persisted and self.durable:
@@ -92,8 +93,7 @@ class SnapshotTracker:
         # What was restored has copies; whether enough of them is known once they have been counted anew.
         self.protection = Protection(ProtectionState.DEGRADED, iteration)
         self._begin_round(Level.SNAPSHOT, task.plan, _newest_span(state.kept), task)
-        mine = [SnapshotId(piece.plan.iteration, rank, piece.kind) for piece in state.kept]
-        task.running = self._background.replicate(lambda: self._worker.protect_again(task, mine))
+        task.running = self._background.replicate(lambda: self._worker.protect_again(task))
 
     @property
     def oldest_base(self) -> int | None:
@@ -102,7 +102,7 @@ class SnapshotTracker:
 
     def may_begin(self, iteration: int) -> bool:
         """Whether memory has room for a snapshot of this iteration; the same answer on all ranks."""
-        return may_begin(iteration, self.windows.values(), self.rounds)
+        return may_begin(iteration, self.windows.values(), self.rounds, self._strategy.places)
 
     def open(self, task: SnapshotTask) -> None:
         """A snapshot was planned and is being copied, or takes part in its round without a copy."""
@@ -187,6 +187,10 @@ class SnapshotTracker:
         assert isinstance(task, SnapshotTask)
         self._replicated_bytes += task.replicated_bytes
         self.last_round_s = task.duration_s
+        if task.replicated_bytes and task.exchange_s > 0:
+            self.peer_bytes_per_s = task.replicated_bytes / task.exchange_s
+        if round_.agreed is not Status.FAILED:
+            self._strategy.settled(round_.plan, Level.REPLICAS, round_.agreed is Status.PROTECTED)
         self._reconnect = self._reconnect or round_.agreed is not Status.PROTECTED
         self._on_ended(round_, task, iteration)
 
@@ -279,8 +283,8 @@ class SnapshotTracker:
             self.durable = self.durable.after(ProtectionEvent.ATTEMPT_FAILED, iteration)
             return
         pieces = tuple(map(self._strategy.pieces, plans))
-        kinds = [tuple(held.piece.kind for held in window.sealed if held.iteration == part.iteration) for part in plans]
-        task = PersistTask(plans, pieces, tuple(kinds))
+        sealed = [tuple(held.piece for held in window.sealed if held.iteration == part.iteration) for part in plans]
+        task = PersistTask(plans, pieces, tuple(sealed))
         self.persisted[window.span] = PersistedWindow(tuple(piece for some in pieces for piece in some))
         self._begin_round(Level.PERSIST, plans[-1], window.span, task)
         task.running = self._background.persist(lambda: persister.persist(task))

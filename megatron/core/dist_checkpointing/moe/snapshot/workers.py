@@ -44,8 +44,8 @@ class SnapshotTask:
     `running`, which training's thread sets when it submits the task.
 
     Args:
-        writers: of each piece, in the order of the strategy; None where this rank has no room: then it only helps
-            others.
+        writers: of each piece that lies on this rank, in the order of the strategy; None where it has no room: then it
+            only helps others.
         scalars: the trainer's state, the journal of the step and the strategy's memory, for the first piece.
         reconnect: connect all ranks anew first, because an earlier round lost a peer.
     """
@@ -57,6 +57,7 @@ class SnapshotTask:
     reconnect: bool = False
     status: Status = Status.PENDING
     replicated_bytes: int = 0
+    exchange_s: float = 0.0
     duration_s: float = 0.0
     failures: list[str] = field(default_factory=list)
     running: Task[None] | None = None
@@ -96,15 +97,19 @@ class ReplicationWorker:
             task.failures.append(format_error(error))
             sealed = False
         task.status = Status.SEALED if sealed else Status.FAILED
-        pieces = reversed(task.pieces)
-        offered = [SnapshotId(task.plan.iteration, self._transport.rank, piece.kind) for piece in pieces]
+        offered = [
+            SnapshotId(task.plan.iteration, self._transport.rank, piece.kind)
+            for _, piece in reversed(self._identity.pieces(task.pieces))
+            if piece.replicated
+        ]
         self._replicate(task, offered if sealed else None)
         task.duration_s = self._clock.now_s() - begun_s
 
-    def protect_again(self, task: SnapshotTask, snapshots: Sequence[SnapshotId]) -> None:
-        """Replicate sealed snapshots of this rank to peers that lack them, as after a node was replaced."""
+    def protect_again(self, task: SnapshotTask) -> None:
+        """Replicate sealed pieces of this rank to peers that lack them, as after a node was replaced."""
         task.status = Status.SEALED
-        self._replicate(task, list(snapshots))
+        held = (piece for piece in task.pieces if not self._identity.operators.isdisjoint(piece.plan.parts))
+        self._replicate(task, [SnapshotId(piece.plan.iteration, self._transport.rank, piece.kind) for piece in held])
 
     def free(self, names: Collection[tuple[int, str]], *, own: bool = True) -> None:
         """Free these pieces, by iteration and kind: this rank's own unless not `own`, and the replicas of its owners.
@@ -122,9 +127,10 @@ class ReplicationWorker:
         writers, task.writers = task.writers, None
         try:
             # The first piece last: a recovery goes to the newest iteration that has it, and then wants the others too.
-            for index, piece in reversed([*enumerate(task.pieces)]):
+            held = self._identity.pieces(task.pieces)
+            for (index, piece), writer in reversed([*zip(held, writers, strict=True)]):
                 scalars = dict(task.scalars) if index == 0 else {}
-                writers[index].seal(self._identity.facts(piece, scalars))
+                writer.seal(self._identity.facts(piece, scalars))
         finally:
             for writer in writers:
                 writer.abandon()
@@ -158,7 +164,9 @@ class ReplicationWorker:
                 offers = [
                     Offer(reader.manifest.snapshot.name, encode(reader.manifest), reader.raw()) for reader in readers
                 ]
+            begun_s = self._clock.now_s()
             done = replicator.exchange(task.plan.iteration, offers, self._receiver)
+            task.exchange_s = self._clock.now_s() - begun_s
         except UnreadableCheckpoint as error:
             task.failures.append(str(error))
             done = replicator.exchange(task.plan.iteration, None, self._receiver)
@@ -178,12 +186,12 @@ class PersistTask:
     Args:
         plans: of one snapshot, or of all of a window, oldest first.
         pieces: of each plan.
-        kinds: of the pieces in memory that have the records of each plan, the one with the trainer state first.
+        held: the pieces in memory that have the records of each plan, the one with the trainer state first.
     """
 
     plans: tuple[SnapshotPlan, ...]
     pieces: tuple[tuple[Piece, ...], ...]
-    kinds: tuple[tuple[str, ...], ...]
+    held: tuple[tuple[Piece, ...], ...]
     status: Status = Status.PENDING
     failures: list[str] = field(default_factory=list)
     running: Task[None] | None = None
@@ -225,8 +233,8 @@ class Persister:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 self._check_stopped()
-                for plan, pieces, kinds in zip(task.plans, task.pieces, task.kinds, strict=True):
-                    task.written_bytes += self._write_snapshot(plan.iteration, pieces, kinds)
+                for plan, pieces, held in zip(task.plans, task.pieces, task.held, strict=True):
+                    task.written_bytes += self._write_snapshot(plan.iteration, pieces, held)
                 task.status = Status.PROTECTED
                 break
             except Exception as error:  # whatever it is costs this copy, and all ranks hear of it
@@ -244,15 +252,16 @@ class Persister:
             if snapshot.rank == self._rank and snapshot.iteration in iterations:
                 self._storage.free(snapshot)
 
-    def _write_snapshot(self, iteration: int, pieces: Sequence[Piece], kinds: Sequence[str]) -> int:
+    def _write_snapshot(self, iteration: int, pieces: Sequence[Piece], held: Sequence[Piece]) -> int:
         """Returns the bytes that were written."""
         written_bytes = 0
         with ExitStack() as stack:
             sources = [
-                stack.enter_context(self._memory.open(SnapshotId(iteration, self._rank, kind))) for kind in kinds
+                stack.enter_context(self._memory.open(SnapshotId(iteration, self._rank, piece.kind)))
+                for _, piece in self._identity.pieces(held)
             ]
             # The first piece last, as in memory.
-            for index, piece in reversed([*enumerate(pieces)]):
+            for index, piece in reversed(self._identity.pieces(pieces)):
                 target = SnapshotId(iteration, self._rank, piece.kind)
                 if self._is_done(target, piece):
                     continue

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from ..types import Piece
-from .base import GATE_UNIT, BufferSpec, Job, Strategy, Throughput
+from .base import GATE_UNIT, BufferSpec, Job, LossReport, Strategy, Throughput
 from .full import Full
 from .interval_policy import Costs
-from .pec import Pec, PecReport
+from .lossy import Lossy
+from .pec import Pec
+from .selective import Selective
 from .sparse import Sparse
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "full": Full,
     "pec": Pec,
+    "selective": Selective,
     "sparse": Sparse,
 }
 
@@ -22,9 +25,11 @@ __all__ = [
     "Costs",
     "Full",
     "Job",
+    "LossReport",
+    "Lossy",
     "Pec",
-    "PecReport",
     "Piece",
+    "Selective",
     "Sparse",
     "Strategy",
     "Throughput",

@@ -22,15 +22,19 @@ counts and measures nothing else. A subclass has to give `plan` and `buffer_spec
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 from typing import Any, ClassVar
 
 from ..config import MoECheckpointConfig
 from ..errors import UsageError
+from ..policy.placement import replica_count
 from ..policy.recovery import plan_recovery
+from ..policy.tracking import PLACES
 from ..types import Inventory, Level, Lost, OperatorId, OperatorSize, Piece, RecoveryPlan, SnapshotPlan, Topology
 from .interval_policy import Costs, IntervalPolicy
 
@@ -45,6 +49,7 @@ class Job:
     operators: all of the model, ascending. tokens_per_iteration: input tokens of one iteration of the whole job.
     iterations: of the whole training. topk: experts per token. tied_embeddings: first and last stage share them.
     sizes: bytes of what each rank owns of each of its operators; empty where they are not known.
+    drops_tokens: whether routers drop tokens beyond a capacity that can differ from expert to expert.
     """
 
     config: MoECheckpointConfig
@@ -55,11 +60,17 @@ class Job:
     topk: int = 1
     tied_embeddings: bool = False
     sizes: Mapping[int, Mapping[OperatorId, OperatorSize]] = field(default_factory=dict, repr=False, compare=False)
+    drops_tokens: bool = False
 
     @cached_property
     def moe_layers(self) -> tuple[int, ...]:
         """Layers with routed experts, ascending."""
         return tuple(sorted({operator.layer for operator in self.operators if operator.is_expert}))
+
+    @cached_property
+    def replicas(self) -> int:
+        """How many peers keep each rank's snapshots."""
+        return replica_count(self.config.replicas, self.topology)
 
     @cached_property
     def num_experts(self) -> int:
@@ -92,11 +103,31 @@ class Throughput:
     """What an iteration has time for, as all ranks agree on it.
 
     iteration_s: from the end of one step to the next optimizer step, the time that a copy has. bandwidth_bytes_per_s:
-    of the last copy, on the rank where it was slowest.
+    of the last copy, on the rank where it was slowest. peer_bytes_per_s: of the last exchange of replicas, all that a
+    rank sent to its peers, where that was slowest; infinite while nothing was sent.
     """
 
     iteration_s: float
     bandwidth_bytes_per_s: float
+    peer_bytes_per_s: float = math.inf
+
+
+@dataclass(frozen=True)
+class LossReport:
+    """What faults have cost so far: tokens per MoE layer, and their share of the tokens of the planned training.
+
+    plt: MoC eq. 7, the mean over layers. plt_pec: PEC eq. 4, of all layers together. mlt: MOETION eq. 6, the sum over
+    layers. at_risk: tokens per MoE layer that a fault would cost now, if it left the memory of nodes. owed: lost tokens
+    that are still to be made up for beyond capacities.
+    """
+
+    layers: tuple[int, ...]
+    lost_tokens: tuple[int, ...] = field(repr=False)
+    at_risk: tuple[int, ...] = field(repr=False)
+    plt: Fraction
+    plt_pec: Fraction
+    mlt: Fraction
+    owed: int = 0
 
 
 class Strategy(ABC):
@@ -115,8 +146,14 @@ class Strategy(ABC):
     needs_throughput: bool = False
     """Whether `throughput_measured` is wanted."""
 
+    makes_up: bool = False
+    """Whether `owed` may have experts, so that `repaid` is wanted while it has."""
+
     replays: bool = False
     """Whether a recovery may have to run iterations again with some operators frozen."""
+
+    places: int = PLACES
+    """Of how many snapshots memory holds pieces of one kind: the `own` segments of each."""
 
     at_intervals: ClassVar[bool] = True
     """Whether `--moe-ckpt-interval` says when a snapshot is taken."""
@@ -158,10 +195,26 @@ class Strategy(ABC):
         """Of how many iterations: at most `lookback`."""
         return self.lookback if self.keeps_logs else 0
 
+    def report(self) -> LossReport | None:
+        """What all faults so far have cost, for tables and metrics; None where nothing can be lost."""
+        return None
+
     @property
     def plt(self) -> float | None:
         """Proportion of lost tokens (MoC eq. 7) that all faults so far have cost; None where nothing can be lost."""
-        return None
+        losses = self.report()
+        return None if losses is None else float(losses.plt)
+
+    @property
+    def mlt(self) -> float | None:
+        """Momentary lost tokens (MOETION eq. 6) that all faults so far have cost; None where nothing can be lost."""
+        losses = self.report()
+        return None if losses is None else float(losses.mlt)
+
+    @property
+    def owed(self) -> Mapping[OperatorId, int]:
+        """Lost tokens that experts still have to make up for, beyond their capacity (MOETION 6)."""
+        return {}
 
     @property
     def gave_up(self) -> bool:
@@ -210,8 +263,13 @@ class Strategy(ABC):
         """Tokens routed in `iteration`, per MoE layer and expert."""
         return
 
+    def repaid(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
+        """Tokens processed beyond the capacity in `iteration`, per MoE layer and expert; called after `counted`."""
+        return
+
     def settled(self, plan: SnapshotPlan, level: Level, ok: bool) -> None:
-        """All ranks have sealed (SNAPSHOT) or persisted (PERSIST) what they own of `plan`; not `ok`: some have not."""
+        """All ranks have sealed (SNAPSHOT) or persisted (PERSIST) what they own of `plan`, or all peers that were sent
+        it have acknowledged it (REPLICAS, after SNAPSHOT); not `ok`: some have not."""
         return
 
     def measured(self, costs: Costs) -> None:
@@ -221,6 +279,10 @@ class Strategy(ABC):
     def throughput_measured(self, throughput: Throughput) -> None:
         """How an iteration went; once per iteration that all ranks have reported."""
         return
+
+    def take_notes(self) -> tuple[str, ...]:
+        """What people should know of what was measured, a sentence each, since the last call."""
+        return ()
 
     def to_data(self) -> dict[str, Any]:
         """What it has to remember, as JSON values; stored with each snapshot."""

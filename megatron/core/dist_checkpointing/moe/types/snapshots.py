@@ -54,12 +54,16 @@ class SnapshotPlan:
 class Piece:
     """A part of a snapshot that is stored, sealed, replicated and freed on its own, under `kind` (see SnapshotId).
 
+    It lies on the ranks that own a part of it; the first piece of a snapshot, which has the trainer's state, on all.
+
     span: the iterations whose pieces of this kind together restore a state, its own among them; by itself if empty.
+    replicated: whether peers are sent it; else it protects from what a node survives only.
     """
 
     kind: str
     plan: SnapshotPlan
     span: range = range(0)
+    replicated: bool = True
 
     def __post_init__(self) -> None:
         if not self.span:
@@ -121,5 +125,6 @@ def full_plan(iteration: int, operators: Iterable[OperatorId], part: Part = Part
 class Level(enum.Enum):
     """Where copies go in two-level checkpointing (MoC 5.1)."""
 
-    SNAPSHOT = "snapshot"  # the memory tier
+    SNAPSHOT = "snapshot"  # the memory tier, at least on the node of its owner
+    REPLICAS = "replicas"  # the memory of peers, as far as a strategy tells them from the owner's
     PERSIST = "persist"  # storage

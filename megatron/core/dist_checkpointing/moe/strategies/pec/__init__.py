@@ -1,5 +1,5 @@
 """`pec`: all but experts, and K experts per MoE layer (MoC)."""
 
-from .strategy import Pec, PecReport
+from .strategy import Pec
 
-__all__ = ["Pec", "PecReport"]
+__all__ = ["Pec"]

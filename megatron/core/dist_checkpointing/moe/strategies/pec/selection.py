@@ -1,61 +1,64 @@
-"""Which groups of experts a snapshot of `pec` takes, and which of its experts go on to storage."""
+"""Which experts a snapshot of `pec` takes, and which of them go on to storage."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
-from ...policy.ledger import TokenLedger
-from ...policy.partial import persist_selection
-from ...types import Level, OperatorId
-from .groups import Groups
-from .state import Experts, PecState
+from ...policy.partial import load_aware_selection, persist_selection, sequential_selection
+from ...types import OperatorId, expert
+from ..lossy.state import Experts
 
-Last = Mapping[OperatorId, int]
+Stages = tuple[tuple[int, ...], ...]
+"""The MoE layers of each pipeline stage."""
 
 
-def in_turn(groups: Groups, last: Last, cursor: int, count: int) -> list[int]:
-    """The `count` groups saved longest ago, equal ones in turn from `cursor`: the rotation of `sequential_selection`.
+@lru_cache(maxsize=8)
+def _turns(layers: tuple[int, ...], num_experts: int, ep: int) -> dict[OperatorId, int]:
+    """At which position the rotation of `sequential_selection` takes each expert of a stage's layers."""
+    return {
+        operator: position
+        for position in range(num_experts)
+        for operator in sequential_selection(layers, num_experts, 1, position, ep=ep)
+    }
 
-    After a snapshot that failed its groups are still the oldest, and come first when their turn comes again.
+
+def in_turn(stages: Stages, num_experts: int, k: int, last: Mapping[OperatorId, int], cursor: int, ep: int) -> Experts:
+    """K experts per layer that were saved longest ago, equal ones in turn from `cursor`: `sequential_selection`.
+
+    After a snapshot that failed its experts are still the oldest, and come first when their turn comes again.
     """
-    oldest = [min(last[operator] for operator in members) for members in groups.members]
-    order = sorted(range(groups.count), key=lambda group: (oldest[group], (group - cursor) % groups.count))
-    return order[:count]
-
-
-def by_load(groups: Groups, state: PecState, last: Last, k: int) -> Experts:
-    """The shares of groups with the most tokens since they were last saved (PEC Alg. 1), in each pipeline stage.
-
-    At most K x layers experts per stage and as many shares per expert-parallel rank as groups make K experts per layer,
-    which is the paper's capacity of a rank. A share that was not in 2 x ceil(N / K) snapshots goes before all others.
-    """
-    assert state.ledger is not None
-    unsaved = _unsaved_tokens(state.ledger, state)
-    max_age = 2 * -(-groups.num_experts // k)
-    ranked: list[tuple[int, int, int, int]] = []
-    for index, cell in enumerate(groups.cells):
-        for group, share in enumerate(cell.shares):
-            if share:
-                late = age(state.taken, min(last[operator] for operator in share)) - max_age
-                ranked.append((-max(0, late), -sum(unsaved[operator] for operator in share), group, index))
-    room = {cell.stage: k * cell.layers for cell in groups.cells}
-    shares = [groups.needed(k)] * len(groups.cells)
     chosen: set[OperatorId] = set()
-    for _, _, group, index in sorted(ranked):
-        cell = groups.cells[index]
-        if shares[index] and len(cell.shares[group]) <= room[cell.stage]:
-            shares[index] -= 1
-            room[cell.stage] -= len(cell.shares[group])
-            chosen.update(cell.shares[group])
+    for layers in filter(None, stages):
+        turns = _turns(layers, num_experts, ep)
+        for layer in layers:
+            of_layer = [expert(layer, index) for index in range(num_experts)]
+            of_layer.sort(key=lambda one: (last[one], (turns[one] - cursor) % num_experts))
+            chosen.update(of_layer[:k])
     return frozenset(chosen)
 
 
-def overdue(groups: Groups, ages: Mapping[OperatorId, int], limit: int, count: int) -> list[int]:
-    """Up to `count` groups with the oldest experts of those in which one has the age `limit` or more."""
-    oldest = [max(ages[operator] for operator in members) for members in groups.members]
-    late = [group for group in range(groups.count) if oldest[group] >= limit]
-    return sorted(late, key=lambda group: (-oldest[group], group))[:count]
+def by_load(
+    stages: Stages, num_experts: int, k: int, unsaved: Mapping[OperatorId, int], ages: Mapping[OperatorId, int], ep: int
+) -> Experts:
+    """K experts per layer with the most tokens since they were last saved, each stage by itself (PEC Alg. 1)."""
+    chosen: set[OperatorId] = set()
+    for layers in filter(None, stages):
+        rows = [
+            [[of[expert(layer, index)] for index in range(num_experts)] for layer in layers] for of in (unsaved, ages)
+        ]
+        chosen.update(load_aware_selection(layers, rows[0], k, ep, ages=rows[1]))
+    return frozenset(chosen)
+
+
+def overdue(stages: Stages, num_experts: int, ages: Mapping[OperatorId, int], limit: int, k: int) -> Experts:
+    """Of each layer up to K experts of those that have the age `limit` or more, the oldest first."""
+    chosen: set[OperatorId] = set()
+    for layer in (layer for layers in stages for layer in layers):
+        late = [one for index in range(num_experts) if ages[one := expert(layer, index)] >= limit]
+        chosen.update(sorted(late, key=lambda one: (-ages[one], one.expert))[:k])
+    return frozenset(chosen)
 
 
 def to_persist(
@@ -69,10 +72,9 @@ def to_persist(
     for layer, experts in found.items():
         sizes.setdefault(min(k, len(experts)), []).append(layer)
     chosen: set[OperatorId] = set()
-    by_place = {(operator.layer, operator.expert): years for operator, years in ages.items()}
     for size, some in sizes.items():
         if size:
-            rows = [[by_place[layer, index] for index in range(num_experts)] for layer in some]
+            rows = [[ages[expert(layer, index)] for index in range(num_experts)] for layer in some]
             chosen.update(persist_selection(some, [one for layer in some for one in found[layer]], size, rows))
     return frozenset(chosen)
 
@@ -80,18 +82,3 @@ def to_persist(
 def age(iterations: Sequence[int], last: int) -> int:
     """How many of the ascending `iterations` came after `last`."""
     return len(iterations) - bisect_right(iterations, last)
-
-
-def _unsaved_tokens(ledger: TokenLedger, state: PecState) -> dict[OperatorId, int]:
-    """Tokens of each expert since its newest copy, those under way included."""
-    rows = {layer: row for row, layer in enumerate(ledger.layers)}
-    unsaved = ledger.unsaved(Level.SNAPSHOT)
-    found = {operator: unsaved[rows[operator.layer]][operator.expert] for operator in state.last(Level.SNAPSHOT)}
-    for iteration, experts in state.under_way(Level.SNAPSHOT):
-        for operator in experts:
-            captured = [
-                copy for copy in state.captured[Level.SNAPSHOT].get(operator, ()) if copy.iteration == iteration
-            ]
-            if captured:
-                found[operator] = ledger.tokens[rows[operator.layer]][operator.expert] - captured[-1].tokens
-    return found

@@ -2,51 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from fractions import Fraction
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
 from ...config import MoECheckpointConfig
-from ...policy.checks import not_negative
-from ...policy.dynamic_k import PltLimit, choose_k, k_ladder
-from ...policy.lossy_recovery import plan_lossy_recovery
-from ...policy.partial import PEC_SCOPES, pec_plan
-from ...types import Inventory, Level, Lost, OperatorId, Part, Piece, RecoveryPlan, SnapshotPlan, Topology, full_plan
-from ..base import NO_BUFFERS, BufferSpec, Job, Strategy
-from .groups import Groups
+from ...policy.dynamic_k import choose_k, k_ladder
+from ...policy.partial import PEC_SCOPES, next_position, pec_plan
+from ...types import Level, OperatorId, Part, RecoveryPlan, SnapshotPlan, full_plan
+from ..base import NO_BUFFERS, BufferSpec, Job
+from ..lossy import Lossy
+from ..lossy.pieces import moe_layers_of_stages
+from ..lossy.state import Experts, Flight
 from .selection import age, by_load, in_turn, overdue, to_persist
-from .state import Experts, Flight, PecState
 
 
-@dataclass(frozen=True)
-class PecReport:
-    """What faults have cost so far: tokens per MoE layer, PLT (MoC eq. 7), and K of the last snapshot."""
-
-    layers: tuple[int, ...]
-    lost_tokens: tuple[int, ...] = field(repr=False)
-    plt: Fraction
-    k: int
-
-
-class Pec(Strategy):
+class Pec(Lossy):
     """Snapshots the full state of all operators that are no experts, and of K experts per MoE layer.
 
-    Groups and buffers. Experts are in G = ceil(N / K0) fixed groups (`Groups`, K0 = --moe-ckpt-pec-k-snapshot), and a
-    snapshot takes whole groups, each as a piece of its own kind. So a newer piece holds all that an older one of its
-    kind holds, as snapshots of `full` do, and each kind needs what these need: own 3, replica 2, segments exactly as
-    large as the group's records on each rank. That is enough whatever is selected, fails, or K grows to, while at most
-    two snapshots at a time are copied, replicated, persisted or not agreed on: one settled piece of each kind stays.
-    (A snapshot that a fault left in parts is not agreed on: with scopes but `all` its dense piece pins the one before.)
-    With `load-aware` each expert-parallel rank of each stage has its own choice of groups.
+    Selection. `sequential` takes experts in turn (MoC 3.2), `load-aware` those with the most tokens since they were
+    last saved, within a capacity of each expert-parallel rank (PEC Alg. 1).
+
+    Buffers. Each kind of piece needs what snapshots of `full` need: own 3, replica 2. That is enough whatever is
+    selected, fails, or K grows to, while at most two snapshots at a time are copied, replicated, persisted or not
+    agreed on: one settled piece of each kind stays.
 
     Everything. Until a snapshot of all experts has settled, and after a recovery that needed storage, the next snapshot
-    takes all groups; likewise until storage has all experts the next one that is to be persisted does.
+    takes all of them; likewise until storage has all experts the next one that is to be persisted does.
 
-    Storage. A snapshot that will be persisted also takes up to ceil(K / K0) groups with experts that are overdue in
-    storage: not persisted in A = ceil(N / K) x ceil(K / K_persist) writes. That is only needed where the writes keep
-    meeting the same groups; all experts are then persisted in any 2 x A writes. K_persist grows with K, and is N for N.
+    Storage. A snapshot that will be persisted also takes up to K experts per layer that are overdue in storage: not
+    persisted in A = ceil(N / K) x ceil(K / K_persist) writes. That is only needed where the writes keep meeting the
+    same experts; all are then persisted in any 2 x A writes. K_persist grows with K, and is N for N.
 
     Dynamic-K. With --moe-ckpt-plt-threshold K is the smallest of K0, 2 K0, ..., N with which neither a fault that
     leaves memory (replicas included), nor, where the snapshot will be persisted, one that leaves only storage, can
@@ -54,7 +40,6 @@ class Pec(Strategy):
     yet as if all went to experts that are left out. Excepted is a recovery to a snapshot of which some pieces are gone.
     """
 
-    counts_tokens = True
     settings = ("pec_", "plt_")
 
     @classmethod
@@ -75,42 +60,34 @@ class Pec(Strategy):
             )
 
     def __init__(self, job: Job) -> None:
-        super().__init__(job)
         config = job.config
+        super().__init__(job, threshold=config.plt_threshold)
         self._scope = PEC_SCOPES[config.pec_scope]
-        self._groups = Groups.of(job, config.pec_k_snapshot)
         self._threshold = config.plt_threshold
-        allowed = not_negative("--moe-ckpt-plt-threshold", 1 if self._threshold is None else self._threshold)
-        self._limit = PltLimit(job.tokens_per_iteration * job.iterations, job.topk, allowed)
-        kept = max(2, config.persist_keep)
-        self._state = PecState(job.moe_layers, job.num_experts, config.pec_k_snapshot, kept)
+        self._stages = tuple(map(tuple, moe_layers_of_stages(job)))
+        self._cursor, self._k = 0, config.pec_k_snapshot
+
+    @property
+    def k(self) -> int:
+        """Experts per MoE layer in the last snapshot."""
+        return self._k
 
     def plan(self, iteration: int) -> SnapshotPlan | None:
         due, self._interval_policy = self._interval_policy.due(iteration)
         if not due or self._gave_up:
             return None
-        writing = self._interval_policy.persist_due(iteration)[0] and all(
-            one.persist is None for one in self._state.flights
-        )
-        lacking = self._lacks_experts(Level.SNAPSHOT) or (writing and self._lacks_experts(Level.PERSIST))
-        k = self._groups.num_experts if lacking or self._keeps_all else self._chosen_k(iteration, writing)
-        experts, cursor = self._selected(k, writing)
+        writing = self._interval_policy.persist_due(iteration)[0] and not self.is_writing
+        state = self._state
+        lacking = state.lacks_experts(Level.SNAPSHOT) or (writing and state.lacks_experts(Level.PERSIST))
+        k = self._job.num_experts if lacking or self._keeps_all else self._chosen_k(iteration, writing)
+        experts, self._cursor = self._selected(k, writing)
+        self._k = k
         persist = self._persisted(k, experts) if writing else None
-        self._state = self._state.planned(Flight(iteration, experts, persist), k, cursor)
+        self._state = state.planned(Flight(iteration, experts, persist))
+        return self._plan_of(iteration, experts)
+
+    def _plan_of(self, iteration: int, experts: Collection[OperatorId]) -> SnapshotPlan:
         return pec_plan(iteration, self._job.operators, experts, self._scope)
-
-    def pieces(self, plan: SnapshotPlan) -> tuple[Piece, ...]:
-        """`dense`, and one for each group of which the plan has experts."""
-        return self._groups.pieces(plan)
-
-    def persistent(self, plan: SnapshotPlan) -> tuple[SnapshotPlan, ...]:
-        """What goes on was chosen when the snapshot was planned."""
-        ready = self._state.ready
-        due, interval_policy = self._interval_policy.persist_due(plan.iteration)
-        if ready is None or ready.persist is None or ready.iteration != plan.iteration or not due:
-            return ()
-        self._interval_policy, self._state = interval_policy, self._state.handed_on()
-        return (pec_plan(plan.iteration, self._job.operators, ready.persist, self._scope),)
 
     def buffer_specs(self) -> tuple[BufferSpec, ...]:
         """Of each kind of piece as many as `full` needs of its snapshots."""
@@ -118,80 +95,52 @@ class Pec(Strategy):
 
     @cached_property
     def _buffer_specs(self) -> tuple[BufferSpec, ...]:
-        rest = () if self._keeps_all else self._groups.experts
+        rest = () if self._keeps_all else self._experts
         others = [operator for operator in self._job.operators if not operator.is_expert]
         dense = pec_plan(0, sorted([*others, *rest]), (), self._scope)
-        groups = (full_plan(0, sorted(members)) for members in self._groups.members)
         return (
             BufferSpec(dense, own=3, replica=2, trainer=True),
-            *(BufferSpec(members, own=3, replica=2, trainer=False) for members in groups),
+            *(BufferSpec(full_plan(0, [one]), own=3, replica=2, trainer=False) for one in sorted(self._experts)),
         )
 
-    def counted(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
-        self._state = self._state.counted(iteration, counts)
-
-    def settled(self, plan: SnapshotPlan, level: Level, ok: bool) -> None:
-        self._state = self._state.settled(plan.iteration, level, ok)
-
     def to_data(self) -> dict[str, Any]:
-        return {**super().to_data(), **self._state.to_data()}
-
-    def recover(self, inventory: Inventory, lost: Lost, topology: Topology) -> RecoveryPlan:
-        """The tokens are counted by `resumed`, for the counts are stored with the target."""
-        return plan_lossy_recovery(inventory, lost, topology, lambda operator, after, upto: 0)
+        return {**super().to_data(), "cursor": self._cursor, "k": self._k}
 
     def resumed(self, plan: RecoveryPlan, data: Mapping[str, Any], fault_iteration: int) -> RecoveryPlan:
-        """Lost are the tokens counted after the copy of each expert, up to the target."""
         plan = super().resumed(plan, data, fault_iteration)
-        self._state, lost_tokens = self._state.resumed(data, plan, fault_iteration)
-        return replace(plan, lost_tokens=lost_tokens)
-
-    @property
-    def plt(self) -> float:
-        return float(self.report().plt)
-
-    def report(self) -> PecReport:
-        """What faults have cost so far, for tables and metrics."""
-        layers, ledger = self._job.moe_layers, self._state.ledger
-        lost = ledger.lost_tokens if ledger else (0,) * len(layers)
-        return PecReport(layers, lost, self._limit.plt(lost), self._state.k)
+        self._cursor, self._k = data["cursor"] % self._job.num_experts, data["k"]
+        return plan
 
     @property
     def _keeps_all(self) -> bool:
         """Whether the scope leaves out nothing that snapshots store."""
         return not Part.MASTER_AND_MOMENTS & self._scope.partial
 
-    def _lacks_experts(self, level: Level) -> bool:
-        """Whether some experts have no copy at this level, and none of all experts is under way."""
-        under_way = (experts for _, experts in self._state.under_way(level))
-        return level not in self._state.complete and self._groups.experts not in under_way
-
     def _selected(self, k: int, writing: bool) -> tuple[Experts, int]:
-        """Experts of a snapshot with K per layer, and the group that is next in turn after it."""
-        groups, state = self._groups, self._state
-        if k == groups.num_experts:
-            return groups.experts, state.cursor
-        last, count, cursor = state.last(Level.SNAPSHOT), groups.needed(k), state.cursor
-        if self._job.config.pec_selection == "load-aware":
-            experts = by_load(groups, state, last, k)
+        """Experts of a snapshot with K per layer, and the position that is next in turn after it."""
+        job, state, count = self._job, self._state, self._job.num_experts
+        if k == count:
+            return self._experts, self._cursor
+        last, cursor, ep = state.last(Level.SNAPSHOT), self._cursor, job.topology.ep
+        if job.config.pec_selection == "load-aware":
+            ages = {operator: age(state.taken, iteration) for operator, iteration in last.items()}
+            experts = by_load(self._stages, count, k, state.unsaved(Level.SNAPSHOT), ages, ep)
         else:
-            chosen = in_turn(groups, last, cursor, count)
-            experts, cursor = groups.union(chosen), (chosen[-1] + 1) % groups.count
+            experts, cursor = in_turn(self._stages, count, k, last, cursor, ep), next_position(cursor, k, count)
         if writing:
-            k_persist = self._k_persist(k)
-            patience = -(-groups.num_experts // k) * -(-k // k_persist)
-            experts |= groups.union(overdue(groups, self._storage_ages(), patience, count))
+            patience = -(-count // k) * -(-k // self._k_persist(k))
+            experts |= overdue(self._stages, count, self._storage_ages(), patience, k)
         return experts, cursor
 
     def _persisted(self, k: int, experts: Experts) -> Experts:
         """Which of the experts of a snapshot go on to storage."""
-        if self._lacks_experts(Level.PERSIST):
+        if self._state.lacks_experts(Level.PERSIST):
             return experts
         job = self._job
         return to_persist(job.moe_layers, job.num_experts, experts, self._k_persist(k), self._storage_ages())
 
     def _k_persist(self, k: int) -> int:
-        config, num_experts = self._job.config, self._groups.num_experts
+        config, num_experts = self._job.config, self._job.num_experts
         if config.pec_k_persist is None or (k == num_experts and self._threshold is not None):
             return k
         return min(k, config.pec_k_persist * k // config.pec_k_snapshot)
@@ -203,7 +152,7 @@ class Pec(Strategy):
 
     def _chosen_k(self, iteration: int, writing: bool) -> int:
         """The smallest K with which a fault after this snapshot keeps the PLT below the threshold."""
-        floor, num_experts = self._job.config.pec_k_snapshot, self._groups.num_experts
+        floor, num_experts = self._job.config.pec_k_snapshot, self._job.num_experts
         if self._threshold is None:
             return floor
         for k in k_ladder(floor, num_experts):
@@ -217,7 +166,7 @@ class Pec(Strategy):
     def _holds(self, k: int, experts: Experts, level: Level, iteration: int) -> bool:
         """Whether saving these experts at this level is enough. A layer may have fewer than K of them."""
         assert self._state.ledger is not None
-        topk, left_out = self._job.topk, self._groups.num_experts - k
+        topk, left_out = self._job.topk, self._job.num_experts - k
         scale = -(-topk // min(topk, left_out)) if left_out else 1
         choice = choose_k(
             self._state.ledger,

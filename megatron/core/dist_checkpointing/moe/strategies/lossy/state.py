@@ -1,12 +1,14 @@
-"""What `pec` remembers: the ledger of tokens, what is under way, and which copies may be found after a fault."""
+"""What lossy strategies remember: the ledger of tokens, what is under way, and which copies a fault may find."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
-from ...policy.ledger import Saved, TokenLedger
+from ...errors import UsageError
+from ...policy.ledger import TWO_LEVELS, Saved, TokenLedger
 from ...types import Level, OperatorId, RecoveryPlan, Tier, expert
 
 Experts = frozenset[OperatorId]
@@ -17,70 +19,96 @@ _COUNTED = 256  # newest snapshots and writes by which ages are counted
 
 @dataclass(frozen=True)
 class Flight:
-    """A snapshot under way: experts with their full state, and those of them that go on to storage (None: not due)."""
+    """A snapshot under way: experts with their full state, those of them that peers are sent, where the strategy tells
+    them apart (None: it does not), and those that go on to storage (None: not due)."""
 
     iteration: int
     experts: Experts = field(repr=False)
     persist: Experts | None = field(default=None, repr=False)
+    sent: Experts | None = field(default=None, repr=False)
+
+    @property
+    def meant_for(self) -> dict[Level, Experts]:
+        """The experts that are to have a copy at each level."""
+        found = {Level.SNAPSHOT: self.experts, Level.REPLICAS: self.sent, Level.PERSIST: self.persist}
+        return {level: experts for level, experts in found.items() if experts is not None}
 
 
 @dataclass(frozen=True)
-class PecState:
+class LossyState:
     """A value; each method returns the next one.
 
-    flights: planned, not settled. ready: sealed, to be persisted. writes: being persisted. complete: levels at which
-    all experts have a copy. captured: newest captures of each expert that were meant for a level. taken,
-    written: iterations of snapshots and of writes. cursor: the group that is next in turn. k: of the last snapshot.
+    levels: at which copies are told apart. flights: planned, not settled. sending: sealed, on their way to peers.
+    ready: sealed, to be persisted. writes: being persisted. complete: levels at which all experts have a copy.
+    captured: newest captures of each expert that were meant for a level. taken, written: iterations of snapshots and
+    of writes.
     """
 
     layers: tuple[int, ...]
     num_experts: int
-    k: int
     kept_points: int = 2
+    levels: frozenset[Level] = TWO_LEVELS
     ledger: TokenLedger | None = None
     flights: tuple[Flight, ...] = ()
+    sending: tuple[Flight, ...] = ()
     ready: Flight | None = None
     writes: tuple[Flight, ...] = ()
     complete: frozenset[Level] = frozenset()
     captured: Captures = field(default_factory=lambda: {level: {} for level in Level}, repr=False)
     taken: tuple[int, ...] = ()
     written: tuple[int, ...] = ()
-    cursor: int = 0
 
-    def planned(self, flight: Flight, k: int, cursor: int) -> PecState:
+    @cached_property
+    def experts(self) -> Experts:
+        """All experts."""
+        return frozenset(expert(layer, index) for layer in self.layers for index in range(self.num_experts))
+
+    def planned(self, flight: Flight) -> LossyState:
         """With one more snapshot under way."""
         taken = (*self.taken, flight.iteration)[-_COUNTED:]
-        return replace(self, flights=(*self.flights, flight), taken=taken, k=k, cursor=cursor)
+        return replace(self, flights=(*self.flights, flight), taken=taken)
 
-    def counted(self, iteration: int, counts: Sequence[Sequence[int]]) -> PecState:
+    def lacks_experts(self, level: Level) -> bool:
+        """Whether some experts have no copy at this level, and none of all experts is under way."""
+        under_way = (experts for _, experts in self.under_way(level))
+        return level not in self.complete and self.experts not in under_way
+
+    def counted(self, iteration: int, counts: Sequence[Sequence[int]]) -> LossyState:
         """With the tokens of `iteration`; if it was planned, its counts are kept for when it is restored."""
         ledger = self.ledger
         if ledger is None:
-            ledger = TokenLedger.started(self.layers, self.num_experts, iteration - 1, kept_points=self.kept_points)
+            ledger = TokenLedger.started(
+                self.layers, self.num_experts, iteration - 1, kept_points=self.kept_points, levels=self.levels
+            )
         ledger = ledger.advance(iteration, counts)
         flight = next((one for one in self.flights if one.iteration == iteration), None)
         if flight is None:
             return replace(self, ledger=ledger)
         captured = dict(self.captured)
-        for level, experts in ((Level.SNAPSHOT, flight.experts), (Level.PERSIST, flight.persist or ())):
+        for level, experts in flight.meant_for.items():
             captured[level] = _with_captures(captured[level], ledger, experts)
-        levels = {Level.SNAPSHOT} if flight.persist is None else set(Level)
-        return replace(self, ledger=ledger.marked(levels), captured=captured)
+        return replace(self, ledger=ledger.marked(flight.meant_for), captured=captured)
 
-    def settled(self, iteration: int, level: Level, ok: bool) -> PecState:
+    def settled(self, iteration: int, level: Level, ok: bool) -> LossyState:
         """With the outcome of what was under way at this level; what is not under way changes nothing."""
         if level is Level.PERSIST:
             return self._persisted(iteration, ok)
+        if level is Level.REPLICAS:
+            return self._sent(iteration, ok)
         flight = next((one for one in self.flights if one.iteration == iteration), None)
         if flight is None:
             return self
         state = replace(self, flights=tuple(one for one in self.flights if one is not flight))
         state = state._saved(flight.experts, iteration, level) if ok else state._abandoned(iteration, level)
+        if flight.sent is not None:
+            state = (
+                replace(state, sending=(*self.sending, flight)) if ok else state._abandoned(iteration, Level.REPLICAS)
+            )
         if flight.persist is None:
             return state
         return state._dropping_ready(flight) if ok else state._abandoned(iteration, Level.PERSIST)
 
-    def handed_on(self) -> PecState:
+    def handed_on(self) -> LossyState:
         """With what was ready being persisted."""
         assert self.ready is not None
         written = (*self.written, self.ready.iteration)[-_COUNTED:]
@@ -90,8 +118,24 @@ class PecState:
         """What will be saved at this level if all goes well, by iteration, ascending."""
         if level is Level.SNAPSHOT:
             return [(flight.iteration, flight.experts) for flight in self.flights]
+        if level is Level.REPLICAS:
+            return [(one.iteration, one.sent) for one in (*self.sending, *self.flights) if one.sent is not None]
         flights = (*self.writes, *((self.ready,) if self.ready else ()), *self.flights)
         return [(flight.iteration, flight.persist) for flight in flights if flight.persist is not None]
+
+    def unsaved(self, level: Level) -> dict[OperatorId, int]:
+        """Tokens of each expert since its newest copy at this level, those under way included."""
+        if self.ledger is None:
+            return dict.fromkeys(sorted(self.experts), 0)
+        rows = {layer: row for row, layer in enumerate(self.ledger.layers)}
+        unsaved = self.ledger.unsaved(level)
+        found = {one: unsaved[rows[one.layer]][one.expert] for one in sorted(self.experts)}
+        for iteration, experts in self.under_way(level):
+            for one in experts:
+                captured = [copy for copy in self.captured[level].get(one, ()) if copy.iteration == iteration]
+                if captured:
+                    found[one] = self.ledger.tokens[rows[one.layer]][one.expert] - captured[-1].tokens
+        return found
 
     def last(self, level: Level) -> dict[OperatorId, int]:
         """The iteration of each expert's newest copy, those under way included; -1 without any."""
@@ -111,17 +155,18 @@ class PecState:
             "captured": {
                 level.value: [[op.layer, op.expert, [list(one) for one in found[op]]] for op in sorted(found)]
                 for level, found in self.captured.items()
+                if level in self.levels
             },
             "taken": list(self.taken),
             "written": list(self.written),
-            "cursor": self.cursor,
-            "k": self.k,
         }
 
     def resumed(
         self, data: Mapping[str, Any], plan: RecoveryPlan, fault_iteration: int
-    ) -> tuple[PecState, dict[OperatorId, int]]:
+    ) -> tuple[LossyState, dict[OperatorId, int]]:
         """The state at `plan.target`, whose `to_data` this is, and the tokens that each expert with an older copy lost.
+
+        What was restored from memory is sent to peers again at once, and so counts as if they had it.
 
         Exact for a copy of the last captures or one that the ledger knows; any older one counts as the newest known one
         before it, so that never fewer tokens are reported than were lost.
@@ -129,22 +174,30 @@ class PecState:
         captured = _captures_of(data)
         used, stored = _used(plan)
         ledger = TokenLedger.from_data(data["ledger"])
-        ledger = replace(ledger, kept_points=self.kept_points)
-        for level in Level:
-            wanted = {operator: used[operator] for operator in used if stored[operator] is level}
+        if len(ledger.layers) != len(self.layers) or ledger.num_experts != self.num_experts:
+            raise UsageError(
+                f"tokens were counted of {ledger.num_experts} experts in {len(ledger.layers)} layers, but this job has"
+                f" {self.num_experts} in {len(self.layers)}"
+            )
+        ledger = replace(ledger.at_levels(self.levels), kept_points=self.kept_points)
+        for level in (level for level in Level if level in self.levels):
+            tier = Level.SNAPSHOT if level is Level.REPLICAS else level
+            wanted = {operator: used[operator] for operator in used if stored[operator] is tier}
             ledger = _knowing(ledger, level, wanted, captured)
         lost = {
             operator: ledger.tokens_between(operator, iteration, plan.target)
             for operator, iteration in sorted(used.items())
             if iteration < plan.target
         }
-        complete = {Level(name) for name in data["complete"]} - {Level.SNAPSHOT}
+        in_memory = self.levels - {Level.PERSIST}
+        complete = {Level(name) for name in data["complete"]} - in_memory
         if Level.PERSIST not in stored.values():
-            complete.add(Level.SNAPSHOT)
+            complete |= in_memory
         state = replace(
             self,
             ledger=ledger.recovered(fault_iteration, plan.target, used),
             flights=(),
+            sending=(),
             ready=None,
             writes=(),
             complete=frozenset(complete),
@@ -154,12 +207,10 @@ class PecState:
             },
             taken=tuple(data["taken"]),
             written=tuple(data["written"]),
-            cursor=data["cursor"],
-            k=data["k"],
         )
         return state, lost
 
-    def _persisted(self, iteration: int, ok: bool) -> PecState:
+    def _persisted(self, iteration: int, ok: bool) -> LossyState:
         write = next((one for one in self.writes if one.iteration == iteration), None)
         if write is None or write.persist is None:
             return self
@@ -168,16 +219,26 @@ class PecState:
             return state._abandoned(iteration, Level.PERSIST)
         return state._saved(write.persist, iteration, Level.PERSIST)
 
-    def _saved(self, experts: Experts, iteration: int, level: Level) -> PecState:
+    def _sent(self, iteration: int, ok: bool) -> LossyState:
+        flight = next((one for one in self.sending if one.iteration == iteration), None)
+        if flight is None or flight.sent is None:
+            # What a recovery found was sent again: without that, peers may lack any expert.
+            return self if ok else replace(self, complete=self.complete - {Level.REPLICAS})
+        state = replace(self, sending=tuple(one for one in self.sending if one is not flight))
+        if not ok:
+            return state._abandoned(iteration, Level.REPLICAS)
+        return state._saved(flight.sent, iteration, Level.REPLICAS)
+
+    def _saved(self, experts: Experts, iteration: int, level: Level) -> LossyState:
         assert self.ledger is not None
         is_all = len(experts) == len(self.layers) * self.num_experts
         ledger = self.ledger.saved(iteration, sorted(experts), level)
         return replace(self, ledger=ledger, complete=self.complete | {level} if is_all else self.complete)
 
-    def _abandoned(self, iteration: int, level: Level) -> PecState:
+    def _abandoned(self, iteration: int, level: Level) -> LossyState:
         return replace(self, ledger=self.ledger.abandoned(iteration, level) if self.ledger else None)
 
-    def _dropping_ready(self, flight: Flight) -> PecState:
+    def _dropping_ready(self, flight: Flight) -> LossyState:
         state = self if self.ready is None else self._abandoned(self.ready.iteration, Level.PERSIST)
         return replace(state, ready=flight)
 
@@ -185,7 +246,10 @@ class PecState:
 def _captures_of(data: Mapping[str, Any]) -> dict[Level, dict[OperatorId, tuple[Saved, ...]]]:
     """The newest captures of each expert, as `to_data` wrote them."""
     return {
-        level: {expert(row[0], row[1]): tuple(Saved(*one) for one in row[2]) for row in data["captured"][level.value]}
+        level: {
+            expert(row[0], row[1]): tuple(Saved(*one) for one in row[2])
+            for row in data["captured"].get(level.value, ())
+        }
         for level in Level
     }
 

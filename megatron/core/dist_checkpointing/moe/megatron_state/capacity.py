@@ -1,0 +1,130 @@
+"""More capacity for experts that lost tokens, in room that others leave unused (MOETION 6).
+
+Core's routers drop what is beyond one capacity of all experts, in `apply_router_token_dropping`, which
+`transformer/moe/router.py` calls by that name. There is no seam for a capacity of each expert, so while tokens are
+owed that name stands for a function here (checked against core 0.16.1 and 0.19.2), which has core's own result where
+the layer owes nothing. A hook on each router says whose tokens are routed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from megatron.core.transformer.moe import router as routing
+from megatron.core.transformer.moe.moe_utils import get_capacity
+from megatron.core.transformer.moe.router import TopKRouter
+
+from ..policy.selective import capacity_boost
+from ..types import OperatorId, expert
+from .popularity import ArrivingCounts
+
+Routed = tuple[torch.Tensor, torch.Tensor]
+"""Probabilities and choice of experts, each [tokens, experts]."""
+
+
+def routers_of(chunks: Sequence[torch.nn.Module]) -> list[TopKRouter]:
+    """All routers in the model chunks of this rank."""
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
+
+
+def drops_tokens(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Whether routers drop tokens beyond a capacity that can differ from expert to expert; padded ones are alike."""
+    configs = [router.config for router in routers_of(chunks)]
+    return any(
+        one.moe_expert_capacity_factor is not None and not one.moe_pad_expert_input_to_capacity for one in configs
+    )
+
+
+class RouterCapacity:
+    """Lets experts of this rank's routers exceed their capacity by `percent` while they owe tokens.
+
+    Only in training: an evaluation drops as ever. The sum of capacities of a layer stays as it is in each pass, so what
+    a boosted expert takes is what others leave unused. Each rank and microbatch grants by itself up to what is owed in
+    all, so that an iteration may make up for more than that, but never beyond `percent`.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], percent: int) -> None:
+        self._percent = percent
+        self._routers = routers_of(chunks)
+        self._owed: dict[int, dict[OperatorId, int]] = {}
+        self._beyond: dict[int, torch.Tensor] = {}
+        self._layer: int | None = None
+        self._patched = ExitStack()
+
+    def owe(self, owed: Mapping[OperatorId, int]) -> None:
+        """From the next pass on, these experts of all layers owe so many tokens."""
+        self._owed = {}
+        for operator, tokens in owed.items():
+            self._owed.setdefault(operator.layer, {})[operator] = tokens
+        if owed and not self._beyond:
+            self._patch()
+        elif not owed:
+            self.close()
+
+    def take(self) -> Callable[[], Mapping[int, tuple[int, ...]]]:
+        """Tokens by layer and expert that were processed beyond the capacity on this rank, since the last call."""
+        if not self._beyond:
+            return dict
+        layers = sorted(self._beyond)
+        taken = ArrivingCounts(layers, torch.stack([self._beyond[layer] for layer in layers]))
+        for count in self._beyond.values():
+            count.zero_()
+        return taken
+
+    def close(self) -> None:
+        """Leave routers as they were."""
+        self._patched.close()
+        self._beyond, self._layer = {}, None
+
+    def _patch(self) -> None:
+        for router in self._routers:
+            zeros = torch.zeros(router.config.num_moe_experts, dtype=torch.int64, device=router.weight.device)
+            self._beyond[router.layer_number - 1] = zeros
+            self._patched.callback(router.register_forward_pre_hook(self._enter).remove)
+        upstream = routing.apply_router_token_dropping
+        self._patched.callback(setattr, routing, "apply_router_token_dropping", upstream)
+
+        def dropped(probabilities: torch.Tensor, chosen: torch.Tensor, *arguments: Any, **options: Any) -> Routed:
+            owed = self._owed.get(self._layer, {}) if self._layer is not None else {}
+            if not owed:
+                found: Routed = upstream(probabilities, chosen, *arguments, **options)
+                return found
+            return self._dropped(probabilities, chosen, owed, *arguments, **options)
+
+        routing.apply_router_token_dropping = dropped
+
+    def _enter(self, router: TopKRouter, _: object) -> None:
+        # Both passes of recomputed activations have to drop alike; an evaluation is told by the mode.
+        self._layer = router.layer_number - 1 if router.training else None
+
+    def _dropped(
+        self,
+        probabilities: torch.Tensor,
+        chosen: torch.Tensor,
+        owed: Mapping[OperatorId, int],
+        router_topk: int,
+        capacity_factor: float,
+        drop_policy: str = "probs",
+        **_: object,
+    ) -> Routed:
+        """As core's `apply_router_token_dropping` without padding, with a capacity of each expert."""
+        num_tokens, num_experts = probabilities.shape
+        base = get_capacity(num_tokens * router_topk, num_experts, capacity_factor)
+        layer = next(iter(owed)).layer
+        # Waits for the device, while tokens are owed.
+        routed = {expert(layer, index): count for index, count in enumerate(chosen.sum(dim=0).tolist())}
+        boosted = capacity_boost(owed, dict.fromkeys(routed, base), routed, self._percent).capacity
+        capacity = torch.tensor([boosted[one] for one in sorted(boosted)], device=probabilities.device)
+        by = probabilities if drop_policy == "probs" else chosen.int()
+        most = min(num_tokens, int(capacity.max()))
+        _, order = torch.topk(by, k=most, dim=0, sorted=True)
+        within = torch.arange(most, device=probabilities.device)[:, None] < capacity[None, :]
+        kept = torch.zeros_like(chosen, dtype=torch.bool).scatter(0, order, within)
+        final = torch.logical_and(chosen, kept)
+        if torch.is_grad_enabled():  # not the first pass of recomputed activations
+            self._beyond[layer] += (final.sum(dim=0) - base).clamp(min=0)
+        return probabilities * final, final
