@@ -1,9 +1,10 @@
 """`pretrain_gpt_moe.py` where an injected fault waits until as many standbys as $READY_STANDBYS wait for a seat.
 
 For tests and benchmarks. In the folder $SEATS each standby leaves `ready-PID` while it waits and `seated-RANK` once it
-trains, and each rank `START-RANK` once it trains after the START-th start of training, with its pid and the addresses
-of its weights. $KILLS are faults that strike while training is brought back, such as `2@1:replay,3@2:connect`: rank 2
-in the first recovery, once it has run an iteration again, and rank 3 in the second, before it connects.
+trains, and each rank `START-RANK` once all stand at one iteration after the START-th start of training, with its pid
+and the addresses of its weights. $KILLS are faults that strike while training is brought back, such as
+`2@1:replay,3@2:connect`: rank 2 in the first recovery, once it has run an iteration again, and rank 3 in the second,
+before it connects.
 """
 
 from __future__ import annotations
@@ -99,21 +100,26 @@ def instrument() -> None:
     struck(pretraining, "connect", "connect", "connected")
     struck(pretraining, "build_state", "build", "built")
     struck(pretraining, "resume", "resume", "resumed")
-    struck(MoECheckpointManager, "rejoin", "rejoin", "rejoined")
-    after_step = MoECheckpointManager.after_step
+    rejoin, after_step = MoECheckpointManager.rejoin, MoECheckpointManager.after_step
+
+    def rejoined(manager: MoECheckpointManager) -> bool:
+        strike("rejoin")
+        done = rejoin(manager)
+        left = FOLDER / f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{os.environ['RANK']}"
+        groups = manager._trainer._optimizer.param_groups
+        left.write_text(
+            json.dumps([os.getpid(), [weight.data_ptr() for group in groups for weight in group["params"]]])
+        )
+        strike("rejoined")
+        return done
 
     def after(manager: MoECheckpointManager, *arguments: Any, **options: Any) -> Any:
         replayed, done = manager.is_replaying, after_step(manager, *arguments, **options)
         if replayed:
             strike("replay")
-        else:
-            left = FOLDER / f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{os.environ['RANK']}"
-            groups = manager._trainer._optimizer.param_groups
-            weights = [parameter.data_ptr() for group in groups for parameter in group["params"]]
-            left.write_text(json.dumps([os.getpid(), weights]))
         return done
 
-    MoECheckpointManager.after_step = after  # type: ignore[method-assign]
+    MoECheckpointManager.rejoin, MoECheckpointManager.after_step = rejoined, after  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -34,9 +34,7 @@ def densify(config: PretrainConfig, launch: Launch, _marks: Timestamps) -> None:
     with driver_errors():
         if manager.is_replaying:
             datasets = build_splits(config, tokenizer)
-            Trainer(
-                state, transformer, datasets, build_metrics(state, transformer, launch.place.job_here), manager
-            ).replay()
+            Trainer(state, transformer, datasets, build_metrics(config), manager).replay()
             return
         manager.begin()
         Saver(state).save()

@@ -233,5 +233,5 @@ def test_a_process_that_cannot_stay_ends_with_the_error_that_it_had(
     [("cuda_graph_impl", "local"), ("tp_comm_overlap", True), ("moe_token_dispatcher_type", "flex")],
 )
 def test_a_model_with_connections_that_cannot_be_exchanged_is_named(flag: str, value: object) -> None:
-    assert kept_process._needs_fresh_process(SimpleNamespace(**{flag: value}))
-    assert kept_process._needs_fresh_process(SimpleNamespace()) is None
+    assert kept_process.needs_fresh_process(SimpleNamespace(**{flag: value}))
+    assert kept_process.needs_fresh_process(SimpleNamespace()) is None

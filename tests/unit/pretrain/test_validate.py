@@ -49,7 +49,7 @@ REFUSED = {
     "--moe-ckpt-strategy pec --moe-ckpt-plt-threshold 3.75": "from 0 to 1",
     "--moe-ckpt-strategy selective --moe-ckpt-budget-local 0": "0 is neither auto nor a number of bytes above 0",
     "--moe-ckpt-strategy selective --moe-ckpt-budget-remote 5%": "5% is neither auto nor a number of bytes above 0",
-    "--moe-ckpt-strategy selective --moe-ckpt-capacity-boost 101": "101 is a share of the capacity in percent: 0 to 100",
+    "--moe-ckpt-strategy selective --moe-ckpt-capacity-boost 101": "101 is a share of the capacity in percent",
     "--moe-ckpt-strategy pec --moe-ckpt-budget-local 1GB": "is for --moe-ckpt-strategy selective, not pec",
     "--moe-ckpt-strategy sparse --moe-ckpt-window often": "often is neither auto nor a number of iterations",
     "--moe-ckpt-strategy sparse --moe-ckpt-window 0": "0 is neither auto nor a number of iterations",

@@ -115,10 +115,10 @@ def _has_to_end(error: BaseException, chunks: Sequence[torch.nn.Module]) -> str 
         return ""
     if own_build().answers is None:
         return "others could not build beside it"
-    return _needs_fresh_process(get_model_config(chunks[0]))
+    return needs_fresh_process(get_model_config(chunks[0]))
 
 
-def _needs_fresh_process(config: Any) -> str | None:
+def needs_fresh_process(config: Any) -> str | None:
     """Flags of a model that keeps connections where nobody can exchange them."""
     if uses_cuda_graphs(config):
         return "CUDA graphs have communication of the lost connections in them"

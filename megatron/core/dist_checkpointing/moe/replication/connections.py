@@ -98,7 +98,7 @@ class Connections:
         self._secret = secrets.token_bytes(16)
         self._listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
         self._lock = threading.Lock()
-        self._arriving, self.lanes = threading.Condition(self._lock), list[Lane]()
+        self._arriving, self.lanes = threading.Condition(self._lock), list[MessageLane]()
         self._arrived: dict[tuple[int, int], socket.socket] = {}
         self.sockets = {self._listener}
         self.place = f"{address} {self._listener.getsockname()[1]} {self._secret.hex()}"
@@ -181,13 +181,13 @@ class Connections:
 
     def lane(
         self, open_: Callable[[], socket.socket], other: str, move: Mover, close: Callable[[], None] = lambda: None
-    ) -> Lane:
+    ) -> MessageLane:
         """A new lane, over the connection that `open_` makes on its thread for the first message.
 
         other: who is at the other end, for errors. close: called by the thread as its last act.
         """
         with self._lock:
-            lane = Lane(self, self._lock, open_, other, move, close)
+            lane = MessageLane(self, self._lock, open_, other, move, close)
             self.lanes.append(lane)
         return lane
 
@@ -233,7 +233,7 @@ class Connections:
         return connection
 
 
-class Lane:
+class MessageLane:
     """Messages of one direction between this rank and another, moved one after another by a thread."""
 
     def __init__(

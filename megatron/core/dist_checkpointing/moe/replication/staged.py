@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
-from .connections import Connections, Lane, check_open
+from .connections import Connections, MessageLane, check_open
 from .tcp import TcpTransport
 
 if TYPE_CHECKING:
@@ -244,12 +244,12 @@ class StagedTransport(TcpTransport):
         self.medium = f"process groups of {backend}, staged on {self._device}"
         super().__init__(store, rank, world_size, name, timeout_s, address=address)
 
-    def lane(self, other: int, nbytes: int, *, is_send: bool) -> Lane:
+    def lane(self, other: int, nbytes: int, *, is_send: bool) -> MessageLane:
         if nbytes < LEAST_BYTES:
             return super().lane(other, nbytes, is_send=is_send)
         return self._lanes.get((other, BULK, is_send)) or self._bulk_lane(other, is_send=is_send)
 
-    def _bulk_lane(self, other: int, *, is_send: bool) -> Lane:
+    def _bulk_lane(self, other: int, *, is_send: bool) -> MessageLane:
         connections, root, device = self.connections, self._root, self._device
         assert isinstance(connections, Connections)
         way = (self.rank, other) if is_send else (other, self.rank)

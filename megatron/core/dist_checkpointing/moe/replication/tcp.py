@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, Store
 
 from ..errors import UsageError
 from ..ports import PeerLost
-from .connections import Connections, Lane, Message, Mover, receive_over, send_over
+from .connections import Connections, Message, MessageLane, Mover, receive_over, send_over
 from .meeting import Meeting
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ _LET_GO_S = 10.0
 class _Transfer:
     """One message. Whatever goes wrong is raised by `wait`; dropping it before it is through breaks the connections."""
 
-    def __init__(self, transport: TcpTransport, what: str, lane: Lane | None, memory: memoryview) -> None:
+    def __init__(self, transport: TcpTransport, what: str, lane: MessageLane | None, memory: memoryview) -> None:
         self._transport, self._what, self._lane = transport, what, lane
         self._connections = transport.connections
         self._message = Message(memoryview(b"")) if lane is None else lane.post(memory)
@@ -102,7 +102,7 @@ class TcpTransport:
         self._store = PrefixStore(name, own)
         self._meeting = Meeting(self._store, rank, world_size)
         self.connections: Connections | None = None
-        self._places, self._lanes = self._store, dict[tuple[int, int, bool], Lane]()
+        self._places, self._lanes = self._store, dict[tuple[int, int, bool], MessageLane]()
         self._why, self.number = "the transport was closed", 0
         self.renew()
 
@@ -170,14 +170,14 @@ class TcpTransport:
         self._drop(sentence)
         return PeerLost(sentence)
 
-    def lane(self, other: int, nbytes: int, *, is_send: bool) -> Lane:
+    def lane(self, other: int, nbytes: int, *, is_send: bool) -> MessageLane:
         """What moves a message of so many bytes; the same on both sides."""
         move = send_over if is_send else receive_over
         return self._lanes.get((other, MESSAGES, is_send)) or self._lane(other, MESSAGES, move, is_send=is_send)
 
     def _lane(
         self, other: int, purpose: int, move: Mover, *, is_send: bool, close: Callable[[], None] = lambda: None
-    ) -> Lane:
+    ) -> MessageLane:
         assert self.connections is not None
         # Nothing that its thread keeps may refer to this transport, or that would never be collected.
         open_ = partial(_opened, self.connections, self._places, other, purpose, is_send, self.timeout_s)

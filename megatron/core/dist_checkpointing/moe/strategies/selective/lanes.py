@@ -15,14 +15,14 @@ Tokens = Mapping[OperatorId, int]
 
 
 @dataclass(frozen=True)
-class Lane:
+class ExpertLane:
     """The ranks that own a part of the same experts; sizes: of the largest shard of each, and of all else together."""
 
     expert_bytes: Mapping[OperatorId, int] = field(repr=False)
     non_expert_bytes: int
 
 
-def lanes_of(job: Job) -> tuple[Lane, ...]:
+def lanes_of(job: Job) -> tuple[ExpertLane, ...]:
     """Of all ranks whose sizes are known, in the order of their first ranks."""
     found: dict[frozenset[OperatorId], list[Mapping[OperatorId, OperatorSize]]] = {}
     for _, sizes in sorted(job.sizes.items()):
@@ -30,7 +30,7 @@ def lanes_of(job: Job) -> tuple[Lane, ...]:
         if experts:
             found.setdefault(experts, []).append(sizes)
     return tuple(
-        Lane(
+        ExpertLane(
             {one: max(1, *(sizes[one].full_bytes for sizes in ranks)) for one in sorted(experts)},
             max(sum(size.full_bytes for op, size in sizes.items() if not op.is_expert) for sizes in ranks),
         )
@@ -38,7 +38,9 @@ def lanes_of(job: Job) -> tuple[Lane, ...]:
     )
 
 
-def selected(lanes: tuple[Lane, ...], budgets: LinkBudgets, unsaved: Tokens, unsent: Tokens) -> tuple[Experts, Experts]:
+def selected(
+    lanes: tuple[ExpertLane, ...], budgets: LinkBudgets, unsaved: Tokens, unsent: Tokens
+) -> tuple[Experts, Experts]:
     """The experts that a snapshot has, and those of them that peers are sent, each lane by its own budget.
 
     unsaved, unsent: tokens of each expert since it was last copied, and last sent.
@@ -49,7 +51,7 @@ def selected(lanes: tuple[Lane, ...], budgets: LinkBudgets, unsaved: Tokens, uns
     )
 
 
-def _of_lane(lane: Lane, budgets: LinkBudgets, unsaved: Tokens, unsent: Tokens) -> tuple[Experts, Experts]:
+def _of_lane(lane: ExpertLane, budgets: LinkBudgets, unsaved: Tokens, unsent: Tokens) -> tuple[Experts, Experts]:
     def chosen(tokens: Tokens, among: Experts, budget_bytes: int) -> Experts:
         candidates = {operator: tokens[operator] for operator in sorted(among)}
         largest = max(lane.expert_bytes[operator] for operator in candidates)
