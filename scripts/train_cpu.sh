@@ -7,7 +7,8 @@
 #   NNODES (1)        nodes, played by as many    PP (2)  pipeline parallel size
 #                     torchrun agents             EP (2)  expert parallel size
 #   MAX_RESTARTS (3)  restarts after a failure    VPP     model chunks per pipeline rank
-#   STANDBYS (0)      processes per node, imports done, that wait to take the seats of lost ranks
+#   STANDBYS (0)      processes per node, imports done, that wait to take the seats of lost ranks; with any, the other
+#                     ranks keep their processes
 #   LOOP              own, or stock: that of Megatron-LM, with its flags (default: stock from Megatron-Core 0.17 on)
 #   PYTHON            interpreter (default: .venv of this repository, .venv-stock with LOOP=stock, else python3)
 #   SCRIPT            another script that takes the same flags

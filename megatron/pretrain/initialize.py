@@ -81,9 +81,12 @@ def _can_import(module: str) -> bool:
     return True
 
 
-def marks_of_this_process(seated_s: float | None = None) -> Timestamps:
-    """For the timeline of a recovery: this process has begun, or has taken the seat of a rank."""
-    marks = Timestamps()
+def marks_of_this_process(seated_s: float | None = None, *, stayed: bool = False) -> Timestamps:
+    """For the timeline of a recovery: this process has begun, or has taken the seat of a rank.
+
+    stayed: whether it trained before.
+    """
+    marks = Timestamps(stayed=stayed)
     marks.mark(Milestone.RESTARTED, started_s(os.getpid()) if seated_s is None else seated_s)
     return marks
 

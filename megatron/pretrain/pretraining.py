@@ -50,7 +50,8 @@ class Pretraining:
                 break
             except Exception as error:
                 kept.stay(error, manager)
-                launch, marks = Launch.from_environment(), marks_of_this_process(own_seat().taken_s)
+                launch = Launch.from_environment()
+                marks = marks_of_this_process(own_seat().taken_s, stayed=True)
                 # What training counts comes back with the rest of its state, on all ranks alike.
                 self._state = dataclasses.replace(self._state, progress=Progress(), lineage=Lineage())
         log_progress(self._state, f"Ended training\tIteration: {self._state.progress.iteration}", launch)

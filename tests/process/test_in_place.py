@@ -35,6 +35,7 @@ def job(launch: Launch, corpus: str, tmp_path: Path) -> Job:
         )
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert "Traceback" not in ended.stderr, ended.stderr
+        assert "ranks kept their processes)" in ended.stdout, ended.stdout
         return seats
 
     return run

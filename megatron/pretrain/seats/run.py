@@ -1,4 +1,4 @@
-"""`moe-ckpt-run`: torchrun that keeps standbys, which take the seats of lost ranks with all imports done.
+"""`moe-ckpt-run`: torchrun that lets ranks keep their processes when others are lost, whose seats go to standbys.
 
     moe-ckpt-run --moe-ckpt-standbys 8 [options of torchrun] SCRIPT [flags]
 
@@ -40,8 +40,8 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
         type=int,
         default=0,
         metavar="N",
-        help="processes per node that wait with all imports done to take the seats of lost ranks; as many as there are"
-        " ranks make a restart of all a matter of seconds (0: as torchrun)",
+        help="processes per node that wait with all imports done to take the seats of lost ranks, while the other ranks"
+        " keep their processes (0: as torchrun)",
     )
     options = parser.parse_args(argv)
     if options.moe_ckpt_standbys < 0:

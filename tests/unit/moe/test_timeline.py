@@ -69,6 +69,13 @@ def test_parts_last_from_one_slowest_rank_to_the_next_and_sum_up_to_the_whole() 
     assert found.is_whole
 
 
+def test_ranks_that_kept_their_processes_are_counted_and_told() -> None:
+    found = episode(row(fault(100, 101)) | {"stayed": True}, row() | {"stayed": False}, row() | {"stayed": True}, row())
+    assert found.stayed == 2
+    assert "in place, 2 ranks kept their processes" in next(iter(found.lines()))
+    assert "in place" not in next(iter(episode(row(), row(), row(), row()).lines()))
+
+
 def test_the_slowest_rank_of_each_part_is_named() -> None:
     found = episode(row(fault(100, 101)), row(fault(100.5, 100.6)), row(planned=115), row(replayed=116, rejoined=118))
     assert found.slowest["detect"] == 1
@@ -175,9 +182,10 @@ def test_what_a_process_leaves_the_next_one_finds_and_tells(tmp_path: Path) -> N
     timestamps.mark(Milestone.PARKED, 101.0)
     timestamps.leave(tmp_path, "1")
     earlier = left_in(tmp_path)
-    assert rank_timestamps(Timestamps(Wall(5.0)), earlier) == {
+    assert rank_timestamps(Timestamps(Wall(5.0), stayed=True), earlier) == {
         "clock_s": 5.0,
         "times": {},
+        "stayed": True,
         "earlier": [fault(100.0, 101.0)],
     }
 

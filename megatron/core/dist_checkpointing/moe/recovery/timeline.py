@@ -64,10 +64,12 @@ class Timestamps:
     """Times of one process, in seconds since 1970 by the clock of its node, which its next process shares.
 
     Only wall clocks can be compared over processes and nodes, as far as they agree: see `RecoveryTimeline`.
+
+    stayed: whether this process trained before the fault, too.
     """
 
-    def __init__(self, wall_s: Callable[[], float] = time.time) -> None:
-        self._wall_s = wall_s
+    def __init__(self, wall_s: Callable[[], float] = time.time, *, stayed: bool = False) -> None:
+        self._wall_s, self.stayed = wall_s, stayed
         self._times: dict[Milestone, float] = {}
 
     def mark(self, milestone: Milestone, at_s: float | None = None) -> None:
@@ -149,6 +151,7 @@ class RecoveryTimeline:
     left a mark, and it is the restart. slowest: for each part the rank that ended it. attempts: how many it took.
     told_by: how many ranks left times before the restart. clocks_s: how far the clocks of nodes were apart, 0 if
     no more than can be measured. replayed: iterations of the longest replay. ranks_back: those that replay, of `ranks`.
+    stayed: how many kept their processes.
     exactness: how the state compares with the one that was lost, as the recovery's table says it. table: that table,
     line by line. lost_tokens: by layer and expert, routed tokens whose updates are lost. plt: the share of tokens that
     all faults so far have cost; None where nothing can be lost.
@@ -166,6 +169,7 @@ class RecoveryTimeline:
     replayed: int = 0
     ranks_back: int = 0
     ranks: int = 1
+    stayed: int = 0
     exactness: str = "exactly"
     table: Sequence[str] = field(default_factory=list)
     lost_tokens: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
@@ -187,10 +191,11 @@ class RecoveryTimeline:
         """For the log: one line with all parts, and one for each thing that is unusual."""
         since = "detection" if self.is_whole else "the restart"
         did = f"{self.ranks_back} of {self.ranks} ranks replayed up to {self.replayed} iterations"
+        where = f"; in place, {self.stayed} ranks kept their processes" if self.stayed else ""
         parts = ", ".join(f"{name} {length_s:.2f}" for name, length_s in self.parts.items())
         yield (
             f"timeline: {self.total_s:.2f} s from {since} to rejoin"
-            f" ({self.scope}; {did if self.replayed else 'no replay'}): {parts}"
+            f" ({self.scope}; {did if self.replayed else 'no replay'}{where}): {parts}"
         )
         if not self.is_whole:
             yield "timeline: no rank left word of when the fault was detected; what came before the restart is missing"
@@ -225,6 +230,7 @@ def rank_timestamps(timestamps: Timestamps, earlier: Sequence[Mapping[str, Any]]
     return {
         "clock_s": timestamps.now_s(),
         "times": timestamps.times(),
+        "stayed": timestamps.stayed,
         "earlier": [dict(attempt) for attempt in earlier],
     }
 
@@ -253,6 +259,7 @@ def merged(rows: Sequence[Mapping[str, Any]], plan: RecoveryPlan, topology: Topo
         replayed=max((len(segment.replayed) for segment in replayed), default=0),
         ranks_back=sum(len(segment.stages) for segment in replayed) * topology.ranks_per_stage,
         ranks=topology.world_size,
+        stayed=sum(bool(row.get("stayed")) for row in rows),
     )
 
 
