@@ -4,11 +4,12 @@ For tests and benchmarks. In the folder $SEATS each standby leaves `ready-PID` w
 trains, and each rank `START-RANK` once all stand at one iteration after the START-th start of training, with its pid
 and the addresses of its weights. $KILLS are faults that strike while training is brought back, such as
 `2@1:replay,3@2:connect`: rank 2 in the first recovery, once it has run an iteration again, and rank 3 in the second,
-before it connects.
+before it connects. With KEEP=0 no rank keeps its process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -64,6 +65,22 @@ def training(seat: Seat, done: object = Seat.training) -> None:
         (FOLDER / f"seated-{os.environ['RANK']}").touch()
 
 
+def held() -> dict[str, int]:
+    """What this process has of the system."""
+    kinds = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of this very folder
+            kinds.append(os.readlink(f"/proc/self/fd/{name}"))
+    resident = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
+    return {
+        "descriptors": len(kinds),
+        "sockets": sum(kind.startswith("socket:") for kind in kinds),
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+        "mappings": Path("/proc/self/maps").read_text().count("\n"),
+        "resident_kb": int(resident.split()[1]),
+    }
+
+
 def strike(point: str) -> None:
     """Kill this process if it is to be killed here."""
     here = f"{os.environ.get('RANK')}@{os.environ.get('TORCHELASTIC_RESTART_COUNT')}:{point}"
@@ -107,9 +124,8 @@ def instrument() -> None:
         done = rejoin(manager)
         left = FOLDER / f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{os.environ['RANK']}"
         groups = manager._trainer._optimizer.param_groups
-        left.write_text(
-            json.dumps([os.getpid(), [weight.data_ptr() for group in groups for weight in group["params"]]])
-        )
+        weights = [weight.data_ptr() for group in groups for weight in group["params"]]
+        left.write_text(json.dumps({"pid": os.getpid(), "weights": weights, "held": held()}))
         strike("rejoined")
         return done
 
@@ -127,4 +143,6 @@ if __name__ == "__main__":
     pretrain_gpt_moe.warm_up = warm_up
     pretrain_gpt_moe.initialize = initialize  # type: ignore[assignment]
     Seat.training = training  # type: ignore[method-assign]
+    if os.environ.get("KEEP") == "0":
+        Seat.keep = lambda *_: None  # type: ignore[method-assign]
     sys.exit(pretrain_gpt_moe.main(sys.argv[1:]))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs import Launch, Layout, Train, differences, digest, flags
@@ -19,17 +21,17 @@ Job = Callable[..., Path]
 def job(launch: Launch, corpus: str, tmp_path: Path) -> Job:
     """Runs a job with standbys that is struck, and returns the folder with what its processes left."""
 
-    def run(layout: Layout, strategy: str, *, faults: str = "", kills: str = "", standbys: int = 1) -> Path:
+    def run(layout: Layout, strategy: str, *more: str, faults: str = "", kills: str = "", standbys: int = 1) -> Path:
         seats, memory = tmp_path / "seats", tmp_path / "memory"
         seats.mkdir()
         memory.mkdir()
         argv = flags(
             corpus, layout, "--moe-ckpt-strategy", *strategy.split(), "--moe-ckpt-memory-dir", str(memory),
             *[part for fault in faults.split() for part in ("--moe-ckpt-inject-fault", fault)],
-            "--save", str(tmp_path / "struck"),
+            "--save", str(tmp_path / "struck"), *more,
         )  # fmt: skip
         environment = {"NPROC": str(layout.ranks), "STANDBYS": str(standbys), "READY_STANDBYS": str(standbys)}
-        environment |= {"SEATS": str(seats), "KILLS": kills, "MAX_RESTARTS": "9"}
+        environment |= {"SEATS": str(seats), "KILLS": kills, "MAX_RESTARTS": "99"}
         ended: subprocess.CompletedProcess[str] = launch(
             ["scripts/train_cpu.sh", *argv], SCRIPT=str(ROOT / "benchmarks" / "standby_job.py"), **environment
         )
@@ -41,8 +43,8 @@ def job(launch: Launch, corpus: str, tmp_path: Path) -> Job:
     return run
 
 
-def sitting(seats: Path, start: int, ranks: int) -> list[list[object]]:
-    """Of each rank that trained after a start: its pid, and the addresses of its weights."""
+def sitting(seats: Path, start: int, ranks: int) -> list[dict[str, Any]]:
+    """Of each rank that trained after a start: its pid, the addresses of its weights, and what it had of the system."""
     return [json.loads((seats / f"{start}-{rank}").read_text()) for rank in range(ranks)]
 
 
@@ -52,7 +54,11 @@ def check_survivors(seats: Path, layout: Layout, struck: list[set[int]]) -> None
     assert len(starts) == len(struck) + 1, starts
     for before, after, lost in zip(starts, starts[1:], struck, strict=False):
         was, now = sitting(seats, before, layout.ranks), sitting(seats, after, layout.ranks)
-        kept = {rank for rank in range(layout.ranks) if was[rank] == now[rank]}
+        kept = {
+            rank
+            for rank in range(layout.ranks)
+            if all(was[rank][name] == now[rank][name] for name in ("pid", "weights"))
+        }
         assert kept == set(range(layout.ranks)) - lost, (was, now)
 
 
@@ -122,3 +128,21 @@ def test_a_second_fault_while_training_is_brought_back_costs_no_other_rank_its_p
     seats = job(layout, "sparse --moe-ckpt-window 2", faults="1@4:forward-backward", kills=second)
     check_survivors(seats, layout, [lost])
     check_state(train, layout, tmp_path)
+
+
+RECOVERIES = int(os.environ.get("RECOVERIES", "12"))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(40 * RECOVERIES + 120)
+def test_recoveries_one_after_the_other_leave_nothing_behind_in_a_survivor(job: Job) -> None:
+    faults = " ".join(f"1@{2 * fault + 4}:forward-backward" for fault in range(RECOVERIES))
+    iterations = str(2 * RECOVERIES + 4)
+    seats = job(FLAT, "sparse --moe-ckpt-window 2", "--train-iters", iterations, faults=faults)
+    survivor = [sitting(seats, start, FLAT.ranks)[0]["held"] for start in range(RECOVERIES + 1)]
+    early, last = survivor[2], survivor[-1]  # the first recovery imports what a recovery needs
+    assert {name: last[name] - early[name] for name in ("descriptors", "sockets", "threads")} == {
+        "descriptors": 0, "sockets": 0, "threads": 0
+    }, survivor  # fmt: skip
+    assert last["mappings"] - early["mappings"] < RECOVERIES, survivor
+    assert last["resident_kb"] - early["resident_kb"] < 1000 * RECOVERIES, survivor

@@ -51,7 +51,7 @@ class SeatAgent(LocalElasticAgent):
         self._seats: dict[int, SeatProcess] = {}
         self._standbys: list[SeatProcess] = []
         self._survivors: dict[str, SeatProcess] = {}
-        self._restarts = False
+        self._restarts = self._is_first = False
         self._place: Place | None = None
         self._workers: WorkersPlace | None = None
 
@@ -69,6 +69,7 @@ class SeatAgent(LocalElasticAgent):
                 log.warning("a node was lost while all met (%s); meeting again", error)
 
     def _assign_worker_ranks(self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec) -> list[Any]:
+        self._is_first = group_rank == 0
         number = AgentsMeeting(store, group_rank, group_world_size).number(self._place)
         self._place = Place(number, group_world_size)
         ranks: list[Any] = super()._assign_worker_ranks(store, number, group_world_size, spec)
@@ -80,9 +81,8 @@ class SeatAgent(LocalElasticAgent):
         spec, start = group.spec, group.spec.max_restarts - self._remaining_restarts
         group.group_rank, self._workers = self._place.number, None
         meeting = AgentsMeeting(group.store, group.group_rank, group.group_world_size)
-        self._workers = meeting.workers(
-            self._place.number, start, spec.local_addr or spec.master_addr, spec.master_port
-        )
+        own = spec.local_addr or (spec.master_addr if self._is_first else None)
+        self._workers = meeting.workers(self._place.number, start, own)
         group.master_addr, group.master_port = self._workers.address, self._workers.port
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:

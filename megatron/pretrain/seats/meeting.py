@@ -54,20 +54,19 @@ class AgentsMeeting:
         told = [json.loads(self._store.get(f"seats/had/{index}")) for index in range(self._nodes)]
         return settled([None if place is None else Place(*place) for place in told], self._nodes)[self._index]
 
-    def workers(self, number: int, start: int, address: str | None, port: int | None) -> WorkersPlace:
+    def workers(self, number: int, start: int, address: str | None) -> WorkersPlace:
         """Where the workers of this start of training meet, which the first node keeps.
 
         Args:
             number: Of this node.
             start: How often this node has started its workers again.
-            address, port: Under which workers reach this node, if somebody has said so.
+            address: Under which workers reach this node, if somebody has said so.
         """
         if number:
             told: list[Any] = json.loads(self._store.get("seats/workers"))
             return WorkersPlace(*told)
-        own = TCPStore(
-            "0.0.0.0", port or 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-        )  # for all interfaces, as torch's own
+        # For all interfaces, as torch's own, and at a free port: agents may meet at the one that was named.
+        own = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         place = WorkersPlace(address or socket.getfqdn(), own.port, start, own)
         self._store.set("seats/workers", json.dumps([place.address, place.port, place.start]))
         return place
