@@ -21,7 +21,7 @@ def flops_per_token(transformer: TransformerConfig, *, vocab_size: int, seq_leng
         transformer.hidden_size,
         transformer.num_attention_heads,
         vocab_size,
-        transformer.ffn_hidden_size,
+        transformer.ffn_hidden_size or 1,  # core rounds it down to 64, where no layer is dense that does not matter
         num_experts=transformer.num_moe_experts or 0,
         moe_router_topk=transformer.moe_router_topk,
         moe_ffn_hidden_size=transformer.moe_ffn_hidden_size,

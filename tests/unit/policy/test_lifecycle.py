@@ -136,7 +136,7 @@ def restored(rank: Rank, *, spare: bool = False) -> Rank:
     plans = tuple(window.plan(iteration) for iteration in range(1, 4))
     kept = () if spare else tuple(Piece("snapshot", plan, range(1, 4)) for plan in plans)
     names = frozenset({(3, "snapshot")}) if spare else frozenset[tuple[int, str]]()
-    rank.tracker.resume(RestoredState(3, kept, (plans,), names), 0)
+    rank.tracker.resume(RestoredState(3, kept, (plans,), names))
     rank.tiers.memory, rank.iteration = {1, 2, 3} - ({1, 2} if spare else set()), 3
     return rank
 

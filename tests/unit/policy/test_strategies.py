@@ -29,6 +29,9 @@ JOBS = {
         replace(CONFIG, strategy="pec", plt_threshold=0.05, pec_selection="load-aware", pec_k_snapshot=3)
     ),
     "sparse in windows of one": job_of(replace(CONFIG, strategy="sparse", window="1")),
+    "selective": job_of(
+        replace(CONFIG, strategy="selective", budget_local="300000000", budget_remote="200000000"), WIDE, layers=6
+    ),
     "pec of one layer": job_of(replace(CONFIG, strategy="pec", pec_selection="load-aware"), layers=1),
 }
 each_job = pytest.mark.parametrize("job", JOBS.values(), ids=JOBS.keys())
