@@ -126,8 +126,9 @@ class Driver:
 
     def recovered(self) -> RecoveryPlan:
         """Lose the iteration under way and the newest snapshot, which is still being copied, and go on from the one
-        before, by the strategy's own plan on one rank."""
-        usable = tuple(plan for plan in self._plans if plan.iteration < self.iteration)
+        before, by the strategy's own plan on one rank. Right after another recovery nothing is being copied."""
+        newest = self.iteration - self._has_news
+        usable = tuple(plan for plan in self._plans if plan.iteration <= newest)
         copies = tuple(Copy(0, plan, Tier.PEER_MEMORY, 0) for plan in usable)
         inventory = Inventory({0: frozenset(self._job.operators)}, {0: copies})
         plan = self.strategy.recover(inventory, Lost(), self._job.topology)

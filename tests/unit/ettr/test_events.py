@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 from effort import examples
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
@@ -74,6 +74,7 @@ def test_useful_overhead_and_recovery_add_up_to_the_wall_clock(
 
 
 @given(st.integers(0, 10_000))
+@example(684)  # a fault right after a recovery
 @settings(max_examples=examples(20), deadline=None)
 def test_time_never_runs_backwards_in_a_timeline(seed: int) -> None:
     run = simulate(system("moc", 600), poisson(600, 20_000, 12, seed), 20_000)
