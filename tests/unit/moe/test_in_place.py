@@ -197,24 +197,24 @@ def test_buckets_reduce_gradients_again_in_the_order_of_a_first_iteration() -> N
 class Manager:
     """Protected training until the fault."""
 
-    def __init__(self, *, ends: bool = True) -> None:
-        self.ends, self.is_abandoned = ends, False
+    def __init__(self, *, ends: bool = True, told: bool = False) -> None:
+        self.ends, self.is_told_to_end = ends, told
 
     def abandon(self) -> bool:
-        self.is_abandoned = True
         return self.ends
 
 
 @pytest.mark.parametrize(
-    ("error", "may_stay", "ends"),
+    ("error", "may_stay", "manager"),
     [
-        pytest.param(PeerLost("gone"), False, True, id="its launcher keeps no survivors"),
-        pytest.param(ValueError("its own"), True, True, id="its own fault"),
-        pytest.param(PeerLost("gone"), True, False, id="a write that does not end"),
+        pytest.param(PeerLost("gone"), False, Manager(), id="its launcher keeps no survivors"),
+        pytest.param(ValueError("its own"), True, Manager(), id="its own fault"),
+        pytest.param(PeerLost("gone"), True, Manager(ends=False), id="a write that does not end"),
+        pytest.param(PeerLost("gone"), True, Manager(told=True), id="told to end while it parked"),
     ],
 )
 def test_a_process_that_cannot_stay_ends_with_the_error_that_it_had(
-    error: Exception, may_stay: bool, ends: bool, monkeypatch: pytest.MonkeyPatch
+    error: Exception, may_stay: bool, manager: Manager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seat, build = Seat(None), Build()
     seat.may_stay, build.answers = may_stay, []
@@ -223,7 +223,7 @@ def test_a_process_that_cannot_stay_ends_with_the_error_that_it_had(
     monkeypatch.setattr(kept_process, "get_model_config", lambda _: SimpleNamespace())
     kept = KeptProcess([torch.nn.Linear(1, 1)], SimpleNamespace())  # type: ignore[arg-type]
     with pytest.raises(type(error)) as raised:
-        kept.stay(error, Manager(ends=ends))
+        kept.stay(error, manager)
     assert raised.value is error
     assert not kept.has_left
 

@@ -332,6 +332,11 @@ class MoECheckpointManager:
         self._hooks.disarm()
         return self._session.abandon()
 
+    @property
+    def is_told_to_end(self) -> bool:
+        """Whether SIGTERM has come."""
+        return self._termination.is_requested
+
     def detach(self) -> None:
         """Take what was hung on the optimizer off it; the next `forward_backward` puts it back."""
         self._hooks.disarm()

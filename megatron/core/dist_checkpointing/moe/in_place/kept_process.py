@@ -49,6 +49,10 @@ class Abandoned(Protocol):
     def abandon(self) -> bool:
         """Let go of threads, connections and memory; whether that could be done."""
 
+    @property
+    def is_told_to_end(self) -> bool:
+        """Whether the launcher has told this process to end."""
+
 
 class KeptProcess:
     """Keeps this process, its model and its optimizer through faults of others.
@@ -78,7 +82,7 @@ class KeptProcess:
                 a model that cannot be connected anew.
             PeerLost: The launcher has ended, or says nothing.
         """
-        why = _has_to_end(error, self._chunks)
+        why = "" if manager is not None and manager.is_told_to_end else _has_to_end(error, self._chunks)
         if why is None and manager is not None and not manager.abandon():
             why = "work beside training does not end"
         if why is None and not _device_answers():
