@@ -134,14 +134,21 @@ def gathered(_own: list[Any], *_: Any, **__: Any) -> None:
     _own[:] = [((None, False),), (("wd_mult", 0.0), True)]
 
 
-def test_a_newcomer_gets_what_collectives_came_to_when_all_built_together(
-    store: dist.HashStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    survivor, newcomer = Build(), Build()
+@pytest.fixture
+def survivor(store: dist.HashStore, monkeypatch: pytest.MonkeyPatch) -> Build:
+    """That of a rank that has told in the store how all built together."""
+    build = Build()
     monkeypatch.setattr(dist, "all_gather_object", gathered)
-    with survivor.building():
+    with build.building():
         dist.all_gather_object([None, None], "ours")
-    survivor.connected()
+    build.connected()
+    return build
+
+
+def test_a_newcomer_gets_what_collectives_came_to_when_all_built_together(
+    survivor: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newcomer = Build()
     monkeypatch.setattr(dist, "all_gather_object", lambda *_: pytest.fail("nobody answers"))
     newcomer.survivors = survivor.survivors
     objects: list[Any] = [None, None]
@@ -153,15 +160,9 @@ def test_a_newcomer_gets_what_collectives_came_to_when_all_built_together(
     assert newcomer.answers == survivor.answers
 
 
-def test_a_newcomer_that_asks_for_something_else_says_so(
-    store: dist.HashStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    survivor, newcomer = Build(), Build()
-    monkeypatch.setattr(dist, "all_gather_object", gathered)
-    with survivor.building():
-        dist.all_gather_object([None, None], "ours")
-    survivor.connected()
-    newcomer.survivors = 1
+def test_a_newcomer_that_asks_for_something_else_says_so(survivor: Build) -> None:
+    newcomer = Build()
+    newcomer.survivors = survivor.survivors
     with pytest.raises(CannotBuildAlone, match="asks for all_gather_object of 3 objects"), newcomer.building():
         dist.all_gather_object([None] * 3, "ours")
 

@@ -16,12 +16,12 @@ from datetime import timedelta
 from functools import cache
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ..errors import MoECheckpointError, PeerLost
+from ..replay.patches import replaced
 from ..replication.store_gather import gathered_by_store
 
 Answers = list[tuple[str, Any]]
@@ -99,7 +99,7 @@ def _noted(answers: Answers) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for name in _ON_OBJECTS:
-            stack.enter_context(_patched(name, noting(name, getattr(dist, name))))
+            stack.enter_context(replaced(dist, **{name: noting(name, getattr(dist, name))}))
         yield
 
 
@@ -111,9 +111,9 @@ def rehearsed() -> Iterator[None]:
         objects[:] = [own] * len(objects)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_patched("all_gather_object", gathered))
+        stack.enter_context(replaced(dist, all_gather_object=gathered))
         for name in ("broadcast_object_list", *_ON_TENSORS):
-            stack.enter_context(_patched(name, _skipped))
+            stack.enter_context(replaced(dist, **{name: _skipped}))
         yield
 
 
@@ -135,9 +135,9 @@ def _answered(answers: Answers) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for name in _ON_OBJECTS:
-            stack.enter_context(_patched(name, answering(name)))
+            stack.enter_context(replaced(dist, **{name: answering(name)}))
         for name in _ON_TENSORS:
-            stack.enter_context(_patched(name, _skipped))
+            stack.enter_context(replaced(dist, **{name: _skipped}))
         yield
 
 
@@ -154,13 +154,3 @@ class _Done:
 
     def wait(self) -> bool:
         return True
-
-
-@contextlib.contextmanager
-def _patched(name: str, function: Callable[..., Any]) -> Iterator[None]:
-    own = getattr(dist, name)
-    setattr(torch.distributed, name, function)
-    try:
-        yield
-    finally:
-        setattr(torch.distributed, name, own)
