@@ -25,7 +25,7 @@ from megatron.pretrain.indexed_corpus import (
     fingerprint,
     open_corpus,
 )
-from megatron.pretrain.processes import live_and_die_with_parent
+from megatron.pretrain.processes import live_and_die_with_parent, starting_helpers
 from megatron.pretrain.sampler import PretrainingSampler
 from megatron.pretrain.tokenizer import Tokenizer
 
@@ -251,7 +251,8 @@ def _collate(samples: list[dict[str, Any]]) -> Sample:
 
 def _start(loader: DataLoader[Sample]) -> Iterator[Sample]:
     before = set(multiprocessing.active_children())
-    batches: Iterator[Sample] = iter(loader)
+    with starting_helpers():
+        batches: Iterator[Sample] = iter(loader)
     workers = [process for process in multiprocessing.active_children() if process not in before]
     if workers:
         # Registered behind torch's own clean-up, and so run before it, which would wait for a worker that is stuck.

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 _PR_SET_PDEATHSIG = 1
+_SHIELDED = (signal.SIGTERM, signal.SIGINT)
 
 VERDICT_FILE = "MOE_CKPT_LAUNCH_VERDICT"
 """Environment variable with the file in which a worker leaves an exit code that restarts cannot change."""
@@ -21,14 +22,25 @@ NODE_NAME = "MOE_CKPT_NODE"
 """Environment variable that names the node where several are played on one machine; else the host's name counts."""
 
 
+@contextlib.contextmanager
+def starting_helpers() -> Iterator[None]:
+    """Hold back signals in helpers that are forked meanwhile, until `live_and_die_with_parent` protects them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SHIELDED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def live_and_die_with_parent(_worker_id: int = 0) -> None:
     """Tie this process to its trainer: signals do not end it, the trainer's death does, at once.
 
     Schedulers signal whole process groups, and a trainer that wants to save before it ends needs its helpers until
     then. A helper that outlived a killed trainer would hold its sockets open, and so hide the death from its peers.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in _SHIELDED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SHIELDED)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.pretrain.agreement import on_rank_zero, raise_on_all_ranks
-from megatron.pretrain.processes import live_and_die_with_parent
+from megatron.pretrain.processes import live_and_die_with_parent, starting_helpers
 from moe_ckpt.dense.integrity import FileSum, Sums, file_sum
 
 WRITE_TIMEOUT_S = 3600.0
@@ -57,7 +57,8 @@ class ShardWriter:
             process = context.Process(
                 target=_write_and_send, args=(self._staged(), self._transforms(), remote), daemon=True
             )
-            process.start()
+            with starting_helpers():
+                process.start()
             remote.close()
             self._process = process
         except Exception as error:

@@ -386,8 +386,8 @@ def test_a_negative_number_of_workers_is_refused(corpus: str) -> None:
         batches_of(build(request_for(corpus))[0], workers=-1)
 
 
-def run_with_workers(stuck_from: int, end: str) -> subprocess.CompletedProcess[str]:
-    """Run a trainer that only takes note of SIGTERM, reads a batch with two workers, and goes on with `end`.
+def run_with_workers(stuck_from: int, end: str, begin: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a trainer that only takes note of SIGTERM, does `begin`, reads a batch with two workers, and does `end`.
 
     Its workers do not come back from samples from `stuck_from` on.
     """
@@ -404,6 +404,7 @@ class Counting(torch.utils.data.Dataset):
         return {{"tokens": torch.tensor([index])}}
 
 signal.signal(signal.SIGTERM, lambda number, frame: None)
+{begin}
 batches = build_data_iterator(Counting(), consumed_samples=0, micro_batch_size=2, data_parallel_rank=0,
                               data_parallel_size=1, num_workers=2)
 print(next(batches)["tokens"].flatten().tolist(), flush=True)
@@ -424,6 +425,19 @@ def test_stuck_workers_neither_keep_a_trainer_from_ending_nor_outlive_it(end: st
 
 def test_a_signal_to_the_whole_process_group_does_not_take_the_workers_from_a_trainer_that_goes_on() -> None:
     done = run_with_workers(1000, "os.killpg(0, signal.SIGTERM)\nprint([next(batches) for _ in range(50)][-1])")
+    assert (done.returncode, without_notices(done.stderr)) == (0, "")
+    assert "[100]" in done.stdout
+
+
+def test_a_worker_that_gets_a_signal_before_it_is_set_up_goes_on() -> None:
+    early = """
+from megatron.pretrain import data
+def set_up(worker, protect=data.live_and_die_with_parent):
+    os.kill(os.getpid(), signal.SIGTERM)
+    protect(worker)
+data.live_and_die_with_parent = set_up
+"""
+    done = run_with_workers(1000, "print([next(batches) for _ in range(50)][-1])", early)
     assert (done.returncode, without_notices(done.stderr)) == (0, "")
     assert "[100]" in done.stdout
 

@@ -10,6 +10,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,10 @@ def ends() -> Iterator[Ends]:
     one, other = socket.socketpair()
     with one, other:
         yield Channel(one), other
+        other.close()
+        for thread in threading.enumerate():
+            if thread.name == "moe-ckpt-seat":
+                thread.join(5.0)  # a seat that listens to its launcher ends with it
 
 
 @contextlib.contextmanager
