@@ -68,6 +68,26 @@ def test_attributes_items_and_variables_of_closures_get_the_new_group_of_the_sam
 
 
 @pytest.mark.usefixtures("connected")
+def test_holders_that_were_found_ahead_of_time_and_those_that_came_later_get_the_new_group() -> None:
+    early, late = Holder(parallel_state.get_pipeline_model_parallel_group()), Holder(None)
+    taken = renewed()
+    taken.find_holders()
+    late.pp_group = early.pp_group
+    taken.replace()
+    assert early.pp_group is late.pp_group is parallel_state.get_pipeline_model_parallel_group()
+
+
+@pytest.mark.usefixtures("connected")
+def test_no_search_is_needed_where_all_holders_were_found_ahead_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Holder(parallel_state.get_pipeline_model_parallel_group())
+    taken = renewed()
+    taken.find_holders()
+    monkeypatch.setattr(process_groups, "_holders_of", lambda _: pytest.fail("searched again"))
+    taken.replace()
+    assert held.pp_group is parallel_state.get_pipeline_model_parallel_group()
+
+
+@pytest.mark.usefixtures("connected")
 def test_groups_of_all_kinds_are_told_apart() -> None:
     names = ("get_tensor_model_parallel_group", "get_data_parallel_group", "get_embedding_group")
     holders = {name: Holder(getattr(parallel_state, name)()) for name in names}

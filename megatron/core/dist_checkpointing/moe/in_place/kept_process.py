@@ -97,7 +97,7 @@ class KeptProcess:
         # A fault while all connected again: what refers to groups still refers to those before.
         self._groups = self._groups or lost
         self.has_left = True
-        own_seat().leave(SEAT_S)
+        own_seat().leave(SEAT_S, meanwhile=self._groups.find_holders)
 
     def connected(self) -> None:
         """All ranks are connected again: let model and optimizer use the new process groups.
@@ -152,7 +152,9 @@ def _device_answers() -> bool:
 
 def _clear_frames(error: BaseException | None) -> None:
     """Let go of what the interrupted iteration held."""
-    while error is not None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
         error = error.__cause__ or error.__context__

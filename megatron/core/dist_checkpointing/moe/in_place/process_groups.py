@@ -9,6 +9,7 @@ code makes them in the same order. What cannot be changed in place is reported, 
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import types
 from collections import Counter
@@ -31,8 +32,8 @@ class StillConnected(MoECheckpointError):
 class ProcessGroups:
     """The process groups that this process had, and that its objects still refer to.
 
-    Sequence: `taken_down`; then whoever made the groups makes them again, with as many ranks and the same layout; then
-    `replace`.
+    Sequence: `taken_down`; `find_holders`, while others are waited for; then whoever made the groups makes them again,
+    with as many ranks and the same layout; then `replace`.
 
     Args:
         groups: By c10d's names.
@@ -40,6 +41,7 @@ class ProcessGroups:
 
     def __init__(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
         self._groups = dict(groups)
+        self._holders: list[Any] = []
 
     @classmethod
     def taken_down(cls) -> ProcessGroups:
@@ -52,23 +54,31 @@ class ProcessGroups:
         parallel_state.destroy_model_parallel()
         return cls(groups)
 
+    def find_holders(self) -> None:
+        """Find whoever refers to an old group; can be left out, and then `replace` takes longer."""
+        groups = list(self._groups.values())
+        self._holders = [holder for holder in _holders_of(groups) if holder is not self._groups]
+
     def replace(self) -> Counter[str]:
         """Give whoever refers to an old group the new one of its name; how many references, by the kind of holder.
 
         Raises StillConnected.
         """
         new, old = named_groups(), self._groups
-        self._groups = {}
+        holders, self._groups, self._holders = self._holders, {}, []
         swap = {id(group): new[name] for name, group in old.items() if name in new}
         olds = list(old.values())
         del old
         found: Counter[str] = Counter()
         # One statement each: a name that is left behind would be a holder, too.
-        for holder in _holders(olds):
+        for holder in holders:
             found[_kind(holder)] += _swapped(holder, swap)
-        if left := sorted({_kind(holder) for holder in _holders(olds)}):
+        if _are_referred_to(olds):
+            for holder in _holders_of(olds):
+                found[_kind(holder)] += _swapped(holder, swap)
+        if left := _kinds_of_holders(olds):
             gc.collect()  # what the interrupted iteration left in circles
-            left = sorted({_kind(holder) for holder in _holders(olds)})
+            left = _kinds_of_holders(olds)
         if left:
             raise StillConnected(
                 f"{', '.join(left)} keep process groups of before the fault, which cannot be replaced there: this"
@@ -77,7 +87,18 @@ class ProcessGroups:
         return +found
 
 
-def _holders(groups: Sequence[dist.ProcessGroup]) -> Iterator[Any]:
+def _kinds_of_holders(groups: Sequence[dist.ProcessGroup]) -> list[str]:
+    return sorted({_kind(holder) for holder in _holders_of(groups)}) if _are_referred_to(groups) else []
+
+
+def _are_referred_to(groups: Sequence[dist.ProcessGroup]) -> bool:
+    """Whether anything in Python refers to one of these groups, but `groups` itself. Asks their counts of references,
+    which takes no time, and counts running frames, too."""
+    alone = [object()]
+    return max(map(sys.getrefcount, groups), default=0) > max(map(sys.getrefcount, alone))
+
+
+def _holders_of(groups: Sequence[dist.ProcessGroup]) -> Iterator[Any]:
     """All objects that refer to one of these groups, apart from frames that run and from `groups` itself.
 
     The collector does not look through what was there when imports were frozen (`gc.freeze`), modules and what is in
@@ -89,7 +110,7 @@ def _holders(groups: Sequence[dist.ProcessGroup]) -> Iterator[Any]:
         if id(holder) not in seen and not isinstance(holder, types.FrameType):
             seen.add(id(holder))
             yield holder
-    for holder in (*_hidden_containers(), *_containers_of_modules()):
+    for holder in itertools.chain(_hidden_containers(), _containers_of_modules()):
         if id(holder) not in seen:
             seen.add(id(holder))
             if not wanted.isdisjoint(map(id, _held(holder))):
@@ -98,13 +119,18 @@ def _holders(groups: Sequence[dist.ProcessGroup]) -> Iterator[Any]:
 
 def _hidden_containers() -> list[Any]:
     """Dicts and tuples that the collector does not track, in objects that it does, and in each other."""
-    found: dict[int, Any] = {}
+    found: list[Any] = []  # in a dict or a tuple they would be found again
+    seen: set[int] = set()
     news = gc.get_referents(*gc.get_objects())
     while news:
-        hidden = [one for one in news if type(one) in (dict, tuple) and not gc.is_tracked(one) and id(one) not in found]
-        found.update({id(one): one for one in hidden})
+        hidden = []
+        for one in news:
+            if type(one) in (dict, tuple) and id(one) not in seen and not gc.is_tracked(one):
+                seen.add(id(one))
+                hidden.append(one)
+        found += hidden
         news = [held for one in hidden for held in _held(one)]
-    return list(found.values())
+    return found
 
 
 def _containers_of_modules() -> Iterator[Any]:

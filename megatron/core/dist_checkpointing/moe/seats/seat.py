@@ -86,13 +86,16 @@ class Seat:
             self._listener.start()
             self._say({"stays": True})
 
-    def leave(self, timeout_s: float) -> None:
+    def leave(self, timeout_s: float, meanwhile: Callable[[], object] = lambda: None) -> None:
         """This process has lost a peer and stays: wait for the rank that it gets now, and put it into the environment.
+
+        meanwhile: What else has to be done, while the launcher hears of it.
 
         Raises PeerLost where the launcher has ended, or does not answer in time.
         """
         self._is_training = False
         self._say({"left": True})
+        meanwhile()
         try:
             message = self._seats.get(timeout=timeout_s)
         except queue.Empty:
