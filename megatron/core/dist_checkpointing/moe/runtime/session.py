@@ -14,57 +14,51 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ..config import MoECheckpointConfig
-from ..errors import UsageError, format_error
+from ..errors import format_error
 from ..local_recovery.communicator import BoundaryCommunicator
-from ..local_recovery.stage_source import StageSource
-from ..local_recovery.survivor import Survivor, SurvivorBuffers
 from ..megatron_state.capacity import RouterCapacity, drops_tokens
 from ..megatron_state.model_operators import model_operators
 from ..megatron_state.popularity import TokenCounter
 from ..policy.lineage import continued
 from ..policy.parking import Cause
-from ..ports import Execution, Layout, NoRoom
+from ..ports import Execution, Layout
 from ..recovery.diverged import DivergenceNotes
 from ..recovery.recovery import Recovery, RecoveryOutcome, Waiting
 from ..recovery.restoring import RecoveryPorts
 from ..recovery.timeline import Milestone, RecoveryTimeline, Timestamps, forget, gather_timeline, left_in
-from ..replay.densify import Logs, Replay
+from ..replay.densify import Replay
 from ..replication.agreement import raise_on_all_ranks
 from ..replication.replicator import Replicator
 from ..snapshot.background import ThreadExecutor
-from ..snapshot.buffers import gathered_sizes, memory_report_of, segment_sizes
+from ..snapshot.buffers import gathered_sizes
 from ..snapshot.coordinator import Coordinator, Ports, ProtectionReport
 from ..snapshot.identity import Identity
-from ..snapshot.memory_limit import Taker, ask_for_less, taken_bytes
 from ..snapshot.stopwatch import CudaStopwatch
 from ..snapshot.workers import Persister, ReplicationWorker
-from ..storage.memory import MemoryStore
 from ..strategies import GATE_UNIT, STRATEGIES, Job, Piece
 from ..types import RecoveryPlan, StepJournal
 from ..versions import check_versions, found_versions
 from .clock import SystemClock
 from .live_state import LiveState, Training
-from .opening import Transports, introduced, open_memories, parallel_layout, placed_topology
+from .opening import Transports, introduced, parallel_layout, placed_topology
 from .peer_links import PeerLinks
 from .process_info import (
     PATIENCE_ADVICE,
     ProcessInfo,
-    drop_memory,
     memory_folder,
-    node_memory,
     open_persistent,
     replicas_placed,
 )
+from .rank_memory import RankMemory
 from .restart_sequence import RestartSequence
 from .status import StatusBoard
 
@@ -184,90 +178,37 @@ class Session:
         self._peers, self._owners = placement.peers[self._rank], placement.kept_by[self._rank]
 
     def _open_memory(self) -> None:
-        """Memory for snapshots, and beside it for boundary logs and parked state where a recovery can be local.
-
-        Local recovery needs pipeline stages, and a strategy that replays. Where it is too little the strategy asks for
-        less.
-        """
-        node = node_memory(self._config, self._place)
-        self._room, self._refusals = partial(node.room, self._control), 0
-        room = self._room()
-        while True:
-            sizes, survivor = self._wanted_memory()
-            taken = self._most(sizes)
-            shortage = "" if self._strategy.gave_up else room.shortage(taken)
-            if not shortage:
-                if self._rank == 0:
-                    facts = taken * room.ranks / 1e9, room.ranks, room
-                    log.info("checkpoints take %.3g GB of the memory of a node with %d ranks, which has %s", *facts)
-                try:
-                    memories = open_memories(self._config, self._place, sizes, self._control, self._state.near_cpus)
-                    break
-                except NoRoom as error:
-                    shortage = str(error)
-            if self._config.strict or not ask_for_less(self._strategy, shortage, speaks=self._rank == 0):
-                raise UsageError(shortage)
-            self._refusals += 1
-        for memory in memories.values():
-            self._held.callback(memory.close)
-        self._memory, self._survivor = memories["slot"], survivor(memories) if survivor else None
+        config, place, state = self._config, self._place, self._state
+        self._memory = RankMemory(
+            config, place, self._job, self._strategy, state, self._training, self._control, self._owners, self._clock
+        )
+        self._held.callback(self._memory.close)
+        self._memory.open()
+        self._survivor = self._memory.survivor
         if self._survivor is not None:
             self._held.callback(self._survivor.end, keep_memory=True)
-        self._state.prepare_segments([view for memory in memories.values() for view in memory.views()])
-        if self._rank == 0:
-            log.info(
-                "%s", memory_report_of(self._buffer_specs, self._job, self._rank, len(self._owners), self._log_bytes())
-            )
-
-    def _wanted_memory(self) -> tuple[dict[str, list[int]], Callable[[Mapping[str, MemoryStore]], Survivor] | None]:
-        """Bytes of segments by area, those of the rank that needs most, and what makes a survivor of them, if any."""
-        config, passes, state = self._config, self._training.passes, self._state
-        self._buffer_specs = self._strategy.buffer_specs()
-        sizes = {"slot": segment_sizes(self._buffer_specs, state.capturer, self._control, self._owners)}
-        may_be_local = self._strategy.keeps_logs and self._topology.pp > 1 and config.recovery != "global"
-        if not (self._strategy.replays and may_be_local) or passes is None:
-            self._together(lambda: drop_memory(config, self._place, "standby"))
-            return sizes, None
-        plan = passes.log_plan(self._topology, self._rank, self._strategy.logged)
-        buffers = SurvivorBuffers.gathered(state.live, plan, passes, self._control)
-        sizes["standby"] = buffers.sizes(plan)
-
-        def survivor(memories: Mapping[str, MemoryStore]) -> Survivor:
-            times_s = config.timeout_s, self._place.park_timeout_s
-            return Survivor(memories["standby"], buffers, state.live, plan, passes, self._clock, *times_s)
-
-        return sizes, survivor
-
-    def _most(self, sizes: Mapping[str, Sequence[int]]) -> int:
-        """The bytes of the rank that takes most."""
-        (least,) = self._control.least([-sum(map(taken_bytes, sizes.values()))])
-        return -least
 
     def _prepare_recovery(self, execution: Execution | None) -> None:
-        self._times_left = left_in(self._memory.directory)
+        self._times_left = left_in(self._memory.store.directory)
         ports = RecoveryPorts(
-            self._memory,
+            self._memory.store,
             self._persistent,
             self._patient,
             self._state.restorer,
             self._training.trainer,
             self._clock,
             execution=execution,
-            make_room=self._make_room,
+            make_room=self._memory.make_room,
             standby=self._survivor.store if self._survivor is not None else None,
-            boundary=self._stage_source,
+            boundary=self._memory.stage_source,
             timestamps=self._timestamps,
-            notes=DivergenceNotes(self._memory.directory),
+            notes=DivergenceNotes(self._memory.store.directory),
         )
         self._recovery = Recovery(self._job, self._strategy, ports, self._identity, self._owners)
         self._held.callback(self._recovery.close)
         if execution is not None:
             self._held.callback(execution.thaw)
         self._restart = RestartSequence(self._recovery, self._identity, self._strategy, self._survivor, self._rank)
-
-    def _stage_source(self, logs: Logs) -> StageSource:
-        sends = self._survivor.sends if self._survivor is not None else ()
-        return StageSource(logs, torch.cuda.current_device(), sends, f"stage {self._topology.stage(self._rank)}")
 
     def refresh(self) -> None:
         """Enumerate the training state anew, as is needed after a checkpoint was loaded in another way."""
@@ -293,8 +234,7 @@ class Session:
         """Training goes on from another state than any in memory: all that is there is freed."""
         self._recovery.discard()  # also anew: what the strategy learned from a recovery that came to nothing
         self._strategy = STRATEGIES[self._config.strategy](self._job)
-        for _ in range(self._refusals):  # what memory had no room for at the start it has none for now
-            self._strategy.buffers_refused()
+        self._memory.fit_strategy(self._strategy)
 
     def clear_counters(self) -> None:
         """After a `carry_out` that came to nothing: what routers count has no place in a checkpoint that is loaded."""
@@ -368,7 +308,7 @@ class Session:
         timeline = continued(outcome.timeline if outcome is not None else (), self._attempt, iteration)
         identity = replace(self._identity, timeline=timeline)
         self._coordinator = self._protection(identity)
-        self._status = StatusBoard(self._memory.directory, _get_default_store(), self._status_facts())
+        self._status = StatusBoard(self._memory.store.directory, _get_default_store(), self._status_facts())
         self._held.callback(self._status.close)
         if outcome is not None:
             self._coordinator.resume(outcome.restored)
@@ -376,7 +316,7 @@ class Session:
             self._boost.owe(self._strategy.owed)
         if self._survivor is not None:
             self._survivor.attend(identity, iteration)
-            self._fit_logs()
+            self._memory.fit_logs()
             if self._rank == 0:
                 budget = self._survivor.parking_budget()
                 log.info("%s", budget)
@@ -389,12 +329,12 @@ class Session:
             self._episode = episode.with_outcome(outcome.table)
             for line in self._episode.lines() if self._rank == 0 else ():
                 log.info("%s", line)
-        forget(self._memory.directory)
+        forget(self._memory.store.directory)
 
     def _protection(self, identity: Identity) -> Coordinator:
         """What copies, replicates, keeps and persists snapshots under this name."""
-        memory, clock, owners, capturer = self._memory, self._clock, self._owners, self._state.capturer
-        trainer, release, specs = self._training.trainer, self._state.release_segments, self._buffer_specs
+        memory, clock, owners, capturer = self._memory.store, self._clock, self._owners, self._state.capturer
+        trainer, release, specs = self._training.trainer, self._state.release_segments, self._memory.specs
         ports = Ports(
             memory,
             capturer,
@@ -405,9 +345,9 @@ class Session:
             owners,
             specs,
             release,
-            self._log_bytes,
-            self._room,
-            self._standby_bytes,
+            self._memory.log_bytes,
+            self._memory.room,
+            self._memory.standby_bytes,
             self._config.strict,
             CudaStopwatch() if self._state.on_device else None,
         )
@@ -453,7 +393,7 @@ class Session:
         """See `Coordinator.step_end`."""
         assert self._coordinator is not None
         if self._survivor is not None:
-            self._fit_logs()  # before the next snapshot begins, so that no copy is under way
+            self._memory.fit_logs()  # before the next snapshot begins, so that no copy is under way
         counts = self._counter.take() if self._counter else None
         if self._boost is None:
             self._coordinator.step_end(iteration, counts, journal)
@@ -518,7 +458,7 @@ class Session:
             if problem:
                 log.info("rank %d: %s", self._rank, problem)
         self._timestamps.mark(Milestone.PARKED)
-        self._timestamps.leave(self._memory.directory, self._attempt)
+        self._timestamps.leave(self._memory.store.directory, self._attempt)
 
     def abandon(self) -> bool:
         """After `failure`, where this process stays: let go of all that another session in it takes up again.
@@ -544,9 +484,9 @@ class Session:
         if self._survivor is not None:
             self._survivor.end(keep_memory=keep_memory)
         if keep_memory:
-            self._memory.close()
+            self._memory.store.close()
         else:
-            self._memory.remove()
+            self._memory.store.remove()
             with suppress(OSError):  # other processes of the node may still be there
                 (memory_folder(self._config) / self._place.node).rmdir()
         for transport in (self._control, self._data):
@@ -560,29 +500,6 @@ class Session:
             "job": self._place.job_id,
             "strategy": self._config.strategy,
         }
-
-    def _log_bytes(self) -> int:
-        return self._survivor.log_bytes if self._survivor is not None else 0
-
-    def _make_room(self) -> None:
-        """Fit the memory to what the strategy needs once it knows what it knew before a fault; a collective."""
-        taker = Taker(
-            self._memory,
-            self._state.capturer,
-            self._control,
-            self._owners,
-            self._state.release_segments,
-            self._room,
-            self._standby_bytes,
-        )
-        self._buffer_specs, _ = taker.fit(self._strategy, self._buffer_specs)
-
-    def _fit_logs(self) -> None:
-        assert self._survivor is not None
-        self._survivor.fit(self._strategy.logged, self._state.release_segments)
-
-    def _standby_bytes(self, logged: int) -> int:
-        return self._survivor.standby_bytes(logged) if self._survivor is not None else 0
 
     def _together(self, work: Callable[[], T]) -> T:
         return raise_on_all_ranks(self._control, work)
