@@ -4,7 +4,8 @@ For tests and benchmarks. In the folder $SEATS each standby leaves `ready-PID` w
 trains, and each rank `START-RANK` once all stand at one iteration after the START-th start of training, with its pid
 and the addresses of its weights. $KILLS are faults that strike while training is brought back, such as
 `2@1:replay,3@2:connect`: rank 2 in the first recovery, once it has run an iteration again, and rank 3 in the second,
-before it connects. With KEEP=0 no rank keeps its process.
+before it connects. With KEEP=0 no rank keeps its process. With $LOST_MEMORY an injected fault takes the whole node along,
+and what it has in that folder.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -46,7 +48,19 @@ def kill_once_standbys_are_ready() -> None:
             sys.exit(f"standbys were not ready within {WAIT_S} s")
         time.sleep(0.02)
     time.sleep(1)  # so that the launcher has heard of all
+    if "LOST_MEMORY" in os.environ:
+        lose_node(Path(os.environ["LOST_MEMORY"]))
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose_node(memory: Path) -> None:
+    """What a power cut does, but for this process."""
+    agent = os.getppid()
+    children = {int(pid) for pid in Path(f"/proc/{agent}/task/{agent}/children").read_text().split()}
+    for pid in (agent, *(children - {os.getpid()})):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(memory / os.environ["MOE_CKPT_NODE"])
 
 
 def warm_up(argv: Sequence[str], done: object = pretrain_gpt_moe.warm_up) -> None:

@@ -21,7 +21,9 @@ Job = Callable[..., Path]
 def job(launch: Launch, corpus: str, tmp_path: Path) -> Job:
     """Runs a job with standbys that is struck, and returns the folder with what its processes left."""
 
-    def run(layout: Layout, strategy: str, *more: str, faults: str = "", kills: str = "", standbys: int = 1) -> Path:
+    def run(
+        layout: Layout, strategy: str, *more: str, faults: str = "", kills: str = "", nodes: int = 1, lost: bool = False
+    ) -> Path:
         seats, memory = tmp_path / "seats", tmp_path / "memory"
         seats.mkdir()
         memory.mkdir()
@@ -30,8 +32,9 @@ def job(launch: Launch, corpus: str, tmp_path: Path) -> Job:
             *[part for fault in faults.split() for part in ("--moe-ckpt-inject-fault", fault)],
             "--save", str(tmp_path / "struck"), *more,
         )  # fmt: skip
-        environment = {"NPROC": str(layout.ranks), "STANDBYS": str(standbys), "READY_STANDBYS": str(standbys)}
-        environment |= {"SEATS": str(seats), "KILLS": kills, "MAX_RESTARTS": "99"}
+        environment = {"NPROC": str(layout.ranks // nodes), "NNODES": str(nodes), "STANDBYS": "1"}
+        environment |= {"SEATS": str(seats), "KILLS": kills, "READY_STANDBYS": str(nodes), "MAX_RESTARTS": "99"}
+        environment |= {"LOST_MEMORY": str(memory)} if lost else {}
         ended: subprocess.CompletedProcess[str] = launch(
             ["scripts/train_cpu.sh", *argv], SCRIPT=str(ROOT / "benchmarks" / "standby_job.py"), **environment
         )
@@ -101,6 +104,26 @@ def test_survivors_keep_process_and_weights_where_they_are_and_every_bit_is_equa
     seats = job(layout, strategy, faults=faults)
     check_survivors(seats, layout, [{int(fault.split("@")[0])} for fault in faults.split()])
     check_state(train, layout, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["sparse --moe-ckpt-window 2", "full"])
+def test_ranks_of_all_nodes_keep_their_processes_but_the_one_that_was_lost(
+    strategy: str, job: Job, train: Train, tmp_path: Path
+) -> None:
+    seats = job(Layout(), strategy, faults="1@4:forward-backward 2@5:step", nodes=2)
+    check_survivors(seats, Layout(), [{1}, {2}])
+    check_state(train, Layout(), tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("victim", "lost"), [(1, {0, 1}), (2, {2, 3})])
+def test_ranks_of_the_other_node_keep_their_processes_while_a_spare_takes_the_place_of_a_lost_node(
+    victim: int, lost: set[int], job: Job, train: Train, tmp_path: Path
+) -> None:
+    seats = job(Layout(), "sparse --moe-ckpt-window 2", faults=f"{victim}@5:forward-backward", nodes=2, lost=True)
+    check_survivors(seats, Layout(), [lost])
+    check_state(train, Layout(), tmp_path)
 
 
 SECOND = [

@@ -52,6 +52,7 @@ class SeatAgent(LocalElasticAgent):
         self._standbys: list[SeatProcess] = []
         self._survivors: dict[str, SeatProcess] = {}
         self._restarts = self._is_first = False
+        self._starts = 0
         self._place: Place | None = None
         self._workers: WorkersPlace | None = None
 
@@ -78,11 +79,12 @@ class SeatAgent(LocalElasticAgent):
     def _settle(self, group: WorkerGroup) -> None:
         """Settle where workers meet: in a store that no worker keeps, and that knows nothing of an earlier start."""
         assert self._place is not None
-        spec, start = group.spec, group.spec.max_restarts - self._remaining_restarts
+        spec = group.spec
         group.group_rank, self._workers = self._place.number, None
         meeting = AgentsMeeting(group.store, group.group_rank, group.group_world_size)
         own = spec.local_addr or (spec.master_addr if self._is_first else None)
-        self._workers = meeting.workers(self._place.number, start, own)
+        self._workers = meeting.workers(self._place.number, self._starts, own)
+        self._starts = self._workers.start + 1
         group.master_addr, group.master_port = self._workers.address, self._workers.port
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:

@@ -54,19 +54,22 @@ class AgentsMeeting:
         told = [json.loads(self._store.get(f"seats/had/{index}")) for index in range(self._nodes)]
         return settled([None if place is None else Place(*place) for place in told], self._nodes)[self._index]
 
-    def workers(self, number: int, start: int, address: str | None) -> WorkersPlace:
+    def workers(self, number: int, starts: int, address: str | None) -> WorkersPlace:
         """Where the workers of this start of training meet, which the first node keeps.
 
         Args:
             number: Of this node.
-            start: How often this node has started its workers again.
+            starts: How many starts of training there were before, as far as this node knows: one that has just come
+                knows of none.
             address: Under which workers reach this node, if somebody has said so.
         """
+        self._store.set(f"seats/starts/{number}", str(starts))
         if number:
             told: list[Any] = json.loads(self._store.get("seats/workers"))
             return WorkersPlace(*told)
         # For all interfaces, as torch's own, and at a free port: agents may meet at the one that was named.
         own = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        start = max(int(self._store.get(f"seats/starts/{node}")) for node in range(self._nodes))
         place = WorkersPlace(address or socket.getfqdn(), own.port, start, own)
         self._store.set("seats/workers", json.dumps([place.address, place.port, place.start]))
         return place
@@ -76,7 +79,7 @@ class AgentsMeeting:
 class WorkersPlace:
     """The store of the workers of one start of training.
 
-    start: how often workers were started again before, as the first node counts it. kept: the store, on its node.
+    start: how often workers were started before, on any node. kept: the store, on its node.
     """
 
     address: str

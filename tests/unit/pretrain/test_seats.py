@@ -233,7 +233,9 @@ def test_agents_of_two_nodes_agree_on_numbers_and_on_where_their_workers_meet() 
         numbers = list(agents.map(lambda index: AgentsMeeting(store, index, 2).number(had[index]), range(2)))
         assert numbers == [1, 0]
         places = list(
-            agents.map(lambda one: AgentsMeeting(store, one[0], 2).workers(one[1], 3, "localhost"), enumerate(numbers))
+            agents.map(
+                lambda one: AgentsMeeting(store, one[0], 2).workers(one[1], 3 * one[1], "localhost"), enumerate(numbers)
+            )
         )
     assert {(place.address, place.port, place.start) for place in places} == {("localhost", places[1].port, 3)}
     assert [place.kept is None for place in places] == [True, False]
