@@ -223,9 +223,9 @@ def test_without_the_wheel_one_line_says_how_to_get_it(tmp_path: Path) -> None:
 
 
 LAUNCHED = (
-    f"{ON_ENGINE} --moe-grouped-gemm --bf16 --fp8-format hybrid --fp8-param-gather --use-distributed-optimizer --mock-data"
-    " --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-experts 2 --seq-length 32 --max-position-embeddings 32"
-    " --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-3"
+    f"{ON_ENGINE} --moe-grouped-gemm --bf16 --fp8-format hybrid --fp8-param-gather --use-distributed-optimizer"
+    " --mock-data --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-experts 2 --seq-length 32"
+    " --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-3"
 )
 
 
