@@ -147,13 +147,14 @@ def wrapped_by_another(name: str) -> Iterator[None]:
 def digest(args: Any, model: Any, optimizer: Any, scheduler: Any) -> str:
     """Of all that training goes on from: weights, buffers, optimizer state, schedule, counts, random states."""
     from megatron.core.dist_checkpointing.moe.megatron_state.quantization import quantization_tensors
+    from megatron.core.dist_checkpointing.moe.megatron_state.quantized import is_quantized, raw_fields
 
     found = hashlib.sha256()
 
     def add(name: str, value: Any) -> None:
-        if hasattr(value, "_scale_inv"):  # of eight bits
-            add(f"{name}._data", value._data)
-            add(f"{name}._scale_inv", value._scale_inv)
+        if is_quantized(value):
+            for field, part in raw_fields(name, value):
+                add(field, part)
             return
         if torch.is_tensor(value):
             flat = value.detach().cpu().reshape(-1).contiguous()
