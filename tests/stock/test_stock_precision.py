@@ -53,9 +53,10 @@ def test_a_killed_job_in_few_bits_ends_as_the_undisturbed_one_to_the_last_bit(
     protection = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "3", "--moe-ckpt-inject-fault", "1@5:step")
     jobs = {}
     for name in ("undisturbed", "killed"):
-        (memory / name).mkdir()
+        of_job = memory / f"{memory.name}-{name}"  # what names the job
+        of_job.mkdir()
         (tmp_path / name).mkdir()
-        jobs[name] = StockJob(engine_world, memory / name, tmp_path / name, shape)
+        jobs[name] = StockJob(engine_world, of_job, tmp_path / name, shape)
     jobs["undisturbed"].run(hooks=[unprotected])
     jobs["killed"].run(*protection, codes={KILLED, 1})
     jobs["killed"].run(*protection)
