@@ -9,6 +9,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -16,7 +17,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from megatron.pretrain.errors import PretrainError
+from megatron.pretrain import te_on_cpu
+from megatron.pretrain.errors import InvalidInput, PretrainError
 from megatron.pretrain.loops import has_stock_loop
 from megatron.pretrain.nodes import run_nodes
 from megatron.pretrain.processes import NODE_NAME, VERDICT_FILE
@@ -56,7 +58,19 @@ def _check_flags(options: argparse.Namespace) -> None:
     from megatron.pretrain.config.validate import resolve
     from megatron.pretrain.initialize import probe_environment
 
-    resolve(parse_config(options.flags), probe_environment(options.nproc_per_node * options.nnodes))
+    environment = probe_environment(options.nproc_per_node * options.nnodes)
+    if te_on_cpu.asked_for(options.flags):
+        environment = replace(environment, **_engine_of_workers())
+    resolve(parse_config(options.flags), environment)
+
+
+def _engine_of_workers() -> dict[str, bool]:
+    """What each worker finds that loads Transformer Engine's Python for the CPU, which takes seconds: not done here."""
+    try:
+        te_on_cpu.find()
+    except te_on_cpu.MissingWheel as error:
+        raise InvalidInput(f"--device cpu --transformer-impl transformer_engine: {error}") from None
+    return {"transformer_engine": True, "engine_on_cpu": True}
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

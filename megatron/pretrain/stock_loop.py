@@ -20,6 +20,7 @@ import torch
 
 from megatron.core.dist_checkpointing.moe.replication.interface import FLAG as INTERFACE
 from megatron.core.dist_checkpointing.moe.replication.interface import use_for_gloo
+from megatron.pretrain import te_on_cpu
 from megatron.pretrain.engine_errors import driver_errors
 from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.initialize import Launch, shut_down, start_process_group, use_cpu
@@ -35,7 +36,7 @@ def run_stock(argv: Sequence[str]) -> int:
     """Train with these flags; exit code: 0 done or left as asked, 1 failed, 2 flags or inputs that cannot work."""
     launch = Launch.from_environment()
     configure_logging(launch)
-    sys.argv = [sys.argv[0], *argv]  # where Megatron-LM looks for them
+    sys.argv = [sys.argv[0], *_CPU_ENGINE_FLAGS * te_on_cpu.is_loaded(), *argv]  # where Megatron-LM looks for them
     try:
         with driver_errors(), flag_errors():
             _train(launch, device_of(argv), _early(argv).moe_ckpt_interface)
@@ -49,6 +50,8 @@ def run_stock(argv: Sequence[str]) -> int:
     return 0
 
 
+_CPU_ENGINE_FLAGS = ["--attention-backend", "unfused"]
+"""Before those that were given: of Transformer Engine's attentions the one that the CPU has kernels for."""
 _FLAG_CHECKS = {"megatron.training.arguments", "megatron.training.argument_utils"}
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from low_precision_rows import model
 from runs import Launch, Layout, Train, differences, digest, flags
-from world import ROOT
+from world import ROOT, World
 
 FLAT = Layout(pp=2, ep=1, ranks=2)
 Job = Callable[..., Path]
@@ -124,6 +125,19 @@ def test_ranks_of_the_other_node_keep_their_processes_while_a_spare_takes_the_pl
     seats = job(Layout(), "sparse --moe-ckpt-window 2", faults=f"{victim}@5:forward-backward", nodes=2, lost=True)
     check_survivors(seats, Layout(), [lost])
     check_state(train, Layout(), tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", ["row 4", "row 5"])
+def test_survivors_that_train_in_few_bits_keep_process_and_weights_and_every_bit_is_equal(
+    row: str, job: Job, engine_world: World, corpus: str, tmp_path: Path
+) -> None:
+    layout, straight = Layout(), tmp_path / "straight"
+    seats = job(layout, "sparse --moe-ckpt-window 2", *model(row), faults="1@4:forward-backward 2@5:step")
+    check_survivors(seats, layout, [{1}, {2}])
+    outcome = engine_world.run(flags(corpus, layout, *model(row), "--save", str(straight)), layout.ranks)
+    assert set(outcome.codes) == {0}, outcome.said
+    assert not differences(digest(tmp_path / "struck", 6), digest(straight, 6))
 
 
 SECOND = [

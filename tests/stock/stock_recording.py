@@ -146,23 +146,37 @@ def wrapped_by_another(name: str) -> Iterator[None]:
 
 def digest(args: Any, model: Any, optimizer: Any, scheduler: Any) -> str:
     """Of all that training goes on from: weights, buffers, optimizer state, schedule, counts, random states."""
+    from megatron.core.dist_checkpointing.moe.megatron_state.quantization import quantization_tensors
+    from megatron.core.dist_checkpointing.moe.megatron_state.quantized import is_quantized, raw_fields
+
     found = hashlib.sha256()
 
     def add(name: str, value: Any) -> None:
+        if is_quantized(value):
+            for field, part in raw_fields(name, value):
+                add(field, part)
+            return
         if torch.is_tensor(value):
-            value = value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if value.numel() else b""
+            flat = value.detach().cpu().reshape(-1).contiguous()
+            value = flat.view(torch.uint8).numpy().tobytes() if value.numel() else b""
         found.update(name.encode() + (value if isinstance(value, bytes) else repr(value).encode()))
 
     for number, chunk in enumerate(model):
         for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
-            add(f"{number}.{name}", tensor.reshape(-1))
+            add(f"{number}.{name}", tensor)
+    for name, tensor in quantization_tensors(model).items():
+        add(name, tensor)
     for member in optimizer.chained_optimizers:
         for group in member.optimizer.param_groups if member.optimizer is not None else ():
             add("group", sorted((key, value) for key, value in group.items() if isinstance(value, int | float)))
             for parameter in group["params"]:
-                add("main", parameter.reshape(-1))
+                add("main", parameter)
                 for key, value in sorted(member.optimizer.state[parameter].items()):
-                    add(key, value.reshape(-1) if torch.is_tensor(value) else value)
+                    add(key, value)
+                scales = vars(member.optimizer).get("_scales", {}).get(parameter, {})
+                for key, scale in sorted(scales.items()):
+                    if member.optimizer.state[parameter][key].dtype is torch.float16:  # others are never read
+                        add(f"scale of {key}", scale)
     add("schedule", scheduler.num_steps)
     add("samples", (args.consumed_train_samples, args.consumed_valid_samples))
     add("random", (random.getstate(), numpy.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes()))

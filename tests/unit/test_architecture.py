@@ -69,7 +69,9 @@ ROWS = {
         f"{WORKERS} versions config core_versions replication local_recovery", "megatron.core torch"
     ),
     f"{ENGINE}.seats": Row("errors"),
-    f"{ENGINE}.in_place": Row("errors core_versions replay replication runtime seats", "megatron.core torch"),
+    f"{ENGINE}.in_place": Row(
+        "errors core_versions megatron_state replay replication runtime seats", "megatron.core torch"
+    ),
     f"{ENGINE}.contradictions": Row("config errors policy runtime strategies"),
     f"{ENGINE}.manager": Row(
         "config contradictions errors in_place local_recovery megatron_state policy recovery runtime seats snapshot"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from megatron.core.dist_checkpointing.moe.in_place import building, kept_process
 from megatron.core.dist_checkpointing.moe.in_place.building import Build, CannotBuildAlone
 from megatron.core.dist_checkpointing.moe.in_place.kept_process import KeptProcess
 from megatron.core.dist_checkpointing.moe.in_place.process_groups import ProcessGroups, StillConnected
+from megatron.core.dist_checkpointing.moe.megatron_state.quantization import forget_reductions
 from megatron.core.dist_checkpointing.moe.ports import PeerLost
 from megatron.core.dist_checkpointing.moe.runtime.disconnect import named_groups
 from megatron.core.dist_checkpointing.moe.seats.seat import Seat
@@ -213,6 +215,18 @@ def test_buckets_reduce_gradients_again_in_the_order_of_a_first_iteration() -> N
     assert group.grad_reduce_handle is None is group.param_gather_handle
     assert not group.param_gather_dispatched
     assert not vars(part)
+
+
+def test_modules_enter_their_scales_anew_in_what_is_reduced_over_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = {"scales of all modules": ("a recipe", "a group of before the fault")}
+    engine = SimpleNamespace(FP8GlobalStateManager=SimpleNamespace(reset=tables.clear))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.quantization", engine)  # type: ignore[misc]
+    layer, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    meta = {"scaling_fwd": "its scales", "buffer_index_and_autocast_key": [0], "global_fp8_buffer_pos_fwd_recompute": 0}
+    layer.fp8_meta = meta  # type: ignore[assignment]
+    forget_reductions([torch.nn.Sequential(layer, other)])
+    assert not tables
+    assert meta == {"scaling_fwd": "its scales"}
 
 
 class Manager:

@@ -222,6 +222,35 @@ def test_without_the_wheel_one_line_says_how_to_get_it(tmp_path: Path) -> None:
     assert "scripts/install_te_python.py" in line
 
 
+LAUNCHED = (
+    f"{ON_ENGINE} --moe-grouped-gemm --bf16 --fp8-format hybrid --fp8-param-gather --use-distributed-optimizer"
+    " --mock-data --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-experts 2 --seq-length 32"
+    " --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-3"
+)
+
+
+def launched(script: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    script.write_text("print('a worker has begun')")
+    command = [sys.executable, "-W", "ignore", "-m", "megatron.pretrain.launch", "--nproc-per-node", "1", str(script)]
+    variables = os.environ | {"LOOP": "own", "PYTHONPATH": str(ROOT)} | environment
+    return subprocess.run(
+        [*command, *LAUNCHED.split()], env=variables, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_the_launcher_takes_flags_of_jobs_whose_workers_load_it(tmp_path: Path) -> None:
+    ended = launched(tmp_path / "script.py")
+    assert "a worker has begun" in ended.stdout, ended.stderr
+    assert ended.returncode == 0
+
+
+def test_the_launcher_says_how_to_get_the_wheel_before_it_starts_a_worker(tmp_path: Path) -> None:
+    ended = launched(tmp_path / "script.py", **{FOLDER: str(tmp_path)})
+    assert ended.returncode == 2
+    assert "scripts/install_te_python.py" in ended.stderr
+    assert not ended.stdout
+
+
 BROKEN = {
     "transformer_engine": 'raise FileNotFoundError("Could not find\\n shared object file")',
     "apex": 'raise RuntimeError("no kernel image")',

@@ -31,6 +31,7 @@ from megatron.core.utils import get_model_config
 
 from ..core_versions.training import as_in_new_process, uses_cuda_graphs
 from ..errors import Terminated
+from ..megatron_state.quantization import forget_reductions
 from ..runtime.disconnect import is_lost_peer
 from ..seats.seat import own_seat
 from .building import own_build
@@ -93,6 +94,7 @@ class KeptProcess:
             raise error
         _clear_frames(error)
         as_in_new_process(self._chunks, self._optimizer)
+        forget_reductions(self._chunks)
         lost = ProcessGroups.taken_down()
         # A fault while all connected again: what refers to groups still refers to those before.
         self._groups = self._groups or lost

@@ -13,6 +13,7 @@ anew in the first microbatch of an iteration, `_transpose` when weights are gath
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ from ..errors import UnreadableCheckpoint
 QUANTIZATION = "quantization"
 """The name of all of it among the tensors of the trainer state."""
 
+_ENTRIES = ("buffer_index_and_autocast_key", "global_fp8_buffer_pos_fwd_recompute")
+"""Where modules note that they are in a table, and at which place."""
 _PASSES, _KEPT = ("scaling_fwd", "scaling_bwd"), ("scale", "amax_history")
 
 
@@ -33,6 +36,20 @@ def has_quantization_state(chunks: Sequence[torch.nn.Module]) -> bool:
     """Whether modules keep scales from iteration to iteration: with delayed scaling only."""
     config = unwrap_model(list(chunks))[0].config
     return bool(getattr(config, "fp8", None)) and config.fp8_recipe == "delayed"
+
+
+def forget_reductions(chunks: Sequence[torch.nn.Module]) -> None:
+    """Let Transformer Engine forget which largest values it reduces over which process groups, in tables of its own.
+
+    Modules enter theirs in the first forward pass, as in a new process. Scales and histories stay what they are.
+    """
+    engine = sys.modules.get("transformer_engine.pytorch.quantization")
+    if engine is None:
+        return
+    engine.FP8GlobalStateManager.reset()
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        for entry in _ENTRIES:
+            getattr(module, "fp8_meta", {}).pop(entry, None)
 
 
 @torch.no_grad()

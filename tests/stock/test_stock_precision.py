@@ -1,0 +1,63 @@
+"""Training in eight bits in the stock loop, with masters and moments of few bits: killed, it comes back to the bit."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from stock_jobs import Shape, StockJob
+from stock_recording import unprotected
+from world import World
+
+from megatron.pretrain import te_on_cpu
+
+KILLED = -signal.SIGKILL
+ENGINE = "--transformer-impl transformer_engine --moe-grouped-gemm --bf16"
+EIGHT_BITS = (
+    "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max --fp8-param-gather"
+)
+ROWS = {
+    "row 2": f"{ENGINE} {EIGHT_BITS}",
+    "row 4": f"{ENGINE} {EIGHT_BITS} --use-precision-aware-optimizer --main-params-dtype fp16 --exp-avg-dtype fp8"
+    " --exp-avg-sq-dtype fp16",
+}
+
+
+@pytest.fixture(scope="module")
+def engine_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """A world in which Transformer Engine's own Python runs, over kernels for the CPU."""
+    try:
+        te_on_cpu.find()
+    except te_on_cpu.MissingWheel as error:
+        pytest.skip(str(error))
+    started = World(tmp_path_factory.mktemp("stock-engine-world"), with_engine=True)
+    yield started
+    started.kill()
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="moe-ckpt-stock-", dir=shared if shared.is_dir() else None) as folder:
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("row", ["row 4", pytest.param("row 2", marks=pytest.mark.full)])
+def test_a_killed_job_in_few_bits_ends_as_the_undisturbed_one_to_the_last_bit(
+    row: str, engine_world: World, memory: Path, tmp_path: Path
+) -> None:
+    shape = Shape(ranks=2, pp=2, ep=1, more=tuple(ROWS[row].split()))
+    protection = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "3", "--moe-ckpt-inject-fault", "1@5:step")
+    jobs = {}
+    for name in ("undisturbed", "killed"):
+        of_job = memory / f"{memory.name}-{name}"  # what names the job
+        of_job.mkdir()
+        (tmp_path / name).mkdir()
+        jobs[name] = StockJob(engine_world, of_job, tmp_path / name, shape)
+    jobs["undisturbed"].run(hooks=[unprotected])
+    jobs["killed"].run(*protection, codes={KILLED, 1})
+    jobs["killed"].run(*protection)
+    assert jobs["killed"].records() == jobs["undisturbed"].records()
