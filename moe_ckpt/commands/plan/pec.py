@@ -26,7 +26,8 @@ weigh, and how evenly the ranks share the work.
     $ moe-ckpt plan pec --model GPT-350M-16E --ep 8 --world-size 16 --pec-k-snapshot 4 --pec-k-persist 1
 
 Checkpoint 0 has all experts, as the first one of a job; the facts are about those after it. All go on to storage.
-Bytes are counted as the papers do: compute weights, master weights and moments.
+Bytes are those that a job writes: master weights and moments, and compute weights where these are not the cast of the
+master weights.
 """
 
 
@@ -34,7 +35,14 @@ Bytes are counted as the papers do: compute weights, master weights and moments.
 @number("--pec-k-snapshot", "k", default=1, show_default=True, metavar="K", help="Experts per MoE layer.")
 @number("--pec-k-persist", "k_persist", default=1, show_default=True, metavar="K", help="Of these, to storage.")
 @click.option("--pec-selection", "selection", type=click.Choice(["sequential", "load-aware"]), default="sequential")
-@click.option("--pec-scope", "scope", type=click.Choice(list(PEC_SCOPES)), default="both", show_default=True)
+@click.option(
+    "--pec-scope",
+    "scope",
+    type=click.Choice(list(PEC_SCOPES)),
+    default="both",
+    show_default=True,
+    help="What is left out of experts that are not selected: weights, optimizer (moments), or both.",
+)
 @click.option("--shard", type=click.Choice(["none", "equal", "adaptive"]), default="adaptive", show_default=True)
 @number(
     "--checkpoints", default=None, maximum=10_000, help="How many to show [default: the first, then all experts once]."
@@ -70,7 +78,7 @@ def pec(
     covered = frozenset[OperatorId]().union(*after_first)
     partial = [_sharded(job, selected, scope, shard) for selected in after_first]
     largest = max(shards.total_bytes for shards in partial)
-    whole = shard_checkpoint(shard, shape, job.topology, job.precision)
+    whole = _sharded(job, frozenset(op for op in shape.operators if op.is_expert), scope, shard)
     return Report(
         f"Partial experts checkpoints of {shape.name}: {k} of {shape.num_experts} experts per MoE layer",
         (
@@ -87,8 +95,9 @@ def pec(
 
 
 def _sharded(job: PlannedJob, selected: frozenset[OperatorId], scope: str, shard: str) -> ShardAssignment:
-    """Who stores a checkpoint with these experts, with the bytes that the papers count."""
-    plan = pec_plan(0, job.shape.operators, selected, PEC_SCOPES[scope], Part.EVERYTHING)
+    """Who stores a checkpoint with these experts, with the bytes that a job writes."""
+    stored = Part.MASTER_AND_MOMENTS if job.precision.exact().recasts else Part.EVERYTHING
+    plan = pec_plan(0, job.shape.operators, selected, PEC_SCOPES[scope], stored)
     return shard_checkpoint(shard, job.shape, job.topology, job.precision, plan.parts)
 
 

@@ -171,10 +171,20 @@ def test_partial_checkpoints_cover_all_experts_in_one_rotation(facts) -> None:
 
 
 def test_one_rank_alone_saves_the_whole_partial_checkpoint(facts) -> None:
-    data = facts("pec", "--model", "GPT-350M-16E", "--pec-scope", "all")
+    data = facts("pec", "--model", "GPT-350M-16E")
     shape = PRESETS["GPT-350M-16E"]
     parameters = shape.total_parameters - shape.expert_parameters * 15 // 16
-    assert data["most_bytes_of_a_rank_bytes"] == data["checkpoint_bytes"] == 14 * parameters
+    assert data["most_bytes_of_a_rank_bytes"] == data["checkpoint_bytes"] == 12 * parameters
+
+
+@pytest.mark.parametrize(("scope", "left_out_bytes"), [("weights", 4), ("optimizer", 8), ("both", 12)])
+def test_each_scope_leaves_out_its_part_of_experts_that_are_not_selected(
+    facts, scope: str, left_out_bytes: int
+) -> None:
+    shape = PRESETS["GPT-350M-16E"]
+    share = 1 - shape.expert_parameters * 15 / 16 * left_out_bytes / (12 * shape.total_parameters)
+    data = facts("pec", "--model", "GPT-350M-16E", "--pec-scope", scope)
+    assert data["share_of_the_full_checkpoint"] == pytest.approx(share, rel=1e-9)
 
 
 @pytest.mark.parametrize(

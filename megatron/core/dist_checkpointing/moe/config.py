@@ -221,10 +221,10 @@ class MoECheckpointConfig:
         choices=("sequential", "load-aware"),
     )
     pec_scope: str = flag(
-        "all",
-        "pec: which components of experts that are not selected are left out: compute weights, moments, both of these, "
-        "or everything",
-        choices=("weights", "optimizer", "both", "all"),
+        "both",
+        "pec: what snapshots leave out of experts that are not selected: their weights, of all precisions, while the "
+        "moments of all experts are saved; the moments of the optimizer, while all weights are saved; or both",
+        choices=("weights", "optimizer", "both"),
     )
     plt_threshold: float | None = flag(
         None,

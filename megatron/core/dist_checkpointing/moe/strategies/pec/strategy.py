@@ -9,7 +9,7 @@ from typing import Any
 from ...config import MoECheckpointConfig
 from ...policy.dynamic_k import choose_k, k_ladder
 from ...policy.partial import PEC_SCOPES, next_position, pec_plan
-from ...types import Level, OperatorId, Part, RecoveryPlan, SnapshotPlan, full_plan
+from ...types import Level, OperatorId, RecoveryPlan, SnapshotPlan, full_plan
 from ..base import NO_BUFFERS, BufferSpec, Job
 from ..lossy import Lossy
 from ..lossy.pieces import moe_layers_of_stages
@@ -19,6 +19,10 @@ from .selection import age, by_load, in_turn, overdue, to_persist
 
 class Pec(Lossy):
     """Snapshots the full state of all operators that are no experts, and of K experts per MoE layer.
+
+    Scope. Of the experts that are not selected a snapshot has the moments (`weights`, W of MoC 6.3), the weights
+    (`optimizer`, O) or nothing (`both`, WO). Recovery takes the newest of each, and what was routed to an expert since
+    the older of the two counts as lost.
 
     Selection. `sequential` takes experts in turn (MoC 3.2), `load-aware` those with the most tokens since they were
     last saved, within a capacity of each expert-parallel rank (PEC Alg. 1).
@@ -79,7 +83,7 @@ class Pec(Lossy):
         writing = self._interval_policy.persist_due(iteration)[0] and not self.is_writing
         state = self._state
         lacking = state.lacks_experts(Level.SNAPSHOT) or (writing and state.lacks_experts(Level.PERSIST))
-        k = self._job.num_experts if lacking or self._keeps_all else self._chosen_k(iteration, writing)
+        k = self._job.num_experts if lacking else self._chosen_k(iteration, writing)
         experts, self._cursor = self._selected(k, writing)
         self._k = k
         persist = self._persisted(k, experts) if writing else None
@@ -95,9 +99,7 @@ class Pec(Lossy):
 
     @cached_property
     def _buffer_specs(self) -> tuple[BufferSpec, ...]:
-        rest = () if self._keeps_all else self._experts
-        others = [operator for operator in self._job.operators if not operator.is_expert]
-        dense = pec_plan(0, sorted([*others, *rest]), (), self._scope)
+        dense = pec_plan(0, self._job.operators, (), self._scope)
         return (
             BufferSpec(dense, own=3, replica=2, trainer=True),
             *(BufferSpec(full_plan(0, [one]), own=3, replica=2, trainer=False) for one in sorted(self._experts)),
@@ -110,11 +112,6 @@ class Pec(Lossy):
         plan = super().resumed(plan, data, fault_iteration)
         self._cursor, self._k = data["cursor"] % self._job.num_experts, data["k"]
         return plan
-
-    @property
-    def _keeps_all(self) -> bool:
-        """Whether the scope leaves out nothing that snapshots store."""
-        return not Part.MASTER_AND_MOMENTS & self._scope.partial
 
     def _selected(self, k: int, writing: bool) -> tuple[Experts, int]:
         """Experts of a snapshot with K per layer, and the position that is next in turn after it."""
