@@ -161,9 +161,21 @@ class MoECheckpointConfig:
     ordering: str | None = flag(
         None,
         "sparse: which operators come last in a window, and are frozen for longest when it is replayed: experts with "
-        "the most tokens (popularity), with the highest sum of gating probabilities, with the most tokens lately, or "
-        "for their capacity; or the front of the model (default: popularity, without experts layer-order)",
+        "the most tokens (popularity), with the highest sum of gating probabilities over all tokens (soft-count), with "
+        "the most tokens lately (time-decayed), or for their capacity; or the front of the model (default: popularity, without experts layer-order)",
         choices=("popularity", "soft-count", "time-decayed", "capacity-aware", "layer-order"),
+    )
+    ordering_decay: float = flag(
+        0.9,
+        "sparse with --moe-ckpt-ordering time-decayed: how much of the moving average of tokens stays from one "
+        "iteration to the next, below 1",
+        minimum=0,
+    )
+    ordering_capacities: tuple[float, ...] = flag(
+        (),
+        "sparse with --moe-ckpt-ordering capacity-aware: capacity of each expert of a layer, in any unit; experts are "
+        "ordered by tokens over capacity",
+        minimum=0,
     )
     reorder_threshold: float = flag(
         0.10, "sparse: by how much the share of tokens of an expert has to change to count as changed", minimum=0
