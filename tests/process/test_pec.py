@@ -399,6 +399,19 @@ def test_with_k_of_all_experts_nothing_is_lost_though_a_node_goes(
     assert not differences(digest(through, 6), digest(straight, 6))
 
 
+def test_adaptive_snapshots_have_the_experts_that_there_is_time_for_and_storage_as_many_as_it_takes(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    kept = ("--moe-ckpt-persist-dir", tmp_path / "storage", "--moe-ckpt-persist-interval", 12)
+    length = ("--train-iters", 24, "--lr-decay-iters", 24)
+    cluster.run(TWO, *PEC, "--moe-ckpt-pec-adaptive", *length, *kept, hooks=[partial(watched, str(tmp_path))])
+    of_ranks = [[event for event in events if event["event"] == "planned"] for events in written(tmp_path, TWO)]
+    assert of_ranks[0] == of_ranks[1]
+    first, *_, last = of_ranks[0]
+    assert last["k"] > 1, "a few kilobytes are copied in no time"
+    assert last["persist_interval"] < first["persist_interval"] == 12
+
+
 # So large that random states, step counts and alignment, which no equation counts, are small beside it.
 LARGE = ModelShape(
     "large", LAYERS, 128, 4, 384, 512, num_experts=EXPERTS, moe_ffn_hidden_size=512, gated_linear_unit=True

@@ -11,13 +11,14 @@ from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.partial import PEC_SCOPES, pec_plan, sequential_selection
 from megatron.core.dist_checkpointing.moe.policy.sharding import ShardAssignment, shard_checkpoint
+from megatron.core.dist_checkpointing.moe.strategies import Throughput
 from megatron.core.dist_checkpointing.moe.types import ModelShape, OperatorId, Part, SnapshotPlan, Topology
 from moe_ckpt.report import Fact, Report, Table, table
 
 from ...simulator.driver import Driver
 from . import counts_file
 from .drive import job_of
-from .options import PlannedJob, number, plan_command
+from .options import PlannedJob, number, plan_command, positive
 
 HELP = """Show partial experts checkpointing (MoC 3, PEC 3.1): the experts that successive checkpoints hold, what they
 weigh, and how evenly the ranks share the work.
@@ -43,6 +44,9 @@ master weights.
     show_default=True,
     help="What is left out of experts that are not selected: weights, optimizer (moments), or both.",
 )
+@click.option("--pec-adaptive", is_flag=True, help="As many experts as the two options below have time for (MoC 5.3).")
+@positive("--budget-local-gbps", "GB/S", "With --pec-adaptive: from one GPU to its host's memory.", default=25.0)
+@positive("--iteration-time", "S", "With --pec-adaptive: seconds of one iteration.", default=1.0)
 @click.option("--shard", type=click.Choice(["none", "equal", "adaptive"]), default="adaptive", show_default=True)
 @number(
     "--checkpoints", default=None, maximum=10_000, help="How many to show [default: the first, then all experts once]."
@@ -54,6 +58,9 @@ def pec(
     k_persist: int,
     selection: str,
     scope: str,
+    pec_adaptive: bool,
+    budget_local_gbps: float,
+    iteration_time: float,
     shard: str,
     checkpoints: int | None,
     counts: Path | None,
@@ -64,15 +71,16 @@ def pec(
     check_experts(shape, k, k_persist)
     config = MoECheckpointConfig(
         strategy="pec", persist_dir="storage", persist_interval=1, pec_k_snapshot=k, pec_k_persist=k_persist,
-        pec_selection=selection, pec_scope=scope,
+        pec_selection=selection, pec_scope=scope, pec_adaptive=pec_adaptive,
     )  # fmt: skip
     rotation = -(-shape.num_experts // k)
     is_sequential = selection == "sequential"
     shown = 1 + rotation if checkpoints is None else checkpoints
     tokens = counts_file.load_counts(counts, shape)
+    pace = Throughput(iteration_time, budget_local_gbps * 1e9) if pec_adaptive else None
     found = [
         tuple(frozenset().union(*map(_experts, plans)) for plans in ((taken.plan,), taken.persisted))
-        for taken in Driver(job_of(job, config), tokens.of).snapshots(shown)
+        for taken in Driver(job_of(job, config), tokens.of, pace=pace).snapshots(shown)
     ]
     after_first = [selected for selected, _ in found[1:] or found]
     covered = frozenset[OperatorId]().union(*after_first)

@@ -162,7 +162,8 @@ class MoECheckpointConfig:
         None,
         "sparse: which operators come last in a window, and are frozen for longest when it is replayed: experts with "
         "the most tokens (popularity), with the highest sum of gating probabilities over all tokens (soft-count), with "
-        "the most tokens lately (time-decayed), or for their capacity; or the front of the model (default: popularity, without experts layer-order)",
+        "the most tokens lately (time-decayed), or for their capacity; or the front of the model (default: popularity, "
+        "without experts layer-order)",
         choices=("popularity", "soft-count", "time-decayed", "capacity-aware", "layer-order"),
     )
     ordering_decay: float = flag(
@@ -186,8 +187,8 @@ class MoECheckpointConfig:
     interval: int = flag(1, "iterations between snapshots; where the interval adapts, the first one", minimum=1)
     interval_policy: str = flag(
         "fixed",
-        "keep the interval, or adapt it to measured costs: to at most 3%% overhead (checkfreq), or to the failures of "
-        "--moe-ckpt-mtbf-s (young, daly)",
+        "keep the interval, or adapt it to measured costs: to at most 3%% overhead (checkfreq; and "
+        "--moe-ckpt-persist-interval to what storage takes), or to the failures of --moe-ckpt-mtbf-s (young, daly)",
         choices=("fixed", "checkfreq", "young", "daly"),
     )
     mtbf_s: float | None = flag(None, "mean seconds between failures of the whole job, for young and daly", minimum=1)
@@ -237,6 +238,11 @@ class MoECheckpointConfig:
         "pec: what snapshots leave out of experts that are not selected: their weights, of all precisions, while the "
         "moments of all experts are saved; the moments of the optimizer, while all weights are saved; or both",
         choices=("weights", "optimizer", "both"),
+    )
+    pec_adaptive: bool = flag(
+        False,
+        "pec: raise --moe-ckpt-pec-k-snapshot to as many experts as are copied within the passes of one iteration, "
+        "persist --moe-ckpt-pec-k-persist of them (default then: 1), and as often as storage takes",
     )
     plt_threshold: float | None = flag(
         None,

@@ -10,11 +10,11 @@ from ...config import MoECheckpointConfig
 from ...policy.dynamic_k import choose_k, k_ladder
 from ...policy.partial import PEC_SCOPES, next_position, pec_plan
 from ...types import Level, OperatorId, RecoveryPlan, SnapshotPlan, full_plan
-from ..base import NO_BUFFERS, BufferSpec, Job
+from ..base import NO_BUFFERS, BufferSpec, Job, Throughput
 from ..lossy import Lossy
 from ..lossy.pieces import moe_layers_of_stages
 from ..lossy.state import Experts, Flight
-from .selection import age, by_load, in_turn, overdue, to_persist
+from .selection import age, by_load, in_turn, k_within, overdue, to_persist
 
 
 class Pec(Lossy):
@@ -38,6 +38,10 @@ class Pec(Lossy):
     persisted in A = ceil(N / K) x ceil(K / K_persist) writes. That is only needed where the writes keep meeting the
     same experts; all are then persisted in any 2 x A writes. K_persist grows with K, and is N for N.
 
+    Adaptive configuration (MoC 5.3). With --moe-ckpt-pec-adaptive K_snapshot is the largest with which copies end
+    within the passes of an iteration, on the rank that has most to copy, but at least --moe-ckpt-pec-k-snapshot;
+    K_persist is that of its flag, by default 1, so that storage takes snapshots as often as it can.
+
     Dynamic-K. With --moe-ckpt-plt-threshold K is the smallest of K0, 2 K0, ..., N with which neither a fault that
     leaves memory (replicas included), nor, where the snapshot will be persisted, one that leaves only storage, can
     bring the PLT above the threshold. Only settled copies count as saved, and tokens of iterations that are not counted
@@ -57,6 +61,11 @@ class Pec(Lossy):
                 f"--moe-ckpt-pec-k-persist {config.pec_k_persist} is above --moe-ckpt-pec-k-snapshot "
                 f"{config.pec_k_snapshot}: only experts that are in a snapshot can become persistent"
             )
+        if config.pec_adaptive and config.pec_scope != "both":
+            yield (
+                f"--moe-ckpt-pec-adaptive chooses how many experts a snapshot has, but --moe-ckpt-pec-scope"
+                f" {config.pec_scope} takes a part of all of them; leave one of the two out"
+            )
         if (config.plt_threshold or 0) > 1:
             yield (
                 f"--moe-ckpt-plt-threshold {config.plt_threshold} is a share of all tokens, from 0 to 1; 0.0375 is"
@@ -70,6 +79,8 @@ class Pec(Lossy):
         self._threshold = config.plt_threshold
         self._stages = tuple(map(tuple, moe_layers_of_stages(job)))
         self._cursor, self._k = 0, config.pec_k_snapshot
+        self.needs_throughput = config.pec_adaptive
+        self._budget_bytes = 0
 
     @property
     def k(self) -> int:
@@ -113,6 +124,20 @@ class Pec(Lossy):
         self._cursor, self._k = data["cursor"] % self._job.num_experts, data["k"]
         return plan
 
+    def throughput_measured(self, throughput: Throughput) -> None:
+        if throughput.iteration_s > 0:
+            self._budget_bytes = int(throughput.bandwidth_bytes_per_s * throughput.iteration_s)
+
+    @property
+    def _floor(self) -> int:
+        """K_snapshot before faults raise it: of the flag, or as many as there is time to copy."""
+        config = self._job.config
+        return (
+            max(config.pec_k_snapshot, k_within(self._job, self._budget_bytes))
+            if config.pec_adaptive
+            else (config.pec_k_snapshot)
+        )
+
     def _selected(self, k: int, writing: bool) -> tuple[Experts, int]:
         """Experts of a snapshot with K per layer, and the position that is next in turn after it."""
         job, state, count = self._job, self._state, self._job.num_experts
@@ -138,6 +163,8 @@ class Pec(Lossy):
 
     def _k_persist(self, k: int) -> int:
         config, num_experts = self._job.config, self._job.num_experts
+        if config.pec_adaptive and (k < num_experts or self._threshold is None):
+            return min(k, config.pec_k_persist or 1)
         if config.pec_k_persist is None or (k == num_experts and self._threshold is not None):
             return k
         return min(k, config.pec_k_persist * k // config.pec_k_snapshot)
@@ -149,7 +176,7 @@ class Pec(Lossy):
 
     def _chosen_k(self, iteration: int, writing: bool) -> int:
         """The smallest K with which a fault after this snapshot keeps the PLT below the threshold."""
-        floor, num_experts = self._job.config.pec_k_snapshot, self._job.num_experts
+        floor, num_experts = self._floor, self._job.num_experts
         if self._threshold is None:
             return floor
         for k in k_ladder(floor, num_experts):
