@@ -11,9 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -71,15 +72,27 @@ class DemoRun:
         return statistics.mean(share for _, share in self.snapshots) if self.snapshots else 0.0
 
 
-def train(seed: int, name: str, size: Size, folder: Path, strategy: Sequence[str]) -> DemoRun:
-    """Run the launcher of the demo to the end of training, restarts included; without a strategy nobody is killed."""
+def train(
+    seed: int,
+    name: str,
+    size: Size,
+    folder: Path,
+    strategy: Sequence[str],
+    *,
+    model: Sequence[str] = (),
+    layout: Mapping[str, str] = MappingProxyType({}),
+) -> DemoRun:
+    """Run the launcher of the demo to the end of training, restarts included; without a strategy nobody is killed.
+
+    model: flags of the model. layout: environment variables of the launcher, such as NPROC.
+    """
     metrics = folder / f"{seed}-{name.replace(' ', '')}.jsonl"
     sizes = {"--train-iters": size.iterations, "--eval-interval": size.eval_interval, "--eval-iters": size.eval_iters}
     flags = [str(part) for pair in sizes.items() for part in pair]
-    flags += ["--seed", str(seed), "--metrics-jsonl", str(metrics), "--log-interval", "50", *strategy]
+    flags += ["--seed", str(seed), "--metrics-jsonl", str(metrics), "--log-interval", "50", *model, *strategy]
     faults = size.faults if strategy else ()
     flags += [part for point in faults for part in ("--moe-ckpt-inject-fault", point)]
-    environment = os.environ | {"PYTHON": sys.executable, "MAX_RESTARTS": str(len(faults))}
+    environment = os.environ | dict(layout) | {"PYTHON": sys.executable, "MAX_RESTARTS": str(len(faults))}
     memory = Path(tempfile.mkdtemp(prefix="demo-jobs-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     if strategy:
         flags += ["--moe-ckpt-memory-dir", str(memory)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from megatron.core.dist_checkpointing.moe.policy.partial import ALL, pec_plan
+from megatron.core.dist_checkpointing.moe.policy.partial import BOTH, pec_plan
 from megatron.core.dist_checkpointing.moe.policy.sharding import shard_checkpoint
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, ModelShape, Part, Topology
 from moe_ckpt.simulator.clusters import cluster
@@ -155,7 +155,7 @@ def _shards(gpus: int, tp: int, hidden_size: int) -> tuple[int, int, int, int]:
     setting = MocIteration("", gpus, tp, hidden_size)
     shape, topology = setting.shape, setting.topology
     k = max(1, int(gpus * published("moc")["fig13"]["moc_expert_share"]))
-    parts = pec_plan(0, shape.operators, selected_experts(shape, topology, k, 0), ALL, Part.EVERYTHING).parts
+    parts = pec_plan(0, shape.operators, selected_experts(shape, topology, k, 0), BOTH, Part.EVERYTHING).parts
     return (
         shard_checkpoint("none", shape, topology, FP16_FP32).bottleneck_bytes,
         shard_checkpoint("adaptive", shape, topology, FP16_FP32, parts).bottleneck_bytes,

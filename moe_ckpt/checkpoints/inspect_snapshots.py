@@ -15,6 +15,7 @@ from moe_ckpt.checkpoints.survey import Holding, Survey, operator_rows, survey_s
 from moe_ckpt.checkpoints.windows import StoredSnapshot, StoredState
 from moe_ckpt.report import Fact, Report, Table, table
 
+from .losses import Losses
 from .persist_dir import PersistDir
 from .slots import Slot, slots
 
@@ -65,7 +66,8 @@ def memory_report(folder: Path, now_s: float) -> Report:
 
 def _facts(survey: Survey, now_s: float) -> tuple[Fact, ...]:
     states = _of_states(survey)
-    newest = max(states, key=lambda held: (held.stored.timeline[-1:], held.snapshot.iteration)).stored
+    newest = _newest(states).stored
+    losses = _losses(survey)
     return (
         Fact("Newest iteration", max(holding.snapshot.iteration for holding in states), "count"),
         Fact("Age", _age_s(states, now_s), "seconds"),
@@ -78,7 +80,21 @@ def _facts(survey: Survey, now_s: float) -> tuple[Fact, ...]:
         Fact("Job", newest.facts.job),
         Fact("Timeline", _timeline(newest)),
         Fact("Format", f"snapshot {FORMAT_VERSION}"),
+        *(losses.facts() if losses else ()),
     )
+
+
+def _newest(states: Iterable[Holding]) -> Holding:
+    return max(states, key=lambda held: (held.stored.timeline[-1:], held.snapshot.iteration))
+
+
+def _losses(survey: Survey) -> Losses | None:
+    """Of the timeline that a recovery would go on with."""
+    states = _of_states(survey)
+    if not states:
+        return None
+    timeline = _newest(states).stored.timeline
+    return Losses.newest(held for held in states if held.stored.timeline == timeline)
 
 
 def _whole_facts(survey: Survey) -> tuple[Fact, ...]:
@@ -105,8 +121,10 @@ def _tables(survey: Survey, now_s: float) -> tuple[Table, ...]:
         span, kind = spans(set(state.span)), state.leading.snapshot.kind
         windows.append((span, kind, *counts, size, age_s, state.leading.facts.job))
     torn = ((str(torn.snapshot), torn.why) for torn in survey.torn)
+    losses = _losses(survey)
     return (
         table("Windows", _WINDOWS, windows),
+        *((losses.table(),) if losses and losses.records else ()),
         table("Operators", _OPERATORS, operator_rows(survey.holdings)),
         table("Torn snapshots", "snapshot | why", torn),
     )

@@ -66,6 +66,8 @@ class RecoveryRecord:
     table: tuple[str, ...] = ()
     lost_tokens: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
     plt: float | None = None
+    plt_pec: float | None = None
+    mlt: float | None = None
 
 
 @dataclass
@@ -130,7 +132,8 @@ class RunLog:
         if not isinstance(parts, dict):
             return False
         lengths = {str(name): length_s for name, value in parts.items() if (length_s := number(value)) >= 0}
-        table, plt = data.get("table"), number(data.get("plt"))
+        table = data.get("table")
+        shares = {name: number(data.get(name)) for name in ("plt", "plt_pec", "mlt")}
         self.recoveries.append(
             RecoveryRecord(
                 len(self),
@@ -147,7 +150,7 @@ class RunLog:
                 is_whole=data.get("is_whole") is not False,
                 table=tuple(map(_text, table)) if isinstance(table, list) else (),
                 lost_tokens=_lost(data.get("lost_tokens")),
-                plt=None if math.isnan(plt) else plt,
+                **{name: None if math.isnan(share) else share for name, share in shares.items()},
             )
         )
         return True

@@ -31,7 +31,8 @@ def watched(folder: str) -> Iterator[None]:
         if made is not None:
             experts = [one for one in made.anchored if one.is_expert]
             k = len(experts) / len({one.layer for one in experts})
-            _note(folder, {"event": "planned", "iteration": iteration, "k": k})
+            every = self._interval_policy.persist_interval
+            _note(folder, {"event": "planned", "iteration": iteration, "k": k, "persist_interval": every})
         return made
 
     def watched_step_end(self: Any, iteration: int, *journal: Any) -> None:

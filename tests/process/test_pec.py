@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,9 @@ from runs import Layout, Train, differences, digest, reports_in
 from world import Outcome, World
 
 from megatron.core.dist_checkpointing.moe.policy.partial import PEC_SCOPES
-from megatron.core.dist_checkpointing.moe.types import FP32, ModelShape, Part
+from megatron.core.dist_checkpointing.moe.ports import SnapshotId
+from megatron.core.dist_checkpointing.moe.types import FP32, ModelShape
+from moe_ckpt.commands.main import main
 from moe_ckpt.simulator.paper_sizes import eq_5_full_bytes, eq_6_pec_bytes
 
 ITERATIONS, LAYERS, EXPERTS, TOPK = 30, 2, 4, 2
@@ -63,6 +66,7 @@ class Kills:
     outcomes: list[Outcome]
     reports: list[dict[str, Any]]
     events: list[list[dict[str, Any]]]
+    storage: Path
 
     @property
     def recoveries(self) -> list[Recovery]:
@@ -92,6 +96,8 @@ def _recovery(start: int, planned: dict[str, Any], table: Outcome) -> Recovery:
     lost = {int(layer): int(tokens) for layer, tokens in lines}
     (percent,) = re.findall(r"proportion of lost tokens, all faults so far: (\S+) %", table.said)
     (momentary,) = re.findall(r"momentary lost tokens \(MLT\), all faults so far: (\S+) %", table.said)
+    (portion,) = re.findall(r"portion of lost tokens by PEC eq. 4, all faults so far: (\S+) %", table.said)
+    assert portion == percent  # all layers route equally many tokens, and then the two definitions agree
     assert float(momentary) == pytest.approx(LAYERS * float(percent), abs=3e-4)  # the sum in place of the mean
     tiers = frozenset(tier for _, _, tier, _ in planned["experts"])
     told = tuple(lost.get(layer, 0) for layer in range(LAYERS))
@@ -175,6 +181,7 @@ class Case:
 
 
 IN_TURN, BY_LOAD = Case(FOUR), Case(FOUR, ("--moe-ckpt-pec-selection", "load-aware", "--bf16"), stored=False)
+WEIGHTS_ONLY = Case(TWO, ("--moe-ckpt-pec-scope", "weights", "--bf16"), faults=FAULTS[:2])
 MOMENTS_ONLY = Case(TWO, ("--moe-ckpt-pec-scope", "optimizer", "--bf16"), faults=FAULTS[:2])
 UNBOUNDED = Case(TWO, stored=False, faults=FAULTS, lost=())
 # What memory and storage have left can be older than where an earlier recovery went on.
@@ -210,7 +217,8 @@ def killed(world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory) 
                 )  # fmt: skip
             finally:
                 shutil.rmtree(memory)
-            done[case] = Kills(outcomes, reports_in(folder / "reports"), written(folder, case.layout))
+            events = written(folder, case.layout)
+            done[case] = Kills(outcomes, reports_in(folder / "reports"), events, folder / "storage")
         return done[case]
 
     return run
@@ -262,7 +270,8 @@ def test_the_tokens_that_each_recovery_reports_as_lost_are_those_of_an_independe
     [
         pytest.param(IN_TURN, id="in-turn", marks=pytest.mark.full),
         pytest.param(BY_LOAD, id="by-load"),
-        pytest.param(MOMENTS_ONLY, id="moments-only", marks=pytest.mark.full),
+        pytest.param(WEIGHTS_ONLY, id="weights-only"),
+        pytest.param(MOMENTS_ONLY, id="moments-only"),
         pytest.param(UNBOUNDED, id="five-faults"),
         pytest.param(STORED, id="five-faults-with-storage"),
         pytest.param(BY_RISK, id="selective-processes-lost"),
@@ -285,6 +294,48 @@ def test_after_each_recovery_all_but_experts_is_as_it_was_and_each_expert_as_its
                 assert event["state"] == {"rest": was[event["target"]]["rest"], **expected}
                 older += len({iteration for iteration in copies.values() if iteration < event["target"]})
     assert older, "no copy was older than the rest: nothing is shown"
+
+
+def test_inspect_says_of_the_storage_what_all_faults_have_cost(
+    killed: Callable[[Case], Kills], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kills = killed(WEIGHTS_ONLY)
+    monkeypatch.setattr(sys, "argv", ["moe-ckpt", "inspect", str(kills.storage), "--json"])
+    with pytest.raises(SystemExit):
+        main()
+    found = json.loads(capsys.readouterr().out)
+    costs, shares = recount(kills), ("plt_moc", "plt_pec", "mlt")
+    assert found["lost_tokens_of_all_faults"] == costs[-1].so_far
+    assert [sum(cost.lost) for cost in costs] == [row["lost_tokens"] for row in found["lost_tokens"]]
+    share = float(plt(WEIGHTS_ONLY, costs[-1]))
+    assert [found[name] for name in shares] == pytest.approx([share, share, LAYERS * share])
+    last = kills.reports[-1]["lost_tokens"]
+    assert [found[name] for name in shares] == pytest.approx([last[name] for name in ("plt", "plt_pec", "mlt")])
+
+
+@pytest.mark.parametrize(
+    ("case", "lost", "kept"),
+    [
+        pytest.param(WEIGHTS_ONLY, "weights", "moments", id="weights"),
+        pytest.param(MOMENTS_ONLY, "moments", "weights", id="optimizer"),
+    ],
+)
+def test_only_what_the_scope_leaves_out_comes_back_older_and_it_is_named(
+    case: Case, lost: str, kept: str, killed: Callable[[Case], Kills]
+) -> None:
+    kills = killed(case)
+    older = {
+        name.split()[-1]
+        for events in kills.events
+        for event in events
+        if event["event"] == "recovered"
+        for _, iteration, _, name in event["experts"]
+        if iteration < event["target"]
+    }
+    assert older == {lost}
+    told = [line for outcome in kills.outcomes for line in outcome.said.splitlines() if "lost in layer" in line]
+    assert told
+    assert all(re.search(f"in their (master )?{lost} only; their (master )?{kept} are those of", line) for line in told)
 
 
 def test_a_threshold_raises_k_in_time_to_bound_what_all_faults_cost(killed: Callable[[Case], Kills]) -> None:
@@ -348,39 +399,67 @@ def test_with_k_of_all_experts_nothing_is_lost_though_a_node_goes(
     assert not differences(digest(through, 6), digest(straight, 6))
 
 
+def test_adaptive_snapshots_have_the_experts_that_there_is_time_for_and_storage_as_many_as_it_takes(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    kept = ("--moe-ckpt-persist-dir", tmp_path / "storage", "--moe-ckpt-persist-interval", 12)
+    length = ("--train-iters", 24, "--lr-decay-iters", 24)
+    cluster.run(TWO, *PEC, "--moe-ckpt-pec-adaptive", *length, *kept, hooks=[partial(watched, str(tmp_path))])
+    of_ranks = [[event for event in events if event["event"] == "planned"] for events in written(tmp_path, TWO)]
+    assert of_ranks[0] == of_ranks[1]
+    first, *_, last = of_ranks[0]
+    assert last["k"] > 1, "a few kilobytes are copied in no time"
+    assert last["persist_interval"] < first["persist_interval"] == 12
+
+
 # So large that random states, step counts and alignment, which no equation counts, are small beside it.
 LARGE = ModelShape(
     "large", LAYERS, 128, 4, 384, 512, num_experts=EXPERTS, moe_ffn_hidden_size=512, gated_linear_unit=True
 )
-LARGE_FLAGS = "--hidden-size 128 --moe-ffn-hidden-size 512 --train-iters 4 --lr-decay-iters 4".split()
+LARGE_FLAGS = "--hidden-size 128 --moe-ffn-hidden-size 512 --train-iters 9 --lr-decay-iters 9".split()
 
 
 @pytest.mark.parametrize("scope", PEC_SCOPES)
-def test_a_snapshot_of_one_expert_per_layer_has_the_share_of_bytes_that_is_predicted(
+def test_the_files_of_a_snapshot_with_one_expert_per_layer_have_the_share_of_bytes_that_is_predicted(
     scope: str, cluster: Cluster, tmp_path: Path
 ) -> None:
-    hooks = [partial(watched, str(tmp_path))]
-    cluster.run(TWO, *PEC, "--moe-ckpt-pec-scope", scope, *LARGE_FLAGS, hooks=hooks)
-    events = written(tmp_path, TWO)
-    (*_, last) = [event["k"] for event in events[0] if event["event"] == "planned"]
-    assert last == (EXPERTS if scope == "weights" else 1)
-    reported = [[event["snapshot_bytes"] for event in of_rank if event["event"] == "reported"] for of_rank in events]
-    full, *_, one = map(sum, zip(*reported, strict=True))
-    assert one / full == pytest.approx(float(predicted(scope)), rel=0.02)
+    storage = tmp_path / "storage"
+    kept = ("--moe-ckpt-persist-dir", storage, "--moe-ckpt-persist-interval", 1, "--moe-ckpt-persist-keep", 9)
+    cluster.run(
+        TWO, *PEC, "--moe-ckpt-pec-scope", scope, *LARGE_FLAGS, *kept, hooks=[partial(watched, str(tmp_path))]
+    )  # fmt: skip
+    (whole, k), *others = [
+        (one["iteration"], one["k"]) for one in written(tmp_path, TWO)[0] if one["event"] == "planned"
+    ]
+    assert k == EXPERTS
+    nbytes = bytes_by_iteration(storage)
+    shares = [nbytes[iteration] / nbytes[whole] for iteration, k in others if k == 1 and iteration in nbytes]
+    assert shares
+    assert shares == pytest.approx([float(predicted(scope))] * len(shares), rel=0.02)
+
+
+def bytes_by_iteration(storage: Path) -> dict[int, int]:
+    """Lengths of all files of each snapshot."""
+    found: dict[int, int] = {}
+    for folder in storage.iterdir():
+        snapshot = SnapshotId.parse(folder.name)
+        if snapshot is not None:
+            nbytes = sum(path.stat().st_size for path in folder.iterdir())
+            found[snapshot.iteration] = found.get(snapshot.iteration, 0) + nbytes
+    return found
 
 
 def predicted(scope: str) -> Fraction:
-    """Share of a full snapshot that a snapshot with one expert per layer has.
+    """Share of a full snapshot that a snapshot with one expert per layer has: MoC eq. 6 over eq. 5.
 
-    Snapshots store master weights and moments (Part.MASTER_AND_MOMENTS); an expert that is not selected goes without
-    those of them that the scope names; `weights` names none of them. MoC eq. 6 over eq. 5 is the same share for `all`,
-    although the papers' checkpoints also have compute weights: all parameters take equally many bytes, which cancel
-    out.
+    The weights of a parameter take B_w bytes, the optimizer's state B_o: here those of master weights, whose cast
+    compute weights are, and of both moments. What an expert that is not selected goes without is B_w of each parameter
+    with the scope W, B_o with O, and both with WO, where the bytes per parameter cancel out.
     """
-    stored = FP32.bytes_per_parameter(Part.MASTER_AND_MOMENTS)
-    left_out = FP32.bytes_per_parameter(Part.MASTER_AND_MOMENTS & PEC_SCOPES[scope].partial)
+    weights, optimizer = FP32.master_bytes, FP32.moments_bytes
+    left_out = {"weights": weights, "optimizer": optimizer, "both": weights + optimizer}[scope]
     missing = LARGE.expert_parameters * (EXPERTS - 1) // EXPERTS
-    share = 1 - Fraction(missing * left_out, LARGE.total_parameters * stored)
-    if scope == "all":
+    share = 1 - Fraction(missing * left_out, LARGE.total_parameters * (weights + optimizer))
+    if scope == "both":
         assert share == Fraction(eq_6_pec_bytes(LARGE, FP32, 1), eq_5_full_bytes(LARGE, FP32))
     return share

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.moe.storage.manifest import checksum, deco
 from megatron.core.dist_checkpointing.moe.types.layout import Manifest, SnapshotId
 
 FULL = MoECheckpointConfig(strategy="full", interval=1, replicas=1, timeout_s=60.0)
-PEC = replace(FULL, strategy="pec", pec_k_snapshot=2, pec_scope="all")
+PEC = replace(FULL, strategy="pec", pec_k_snapshot=2, pec_scope="both")
 DURABLE = replace(FULL, interval=2, persist_dir="disk", persist_interval=4)
 full = pytest.mark.full
 LONG = 215

@@ -11,13 +11,14 @@ from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.partial import PEC_SCOPES, pec_plan, sequential_selection
 from megatron.core.dist_checkpointing.moe.policy.sharding import ShardAssignment, shard_checkpoint
+from megatron.core.dist_checkpointing.moe.strategies import Throughput
 from megatron.core.dist_checkpointing.moe.types import ModelShape, OperatorId, Part, SnapshotPlan, Topology
 from moe_ckpt.report import Fact, Report, Table, table
 
 from ...simulator.driver import Driver
 from . import counts_file
 from .drive import job_of
-from .options import PlannedJob, number, plan_command
+from .options import PlannedJob, number, plan_command, positive
 
 HELP = """Show partial experts checkpointing (MoC 3, PEC 3.1): the experts that successive checkpoints hold, what they
 weigh, and how evenly the ranks share the work.
@@ -26,7 +27,8 @@ weigh, and how evenly the ranks share the work.
     $ moe-ckpt plan pec --model GPT-350M-16E --ep 8 --world-size 16 --pec-k-snapshot 4 --pec-k-persist 1
 
 Checkpoint 0 has all experts, as the first one of a job; the facts are about those after it. All go on to storage.
-Bytes are counted as the papers do: compute weights, master weights and moments.
+Bytes are those that a job writes: master weights and moments, and compute weights where these are not the cast of the
+master weights.
 """
 
 
@@ -34,7 +36,17 @@ Bytes are counted as the papers do: compute weights, master weights and moments.
 @number("--pec-k-snapshot", "k", default=1, show_default=True, metavar="K", help="Experts per MoE layer.")
 @number("--pec-k-persist", "k_persist", default=1, show_default=True, metavar="K", help="Of these, to storage.")
 @click.option("--pec-selection", "selection", type=click.Choice(["sequential", "load-aware"]), default="sequential")
-@click.option("--pec-scope", "scope", type=click.Choice(list(PEC_SCOPES)), default="both", show_default=True)
+@click.option(
+    "--pec-scope",
+    "scope",
+    type=click.Choice(list(PEC_SCOPES)),
+    default="both",
+    show_default=True,
+    help="What is left out of experts that are not selected: weights, optimizer (moments), or both.",
+)
+@click.option("--pec-adaptive", is_flag=True, help="As many experts as the two options below have time for (MoC 5.3).")
+@positive("--budget-local-gbps", "GB/S", "With --pec-adaptive: from one GPU to its host's memory.", default=25.0)
+@positive("--iteration-time", "S", "With --pec-adaptive: seconds of one iteration.", default=1.0)
 @click.option("--shard", type=click.Choice(["none", "equal", "adaptive"]), default="adaptive", show_default=True)
 @number(
     "--checkpoints", default=None, maximum=10_000, help="How many to show [default: the first, then all experts once]."
@@ -46,6 +58,9 @@ def pec(
     k_persist: int,
     selection: str,
     scope: str,
+    pec_adaptive: bool,
+    budget_local_gbps: float,
+    iteration_time: float,
     shard: str,
     checkpoints: int | None,
     counts: Path | None,
@@ -56,21 +71,22 @@ def pec(
     check_experts(shape, k, k_persist)
     config = MoECheckpointConfig(
         strategy="pec", persist_dir="storage", persist_interval=1, pec_k_snapshot=k, pec_k_persist=k_persist,
-        pec_selection=selection, pec_scope=scope,
+        pec_selection=selection, pec_scope=scope, pec_adaptive=pec_adaptive,
     )  # fmt: skip
     rotation = -(-shape.num_experts // k)
     is_sequential = selection == "sequential"
     shown = 1 + rotation if checkpoints is None else checkpoints
     tokens = counts_file.load_counts(counts, shape)
+    pace = Throughput(iteration_time, budget_local_gbps * 1e9) if pec_adaptive else None
     found = [
         tuple(frozenset().union(*map(_experts, plans)) for plans in ((taken.plan,), taken.persisted))
-        for taken in Driver(job_of(job, config), tokens.of).snapshots(shown)
+        for taken in Driver(job_of(job, config), tokens.of, pace=pace).snapshots(shown)
     ]
     after_first = [selected for selected, _ in found[1:] or found]
     covered = frozenset[OperatorId]().union(*after_first)
     partial = [_sharded(job, selected, scope, shard) for selected in after_first]
     largest = max(shards.total_bytes for shards in partial)
-    whole = shard_checkpoint(shard, shape, job.topology, job.precision)
+    whole = _sharded(job, frozenset(op for op in shape.operators if op.is_expert), scope, shard)
     return Report(
         f"Partial experts checkpoints of {shape.name}: {k} of {shape.num_experts} experts per MoE layer",
         (
@@ -87,8 +103,9 @@ def pec(
 
 
 def _sharded(job: PlannedJob, selected: frozenset[OperatorId], scope: str, shard: str) -> ShardAssignment:
-    """Who stores a checkpoint with these experts, with the bytes that the papers count."""
-    plan = pec_plan(0, job.shape.operators, selected, PEC_SCOPES[scope], Part.EVERYTHING)
+    """Who stores a checkpoint with these experts, with the bytes that a job writes."""
+    stored = Part.MASTER_AND_MOMENTS if job.precision.exact().recasts else Part.EVERYTHING
+    plan = pec_plan(0, job.shape.operators, selected, PEC_SCOPES[scope], stored)
     return shard_checkpoint(shard, job.shape, job.topology, job.precision, plan.parts)
 
 

@@ -36,7 +36,7 @@ def sharding(job: PlannedJob, shard: str, k: int | None, sharded: bool) -> Repor
     if k is not None:
         check_experts(shape, k)
         selected = selected_experts(shape, topology, k, 0)
-        parts = pec_plan(0, shape.operators, selected, PEC_SCOPES["all"], Part.EVERYTHING).parts
+        parts = pec_plan(0, shape.operators, selected, PEC_SCOPES["both"], Part.EVERYTHING).parts
     by_name = {
         name: shard_checkpoint(name, shape, topology, job.precision, parts, optimizer_sharded=sharded)
         for name in SHARDINGS

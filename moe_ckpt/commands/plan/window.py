@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -46,6 +47,10 @@ _LIMIT_HELP = "Most that snapshots and replicas may take of a node, such as 200G
 @positive("--iteration-time", "S", "Seconds of one iteration.")
 @click.option("--window", default="auto", show_default=True, metavar="auto|N", help="Iterations of a window.")
 @click.option("--ordering", type=click.Choice(list(ORDERINGS)), default="popularity", show_default=True)
+@click.option("--ordering-decay", type=float, default=0.9, show_default=True, help="With --ordering time-decayed.")
+@click.option(
+    "--ordering-capacities", default="", metavar="C,C,...", help="Of each expert, with --ordering capacity-aware."
+)
 @click.option("--counts", type=click.Path(path_type=Path), default=None, metavar="FILE", help=counts_file.HELP)
 @click.option("--memory-limit", default=None, metavar="BYTES", help=_LIMIT_HELP)
 @number("--replicas", default=1, minimum=0, show_default=True, metavar="R", help="Copies in peers' memory.")
@@ -55,6 +60,8 @@ def window(
     iteration_time: float,
     window: str,
     ordering: str,
+    ordering_decay: float,
+    ordering_capacities: str,
     counts: Path | None,
     memory_limit: str | None,
     replicas: int,
@@ -62,7 +69,9 @@ def window(
     tokens = counts_file.load_counts(counts, job.shape)
     sizes = shard_sizes(job.shape, job.topology, job.precision)
     budget = budget_bytes(budget_local_gbps * 1e9, iteration_time)
-    config = MoECheckpointConfig(strategy="sparse", window=window, ordering=ordering)
+    config = MoECheckpointConfig(
+        strategy="sparse", window=window, ordering=ordering, **_ordering(ordering_decay, ordering_capacities)
+    )
     bandwidth = budget_local_gbps * 1e9
     planned = job_of(job, config)
     node = partial(_node_bytes, planned, job.topology.ranks_per_node, replicas)
@@ -103,6 +112,13 @@ def window(
         (_steps(peak, bandwidth), _lanes(schedules)),
         (*((peak.why,) if peak.why else ()), *(f"--memory-limit {memory_limit}: {one}" for one in driver.given_up)),
     )
+
+
+def _ordering(decay: float, capacities: str) -> dict[str, Any]:
+    try:
+        return {"ordering_decay": decay, "ordering_capacities": tuple(map(float, filter(None, capacities.split(","))))}
+    except ValueError:
+        raise UsageError(f"--ordering-capacities {capacities} must be numbers with commas between them") from None
 
 
 def _limit_bytes(text: str | None) -> int | None:

@@ -93,6 +93,10 @@ def _comparison(runs: Sequence[Run]) -> str:
         ("stopped by faults", *(_part(run, run.time.stopped_s) for run in runs)),
         ("stops", *(str(len(run.stops)) for run in runs)),
         ("lost tokens", *(f"{sum(sum(row.values()) for row in run.lost_tokens.values()):,}" for run in runs)),
+        *(
+            (title, *(_share_lost(run, name) for run in runs))
+            for title, name in (("PLT (MoC eq. 7)", "plt"), ("PLT (PEC eq. 4)", "plt_pec"), ("MLT", "mlt"))
+        ),
         ("tokens per second", *(short(run.last("tokens_per_s")).strip() for run in runs)),
         ("last loss", *(short(run.last("lm_loss")).strip() for run in runs)),
     ]
@@ -101,6 +105,13 @@ def _comparison(runs: Sequence[Run]) -> str:
         f"<nav><ul>{links}</ul></nav><h2>Compared</h2>{table(('', *(run.name for run in runs)), rows)}"
         f"{chart('Loss of all runs', losses)}"
     )
+
+
+def _share_lost(run: Run, name: str) -> str:
+    """What all faults have cost by one definition."""
+    shares = [getattr(recovery, name) for recovery in run.log.recoveries]
+    known = [one for one in shares if one is not None]
+    return f"{100 * known[-1]:.4f} %" if known else "-"
 
 
 def _part(run: Run, length_s: float) -> str:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from megatron.core.dist_checkpointing.moe.policy.ledger import TokenLedger
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.storage.objects import ObjectStore
-from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Part, expert
+from megatron.core.dist_checkpointing.moe.types import Level, OperatorId, OperatorKind, Part, expert
 from moe_ckpt.commands.main import main
 from moe_ckpt.dense.chain import Chain, encode
 
@@ -424,3 +425,25 @@ def test_the_shell_is_offered_commands_and_options(
 
 def test_another_shell_is_wrong_usage(output: Call) -> None:
     assert output("completion", "csh")[0] == 2
+
+
+# Lost tokens
+
+
+def test_what_faults_have_cost_is_told_by_all_three_definitions(data, tmp_path: Path) -> None:
+    ledger = TokenLedger.started((1, 3), 2, 0).advance(1, [[30, 10], [20, 20]])
+    ledger = ledger.saved(1, [expert(1, 0), expert(3, 0), expert(3, 1)], Level.SNAPSHOT)
+    ledger = ledger.recovered(2, 1, {expert(1, 1): 0})
+    facts = said(1, (1, 1))
+    facts.scalars["strategy"] = {"ledger": ledger.to_data(), "planned": [100, 2]}  # type: ignore[index]
+    put(FilesystemStore(tmp_path / "storage", 0), SnapshotId(1, 0), facts)
+    found = data(tmp_path / "storage")
+    assert found["lost_tokens_of_all_faults"] == 10
+    shares = {"plt_moc": 10 / 200 / 2, "plt_pec": 10 / 400, "mlt": 10 / 200}
+    assert {name: found[name] for name in shares} == pytest.approx(shares)
+    assert found["lost_tokens"] == [{"fault_after": 2, "went_on_from": 1, "lost_tokens": 10, **shares}]
+
+
+def test_a_job_that_counts_no_tokens_has_no_line_about_lost_ones(data, tmp_path: Path) -> None:
+    put(FilesystemStore(tmp_path / "storage", 0), SnapshotId(1, 0), said(1, (1, 1)))
+    assert not {"mlt", "lost_tokens"} & data(tmp_path / "storage").keys()

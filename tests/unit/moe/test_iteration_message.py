@@ -86,19 +86,20 @@ def test_a_round_is_as_far_as_the_slowest_rank_and_counts_are_summed() -> None:
 times_s = st.floats(0.0, 1e4).map(lambda value: round(value, 6))
 
 
-@given(st.lists(st.tuples(times_s, times_s, times_s, times_s, st.integers(0, 10**12)), min_size=1, max_size=4))
+@given(st.lists(st.tuples(*[times_s] * 5, st.integers(0, 10**12)), min_size=1, max_size=4))
 def test_costs_are_those_of_the_slowest_rank_and_the_pace_is_the_least(
-    ranks: list[tuple[float, float, float, float, int]],
+    ranks: list[tuple[float, float, float, float, float, int]],
 ) -> None:
     messages = [
-        message(costs=Costs(iteration, stall, round_), pace=Throughput(copy, float(bandwidth)))
-        for iteration, stall, round_, copy, bandwidth in ranks
+        message(costs=Costs(iteration, stall, round_, persist), pace=Throughput(copy, float(bandwidth)))
+        for iteration, stall, round_, persist, copy, bandwidth in ranks
     ]
     news = exchanged(*messages)
     columns = list(zip(*ranks, strict=True))
     highest, least = list(map(max, columns)), list(map(min, columns))
-    assert (news.costs.iteration_s, news.costs.stall_s, news.costs.round_s) == pytest.approx(highest[:3], abs=1e-6)
-    assert (news.pace.iteration_s, news.pace.bandwidth_bytes_per_s) == pytest.approx(least[3:], abs=1e-6)
+    costs = news.costs
+    assert (costs.iteration_s, costs.stall_s, costs.round_s, costs.persist_s) == pytest.approx(highest[:4], abs=1e-6)
+    assert (news.pace.iteration_s, news.pace.bandwidth_bytes_per_s) == pytest.approx(least[4:], abs=1e-6)
 
 
 @pytest.mark.parametrize("other", [None, full_plan(7, (expert(0, 0),)), full_plan(8, (expert(0, 0), expert(0, 1)))])

@@ -171,10 +171,31 @@ def test_partial_checkpoints_cover_all_experts_in_one_rotation(facts) -> None:
 
 
 def test_one_rank_alone_saves_the_whole_partial_checkpoint(facts) -> None:
-    data = facts("pec", "--model", "GPT-350M-16E", "--pec-scope", "all")
+    data = facts("pec", "--model", "GPT-350M-16E")
     shape = PRESETS["GPT-350M-16E"]
     parameters = shape.total_parameters - shape.expert_parameters * 15 // 16
-    assert data["most_bytes_of_a_rank_bytes"] == data["checkpoint_bytes"] == 14 * parameters
+    assert data["most_bytes_of_a_rank_bytes"] == data["checkpoint_bytes"] == 12 * parameters
+
+
+def test_adaptive_checkpoints_have_as_many_experts_as_there_is_time_for(facts) -> None:
+    adaptive = ("pec", "--model", "GPT-350M-16E", "--pec-adaptive", "--iteration-time", "1", "--checkpoints", "4")
+    shape = PRESETS["GPT-350M-16E"]
+    rest, experts = shape.total_parameters - shape.expert_parameters, shape.expert_parameters
+    for k in (3, 8):
+        gbps = 12 * (rest + experts * (k + 0.2) / 16) / 1e9
+        rows = facts(*adaptive, "--budget-local-gbps", str(gbps))["selections"]
+        assert {len(row["snapshot"]) for row in rows if row["checkpoint"] > 1} == {k}
+        assert max(len(row["persist"]) for row in rows if row["checkpoint"] > 1) == 1
+
+
+@pytest.mark.parametrize(("scope", "left_out_bytes"), [("weights", 4), ("optimizer", 8), ("both", 12)])
+def test_each_scope_leaves_out_its_part_of_experts_that_are_not_selected(
+    facts, scope: str, left_out_bytes: int
+) -> None:
+    shape = PRESETS["GPT-350M-16E"]
+    share = 1 - shape.expert_parameters * 15 / 16 * left_out_bytes / (12 * shape.total_parameters)
+    data = facts("pec", "--model", "GPT-350M-16E", "--pec-scope", scope)
+    assert data["share_of_the_full_checkpoint"] == pytest.approx(share, rel=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from megatron.core.dist_checkpointing.moe.recovery.exactness import Exactness, Unverified
 from megatron.core.dist_checkpointing.moe.recovery.table import RecoveryTable
 from megatron.core.dist_checkpointing.moe.types import (
@@ -92,6 +94,18 @@ def test_refused_copies_come_with_their_reasons_once_each() -> None:
         "  not used: 1 copy in own memory of ranks 1, iterations 4: it was never sealed",
         "  refused: snapshot of rank 2: a bit flipped",
     ]
+
+
+@pytest.mark.parametrize(
+    ("older", "newer", "words"), [(Part.MASTER, Part.MOMENTS, "master weights"), (Part.MOMENTS, Part.MASTER, "moments")]
+)
+def test_a_loss_of_one_part_of_the_state_names_it_and_what_is_not_lost(older: Part, newer: Part, words: str) -> None:
+    old, new = source(0, {ONE}, part=older, iteration=2), source(0, {ONE}, part=newer)
+    (line,) = (line for line in lines(old, new, lost_tokens={ONE: 30}) if "lost in layer" in line)
+    assert f"of 1 experts, in their {words} only; their" in line
+    assert line.endswith("are those of iteration 4")
+    both = lines(source(0, {ONE}, iteration=2), lost_tokens={ONE: 30})
+    assert "only" not in "".join(both)
 
 
 def test_losses_are_summed_by_layer_and_their_share_of_all_faults_is_told() -> None:

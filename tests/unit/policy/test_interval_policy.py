@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
@@ -68,3 +71,19 @@ def test_a_resumed_run_goes_on_in_the_rhythm_of_the_one_before() -> None:
     after = IntervalPolicy(1, persist_interval=8, adapting="checkfreq").from_data(before.to_data())
     assert after == before
     assert IntervalPolicy(7).from_data(before.to_data()).interval == 7, "a fixed interval is that of the flags"
+
+
+def test_with_checkfreq_storage_gets_a_snapshot_as_soon_as_the_write_before_has_ended() -> None:
+    policy = IntervalPolicy.of(MoECheckpointConfig(interval_policy="checkfreq", persist_dir="/x", persist_interval=50))
+    assert policy.measured(Costs(1.0, 0.0, 0.1)).persist_interval == 50, "nothing has been written yet"
+    measured = policy.measured(Costs(1.0, 0.0, 0.1, persist_s=6.5))
+    assert (measured.interval, measured.persist_interval) == (1, 7)
+    written = replace(measured, last_persistent=50)
+    assert [written.persist_due(iteration)[0] for iteration in (56, 57)] == [False, True]
+    resumed = policy.from_data(json.loads(json.dumps(written.to_data())))
+    assert resumed == written
+
+
+def test_a_fixed_rhythm_of_storage_stays_whatever_writes_take() -> None:
+    policy = IntervalPolicy.of(MoECheckpointConfig(persist_dir="/x", persist_interval=50))
+    assert policy.measured(Costs(1.0, 0.0, 0.1, persist_s=6.5)) == policy

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.partial import (
-    ALL,
     BOTH,
     OPTIMIZER,
     PEC_SCOPES,
@@ -32,7 +31,7 @@ from megatron.core.dist_checkpointing.moe.types import (
     expert,
 )
 from moe_ckpt.simulator.models import PRESETS
-from moe_ckpt.simulator.paper_sizes import checkpoint_bytes
+from moe_ckpt.simulator.paper_sizes import TABLE_3_SCOPES, checkpoint_bytes
 
 GPT_350M = PRESETS["GPT-350M-16E"]
 
@@ -243,13 +242,12 @@ def test_persisting_does_not_depend_on_the_order_of_the_snapshot(
 @pytest.mark.parametrize(
     ("scope", "stored", "rest"),
     [
-        (WEIGHTS, Part.EVERYTHING, Part.MASTER_AND_MOMENTS),
+        (WEIGHTS, Part.EVERYTHING, Part.MOMENTS),
         (OPTIMIZER, Part.EVERYTHING, Part.COMPUTE | Part.MASTER),
-        (BOTH, Part.EVERYTHING, Part.MASTER),
-        (ALL, Part.EVERYTHING, None),
-        (WEIGHTS, Part.MASTER_AND_MOMENTS, Part.MASTER_AND_MOMENTS),
-        (BOTH, Part.MASTER_AND_MOMENTS, Part.MASTER),
-        (ALL, Part.MASTER_AND_MOMENTS, None),
+        (BOTH, Part.EVERYTHING, None),
+        (WEIGHTS, Part.MASTER_AND_MOMENTS, Part.MOMENTS),
+        (OPTIMIZER, Part.MASTER_AND_MOMENTS, Part.MASTER),
+        (BOTH, Part.MASTER_AND_MOMENTS, None),
         (PecScope("master", Part.MASTER), Part.MASTER_AND_MOMENTS, Part.MOMENTS),
     ],
 )
@@ -291,7 +289,8 @@ def test_the_checkpoint_of_gpt_350m_16e_is_composed_as_published() -> None:
 
 @pytest.mark.parametrize(
     ("scope", "published", "tolerance"),
-    [(ALL, 0.19, 0.005), (WEIGHTS, 0.88, 0.01), (OPTIMIZER, 0.54, 0.01), (BOTH, 0.42, 0.01)],
+    list(zip(TABLE_3_SCOPES, (0.88, 0.54, 0.42, 0.19), (0.01, 0.01, 0.01, 0.005), strict=True)),
+    ids=[scope.name for scope in TABLE_3_SCOPES],
 )
 def test_one_expert_of_sixteen_shrinks_the_checkpoint_as_published(
     scope: PecScope, published: float, tolerance: float
@@ -323,7 +322,7 @@ def test_one_expert_of_sixteen_shrinks_the_checkpoint_as_published(
         (lambda: persist_selection((0,), [expert(1, 1)], 1, [[0, 0]]), "selected has layer1.expert1"),
         (lambda: persist_selection((0,), [expert(0, 1)], 1, [[0, -1]]), "ages has -1"),
         (lambda: persist_selection((0,), [expert(0, 1)], 1, [[0, 0]], 3), "ep is 3"),
-        (lambda: pec_plan(0, [expert(0, 0)], [expert(0, 1)], ALL), "selected has layer0.expert1"),
+        (lambda: pec_plan(0, [expert(0, 0)], [expert(0, 1)], BOTH), "selected has layer0.expert1"),
         (lambda: checkpoint_bytes(GPT_350M, FP16_FP32, 17), "k is 17, but must be from 1 to num_experts = 16"),
         (lambda: checkpoint_bytes(GPT_350M, FP16_FP32, 0), "k is 0"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from strategy_cases import TOKENS, World, job_of
@@ -12,8 +13,16 @@ from strategy_cases import TOKENS, World, job_of
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.partial import next_position, sequential_selection
-from megatron.core.dist_checkpointing.moe.strategies import Job, Pec
-from megatron.core.dist_checkpointing.moe.types import Level, OperatorId, Part, SnapshotPlan, Topology, expert
+from megatron.core.dist_checkpointing.moe.strategies import Job, Pec, Throughput
+from megatron.core.dist_checkpointing.moe.types import (
+    Level,
+    OperatorId,
+    OperatorSize,
+    Part,
+    SnapshotPlan,
+    Topology,
+    expert,
+)
 
 PEC = MoECheckpointConfig(strategy="pec", interval=1)
 STORING = replace(PEC, persist_dir="/storage", persist_interval=4)
@@ -184,19 +193,16 @@ def test_by_load_no_expert_waits_for_ever_and_each_rank_has_its_capacity(k: int,
 
 def test_the_scope_says_what_is_stored_of_experts_that_are_not_selected() -> None:
     for scope, rest in (
-        ("all", None),
+        ("weights", Part.MOMENTS),
         ("optimizer", Part.MASTER),
-        ("both", Part.MASTER),
-        ("weights", Part.MASTER_AND_MOMENTS),
+        ("both", None),
     ):
         job = job_of(replace(PEC, pec_scope=scope))
         pec = Pec(job)
         step(pec, 1)
         plan = step(pec, 2)
         parts = Counter(plan.parts.get(operator) for operator in job.operators if operator.is_expert)
-        assert parts == (
-            {Part.MASTER_AND_MOMENTS: 24} if rest is Part.MASTER_AND_MOMENTS else {Part.MASTER_AND_MOMENTS: 3, rest: 21}
-        )
+        assert parts == {Part.MASTER_AND_MOMENTS: 3, rest: 21}
 
 
 def test_the_first_persistent_snapshot_has_everything_and_later_ones_what_was_taken() -> None:
@@ -255,7 +261,8 @@ CASES = {
     "in turn": job_of(replace(STORING, persist_interval=5)),
     "by load": job_of(replace(STORING, pec_k_snapshot=2, **BY_LOAD), STAGES, layers=6),  # type: ignore[arg-type]
     "three of eight": job_of(replace(STORING, pec_k_snapshot=3, pec_k_persist=2, interval=2)),
-    "master weights of all": job_of(replace(STORING, pec_scope="both", persist_interval=3)),
+    "weights of all": job_of(replace(STORING, pec_scope="optimizer", persist_interval=3)),
+    "moments of all": job_of(replace(STORING, pec_scope="weights", persist_interval=3)),
     "memory only": job_of(replace(PEC, pec_k_snapshot=2), STAGES, layers=6),
 }
 
@@ -322,3 +329,49 @@ def test_the_report_begins_with_nothing_lost() -> None:
     pec = Pec(job_of(PEC))
     report = pec.report()
     assert (report.layers, report.lost_tokens, report.plt, pec.k) == ((1, 2, 3), (0, 0, 0), 0, 1)
+
+
+ADAPTIVE = replace(PEC, pec_adaptive=True, persist_dir="/storage", persist_interval=2)
+
+
+def adaptive_job(**settings: Any) -> Job:
+    """One rank has everything: experts of 10 bytes, and 100 bytes of the rest."""
+    job = job_of(replace(ADAPTIVE, **settings))
+    others = [operator for operator in job.operators if not operator.is_expert]
+    sizes = {op: OperatorSize(10, 2) if op.is_expert else OperatorSize(0, 0) for op in job.operators}
+    return replace(job, sizes={0: {**sizes, others[0]: OperatorSize(100, 0)}})
+
+
+@pytest.mark.parametrize(("budget_bytes", "k"), [(0, 1), (100, 1), (100 + 10 * 7, 2), (100 + 10 * 13, 4), (10**6, 8)])
+def test_an_adaptive_snapshot_has_as_many_experts_as_the_passes_have_time_for(budget_bytes: int, k: int) -> None:
+    pec = Pec(adaptive_job())
+    step(pec, 1)
+    pec.throughput_measured(Throughput(0.5, 2.0 * budget_bytes))
+    plan = step(pec, 2)
+    assert pec.k == k
+    assert k == 8 or len(experts_of(plan)) * 10 + 100 <= max(budget_bytes, 100 + 10 * 3)
+
+
+def test_without_the_flag_bandwidth_changes_nothing() -> None:
+    pec = Pec(adaptive_job(pec_adaptive=False))
+    step(pec, 1)
+    pec.throughput_measured(Throughput(1.0, 10.0**9))
+    step(pec, 2)
+    assert not pec.needs_throughput
+    assert pec.k == 1
+
+
+def test_an_adaptive_snapshot_persists_one_expert_of_each_layer_unless_a_flag_says_otherwise() -> None:
+    for given, persisted in ((None, 1), (2, 2)):
+        pec = Pec(adaptive_job(pec_k_persist=given, pec_k_snapshot=2))
+        pec.throughput_measured(Throughput(1.0, 10.0**6))
+        parts = {iteration: written(pec, iteration) for iteration in range(1, 9)}
+        (first, *others) = [part for part in parts.values() if part]
+        assert len(experts_of(first)) == 24
+        assert others
+        assert {len(experts_of(part)) for part in others} == {3 * persisted}
+
+
+def test_an_adaptive_k_takes_whole_experts_only() -> None:
+    with pytest.raises(UsageError, match="takes a part of all of them"):
+        Pec(adaptive_job(pec_scope="weights"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from effort import examples
@@ -269,9 +270,56 @@ def test_small_changes_of_popularity_change_no_order() -> None:
     assert len(set(starts[1:])) == 1
 
 
+def anchored_order(counts: list[list[list[int]]], **settings: Any) -> list[list[int]]:
+    """Experts of layer 0 by the step of the second window in which they are anchored."""
+    rank = Rank(job_of(replace(CONFIG, window="4", reorder_threshold=0.0, reorder_fraction=0.01, **settings), ranks=1))
+    for at in range(9):
+        rank.step(protected, counts[min(at, len(counts) - 1)])
+    return [
+        sorted(one.expert for one in rank.plans[at].anchored if one.is_expert and one.layer == 0) for at in range(5, 9)
+    ]
+
+
+def test_experts_are_ordered_by_tokens_over_their_capacity() -> None:
+    counts = [[[100, 200, 300, 400], [100, 200, 300, 400]]]
+    by_tokens = anchored_order(counts, ordering="popularity")
+    by_capacity = anchored_order(counts, ordering="capacity-aware", ordering_capacities=(0.1, 1.0, 1.0, 100.0))
+    assert by_tokens != by_capacity
+    place = {expert: at for at, experts in enumerate(by_capacity) for expert in experts}
+    assert place[3] <= place[1] <= place[2] <= place[0]
+
+
+def test_how_fast_a_moving_average_forgets_is_that_of_the_flag() -> None:
+    early, late = [[800, 10, 10, 10], [10] * 4], [[10, 10, 10, 100], [10] * 4]
+    slow = anchored_order([early, late], ordering="time-decayed", ordering_decay=0.99)
+    fast = anchored_order([early, late], ordering="time-decayed", ordering_decay=0.0)
+    assert slow != fast
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"ordering": "capacity-aware"}, "needs --moe-ckpt-ordering-capacities"),
+        ({"ordering": "capacity-aware", "ordering_capacities": (1.0, 1.0, 1.0, 1.0)}, "with equal capacities it is"),
+        ({"ordering": "capacity-aware", "ordering_capacities": (1.0, 2.0)}, "one number above 0 for each of the 4"),
+        ({"ordering_capacities": (1.0, 2.0, 1.0, 1.0)}, "only with --moe-ckpt-ordering capacity-aware"),
+        ({"ordering_decay": 0.5}, "only with --moe-ckpt-ordering time-decayed"),
+        ({"ordering": "time-decayed", "ordering_decay": 1.0}, "must be below 1"),
+    ],
+)
+def test_settings_of_an_ordering_without_effect_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Sparse(job_of(replace(CONFIG, **settings)))
+
+
+CAPACITIES = {"capacity-aware": (1.0, 2.0, 1.0, 1.0)}
+
+
 @pytest.mark.parametrize("ordering", ["popularity", "soft-count", "time-decayed", "capacity-aware"])
 def test_what_orders_by_use_wants_counts_where_there_are_experts(ordering: str) -> None:
-    moe, dense = Sparse(job_of(replace(CONFIG, ordering=ordering))), Sparse(job_of(replace(CONFIG), experts=0))
+    capacities = CAPACITIES.get(ordering, ())
+    moe = Sparse(job_of(replace(CONFIG, ordering=ordering, ordering_capacities=capacities)))
+    dense = Sparse(job_of(replace(CONFIG), experts=0))
     assert moe.counts_tokens
     assert moe.counts_gates == (ordering == "soft-count")
     assert not dense.counts_tokens

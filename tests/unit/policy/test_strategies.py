@@ -23,7 +23,7 @@ JOBS = {
     "pec that keeps master weights": job_of(
         replace(CONFIG, strategy="pec", pec_scope="optimizer", pec_selection="load-aware", pec_k_snapshot=2)
     ),
-    "pec that keeps all": job_of(replace(CONFIG, strategy="pec", pec_scope="weights")),
+    "pec that keeps moments": job_of(replace(CONFIG, strategy="pec", pec_scope="weights")),
     "pec with dynamic K": job_of(replace(CONFIG, strategy="pec", plt_threshold=0.05), WIDE, layers=6),
     "pec with dynamic K by load": job_of(
         replace(CONFIG, strategy="pec", plt_threshold=0.05, pec_selection="load-aware", pec_k_snapshot=3)
@@ -54,7 +54,7 @@ def test_every_strategy_has_a_job_here() -> None:
 @each_job
 def test_instances_that_are_told_the_same_decide_the_same_and_rooms_always_suffice(job: Job) -> None:
     for seed in range(2):
-        world = run(job, seed, 80, partial=seed == 1 and job.config.pec_scope == "all")
+        world = run(job, seed, 80, partial=seed == 1 and job.config.pec_scope == "both")
         assert len(world.plans) > 70
 
 

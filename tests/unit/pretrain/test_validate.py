@@ -55,7 +55,7 @@ REFUSED = {
     "--moe-ckpt-strategy sparse --moe-ckpt-window 0": "0 is neither auto nor a number of iterations",
     "--moe-ckpt-strategy sparse --moe-ckpt-interval 2": "--moe-ckpt-interval 2 has no meaning with --moe-ckpt-strategy",
     "--moe-ckpt-strategy sparse --moe-ckpt-interval-policy checkfreq": "--moe-ckpt-interval-policy checkfreq has no",
-    "--moe-ckpt-strategy sparse --moe-ckpt-pec-scope both": "is for --moe-ckpt-strategy pec, not sparse",
+    "--moe-ckpt-strategy sparse --moe-ckpt-pec-scope weights": "is for --moe-ckpt-strategy pec, not sparse",
     "--moe-ckpt-strategy sparse --moe-ckpt-shard equal": "hold a part of them",
     "--moe-ckpt-strategy sparse --moe-ckpt-replay-tolerance -1": "must be at least 0",
     "--moe-ckpt-strategy full --moe-ckpt-window 3": "is for --moe-ckpt-strategy sparse, not full",

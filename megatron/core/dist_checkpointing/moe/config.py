@@ -161,9 +161,22 @@ class MoECheckpointConfig:
     ordering: str | None = flag(
         None,
         "sparse: which operators come last in a window, and are frozen for longest when it is replayed: experts with "
-        "the most tokens (popularity), with the highest sum of gating probabilities, with the most tokens lately, or "
-        "for their capacity; or the front of the model (default: popularity, without experts layer-order)",
+        "the most tokens (popularity), with the highest sum of gating probabilities over all tokens (soft-count), with "
+        "the most tokens lately (time-decayed), or for their capacity; or the front of the model (default: popularity, "
+        "without experts layer-order)",
         choices=("popularity", "soft-count", "time-decayed", "capacity-aware", "layer-order"),
+    )
+    ordering_decay: float = flag(
+        0.9,
+        "sparse with --moe-ckpt-ordering time-decayed: how much of the moving average of tokens stays from one "
+        "iteration to the next, below 1",
+        minimum=0,
+    )
+    ordering_capacities: tuple[float, ...] = flag(
+        (),
+        "sparse with --moe-ckpt-ordering capacity-aware: capacity of each expert of a layer, in any unit; experts are "
+        "ordered by tokens over capacity",
+        minimum=0,
     )
     reorder_threshold: float = flag(
         0.10, "sparse: by how much the share of tokens of an expert has to change to count as changed", minimum=0
@@ -174,8 +187,8 @@ class MoECheckpointConfig:
     interval: int = flag(1, "iterations between snapshots; where the interval adapts, the first one", minimum=1)
     interval_policy: str = flag(
         "fixed",
-        "keep the interval, or adapt it to measured costs: to at most 3%% overhead (checkfreq), or to the failures of "
-        "--moe-ckpt-mtbf-s (young, daly)",
+        "keep the interval, or adapt it to measured costs: to at most 3%% overhead (checkfreq; and "
+        "--moe-ckpt-persist-interval to what storage takes), or to the failures of --moe-ckpt-mtbf-s (young, daly)",
         choices=("fixed", "checkfreq", "young", "daly"),
     )
     mtbf_s: float | None = flag(None, "mean seconds between failures of the whole job, for young and daly", minimum=1)
@@ -221,10 +234,15 @@ class MoECheckpointConfig:
         choices=("sequential", "load-aware"),
     )
     pec_scope: str = flag(
-        "all",
-        "pec: which components of experts that are not selected are left out: compute weights, moments, both of these, "
-        "or everything",
-        choices=("weights", "optimizer", "both", "all"),
+        "both",
+        "pec: what snapshots leave out of experts that are not selected: their weights, of all precisions, while the "
+        "moments of all experts are saved; the moments of the optimizer, while all weights are saved; or both",
+        choices=("weights", "optimizer", "both"),
+    )
+    pec_adaptive: bool = flag(
+        False,
+        "pec: raise --moe-ckpt-pec-k-snapshot to as many experts as are copied within the passes of one iteration, "
+        "persist --moe-ckpt-pec-k-persist of them (default then: 1), and as often as storage takes",
     )
     plt_threshold: float | None = flag(
         None,

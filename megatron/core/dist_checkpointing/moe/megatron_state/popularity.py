@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
@@ -34,15 +36,21 @@ class TokenCounter:
 
     Args:
         chunks: The model chunks of this rank.
-        gate_unit: If given, a token counts as many times as its gating probability has this unit, rounded.
+        gate_unit: If given, each token counts for each expert of its layer, routed there or not, as many times as its
+            gating probability has this unit, rounded (MoEvement App. B, Soft-Count). The probabilities are those of the
+            router's score function over all experts. Core gives only those of the chosen ones away, so that they are
+            taken from what `TopKRouter.routing` is called with (checked: core 0.16.1, 0.19.2).
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], *, gate_unit: float | None = None) -> None:
-        self._gate_unit = gate_unit
         routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
         self._counts: dict[int, torch.Tensor] = {}
-        self._hooks = [router.register_forward_hook(self._count) for router in routers]
+        self._hooks = ExitStack()
         for router in routers:
+            if gate_unit is None:
+                self._hooks.callback(router.register_forward_hook(self._count).remove)
+            else:
+                self._hooks.enter_context(self._counting_gates(router, gate_unit))
             zeros = torch.zeros(router.config.num_moe_experts, dtype=torch.int64, device=router.weight.device)
             self._counts[router.layer_number - 1] = zeros
 
@@ -66,15 +74,36 @@ class TokenCounter:
 
     def close(self) -> None:
         """Count no longer."""
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.close()
 
     def _count(self, router: TopKRouter, _: object, routed: tuple[torch.Tensor, torch.Tensor]) -> None:
         if not torch.is_grad_enabled():  # an evaluation, or the first pass of recomputed activations
             return
-        probabilities, chosen = routed
-        weights = chosen
-        if self._gate_unit is not None:
-            # Whole numbers: their sum does not depend on the order, so all ranks and replays come to the same one.
-            weights = (probabilities.detach().double() / self._gate_unit).round().long() * chosen
-        self._counts[router.layer_number - 1] += weights.sum(dim=0, dtype=torch.int64)
+        _, chosen = routed
+        self._counts[router.layer_number - 1] += chosen.sum(dim=0, dtype=torch.int64)
+
+    @contextmanager
+    def _counting_gates(self, router: TopKRouter, unit: float) -> Iterator[None]:
+        upstream = router.routing
+
+        def routing(logits: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            if torch.is_grad_enabled():
+                # Whole numbers: their sum does not depend on the order, so all ranks and replays come to the same one.
+                units = (_gates(router, logits.detach()) / unit).round().long()
+                self._counts[router.layer_number - 1] += units.sum(dim=0)
+            return upstream(logits, *arguments, **options)
+
+        router.routing = routing
+        try:
+            yield
+        finally:
+            del router.routing
+
+
+def _gates(router: TopKRouter, logits: torch.Tensor) -> torch.Tensor:
+    """Probabilities of all experts for each token, [tokens, experts], which add up to 1, in double precision."""
+    scores = logits.reshape(-1, logits.shape[-1]).double()
+    if router.config.moe_router_score_function == "sigmoid":
+        gates = scores.sigmoid()
+        return gates / gates.sum(dim=-1, keepdim=True)
+    return scores.softmax(dim=-1)

@@ -13,19 +13,18 @@ from ..types import OperatorId, Part, SnapshotPlan, expert
 class PecScope:
     """Which components of the state of experts that are not selected are left out (MoC 6.3, "W", "O" and "WO").
 
-    All other components of all operators are saved in full. What `partial` names but a checkpoint does not store
-    anyway changes nothing: `weights` leaves nothing out of checkpoints that store Part.MASTER_AND_MOMENTS.
+    All other components of all operators are saved in full. Weights are those of all precisions: compute weights are
+    the cast of master weights, so one without the other would leave nothing out.
     """
 
     name: str
     partial: Part
 
 
-WEIGHTS = PecScope("weights", Part.COMPUTE)  # W
+WEIGHTS = PecScope("weights", Part.COMPUTE | Part.MASTER)  # W
 OPTIMIZER = PecScope("optimizer", Part.MOMENTS)  # O
-BOTH = PecScope("both", Part.COMPUTE | Part.MOMENTS)  # WO: FP32 master weights are saved in full
-ALL = PecScope("all", Part.EVERYTHING)  # what MoC eq. 6 counts
-PEC_SCOPES = {scope.name: scope for scope in (WEIGHTS, OPTIMIZER, BOTH, ALL)}
+BOTH = PecScope("both", Part.EVERYTHING)  # WO, what MoC eq. 6 counts
+PEC_SCOPES = {scope.name: scope for scope in (WEIGHTS, OPTIMIZER, BOTH)}
 
 
 def sequential_selection(

@@ -400,4 +400,5 @@ class Recovery:
             exactness(plan, self._job.topology, self._job.config.replay_tolerance, compared),
             tuple(map(str, self._catalogue.diverged)),
             range(plan.target + 1, self._catalogue.newest_iteration + 1),
+            self._strategy.plt_pec,
         )

@@ -20,11 +20,11 @@ _PARTS = {
 class RecoveryTable:
     """A recovery plan that was carried out; `nodes[rank]` is the node of each rank, `damaged` are refused copies.
 
-    plt, mlt: the share of tokens that all faults so far have cost (MoC eq. 7, MOETION eq. 6); None where nothing can
-    be lost. windows: by iteration, the iterations whose snapshots restore a state together with its own. wider: why
-    more stages rolled back than had lost their state; empty if they did not. stages: of the pipeline. exactness: what
-    was compared, and how. diverged: replays of earlier attempts that came out otherwise, for which this one was taken;
-    then `again` are the iterations that had been trained and are trained again.
+    plt, plt_pec, mlt: the share of tokens that all faults so far have cost (MoC eq. 7, PEC eq. 4, MOETION eq. 6); None
+    where nothing can be lost. windows: by iteration, the iterations whose snapshots restore a state together with its
+    own. wider: why more stages rolled back than had lost their state; empty if they did not. stages: of the pipeline.
+    exactness: what was compared, and how. diverged: replays of earlier attempts that came out otherwise, for which this
+    one was taken; then `again` are the iterations that had been trained and are trained again.
     """
 
     plan: RecoveryPlan
@@ -39,6 +39,7 @@ class RecoveryTable:
     exactness: Exactness = field(default_factory=Exactness)
     diverged: tuple[str, ...] = ()
     again: range = range(0)
+    plt_pec: float | None = None
 
     @property
     def came_out(self) -> str:
@@ -80,6 +81,20 @@ class RecoveryTable:
             yield f"  refused: {text}"
         yield from self._losses()
 
+    def _kept_by(self, experts: Collection[OperatorId]) -> str:
+        """What these experts have lost nothing of, where only one part of their state came back older."""
+        older = {part: set[OperatorId]() for part in (Part.MASTER, Part.MOMENTS)}
+        for source in self.plan.sources:
+            for part, found in older.items():
+                if part in source.part and source.iteration < self.plan.target:
+                    found |= source.operators
+        for part, other in ((Part.MASTER, Part.MOMENTS), (Part.MOMENTS, Part.MASTER)):
+            if older[part].issuperset(experts) and older[other].isdisjoint(experts):
+                return (
+                    f", in their {_PARTS[part]} only; their {_PARTS[other]} are those of iteration {self.plan.target}"
+                )
+        return ""
+
     def _replay(self, segment: ReplaySegment) -> str:
         window = self.windows.get(segment.base, range(segment.base, segment.base + 1))
         who = "" if len(segment.stages) == self.stages else f"{self._named(segment.stages)}, "
@@ -105,13 +120,16 @@ class RecoveryTable:
         return f"{_stages(stages)} (ranks {spans(ranks)})"
 
     def _losses(self) -> Iterator[str]:
-        by_layer: dict[int, list[int]] = {}
+        by_layer: dict[int, dict[OperatorId, int]] = {}
         for operator, tokens in self.plan.lost_tokens.items():
-            by_layer.setdefault(operator.layer, []).append(tokens)
+            by_layer.setdefault(operator.layer, {})[operator] = tokens
         for layer, lost in sorted(by_layer.items()):
-            yield f"  lost in layer {layer}: the updates of {sum(lost)} routed tokens, of {len(lost)} experts"
+            updates = f"the updates of {sum(lost.values())} routed tokens, of {len(lost)} experts"
+            yield f"  lost in layer {layer}: {updates}{self._kept_by(lost)}"
         if self.plt is not None:
             yield f"  proportion of lost tokens, all faults so far: {100 * self.plt:.4f} %"
+        if self.plt_pec is not None:
+            yield f"  portion of lost tokens by PEC eq. 4, all faults so far: {100 * self.plt_pec:.4f} %"
         if self.mlt is not None:
             yield f"  momentary lost tokens (MLT), all faults so far: {100 * self.mlt:.4f} %"
 

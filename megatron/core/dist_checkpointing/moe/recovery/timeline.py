@@ -153,8 +153,8 @@ class RecoveryTimeline:
     no more than can be measured. replayed: iterations of the longest replay. ranks_back: those that replay, of `ranks`.
     stayed: how many kept their processes.
     exactness: how the state compares with the one that was lost, as the recovery's table says it. table: that table,
-    line by line. lost_tokens: by layer and expert, routed tokens whose updates are lost. plt: the share of tokens that
-    all faults so far have cost; None where nothing can be lost.
+    line by line. lost_tokens: by layer and expert, routed tokens whose updates are lost. plt, plt_pec, mlt: the share
+    of tokens that all faults so far have cost (MoC eq. 7, PEC eq. 4, MOETION eq. 6); None where nothing can be lost.
     """
 
     begun_s: float
@@ -174,6 +174,8 @@ class RecoveryTimeline:
     table: Sequence[str] = field(default_factory=list)
     lost_tokens: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
     plt: float | None = None
+    plt_pec: float | None = None
+    mlt: float | None = None
 
     @property
     def total_s(self) -> float:
@@ -185,7 +187,8 @@ class RecoveryTimeline:
         lost: dict[int, dict[int, int]] = {}
         for operator, tokens in sorted(table.plan.lost_tokens.items()):
             lost.setdefault(operator.layer, {})[operator.expert] = tokens
-        return replace(self, exactness=table.came_out, table=list(table.lines()), lost_tokens=lost, plt=table.plt)
+        told = replace(self, exactness=table.came_out, table=list(table.lines()), lost_tokens=lost)
+        return replace(told, plt=table.plt, plt_pec=table.plt_pec, mlt=table.mlt)
 
     def lines(self) -> Iterator[str]:
         """For the log: one line with all parts, and one for each thing that is unusual."""

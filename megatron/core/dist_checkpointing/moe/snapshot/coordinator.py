@@ -399,7 +399,7 @@ class Coordinator:
             tables = [counts(), beyond()] if beyond is not None else [counts()]
             return [count for table in tables for layer in self._job.moe_layers for count in table.get(layer, none)]
 
-        costs = Costs(tally.iteration_s, tally.last_stall_s, tracker.last_round_s)
+        costs = Costs(tally.iteration_s, tally.last_stall_s, tracker.last_round_s, tracker.last_persist_s)
         message = IterationMessage(self._iteration, plan, costs, tracker.statuses, counted, pace)
         self._messages.send(message, tracker.awaited(), self._ports.clock.now_s() + patience_s)
 

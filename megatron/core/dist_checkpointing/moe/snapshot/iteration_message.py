@@ -34,6 +34,7 @@ class _Header(NamedTuple):
     negated_iteration_us: int
     negated_stall_us: int
     negated_round_us: int
+    negated_persist_us: int
     least_copy_us: int
     least_bandwidth_bytes_per_s: int
     least_peer_bytes_per_s: int
@@ -48,6 +49,7 @@ class _Header(NamedTuple):
             negated_iteration_us=-round(costs.iteration_s * MICROSECONDS),
             negated_stall_us=-round(costs.stall_s * MICROSECONDS),
             negated_round_us=-round(costs.round_s * MICROSECONDS),
+            negated_persist_us=-round(costs.persist_s * MICROSECONDS),
             least_copy_us=round(pace.iteration_s * MICROSECONDS),
             least_bandwidth_bytes_per_s=int(pace.bandwidth_bytes_per_s),
             least_peer_bytes_per_s=int(min(pace.peer_bytes_per_s, _UNKNOWN)),
@@ -61,7 +63,7 @@ class _Header(NamedTuple):
     @property
     def costs(self) -> Costs:
         """Of the slowest rank."""
-        negated_us = (self.negated_iteration_us, self.negated_stall_us, self.negated_round_us)
+        negated_us = self.negated_iteration_us, self.negated_stall_us, self.negated_round_us, self.negated_persist_us
         return Costs(*(-cost_us / MICROSECONDS for cost_us in negated_us))
 
     @property

@@ -73,7 +73,7 @@ class SnapshotTracker:
         self.newest_protected: int | None = None
         self.newest_persisted: int | None = None
         self.reasons: dict[Level, str] = {}  # why a tier has less than was asked for
-        self.last_round_s, self.peer_bytes_per_s = 0.0, math.inf
+        self.last_round_s, self.last_persist_s, self.peer_bytes_per_s = 0.0, 0.0, math.inf
         self._tasks: dict[tuple[Level, int], SnapshotTask | PersistTask] = {}  # of the open rounds
         self._replicated_bytes = self._persisted_bytes = 0
         self._reconnect = False
@@ -293,6 +293,7 @@ class SnapshotTracker:
         task, copy = self._tasks.pop(round_.key), self.persisted[round_.span]
         assert isinstance(task, PersistTask) and self.durable is not None
         self._persisted_bytes += task.written_bytes
+        self.last_persist_s = task.duration_s or self.last_persist_s
         written = round_.agreed is Status.PROTECTED
         self._strategy.settled(round_.plan, Level.PERSIST, written)
         self._put_copy(round_.span, copy.after(PersistEvent.WRITTEN if written else PersistEvent.REFUSED))

@@ -196,6 +196,7 @@ class PersistTask:
     failures: list[str] = field(default_factory=list)
     running: Task[None] | None = None
     written_bytes: int = 0
+    duration_s: float = 0.0
 
 
 class Persister:
@@ -229,12 +230,13 @@ class Persister:
 
     def persist(self, task: PersistTask) -> None:
         """Write the pieces, each sealed on its own; tried again after a pause where storage refuses."""
-        pause_s = FIRST_PAUSE_S
+        pause_s, begun_s = FIRST_PAUSE_S, self._clock.now_s()
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 self._check_stopped()
                 for plan, pieces, held in zip(task.plans, task.pieces, task.held, strict=True):
                     task.written_bytes += self._write_snapshot(plan.iteration, pieces, held)
+                task.duration_s = self._clock.now_s() - begun_s
                 task.status = Status.PROTECTED
                 break
             except Exception as error:  # whatever it is costs this copy, and all ranks hear of it

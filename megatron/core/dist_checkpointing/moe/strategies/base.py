@@ -206,6 +206,12 @@ class Strategy(ABC):
         return None if losses is None else float(losses.plt)
 
     @property
+    def plt_pec(self) -> float | None:
+        """Portion of lost tokens (PEC eq. 4) that all faults so far have cost; None where nothing can be lost."""
+        losses = self.report()
+        return None if losses is None else float(losses.plt_pec)
+
+    @property
     def mlt(self) -> float | None:
         """Momentary lost tokens (MOETION eq. 6) that all faults so far have cost; None where nothing can be lost."""
         losses = self.report()

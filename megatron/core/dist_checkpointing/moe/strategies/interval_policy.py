@@ -15,20 +15,23 @@ class Costs:
     """What checkpoints cost lately, as measured by the slowest rank.
 
     iteration_s: an iteration without what it waited for checkpoints. stall_s: that waiting, per checkpoint.
-    round_s: from the end of the copy until all replicas were acknowledged.
+    round_s: from the end of the copy until all replicas were acknowledged. persist_s: of the last write to storage; 0
+    before the first.
     """
 
     iteration_s: float
     stall_s: float
     round_s: float
+    persist_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class IntervalPolicy:
     """Snapshots every `interval` iterations, persistent ones every `persist_interval` (None: never).
 
-    `adapting` names the rule that changes the interval with each measurement; `mtbf_s` is for Young's and Daly's. A
-    snapshot that could not be taken when it was due is taken as soon as it can be.
+    `adapting` names the rule that changes the interval with each measurement; `mtbf_s` is for Young's and Daly's. With
+    `persist_adapts` the persistent interval is the smallest in which a write ends before the next begins. A snapshot
+    that could not be taken when it was due is taken as soon as it can be.
     """
 
     interval: int
@@ -37,12 +40,14 @@ class IntervalPolicy:
     mtbf_s: float = 0.0
     last: int = 0
     last_persistent: int = 0
+    persist_adapts: bool = False
 
     @classmethod
     def of(cls, config: MoECheckpointConfig) -> IntervalPolicy:
         """The interval_policy that the flags ask for; an adapting one begins with `--moe-ckpt-interval`."""
         persist = config.persist_interval if config.persist_dir else None
-        return cls(config.interval, persist, config.interval_policy, config.mtbf_s or 0.0)
+        adapts = config.interval_policy == "checkfreq" or config.pec_adaptive
+        return cls(config.interval, persist, config.interval_policy, config.mtbf_s or 0.0, persist_adapts=adapts)
 
     def due(self, iteration: int) -> tuple[bool, IntervalPolicy]:
         """Whether a snapshot is due after `iteration`, and the interval_policy once it is taken."""
@@ -55,15 +60,29 @@ class IntervalPolicy:
     def persist_due(self, iteration: int) -> tuple[bool, IntervalPolicy]:
         """Whether the snapshot of `iteration` goes on to persistent storage, and the interval_policy after that."""
         every = self.persist_interval
-        due = every is not None and iteration // every > self.last_persistent // every
+        if every is None:
+            return False, self
+        if self.persist_adapts:
+            due = iteration >= self.last_persistent + every
+        else:
+            due = iteration // every > self.last_persistent // every
         return due, replace(self, last_persistent=iteration) if due else self
 
     def measured(self, costs: Costs) -> IntervalPolicy:
         """The interval_policy with the interval that these costs call for (CheckFreq's 3 %, Young 1974, Daly 2006).
 
-        What a checkpoint costs is its stall; the next one begins at the earliest when its round has ended.
+        What a checkpoint costs is its stall; the next one begins at the earliest when its round has ended, and is
+        persisted at the earliest when the write before has (CheckFreq; the lower bound of I_ckpt in MoC 5.3).
         """
-        if self.adapting == "fixed" or costs.iteration_s <= 0:
+        if costs.iteration_s <= 0:
+            return self
+        if self.persist_adapts and self.persist_interval is not None and costs.persist_s > 0:
+            lower_bound = checkfreq_interval(costs.iteration_s, 0.0, costs.persist_s)
+            return replace(self, persist_interval=lower_bound)._snapshots_measured(costs)
+        return self._snapshots_measured(costs)
+
+    def _snapshots_measured(self, costs: Costs) -> IntervalPolicy:
+        if self.adapting == "fixed":
             return self
         shortest = checkfreq_interval(costs.iteration_s, costs.stall_s, costs.round_s)
         if self.adapting != "checkfreq":
@@ -74,9 +93,19 @@ class IntervalPolicy:
 
     def to_data(self) -> dict[str, Any]:
         """What a resumed run goes on from."""
-        return {"interval": self.interval, "last": self.last, "last_persistent": self.last_persistent}
+        persist = {"persist_interval": self.persist_interval} if self.persist_adapts else {}
+        return {"interval": self.interval, "last": self.last, "last_persistent": self.last_persistent, **persist}
 
     def from_data(self, data: Mapping[str, Any]) -> IntervalPolicy:
         """This interval_policy as it stood when `to_data` was called; a fixed interval is that of the flags."""
         interval = self.interval if self.adapting == "fixed" else data["interval"]
-        return replace(self, interval=interval, last=data["last"], last_persistent=data["last_persistent"])
+        persist = self.persist_interval
+        if self.persist_adapts and persist is not None:
+            persist = data.get("persist_interval") or persist
+        return replace(
+            self,
+            interval=interval,
+            persist_interval=persist,
+            last=data["last"],
+            last_persistent=data["last_persistent"],
+        )

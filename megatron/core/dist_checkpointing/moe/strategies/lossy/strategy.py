@@ -72,7 +72,8 @@ class Lossy(Strategy):
         self._state = self._state.settled(plan.iteration, level, ok)
 
     def to_data(self) -> dict[str, Any]:
-        return {**super().to_data(), **self._state.to_data()}
+        planned = [self._limit.tokens, self._limit.topk]
+        return {**super().to_data(), **self._state.to_data(), "planned": planned}
 
     def recover(self, inventory: Inventory, lost: Lost, topology: Topology) -> RecoveryPlan:
         """The tokens are counted by `resumed`, for the counts are stored with the target."""

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from ...policy.partial import load_aware_selection, persist_selection, sequential_selection
 from ...types import OperatorId, expert
+from ..base import Job
 from ..lossy.state import Experts
 
 Stages = tuple[tuple[int, ...], ...]
@@ -59,6 +60,21 @@ def overdue(stages: Stages, num_experts: int, ages: Mapping[OperatorId, int], li
         late = [one for index in range(num_experts) if ages[one := expert(layer, index)] >= limit]
         chosen.update(sorted(late, key=lambda one: (-ages[one], one.expert))[:k])
     return frozenset(chosen)
+
+
+def k_within(job: Job, budget_bytes: int) -> int:
+    """The largest K with which no rank copies more than the budget: MoC 5.3 with the sizes of this job; 0 if there is
+    none, or no rank's sizes are known."""
+    found = job.num_experts if job.sizes else 0
+    for sizes in job.sizes.values():
+        experts = [size.full_bytes for operator, size in sizes.items() if operator.is_expert]
+        others = sum(size.full_bytes for operator, size in sizes.items() if not operator.is_expert)
+        if experts:
+            # A selection gives each rank its share of the experts of all of its layers, and at most one more of them.
+            room = (budget_bytes - others) // max(experts)
+            if room < len(experts):
+                found = min(found, max(0, room - 1) * job.num_experts // len(experts))
+    return found
 
 
 def to_persist(

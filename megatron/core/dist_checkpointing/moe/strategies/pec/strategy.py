@@ -9,16 +9,20 @@ from typing import Any
 from ...config import MoECheckpointConfig
 from ...policy.dynamic_k import choose_k, k_ladder
 from ...policy.partial import PEC_SCOPES, next_position, pec_plan
-from ...types import Level, OperatorId, Part, RecoveryPlan, SnapshotPlan, full_plan
-from ..base import NO_BUFFERS, BufferSpec, Job
+from ...types import Level, OperatorId, RecoveryPlan, SnapshotPlan, full_plan
+from ..base import NO_BUFFERS, BufferSpec, Job, Throughput
 from ..lossy import Lossy
 from ..lossy.pieces import moe_layers_of_stages
 from ..lossy.state import Experts, Flight
-from .selection import age, by_load, in_turn, overdue, to_persist
+from .selection import age, by_load, in_turn, k_within, overdue, to_persist
 
 
 class Pec(Lossy):
     """Snapshots the full state of all operators that are no experts, and of K experts per MoE layer.
+
+    Scope. Of the experts that are not selected a snapshot has the moments (`weights`, W of MoC 6.3), the weights
+    (`optimizer`, O) or nothing (`both`, WO). Recovery takes the newest of each, and what was routed to an expert since
+    the older of the two counts as lost.
 
     Selection. `sequential` takes experts in turn (MoC 3.2), `load-aware` those with the most tokens since they were
     last saved, within a capacity of each expert-parallel rank (PEC Alg. 1).
@@ -33,6 +37,10 @@ class Pec(Lossy):
     Storage. A snapshot that will be persisted also takes up to K experts per layer that are overdue in storage: not
     persisted in A = ceil(N / K) x ceil(K / K_persist) writes. That is only needed where the writes keep meeting the
     same experts; all are then persisted in any 2 x A writes. K_persist grows with K, and is N for N.
+
+    Adaptive configuration (MoC 5.3). With --moe-ckpt-pec-adaptive K_snapshot is the largest with which copies end
+    within the passes of an iteration, on the rank that has most to copy, but at least --moe-ckpt-pec-k-snapshot;
+    K_persist is that of its flag, by default 1, so that storage takes snapshots as often as it can.
 
     Dynamic-K. With --moe-ckpt-plt-threshold K is the smallest of K0, 2 K0, ..., N with which neither a fault that
     leaves memory (replicas included), nor, where the snapshot will be persisted, one that leaves only storage, can
@@ -53,6 +61,11 @@ class Pec(Lossy):
                 f"--moe-ckpt-pec-k-persist {config.pec_k_persist} is above --moe-ckpt-pec-k-snapshot "
                 f"{config.pec_k_snapshot}: only experts that are in a snapshot can become persistent"
             )
+        if config.pec_adaptive and config.pec_scope != "both":
+            yield (
+                f"--moe-ckpt-pec-adaptive chooses how many experts a snapshot has, but --moe-ckpt-pec-scope"
+                f" {config.pec_scope} takes a part of all of them; leave one of the two out"
+            )
         if (config.plt_threshold or 0) > 1:
             yield (
                 f"--moe-ckpt-plt-threshold {config.plt_threshold} is a share of all tokens, from 0 to 1; 0.0375 is"
@@ -66,6 +79,8 @@ class Pec(Lossy):
         self._threshold = config.plt_threshold
         self._stages = tuple(map(tuple, moe_layers_of_stages(job)))
         self._cursor, self._k = 0, config.pec_k_snapshot
+        self.needs_throughput = config.pec_adaptive
+        self._budget_bytes = 0
 
     @property
     def k(self) -> int:
@@ -79,7 +94,7 @@ class Pec(Lossy):
         writing = self._interval_policy.persist_due(iteration)[0] and not self.is_writing
         state = self._state
         lacking = state.lacks_experts(Level.SNAPSHOT) or (writing and state.lacks_experts(Level.PERSIST))
-        k = self._job.num_experts if lacking or self._keeps_all else self._chosen_k(iteration, writing)
+        k = self._job.num_experts if lacking else self._chosen_k(iteration, writing)
         experts, self._cursor = self._selected(k, writing)
         self._k = k
         persist = self._persisted(k, experts) if writing else None
@@ -95,9 +110,7 @@ class Pec(Lossy):
 
     @cached_property
     def _buffer_specs(self) -> tuple[BufferSpec, ...]:
-        rest = () if self._keeps_all else self._experts
-        others = [operator for operator in self._job.operators if not operator.is_expert]
-        dense = pec_plan(0, sorted([*others, *rest]), (), self._scope)
+        dense = pec_plan(0, self._job.operators, (), self._scope)
         return (
             BufferSpec(dense, own=3, replica=2, trainer=True),
             *(BufferSpec(full_plan(0, [one]), own=3, replica=2, trainer=False) for one in sorted(self._experts)),
@@ -111,10 +124,19 @@ class Pec(Lossy):
         self._cursor, self._k = data["cursor"] % self._job.num_experts, data["k"]
         return plan
 
+    def throughput_measured(self, throughput: Throughput) -> None:
+        if throughput.iteration_s > 0:
+            self._budget_bytes = int(throughput.bandwidth_bytes_per_s * throughput.iteration_s)
+
     @property
-    def _keeps_all(self) -> bool:
-        """Whether the scope leaves out nothing that snapshots store."""
-        return not Part.MASTER_AND_MOMENTS & self._scope.partial
+    def _floor(self) -> int:
+        """K_snapshot before faults raise it: of the flag, or as many as there is time to copy."""
+        config = self._job.config
+        return (
+            max(config.pec_k_snapshot, k_within(self._job, self._budget_bytes))
+            if config.pec_adaptive
+            else (config.pec_k_snapshot)
+        )
 
     def _selected(self, k: int, writing: bool) -> tuple[Experts, int]:
         """Experts of a snapshot with K per layer, and the position that is next in turn after it."""
@@ -141,6 +163,8 @@ class Pec(Lossy):
 
     def _k_persist(self, k: int) -> int:
         config, num_experts = self._job.config, self._job.num_experts
+        if config.pec_adaptive and (k < num_experts or self._threshold is None):
+            return min(k, config.pec_k_persist or 1)
         if config.pec_k_persist is None or (k == num_experts and self._threshold is not None):
             return k
         return min(k, config.pec_k_persist * k // config.pec_k_snapshot)
@@ -152,7 +176,7 @@ class Pec(Lossy):
 
     def _chosen_k(self, iteration: int, writing: bool) -> int:
         """The smallest K with which a fault after this snapshot keeps the PLT below the threshold."""
-        floor, num_experts = self._job.config.pec_k_snapshot, self._job.num_experts
+        floor, num_experts = self._floor, self._job.num_experts
         if self._threshold is None:
             return floor
         for k in k_ladder(floor, num_experts):

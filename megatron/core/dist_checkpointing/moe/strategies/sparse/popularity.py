@@ -12,32 +12,30 @@ from ...types import OperatorId, expert
 Rows = tuple[tuple[float, ...], ...]
 """By MoE layer and expert: whole numbers where they are summed, moving averages where older iterations fade."""
 
-ALPHA = 0.9
-"""How much of the moving average stays from one iteration to the next (MoEvement App. B)."""
-
 
 @dataclass(frozen=True)
 class Popularity:
     """A value; each method returns the next one.
 
-    layers: those with experts, ascending. decays: whether it is a moving average over iterations (MoEvement App. B,
-    Time-Decayed) in place of sums since the last order was made. ordered_by: what that order was made from, empty as
-    long as there is none.
+    layers: those with experts, ascending. decay: how much of a moving average stays from one iteration to the next
+    (alpha of MoEvement App. B, Time-Decayed); None: sums since the last order was made. ordered_by: what that order was
+    made from, empty as long as there is none.
     """
 
     layers: tuple[int, ...]
-    decays: bool = False
+    decay: float | None = None
     counts: Rows = field(default=(), repr=False)
     ordered_by: Rows = field(default=(), repr=False)
 
     def counted(self, counts: Sequence[Sequence[int]]) -> Popularity:
         """With one more iteration."""
+        alpha = self.decay
         if not self.counts:
-            fresh = [[(1 - ALPHA) * count for count in row] for row in counts] if self.decays else counts
+            fresh = counts if alpha is None else [[(1 - alpha) * count for count in row] for row in counts]
             return replace(self, counts=tuple(map(tuple, fresh)))
         pairs = zip(self.counts, counts, strict=True)
-        if self.decays:
-            rows = [[ALPHA * a + (1 - ALPHA) * b for a, b in zip(old, new, strict=True)] for old, new in pairs]
+        if alpha is not None:
+            rows = [[alpha * a + (1 - alpha) * b for a, b in zip(old, new, strict=True)] for old, new in pairs]
         else:
             rows = [[a + b for a, b in zip(old, new, strict=True)] for old, new in pairs]
         return replace(self, counts=tuple(map(tuple, rows)))
@@ -48,7 +46,7 @@ class Popularity:
 
     def reordered(self) -> Popularity:
         """With an order that is made from what was counted until now; sums begin anew."""
-        return replace(self, ordered_by=self.counts, counts=self.counts if self.decays else ())
+        return replace(self, ordered_by=self.counts, counts=() if self.decay is None else self.counts)
 
     @property
     def last(self) -> Mapping[OperatorId, float]:

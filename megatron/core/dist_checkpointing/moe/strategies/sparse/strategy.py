@@ -68,6 +68,27 @@ class _Windows:
         return _Windows(tuple(one for one in self.begun if iteration not in one.span))
 
 
+def _bad_ordering(config: MoECheckpointConfig, num_experts: int) -> Iterator[str]:
+    capacities, default = config.ordering_capacities, MoECheckpointConfig()
+    named = " ".join(f"{one:g}" for one in capacities)
+    if config.ordering_decay >= 1:
+        yield f"--moe-ckpt-ordering-decay {config.ordering_decay} must be below 1: nothing new would ever count"
+    if config.ordering_decay != default.ordering_decay and config.ordering != "time-decayed":
+        yield "--moe-ckpt-ordering-decay has an effect only with --moe-ckpt-ordering time-decayed"
+    if capacities and config.ordering != "capacity-aware":
+        yield "--moe-ckpt-ordering-capacities has an effect only with --moe-ckpt-ordering capacity-aware"
+    elif config.ordering == "capacity-aware" and len(set(capacities)) < 2:
+        yield (
+            "--moe-ckpt-ordering capacity-aware needs --moe-ckpt-ordering-capacities, which differ from expert to"
+            " expert: with equal capacities it is --moe-ckpt-ordering popularity"
+        )
+    elif capacities and (len(capacities) != num_experts or min(capacities) <= 0):
+        yield (
+            f"--moe-ckpt-ordering-capacities {named} must be one number above 0 for each of the {num_experts} experts"
+            " of a layer"
+        )
+
+
 class Sparse(Strategy):
     """Windows one after the other: the snapshot of each iteration has some operators in full and the compute weights
     of later ones.
@@ -103,6 +124,7 @@ class Sparse(Strategy):
             yield f"--moe-ckpt-window {config.window} is neither auto nor a number of iterations from 1 on"
         if not 0 < config.reorder_fraction <= 1:
             yield f"--moe-ckpt-reorder-fraction {config.reorder_fraction} must be above 0, and at most 1"
+        yield from _bad_ordering(config, num_experts)
         if config.interval != 1 or config.interval_policy != "fixed":
             given = (
                 f"interval {config.interval}" if config.interval != 1 else f"interval-policy {config.interval_policy}"
@@ -125,7 +147,7 @@ class Sparse(Strategy):
         self.counts_gates = self.counts_tokens and ordering == "soft-count"
         self._fixed = None if config.window == AUTO else int(config.window)
         self.needs_throughput = self._fixed is None
-        self._popularity = Popularity(job.moe_layers, decays=ordering == "time-decayed")
+        self._popularity = Popularity(job.moe_layers, config.ordering_decay if ordering == "time-decayed" else None)
         self._budget = Budget()
         self._windows = _Windows()
         self._table: Timetable | None = None

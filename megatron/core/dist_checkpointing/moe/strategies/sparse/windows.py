@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ...errors import UsageError
-from ...policy.ordering import ORDERINGS, Counts
+from ...policy.ordering import ORDERINGS, Counts, capacity_aware
 from ...policy.window import joint_schedules, merge
 from ...types import OperatorId, OperatorSize, Window
 from ..base import BufferSpec, Job
@@ -73,7 +73,11 @@ def ordering_of(job: Job) -> str:
 
 def ordered(job: Job, counts: Counts) -> tuple[OperatorId, ...]:
     """The operators of a model in the order in which a window anchors them."""
-    return ORDERINGS[ordering_of(job)](job.operators, counts)
+    ordering, capacities = ordering_of(job), job.config.ordering_capacities
+    if ordering == "capacity-aware":
+        by_expert = {op: capacities[op.expert] for op in job.operators if op.is_expert}
+        return capacity_aware(job.operators, counts, by_expert)
+    return ORDERINGS[ordering](job.operators, counts)
 
 
 def timetable(job: Job, counts: Counts, *, window: int | None = None, budget_bytes: int = 0) -> Timetable:
