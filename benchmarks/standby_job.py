@@ -4,8 +4,8 @@ For tests and benchmarks. In the folder $SEATS each standby leaves `ready-PID` w
 trains, and each rank `START-RANK` once all stand at one iteration after the START-th start of training, with its pid
 and the addresses of its weights. $KILLS are faults that strike while training is brought back, such as
 `2@1:replay,3@2:connect`: rank 2 in the first recovery, once it has run an iteration again, and rank 3 in the second,
-before it connects. With KEEP=0 no rank keeps its process. With $LOST_MEMORY an injected fault takes the whole node along,
-and what it has in that folder.
+before it connects. With KEEP=0 no rank keeps its process. With $LOST_MEMORY an injected fault takes the whole node
+along, and what it has in that folder.
 """
 
 from __future__ import annotations
