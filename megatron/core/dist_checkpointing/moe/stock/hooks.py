@@ -114,7 +114,7 @@ class Hooks:
                 return call.go_on()
         else:
             self._check(config)
-        self._config = config
+        self._config, self._flags = config, shaping_flags(args)
         built = call.go_on()
         if self._manager is None:  # no checkpoint was to be loaded on the way
             self._resume(*built)
@@ -141,7 +141,7 @@ class Hooks:
         args, self._load = self._args, load
         if load is None:
             args.iteration, args.num_floating_point_operations_so_far = 0, 0
-        state = self._state = StockCounts(args, self._loop)
+        state = self._state = StockCounts(args, self._loop, self._flags)
         manager = self._make(
             model,
             optimizer,
@@ -169,7 +169,7 @@ class Hooks:
         newest, asked_for = newest_checkpoint(args) if load is not None else (-1, False)
         iteration = manager.resume(None if load is None else load_checkpoint, newest, asked_for=asked_for)
         if manager.repeats_steps and state.recorded_flags is not None:
-            refuse_other_flags(state.recorded_flags, shaping_flags(args))
+            refuse_other_flags(state.recorded_flags, self._flags)
         self._manager, self._quiet = manager, Quiet(self._loop, manager)
         self._running.enter_context(manager.run())
         self._begun, self._joined = not manager.is_replaying, False
