@@ -18,9 +18,5 @@ def check_survivors(seats: Path, ranks: int, struck: list[set[int]]) -> None:
     assert len(starts) == len(struck) + 1, starts
     for before, after, lost in zip(starts, starts[1:], struck, strict=False):
         was, now = sitting(seats, before, ranks), sitting(seats, after, ranks)
-        kept = {
-            rank
-            for rank in range(ranks)
-            if all(was[rank][name] == now[rank][name] for name in ("pid", "weights"))
-        }
+        kept = {rank for rank in range(ranks) if all(was[rank][name] == now[rank][name] for name in ("pid", "weights"))}
         assert kept == set(range(ranks)) - lost, (was, now)

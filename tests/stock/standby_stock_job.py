@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import runpy
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "stock")]
-
 from megatron.pretrain import stock_loop
 from megatron.pretrain.initialize import use_cpu
+
+ROOT = Path(__file__).parents[2]
 
 
 def run_recorded(argv: Sequence[str], own: Callable[[Sequence[str]], int] = stock_loop.run_stock) -> int:

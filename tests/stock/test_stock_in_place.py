@@ -23,7 +23,7 @@ EVALUATED = Shape(ranks=4, pp=2, ep=2, more=("--eval-iters", "2", "--eval-interv
 DEEP = Shape(ranks=4, pp=4, ep=1)
 
 
-def struck(job: StockJob, strategy: str, faults: str, kills: str = "", *more: object) -> tuple[Path, str]:
+def struck(job: StockJob, strategy: str, faults: str, kills: str = "") -> tuple[Path, str]:
     """Run a job that is struck, under a launcher with standbys; the folder with what its processes left, and what was
     said."""
     seats = job.folder / "seats"
@@ -32,12 +32,12 @@ def struck(job: StockJob, strategy: str, faults: str, kills: str = "", *more: ob
     launcher += ["--monitor-interval", "0.1", "--nproc-per-node", str(job.shape.ranks)]
     protect = ["--moe-ckpt-strategy", *strategy.split(), "--moe-ckpt-memory-dir", str(job.memory)]
     protect += [part for fault in faults.split() for part in ("--moe-ckpt-inject-fault", fault)]
-    environment = {"LOOP": "stock", "OMP_NUM_THREADS": "1", "SEATS": str(seats), "READY_STANDBYS": "1", "KILLS": kills}
+    script = str(ROOT / "tests" / "stock" / "standby_stock_job.py")
+    environment = {"RECORDS": str(job.folder), "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
+    environment |= {"LOOP": "stock", "OMP_NUM_THREADS": "1", "SEATS": str(seats), "READY_STANDBYS": "1", "KILLS": kills}
     ended = subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "tests" / "stock" / "standby_stock_job.py"), *job.shape.flags, *protect]
-        + list(map(str, more)),
-        cwd=ROOT, env=os.environ | environment | {"RECORDS": str(job.folder)}, capture_output=True, text=True,
-        timeout=HANG_TIMEOUT_S,
+        [sys.executable, *launcher, script, *job.shape.flags, *protect],
+        cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=3 * HANG_TIMEOUT_S,
     )  # fmt: skip
     said = ended.stdout + ended.stderr
     assert ended.returncode == 0, said

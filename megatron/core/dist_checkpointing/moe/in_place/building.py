@@ -46,6 +46,7 @@ class Build:
     def __init__(self) -> None:
         self.answers: Answers | None = None
         self.survivors = 0
+        self._noted: Answers = []
         self._to_ask: Answers | None = None
 
     def connected(self) -> None:
@@ -69,12 +70,11 @@ class Build:
             with _answered(self._to_ask):
                 yield
             return
-        before, noted = self.answers, Answers()
-        with _noted(noted):
+        with _noted(self._noted):
             yield
         self.answers = None
         with contextlib.suppress(ValueError, SyntaxError):  # others than literals nobody can be told: `answers` is None
-            self.answers = (before or []) + ast.literal_eval(repr(noted))
+            self.answers = ast.literal_eval(repr(self._noted))
 
 
 @cache

@@ -31,7 +31,6 @@ import torch
 from megatron.core import parallel_state
 
 from ..config import MoECheckpointConfig
-from ..errors import UsageError
 from ..megatron_state.trainer_state import random_states, restore_random
 from . import flags
 from .boundary import boundary
@@ -193,7 +192,7 @@ class Hooks:
             try:
                 if kept.has_left:
                     self._survivors.connect()
-                    self._resume(*(call[name] for name in ("model", "optimizer", "opt_param_scheduler")), self._load)
+                    self._resume(call["model"], call["optimizer"], call["opt_param_scheduler"], self._load)
                     self._survivors.renew_data()
                 return self._run(call)
             except Exception as error:
@@ -327,4 +326,3 @@ class Hooks:
         if not (manager.is_replaying and manager.replays_alone):
             return call.go_on()
         return float(torch.tensor(value, dtype=torch.float32)) if isinstance(value, float) else value
-
