@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import os
 import runpy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.pretrain import stock_loop
-from megatron.pretrain.initialize import use_cpu
-
-ROOT = Path(__file__).parents[2]
+STANDBY_JOB = Path(__file__).parents[2] / "benchmarks" / "standby_job.py"
 
 
-def run_recorded(argv: Sequence[str], own: Callable[[Sequence[str]], int] = stock_loop.run_stock) -> int:
-    """That of the driver."""
-    use_cpu(stock_loop=True)
-    from stock_recording import recording
+def record() -> None:
+    """Have the driver record what it runs in the stock loop."""
+    from megatron.pretrain import stock_loop
+    from megatron.pretrain.initialize import use_cpu
 
-    with recording(os.environ["RECORDS"]):
-        return own(argv)
+    run = stock_loop.run_stock
+
+    def run_recorded(argv: Sequence[str]) -> int:
+        use_cpu(stock_loop=True)  # before Megatron-LM is imported
+        from stock_recording import recording
+
+        with recording(os.environ["RECORDS"]):
+            return run(argv)
+
+    stock_loop.run_stock = run_recorded
 
 
 if __name__ == "__main__":
-    stock_loop.run_stock = run_recorded
-    runpy.run_path(str(ROOT / "benchmarks" / "standby_job.py"), run_name="__main__")
+    if os.sched_getscheduler(0) == os.SCHED_IDLE:  # as the job does, but before the imports here
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    record()
+    runpy.run_path(str(STANDBY_JOB), run_name="__main__")
