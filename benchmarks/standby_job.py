@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import pretrain_gpt_moe
 from megatron.core.dist_checkpointing.moe.runtime import faults
 from megatron.core.dist_checkpointing.moe.seats.seat import Seat
+from megatron.pretrain import stock_loop
 from megatron.pretrain.initialize import use_cpu
 
 FOLDER = Path(os.environ["SEATS"])
@@ -131,9 +132,27 @@ def instrument() -> None:
     struck(pretraining, "connect", "connect", "connected")
     struck(pretraining, "build_state", "build", "built")
     struck(pretraining, "resume", "resume", "resumed")
-    rejoin, after_step = MoECheckpointManager.rejoin, MoECheckpointManager.after_step
+    instrument_manager(MoECheckpointManager)
 
-    def rejoined(manager: MoECheckpointManager) -> bool:
+
+def use_cpu_in_stock_loop(**options: bool) -> None:
+    """As `initialize`, for the loop of Megatron-LM, whose modules want the device to be chosen, too."""
+    use_cpu(**options)
+    from megatron.core.dist_checkpointing.moe import MoECheckpointManager
+    from megatron.pretrain import stock_model
+
+    struck(stock_loop, "start_process_group", "connect", "connected")
+    struck(stock_model, "build_model", "build", "built")
+    struck(stock_model, "build_datasets", "data", "data built")
+    struck(MoECheckpointManager, "resume", "resume", "resumed")
+    instrument_manager(MoECheckpointManager)
+
+
+def instrument_manager(kind: Any) -> None:
+    """Those of them that are in a `MoECheckpointManager`."""
+    rejoin, after_step = kind.rejoin, kind.after_step
+
+    def rejoined(manager: Any) -> bool:
         strike("rejoin")
         done = rejoin(manager)
         left = FOLDER / f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{os.environ['RANK']}"
@@ -143,19 +162,20 @@ def instrument() -> None:
         strike("rejoined")
         return done
 
-    def after(manager: MoECheckpointManager, *arguments: Any, **options: Any) -> Any:
+    def after(manager: Any, *arguments: Any, **options: Any) -> Any:
         replayed, done = manager.is_replaying, after_step(manager, *arguments, **options)
         if replayed:
             strike("replay")
         return done
 
-    MoECheckpointManager.rejoin, MoECheckpointManager.after_step = rejoined, after  # type: ignore[method-assign]
+    kind.rejoin, kind.after_step = rejoined, after
 
 
 if __name__ == "__main__":
     faults.FaultInjector.__init__.__defaults__ = (kill_once_standbys_are_ready,)
     pretrain_gpt_moe.warm_up = warm_up
     pretrain_gpt_moe.initialize = initialize  # type: ignore[assignment]
+    stock_loop.use_cpu = use_cpu_in_stock_loop
     Seat.training = training  # type: ignore[method-assign]
     if os.environ.get("KEEP") == "0":
         Seat.keep = lambda *_: None  # type: ignore[method-assign]

@@ -104,11 +104,14 @@ def _train(launch: Launch, device: str, interface: str | None) -> None:
         add_own_flags(parser)
         return stock.arguments(parser)
 
+    def connect() -> None:
+        """Before the loop does it, which would bind the group to a GPU."""
+        start_process_group("gloo", Launch.from_environment(), datetime.timedelta(minutes=10), interface)
+
     reports = _Reports(launch)
-    run = stock.protected(pretrain, reports)
+    run = stock.protected(pretrain, reports, connect if device == "cpu" else None)
     if device == "cpu":
-        # Before the loop does it, which would bind the group to a GPU.
-        start_process_group("gloo", launch, datetime.timedelta(minutes=10), interface)
+        connect()
     elif interface is not None:
         use_for_gloo(interface, launch.rank)
     parts: dict[str, Any] = {"model_provider": build_model, "model_type": ModelType.encoder_or_decoder}

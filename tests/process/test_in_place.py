@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from low_precision_rows import model
 from runs import Launch, Layout, Train, differences, digest, flags
+from seated import check_survivors, sitting
 from world import ROOT, World
 
 FLAT = Layout(pp=2, ep=1, ranks=2)
@@ -45,25 +44,6 @@ def job(launch: Launch, corpus: str, tmp_path: Path) -> Job:
         return seats
 
     return run
-
-
-def sitting(seats: Path, start: int, ranks: int) -> list[dict[str, Any]]:
-    """Of each rank that trained after a start: its pid, the addresses of its weights, and what it had of the system."""
-    return [json.loads((seats / f"{start}-{rank}").read_text()) for rank in range(ranks)]
-
-
-def check_survivors(seats: Path, layout: Layout, struck: list[set[int]]) -> None:
-    """That in each start only these ranks have other processes than in the one before that trained."""
-    starts = sorted({int(path.name.split("-")[0]) for path in seats.glob("[0-9]*-[0-9]*")})
-    assert len(starts) == len(struck) + 1, starts
-    for before, after, lost in zip(starts, starts[1:], struck, strict=False):
-        was, now = sitting(seats, before, layout.ranks), sitting(seats, after, layout.ranks)
-        kept = {
-            rank
-            for rank in range(layout.ranks)
-            if all(was[rank][name] == now[rank][name] for name in ("pid", "weights"))
-        }
-        assert kept == set(range(layout.ranks)) - lost, (was, now)
 
 
 def check_state(train: Train, layout: Layout, tmp_path: Path) -> None:
@@ -103,7 +83,7 @@ def test_survivors_keep_process_and_weights_where_they_are_and_every_bit_is_equa
     layout: Layout, strategy: str, faults: str, job: Job, train: Train, tmp_path: Path
 ) -> None:
     seats = job(layout, strategy, faults=faults)
-    check_survivors(seats, layout, [{int(fault.split("@")[0])} for fault in faults.split()])
+    check_survivors(seats, layout.ranks, [{int(fault.split("@")[0])} for fault in faults.split()])
     check_state(train, layout, tmp_path)
 
 
@@ -163,7 +143,7 @@ def test_a_second_fault_while_training_is_brought_back_costs_no_other_rank_its_p
 ) -> None:
     layout = Layout()
     seats = job(layout, "sparse --moe-ckpt-window 2", faults="1@4:forward-backward", kills=second)
-    check_survivors(seats, layout, [lost])
+    check_survivors(seats, layout.ranks, [lost])
     check_state(train, layout, tmp_path)
 
 

@@ -81,7 +81,8 @@ ROWS = {
     f"{ENGINE}.bridge": Row("config errors manager megatron_state ports strategies", "megatron.core"),
     ENGINE: Row("versions config manager megatron_state recovery runtime seats snapshot types"),
     f"{ENGINE}.stock": Row(
-        "errors ports megatron_state replay recovery seats snapshot strategies config contradictions manager runtime",
+        "errors ports megatron_state replay recovery seats in_place snapshot strategies config contradictions manager"
+        " runtime",
         "megatron.core torch",
     ),
     # Offline: what people run beside jobs.

@@ -199,6 +199,35 @@ def test_nobody_is_kept_whose_build_exchanged_what_others_cannot_be_told(
     assert build.answers is None
 
 
+def test_a_newcomer_is_answered_in_each_part_of_a_build(store: dist.HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "all_gather_object", lambda objects, own: objects.__setitem__(0, own))
+    build, newcomer, parts = Build(), Build(), ("model", "data")
+    for part in parts:
+        with build.building():
+            dist.all_gather_object([None], part)
+        dist.all_gather_object([None], "of the recovery between them")
+    build.connected()
+    newcomer.survivors = build.survivors
+    objects: list[Any] = [None]
+    found = []
+    for _ in parts:
+        with newcomer.building():
+            dist.all_gather_object(objects, "other")
+        found.append(objects[0])
+    assert tuple(found) == parts
+
+
+def test_a_part_of_a_build_that_others_can_be_told_does_not_make_up_for_one_that_they_cannot(
+    store: dist.HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = Build()
+    monkeypatch.setattr(dist, "all_gather_object", lambda objects, own: objects.__setitem__(0, own))
+    for own in (object(), "data"):
+        with build.building():
+            dist.all_gather_object([None], own)
+    assert build.answers is None
+
+
 def test_buckets_reduce_gradients_again_in_the_order_of_a_first_iteration() -> None:
     """Else a rank that stayed and a new one would reduce different buckets with each other."""
     group = SimpleNamespace(

@@ -156,7 +156,7 @@ def test_a_parser_that_was_not_extended_is_told_so() -> None:
 
 def test_counts_are_whole_right_after_the_step_and_after_the_loop_has_counted() -> None:
     args = arguments(consumed_train_samples=8)
-    counts = StockCounts(args, stand_in(args))
+    counts = StockCounts(args, stand_in(args), {})
     counts.stepped(4)
     after_step = counts.state_dict()
     args.consumed_train_samples += 4
@@ -167,9 +167,9 @@ def test_counts_are_whole_right_after_the_step_and_after_the_loop_has_counted() 
 
 def test_counts_come_back_as_they_were_however_large() -> None:
     args, others = arguments(consumed_train_samples=8), arguments()
-    counts = StockCounts(args, stand_in(args))
+    counts = StockCounts(args, stand_in(args), {})
     counts.counted(3 * 10**24 + 1)
-    StockCounts(others, stand_in(others)).load_state_dict(counts.state_dict() | {"iteration": 5})
+    StockCounts(others, stand_in(others), {}).load_state_dict(counts.state_dict() | {"iteration": 5})
     assert (others.iteration, others.consumed_train_samples) == (5, 8)
     assert others.num_floating_point_operations_so_far == 3 * 10**24 + 1
 

@@ -46,6 +46,8 @@ class Build:
     def __init__(self) -> None:
         self.answers: Answers | None = None
         self.survivors = 0
+        self._noted: Answers = []
+        self._to_ask: Answers | None = None
 
     def connected(self) -> None:
         """All ranks are connected: agree on who has a model already. A collective. Raises PeerLost."""
@@ -57,17 +59,22 @@ class Build:
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """A block in which model, optimizer and data are built, by all ranks together or beside survivors."""
+        """A block in which model, optimizer and data are built, by all ranks together or beside survivors.
+
+        A build may have several such blocks, between which all ranks, survivors too, have collectives.
+        """
         if self.survivors:
-            self.answers = _told_answers(_get_default_store())
-            with _answered(list(self.answers)):
+            if self._to_ask is None:
+                self.answers = _told_answers(_get_default_store())
+                self._to_ask = list(self.answers)
+            with _answered(self._to_ask):
                 yield
             return
-        noted: Answers = []
-        with _noted(noted):
+        with _noted(self._noted):
             yield
+        self.answers = None
         with contextlib.suppress(ValueError, SyntaxError):  # others than literals nobody can be told: `answers` is None
-            self.answers = ast.literal_eval(repr(noted))
+            self.answers = ast.literal_eval(repr(self._noted))
 
 
 @cache

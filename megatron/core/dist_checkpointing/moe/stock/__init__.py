@@ -24,6 +24,7 @@ from .flags import arguments
 from .hooks import Hooks
 from .iteration import Report, StockIteration
 from .seams import LOOP, installed
+from .survivors import Survivors
 from .wheel import shipped_helpers
 
 __all__ = ["StockIteration", "arguments", "protected", "shipped_helpers"]
@@ -31,10 +32,13 @@ __all__ = ["StockIteration", "arguments", "protected", "shipped_helpers"]
 Result = TypeVar("Result")
 
 
-def protected(pretrain: Callable[..., Result], report: Report | None = None) -> Callable[..., Result]:
+def protected(
+    pretrain: Callable[..., Result], report: Report | None = None, connect: Callable[[], object] | None = None
+) -> Callable[..., Result]:
     """`pretrain` of Megatron-LM, protected as the `--moe-ckpt-*` flags say.
 
-    report: gets how each iteration came out, on every rank.
+    report: gets how each iteration came out, on every rank. connect: starts torch.distributed, in scripts that do not
+    leave that to `pretrain`; called before it, unless that is done, and again where this process stays after a fault.
 
     Raises UsageError when it is called, before training begins, where the loop is not one that is known.
     """
@@ -50,8 +54,9 @@ def protected(pretrain: Callable[..., Result], report: Report | None = None) -> 
         if torch.cuda.is_available() and not torch.distributed.is_initialized():
             set_for_parking("nccl")
         core = version("megatron-core")
-        hooks = Hooks(loop, core, MoECheckpointManager, report)
-        with shipped_helpers(), hooks, installed(loop, hooks.by_name(), core):
+        survivors = Survivors(loop, core, connect)
+        hooks = Hooks(loop, core, MoECheckpointManager, report, survivors)
+        with shipped_helpers(), hooks, survivors.building(), installed(loop, hooks.by_name(), core):
             return pretrain(*arguments, **options)
 
     return run

@@ -31,9 +31,9 @@ import torch
 from megatron.core import parallel_state
 
 from ..config import MoECheckpointConfig
-from ..errors import UsageError
 from ..megatron_state.trainer_state import random_states, restore_random
 from . import flags
+from .boundary import boundary
 from .catch_up import CatchUp
 from .dense import newest_checkpoint
 from .iteration import Report, StockIteration, mean_loss
@@ -41,6 +41,7 @@ from .quiet import Quiet
 from .seams import Call, Hook
 from .shaping import refuse_other_flags, shaping_flags
 from .state import StockCounts
+from .survivors import Survivors
 
 log = logging.getLogger(__name__)
 
@@ -58,10 +59,19 @@ class Hooks:
         version: Of Megatron-Core.
         make_manager: `MoECheckpointManager`.
         report: Gets how each iteration came out.
+        survivors: What keeps this process through faults of others; nothing does if not given.
     """
 
-    def __init__(self, loop: Any, version: str, make_manager: MakeManager, report: Report | None = None) -> None:
+    def __init__(
+        self,
+        loop: Any,
+        version: str,
+        make_manager: MakeManager,
+        report: Report | None = None,
+        survivors: Survivors | None = None,
+    ) -> None:
         self._loop, self._version, self._make, self._report = loop, version, make_manager, report
+        self._survivors = survivors or Survivors(loop, version)
         self._config: MoECheckpointConfig | None = None
         self._manager: Manager = None
         self._running = contextlib.ExitStack()
@@ -103,7 +113,7 @@ class Hooks:
                 return call.go_on()
         else:
             self._check(config)
-        self._config = config
+        self._config, self._flags = config, shaping_flags(args)
         built = call.go_on()
         if self._manager is None:  # no checkpoint was to be loaded on the way
             self._resume(*built)
@@ -122,11 +132,15 @@ class Hooks:
         return self._args.iteration, self._args.num_floating_point_operations_so_far
 
     def _resume(self, model: Any, optimizer: Any, scheduler: Any, load: Callable[[], Any] | None = None) -> None:
-        """Bring training to where it goes on, and protect it from here to the end of `pretrain`."""
-        args = self._args
+        """Bring training to where it goes on, and protect it from here to the end of `pretrain`, or the next fault."""
+        with self._survivors.together(model):
+            self._bring_back(model, optimizer, scheduler, load)
+
+    def _bring_back(self, model: Any, optimizer: Any, scheduler: Any, load: Callable[[], Any] | None) -> None:
+        args, self._load = self._args, load
         if load is None:
             args.iteration, args.num_floating_point_operations_so_far = 0, 0
-        state = self._state = StockCounts(args, self._loop)
+        state = self._state = StockCounts(args, self._loop, self._flags)
         manager = self._make(
             model,
             optimizer,
@@ -137,6 +151,7 @@ class Hooks:
             micro_batch_size=args.micro_batch_size,
             seq_length=args.seq_length,
             state=state,
+            timestamps=self._survivors.marks,
         )
         loaded = False
 
@@ -153,7 +168,7 @@ class Hooks:
         newest, asked_for = newest_checkpoint(args) if load is not None else (-1, False)
         iteration = manager.resume(None if load is None else load_checkpoint, newest, asked_for=asked_for)
         if manager.repeats_steps and state.recorded_flags is not None:
-            refuse_other_flags(state.recorded_flags, shaping_flags(args))
+            refuse_other_flags(state.recorded_flags, self._flags)
         self._manager, self._quiet = manager, Quiet(self._loop, manager)
         self._running.enter_context(manager.run())
         self._begun, self._joined = not manager.is_replaying, False
@@ -168,9 +183,35 @@ class Hooks:
 
     def _build_data(self, call: Call) -> Any:
         with self._catch_up.reading_on():
-            return call.go_on()
+            return self._survivors.data(call)
 
     def _train(self, call: Call) -> Any:
+        """All of training: again from here, with the same objects, after each fault that this process outlives."""
+        kept = self._survivors.train(call["model"], call["optimizer"])
+        while kept is not None:
+            try:
+                if kept.has_left:
+                    self._survivors.connect()
+                    self._resume(call["model"], call["optimizer"], call["opt_param_scheduler"], self._load)
+                    self._survivors.renew_data()
+                return self._run(call)
+            except Exception as error:
+                error, manager = self._left_with(error), self._manager
+                self._manager = None
+                kept.stay(error, manager)
+        return self._run(call)
+
+    def _left_with(self, error: Exception) -> Exception:
+        """End protection, which puts aside what is whole."""
+        if self._manager is not None:
+            self._quiet.end()
+        try:
+            self._running.__exit__(type(error), error, error.__traceback__)
+        except Exception as other:
+            return other
+        return error
+
+    def _run(self, call: Call) -> Any:
         self._catch_up.starts(call)
         if self._random is not None:
             restore_random(self._random)  # data loaders drew their seeds meanwhile
@@ -231,7 +272,7 @@ class Hooks:
                 return forward_backward(**options)
             manager = self._manager
             with manager.forward_backward():
-                losses = forward_backward(**options | _boundary(manager, options))
+                losses = forward_backward(**options | boundary(manager, options))
             manager.loss = mean_loss(losses)
             return losses
 
@@ -285,15 +326,3 @@ class Hooks:
         if not (manager.is_replaying and manager.replays_alone):
             return call.go_on()
         return float(torch.tensor(value, dtype=torch.float32)) if isinstance(value, float) else value
-
-
-def _boundary(manager: Manager, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a schedule through which the stages of a pipeline send what a single one can replay from."""
-    if manager.communicator is None:
-        return {}
-    if options.get("p2p_communicator") is not None:
-        raise UsageError(
-            "`pretrain` was given a p2p_communicator, but what stages send has to go through that of the checkpoint"
-            " subsystem: use --moe-ckpt-recovery global, or do without it"
-        )
-    return {"p2p_communicator": manager.communicator, "pg_collection": manager.process_groups}

@@ -93,6 +93,13 @@ class Call:
         """What the original returns."""
         return self._function(*self._arguments, **self._options)
 
+    def instead(self, first: Any) -> Call:
+        """This call with another first argument, which was given by its place or by its name."""
+        if self._arguments:
+            return Call(self._function, (first, *self._arguments[1:]), self._options)
+        name = next(iter(inspect.signature(self._function).parameters))
+        return Call(self._function, (), {**self._options, name: first})
+
     def __getitem__(self, parameter: str) -> Any:
         """What was given for a parameter, by whatever way, or its default."""
         return self._values[parameter]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from ..ports import Json
-from .shaping import shaping_flags
 
 _COUNTS = "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"
 _OPERATIONS = "num_floating_point_operations_so_far"
@@ -22,17 +21,18 @@ class StockCounts:
     Args:
         args: Of Megatron-LM, which the loop reads them from when it starts.
         loop: The module that has the loop.
+        flags: Those that shape an iteration, as they were given: the loop changes some in `args` while it trains.
 
     Attributes:
         evaluated: The newest iteration behind which the evaluation lies, if one was due.
         recorded_flags: Of the start that made what was restored last, those that shape an iteration; None before.
     """
 
-    def __init__(self, args: Any, loop: Any) -> None:
+    def __init__(self, args: Any, loop: Any, flags: dict[str, Json]) -> None:
         self._args, self._loop = args, loop
         self._operations: int | float = getattr(args, _OPERATIONS, 0)
         self._samples_to_come = 0
-        self._flags = shaping_flags(args)
+        self._flags = flags
         self.evaluated = int(getattr(args, "iteration", 0))
         self.recorded_flags: dict[str, Any] | None = None
 

@@ -1,0 +1,22 @@
+"""What the processes of `benchmarks/standby_job.py` left: who trained on which rank, after each start."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def sitting(seats: Path, start: int, ranks: int) -> list[dict[str, Any]]:
+    """Of each rank that trained after a start: its pid, the addresses of its weights, and what it had of the system."""
+    return [json.loads((seats / f"{start}-{rank}").read_text()) for rank in range(ranks)]
+
+
+def check_survivors(seats: Path, ranks: int, struck: list[set[int]]) -> None:
+    """That in each start only these ranks have other processes than in the one before that trained."""
+    starts = sorted({int(path.name.split("-")[0]) for path in seats.glob("[0-9]*-[0-9]*")})
+    assert len(starts) == len(struck) + 1, starts
+    for before, after, lost in zip(starts, starts[1:], struck, strict=False):
+        was, now = sitting(seats, before, ranks), sitting(seats, after, ranks)
+        kept = {rank for rank in range(ranks) if all(was[rank][name] == now[rank][name] for name in ("pid", "weights"))}
+        assert kept == set(range(ranks)) - lost, (was, now)

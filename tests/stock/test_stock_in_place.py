@@ -1,0 +1,99 @@
+"""Ranks in the stock loop that lost a peer keep their processes, and every bit is as without the fault."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from seated import check_survivors
+from stock_jobs import FOUR, Records, Shape, StockJob
+from world import HANG_TIMEOUT_S, ROOT
+
+NewJob = Callable[..., StockJob]
+Undisturbed = Callable[[Shape], Records]
+
+SPARSE = "sparse --moe-ckpt-window 2"
+INTERLEAVED = Shape(ranks=2, pp=2, ep=1, more=("--num-virtual-stages-per-pipeline-rank", "2", "--num-layers", "4"))
+OVERLAPPED = Shape(ranks=2, pp=1, ep=2, more=("--overlap-grad-reduce", "--overlap-param-gather"))
+EVALUATED = Shape(ranks=4, pp=2, ep=2, more=("--eval-iters", "2", "--eval-interval", "2"))
+DEEP = Shape(ranks=4, pp=4, ep=1)
+
+
+def struck(job: StockJob, strategy: str, faults: str, kills: str = "") -> tuple[Path, str]:
+    """Run a job that is struck, under a launcher with standbys; the folder with what its processes left, and what was
+    said."""
+    seats = job.folder / "seats"
+    seats.mkdir()
+    launcher = "-m megatron.pretrain.seats.run --moe-ckpt-standbys 1 --standalone --max-restarts 9".split()
+    launcher += ["--monitor-interval", "0.1", "--nproc-per-node", str(job.shape.ranks)]
+    protect = ["--moe-ckpt-strategy", *strategy.split(), "--moe-ckpt-memory-dir", str(job.memory)]
+    protect += [part for fault in faults.split() for part in ("--moe-ckpt-inject-fault", fault)]
+    script = str(ROOT / "tests" / "stock" / "standby_stock_job.py")
+    environment = {"RECORDS": str(job.folder), "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
+    environment |= {"LOOP": "stock", "OMP_NUM_THREADS": "1", "SEATS": str(seats), "READY_STANDBYS": "1", "KILLS": kills}
+    ended = subprocess.run(
+        [sys.executable, *launcher, script, *job.shape.flags, *protect],
+        cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=3 * HANG_TIMEOUT_S,
+    )  # fmt: skip
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 0, said
+    return seats, said
+
+
+def test_a_second_fault_in_the_recovery_costs_no_other_rank_its_process_and_every_bit_is_equal(
+    new_job: NewJob, undisturbed: Undisturbed
+) -> None:
+    job = new_job(FOUR)
+    seats, said = struck(job, SPARSE, "3@4:forward-backward", kills="0@1:resume")
+    check_survivors(seats, 4, [{0, 3}])
+    assert "ranks kept their processes)" in said, said
+    assert job.records() == undisturbed(FOUR)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("shape", "strategy", "faults"),
+    [
+        pytest.param(FOUR, SPARSE, "1@3:forward-backward 2@4:step 0@6:start", id="sparse, PP=2 x EP=2"),
+        pytest.param(FOUR, "full", "2@3:forward-backward 0@4:step 3@6:end", id="full, PP=2 x EP=2"),
+        pytest.param(FOUR, f"{SPARSE} --moe-ckpt-recovery global", "1@4:step", id="sparse, all stages replay"),
+        pytest.param(DEEP, SPARSE, "1@4:forward-backward 3@5:step", id="PP=4"),
+        pytest.param(INTERLEAVED, SPARSE, "0@3:step 1@5:forward-backward", id="interleaved"),
+        pytest.param(OVERLAPPED, "full", "0@2:forward-backward 1@4:step", id="overlapped, data parallel"),
+        pytest.param(EVALUATED, SPARSE, "1@4:step 3@5:forward-backward", id="evaluated"),
+    ],
+)
+def test_survivors_keep_process_and_weights_where_they_are_and_every_bit_is_equal(
+    shape: Shape, strategy: str, faults: str, new_job: NewJob, undisturbed: Undisturbed
+) -> None:
+    job = new_job(shape)
+    seats, _ = struck(job, strategy, faults)
+    check_survivors(seats, shape.ranks, [{int(fault.split("@")[0])} for fault in faults.split()])
+    assert job.records() == undisturbed(shape)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("second", "lost"),
+    [
+        ("2@1:connect", {1, 2}),
+        ("3@1:connected", {1, 3}),
+        ("1@1:build", {1}),
+        ("1@1:data", {1}),
+        ("1@1:resumed", {1}),
+        ("0@1:replay", {0, 1}),
+        ("2@1:rejoin", {1, 2}),
+        ("1@1:rejoined", {1}),
+    ],
+)
+def test_a_second_fault_at_any_point_of_the_recovery_costs_no_other_rank_its_process(
+    second: str, lost: set[int], new_job: NewJob, undisturbed: Undisturbed
+) -> None:
+    job = new_job(FOUR)
+    seats, _ = struck(job, SPARSE, "1@4:forward-backward", kills=second)
+    check_survivors(seats, 4, [lost])
+    assert job.records() == undisturbed(FOUR)

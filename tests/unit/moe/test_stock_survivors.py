@@ -1,0 +1,98 @@
+"""What a process in the stock loop keeps through a fault, and what makes it end."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.core.dist_checkpointing.moe.stock.kept_data import KeptData
+from megatron.core.dist_checkpointing.moe.stock.may_stay import why_not
+from megatron.core.dist_checkpointing.moe.stock.seams import Call
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("async_save", True),
+        ("non_persistent_ckpt_type", "local"),
+        ("enable_ft_package", True),
+        ("log_straggler", True),
+        ("profile", True),
+        ("moe_routing_trace_path", "traces"),
+        ("run_workload_inspector_server", True),
+        ("lazy_mpu_init", True),
+        ("tp_comm_overlap", True),
+        ("moe_token_dispatcher_type", "flex"),
+    ],
+)
+def test_a_flag_with_which_a_process_cannot_stay_is_named(flag: str, value: object) -> None:
+    assert f"--{flag.replace('_', '-')}" in str(why_not(argparse.Namespace(**{flag: value}), "0.19.2"))
+
+
+def test_a_process_stays_with_other_flags() -> None:
+    args = argparse.Namespace(async_save=False, non_persistent_ckpt_type="global", profile=False, lazy_mpu_init=None)
+    assert why_not(args, "0.19.2") is None
+
+
+def test_a_process_of_a_release_that_is_not_known_does_not_stay() -> None:
+    assert "Megatron-Core 0.25.0 was never tested with" in str(why_not(argparse.Namespace(), "0.25.0"))
+
+
+def test_a_script_that_starts_torch_distributed_is_told_to_say_how() -> None:
+    assert "connect=" in str(why_not(argparse.Namespace(), "0.19.2", is_started_by_script=True))
+
+
+class Reader:
+    """A data iterator."""
+
+    def __init__(self, data: list[int], start: int) -> None:
+        self.rest = data[start:]
+
+
+class Loop:
+    """The functions of the stock loop that read data."""
+
+    def __init__(self) -> None:
+        self.args = SimpleNamespace(start=0, do_train=1, do_valid=0, do_test=0, eval_iters=2)
+
+    def get_args(self) -> Any:
+        return self.args
+
+    def build_train_valid_test_data_iterators(self, provider: Any) -> Any:
+        assert provider.is_distributed
+        train, valid = provider((6, 2))
+        return Reader(train, self.args.start), [Reader(valid, 0)], None
+
+
+class Provider:
+    """Datasets that are counted."""
+
+    is_distributed, made = True, 0
+
+    def __call__(self, sizes: tuple[int, int]) -> Any:
+        self.made += 1
+        return [list(range(size)) for size in sizes]
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_iterators_that_others_hold_read_on_from_elsewhere_over_the_same_datasets(by_name: bool) -> None:
+    loop, provider = Loop(), Provider()
+    build, data = loop.build_train_valid_test_data_iterators, KeptData(loop)
+    (name,) = inspect.signature(build).parameters
+    call = Call(build, (), {name: provider}) if by_name else Call(build, (provider,), {})
+    train, valid, test = data.build(call)
+    loop.args.start = 4
+    data.renew()
+    assert (train.rest, valid[0].rest, test) == ([4, 5], [0, 1], None)
+    assert provider.made == 1
+
+
+def test_what_ranks_agreed_on_of_their_data_is_taken_over() -> None:
+    ours, theirs = Loop(), Loop()
+    theirs.args.do_train = 0
+    KeptData(theirs).set_facts(KeptData(ours).facts())
+    assert theirs.args == ours.args
