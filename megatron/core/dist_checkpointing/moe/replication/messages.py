@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 MAGIC = b"moe-repl"
-VERSION = 1
+VERSION = 2
 
 _HEADER = struct.Struct("<8sIqiQQ")  # magic, version, iteration, pieces, bytes of the table, its xxh3
 _CHECK = struct.Struct("<Q")  # xxh3 of the header
-_ROW = struct.Struct("<HIQ")  # bytes of a piece's name, of its manifest, of its raw bytes
+_ROW = struct.Struct("<HIQQ")  # bytes of a piece's name, of its manifest, of its raw bytes, of its step
 _NOTHING = -1
 
 HEADER_BYTES = _HEADER.size + _CHECK.size
@@ -32,7 +32,10 @@ class Garbled(Exception):
 
 
 class Reply(IntEnum):
-    """What a peer replies about a piece, one byte: the first three before its raw bytes are sent, the others after."""
+    """What a peer replies about a piece, one byte: before any of its bytes are sent, or after that.
+
+    FOLLOWS: the step that led to it is wanted in place of it, because the state before it is held.
+    """
 
     WANTED = 1
     HELD = 2
@@ -40,19 +43,24 @@ class Reply(IntEnum):
     SEALED = 4
     DAMAGED = 5
     FAILED = 6
+    FOLLOWS = 7
 
 
-BEFORE = frozenset({Reply.WANTED, Reply.HELD, Reply.REFUSED})
+BEFORE = frozenset({Reply.WANTED, Reply.HELD, Reply.REFUSED, Reply.FOLLOWS})
 AFTER = frozenset({Reply.SEALED, Reply.DAMAGED, Reply.FAILED})
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPiece:
-    """One piece as the peer that shall keep it learns of it: `raw_bytes` follow when it is wanted."""
+    """One piece as the peer that shall keep it learns of it: `raw_bytes` come when it is wanted.
+
+    step_bytes: what comes instead when the peer can follow the step that led to it; 0: none is offered.
+    """
 
     name: str
     manifest: bytes = field(repr=False)
     raw_bytes: int
+    step_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +77,10 @@ class Header:
 def encode_table(pieces: Sequence[ReplicaPiece]) -> bytes:
     """All rows, then all names and manifests."""
     names = [piece.name.encode() for piece in pieces]
-    rows = [_ROW.pack(len(name), len(one.manifest), one.raw_bytes) for name, one in zip(names, pieces, strict=True)]
+    rows = [
+        _ROW.pack(len(name), len(one.manifest), one.raw_bytes, one.step_bytes)
+        for name, one in zip(names, pieces, strict=True)
+    ]
     texts = [part for name, one in zip(names, pieces, strict=True) for part in (name, one.manifest)]
     return b"".join([*rows, *texts])
 
@@ -100,9 +111,9 @@ def decode_table(header: Header, data: bytes) -> tuple[ReplicaPiece, ...]:
         raise Garbled(f"a table of {header.pieces} pieces does not match its checksum")
     count = header.pieces or 0
     at, pieces = count * _ROW.size, []
-    for name_bytes, manifest_bytes, raw_bytes in _ROW.iter_unpack(data[:at]):
+    for name_bytes, manifest_bytes, raw_bytes, step_bytes in _ROW.iter_unpack(data[:at]):
         end = at + name_bytes
-        pieces.append(ReplicaPiece(data[at:end].decode(), data[end : end + manifest_bytes], raw_bytes))
+        pieces.append(ReplicaPiece(data[at:end].decode(), data[end : end + manifest_bytes], raw_bytes, step_bytes))
         at = end + manifest_bytes
     return tuple(pieces)
 

@@ -7,6 +7,10 @@ One exchange has four steps, which come in the same order on all ranks:
     move       what is wanted goes from memory to memory; peers verify, seal and acknowledge it
     move       once more, with what arrived damaged
 
+In place of the bytes of a piece an owner may offer the step that led to it (`recomputation`). A peer that has the state
+before it wants that, takes the same step, and verifies what comes of it against the owner's checksums like any bytes
+that arrive: what differs counts as damaged, and is sent whole.
+
 Two ranks may be owner and peer of each other. The transport keeps the order of messages between two ranks, so they
 need no names: each step receives and sends for all pairs, and ends only when all of it is through.
 """
@@ -15,12 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ..errors import MoECheckpointError, PeerLost, UnreadableCheckpoint, UsageError
 from ..ports import Clock, Manifest, MappedStore, MappedWriter, NoRoom, Reader, Transfer, Transport
 from ..storage.manifest import decode
+from . import recomputation
 from .messages import (
     AFTER,
     BEFORE,
@@ -42,7 +47,7 @@ if TYPE_CHECKING:
 PATIENCE_S = 10.0
 PAUSE_S = 0.005
 
-_TO_SEND = (Reply.WANTED, Reply.DAMAGED)
+_TO_SEND = (Reply.WANTED, Reply.DAMAGED, Reply.FOLLOWS)
 _KEPT = (Reply.HELD, Reply.SEALED)
 _MEANING = {
     Reply.REFUSED: "it refused",
@@ -57,6 +62,12 @@ class StoreReplica:
     def __init__(self, store: MappedStore, writer: MappedWriter, manifest: Manifest) -> None:
         self._store, self._writer, self._manifest = store, writer, manifest
         self.buffer = writer.whole()
+
+    def follow(self, step: bytearray) -> None:
+        """Make the bytes from the state before and the step. Raises UnreadableCheckpoint."""
+        base = replace(self._manifest.snapshot, iteration=self._manifest.snapshot.iteration - 1)
+        with self._store.open(base) as reader:
+            recomputation.follow(step, reader, self._manifest, self.buffer)
 
     def seal(self) -> None:
         """Verify all bytes against the owner's checksums and commit. Raises UnreadableCheckpoint, StoreFailure."""
@@ -104,6 +115,15 @@ class ReplicaReceiver:
             self._store.free(wanted.snapshot)  # else the store would refuse the name for the one to come
         return is_held
 
+    def can_follow(self, owner: int, manifest: bytes) -> bool:
+        """Whether the state one iteration before this snapshot is here, so that it can be made from the step."""
+        wanted = decode(manifest, f"manifest from rank {owner}").snapshot
+        try:
+            with self._store.open(replace(wanted, iteration=wanted.iteration - 1)):
+                return True
+        except (UnreadableCheckpoint, UsageError):
+            return False
+
     def begin(self, owner: int, manifest: bytes) -> StoreReplica | None:
         """Space for the snapshot; None when none becomes free within PATIENCE_S.
 
@@ -126,11 +146,15 @@ class ReplicaReceiver:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A sealed piece of this rank: its name, its manifest as it is stored, and the raw bytes of its segment."""
+    """A sealed piece of this rank: its name, its manifest as it is stored, and the raw bytes of its segment.
+
+    step: what a peer makes it from that has the state before, as `recomputation.encode` gives it; empty for none.
+    """
 
     name: str
     manifest: bytes = field(repr=False)
     raw: memoryview = field(repr=False)
+    step: memoryview = field(default_factory=lambda: memoryview(b""), repr=False)
 
 
 @dataclass(frozen=True)
@@ -138,8 +162,10 @@ class Exchange:
     """What one exchange achieved on this rank.
 
     acknowledged: for each peer whether it now holds all pieces offered, verified and sealed; False when there was
-    nothing to give. kept: owner and name of the pieces held here for others. sent_bytes, received_bytes: raw bytes,
-    those of pieces sent again included. failures: a sentence for each piece that was not kept, here or by a peer.
+    nothing to give. kept: owner and name of the pieces held here for others. sent_bytes, received_bytes: of pieces and
+    steps, those sent again included. failures: a sentence for each piece that was not kept, here or by a peer.
+    carried_bytes: of the pieces that sent ones and steps amount to. not_followed: a sentence for each piece that went
+    whole though its step was offered.
     """
 
     iteration: int
@@ -148,6 +174,8 @@ class Exchange:
     sent_bytes: int
     received_bytes: int
     failures: tuple[str, ...]
+    carried_bytes: int = 0
+    not_followed: tuple[str, ...] = ()
 
 
 @dataclass
@@ -158,10 +186,19 @@ class _IncomingPiece:
     reply: Reply = Reply.REFUSED
     replica: StoreReplica | None = None
     transfer: Transfer | None = None
+    step: bytearray = field(default_factory=bytearray)
+
+    def arriving(self) -> memoryview:
+        """Where the bytes go that come next: the piece itself, or the step that it is made from."""
+        assert self.replica is not None
+        if self.reply is not Reply.FOLLOWS:
+            return self.replica.buffer
+        self.step = bytearray(self.piece.step_bytes)
+        return memoryview(self.step)
 
     def abandon(self) -> None:
         """Give up what is open."""
-        self.transfer = None
+        self.transfer, self.step = None, bytearray()
         if self.replica is not None:
             self.replica.abandon()
             self.replica = None
@@ -185,11 +222,14 @@ class ReplicationRound:
         self._incoming: dict[int, list[_IncomingPiece]] = {owner: [] for owner in owners}
         self._under_way: list[Transfer] = []
         self._failures: list[str] = []
-        self._sent_bytes = self._received_bytes = 0
+        self._sent_bytes = self._received_bytes = self._carried_bytes = 0
+        self._not_followed: list[str] = []
 
     def announce(self) -> None:
         """Owners send what they have."""
-        table = encode_table([ReplicaPiece(offer.name, offer.manifest, offer.raw.nbytes) for offer in self._offers])
+        table = encode_table(
+            [ReplicaPiece(one.name, one.manifest, one.raw.nbytes, one.step.nbytes) for one in self._offers]
+        )
         header = encode_header(self._iteration, len(self._offers) if self._has_offers else None, table)
         found = self._swap(dict.fromkeys(self._replies, header), dict.fromkeys(self._incoming, HEADER_BYTES))
         headers = {owner: self._header(owner, data) for owner, data in found.items()}
@@ -207,6 +247,7 @@ class ReplicationRound:
         for peer, data in self._swap(replies, dict.fromkeys(self._replies, len(self._offers))).items():
             with self._understanding(peer):
                 self._replies[peer] = decode_replies(data, BEFORE)
+            self._note_unfollowed(peer, Reply.WANTED, "it does not have the state before")
 
     def move(self) -> None:
         """Raw bytes of what is wanted go to peers, which verify, seal and acknowledge; the second time what arrived
@@ -222,11 +263,10 @@ class ReplicationRound:
         for owner, items in coming.items():
             for item in items:
                 if item.replica is not None:
-                    item.transfer = self._transport.receive(owner, item.replica.buffer)
+                    item.transfer = self._transport.receive(owner, item.arriving())
         for peer, wanted in due.items():
             for at in wanted:
-                self._send(peer, self._offers[at].raw)
-                self._sent_bytes += self._offers[at].raw.nbytes
+                self._give(peer, at)
         receipts = {peer: bytearray(len(wanted)) for peer, wanted in due.items()}
         for peer, receipt in receipts.items():
             self._receive(peer, receipt)
@@ -234,9 +274,11 @@ class ReplicationRound:
             self._send(owner, bytes([self._taken(owner, item) for item in items]))
         self._finish()
         for peer, receipt in receipts.items():
+            followed = [at for at in due[peer] if self._replies[peer][at] is Reply.FOLLOWS]
             with self._understanding(peer):
                 for at, reply in zip(due[peer], decode_replies(receipt, AFTER), strict=True):
                     self._replies[peer][at] = reply
+            self._note_unfollowed(peer, Reply.DAMAGED, "the step led to other bits there", followed)
 
     def outcome(self) -> Exchange:
         """The result of the round."""
@@ -255,7 +297,14 @@ class ReplicationRound:
             (owner, item.piece.name) for owner, items in self._incoming.items() for item in items if item.reply in _KEPT
         ]
         return Exchange(
-            self._iteration, acknowledged, tuple(kept), self._sent_bytes, self._received_bytes, tuple(self._failures)
+            self._iteration,
+            acknowledged,
+            tuple(kept),
+            self._sent_bytes,
+            self._received_bytes,
+            tuple(self._failures),
+            self._carried_bytes,
+            tuple(self._not_followed),
         )
 
     def give_up(self) -> None:
@@ -269,6 +318,14 @@ class ReplicationRound:
             item.abandon()
         self._offers.clear()
 
+    def _give(self, peer: int, at: int) -> None:
+        """Send a piece, or its step, as the peer replied."""
+        reply, nbytes = self._replies[peer][at], self._offers[at].raw.nbytes
+        is_step = reply is Reply.FOLLOWS
+        self._send(peer, self._offers[at].step if is_step else self._offers[at].raw)
+        self._sent_bytes += self._offers[at].step.nbytes if is_step else nbytes
+        self._carried_bytes += nbytes if reply is not Reply.DAMAGED else 0
+
     def _first_reply(self, owner: int, item: _IncomingPiece) -> Reply:
         try:
             if self._receiver.holds(owner, item.piece.manifest):
@@ -276,7 +333,10 @@ class ReplicationRound:
         except MoECheckpointError as error:
             self._refuse(owner, item.piece, str(error))
             return Reply.REFUSED
-        return Reply.WANTED if self._begin(owner, item) else Reply.REFUSED
+        if not self._begin(owner, item):
+            return Reply.REFUSED
+        can_follow = item.piece.step_bytes and self._receiver.can_follow(owner, item.piece.manifest)
+        return Reply.FOLLOWS if can_follow else Reply.WANTED
 
     def _begin(self, owner: int, item: _IncomingPiece) -> bool:
         """Take space for a piece; False, and a failure noted, where that cannot be."""
@@ -300,9 +360,12 @@ class ReplicationRound:
         assert item.transfer is not None and item.replica is not None
         item.transfer.wait()
         item.transfer = None
-        self._received_bytes += item.piece.raw_bytes
-        is_second = item.reply == Reply.DAMAGED
+        is_second, is_step = item.reply == Reply.DAMAGED, item.reply is Reply.FOLLOWS
+        self._received_bytes += item.piece.step_bytes if is_step else item.piece.raw_bytes
         try:
+            if is_step:
+                item.replica.follow(item.step)
+                item.step = bytearray()
             item.replica.seal()
             item.replica, item.reply = None, Reply.SEALED
         except UnreadableCheckpoint as error:
@@ -317,6 +380,12 @@ class ReplicationRound:
             item.reply = Reply.FAILED
             self._refuse(owner, item.piece, str(error))
         return item.reply
+
+    def _note_unfollowed(self, peer: int, reply: Reply, why: str, among: Sequence[int] | None = None) -> None:
+        """A sentence for the pieces that go whole to this peer, which has so replied, though a step was offered."""
+        for at in range(len(self._offers)) if among is None else among:
+            if self._offers[at].step.nbytes and self._replies[peer][at] is reply:
+                self._not_followed.append(f"{self._offers[at].name} goes whole to rank {peer}: {why}")
 
     def _refuse(self, owner: int, piece: ReplicaPiece, why: str) -> None:
         self._failures.append(
