@@ -118,6 +118,9 @@ class Room:
     def holds(self, owner: int, manifest: bytes) -> bool:
         return (owner, manifest) in self.sealed
 
+    def lacking(self, owner: int, manifest: bytes) -> None:
+        return None
+
     def begin(self, owner: int, manifest: bytes) -> Slot | None:
         name, size, _ = manifest.split(b" ", 2)
         if name.decode() in self.refuse:

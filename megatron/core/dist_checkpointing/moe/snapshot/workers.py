@@ -27,7 +27,8 @@ from ..ports import (
     Task,
     Transport,
 )
-from ..replication.replicator import Offer, ReplicaReceiver, Replicator
+from ..replication.receiver import ReplicaReceiver
+from ..replication.replicator import Offer, Replicator
 from ..storage.manifest import encode
 from ..strategies import Piece
 from ..types import SnapshotPlan
@@ -92,7 +93,7 @@ class ReplicationWorker:
         self._store, self._replicator, self._transport = store, replicator, transport
         self._clock, self._identity = clock, identity
         self._owners = tuple(owners)
-        self._receiver = ReplicaReceiver(store, clock, identity.job)
+        self._receiver = ReplicaReceiver(store, clock, identity.job, transport.rank)
         self._connected = True
         self._steps = StepOffers(transport.rank) if sends_steps else None
 
