@@ -9,7 +9,7 @@ from workload import JOB, LAYOUT, RANK, SEGMENTS, write
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId
-from megatron.core.dist_checkpointing.moe.replication.replicator import ReplicaReceiver
+from megatron.core.dist_checkpointing.moe.replication.receiver import ReplicaReceiver
 from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
 from megatron.core.dist_checkpointing.moe.storage.manifest import encode
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore

@@ -82,7 +82,7 @@ def held_back(folder: str, rank: int, iteration: int) -> Iterator[None]:
 @contextlib.contextmanager
 def replicas_refused(owner: int, iterations: range) -> Iterator[None]:
     """Whoever should keep replicas for `owner` has no room for those of these iterations."""
-    from megatron.core.dist_checkpointing.moe.replication.replicator import ReplicaReceiver
+    from megatron.core.dist_checkpointing.moe.replication.receiver import ReplicaReceiver
     from megatron.core.dist_checkpointing.moe.storage.manifest import decode
 
     begin = ReplicaReceiver.begin

@@ -93,6 +93,9 @@ class _Receiver:
     def holds(self, owner: int, manifest: bytes) -> bool:
         return decode(manifest, "an offer").snapshot in self._store.snapshots().sealed
 
+    def lacking(self, owner: int, manifest: bytes) -> None:
+        return None
+
     def begin(self, owner: int, manifest: bytes) -> _IncomingReplica:
         self._before()
         return _IncomingReplica(self._store, manifest)

@@ -23,9 +23,14 @@ from megatron.core.dist_checkpointing.moe.replication.meeting import Meeting
 from megatron.core.dist_checkpointing.moe.replication.messages import (
     HEADER_BYTES,
     Garbled,
+    Ranges,
     ReplicaPiece,
+    Reply,
+    decode_answers,
     decode_header,
+    decode_ranges,
     decode_table,
+    encode_answers,
     encode_header,
     encode_table,
 )
@@ -117,6 +122,9 @@ class Room:
 
     def holds(self, owner: int, manifest: bytes) -> bool:
         return (owner, manifest) in self.sealed
+
+    def lacking(self, owner: int, manifest: bytes) -> None:
+        return None
 
     def begin(self, owner: int, manifest: bytes) -> Slot | None:
         name, size, _ = manifest.split(b" ", 2)
@@ -371,6 +379,22 @@ def test_no_bit_of_a_header_can_change_unnoticed(bit: int) -> None:
     header[bit // 8] ^= 1 << bit % 8
     with pytest.raises(Garbled):
         decode_header(header)
+
+
+ANSWERS = [(Reply.HELD, ()), (Reply.PARTLY, ((0, 4), (64, 100))), (Reply.PARTLY, ()), (Reply.PARTLY, ((8, 9),))]
+
+
+def test_answers_are_read_as_they_were_written() -> None:
+    rows, ranges = encode_answers(ANSWERS)
+    replies, counts = decode_answers(rows)
+    assert list(zip(replies, decode_ranges(ranges, counts, [9, 100, 3, 9]), strict=True)) == ANSWERS
+
+
+@pytest.mark.parametrize("wanted", [((0, 101),), ((8, 4),), ((0, 8), (4, 12))], ids=["beyond", "backwards", "twice"])
+def test_ranges_that_a_piece_does_not_have_are_garbled(wanted: Ranges) -> None:
+    rows, ranges = encode_answers([(Reply.PARTLY, wanted)])
+    with pytest.raises(Garbled, match="of a piece of 100 bytes"):
+        decode_ranges(ranges, decode_answers(rows)[1], [100])
 
 
 def meet(meetings: Sequence[Meeting], timeout_s: float = HANG_TIMEOUT_S, pauses_s: Sequence[float] = ()) -> list[int]:

@@ -212,6 +212,12 @@ class MoECheckpointConfig:
         "peers that keep a copy of each rank's snapshots in memory (default: 1 with several nodes, else 0)",
         minimum=0,
     )
+    replicate: str = flag(
+        "state",
+        "full and selective: what peers are sent of each snapshot: its bytes (state), or gradients, with which they "
+        "repeat the step of Adam on the CPU from their copy of the iteration before; needs --moe-ckpt-interval 1",
+        choices=("state", "gradients"),
+    )
     shard: str = flag(
         "none",
         "without the distributed optimizer, which data-parallel ranks store the state that all of them hold: each one "

@@ -53,6 +53,8 @@ def contradictions(
             if owners and given.strategy not in owners:
                 yield f"{_moe_flag(name)} is for --moe-ckpt-strategy {owners[0]}, not {given.strategy}"
         yield from STRATEGIES[given.strategy].contradictions(given, num_experts)
+    if given.replicate != "state" and given.strategy != "none":
+        yield from _unfollowable(given)
     if given.shard != "none" and use_distributed_optimizer:
         yield (
             f"--moe-ckpt-shard {given.shard} is for state that data-parallel ranks hold alike, but with "
@@ -80,6 +82,26 @@ def contradictions(
             f"--moe-ckpt-replicas {given.replicas} needs as many peers, but the job has {world_size} "
             f"ranks: at most {world_size - 1} are possible"
         )
+
+
+def _unfollowable(given: MoECheckpointConfig) -> Iterator[str]:
+    """A sentence for each setting with which peers cannot follow the optimizer's steps."""
+    flag = f"--moe-ckpt-replicate {given.replicate}"
+    if not STRATEGIES[given.strategy].follows_steps:
+        able = " or ".join(name for name, strategy in STRATEGIES.items() if strategy.follows_steps)
+        yield (
+            f"{flag} is for --moe-ckpt-strategy {able}: snapshots of {given.strategy} have only a part of the"
+            " state from which the next one follows"
+        )
+    if given.interval != 1 or given.interval_policy != "fixed":
+        yield (
+            f"{flag} needs a snapshot after each step, but has --moe-ckpt-interval {given.interval} and"
+            f" --moe-ckpt-interval-policy {given.interval_policy}: choose 1 and fixed"
+        )
+    if given.shard != "none":
+        yield f"{flag} follows whole shards of the optimizer, which --moe-ckpt-shard {given.shard} cuts: leave one out"
+    if given.replicas == 0:
+        yield f"{flag} has no effect with --moe-ckpt-replicas 0"
 
 
 def must_repeat_itself(given: MoECheckpointConfig) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from ..errors import UsageError
-from ..types import OperatorId, Part, Precision
+from ..types import OperatorId
 from .checks import whole
 
 
@@ -21,7 +21,11 @@ class TransferChoice(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TransferCost:
-    """Bytes of either transfer of one operator. Raises UsageError for fewer than 0 bytes."""
+    """Bytes of either transfer of one operator. Raises UsageError for fewer than 0 bytes.
+
+    Gradients go as the optimizer reads them, after their reduction, unscaling and clipping: 4 bytes beside the 12 of
+    fp32 master weights and moments. The factor of 5 in MOETION 5.2 is that of 2-byte gradients and 10 bytes of state.
+    """
 
     state_bytes: int
     gradient_bytes: int
@@ -29,24 +33,6 @@ class TransferCost:
     def __post_init__(self) -> None:
         whole("state_bytes", self.state_bytes, 0)
         whole("gradient_bytes", self.gradient_bytes, 0)
-
-    def of(self, decision: TransferChoice) -> int:
-        """Bytes of the transfer that was decided on."""
-        return self.state_bytes if decision is TransferChoice.STATE else self.gradient_bytes
-
-
-def transfer_cost(
-    parameters: int, precision: Precision, gradient_bytes_per_parameter: int, part: Part = Part.MASTER_AND_MOMENTS
-) -> TransferCost:
-    """Bytes of the state (`part` of it) and of the gradients of an operator with so many parameters on this rank.
-
-    Gradients must be sent as the optimizer reads them, after their reduction: 4 bytes where Megatron accumulates in
-    FP32. The factor of 5 in MOETION 5.2 is that of 2-byte gradients and 10 bytes of state.
-    Raises UsageError for negative parameters, and gradients of less than 1 byte.
-    """
-    whole("parameters", parameters, 0)
-    whole("gradient_bytes_per_parameter", gradient_bytes_per_parameter, 1)
-    return TransferCost(parameters * precision.bytes_per_parameter(part), parameters * gradient_bytes_per_parameter)
 
 
 def transfer(
@@ -77,11 +63,6 @@ def transfer(
         smaller = cost.gradient_bytes < cost.state_bytes
         decisions[operator] = TransferChoice.GRADIENTS if smaller and operator in stepwise else TransferChoice.STATE
     return decisions
-
-
-def transfer_bytes(decisions: Mapping[OperatorId, TransferChoice], costs: Mapping[OperatorId, TransferCost]) -> int:
-    """Bytes that these decisions send to one peer. Raises UsageError for an operator without cost."""
-    return sum(_cost(operator, costs).of(decision) for operator, decision in decisions.items())
 
 
 def _cost(operator: OperatorId, costs: Mapping[OperatorId, TransferCost]) -> TransferCost:

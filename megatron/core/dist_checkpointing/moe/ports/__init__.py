@@ -19,7 +19,7 @@ from ..types.layout import (
 from .boundary import BoundarySink, BoundarySource
 from .executor import Clock, Executor, Stopwatch, Task
 from .storage import MappedReader, MappedStore, MappedWriter, Reader, Store, Writer
-from .training import RANDOM, Capturer, Execution, Restorer, TrainerState
+from .training import RANDOM, Capturer, Execution, RecordedStep, Restorer, SteppedShard, StepRecorder, TrainerState
 from .transport import Transfer, Transport
 
 __all__ = [
@@ -44,8 +44,11 @@ __all__ = [
     "PeerLost",
     "Reader",
     "Record",
+    "RecordedStep",
     "Restorer",
     "SnapshotId",
+    "StepRecorder",
+    "SteppedShard",
     "Stopwatch",
     "Store",
     "StoreFailure",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..types import OperatorId, Part, SnapshotPlan, StepJournal
@@ -118,3 +119,40 @@ class Execution(Protocol):
 
     def thaw(self) -> None:
         """Run as before the first `freeze`, bit for bit."""
+
+
+@dataclass(frozen=True, slots=True)
+class SteppedShard:
+    """What an optimizer steps as one tensor; all keys of records of its state begin with `prefix`, and a slash.
+
+    group: of `RecordedStep.groups`, by whose settings it was stepped; None: it was not, and stays as it was. first:
+    where its gradient begins in `RecordedStep.gradients`, in elements. numel: elements of the weights.
+    """
+
+    prefix: str
+    operator: OperatorId
+    group: int | None
+    first: int
+    numel: int
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedStep:
+    """All that led from the state after an iteration to that after the next, where weights are stepped by Adam.
+
+    optimizer: the name of its class in torch.optim. groups: their settings. gradients: flat, float32, as the optimizer
+    read them: reduced, unscaled, clipped. They may be written to again once nothing refers to this.
+    """
+
+    optimizer: str
+    groups: tuple[Mapping[str, Json], ...]
+    shards: tuple[SteppedShard, ...] = field(repr=False)
+    gradients: memoryview = field(repr=False)
+
+
+class StepRecorder(Protocol):
+    """Records the steps of this rank's optimizer."""
+
+    def take(self) -> RecordedStep | None:
+        """The one step since the last call, which no shard took if it was skipped; None where there were several, or
+        older ones have all the memory."""

@@ -33,7 +33,7 @@ from ..ports import (
     Transport,
 )
 from ..replay.densify import Logs, Replay, ReplayPorts, ReplayStep, SnapshotLoad, StageFeed, restore_trainer
-from ..replication.replicator import StoreReplica
+from ..replication.receiver import StoreReplica
 from ..storage.base import HostBuffer
 from ..storage.manifest import decode, encode
 from ..strategies import Job

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 MAGIC = b"moe-repl"
-VERSION = 1
+VERSION = 2
 
 _HEADER = struct.Struct("<8sIqiQQ")  # magic, version, iteration, pieces, bytes of the table, its xxh3
 _CHECK = struct.Struct("<Q")  # xxh3 of the header
-_ROW = struct.Struct("<HIQ")  # bytes of a piece's name, of its manifest, of its raw bytes
+_ROW = struct.Struct("<HIQQ")  # bytes of a piece's name, of its manifest, of its raw bytes, of its step
+_ANSWER = struct.Struct("<BI")  # reply to a piece, number of ranges that are wanted of it
+_RANGE = struct.Struct("<QQ")  # its first byte, and the one past its last
 _NOTHING = -1
 
 HEADER_BYTES = _HEADER.size + _CHECK.size
@@ -32,7 +34,11 @@ class Garbled(Exception):
 
 
 class Reply(IntEnum):
-    """What a peer replies about a piece, one byte: the first three before its raw bytes are sent, the others after."""
+    """What a peer replies about a piece, one byte: before any of its bytes are sent, or after that.
+
+    FOLLOWS: the step that led to it is wanted in place of it, because the state before it is held. PARTLY: ranges of it
+    are wanted, because the rest is held in the peer's own snapshot.
+    """
 
     WANTED = 1
     HELD = 2
@@ -40,19 +46,30 @@ class Reply(IntEnum):
     SEALED = 4
     DAMAGED = 5
     FAILED = 6
+    FOLLOWS = 7
+    PARTLY = 8
 
 
-BEFORE = frozenset({Reply.WANTED, Reply.HELD, Reply.REFUSED})
+ANSWER_BYTES, RANGE_BYTES = _ANSWER.size, _RANGE.size
+
+Ranges = tuple[tuple[int, int], ...]
+"""Of the bytes of a piece: first byte and one past the last, ascending and apart."""
+
+BEFORE = frozenset({Reply.WANTED, Reply.HELD, Reply.REFUSED, Reply.FOLLOWS, Reply.PARTLY})
 AFTER = frozenset({Reply.SEALED, Reply.DAMAGED, Reply.FAILED})
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPiece:
-    """One piece as the peer that shall keep it learns of it: `raw_bytes` follow when it is wanted."""
+    """One piece as the peer that shall keep it learns of it: `raw_bytes` come when it is wanted.
+
+    step_bytes: what comes instead when the peer can follow the step that led to it; 0: none is offered.
+    """
 
     name: str
     manifest: bytes = field(repr=False)
     raw_bytes: int
+    step_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +86,10 @@ class Header:
 def encode_table(pieces: Sequence[ReplicaPiece]) -> bytes:
     """All rows, then all names and manifests."""
     names = [piece.name.encode() for piece in pieces]
-    rows = [_ROW.pack(len(name), len(one.manifest), one.raw_bytes) for name, one in zip(names, pieces, strict=True)]
+    rows = [
+        _ROW.pack(len(name), len(one.manifest), one.raw_bytes, one.step_bytes)
+        for name, one in zip(names, pieces, strict=True)
+    ]
     texts = [part for name, one in zip(names, pieces, strict=True) for part in (name, one.manifest)]
     return b"".join([*rows, *texts])
 
@@ -100,11 +120,37 @@ def decode_table(header: Header, data: bytes) -> tuple[ReplicaPiece, ...]:
         raise Garbled(f"a table of {header.pieces} pieces does not match its checksum")
     count = header.pieces or 0
     at, pieces = count * _ROW.size, []
-    for name_bytes, manifest_bytes, raw_bytes in _ROW.iter_unpack(data[:at]):
+    for name_bytes, manifest_bytes, raw_bytes, step_bytes in _ROW.iter_unpack(data[:at]):
         end = at + name_bytes
-        pieces.append(ReplicaPiece(data[at:end].decode(), data[end : end + manifest_bytes], raw_bytes))
+        pieces.append(ReplicaPiece(data[at:end].decode(), data[end : end + manifest_bytes], raw_bytes, step_bytes))
         at = end + manifest_bytes
     return tuple(pieces)
+
+
+def encode_answers(answers: Sequence[tuple[Reply, Ranges]]) -> tuple[bytes, bytes]:
+    """ANSWER_BYTES for each piece, and then all ranges."""
+    rows = b"".join(_ANSWER.pack(reply, len(ranges)) for reply, ranges in answers)
+    return rows, b"".join(_RANGE.pack(*one) for _, ranges in answers for one in ranges)
+
+
+def decode_answers(rows: Buffer) -> tuple[list[Reply], list[int]]:
+    """The reply to each piece, and how many ranges are wanted of it. Raises Garbled."""
+    found = list(_ANSWER.iter_unpack(rows))
+    return decode_replies(bytes(reply for reply, _ in found), BEFORE), [count for _, count in found]
+
+
+def decode_ranges(data: Buffer, counts: Sequence[int], sizes: Sequence[int]) -> list[Ranges]:
+    """The ranges of each piece, of which `sizes` has the bytes. Raises Garbled for those outside of it."""
+    at, found = 0, list[Ranges]()
+    for count, nbytes in zip(counts, sizes, strict=True):
+        end = at + count * _RANGE.size
+        ranges = tuple(_RANGE.iter_unpack(memoryview(data)[at:end]))
+        edges = [0, *(edge for one in ranges for edge in one), nbytes]
+        if edges != sorted(edges):
+            raise Garbled(f"ranges {ranges} are wanted of a piece of {nbytes} bytes")
+        found.append(ranges)
+        at = end
+    return found
 
 
 def decode_replies(data: Buffer, allowed: frozenset[Reply]) -> list[Reply]:

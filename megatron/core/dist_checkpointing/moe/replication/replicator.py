@@ -7,6 +7,14 @@ One exchange has four steps, which come in the same order on all ranks:
     move       what is wanted goes from memory to memory; peers verify, seal and acknowledge it
     move       once more, with what arrived damaged
 
+Bytes that a peer holds anyway are not sent (MOETION 5.1): it compares the checksums in the manifest with those of its
+own snapshot of the iteration, copies what is the same, as data-parallel ranks hold it without the distributed
+optimizer, and wants the rest. Every replica is whole where it lies.
+
+In place of the bytes of a piece an owner may offer the step that led to it (`recomputation`). A peer that has the state
+before it wants that, takes the same step, and verifies what comes of it against the owner's checksums like any bytes
+that arrive: what differs counts as damaged, and is sent whole.
+
 Two ranks may be owner and peer of each other. The transport keeps the order of messages between two ranks, so they
 need no names: each step receives and sends for all pairs, and ends only when all of it is through.
 """
@@ -19,30 +27,35 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..errors import MoECheckpointError, PeerLost, UnreadableCheckpoint, UsageError
-from ..ports import Clock, Manifest, MappedStore, MappedWriter, NoRoom, Reader, Transfer, Transport
-from ..storage.manifest import decode
+from ..ports import (
+    Transfer,
+    Transport,
+)
 from .messages import (
     AFTER,
-    BEFORE,
+    ANSWER_BYTES,
     HEADER_BYTES,
+    RANGE_BYTES,
     Garbled,
     Header,
+    Ranges,
     ReplicaPiece,
     Reply,
+    decode_answers,
     decode_header,
+    decode_ranges,
     decode_replies,
     decode_table,
+    encode_answers,
     encode_header,
     encode_table,
 )
+from .receiver import ReplicaReceiver, StoreReplica
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-PATIENCE_S = 10.0
-PAUSE_S = 0.005
-
-_TO_SEND = (Reply.WANTED, Reply.DAMAGED)
+_TO_SEND = (Reply.WANTED, Reply.DAMAGED, Reply.FOLLOWS, Reply.PARTLY)
 _KEPT = (Reply.HELD, Reply.SEALED)
 _MEANING = {
     Reply.REFUSED: "it refused",
@@ -51,86 +64,17 @@ _MEANING = {
 }
 
 
-class StoreReplica:
-    """A snapshot that is being received into a memory store."""
-
-    def __init__(self, store: MappedStore, writer: MappedWriter, manifest: Manifest) -> None:
-        self._store, self._writer, self._manifest = store, writer, manifest
-        self.buffer = writer.whole()
-
-    def seal(self) -> None:
-        """Verify all bytes against the owner's checksums and commit. Raises UnreadableCheckpoint, StoreFailure."""
-        self.buffer = memoryview(b"")  # the store seals only what nothing refers to any more
-        self._writer.seal(self._manifest.facts, self._manifest.checksums)
-
-    def abandon(self) -> None:
-        """Give up what was not sealed."""
-        self.buffer = memoryview(b"")
-        self._writer.abandon()
-
-    def reader(self) -> Reader:
-        """A reader of what was sealed."""
-        return self._store.open(self._manifest.snapshot)
-
-
-class ReplicaReceiver:
-    """Takes snapshots of other ranks into a memory store.
-
-    job: in which they must have been made, else this node would list them in vain after a fault; empty for any.
-    """
-
-    def __init__(self, store: MappedStore, clock: Clock, job: str = "") -> None:
-        self._store, self._clock, self._job = store, clock, job
-
-    def holds(self, owner: int, manifest: bytes) -> bool:
-        """Whether exactly this snapshot is sealed here already; one that differs under its name is given up.
-
-        Raises UsageError for a snapshot that no recovery would take from here.
-        """
-        wanted = decode(manifest, f"manifest from rank {owner}")
-        if self._job and wanted.facts.job != self._job:
-            raise UsageError(
-                f"it belongs to job {wanted.facts.job}, and this rank to job {self._job}: no recovery would take it;"
-                " give all ranks one job id (torchrun --rdzv-id)"
-            )
-        try:
-            with self._store.open(wanted.snapshot) as reader:
-                mine = reader.manifest
-                same = (mine.facts, mine.layout, mine.checksums) == (wanted.facts, wanted.layout, wanted.checksums)
-                is_held = same and not reader.verify()
-        except UnreadableCheckpoint:
-            is_held = False  # there is none, or one whose manifest is damaged
-        if not is_held:
-            self._store.free(wanted.snapshot)  # else the store would refuse the name for the one to come
-        return is_held
-
-    def begin(self, owner: int, manifest: bytes) -> StoreReplica | None:
-        """Space for the snapshot; None when none becomes free within PATIENCE_S.
-
-        Raises UnreadableCheckpoint, StoreFailure.
-        """
-        wanted = decode(manifest, f"manifest from rank {owner}")
-        if wanted.snapshot.rank != owner:
-            raise UnreadableCheckpoint(f"rank {owner} sent the {wanted.snapshot}, which is not its own")
-        until_s = self._clock.now_s() + PATIENCE_S
-        while True:
-            try:
-                return StoreReplica(self._store, self._store.reserve(wanted.snapshot, wanted.layout), wanted)
-            except NoRoom:
-                # An owner that knows that older replicas are not needed may be a moment ahead of the rank that frees
-                # them.
-                if self._clock.now_s() >= until_s:
-                    return None
-                self._clock.sleep(PAUSE_S)
-
-
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A sealed piece of this rank: its name, its manifest as it is stored, and the raw bytes of its segment."""
+    """A sealed piece of this rank: its name, its manifest as it is stored, and the raw bytes of its segment.
+
+    step: what a peer makes it from that has the state before, as `recomputation.encode` gives it; empty for none.
+    """
 
     name: str
     manifest: bytes = field(repr=False)
     raw: memoryview = field(repr=False)
+    step: memoryview = field(default_factory=lambda: memoryview(b""), repr=False)
 
 
 @dataclass(frozen=True)
@@ -138,8 +82,10 @@ class Exchange:
     """What one exchange achieved on this rank.
 
     acknowledged: for each peer whether it now holds all pieces offered, verified and sealed; False when there was
-    nothing to give. kept: owner and name of the pieces held here for others. sent_bytes, received_bytes: raw bytes,
-    those of pieces sent again included. failures: a sentence for each piece that was not kept, here or by a peer.
+    nothing to give. kept: owner and name of the pieces held here for others. sent_bytes, received_bytes: of pieces and
+    steps, those sent again included. failures: a sentence for each piece that was not kept, here or by a peer.
+    carried_bytes: of the pieces that sent ones and steps amount to. not_followed: a sentence for each piece that went
+    whole though its step was offered.
     """
 
     iteration: int
@@ -148,6 +94,8 @@ class Exchange:
     sent_bytes: int
     received_bytes: int
     failures: tuple[str, ...]
+    carried_bytes: int = 0
+    not_followed: tuple[str, ...] = ()
 
 
 @dataclass
@@ -157,11 +105,35 @@ class _IncomingPiece:
     piece: ReplicaPiece
     reply: Reply = Reply.REFUSED
     replica: StoreReplica | None = None
-    transfer: Transfer | None = None
+    transfers: list[Transfer] = field(default_factory=list)
+    step: bytearray = field(default_factory=bytearray)
+    ranges: Ranges = ()
+
+    def receive(self, transport: Transport, owner: int) -> int:
+        """Begin to receive what the reply asked for: the piece, ranges of it, or the step that it is made from; returns
+        the bytes."""
+        assert self.replica is not None
+        ranges: Ranges = ((0, self.piece.raw_bytes),)
+        if self.reply is Reply.FOLLOWS:
+            self.step = bytearray(self.piece.step_bytes)
+            self.transfers.append(transport.receive(owner, memoryview(self.step)))
+            return self.piece.step_bytes
+        if self.reply is Reply.PARTLY:
+            ranges = self.ranges
+        for start, end in ranges:
+            self.transfers.append(transport.receive(owner, self.replica.buffer[start:end]))
+        return _count(ranges)
+
+    def arrived(self) -> None:
+        """Wait until all of that is there."""
+        while self.transfers:
+            self.transfers[0].wait()
+            del self.transfers[0]
 
     def abandon(self) -> None:
         """Give up what is open."""
-        self.transfer = None
+        self.transfers.clear()
+        self.step = bytearray()
         if self.replica is not None:
             self.replica.abandon()
             self.replica = None
@@ -182,14 +154,18 @@ class ReplicationRound:
         self._transport, self._iteration, self._receiver = transport, iteration, receiver
         self._has_offers, self._offers = offers is not None, list(offers or ())
         self._replies: dict[int, list[Reply]] = {peer: [] for peer in peers}  # one for each offer
+        self._ranges: dict[int, list[Ranges]] = {}  # wanted of each offer, of those that are wanted partly
         self._incoming: dict[int, list[_IncomingPiece]] = {owner: [] for owner in owners}
         self._under_way: list[Transfer] = []
         self._failures: list[str] = []
-        self._sent_bytes = self._received_bytes = 0
+        self._sent_bytes = self._received_bytes = self._carried_bytes = 0
+        self._not_followed: list[str] = []
 
     def announce(self) -> None:
         """Owners send what they have."""
-        table = encode_table([ReplicaPiece(offer.name, offer.manifest, offer.raw.nbytes) for offer in self._offers])
+        table = encode_table(
+            [ReplicaPiece(one.name, one.manifest, one.raw.nbytes, one.step.nbytes) for one in self._offers]
+        )
         header = encode_header(self._iteration, len(self._offers) if self._has_offers else None, table)
         found = self._swap(dict.fromkeys(self._replies, header), dict.fromkeys(self._incoming, HEADER_BYTES))
         headers = {owner: self._header(owner, data) for owner, data in found.items()}
@@ -203,10 +179,22 @@ class ReplicationRound:
         for owner, items in self._incoming.items():
             for item in items:
                 item.reply = self._first_reply(owner, item)
-        replies = {owner: bytes(item.reply for item in items) for owner, items in self._incoming.items()}
-        for peer, data in self._swap(replies, dict.fromkeys(self._replies, len(self._offers))).items():
+        answers = {
+            owner: encode_answers([(item.reply, item.ranges) for item in items])
+            for owner, items in self._incoming.items()
+        }
+        rows = {owner: rows for owner, (rows, _) in answers.items()}
+        counts: dict[int, list[int]] = {}
+        for peer, data in self._swap(rows, dict.fromkeys(self._replies, ANSWER_BYTES * len(self._offers))).items():
             with self._understanding(peer):
-                self._replies[peer] = decode_replies(data, BEFORE)
+                self._replies[peer], counts[peer] = decode_answers(data)
+            self._note_unfollowed(peer, Reply.WANTED, "it does not have the state before")
+        ranges = {owner: ranges for owner, (_, ranges) in answers.items() if ranges}
+        sizes = {peer: RANGE_BYTES * sum(found) for peer, found in counts.items() if any(found)}
+        for peer, data in self._swap(ranges, sizes).items():
+            with self._understanding(peer):
+                nbytes = [offer.raw.nbytes for offer in self._offers]
+                self._ranges[peer] = decode_ranges(data, counts[peer], nbytes)
 
     def move(self) -> None:
         """Raw bytes of what is wanted go to peers, which verify, seal and acknowledge; the second time what arrived
@@ -221,12 +209,10 @@ class ReplicationRound:
         # All receives are posted before the first wait, and sends do not wait: no order of ranks can deadlock.
         for owner, items in coming.items():
             for item in items:
-                if item.replica is not None:
-                    item.transfer = self._transport.receive(owner, item.replica.buffer)
+                self._received_bytes += item.receive(self._transport, owner)
         for peer, wanted in due.items():
             for at in wanted:
-                self._send(peer, self._offers[at].raw)
-                self._sent_bytes += self._offers[at].raw.nbytes
+                self._give(peer, at)
         receipts = {peer: bytearray(len(wanted)) for peer, wanted in due.items()}
         for peer, receipt in receipts.items():
             self._receive(peer, receipt)
@@ -234,9 +220,11 @@ class ReplicationRound:
             self._send(owner, bytes([self._taken(owner, item) for item in items]))
         self._finish()
         for peer, receipt in receipts.items():
+            followed = [at for at in due[peer] if self._replies[peer][at] is Reply.FOLLOWS]
             with self._understanding(peer):
                 for at, reply in zip(due[peer], decode_replies(receipt, AFTER), strict=True):
                     self._replies[peer][at] = reply
+            self._note_unfollowed(peer, Reply.DAMAGED, "the step led to other bits there", followed)
 
     def outcome(self) -> Exchange:
         """The result of the round."""
@@ -255,7 +243,14 @@ class ReplicationRound:
             (owner, item.piece.name) for owner, items in self._incoming.items() for item in items if item.reply in _KEPT
         ]
         return Exchange(
-            self._iteration, acknowledged, tuple(kept), self._sent_bytes, self._received_bytes, tuple(self._failures)
+            self._iteration,
+            acknowledged,
+            tuple(kept),
+            self._sent_bytes,
+            self._received_bytes,
+            tuple(self._failures),
+            self._carried_bytes,
+            tuple(self._not_followed),
         )
 
     def give_up(self) -> None:
@@ -264,10 +259,25 @@ class ReplicationRound:
         items = [item for items in self._incoming.values() for item in items]
         # Transfers go first, of all pieces: gloo may still write to a buffer whose replica was abandoned and reused.
         for item in items:
-            item.transfer = None
+            item.transfers.clear()
         for item in items:
             item.abandon()
         self._offers.clear()
+
+    def _give(self, peer: int, at: int) -> None:
+        """Send a piece, or its step, as the peer replied."""
+        reply, nbytes = self._replies[peer][at], self._offers[at].raw.nbytes
+        self._carried_bytes += nbytes if reply is not Reply.DAMAGED else 0
+        if reply is Reply.FOLLOWS:
+            self._send(peer, self._offers[at].step)
+            self._sent_bytes += self._offers[at].step.nbytes
+            return
+        ranges: Ranges = ((0, nbytes),)
+        if reply is Reply.PARTLY:  # without any range all of it is there
+            ranges = self._ranges[peer][at] if peer in self._ranges else ()
+        for start, end in ranges:
+            self._send(peer, self._offers[at].raw[start:end])
+        self._sent_bytes += _count(ranges)
 
     def _first_reply(self, owner: int, item: _IncomingPiece) -> Reply:
         try:
@@ -276,7 +286,16 @@ class ReplicationRound:
         except MoECheckpointError as error:
             self._refuse(owner, item.piece, str(error))
             return Reply.REFUSED
-        return Reply.WANTED if self._begin(owner, item) else Reply.REFUSED
+        if not self._begin(owner, item):
+            return Reply.REFUSED
+        cheapest, reply = item.piece.raw_bytes, Reply.WANTED
+        lacking = self._receiver.lacking(owner, item.piece.manifest)
+        if lacking is not None and _count(lacking) < cheapest:
+            cheapest, reply, item.ranges = _count(lacking), Reply.PARTLY, lacking
+        can_follow = item.piece.step_bytes and self._receiver.can_follow(owner, item.piece.manifest)
+        if can_follow and item.piece.step_bytes < cheapest:
+            reply, item.ranges = Reply.FOLLOWS, ()
+        return reply
 
     def _begin(self, owner: int, item: _IncomingPiece) -> bool:
         """Take space for a piece; False, and a failure noted, where that cannot be."""
@@ -297,12 +316,15 @@ class ReplicationRound:
 
     def _taken(self, owner: int, item: _IncomingPiece) -> Reply:
         """Wait for a piece, verify and seal it; after damage take space for the second try, of which there is one."""
-        assert item.transfer is not None and item.replica is not None
-        item.transfer.wait()
-        item.transfer = None
-        self._received_bytes += item.piece.raw_bytes
+        assert item.replica is not None
+        item.arrived()
         is_second = item.reply == Reply.DAMAGED
         try:
+            if item.reply is Reply.FOLLOWS:
+                item.replica.follow(item.step)
+                item.step = bytearray()
+            elif item.reply is Reply.PARTLY:
+                self._receiver.join(item.replica, item.piece.manifest)
             item.replica.seal()
             item.replica, item.reply = None, Reply.SEALED
         except UnreadableCheckpoint as error:
@@ -317,6 +339,12 @@ class ReplicationRound:
             item.reply = Reply.FAILED
             self._refuse(owner, item.piece, str(error))
         return item.reply
+
+    def _note_unfollowed(self, peer: int, reply: Reply, why: str, among: Sequence[int] | None = None) -> None:
+        """A sentence for the pieces that go whole to this peer, which has so replied, though a step was offered."""
+        for at in range(len(self._offers)) if among is None else among:
+            if self._offers[at].step.nbytes and self._replies[peer][at] is reply:
+                self._not_followed.append(f"{self._offers[at].name} goes whole to rank {peer}: {why}")
 
     def _refuse(self, owner: int, piece: ReplicaPiece, why: str) -> None:
         self._failures.append(
@@ -367,6 +395,10 @@ class ReplicationRound:
         for at in range(len(self._under_way)):
             self._under_way[at].wait()
         self._under_way.clear()
+
+
+def _count(ranges: Ranges) -> int:
+    return sum(end - start for start, end in ranges)
 
 
 class Replicator:

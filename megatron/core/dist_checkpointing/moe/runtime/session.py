@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from ..config import MoECheckpointConfig
 from ..errors import format_error
 from ..local_recovery.communicator import BoundaryCommunicator
+from ..megatron_state.adam_steps import AdamSteps, check_repeatable
 from ..megatron_state.capacity import RouterCapacity, drops_tokens
 from ..megatron_state.model_operators import model_operators
 from ..megatron_state.popularity import TokenCounter
@@ -133,6 +134,9 @@ class Session:
         self._state = self._together(lambda: LiveState(training, self._topology, config.shard, self._rank))
         self._held.callback(self._state.close)
         self._choose_strategy()
+        self._follows = config.replicate == "gradients" and self._job.replicas > 0
+        if self._follows:
+            self._together(lambda: check_repeatable(training.optimizer, self._state.live.stepped))
         # What cannot be replayed is refused before it is needed, and before any memory is taken.
         execution = self._together(self._state.execution) if self._strategy.replays else None
         self._persistent = self._together(lambda: open_persistent(config, self._rank))
@@ -350,9 +354,12 @@ class Session:
             self._memory.standby_bytes,
             self._config.strict,
             CudaStopwatch() if self._state.on_device else None,
+            self._step_recorder(),
         )
         replicator = Replicator(self._data, self._peers, owners) if self._peers or owners else None
-        worker = ReplicationWorker(memory, replicator, self._data, clock, identity, owners=owners)
+        worker = ReplicationWorker(
+            memory, replicator, self._data, clock, identity, owners=owners, sends_steps=self._follows
+        )
 
         def layout(piece: Piece, index: int) -> Layout:
             return capturer.layout(piece.plan, trainer=index == 0)
@@ -361,6 +368,18 @@ class Session:
         if self._persistent is not None:
             persister = Persister(memory, self._persistent, self._rank, identity, layout, clock=clock)
         return Coordinator(self._job, self._strategy, ports, worker, persister)
+
+    def _step_recorder(self) -> AdamSteps | None:
+        """What records steps for peers that follow them."""
+        if not self._follows:
+            if self._config.replicate != "state" and self._rank == 0:
+                log.warning("--moe-ckpt-replicate %s has no effect: no replicas are kept", self._config.replicate)
+            return None
+        steps = AdamSteps(self._training.optimizer, self._state.live.stepped)
+        self._held.callback(steps.close)
+        if self._rank == 0:
+            log.info("gradients for peers take at most %.3f GB of this process", steps.most_bytes / 1e9)
+        return steps
 
     def passes(self, iteration: int) -> None:
         """The passes of an iteration begin."""

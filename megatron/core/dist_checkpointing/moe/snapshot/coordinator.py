@@ -25,7 +25,9 @@ from ..ports import (
     MappedStore,
     MappedWriter,
     PeerLost,
+    RecordedStep,
     SnapshotId,
+    StepRecorder,
     Stopwatch,
     StoreFailure,
     TrainerState,
@@ -67,6 +69,7 @@ class Ports:
         room: how much each rank may take in all.
         standby_bytes: what logs of so many iterations, and parked state, take beside `memory`.
         stopwatch: tells for how long training waits; None: `clock` does.
+        steps: records steps for peers that follow them; None where peers are sent state.
         strict: whether less protection than was asked for ends training.
     """
 
@@ -84,6 +87,7 @@ class Ports:
     standby_bytes: Callable[[int], int] = lambda logged: 0
     strict: bool = False
     stopwatch: Stopwatch | None = None
+    steps: StepRecorder | None = None
 
     @property
     def taker(self) -> Taker:
@@ -203,12 +207,13 @@ class Coordinator:
             if self._strategy.needs_throughput
             else None
         )
+        step = self._ports.steps.take() if self._ports.steps is not None else None
         plan = self._planned(iteration)
         if plan is not None:
             scalars: dict[str, Json] = {"trainer": self._ports.trainer.scalars()}
             if journal is not None:
                 scalars["journal"] = journal.to_data()
-            self._copying = self._begin(plan, scalars)
+            self._copying = self._begin(plan, scalars, step)
         if self._in_contact:
             self._send_message(plan, counts, tally.iteration_s / 2, pace, beyond if self._strategy.owed else None)
         tally.last_stall_s = self._stopwatch.resume()
@@ -332,7 +337,7 @@ class Coordinator:
         ports = self._ports
         return memory_report_of(self._buffer_specs, self._job, ports.control.rank, len(ports.owners), ports.log_bytes())
 
-    def _begin(self, plan: SnapshotPlan, scalars: Mapping[str, Json]) -> SnapshotTask:
+    def _begin(self, plan: SnapshotPlan, scalars: Mapping[str, Json], step: RecordedStep | None) -> SnapshotTask:
         """Reserve memory and begin to copy; without room this rank takes part in the round all the same."""
         pieces = self._strategy.pieces(plan)
         capturer = self._ports.capturer
@@ -342,7 +347,7 @@ class Coordinator:
             if at == 0 or not capturer.operators.isdisjoint(piece.plan.parts)
         ]
         layouts = [layout for _, layout in held]
-        task = SnapshotTask(plan, pieces, None, scalars)
+        task = SnapshotTask(plan, pieces, None, scalars, step=step)
         self._tracker.open(task)
         task.writers = self._reserved(task, held)
         if task.writers is not None:

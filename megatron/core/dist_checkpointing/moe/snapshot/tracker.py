@@ -187,8 +187,8 @@ class SnapshotTracker:
         assert isinstance(task, SnapshotTask)
         self._replicated_bytes += task.replicated_bytes
         self.last_round_s = task.duration_s
-        if task.replicated_bytes and task.exchange_s > 0:
-            self.peer_bytes_per_s = task.replicated_bytes / task.exchange_s
+        if task.carried_bytes and task.exchange_s > 0:  # of state: where steps go in its place, a link carries more
+            self.peer_bytes_per_s = task.carried_bytes / task.exchange_s
         if round_.agreed is not Status.FAILED:
             self._strategy.settled(round_.plan, Level.REPLICAS, round_.agreed is Status.PROTECTED)
         self._reconnect = self._reconnect or round_.agreed is not Status.PROTECTED

@@ -20,17 +20,20 @@ from ..ports import (
     MappedWriter,
     PeerLost,
     Reader,
+    RecordedStep,
     SnapshotId,
     Store,
     StoreFailure,
     Task,
     Transport,
 )
-from ..replication.replicator import Offer, ReplicaReceiver, Replicator
+from ..replication.receiver import ReplicaReceiver
+from ..replication.replicator import Offer, Replicator
 from ..storage.manifest import encode
 from ..strategies import Piece
 from ..types import SnapshotPlan
 from .identity import Identity
+from .step_offers import StepOffers
 
 ATTEMPTS = 3
 FIRST_PAUSE_S = 1.0
@@ -48,6 +51,7 @@ class SnapshotTask:
             only helps others.
         scalars: the trainer's state, the journal of the step and the strategy's memory, for the first piece.
         reconnect: connect all ranks anew first, because an earlier round lost a peer.
+        step: what led to it from the state of the iteration before, where that is known and peers can follow it.
     """
 
     plan: SnapshotPlan
@@ -56,7 +60,9 @@ class SnapshotTask:
     scalars: Mapping[str, Json] = field(default_factory=dict)
     reconnect: bool = False
     status: Status = Status.PENDING
+    step: RecordedStep | None = None
     replicated_bytes: int = 0
+    carried_bytes: int = 0
     exchange_s: float = 0.0
     duration_s: float = 0.0
     failures: list[str] = field(default_factory=list)
@@ -66,7 +72,7 @@ class SnapshotTask:
         """Give up what was not sealed."""
         for writer in self.writers or ():
             writer.abandon()
-        self.writers, self.status = None, Status.FAILED
+        self.writers, self.step, self.status = None, None, Status.FAILED
 
 
 class ReplicationWorker:
@@ -81,12 +87,15 @@ class ReplicationWorker:
         identity: Identity,
         *,
         owners: Sequence[int] = (),
+        sends_steps: bool = False,
     ) -> None:
+        """sends_steps: whether peers that can follow the optimizer are sent steps in place of state."""
         self._store, self._replicator, self._transport = store, replicator, transport
         self._clock, self._identity = clock, identity
         self._owners = tuple(owners)
-        self._receiver = ReplicaReceiver(store, clock, identity.job)
+        self._receiver = ReplicaReceiver(store, clock, identity.job, transport.rank)
         self._connected = True
+        self._steps = StepOffers(transport.rank) if sends_steps else None
 
     def protect(self, task: SnapshotTask) -> None:
         """Carry one round out as far as it goes; how far, and why not farther, is left in `task`."""
@@ -97,19 +106,15 @@ class ReplicationWorker:
             task.failures.append(format_error(error))
             sealed = False
         task.status = Status.SEALED if sealed else Status.FAILED
-        offered = [
-            SnapshotId(task.plan.iteration, self._transport.rank, piece.kind)
-            for _, piece in reversed(self._identity.pieces(task.pieces))
-            if piece.replicated
-        ]
+        offered = [piece for _, piece in reversed(self._identity.pieces(task.pieces)) if piece.replicated]
         self._replicate(task, offered if sealed else None)
         task.duration_s = self._clock.now_s() - begun_s
 
     def protect_again(self, task: SnapshotTask) -> None:
         """Replicate sealed pieces of this rank to peers that lack them, as after a node was replaced."""
         task.status = Status.SEALED
-        held = (piece for piece in task.pieces if not self._identity.operators.isdisjoint(piece.plan.parts))
-        self._replicate(task, [SnapshotId(piece.plan.iteration, self._transport.rank, piece.kind) for piece in held])
+        held = [piece for piece in task.pieces if not self._identity.operators.isdisjoint(piece.plan.parts)]
+        self._replicate(task, held)
 
     def free(self, names: Collection[tuple[int, str]], *, own: bool = True) -> None:
         """Free these pieces, by iteration and kind: this rank's own unless not `own`, and the replicas of its owners.
@@ -136,7 +141,7 @@ class ReplicationWorker:
                 writer.abandon()
         return True
 
-    def _replicate(self, task: SnapshotTask, offered: Sequence[SnapshotId] | None) -> None:
+    def _replicate(self, task: SnapshotTask, offered: Sequence[Piece] | None) -> None:
         """Exchange with peers; every rank comes here for every round, though it may have nothing to offer itself."""
         if self._replicator is None:
             task.status = Status.PROTECTED if offered is not None else Status.FAILED
@@ -153,16 +158,22 @@ class ReplicationWorker:
         except Exception as error:  # an exchange that did not end is void for all its ranks
             self._connected = False
             task.failures.append(format_error(error))
+        task.step = None  # its memory is wanted for the next one
         if task.status is Status.SEALED:
             task.status = Status.UNDER_REPLICATED
 
-    def _exchange(self, replicator: Replicator, task: SnapshotTask, offered: Sequence[SnapshotId] | None) -> None:
+    def _exchange(self, replicator: Replicator, task: SnapshotTask, offered: Sequence[Piece] | None) -> None:
         readers, offers = [], None
+        rank = self._transport.rank
         try:
             if offered is not None:
-                readers = [self._store.open(snapshot) for snapshot in offered]
+                readers = [self._store.open(SnapshotId(one.plan.iteration, rank, one.kind)) for one in offered]
+                steps = [memoryview(b"")] * len(readers)
+                if self._steps is not None:
+                    steps = self._steps.steps(task.plan.iteration, offered, readers, task.step)
                 offers = [
-                    Offer(reader.manifest.snapshot.name, encode(reader.manifest), reader.raw()) for reader in readers
+                    Offer(reader.manifest.snapshot.name, encode(reader.manifest), reader.raw(), step)
+                    for reader, step in zip(readers, steps, strict=True)
                 ]
             begun_s = self._clock.now_s()
             done = replicator.exchange(task.plan.iteration, offers, self._receiver)
@@ -173,7 +184,10 @@ class ReplicationWorker:
         finally:
             for reader in readers:
                 reader.close()
+        if self._steps is not None:
+            self._steps.exchanged(offered or (), done, offered=any(offer.step.nbytes for offer in offers or ()))
         task.replicated_bytes += done.sent_bytes
+        task.carried_bytes += done.carried_bytes
         task.failures += done.failures
         if offers and task.status is Status.SEALED and all(done.acknowledged.values()):
             task.status = Status.PROTECTED

@@ -158,6 +158,9 @@ class Strategy(ABC):
     at_intervals: ClassVar[bool] = True
     """Whether `--moe-ckpt-interval` says when a snapshot is taken."""
 
+    follows_steps: ClassVar[bool] = False
+    """Whether peers can make a snapshot from the one before: what both hold of an operator is its whole state."""
+
     settings: ClassVar[tuple[str, ...]] = ()
     """What the names of the fields of MoECheckpointConfig begin with that have no meaning in other strategies."""
 

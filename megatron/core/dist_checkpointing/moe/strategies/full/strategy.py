@@ -12,6 +12,8 @@ class Full(Strategy):
     Rooms: the triple buffers of MoC 5.2, and of each owner a protected and an arriving replica.
     """
 
+    follows_steps = True
+
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._buffer_specs = (BufferSpec(full_plan(0, job.operators), own=3, replica=2, trainer=True),)

@@ -44,6 +44,7 @@ class Selective(Lossy):
     """
 
     needs_throughput = True
+    follows_steps = True
     settings = ("budget_", "capacity_boost")
 
     @classmethod

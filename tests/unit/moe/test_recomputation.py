@@ -1,0 +1,250 @@
+"""Replicas that follow their owner's optimizer: every bit from gradients, and from state when these are missed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_replicator import FakeTransport, Network
+
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.megatron_state.adam_steps import MOST_BUFFERS, AdamSteps
+from megatron.core.dist_checkpointing.moe.megatron_state.operators import GlobalName, Shard
+from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import SteppedTensor, allocate_optimizer_state
+from megatron.core.dist_checkpointing.moe.policy.tracking import Status
+from megatron.core.dist_checkpointing.moe.ports import Field, Layout, SnapshotId
+from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
+from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
+from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
+from megatron.core.dist_checkpointing.moe.snapshot.step_offers import PATIENCE
+from megatron.core.dist_checkpointing.moe.snapshot.workers import ReplicationWorker, SnapshotTask
+from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.strategies import Piece
+from megatron.core.dist_checkpointing.moe.types import Part, expert, full_plan
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.optimizer import FP32Optimizer
+from megatron.pretrain import cpu_device
+
+SIZES = (1031, 4, 65536 + 7)
+OPERATORS = tuple(expert(0, index) for index in range(len(SIZES)))
+OWNER, PEER = 0, 1
+WEIGHTS_BYTES = 4 * sum(SIZES)
+
+
+@pytest.fixture(autouse=True)
+def on_cpu() -> Iterator[None]:
+    with cpu_device.installed():
+        yield
+
+
+class Trained:
+    """Experts that torch's Adam trains, in two groups with settings of their own, and a counter that it does not."""
+
+    def __init__(self, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> None:
+        self.draw = torch.Generator().manual_seed(5)
+        self.weights = [torch.nn.Parameter(torch.randn(size, generator=self.draw)) for size in SIZES]
+        groups = [{"params": self.weights[:2], "weight_decay": 0.1}, {"params": self.weights[2:], "eps": 1e-6}]
+        self.adam = kind(groups, lr=1e-3, **options)  # type: ignore[call-arg]
+        self.optimizer = FP32Optimizer(self.adam, OptimizerConfig(), lambda optimizer, config=None: None)
+        self.counter = torch.zeros(3)
+        allocate_optimizer_state(self.optimizer)
+        shards = [
+            Shard(GlobalName(one, f"{one.expert}.weight"), 0, size, size)
+            for one, size in zip(OPERATORS, SIZES, strict=True)
+        ]
+        stepped = [SteppedTensor(*pair, torch.float32) for pair in zip(shards, self.weights, strict=True)]
+        self.steps = AdamSteps(self.optimizer, stepped)
+        self.state = {"router/buffer": (None, self.counter)} | {
+            shard.key(field): (shard.of.operator, tensor)
+            for shard, weight in zip(shards, self.weights, strict=True)
+            for field, tensor in {"master": weight.data, **self.adam.state[weight]}.items()
+        }
+        self.layout = Layout.of(
+            Field(key, "float32", tuple(tensor.shape), Part.MASTER_AND_MOMENTS, operator)
+            for key, (operator, tensor) in self.state.items()
+        )
+
+    def train(self, iteration: int, *, skip: bool = False) -> None:
+        self.counter += 1
+        for group in self.adam.param_groups:
+            group["lr"] = 1e-3 / iteration  # schedules go on in skipped iterations as well
+        for weight in self.weights:
+            weight.grad = torch.randn(weight.shape, generator=self.draw) * 10.0 ** (iteration % 7 - 3)
+        if not skip:
+            self.adam.step()
+        for weight in self.weights:
+            weight.grad.zero_()  # the next iteration's gradients come to the same memory
+
+    def bytes(self) -> dict[str, bytes]:
+        return {key: tensor.detach().numpy().tobytes() for key, (_, tensor) in self.state.items()}
+
+
+class Pair:
+    """An owner and its peer, with real stores and workers around a network in memory."""
+
+    def __init__(self, place: Path, trained: Trained) -> None:
+        self.trained, self.network = trained, Network()
+        sizes = (trained.layout.nbytes,) * 4
+        self.stores = [MemoryStore(place, "job", rank, sizes) for rank in (OWNER, PEER)]
+        self.workers = [self._worker(rank) for rank in (OWNER, PEER)]
+
+    def _worker(self, rank: int) -> ReplicationWorker:
+        transport: Any = FakeTransport(self.network, rank, 2)
+        owners, peers = ([], [PEER]) if rank == OWNER else ([OWNER], [])
+        identity = Identity("job", {}, frozenset(OPERATORS if rank == OWNER else ()))
+        replicator = Replicator(transport, peers, owners)
+        return ReplicationWorker(
+            self.stores[rank], replicator, transport, SystemClock(), identity, owners=owners, sends_steps=True
+        )
+
+    def protect(self, iteration: int, *, recorded: bool = True) -> SnapshotTask:
+        """One round; what is older than the iteration before goes."""
+        step = self.trained.steps.take()
+        pieces = (Piece("snapshot", full_plan(iteration, OPERATORS)),)
+        writer = self.stores[OWNER].reserve(SnapshotId(iteration, OWNER), self.trained.layout)
+        for key, (_, tensor) in self.trained.state.items():
+            writer.put(key, memoryview(tensor.detach().numpy().reshape(-1)).cast("B"))
+        tasks = [
+            SnapshotTask(pieces[0].plan, pieces, (writer,), step=step if recorded else None),
+            SnapshotTask(pieces[0].plan, pieces, None),
+        ]
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(lambda worker, task: worker.protect(task), self.workers, tasks))
+        for store in self.stores:
+            store.free(SnapshotId(max(0, iteration - 2), OWNER))
+        assert tasks[OWNER].status is Status.PROTECTED, [task.failures for task in tasks]
+        return tasks[OWNER]
+
+    def replica(self, iteration: int) -> dict[str, bytes]:
+        with self.stores[PEER].open(SnapshotId(iteration, OWNER)) as reader:
+            return {key: bytes(reader.read(key)) for key in reader.manifest.by_key}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        pytest.param(torch.optim.AdamW, {}, id="AdamW"),
+        pytest.param(torch.optim.Adam, {"amsgrad": True, "betas": (0.8, 0.95)}, id="Adam with amsgrad"),
+        pytest.param(torch.optim.Adam, {"fused": True}, id="fused Adam"),
+    ],
+)
+def test_after_sixty_steps_of_which_one_was_skipped_a_replica_by_gradients_has_every_bit(
+    kind: type[torch.optim.Optimizer], options: dict[str, Any], tmp_path: Path
+) -> None:
+    trained = Trained(kind, **options)
+    pair = Pair(tmp_path, trained)
+    sent = []
+    for iteration in range(1, 61):
+        trained.train(iteration, skip=iteration == 30)
+        sent.append(pair.protect(iteration).replicated_bytes)
+        assert pair.replica(iteration) == trained.bytes()
+    state_bytes = sent[0]
+    assert state_bytes >= 3 * WEIGHTS_BYTES
+    assert sent[29] < 2000, "nothing but the counter and a header for a step that was skipped"
+    assert all(WEIGHTS_BYTES < one < WEIGHTS_BYTES + 2000 for one in [*sent[1:29], *sent[30:]])
+
+
+@pytest.fixture
+def pair(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Pair:
+    pair = Pair(tmp_path, Trained())
+    caplog.clear()
+    return pair
+
+
+def advanced(pair: Pair, iterations: Sequence[int], **kwargs: Any) -> list[bool]:
+    """For each iteration whether its replica came from gradients; it always has every bit."""
+    followed = []
+    for iteration in iterations:
+        pair.trained.train(iteration)
+        task = pair.protect(iteration, **kwargs)
+        assert task.carried_bytes == pair.trained.layout.nbytes
+        followed.append(task.replicated_bytes < 2 * WEIGHTS_BYTES)
+        assert pair.replica(iteration) == pair.trained.bytes()
+    return followed
+
+
+def test_a_step_that_was_not_recorded_is_made_up_for_by_state(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    assert advanced(pair, [1, 2]) == [False, True]
+    assert advanced(pair, [3], recorded=False) == [False]
+    assert advanced(pair, [4]) == [True]
+    (line,) = caplog.messages
+    assert line == "rank 0 sends the state of iteration 3 to its peers: its step was not recorded"
+
+
+def test_an_iteration_without_a_snapshot_is_made_up_for_by_state(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    assert advanced(pair, [1, 2]) == [False, True]
+    pair.trained.train(3)
+    pair.trained.steps.take()
+    assert advanced(pair, [4, 5]) == [False, True]
+    (line,) = caplog.messages
+    assert line == "rank 0 sends the state of iteration 4 to its peers: peers confirmed iteration 2 last"
+
+
+def test_a_peer_that_lost_the_state_before_is_sent_state(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    assert advanced(pair, [1, 2]) == [False, True]
+    pair.stores[PEER].free(SnapshotId(2, OWNER))
+    assert advanced(pair, [3, 4]) == [False, True]
+    (line,) = caplog.messages
+    assert "iter_0000003-rank_00000-snapshot goes whole to rank 1: it does not have the state before" in line
+
+
+def test_gradients_that_arrive_damaged_never_become_a_replica(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    assert advanced(pair, [1, 2]) == [False, True]
+
+    def flip(source: int, target: int, count: int, view: memoryview) -> None:
+        if source == OWNER and WEIGHTS_BYTES < view.nbytes < 2 * WEIGHTS_BYTES:
+            view[-1000] ^= 1
+
+    pair.network.spoil = flip
+    assert advanced(pair, [3]) == [False]
+    (line,) = caplog.messages
+    assert "goes whole to rank 1: the step led to other bits there" in line
+    assert advanced(pair, range(4, 4 + PATIENCE)) == [False] * PATIENCE
+    assert caplog.messages[-1] == "rank 0 sends state to its peers from here on: they could not follow steps"
+
+
+def test_a_garbled_step_never_becomes_a_replica(pair: Pair) -> None:
+    assert advanced(pair, [1]) == [False]
+
+    def garble(source: int, target: int, count: int, view: memoryview) -> None:
+        if source == OWNER and WEIGHTS_BYTES < view.nbytes < 2 * WEIGHTS_BYTES:
+            view[:12] = b"\xff" * 12
+
+    pair.network.spoil = garble
+    assert advanced(pair, [2]) == [False]
+
+
+def test_two_steps_between_snapshots_are_no_step_to_follow() -> None:
+    trained = Trained()
+    trained.train(1)
+    trained.train(2)
+    assert trained.steps.take() is None
+    trained.train(3)
+    assert trained.steps.take() is not None
+
+
+def test_no_more_memory_is_taken_than_for_the_steps_that_may_be_under_way() -> None:
+    trained = Trained()
+    under_way = []
+    for iteration in range(MOST_BUFFERS):
+        trained.train(iteration + 1)
+        under_way.append(trained.steps.take())
+    assert all(under_way)
+    trained.train(MOST_BUFFERS + 1)
+    assert trained.steps.take() is None
+    under_way.pop()
+    trained.train(MOST_BUFFERS + 2)
+    assert trained.steps.take() is not None
+
+
+def test_an_optimizer_that_peers_cannot_repeat_is_refused_by_its_name() -> None:
+    with pytest.raises(UsageError, match=r"cannot follow torch\.optim\.sgd\.SGD: .*use --moe-ckpt-replicate state"):
+        Trained(torch.optim.SGD)
+    halved = Trained()
+    halved.adam.state[halved.weights[0]]["exp_avg"] = torch.zeros(SIZES[0], dtype=torch.float16)
+    with pytest.raises(UsageError, match=r"exp_avg in torch\.float16"):
+        AdamSteps(halved.optimizer, [])
