@@ -2,24 +2,161 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from runs import Layout, Start, Train, digest, differences, metrics
+from runs import Layout, Start, Train, digest, reports_in
 
+# 192 pads the vocabulary of bytes to 384 for one, two or four tensor ranks.
 SAME = (
     "--global-batch-size 24 --num-layers 4 --attention-dropout 0 --make-vocab-size-divisible-by 192 --train-iters 3 "
-    "--dist-ckpt-optim-fully-reshardable --save-interval 3"
+    "--dist-ckpt-optim-fully-reshardable"
+).split()
+UNTIED = ("--untie-embeddings-and-output-weights",)
+BIAS = (
+    "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias"
 ).split()
 FULL = "--moe-ckpt-strategy full --moe-ckpt-interval 1 --moe-ckpt-persist-interval 1".split()
+# How Megatron names the groups of an optimizer's parameters, and whose random states there are, depends on the layout.
+OF_THE_LAYOUT = ("optimizer", "rng")
 
-def test_try(train: Train, tmp_path: Path) -> None:
-    storage = ["--moe-ckpt-persist-dir", tmp_path / "storage"]
-    one, other = Layout(tp=2, pp=2, ep=1), Layout(tp=1, pp=1, ep=4)
-    a = train(one, "--bf16", *FULL, *SAME, *storage, "--save", tmp_path / "one")
-    print(a.said)
-    b = train(other, "--bf16", *FULL, *SAME, *storage, "--save", tmp_path / "other")
-    print(b.said)
-    x, y = digest(tmp_path / "one", 3), digest(tmp_path / "other", 3)
-    print(list(x), differences(x, y))
-    assert 0
+
+@dataclass(frozen=True)
+class Source:
+    """A job that stores its state: its layout, the flags of its model, its optimizer."""
+
+    layout: Layout
+    flags: tuple[str, ...] = ()
+    distributed: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.layout}{'' if self.distributed else '-plain'}"
+
+
+TIED = Source(Layout(tp=1, pp=2, ep=2), ("--bf16",))
+WIDE = Source(Layout(tp=2, pp=2, ep=1), ("--bf16",))
+DEEP = Source(Layout(tp=1, pp=4, ep=2, ranks=8), UNTIED)
+VIRTUAL = Source(Layout(tp=1, pp=2, ep=4, ranks=8, vpp=2), ("--bf16", *BIAS))
+PLAIN = Source(Layout(tp=2, pp=1, ep=2), ("--bf16", *UNTIED), distributed=False)
+
+CHANGES = [
+    (TIED, Layout(tp=2, pp=1, ep=1, ranks=6), True),
+    (TIED, Layout(tp=2, pp=1, ep=2), False),
+    (WIDE, Layout(tp=1, pp=1, ep=2, ranks=6), True),
+    (WIDE, Layout(tp=1, pp=1, ep=4), True),
+    (WIDE, Layout(tp=4, pp=1, ep=1), True),
+    (DEEP, Layout(tp=1, pp=2, ep=1, ranks=6), True),
+    (DEEP, Layout(tp=1, pp=2, ep=4, ranks=8), True),
+    (DEEP, Layout(tp=2, pp=2, ep=1, ranks=4, vpp=2), True),
+    (DEEP, Layout(tp=1, pp=1, ep=1, ranks=1), True),
+    (VIRTUAL, Layout(tp=1, pp=2, ep=2, ranks=4), True),
+    (VIRTUAL, Layout(tp=2, pp=2, ep=2, ranks=8), True),
+    (VIRTUAL, Layout(tp=1, pp=4, ep=1, ranks=4), True),
+    (PLAIN, Layout(tp=1, pp=2, ep=4, ranks=8), True),
+    (PLAIN, Layout(tp=4, pp=1, ep=1), False),
+    (PLAIN, Layout(tp=1, pp=1, ep=1, ranks=3), False),
+]
+"""From where, to where, and whether with the distributed optimizer there."""
+
+Stored = Callable[[Source, Train], Path]
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
+    """The folder of a job with its storage and its dense checkpoint of iteration 3; each job runs once."""
+    done: dict[Source, Path] = {}
+
+    def run(source: Source, train: Train) -> Path:
+        if source not in done:
+            folder = done[source] = tmp_path_factory.mktemp("stored")
+            flags = [*FULL, *SAME, *source.flags, "--moe-ckpt-persist-dir", folder / "storage", "--save", folder]
+            train(source.layout, *flags, distributed=source.distributed)
+        return done[source]
+
+    return run
+
+
+def copy_of(storage: Path, into: Path) -> Path:
+    shutil.copytree(storage, into / "storage")
+    return into / "storage"
+
+
+def assert_same_state(one: Path, other: Path, iteration: int = 3) -> None:
+    here, there = digest(one, iteration), digest(other, iteration)
+    assert {"model weights", "master weights", "exp_avg", "exp_avg_sq", "scheduler", "data position"} <= here.keys()
+    for component in here.keys() | there.keys() - set(OF_THE_LAYOUT):
+        if component not in OF_THE_LAYOUT:
+            assert here.get(component) == there.get(component), component
+
+
+@pytest.mark.parametrize(
+    ("source", "layout", "distributed"),
+    [
+        pytest.param(*change, id=f"{change[0]}-to-{change[1]}", marks=[pytest.mark.full] if at else [])
+        for at, change in enumerate(CHANGES)
+    ],
+)
+def test_every_bit_comes_back_under_another_layout(
+    source: Source,
+    layout: Layout,
+    distributed: bool,
+    stored: Stored,
+    train: Train,
+    tmp_path: Path,
+) -> None:
+    folder = stored(source, train)
+    storage = copy_of(folder / "storage", tmp_path)
+    flags = [*FULL, *SAME, *source.flags, "--moe-ckpt-persist-dir", storage, "--save", tmp_path / "save"]
+    outcome = train(layout, *flags, distributed=distributed)
+    assert any(line.startswith("iteration 3 was stored in the layout") for line in outcome.lines), outcome.said
+    assert_same_state(folder, tmp_path / "save")
+
+
+def test_training_goes_on_as_from_a_dense_checkpoint_of_the_same_state(
+    stored: Stored, train: Train, tmp_path: Path
+) -> None:
+    folder, layout = stored(TIED, train), Layout(tp=2, pp=1, ep=2)
+    longer = [*SAME, *TIED.flags, "--train-iters", 5, "--override-opt_param-scheduler"]
+    snapshots, dense = tmp_path / "snapshots", tmp_path / "dense"
+    storage = copy_of(folder / "storage", tmp_path)
+    train(layout, *FULL, *longer, "--moe-ckpt-persist-dir", storage, "--metrics-jsonl", snapshots)
+    train(layout, *longer, "--load", folder, "--ckpt-step", 3, "--metrics-jsonl", dense)
+    assert losses(snapshots) == losses(dense)
+    assert sorted(losses(dense)) == [4, 5]
+    # What the other layout stored is superseded, share by share, whichever rank has which number now.
+    left = {path.name for path in storage.iterdir()}
+    assert left == {f"iter_{iteration:07d}-rank_{rank:05d}-snapshot" for iteration in (4, 5) for rank in range(4)}
+
+
+def losses(reports: Path) -> dict[int, str]:
+    told = ("lm_loss", "grad_norm", "learning_rate", "loss_scale", "consumed_train_samples")
+    return {one["iteration"]: repr([one.get(name) for name in told]) for one in reports_in(reports)}
+
+
+@pytest.mark.full
+def test_a_job_that_shrinks_and_grows_again_keeps_every_bit(
+    stored: Stored, train: Train, tmp_path: Path
+) -> None:
+    folder = stored(DEEP, train)
+    storage, fewer = copy_of(folder / "storage", tmp_path), Layout(tp=1, pp=2, ep=1, ranks=6)
+    flags = [*FULL, *SAME, *DEEP.flags, "--moe-ckpt-persist-dir", storage, "--override-opt_param-scheduler"]
+    train(fewer, *flags, "--train-iters", 5, "--save", tmp_path / "six")
+    train(DEEP.layout, *flags, "--train-iters", 5, "--save", tmp_path / "eight")
+    assert_same_state(tmp_path / "six", tmp_path / "eight", 5)
+
+
+def test_where_training_draws_random_numbers_that_has_to_be_asked_for(
+    stored: Stored, train: Train, start: Start, tmp_path: Path
+) -> None:
+    folder = stored(TIED, train)
+    storage = copy_of(folder / "storage", tmp_path)
+    flags = [*FULL, *SAME, *TIED.flags, "--moe-ckpt-persist-dir", storage, "--hidden-dropout", 0.1]
+    outcome = start(Layout(tp=1, pp=1, ep=2, ranks=2), *flags).wait()
+    assert set(outcome.codes) == {2}, outcome.said
+    (line,) = [line for line in outcome.lines if "--moe-ckpt-reshard" in line]
+    assert "hidden_dropout 0.1" in line
+    assert "world_size 4, pp 2, ep 2" in line
