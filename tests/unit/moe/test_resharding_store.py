@@ -25,6 +25,7 @@ OPERATOR = OperatorId(0, OperatorKind.NON_EXPERT)
 OLD, NEW = Topology(4, tp=2), Topology(2, tp=1)
 ROWS, COLUMNS = 6, 8
 WHOLE = np.arange(ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, COLUMNS)
+SMALL = Grid(ROWS, COLUMNS)
 GROUP = {"lr": 0.1, "weight_decay": 0.01}
 TRAINER = {"iteration": 4, "param_groups": [GROUP], "grad_scalers": [{"scale": 2.0}]}
 
@@ -49,7 +50,7 @@ def share(rank: int, whole: np.ndarray = WHOLE) -> dict[str, tuple[Part, np.ndar
         f"{here}/master": (Part.MASTER, partition[start:end]),
         f"{here}/step": (Part.MOMENTS, np.array([4.0], np.float32)),
         "n[0:4]/master": (Part.MASTER, np.ones(4, np.float32)),
-        "c/rank%d[0:2]/buffer" % rank: (Part.MASTER, np.zeros(2, np.float32)),
+        f"c/rank{rank}[0:2]/buffer": (Part.MASTER, np.zeros(2, np.float32)),
     }
 
 
@@ -61,9 +62,7 @@ def put(
     iteration: int = 4,
     **scalars: Any,
 ) -> None:
-    fields = [
-        Field(key, str(value.dtype), value.shape, part, OPERATOR) for key, (part, value) in records.items()
-    ]
+    fields = [Field(key, str(value.dtype), value.shape, part, OPERATOR) for key, (part, value) in records.items()]
     fields.append(Field("random/torch", "uint8", (3,)))
     layout = Layout.of(fields)
     with store.reserve(SnapshotId(iteration, rank), layout) as writer:
@@ -75,7 +74,7 @@ def put(
         writer.seal(Facts("job", "digest", facts_of(topology), own | scalars))
 
 
-def live_of(rank: int, grid: Grid = Grid(ROWS, COLUMNS), **changes: Any) -> LiveLayout:
+def live_of(rank: int, grid: Grid = SMALL, **changes: Any) -> LiveLayout:
     """What rank 0 or 1 of the new layout wants: data-parallel halves of the weight, all of the norm."""
     start, end = ((0, grid.numel // 2 + 3), (grid.numel // 2 + 3, grid.numel))[rank]
     wanted = {
@@ -186,11 +185,16 @@ def test_memory_is_one_record_beside_what_is_made(tmp_path: Path) -> None:
     assert peak < made + stored + stored // 8
 
 
-def refusal(store: ReshardingStore, rank: int = 0) -> str:
-    assert store.snapshots().sealed == (SnapshotId(4, rank),)
-    with pytest.raises(UnreadableCheckpoint) as refused, store.open(SnapshotId(4, rank)) as reader:
+def read_all(store: ReshardingStore, rank: int) -> None:
+    with store.open(SnapshotId(4, rank)) as reader:
         for field in reader.manifest.layout.fields:
             reader.read(field.key)
+
+
+def refusal(store: ReshardingStore, rank: int = 0) -> str:
+    assert store.snapshots().sealed == (SnapshotId(4, rank),)
+    with pytest.raises(UnreadableCheckpoint) as refused:
+        read_all(store, rank)
     assert "\n" not in str(refused.value)
     return str(refused.value)
 
@@ -207,7 +211,9 @@ def test_a_missing_share_with_the_random_states_is_told_by_its_rank(folder: Path
     FilesystemStore(folder, 2).free(SnapshotId(4, 2))
     live = live_of(1)
     only_norm = replace(live, tensors=live.tensors[2:3])
-    assert "the share of rank 2 is missing, whose random states are needed" in refusal(view(folder, 1, live=only_norm), 1)
+    assert "the share of rank 2 is missing, whose random states are needed" in refusal(
+        view(folder, 1, live=only_norm), 1
+    )
 
 
 def test_a_torn_share_counts_as_missing(folder: Path) -> None:

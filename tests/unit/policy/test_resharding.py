@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from random import Random
 
 import numpy as np
@@ -12,11 +13,11 @@ from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.policy.resharding import (
+    ElementRange,
     Grid,
     ReadPlan,
     RecordKey,
-    StoredStretch,
-    Stretch,
+    StoredRange,
     common,
     freed_by,
     one_value,
@@ -35,23 +36,25 @@ def partition(whole: np.ndarray, part: int, parts: int) -> np.ndarray:
 def cut(numel: int, pieces: int, draw: Random) -> list[tuple[int, int]]:
     """Stretches that follow each other, some of them empty, as data-parallel shards do."""
     ends = [0, *sorted(draw.randint(0, numel) for _ in range(pieces - 1)), numel]
-    return [(start, end) for start, end in zip(ends, ends[1:], strict=False) if start < end]
+    return [(start, end) for start, end in itertools.pairwise(ends) if start < end]
 
 
-def stored_as(grid: Grid, parts: int, pieces: int, draw: Random, stage: int = 0) -> list[StoredStretch]:
+def stored_as(grid: Grid, parts: int, pieces: int, draw: Random, stage: int = 0) -> list[StoredRange]:
     records = []
     for part in range(parts):
         for start, end in cut(grid.numel // parts, pieces, draw):
             rank = len(records)
-            records.append(StoredStretch(rank, stage, f"{rank}", Stretch(start, end, part, parts), f"{part}:{start}"))
+            records.append(
+                StoredRange(rank, stage, f"{rank}", ElementRange(start, end, part, parts), f"{part}:{start}")
+            )
     return records
 
 
-def carried_out(whole: np.ndarray, plans: tuple[ReadPlan, ...], wanted: Stretch) -> np.ndarray:
+def carried_out(whole: np.ndarray, plans: tuple[ReadPlan, ...], wanted: ElementRange) -> np.ndarray:
     """What comes of the plans; every element must be written once."""
     result, writes = np.full(wanted.numel, -1), np.zeros(wanted.numel, int)
     for plan in plans:
-        of = plan.record.stretch
+        of = plan.record.elements
         source = partition(whole, of.part, of.parts)[of.start : of.end]
         for run in plan.runs:
             for at in range(run.count):
@@ -77,7 +80,7 @@ def test_every_element_of_any_new_shard_is_read_exactly_once(
     draw.shuffle(stored)
     for part in range(new):
         for start, end in cut(grid.numel // new, shards, draw):
-            wanted = Stretch(start, end, part, new)
+            wanted = ElementRange(start, end, part, new)
             plans = plan_reads("w", grid, stored, wanted)
             assert (carried_out(whole, plans, wanted) == partition(whole, part, new)[start:end]).all()
             assert len({plan.record for plan in plans}) == len(plans), "each record is read once"
@@ -91,8 +94,8 @@ def test_a_share_that_is_missing_is_a_gap_for_exactly_those_who_need_it(
     stored = stored_as(grid, old, pieces, draw)
     lost = stored.pop(draw.randrange(len(stored)))
     for part in range(new):
-        wanted = Stretch(0, grid.numel // new, part, new)
-        if common(grid, lost.stretch, wanted):
+        wanted = ElementRange(0, grid.numel // new, part, new)
+        if common(grid, lost.elements, wanted):
             with pytest.raises(UnreadableCheckpoint, match="a rank's share is missing"):
                 plan_reads("w", grid, stored, wanted)
         else:
@@ -100,27 +103,27 @@ def test_a_share_that_is_missing_is_a_gap_for_exactly_those_who_need_it(
 
 
 def test_the_first_missing_element_is_named() -> None:
-    stored = [StoredStretch(0, 0, "a", Stretch(0, 4), "a"), StoredStretch(2, 0, "c", Stretch(8, 12), "c")]
+    stored = [StoredRange(0, 0, "a", ElementRange(0, 4), "a"), StoredRange(2, 0, "c", ElementRange(8, 12), "c")]
     with pytest.raises(UnreadableCheckpoint, match=r"^w/master: elements from 4 of the 12 that this rank needs"):
-        plan_reads("w/master", Grid(1, 12), stored, Stretch(0, 12))
+        plan_reads("w/master", Grid(1, 12), stored, ElementRange(0, 12))
 
 
-@pytest.mark.parametrize("other", [Stretch(2, 6), Stretch(0, 3), Stretch(3, 12)])
-def test_elements_that_two_ranks_stored_in_different_stretches_are_refused(other: Stretch) -> None:
-    stored = [StoredStretch(0, 0, "a", Stretch(0, 4), "a"), StoredStretch(5, 0, "b", other, "b")]
+@pytest.mark.parametrize("other", [ElementRange(2, 6), ElementRange(0, 3), ElementRange(3, 12)])
+def test_elements_that_two_ranks_stored_in_different_stretches_are_refused(other: ElementRange) -> None:
+    stored = [StoredRange(0, 0, "a", ElementRange(0, 4), "a"), StoredRange(5, 0, "b", other, "b")]
     with pytest.raises(UnreadableCheckpoint, match="both stored element"):
-        plan_reads("w", Grid(1, 12), stored, Stretch(0, 12))
+        plan_reads("w", Grid(1, 12), stored, ElementRange(0, 12))
 
 
 def test_copies_that_differ_are_refused_with_their_ranks() -> None:
-    stored = [StoredStretch(rank, 0, "k", Stretch(0, 12), xxh3) for rank, xxh3 in ((1, "a"), (3, "a"), (4, "b"))]
+    stored = [StoredRange(rank, 0, "k", ElementRange(0, 12), xxh3) for rank, xxh3 in ((1, "a"), (3, "a"), (4, "b"))]
     with pytest.raises(UnreadableCheckpoint, match="ranks 1 and 4 stored different values of the same elements"):
-        plan_reads("w", Grid(1, 12), stored, Stretch(0, 12))
+        plan_reads("w", Grid(1, 12), stored, ElementRange(0, 12))
 
 
 def test_copies_are_read_by_different_ranks() -> None:
-    stored = [StoredStretch(rank, 0, "k", Stretch(0, 12), "a") for rank in (1, 3)]
-    plans = [plan_reads("w", Grid(1, 12), stored, Stretch(0, 12), reader) for reader in range(4)]
+    stored = [StoredRange(rank, 0, "k", ElementRange(0, 12), "a") for rank in (1, 3)]
+    plans = [plan_reads("w", Grid(1, 12), stored, ElementRange(0, 12), reader) for reader in range(4)]
     assert [plan.record.rank for (plan,) in plans] == [1, 3, 1, 3]
 
 
@@ -129,30 +132,30 @@ def test_of_tied_embeddings_the_shares_of_one_stage_are_taken() -> None:
     whole = np.arange(24).reshape(1, 24)
     first, last = stored_as(grid, 2, 3, draw), stored_as(grid, 2, 2, draw, stage=3)
     for stored in ([*first, *last], [*first[1:], *last]):
-        plans = plan_reads("w", grid, stored, Stretch(0, 24))
+        plans = plan_reads("w", grid, stored, ElementRange(0, 24))
         assert len({plan.record.stage for plan in plans}) == 1
-        assert (carried_out(whole, plans, Stretch(0, 24)) == whole[0]).all()
+        assert (carried_out(whole, plans, ElementRange(0, 24)) == whole[0]).all()
 
 
 def test_a_vocabulary_that_is_padded_otherwise_is_told() -> None:
-    stored = [StoredStretch(0, 0, "a", Stretch(0, 12), "a")]
+    stored = [StoredRange(0, 0, "a", ElementRange(0, 12), "a")]
     with pytest.raises(UnreadableCheckpoint, match="--make-vocab-size-divisible-by"):
-        plan_reads("w", Grid(1, 8), stored, Stretch(0, 8))
-    with pytest.raises(UnreadableCheckpoint, match="elements from 12 of the 16"):
-        plan_reads("w", Grid(1, 16), stored, Stretch(0, 16))
+        plan_reads("w", Grid(1, 8), stored, ElementRange(0, 8))
+    with pytest.raises(UnreadableCheckpoint, match=r"elements from 12 of the 16.*--make-vocab-size-divisible-by"):
+        plan_reads("output_layer.weight/master", Grid(1, 16), stored, ElementRange(0, 16))
 
 
 def test_columns_that_cannot_be_shared_out_are_refused() -> None:
-    stored = [StoredStretch(0, 0, "a", Stretch(0, 3, 0, 4), "a")]
+    stored = [StoredRange(0, 0, "a", ElementRange(0, 3, 0, 4), "a")]
     with pytest.raises(UnreadableCheckpoint, match="14 columns cannot be shared out evenly to 4"):
-        plan_reads("w", Grid(1, 14), stored, Stretch(0, 14))
+        plan_reads("w", Grid(1, 14), stored, ElementRange(0, 14))
 
 
 def test_a_value_that_ranks_disagree_about_is_refused_with_their_names() -> None:
-    same = [StoredStretch(rank, 0, "k", Stretch(0, 12), "a") for rank in (0, 1)]
+    same = [StoredRange(rank, 0, "k", ElementRange(0, 12), "a") for rank in (0, 1)]
     assert one_value("step", same, 3).rank == 1
     with pytest.raises(UnreadableCheckpoint, match="rank 0 and another on rank 7"):
-        one_value("step", [*same, StoredStretch(7, 0, "k", Stretch(0, 12), "b")])
+        one_value("step", [*same, StoredRange(7, 0, "k", ElementRange(0, 12), "b")])
     with pytest.raises(UnreadableCheckpoint, match="step is in none of the snapshots"):
         one_value("step", [])
 
@@ -176,9 +179,9 @@ def test_each_superseded_snapshot_is_removed_by_one_rank(world_size: int, stored
 @pytest.mark.parametrize(
     ("key", "expected"),
     [
-        ("a.b.weight[0:4096]/exp_avg", RecordKey("a.b.weight", "exp_avg", Stretch(0, 4096))),
-        ("w/tp1of2[8:16]/master", RecordKey("w", "master", Stretch(8, 16, 1, 2))),
-        ("c/rank3[0:4]/buffer", RecordKey("c", "buffer", Stretch(0, 4), own_of=3)),
+        ("a.b.weight[0:4096]/exp_avg", RecordKey("a.b.weight", "exp_avg", ElementRange(0, 4096))),
+        ("w/tp1of2[8:16]/master", RecordKey("w", "master", ElementRange(8, 16, 1, 2))),
+        ("c/rank3[0:4]/buffer", RecordKey("c", "buffer", ElementRange(0, 4), own_of=3)),
     ],
 )
 def test_a_key_says_what_it_was_made_of(key: str, expected: RecordKey) -> None:

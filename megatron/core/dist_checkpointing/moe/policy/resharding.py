@@ -27,6 +27,9 @@ _KEY = re.compile(
     r"\[(?P<start>\d+):(?P<end>\d+)\]/(?P<field>[^/\[\]]+)"
 )
 
+_OF_THE_VOCABULARY = ("embedding.word_embeddings.", "output_layer.")
+_PADDED = "the vocabulary is padded to another number (--make-vocab-size-divisible-by)"
+
 
 @dataclass(frozen=True, slots=True)
 class Grid:
@@ -42,7 +45,7 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class ElementRange:
     """Elements `start` to `end` of the flattened partition `part` of `parts`."""
 
     start: int
@@ -65,7 +68,7 @@ class RecordKey:
 
     name: str
     field: str
-    stretch: Stretch
+    elements: ElementRange
     own_of: int | None = None
 
     @classmethod
@@ -73,12 +76,14 @@ class RecordKey:
         """Raises UnreadableCheckpoint for a key that names no elements of a tensor."""
         found = _KEY.fullmatch(key)
         if found is None:
-            raise UnreadableCheckpoint(f"record {key} names no elements of a tensor of the model: something else made it")
-        stretch = Stretch(
+            raise UnreadableCheckpoint(
+                f"record {key} names no elements of a tensor of the model: something else made it"
+            )
+        elements = ElementRange(
             int(found["start"]), int(found["end"]), int(found["part"] or 0), int(found["parts"] or 1)
         )
         own_of = None if found["own_of"] is None else int(found["own_of"])
-        return cls(found["name"], found["field"], stretch, own_of)
+        return cls(found["name"], found["field"], elements, own_of)
 
     @property
     def tensor(self) -> str:
@@ -87,18 +92,18 @@ class RecordKey:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredStretch:
+class StoredRange:
     """A record that is stored: by which rank, of which pipeline stage, which elements, and their checksum."""
 
     rank: int
     stage: int
     key: str
-    stretch: Stretch
+    elements: ElementRange
     xxh3: str
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ElementRun:
     """`count` times `length` elements: the first at `source` of a record and `target` of what is put together, each
     next one a step farther in both."""
 
@@ -119,12 +124,12 @@ class Run:
 class ReadPlan:
     """What to read of one record, and where it goes."""
 
-    record: StoredStretch
-    runs: tuple[Run, ...]
+    record: StoredRange
+    runs: tuple[ElementRun, ...]
 
 
 def plan_reads(
-    tensor: str, grid: Grid, stored: Sequence[StoredStretch], wanted: Stretch, reader: int = 0
+    tensor: str, grid: Grid, stored: Sequence[StoredRange], wanted: ElementRange, reader: int = 0
 ) -> tuple[ReadPlan, ...]:
     """The records that make up `wanted`: each element exactly once.
 
@@ -151,17 +156,18 @@ def plan_reads(
         plans = [
             ReadPlan(replicas[reader % len(replicas)], runs)
             for replicas in _replicas(tensor, records)
-            if (runs := common(grid, replicas[0].stretch, wanted))
+            if (runs := common(grid, replicas[0].elements, wanted))
         ]
         found = sum(run.numel for plan in plans for run in plan.runs)
         if found == wanted.numel:
             return tuple(plans)
         first = _first_gap(wanted, plans)
         problem = f"{tensor}: elements from {first} of the {wanted.numel} that this rank needs are in no snapshot"
-    raise UnreadableCheckpoint(f"{problem}; a rank's share is missing, or it is of another model")
+    padding = f", or {_PADDED}" if tensor.startswith(_OF_THE_VOCABULARY) else ""
+    raise UnreadableCheckpoint(f"{problem}; a rank's share is missing, or it is of another model{padding}")
 
 
-def one_value(tensor: str, stored: Sequence[StoredStretch], reader: int = 0) -> StoredStretch:
+def one_value(tensor: str, stored: Sequence[StoredRange], reader: int = 0) -> StoredRange:
     """A record of a tensor of which all ranks must have stored the same values, as a step count.
 
     Raises UnreadableCheckpoint where they did not, or there is none.
@@ -177,7 +183,7 @@ def one_value(tensor: str, stored: Sequence[StoredStretch], reader: int = 0) -> 
     return stored[reader % len(stored)]
 
 
-def common(grid: Grid, one: Stretch, other: Stretch) -> tuple[Run, ...]:
+def common(grid: Grid, one: ElementRange, other: ElementRange) -> tuple[ElementRun, ...]:
     """The elements that two stretches have in common, as places in both.
 
     Raises UnreadableCheckpoint where the columns cannot be shared out evenly.
@@ -188,7 +194,7 @@ def common(grid: Grid, one: Stretch, other: Stretch) -> tuple[Run, ...]:
         return ()
     if width == wide:  # the same partition
         start, end = max(one.start, other.start), min(one.end, other.end)
-        return (Run(start - one.start, start - other.start, end - start),) if start < end else ()
+        return (ElementRun(start - one.start, start - other.start, end - start),) if start < end else ()
     lanes = (one, width, first - one.part * width), (other, wide, first - other.part * wide)
     length = last - first
     # Rows of which both have all: their first elements lie a row apart in each.
@@ -198,7 +204,7 @@ def common(grid: Grid, one: Stretch, other: Stretch) -> tuple[Run, ...]:
     runs = [_in_row(row, lanes, length) for row in sorted(edges) if not begin <= row < end and row < grid.rows]
     if begin < end:
         (source, target) = (begin * row + at - of.start for of, row, at in lanes)
-        runs.append(Run(source, target, length, end - begin, width, wide))
+        runs.append(ElementRun(source, target, length, end - begin, width, wide))
     return tuple(run for run in runs if run.length > 0)
 
 
@@ -219,45 +225,46 @@ def freed_by(rank: int, new: Topology, stored: Iterable[int]) -> Iterator[int]:
     return (owner for owner in stored if owner % new.world_size == rank)
 
 
-def _in_row(row: int, lanes: Sequence[tuple[Stretch, int, int]], length: int) -> Run:
+def _in_row(row: int, lanes: Sequence[tuple[ElementRange, int, int]], length: int) -> ElementRun:
     """What both have of one row, of which one of them has a part only; of no length where that is nothing."""
     begin, end = 0, length
     for of, width, at in lanes:
         begin = max(begin, of.start - row * width - at)
         end = min(end, of.end - row * width - at)
     source, target = (row * width + at + begin - of.start for of, width, at in lanes)
-    return Run(source, target, end - begin)
+    return ElementRun(source, target, end - begin)
 
 
-def _columns(tensor: str, grid: Grid, of: Stretch) -> int:
+def _columns(tensor: str, grid: Grid, of: ElementRange) -> int:
     if grid.width % of.parts:
         raise UnreadableCheckpoint(f"{tensor}: {grid.width} columns cannot be shared out evenly to {of.parts} ranks")
     return grid.width // of.parts
 
 
-def _share(tensor: str, grid: Grid, of: Stretch) -> int:
+def _share(tensor: str, grid: Grid, of: ElementRange) -> int:
     return grid.rows * _columns(tensor, grid, of)
 
 
-def _check(tensor: str, grid: Grid, records: Sequence[StoredStretch]) -> None:
-    parts = {record.stretch.parts for record in records}
+def _check(tensor: str, grid: Grid, records: Sequence[StoredRange]) -> None:
+    parts = {record.elements.parts for record in records}
     if len(parts) > 1:
-        raise UnreadableCheckpoint(f"{tensor} is cut into {min(parts)} partitions on some ranks, {max(parts)} on others")
+        raise UnreadableCheckpoint(
+            f"{tensor} is cut into {min(parts)} partitions on some ranks, {max(parts)} on others"
+        )
     for record in records:
-        share = _share(tensor, grid, record.stretch)
-        if record.stretch.end > share:
+        share = _share(tensor, grid, record.elements)
+        if record.elements.end > share:
             raise UnreadableCheckpoint(
-                f"{tensor}: rank {record.rank} stored elements up to {record.stretch.end} of a partition, which has"
-                f" {share} in this job: it is of another size (is the vocabulary padded to the same number? see"
-                " --make-vocab-size-divisible-by)"
+                f"{tensor}: rank {record.rank} stored elements up to {record.elements.end} of a partition, which has"
+                f" {share} in this job: it is of another model, or {_PADDED}"
             )
 
 
-def _replicas(tensor: str, records: Sequence[StoredStretch]) -> list[list[StoredStretch]]:
+def _replicas(tensor: str, records: Sequence[StoredRange]) -> list[list[StoredRange]]:
     """The records by their elements. Raises UnreadableCheckpoint for copies that differ, and for other overlaps."""
-    by_place: dict[Stretch, list[StoredStretch]] = {}
+    by_place: dict[ElementRange, list[StoredRange]] = {}
     for record in sorted(records, key=lambda record: record.rank):
-        copies = by_place.setdefault(record.stretch, [])
+        copies = by_place.setdefault(record.elements, [])
         copies.append(record)
         if record.xxh3 != copies[0].xxh3:
             raise UnreadableCheckpoint(
@@ -271,7 +278,7 @@ def _replicas(tensor: str, records: Sequence[StoredStretch]) -> list[list[Stored
     return [by_place[place] for place in places]
 
 
-def _first_gap(wanted: Stretch, plans: Sequence[ReadPlan]) -> int:
+def _first_gap(wanted: ElementRange, plans: Sequence[ReadPlan]) -> int:
     """The first element of what is wanted that no run brings."""
     rows = (
         range(run.target + at * run.target_step, run.target + at * run.target_step + run.length)
@@ -285,5 +292,3 @@ def _first_gap(wanted: Stretch, plans: Sequence[ReadPlan]) -> int:
             break
         end = max(end, row.stop)
     return end
-
-

@@ -11,12 +11,12 @@ import msgspec
 from ..errors import UnreadableCheckpoint, UsageError
 from ..policy.lineage import Lineage
 from ..policy.resharding import (
+    ElementRange,
+    ElementRun,
     Grid,
     ReadPlan,
     RecordKey,
-    Run,
-    StoredStretch,
-    Stretch,
+    StoredRange,
     one_value,
     plan_reads,
     source_rank,
@@ -30,7 +30,7 @@ _QUANTIZATION = f"{RANDOM}quantization"
 _DEGREES = ("world_size", "tp", "pp", "vpp", "cp", "ep", "etp")
 
 
-class _Scalars(msgspec.Struct):
+class _ForeignScalars(msgspec.Struct):
     """What is read of the scalars of a manifest; others may stand beside it."""
 
     operators: tuple[tuple[int, int, int, int], ...]
@@ -76,7 +76,7 @@ class LiveLayout:
 
     def grid(self, tensor: LiveTensor) -> Grid:
         """Of the whole tensor of which this is a shard."""
-        return self.grids.get(tensor.key.name, Grid(1, tensor.key.stretch.end))
+        return self.grids.get(tensor.key.name, Grid(1, tensor.key.elements.end))
 
 
 @dataclass(frozen=True)
@@ -144,14 +144,14 @@ class Generation:
         held = (row for manifest in self.manifests.values() for row in _scalars(manifest).operators)
         return {OperatorId(layer, OperatorKind(kind), expert): Part(part) for layer, kind, expert, part in held}
 
-    def _stored(self, old: Topology, tensors: Collection[str]) -> Mapping[str, list[StoredStretch]]:
+    def _stored(self, old: Topology, tensors: Collection[str]) -> Mapping[str, list[StoredRange]]:
         """All records of these tensors."""
-        found: dict[str, list[StoredStretch]] = {}
+        found: dict[str, list[StoredRange]] = {}
         for rank, manifest in self.manifests.items():
             for record in manifest.records:
                 if record.operator is not None and (key := RecordKey.parse(record.key)).tensor in tensors:
-                    stretch = StoredStretch(rank, old.stage(rank), record.key, key.stretch, record.xxh3)
-                    found.setdefault(key.tensor, []).append(stretch)
+                    elements = StoredRange(rank, old.stage(rank), record.key, key.elements, record.xxh3)
+                    found.setdefault(key.tensor, []).append(elements)
         return found
 
     def _trainer(
@@ -169,8 +169,10 @@ class Generation:
                 "scales of eight-bit training belong to the modules of one layout, "
                 f"{described(manifest.facts.topology)}: start with that layout again"
             )
-        own = sorted({one.record.operator for one in live.tensors if one.record.operator in parts} - {None})
-        rows: list[Json] = [[one.layer, one.kind.value, one.expert, parts[one].value] for one in own if one]
+        own = {one.record.operator for one in live.tensors}
+        rows: list[Json] = [
+            [one.layer, one.kind.value, one.expert, part.value] for one, part in sorted(parts.items()) if one in own
+        ]
         scalars = {**manifest.facts.scalars, "operators": rows}
         if held:
             everywhere = [_scalars(one).trainer for one in self.manifests.values()]
@@ -191,8 +193,8 @@ def generations(manifests: Sequence[Manifest]) -> list[Generation]:
 def topology_of(facts: Facts) -> Topology:
     """The layout that a manifest says. Raises UnreadableCheckpoint."""
     try:
-        degrees = {name: int(facts.topology[name]) for name in _DEGREES}  # type: ignore[arg-type]
-        return Topology(**degrees)
+        world_size, tp, pp, vpp, cp, ep, etp = (int(facts.topology[name]) for name in _DEGREES)  # type: ignore[arg-type]
+        return Topology(world_size, tp, pp, vpp, cp, ep, etp)
     except (KeyError, TypeError, ValueError, UsageError) as error:
         raise UnreadableCheckpoint(f"{dict(facts.topology)} is no parallel layout: something else made it") from error
 
@@ -203,25 +205,25 @@ def described(layout: Mapping[str, Json]) -> str:
     return ", ".join(f"{name} {layout[name]}" for name in shown)
 
 
-def _scalars(manifest: Manifest) -> _Scalars:
+def _scalars(manifest: Manifest) -> _ForeignScalars:
     try:
-        return msgspec.convert(manifest.facts.scalars, _Scalars)
+        return msgspec.convert(manifest.facts.scalars, _ForeignScalars)
     except msgspec.ValidationError as error:
         raise UnreadableCheckpoint(f"its manifest does not fit: {error}; something else made it") from error
 
 
-def _reads(tensor: LiveTensor, live: LiveLayout, stored: Sequence[StoredStretch]) -> tuple[ReadPlan, ...]:
+def _reads(tensor: LiveTensor, live: LiveLayout, stored: Sequence[StoredRange]) -> tuple[ReadPlan, ...]:
     key, record = tensor.key, tensor.record
-    if key.own_of is None and record.shape == (key.stretch.numel,) and not key.field.endswith("_scale"):
-        return plan_reads(key.tensor, live.grid(tensor), stored, key.stretch, live.rank)
+    if key.own_of is None and record.shape == (key.elements.numel,) and not key.field.endswith("_scale"):
+        return plan_reads(key.tensor, live.grid(tensor), stored, key.elements, live.rank)
     # Step counts, scales, and what each rank counts for itself: right only where all stored the same.
     numel = record.shape[0]
-    return (ReadPlan(one_value(key.tensor, stored, live.rank), (Run(0, 0, numel),)),)
+    return (ReadPlan(one_value(key.tensor, stored, live.rank), (ElementRun(0, 0, numel),)),)
 
 
 def _whole(record: Record, rank: int) -> ReadPlan:
-    whole = Stretch(0, record.nbytes)
-    return ReadPlan(StoredStretch(rank, 0, record.key, whole, record.xxh3), (Run(0, 0, record.nbytes),))
+    whole = ElementRange(0, record.nbytes)
+    return ReadPlan(StoredRange(rank, 0, record.key, whole, record.xxh3), (ElementRun(0, 0, record.nbytes),))
 
 
 def snapshots_of(generation: Generation) -> list[SnapshotId]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from ..errors import UnreadableCheckpoint, UsageError
-from ..policy.resharding import ReadPlan, Run
+from ..policy.resharding import ElementRun, ReadPlan
 from ..ports import Manifest, Reader, SnapshotId
 from ..types.layout import DTYPE_BYTES, Field, Record
 from .generation import Assembly
@@ -61,10 +61,11 @@ class ReshardedReader:
             if data.nbytes == record.nbytes:
                 return data
         unit = _UNITS[DTYPE_BYTES[record.field.dtype]]
-        made = np.empty(record.nbytes // np.dtype(unit).itemsize, unit)
+        made: NDArray[np.generic] = np.empty(record.nbytes // np.dtype(unit).itemsize, unit)
         for plan in plans:
             _copy(np.frombuffer(self._source(plan), unit), made, plan.runs)
-        return made.view(np.uint8).data.toreadonly()
+        whole: memoryview = made.view(np.uint8).data
+        return whole.toreadonly()
 
     def verify(self) -> tuple[Record, ...]:
         """As `ports.Reader.verify`: of the records as this job has them."""
@@ -102,11 +103,11 @@ class ReshardedReader:
         return True
 
 
-def _is_all(runs: tuple[Run, ...], field: Field) -> bool:
-    return runs == (Run(0, 0, field.nbytes // DTYPE_BYTES[field.dtype]),)
+def _is_all(runs: tuple[ElementRun, ...], field: Field) -> bool:
+    return runs == (ElementRun(0, 0, field.nbytes // DTYPE_BYTES[field.dtype]),)
 
 
-def _copy(source: NDArray[np.generic], target: NDArray[np.generic], runs: tuple[Run, ...]) -> None:
+def _copy(source: NDArray[np.generic], target: NDArray[np.generic], runs: tuple[ElementRun, ...]) -> None:
     for run in runs:
         pairs = ((source, run.source, run.source_step), (target, run.target, run.target_step))
         last = max(at + (run.count - 1) * step + run.length - array.size for array, at, step in pairs)

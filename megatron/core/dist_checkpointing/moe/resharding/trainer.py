@@ -15,7 +15,9 @@ from ..errors import UnreadableCheckpoint
 _SCALERS, _GROUPS, _STEP = "grad_scalers", "param_groups", "step"
 
 
-def fitted(saved: Mapping[str, Any], everywhere: Sequence[Mapping[str, Any]], live: Mapping[str, Any]) -> dict[str, Any]:
+def fitted(
+    saved: Mapping[str, Any], everywhere: Sequence[Mapping[str, Any]], live: Mapping[str, Any]
+) -> dict[str, Any]:
     """The trainer scalars `saved` by one rank, with as many groups and scalers as this rank has.
 
     Args:
