@@ -12,7 +12,7 @@ import pytest
 import torch
 import xxhash
 from attempts import Cluster
-from runs import Layout, Start, Train, digest, reports_in
+from runs import Layout, Start, Train, digest, published, reports_in
 
 from moe_ckpt.dense.dense import open_dense
 from moe_ckpt.dense.digest import state_entries
@@ -229,3 +229,37 @@ def test_where_training_draws_random_numbers_that_has_to_be_asked_for(
     assert "give --moe-ckpt-reshard inexact" in line
     assert "hidden_dropout 0.1" in line
     assert "world_size 4, pp 2, ep 2" in line
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["pec", "selective"])
+def test_experts_of_different_ages_come_back_as_they_do_in_their_own_layout(
+    strategy: str, train: Train, cluster: Cluster, tmp_path: Path
+) -> None:
+    lossy = ["--moe-ckpt-strategy", strategy, "--moe-ckpt-persist-interval", 1, "--bf16"]
+    own, other = Layout(tp=1, pp=2, ep=2), Layout(tp=2, pp=1, ep=1, ranks=2)
+    memory = ["--moe-ckpt-memory-dir", cluster.memory]
+    train(own, *lossy, *padded(own), *memory, "--train-iters", 6, "--moe-ckpt-persist-dir", tmp_path / "storage")
+    found = []
+    for layout in (own, other):
+        folder = tmp_path / str(layout)
+        storage = copy_of(tmp_path / "storage", folder)
+        # Fewer iterations than were trained: what was restored is saved as it is.
+        ended = ["--train-iters", 1, "--override-opt_param-scheduler", "--save", folder]
+        train(layout, *lossy, *padded(layout), *memory, *ended, "--moe-ckpt-persist-dir", storage)
+        found.append(published(folder))
+    assert found[0] == found[1]
+    assert_same_optimizer(tmp_path / str(own), tmp_path / str(other), *found[0])
+
+
+def test_a_window_that_has_to_be_run_again_names_the_command_that_does_it(
+    start: Start, train: Train, cluster: Cluster, tmp_path: Path
+) -> None:
+    sparse = ["--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", 2, "--moe-ckpt-persist-interval", 1]
+    sparse += ["--moe-ckpt-memory-dir", cluster.memory, "--moe-ckpt-persist-dir", tmp_path / "storage"]
+    own, other = Layout(tp=1, pp=1, ep=1, ranks=2), Layout(tp=1, pp=1, ep=2, ranks=2)
+    train(own, *sparse, *padded(own), "--train-iters", 4)
+    outcome = start(other, *sparse, *padded(other)).wait()
+    assert set(outcome.codes) == {2}, outcome.said
+    (line,) = [line for line in outcome.lines if line.startswith("--moe-ckpt-persist-dir has")]
+    assert "have to be run again in the layout that they were run in, world_size 2: moe-ckpt convert" in line

@@ -202,7 +202,7 @@ def refusal(store: ReshardingStore, rank: int = 0) -> str:
 def test_a_share_that_is_missing_is_told_by_what_it_held(folder: Path) -> None:
     FilesystemStore(folder, 3).free(SnapshotId(4, 3))
     said = refusal(view(folder, 1), 1)
-    assert "made in the layout world_size 4, tp 2" in said
+    assert "made in the parallel layout world_size 4, tp 2" in said
     assert "w/master: elements from " in said
     assert "a rank's share is missing" in said
 

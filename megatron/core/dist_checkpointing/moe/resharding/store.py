@@ -45,7 +45,7 @@ class ReshardingStore:
         self._live: LiveLayout | None = None
         self._foreign: dict[Piece, Generation] | None = None
         self._assembled: dict[Piece, Assembly | UnreadableCheckpoint] = {}
-        self._told: set[Piece] = set()
+        self._told: set[int] = set()
 
     def reserve(self, snapshot: SnapshotId, layout: Layout) -> Writer:
         """As `ports.Store.reserve`."""
@@ -71,7 +71,7 @@ class ReshardingStore:
         assembly = self._assembled[piece]
         if isinstance(assembly, UnreadableCheckpoint):
             raise assembly
-        return ReshardedReader(assembly, self._store.open, lambda: self._tell(piece, generation))
+        return ReshardedReader(assembly, self._store.open, lambda: self._tell(snapshot.iteration, generation))
 
     def free(self, snapshot: SnapshotId) -> None:
         """As `ports.Store.free`; of another layout's, each rank of this job removes the snapshots of some ranks."""
@@ -128,13 +128,13 @@ class ReshardingStore:
                 )
             return generation.assembly(live)
         except UnreadableCheckpoint as error:
-            return UnreadableCheckpoint(f"it was made in the layout {old}; {error}")
+            return UnreadableCheckpoint(f"it was made in the parallel layout {old}; {error}")
 
-    def _tell(self, piece: Piece, generation: Generation) -> None:
-        if piece not in self._told and self._rank == 0:
+    def _tell(self, iteration: int, generation: Generation) -> None:
+        if iteration not in self._told and self._rank == 0:
             was, now = described(generation.any.facts.topology), described(self._live_layout().facts)
-            log.info("iteration %d was stored in the layout %s and is restored in %s", piece[0], was, now)
-        self._told.add(piece)
+            log.info("iteration %d was stored in the layout %s and is restored in %s", iteration, was, now)
+        self._told.add(iteration)
 
     def _live_layout(self) -> LiveLayout:
         if self._live is None:
