@@ -64,9 +64,10 @@ ROWS = {
     f"{ENGINE}.replay": Row(f"{VALUES} ports replication core_versions", "megatron.core torch"),
     f"{ENGINE}.snapshot": Row(f"{PARTS} storage replication megatron_state", "numpy torch"),
     f"{ENGINE}.recovery": Row(f"{PARTS} storage replication replay snapshot", "msgspec"),
+    f"{ENGINE}.resharding": Row(f"{VALUES} ports policy", "msgspec numpy typing_extensions"),
     f"{ENGINE}.local_recovery": Row(f"{WORKERS} core_versions", "megatron.core numpy torch"),
     f"{ENGINE}.runtime": Row(
-        f"{WORKERS} versions config core_versions replication local_recovery", "megatron.core torch"
+        f"{WORKERS} versions config core_versions replication local_recovery resharding", "megatron.core torch"
     ),
     f"{ENGINE}.seats": Row("errors"),
     f"{ENGINE}.in_place": Row(

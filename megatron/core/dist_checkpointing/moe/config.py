@@ -230,6 +230,13 @@ class MoECheckpointConfig:
     )
     persist_interval: int = flag(50, "iterations between snapshots that go on to --moe-ckpt-persist-dir", minimum=1)
     persist_keep: int = flag(2, "newest complete snapshots to keep in --moe-ckpt-persist-dir", minimum=1)
+    reshard: str = flag(
+        "exact",
+        "what another parallel layout stored in --moe-ckpt-persist-dir is restored in this one where every bit of it "
+        "has its place (exact), or also where training draws random numbers, as dropout does, which will be others "
+        "(inexact)",
+        choices=("exact", "inexact"),
+    )
     pec_k_snapshot: int = flag(1, "pec: experts per MoE layer in each snapshot", minimum=1)
     pec_k_persist: int | None = flag(
         None, "pec: how many of these go on to persistent storage (default: all of them)", minimum=1

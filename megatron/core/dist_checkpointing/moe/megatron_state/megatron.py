@@ -119,7 +119,18 @@ def operators_of_parameters(
     Raises:
         UsageError: A parameter belongs to none.
     """
-    return {parameter: of.operator for parameter, of in _Model(chunks, topology).names.items()}
+    return {parameter: of.operator for parameter, of in names_of_parameters(chunks, topology).items()}
+
+
+def names_of_parameters(
+    chunks: Sequence[torch.nn.Module], topology: Topology
+) -> Mapping[torch.nn.Parameter, GlobalName]:
+    """What each parameter of this rank is in the whole model.
+
+    Raises:
+        UsageError: One belongs to no operator.
+    """
+    return _Model(chunks, topology).names
 
 
 def stepped_parameters(

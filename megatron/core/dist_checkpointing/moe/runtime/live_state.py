@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +19,13 @@ from ..megatron_state.megatron import (
     stepped_parameters,
 )
 from ..megatron_state.optimizer_state import allocate_optimizer_state
+from ..megatron_state.partitions import random_draws, tensor_grids
 from ..megatron_state.quantization import allocate_quantization_state, quantization_tensors
 from ..megatron_state.sharing import assign, joining_restorer, share_out
-from ..ports import Execution, TrainerState
+from ..policy.resharding import RecordKey
+from ..ports import Execution, Json, TrainerState
 from ..replay.execution import LiveExecution
+from ..resharding.generation import LiveLayout, LiveTensor
 from ..snapshot.capturer import LiveCapturer
 from ..snapshot.copy_engines import CopyEngine, ThreadEngine
 from ..snapshot.page_locks import PageLocks
@@ -93,9 +96,18 @@ class LiveState:
             portions = share_out(tensors, assignment, self._topology, self._rank)
             self.restorer = joining_restorer(chunks, optimizer, portions)
             tensors = tuple(part for portion in portions for part in portion.stored)
+        self._stored = tensors
         self.capturer = LiveCapturer(tensors, trainer, self._engine)
         stepped = stepped_parameters(chunks, optimizer, self._topology)
         self.live = Live(self.capturer, trainer, optimizer, every, stepped, self._locks)
+
+    def layout(self, facts: Mapping[str, Json]) -> LiveLayout:
+        """What snapshots of this rank hold, for those that another layout made. facts: the layout of this job."""
+        chunks, topology = self._training.chunks, self._topology
+        tensors = [LiveTensor(one.record, RecordKey.parse(one.key), one.in_forward) for one in self._stored]
+        scalars = self._training.trainer.scalars()
+        draws = random_draws(unwrap_model(chunks[0]).config)
+        return LiveLayout(self._rank, topology, facts, tuple(tensors), tensor_grids(chunks, topology), scalars, draws)
 
     def execution(self) -> Execution:
         """With what operators are frozen in a replay. Raises UsageError for models that cannot be."""

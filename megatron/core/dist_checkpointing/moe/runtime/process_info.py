@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +16,9 @@ from ..config import MoECheckpointConfig
 from ..errors import UsageError
 from ..policy.memory_limit import MemoryLimit
 from ..policy.placement import Placement, place_replicas, replica_count
-from ..ports import Store
+from ..ports import Json, Store
+from ..resharding.generation import LiveLayout
+from ..resharding.store import ReshardingStore
 from ..snapshot.memory_limit import NodeMemory
 from ..storage.base import open_durable
 from ..storage.memory import MemoryStore
@@ -186,9 +188,18 @@ def drop_memory(config: MoECheckpointConfig, place: ProcessInfo, area: str) -> N
             folder.parent.rmdir()
 
 
-def open_persistent(config: MoECheckpointConfig, rank: int) -> Store | None:
-    """The storage of `--moe-ckpt-persist-dir`; None without that flag."""
-    return open_durable(config.persist_dir, rank) if config.persist_dir is not None else None
+def open_persistent(
+    config: MoECheckpointConfig,
+    rank: int,
+    layout: Mapping[str, Json],
+    live: Callable[[Mapping[str, Json]], LiveLayout],
+) -> Store | None:
+    """The storage of `--moe-ckpt-persist-dir`, which shows what another layout stored as if this one had; None without
+    that flag. live: the state of this rank, for that."""
+    if config.persist_dir is None:
+        return None
+    store = open_durable(config.persist_dir, rank)
+    return ReshardingStore(store, lambda: live(layout), layout, rank, inexact=config.reshard == "inexact")
 
 
 def replicas_placed(config: MoECheckpointConfig, topology: Topology) -> Placement:

@@ -139,9 +139,9 @@ class Session:
             self._together(lambda: check_repeatable(training.optimizer, self._state.live.stepped))
         # What cannot be replayed is refused before it is needed, and before any memory is taken.
         execution = self._together(self._state.execution) if self._strategy.replays else None
-        self._persistent = self._together(lambda: open_persistent(config, self._rank))
-        self._open_memory()
         layout = parallel_layout(self._topology, config.shard)
+        self._persistent = self._together(lambda: open_persistent(config, self._rank, layout, self._state.layout))
+        self._open_memory()
         self._identity = Identity(place.job_id, layout, self._state.capturer.operators, config.strategy)
         # Rank 0 names the attempt. Sorts by time, and differs even between attempts that start in the same instant.
         self._attempt = str(self._control.gather(f"{time.time_ns():020d}-{secrets.token_hex(4)}")[0])

@@ -1,0 +1,231 @@
+"""What all ranks of another layout stored of one iteration, and what of it makes up the state of a rank of this one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from ..errors import UnreadableCheckpoint, UsageError
+from ..policy.lineage import Lineage
+from ..policy.resharding import (
+    ElementRange,
+    ElementRun,
+    Grid,
+    ReadPlan,
+    RecordKey,
+    StoredRange,
+    one_value,
+    plan_reads,
+    source_rank,
+)
+from ..ports import RANDOM, Facts, Field, Json, Layout, Manifest, SnapshotId
+from ..types import OperatorId, OperatorKind, Part, Topology
+from ..types.layout import Record
+from .trainer import fitted
+
+_QUANTIZATION = f"{RANDOM}quantization"
+_DEGREES = ("world_size", "tp", "pp", "vpp", "cp", "ep", "etp")
+
+
+class _ForeignScalars(msgspec.Struct):
+    """What is read of the scalars of a manifest; others may stand beside it."""
+
+    operators: tuple[tuple[int, int, int, int], ...]
+    timeline: Lineage = ()
+    window: tuple[int, int] | None = None
+    trainer: Any = None
+
+
+@dataclass(frozen=True)
+class LiveTensor:
+    """A tensor of state of this rank: its record, its key taken apart, and whether a forward pass reads it."""
+
+    record: Field
+    key: RecordKey
+    in_forward: bool
+
+    def serves(self, part: Part) -> bool:
+        """As `megatron_state.operators.StateTensor.serves`."""
+        return bool(self.record.part & part) or (self.in_forward and Part.COMPUTE in part)
+
+
+@dataclass(frozen=True)
+class LiveLayout:
+    """The state of this rank, and the layout of this job.
+
+    Attributes:
+        rank: This rank.
+        topology: The layout.
+        facts: The same, as manifests have it.
+        tensors: All state of this rank that snapshots hold.
+        grids: Of tensors that tensor parallelism cuts.
+        trainer: What the trainer state of this rank says, as it is before anything is restored.
+        draws: What draws random numbers in training, for people; empty if nothing does.
+    """
+
+    rank: int
+    topology: Topology
+    facts: Mapping[str, Json]
+    tensors: tuple[LiveTensor, ...] = field(repr=False)
+    grids: Mapping[str, Grid] = field(repr=False)
+    trainer: Mapping[str, Json] = field(repr=False)
+    draws: str = ""
+
+    def grid(self, tensor: LiveTensor) -> Grid:
+        """Of the whole tensor of which this is a shard."""
+        return self.grids.get(tensor.key.name, Grid(1, tensor.key.elements.end))
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """How one snapshot of this rank is made of those of another layout.
+
+    Attributes:
+        manifest: What it looks like here; without checksums, which stand with the records that it is read from.
+        reads: For each of its records, which records of which ranks.
+        sources: The ranks that are read.
+    """
+
+    manifest: Manifest
+    reads: Mapping[str, tuple[ReadPlan, ...]] = field(repr=False)
+
+    @property
+    def sources(self) -> frozenset[int]:
+        """The ranks of the other layout whose snapshots are read."""
+        return frozenset(plan.record.rank for plans in self.reads.values() for plan in plans)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The manifests that ranks of one layout stored of one iteration and kind, on one timeline, by rank."""
+
+    manifests: Mapping[int, Manifest] = field(repr=False)
+
+    @property
+    def any(self) -> Manifest:
+        """That of the lowest rank: what all of them say alike is taken from it."""
+        return self.manifests[min(self.manifests)]
+
+    @property
+    def timeline(self) -> Lineage:
+        """The attempts that led to it."""
+        return _scalars(self.any).timeline
+
+    @property
+    def topology(self) -> Topology:
+        """The layout. Raises UnreadableCheckpoint."""
+        return topology_of(self.any.facts)
+
+    def assembly(self, live: LiveLayout) -> Assembly:
+        """What a rank of this job reads of it. Raises UnreadableCheckpoint, with what cannot be had."""
+        old, scalars = self.topology, _scalars(self.any)
+        if scalars.window is not None and scalars.window[0] != scalars.window[1]:
+            raise UnreadableCheckpoint(
+                f"iterations {scalars.window[0]} to {scalars.window[1]} have to be run again in the layout that they"
+                f" were run in, {described(self.any.facts.topology)}: moe-ckpt convert --to dense does that, and makes"
+                " a checkpoint for --load"
+            )
+        parts = self._parts()
+        wanted = [one for one in live.tensors if one.record.operator in parts]
+        wanted = [one for one in wanted if one.record.operator and one.serves(parts[one.record.operator])]
+        stored = self._stored(old, {one.key.tensor for one in wanted})
+        reads = {one.record.key: _reads(one, live, stored.get(one.key.tensor, ())) for one in wanted}
+        random, facts = self._trainer(live, old, parts)
+        reads |= {record.key: (_whole(record, at),) for at, record in random}
+        fields = [*(one.record for one in wanted), *(record.field for _, record in random)]
+        snapshot = replace(self.any.snapshot, rank=live.rank)
+        layout = Layout.of(fields)
+        return Assembly(Manifest(snapshot, facts, "", layout, ("",) * len(fields)), reads)
+
+    def _parts(self) -> dict[OperatorId, Part]:
+        held = (row for manifest in self.manifests.values() for row in _scalars(manifest).operators)
+        return {OperatorId(layer, OperatorKind(kind), expert): Part(part) for layer, kind, expert, part in held}
+
+    def _stored(self, old: Topology, tensors: Collection[str]) -> Mapping[str, list[StoredRange]]:
+        """All records of these tensors."""
+        found: dict[str, list[StoredRange]] = {}
+        for rank, manifest in self.manifests.items():
+            for record in manifest.records:
+                if record.operator is not None and (key := RecordKey.parse(record.key)).tensor in tensors:
+                    elements = StoredRange(rank, old.stage(rank), record.key, key.elements, record.xxh3)
+                    found.setdefault(key.tensor, []).append(elements)
+        return found
+
+    def _trainer(
+        self, live: LiveLayout, old: Topology, parts: Mapping[OperatorId, Part]
+    ) -> tuple[list[tuple[int, Record]], Facts]:
+        """The random states that this rank takes, with the rank that stored them, and the facts of its snapshot."""
+        source = source_rank(live.rank, old, live.topology)
+        held = _scalars(self.any).trainer is not None
+        if held and source not in self.manifests:
+            raise UnreadableCheckpoint(f"the share of rank {source} is missing, whose random states are needed")
+        manifest = self.manifests[source] if held else self.any
+        random = [(source, record) for record in manifest.records if record.operator is None]
+        if any(record.key == _QUANTIZATION for _, record in random):
+            raise UnreadableCheckpoint(
+                "scales of eight-bit training belong to the modules of one layout, "
+                f"{described(manifest.facts.topology)}: start with that layout again"
+            )
+        own = {one.record.operator for one in live.tensors}
+        rows: list[Json] = [
+            [one.layer, one.kind.value, one.expert, part.value] for one, part in sorted(parts.items()) if one in own
+        ]
+        scalars = {**manifest.facts.scalars, "operators": rows}
+        if held:
+            everywhere = [_scalars(one).trainer for one in self.manifests.values()]
+            scalars["trainer"] = fitted(_scalars(manifest).trainer, everywhere, live.trainer)
+        return random, replace(manifest.facts, topology=live.facts, scalars=scalars)
+
+
+def generations(manifests: Sequence[Manifest]) -> list[Generation]:
+    """The manifests of one iteration and kind, by the layout, the plan and the past that they were made in."""
+    groups: dict[tuple[object, ...], dict[int, Manifest]] = {}
+    for manifest in manifests:
+        facts = manifest.facts
+        key = facts.job, facts.plan_digest, tuple(sorted(facts.topology.items())), _scalars(manifest).timeline
+        groups.setdefault(key, {})[manifest.snapshot.rank] = manifest
+    return [Generation(group) for group in groups.values()]
+
+
+def topology_of(facts: Facts) -> Topology:
+    """The layout that a manifest says. Raises UnreadableCheckpoint."""
+    try:
+        world_size, tp, pp, vpp, cp, ep, etp = (int(facts.topology[name]) for name in _DEGREES)  # type: ignore[arg-type]
+        return Topology(world_size, tp, pp, vpp, cp, ep, etp)
+    except (KeyError, TypeError, ValueError, UsageError) as error:
+        raise UnreadableCheckpoint(f"{dict(facts.topology)} is no parallel layout: something else made it") from error
+
+
+def described(layout: Mapping[str, Json]) -> str:
+    """A layout in a few words: world_size 8, tp 2, pp 2."""
+    shown = [name for name in layout if name == "world_size" or layout[name] != 1]
+    return ", ".join(f"{name} {layout[name]}" for name in shown)
+
+
+def _scalars(manifest: Manifest) -> _ForeignScalars:
+    try:
+        return msgspec.convert(manifest.facts.scalars, _ForeignScalars)
+    except msgspec.ValidationError as error:
+        raise UnreadableCheckpoint(f"its manifest does not fit: {error}; something else made it") from error
+
+
+def _reads(tensor: LiveTensor, live: LiveLayout, stored: Sequence[StoredRange]) -> tuple[ReadPlan, ...]:
+    key, record = tensor.key, tensor.record
+    if key.own_of is None and record.shape == (key.elements.numel,) and not key.field.endswith("_scale"):
+        return plan_reads(key.tensor, live.grid(tensor), stored, key.elements, live.rank)
+    # Step counts, scales, and what each rank counts for itself: right only where all stored the same.
+    numel = record.shape[0]
+    return (ReadPlan(one_value(key.tensor, stored, live.rank), (ElementRun(0, 0, numel),)),)
+
+
+def _whole(record: Record, rank: int) -> ReadPlan:
+    whole = ElementRange(0, record.nbytes)
+    return ReadPlan(StoredRange(rank, 0, record.key, whole, record.xxh3), (ElementRun(0, 0, record.nbytes),))
+
+
+def snapshots_of(generation: Generation) -> list[SnapshotId]:
+    """Under which names they are stored."""
+    return sorted(manifest.snapshot for manifest in generation.manifests.values())

@@ -1,0 +1,147 @@
+"""Storage in which snapshots of another layout look as if this job had made them.
+
+Recovery, strategies and retention know nothing of it: they list, open and free snapshots of this rank, and those that
+another layout made are put together from its ranks' shares as they are read (`reader`). New ones are written as ever.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+from ..errors import UnreadableCheckpoint
+from ..policy.lineage import newest_first
+from ..policy.resharding import freed_by
+from ..ports import Layout, Listing, Manifest, Reader, SnapshotId, Store, Writer
+from .generation import Assembly, Generation, LiveLayout, described, generations, snapshots_of
+from .reader import ReshardedReader
+
+log = logging.getLogger(__name__)
+
+Piece: TypeAlias = tuple[int, str]
+"""Iteration and kind: what all ranks of a layout store under the same name."""
+
+
+class ReshardingStore:
+    """A `ports.Store` over another one.
+
+    What other layouts stored is looked at once: this job adds none. Where this rank has a snapshot of its own layout of
+    an iteration and kind, that is meant.
+
+    Args:
+        store: Where snapshots are.
+        live: The state of this rank; asked for once, if there are snapshots of another layout at all.
+        layout: The layout of this job, as manifests have it.
+        rank: This rank.
+        inexact: Go on also where training draws random numbers, which will be others.
+    """
+
+    def __init__(
+        self, store: Store, live: Callable[[], LiveLayout], layout: Mapping[str, object], rank: int, *, inexact: bool
+    ) -> None:
+        self._store, self._make_live, self._layout, self._rank = store, live, dict(layout), rank
+        self._inexact = inexact
+        self._live: LiveLayout | None = None
+        self._foreign: dict[Piece, Generation] | None = None
+        self._assembled: dict[Piece, Assembly | UnreadableCheckpoint] = {}
+        self._told: set[int] = set()
+
+    def reserve(self, snapshot: SnapshotId, layout: Layout) -> Writer:
+        """As `ports.Store.reserve`."""
+        return self._store.reserve(snapshot, layout)
+
+    def snapshots(self) -> Listing:
+        """As `ports.Store.snapshots`: those of other layouts as this rank's, in place of their ranks'."""
+        listed = self._store.snapshots()
+        foreign = self._found(listed)
+        hidden = {snapshot for generation in foreign.values() for snapshot in snapshots_of(generation)}
+        sealed = {snapshot for snapshot in listed.sealed if snapshot not in hidden}
+        sealed |= {SnapshotId(iteration, self._rank, kind) for iteration, kind in foreign}
+        return Listing(tuple(sorted(sealed)), listed.torn)
+
+    def open(self, snapshot: SnapshotId) -> Reader:
+        """As `ports.Store.open`. Raises UnreadableCheckpoint also where it cannot be had in this layout."""
+        generation = self._found().get((snapshot.iteration, snapshot.kind))
+        if generation is None or snapshot.rank != self._rank or self._is_own(snapshot, generation):
+            return self._store.open(snapshot)
+        piece = snapshot.iteration, snapshot.kind
+        if piece not in self._assembled:
+            self._assembled[piece] = self._assembly(generation)
+        assembly = self._assembled[piece]
+        if isinstance(assembly, UnreadableCheckpoint):
+            raise assembly
+        return ReshardedReader(assembly, self._store.open, lambda: self._tell(snapshot.iteration, generation))
+
+    def free(self, snapshot: SnapshotId) -> None:
+        """As `ports.Store.free`; of another layout's, each rank of this job removes the snapshots of some ranks."""
+        generation = self._found().get((snapshot.iteration, snapshot.kind))
+        if generation is None or snapshot.rank != self._rank:
+            self._store.free(snapshot)
+            return
+        owners = sorted(generation.manifests)
+        for owner in {*freed_by(self._rank, self._live_layout().topology, owners), self._rank}:
+            self._store.free(SnapshotId(snapshot.iteration, owner, snapshot.kind))
+        # Others remove the rest at the same time: nothing of it is looked at again.
+        self._found().pop((snapshot.iteration, snapshot.kind), None)
+        self._assembled.pop((snapshot.iteration, snapshot.kind), None)
+
+    def sweep(self) -> None:
+        """As `ports.Store.sweep`."""
+        self._store.sweep()
+
+    def close(self) -> None:
+        """As `ports.Store.close`."""
+        self._store.close()
+
+    def _found(self, listed: Listing | None = None) -> dict[Piece, Generation]:
+        """What other layouts stored, the newest past of each iteration and kind."""
+        if self._foreign is None:
+            manifests: dict[Piece, list[Manifest]] = {}
+            for snapshot in (listed or self._store.snapshots()).sealed:
+                try:
+                    with self._store.open(snapshot) as reader:
+                        manifest = reader.manifest
+                except UnreadableCheckpoint:
+                    continue  # told by whoever lists it
+                if dict(manifest.facts.topology) != self._layout:
+                    manifests.setdefault((snapshot.iteration, snapshot.kind), []).append(manifest)
+            self._foreign = {piece: _newest(generations(found)) for piece, found in manifests.items()}
+        return self._foreign
+
+    def _is_own(self, snapshot: SnapshotId, generation: Generation) -> bool:
+        """Whether a snapshot of this very layout lies under the name."""
+        found = generation.manifests.get(snapshot.rank)
+        try:
+            with self._store.open(snapshot) as reader:
+                return found is None or reader.manifest.facts != found.facts
+        except UnreadableCheckpoint:
+            return False
+
+    def _assembly(self, generation: Generation) -> Assembly | UnreadableCheckpoint:
+        live, old = self._live_layout(), described(generation.any.facts.topology)
+        try:
+            if live.draws and not self._inexact:
+                raise UnreadableCheckpoint(
+                    f"training draws random numbers ({live.draws}), which come out otherwise in another layout: give"
+                    " --moe-ckpt-reshard inexact to go on with other ones"
+                )
+            return generation.assembly(live)
+        except UnreadableCheckpoint as error:
+            return UnreadableCheckpoint(f"it was made in the parallel layout {old}; {error}")
+
+    def _tell(self, iteration: int, generation: Generation) -> None:
+        if iteration not in self._told and self._rank == 0:
+            was, now = described(generation.any.facts.topology), described(self._live_layout().facts)
+            log.info("iteration %d was stored in the layout %s and is restored in %s", iteration, was, now)
+        self._told.add(iteration)
+
+    def _live_layout(self) -> LiveLayout:
+        if self._live is None:
+            self._live = self._make_live()
+        return self._live
+
+
+def _newest(found: list[Generation]) -> Generation:
+    timelines = newest_first(generation.timeline for generation in found)
+    return next((one for timeline in timelines for one in found if one.timeline == timeline), found[0])

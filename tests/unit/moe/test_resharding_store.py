@@ -1,0 +1,289 @@
+"""Storage that shows snapshots of another layout as this job's: what is read, what is refused, what is freed."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.policy.resharding import Grid, RecordKey
+from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
+from megatron.core.dist_checkpointing.moe.resharding.generation import LiveLayout, LiveTensor
+from megatron.core.dist_checkpointing.moe.resharding.store import ReshardingStore
+from megatron.core.dist_checkpointing.moe.resharding.trainer import fitted
+from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
+from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Part, Topology
+
+OPERATOR = OperatorId(0, OperatorKind.NON_EXPERT)
+OLD, NEW = Topology(4, tp=2), Topology(2, tp=1)
+ROWS, COLUMNS = 6, 8
+WHOLE = np.arange(ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, COLUMNS)
+SMALL = Grid(ROWS, COLUMNS)
+GROUP = {"lr": 0.1, "weight_decay": 0.01}
+TRAINER = {"iteration": 4, "param_groups": [GROUP], "grad_scalers": [{"scale": 2.0}]}
+
+
+def facts_of(topology: Topology) -> dict[str, Any]:
+    names = ("world_size", "tp", "pp", "vpp", "cp", "ep")
+    return {name: getattr(topology, name) for name in names} | {"etp": topology.expert_tp}
+
+
+def half(tensor: np.ndarray, which: int) -> tuple[int, int]:
+    """Which elements of a partition one of two data-parallel ranks has: not cut at the end of a row."""
+    return ((0, tensor.size // 2 + 1), (tensor.size // 2 + 1, tensor.size))[which]
+
+
+def share(rank: int, whole: np.ndarray = WHOLE) -> dict[str, tuple[Part, np.ndarray]]:
+    """What a rank of the old layout stored of a row-parallel weight, its step count, and a norm that all hold."""
+    tp, dp = rank % 2, rank // 2
+    partition = np.ascontiguousarray(whole[:, tp * whole.shape[1] // 2 : (tp + 1) * whole.shape[1] // 2]).reshape(-1)
+    start, end = half(partition, dp)
+    here = f"w/tp{tp}of2[{start}:{end}]"
+    return {
+        f"{here}/master": (Part.MASTER, partition[start:end]),
+        f"{here}/step": (Part.MOMENTS, np.array([4.0], np.float32)),
+        "n[0:4]/master": (Part.MASTER, np.ones(4, np.float32)),
+        f"c/rank{rank}[0:2]/buffer": (Part.MASTER, np.zeros(2, np.float32)),
+    }
+
+
+def put(
+    store: FilesystemStore,
+    rank: int,
+    records: Mapping[str, tuple[Part, np.ndarray]],
+    topology: Topology = OLD,
+    iteration: int = 4,
+    **scalars: Any,
+) -> None:
+    fields = [Field(key, str(value.dtype), value.shape, part, OPERATOR) for key, (part, value) in records.items()]
+    fields.append(Field("random/torch", "uint8", (3,)))
+    layout = Layout.of(fields)
+    with store.reserve(SnapshotId(iteration, rank), layout) as writer:
+        for key, (_, value) in records.items():
+            writer.put(key, np.ascontiguousarray(value))
+        writer.put("random/torch", np.array([rank, 1, 2], np.uint8))
+        held = [[OPERATOR.layer, OPERATOR.kind.value, OPERATOR.expert, Part.EVERYTHING.value]]
+        own = {"operators": held, "timeline": [["a", 0]], "window": [iteration, iteration], "trainer": TRAINER}
+        writer.seal(Facts("job", "digest", facts_of(topology), own | scalars))
+
+
+def live_of(rank: int, grid: Grid = SMALL, **changes: Any) -> LiveLayout:
+    """What rank 0 or 1 of the new layout wants: data-parallel halves of the weight, all of the norm."""
+    start, end = ((0, grid.numel // 2 + 3), (grid.numel // 2 + 3, grid.numel))[rank]
+    wanted = {
+        f"w[{start}:{end}]/master": (Part.MASTER, end - start),
+        f"w[{start}:{end}]/step": (Part.MOMENTS, 1),
+        "n[0:4]/master": (Part.MASTER, 4),
+        f"c/rank{rank}[0:2]/buffer": (Part.MASTER, 2),
+    }
+    tensors = tuple(
+        LiveTensor(Field(key, "float32", (numel,), part, OPERATOR), RecordKey.parse(key), in_forward=False)
+        for key, (part, numel) in wanted.items()
+    )
+    live = {"param_groups": [GROUP, GROUP], "grad_scalers": [{"scale": 1.0}] * 2}
+    return replace(LiveLayout(rank, NEW, facts_of(NEW), tensors, {"w": grid}, live), **changes)
+
+
+def view(folder: Path, rank: int = 0, *, inexact: bool = False, live: LiveLayout | None = None) -> ReshardingStore:
+    store = FilesystemStore(folder, rank)
+    return ReshardingStore(store, lambda: live or live_of(rank), facts_of(NEW), rank, inexact=inexact)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for rank in range(OLD.world_size):
+        put(FilesystemStore(tmp_path, rank), rank, share(rank))
+    return tmp_path
+
+
+def test_each_rank_reads_its_own_state_from_the_shares_of_the_other_layout(folder: Path) -> None:
+    flat = []
+    for rank in range(NEW.world_size):
+        store = view(folder, rank)
+        assert store.snapshots().sealed == (SnapshotId(4, rank),)
+        with store.open(SnapshotId(4, rank)) as reader:
+            (weight, step, norm, counts, random) = [
+                bytes(reader.read(field.key)) for field in reader.manifest.layout.fields
+            ]
+            assert reader.manifest.facts.topology == facts_of(NEW)
+            assert not reader.verify()
+        flat += [*np.frombuffer(weight, np.float32)]
+        assert np.frombuffer(step, np.float32) == [4.0]
+        assert (np.frombuffer(norm, np.float32) == 1).all()
+        assert (np.frombuffer(counts, np.float32) == 0).all()
+        assert random[0] == 2 * rank, "of the rank at the same data-parallel coordinate"
+    assert flat == [*WHOLE.reshape(-1)]
+
+
+def test_parameter_groups_and_loss_scalers_are_as_many_as_this_rank_has(folder: Path) -> None:
+    with view(folder).open(SnapshotId(4, 0)) as reader:
+        trainer: Any = reader.manifest.facts.scalars["trainer"]
+    assert len(trainer["param_groups"]) == 2
+    assert trainer["grad_scalers"] == [{"scale": 2.0}] * 2
+    assert trainer["iteration"] == 4
+
+
+def test_step_counts_of_groups_are_kept_and_scales_that_differ_refused() -> None:
+    counted = {"param_groups": [{**GROUP, "step": 7}], "grad_scalers": []}
+    assert fitted(counted, [counted], {"param_groups": [GROUP]})["param_groups"] == [{**GROUP, "step": 7}]
+    other = {**TRAINER, "grad_scalers": [{"scale": 4.0}]}
+    with pytest.raises(UnreadableCheckpoint, match="loss scales differ"):
+        fitted(TRAINER, [TRAINER, other], TRAINER)
+
+
+class Counting(FilesystemStore):
+    """Notes which records are read."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        super().__init__(folder, rank)
+        self.reads: Counter[tuple[int, str]] = Counter()
+
+    def open(self, snapshot: SnapshotId) -> Any:
+        reader, whole = super().open(snapshot), self.reads
+        read = reader.read
+
+        def counted(key: str) -> memoryview:
+            whole[snapshot.rank, key] += 1
+            return read(key)
+
+        reader.read = counted  # type: ignore[method-assign]
+        return reader
+
+
+def test_each_needed_record_is_read_once_and_no_other(folder: Path) -> None:
+    for rank in range(NEW.world_size):
+        below = Counting(folder, rank)
+        store = ReshardingStore(below, lambda rank=rank: live_of(rank), facts_of(NEW), rank, inexact=False)  # type: ignore[misc]
+        with store.open(SnapshotId(4, rank)) as reader:
+            for field in reader.manifest.layout.fields:
+                reader.read(field.key)
+        assert set(below.reads.values()) == {1}
+        weights = {owner for owner, key in below.reads if key.startswith("w/") and key.endswith("master")}
+        # Of each rank's rows some elements lie behind the cut between the data-parallel ranks, some before.
+        assert weights == ({0, 1, 2}, {1, 2, 3})[rank]
+
+
+def test_memory_is_one_record_beside_what_is_made(tmp_path: Path) -> None:
+    whole = np.zeros((2048, 1024), np.float32)
+    for rank in range(OLD.world_size):
+        put(FilesystemStore(tmp_path, rank), rank, share(rank, whole))
+    store, made = view(tmp_path, live=live_of(0, Grid(2048, 1024))), 0
+    with store.open(SnapshotId(4, 0)) as reader:
+        tracemalloc.start()
+        for field in reader.manifest.layout.fields:
+            made = max(made, reader.read(field.key).nbytes)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    stored = whole.nbytes // 4
+    assert peak < made + stored + stored // 8
+
+
+def read_all(store: ReshardingStore, rank: int) -> None:
+    with store.open(SnapshotId(4, rank)) as reader:
+        for field in reader.manifest.layout.fields:
+            reader.read(field.key)
+
+
+def refusal(store: ReshardingStore, rank: int = 0) -> str:
+    assert store.snapshots().sealed == (SnapshotId(4, rank),)
+    with pytest.raises(UnreadableCheckpoint) as refused:
+        read_all(store, rank)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_a_share_that_is_missing_is_told_by_what_it_held(folder: Path) -> None:
+    FilesystemStore(folder, 3).free(SnapshotId(4, 3))
+    said = refusal(view(folder, 1), 1)
+    assert "made in the parallel layout world_size 4, tp 2" in said
+    assert "w/master: elements from " in said
+    assert "a rank's share is missing" in said
+
+
+def test_a_missing_share_with_the_random_states_is_told_by_its_rank(folder: Path) -> None:
+    FilesystemStore(folder, 2).free(SnapshotId(4, 2))
+    live = live_of(1)
+    only_norm = replace(live, tensors=live.tensors[2:3])
+    assert "the share of rank 2 is missing, whose random states are needed" in refusal(
+        view(folder, 1, live=only_norm), 1
+    )
+
+
+def test_a_torn_share_counts_as_missing(folder: Path) -> None:
+    with (folder / SnapshotId(4, 1).name / "segment.bin").open("r+b") as file:
+        file.truncate(16)
+    store = view(folder)
+    assert "a rank's share is missing" in refusal(store)
+    assert [torn.snapshot.rank for torn in store.snapshots().torn] == [1]
+
+
+def test_a_changed_byte_is_found_before_it_is_used(folder: Path) -> None:
+    segment = folder / SnapshotId(4, 3).name / "segment.bin"
+    data = bytearray(segment.read_bytes())
+    data[5] ^= 1
+    segment.write_bytes(data)
+    assert "does not match its checksum" in refusal(view(folder, 1), 1)
+
+
+def test_ranks_that_disagree_about_what_all_hold_are_named(tmp_path: Path) -> None:
+    for rank in range(OLD.world_size):
+        records = share(rank) | ({"n[0:4]/master": (Part.MASTER, np.zeros(4, np.float32))} if rank == 3 else {})
+        put(FilesystemStore(tmp_path, rank), rank, records)
+    assert "n/master: ranks 0 and 3 stored different values of the same elements" in refusal(view(tmp_path))
+
+
+def test_what_each_rank_counted_for_itself_must_be_the_same_everywhere(tmp_path: Path) -> None:
+    for rank in range(OLD.world_size):
+        counted = {f"c/rank{rank}[0:2]/buffer": (Part.MASTER, np.full(2, rank, np.float32))}
+        put(FilesystemStore(tmp_path, rank), rank, share(rank) | counted)
+    assert "c/buffer has one value on rank 0 and another on rank 1" in refusal(view(tmp_path))
+
+
+def test_a_window_of_iterations_is_refused_with_what_converts_it(tmp_path: Path) -> None:
+    for rank in range(OLD.world_size):
+        put(FilesystemStore(tmp_path, rank), rank, share(rank), window=[2, 4])
+    said = refusal(view(tmp_path))
+    assert "iterations 2 to 4 have to be run again in the layout" in said
+    assert "moe-ckpt convert --to dense" in said
+
+
+def test_random_draws_are_refused_unless_accepted(folder: Path) -> None:
+    live = live_of(0, draws="hidden_dropout 0.1")
+    assert "hidden_dropout 0.1" in refusal(view(folder, live=live))
+    with view(folder, live=live, inexact=True).open(SnapshotId(4, 0)) as reader:
+        assert reader.read("n[0:4]/master").nbytes == 16
+
+
+def test_what_this_layout_stored_is_left_as_it_is(folder: Path) -> None:
+    own = {"n[0:4]/master": (Part.MASTER, np.full(4, 7, np.float32))}
+    put(FilesystemStore(folder, 0), 0, own, NEW, iteration=5)
+    store = view(folder)
+    assert store.snapshots().sealed == (SnapshotId(4, 0), SnapshotId(5, 0))
+    with store.open(SnapshotId(5, 0)) as reader:
+        assert np.frombuffer(reader.read("n[0:4]/master"), np.float32)[0] == 7
+    with FilesystemStore(folder, 0).open(SnapshotId(5, 0)) as reader:
+        assert len(reader.manifest.records) == 2
+
+
+def test_a_snapshot_of_this_layout_under_the_same_name_is_meant(folder: Path) -> None:
+    store = FilesystemStore(folder, 0)
+    store.free(SnapshotId(4, 0))
+    put(store, 0, {"n[0:4]/master": (Part.MASTER, np.full(4, 7, np.float32))}, NEW)
+    with view(folder).open(SnapshotId(4, 0)) as reader:
+        assert len(reader.manifest.records) == 2
+
+
+def test_what_is_superseded_goes_whichever_rank_stored_it(folder: Path) -> None:
+    view(folder, 1).free(SnapshotId(4, 1))
+    assert [path.name[18:23] for path in sorted(folder.iterdir())] == ["00000", "00002"]
+    store = view(folder, 0)
+    store.free(SnapshotId(4, 0))
+    assert not list(folder.iterdir())
+    assert store.snapshots().sealed == ()
