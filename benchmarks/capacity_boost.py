@@ -136,6 +136,14 @@ def page(outcomes: Sequence[Outcome]) -> str:
         "percent": PERCENT,
         "most": max(one.mlt for one in outcomes),
         "limit": LIMIT,
+        "exceeding": sum(one.mlt > LIMIT for one in outcomes),
+        "struck": sum(one.name != FAULT_FREE for one in outcomes),
+        "lower": sum(
+            one.mlt < other.mlt
+            for one in outcomes
+            for other in outcomes
+            if (one.seed, one.name, other.name) == (other.seed, BOOST, NO_BOOST)
+        ),
         "with_boost": _changes(outcomes, BOOST),
         "without": _changes(outcomes, NO_BOOST),
         "apart": (max(finals) - min(finals)) / statistics.mean(finals) if finals else 0.0,
@@ -179,7 +187,8 @@ up for them (MOETION 6).
 |---|---|---:|---:|---:|---:|---:|---|---:|---:|---:|
 {rows}
 
-- **MLT** (MOETION eq. 6, all faults) is at most {most:.3%}; MOETION finds up to {limit:.0%} harmless.
+- **MLT** (MOETION eq. 6, all faults) is at most {most:.3%}; MOETION finds up to {limit:.0%} harmless, which
+  {exceeding} of {struck} runs with faults exceed. With the boost it is lower than without for {lower} of {seeds} seeds.
 - Final validation loss against the fault-free run of the same seed: {with_boost} with the boost, {without} without. The
   {seeds} fault-free runs, which differ in their weights and in what they evaluate, are {apart:.2%} apart.
 - "made up in iterations" has one number for each fault: how long tokens were owed. Where it is the distance to the next
