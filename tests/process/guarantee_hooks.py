@@ -48,7 +48,7 @@ def watching_sealed_bytes(folder: str) -> Iterator[None]:
     def step_end(self: Any, iteration: int, *journal: Any) -> None:
         original(self, iteration, *journal)
         facts["looks"] += 1
-        now = _fingerprints(self._memory.directory)
+        now = _fingerprints(self._memory.store.directory)
         for name, digest in now.items():
             if seen.setdefault(name, digest) != digest:
                 facts["changed"].append(f"{name} after iteration {iteration}")

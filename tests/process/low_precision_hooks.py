@@ -130,13 +130,14 @@ def scales_of_weights_compared(folder: str, *, leveled: bool = True) -> Iterator
 
 
 def _worst_error(state: Any) -> float:
-    """Of eight-bit weights that this rank steps, by how much the largest is off its master, of that."""
+    """Of eight-bit weights that this rank steps, by how much the largest is off its master, of that. Delayed scaling cuts
+    off what has grown beyond 448 steps of a scale that is one iteration old: masters are cut off there, too."""
     worst = 0.0
     for inner in (member.optimizer for member in state.optimizer.chained_optimizers):
         for weights in (one for group in inner.param_groups for one in group["params"] if hasattr(one, "_data")):
             master, cast = inner.get_unscaled_state(weights, "master_param"), weights.dequantize().float()
-            at = master.abs().argmax()
-            worst = max(worst, float((cast[at] / master[at] - 1).abs()))
+            at, largest = master.abs().argmax(), 448 * float(weights._scale_inv)
+            worst = max(worst, float((cast[at] / master[at].clamp(-largest, largest) - 1).abs()))
     return worst
 
 
