@@ -130,8 +130,10 @@ def scales_of_weights_compared(folder: str, *, leveled: bool = True) -> Iterator
 
 
 def _worst_error(state: Any) -> float:
-    """Of eight-bit weights that this rank steps, by how much the largest is off its master, of that. Delayed scaling cuts
-    off what has grown beyond 448 steps of a scale that is one iteration old: masters are cut off there, too."""
+    """Of eight-bit weights that this rank steps, by how much the largest is off its master, of that.
+
+    Delayed scaling cuts off what has grown beyond 448 steps of a scale that is one iteration old: so are masters here.
+    """
     worst = 0.0
     for inner in (member.optimizer for member in state.optimizer.chained_optimizers):
         for weights in (one for group in inner.param_groups for one in group["params"] if hasattr(one, "_data")):
