@@ -138,7 +138,7 @@ def _worst_error(state: Any) -> float:
     for inner in (member.optimizer for member in state.optimizer.chained_optimizers):
         for weights in (one for group in inner.param_groups for one in group["params"] if hasattr(one, "_data")):
             master, cast = inner.get_unscaled_state(weights, "master_param"), weights.dequantize().float()
-            at, largest = master.abs().argmax(), 448 * float(weights._scale_inv)
+            at, largest = master.abs().argmax(), 448 * float(weights.get_metadata()["fp8_scale_inv"])
             worst = max(worst, float((cast[at] / master[at].clamp(-largest, largest) - 1).abs()))
     return worst
 

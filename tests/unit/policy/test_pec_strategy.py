@@ -346,8 +346,9 @@ def adaptive_job(**settings: Any) -> Job:
 def test_an_adaptive_snapshot_has_as_many_experts_as_the_passes_have_time_for(budget_bytes: int, k: int) -> None:
     pec = Pec(adaptive_job())
     step(pec, 1)
+    written(pec, 2)  # all of them
     pec.throughput_measured(Throughput(0.5, 2.0 * budget_bytes))
-    plan = step(pec, 2)
+    plan = step(pec, 3)
     assert pec.k == k
     assert k == 8 or len(experts_of(plan)) * 10 + 100 <= max(budget_bytes, 100 + 10 * 3)
 
@@ -355,8 +356,9 @@ def test_an_adaptive_snapshot_has_as_many_experts_as_the_passes_have_time_for(bu
 def test_without_the_flag_bandwidth_changes_nothing() -> None:
     pec = Pec(adaptive_job(pec_adaptive=False))
     step(pec, 1)
+    written(pec, 2)  # all of them
     pec.throughput_measured(Throughput(1.0, 10.0**9))
-    step(pec, 2)
+    step(pec, 3)
     assert not pec.needs_throughput
     assert pec.k == 1
 
