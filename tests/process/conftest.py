@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 from attempts import Cluster
+from engine import world_with_engine
 from runs import Launch, Layout, Start, Train, flags
 from sparse_runs import Case, FaultFree, Run
 from sparse_runs import fault_free as run_fault_free
 from world import HANG_TIMEOUT_S, ROOT, Hook, Outcome, Running, World
 
-from megatron.pretrain import te_on_cpu
 from megatron.pretrain.preprocess import PreprocessRequest, preprocess
 
 
@@ -32,14 +32,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 @pytest.fixture(scope="module")
 def engine_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """A world in which Transformer Engine's own Python runs, over kernels for the CPU."""
-    try:
-        te_on_cpu.find()
-    except te_on_cpu.MissingWheel as error:
-        pytest.skip(str(error))
-    started = World(tmp_path_factory.mktemp("engine-world"), with_engine=True)
-    yield started
-    started.kill()
+    yield from world_with_engine(tmp_path_factory.mktemp("engine-world"))
 
 
 @pytest.fixture(scope="session")

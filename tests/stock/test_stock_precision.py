@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from engine import world_with_engine
 from stock_jobs import Shape, StockJob
 from stock_recording import unprotected
 from world import World
-
-from megatron.pretrain import te_on_cpu
 
 KILLED = -signal.SIGKILL
 ENGINE = "--transformer-impl transformer_engine --moe-grouped-gemm --bf16"
@@ -28,14 +27,7 @@ ROWS = {
 
 @pytest.fixture(scope="module")
 def engine_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """A world in which Transformer Engine's own Python runs, over kernels for the CPU."""
-    try:
-        te_on_cpu.find()
-    except te_on_cpu.MissingWheel as error:
-        pytest.skip(str(error))
-    started = World(tmp_path_factory.mktemp("stock-engine-world"), with_engine=True)
-    yield started
-    started.kill()
+    yield from world_with_engine(tmp_path_factory.mktemp("stock-engine-world"))
 
 
 @pytest.fixture

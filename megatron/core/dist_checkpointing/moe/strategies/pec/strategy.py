@@ -132,11 +132,9 @@ class Pec(Lossy):
     def _floor(self) -> int:
         """K_snapshot before faults raise it: of the flag, or as many as there is time to copy."""
         config = self._job.config
-        return (
-            max(config.pec_k_snapshot, k_within(self._job, self._budget_bytes))
-            if config.pec_adaptive
-            else (config.pec_k_snapshot)
-        )
+        if not config.pec_adaptive:
+            return config.pec_k_snapshot
+        return max(config.pec_k_snapshot, k_within(self._job, self._budget_bytes))
 
     def _selected(self, k: int, writing: bool) -> tuple[Experts, int]:
         """Experts of a snapshot with K per layer, and the position that is next in turn after it."""
