@@ -16,7 +16,10 @@ export PIP_FIND_LINKS = $(abspath $(WHEELHOUSE))
 endif
 export PYTHONWARNINGS ?= ignore::FutureWarning
 
-.PHONY: setup setup-stock stock-python demo test test-core test-stock test-full check format bench gpu-check wheelhouse clean
+# LOCKED=1: packages of which every file has the recorded hash, torch apart, whose build follows the machine.
+LOCK = requirements/lock-py$(shell $(RUN) -c 'import sys; print("%d%d" % sys.version_info[:2])').txt
+
+.PHONY: setup setup-stock stock-python demo test test-core test-stock test-full check format docs bench gpu-check wheelhouse lock clean
 
 setup: $(VENV)/.ready
 
@@ -26,6 +29,7 @@ $(VENV)/.ready: setup.py pyproject.toml scripts/install_torch.py scripts/install
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade "pip>=24" "setuptools>=77"
 	$(RUN) scripts/install_torch.py $(TORCH_FLAGS)
+	$(if $(LOCKED),$(RUN) -m pip install --quiet --require-hashes --no-deps -r $(LOCK))
 	$(RUN) -m pip install --quiet --editable ".[dev]"
 	$(RUN) scripts/install_te_python.py
 	touch $@
@@ -81,6 +85,19 @@ format: setup
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
+# The pages as a site with search, in build/site; a broken link is an error. In an environment of its own.
+DOCS_VENV = build/site-venv
+docs: $(DOCS_VENV)/.ready
+	$(DOCS_VENV)/bin/python tools/site.py
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --config-file build/mkdocs.yml
+	@echo "open build/site/index.html"
+
+$(DOCS_VENV)/.ready: tools/site-requirements.txt
+	@[ -n "$(PYTHON)" ] || { echo "no python3 found: give PYTHON=/path/to/python3.11, 3.12 or 3.13" >&2; exit 2; }
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --requirement $<
+	touch $@
+
 bench: setup
 	$(RUN) benchmarks/driver_overhead.py
 	$(RUN) benchmarks/api_overhead.py
@@ -93,6 +110,8 @@ bench: setup
 	$(RUN) -W ignore benchmarks/simulated_ettr.py --write
 	$(RUN) benchmarks/pec_accuracy.py
 	$(RUN) benchmarks/tokens_at_risk.py
+	$(RUN) benchmarks/active_experts.py --write
+	$(RUN) -W ignore benchmarks/memory_peaks.py --write
 
 # Fails where no test ran. On a machine without internet: WHEELHOUSE=wheelhouse make gpu-check
 gpu-check: setup
@@ -107,6 +126,10 @@ wheelhouse:
 	build/wheelhouse-venv/bin/python -m pip wheel --quiet --wheel-dir wheelhouse \
 		"pip>=24" "setuptools>=77" wheel "$$(build/wheelhouse-venv/bin/python scripts/install_torch.py --name)" \
 		".[dev]" $(GPU_PACKAGES)
+
+# After a change of what is needed: records versions and hashes of this environment.
+lock: setup
+	$(RUN) tools/lock.py
 
 clean:
 	rm -rf $(VENV) $(STOCK_VENV) .data .demo build dist *.egg-info

@@ -9,7 +9,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent
 OVERLAYS = ("megatron.core.dist_checkpointing.moe", "megatron.pretrain", "moe_ckpt")
 SHARED = ("scripts", "examples", "tools", "pretrain_gpt_moe.py")
-SHARED_SUFFIXES = {".md", ".py", ".sbatch", ".sh", ".txt", ".yml"}
+SHARED_SUFFIXES = {".flags", ".md", ".py", ".sbatch", ".sh", ".txt", ".yaml", ".yml"}
 
 # `megatron` is a namespace package that the megatron-core wheel shares with us, so packages are found below our own
 # roots only: a package listed above them would shadow the wheel's.
