@@ -293,7 +293,7 @@ class SlowCapturer:
         self.inner, self.begun = inner, False
         self.operators, self.layout = inner.operators, inner.layout
 
-    def begin(self, copies: Any, bytes_per_s: float | None = None) -> None:
+    def begin(self, copies: Any, pace: Any = None) -> None:
         self.begun = True
 
     def end(self, timeout_s: float) -> None:

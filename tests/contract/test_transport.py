@@ -208,13 +208,28 @@ def test_a_transport_that_nobody_keeps_ends_its_threads(connected: Any, kind: st
     on_all(made, lambda transport: transport.total([1]))
     kept = weakref.ref(made[0].connections)
     ended = made[0].connections
+    threads = [lane.thread for lane in ended.lanes]
     made.clear()
     gc.collect()
     ended.join()
     assert ended.why == "the transport is gone"
-    assert all(not lane.thread.is_alive() for lane in ended.lanes)
+    assert threads
+    assert all(not thread.is_alive() for thread in threads)
     del ended
     assert kept() is None or not kept().acceptor.is_alive()
+
+
+def test_a_closed_transport_goes_without_the_garbage_collector(connected: Any) -> None:
+    made = connected(2)
+    on_all(made, lambda transport: transport.total([1]))
+    kept = [weakref.ref(transport.connections) for transport in made]
+    gc.collect()
+    gc.disable()
+    try:
+        on_all(made, lambda transport: transport.close())
+        assert [connections() for connections in kept] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.filterwarnings("error")

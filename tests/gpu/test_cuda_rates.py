@@ -11,6 +11,7 @@ import pytest
 import torch
 from gpu_driver import LOCAL, Job, corpus
 
+from megatron.core.dist_checkpointing.moe.snapshot.chunks import Throttle
 from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import Span
 from megatron.core.dist_checkpointing.moe.snapshot.page_locks import PageLocks
 from megatron.core.dist_checkpointing.moe.snapshot.stopwatch import CudaStopwatch
@@ -78,7 +79,7 @@ def test_a_copy_that_is_held_back_keeps_to_its_rate_and_hardly_slows_kernels(shm
         torch.cuda.synchronize()
         watch.resume()
         if copied:
-            engine.begin([([Span(source, 0)], segment)], bytes_per_s)
+            engine.begin([([Span(source, 0)], segment)], Throttle(bytes_per_s))
         for _ in range(400):
             torch.mm(square, square)
         watch.pause()

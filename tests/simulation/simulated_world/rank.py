@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
-from megatron.core.dist_checkpointing.moe.ports import Field, Json, Layout, MappedWriter
+from megatron.core.dist_checkpointing.moe.ports import Field, Json, Layout, MappedWriter, Pace
 from megatron.core.dist_checkpointing.moe.types import OperatorId, Part, SnapshotPlan, StepJournal
 
 from .model import RANDOM, SAMPLES_PER_ITERATION, FakeModel, FakeTensor
@@ -71,7 +71,7 @@ class FakeCapturer:
         """As `ports.Capturer.operators`."""
         return self._model.operators
 
-    def layout(self, plan: SnapshotPlan, *, trainer: bool = False) -> Layout:
+    def layout(self, plan: SnapshotPlan, *, trainer: bool = False, among: SnapshotPlan | None = None) -> Layout:
         """As `ports.Capturer.layout`."""
         fields = [
             tensor.field
@@ -81,7 +81,7 @@ class FakeCapturer:
         sizes = self._model.random_sizes.items() if trainer else ()
         return Layout.of(fields + [Field(key, "uint8", (nbytes,)) for key, nbytes in sizes])
 
-    def begin(self, copies: Sequence[tuple[Layout, MappedWriter]], bytes_per_s: float | None = None) -> None:
+    def begin(self, copies: Sequence[tuple[Layout, MappedWriter]], pace: Pace | None = None) -> None:
         """As `ports.Capturer.begin`. Raises UsageError when `end` was not called since the last one."""
         self._world.event("begin to capture")
         if self._thread is not None:
@@ -162,6 +162,11 @@ class FakeRestorer:
             copied_bytes += data.nbytes
         self._written |= self._fresh
         return copied_bytes
+
+    def keep(self) -> None:
+        """As `ports.Restorer.keep`."""
+        self._world.event("keep")
+        self._written = set(self._model.tensors)
 
     def refresh(self) -> None:
         """As `ports.Restorer.refresh`, on this rank alone."""

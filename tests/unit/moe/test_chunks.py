@@ -65,7 +65,7 @@ def test_a_round_on_the_cpu_is_held_back_until_its_end_is_waited_for(monkeypatch
     monkeypatch.setattr(copy_engines.np, "copyto", lambda into, source: sizes.append(into.nbytes))
     source = np.arange(2 * CHUNK_BYTES + 5, dtype=np.uint8)
     engine = ThreadEngine()
-    engine.begin([([Span(torch.from_numpy(source), 0)], memoryview(bytearray(source.nbytes)))], bytes_per_s=1.0)
+    engine.begin([([Span(torch.from_numpy(source), 0)], memoryview(bytearray(source.nbytes)))], Throttle(1.0))
     deadline = time.monotonic() + 5
     while not sizes and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -79,7 +79,7 @@ def test_a_round_on_the_cpu_is_held_back_until_its_end_is_waited_for(monkeypatch
 def test_pauses_do_not_count_as_slowness_of_the_link() -> None:
     source = torch.zeros(2 * CHUNK_BYTES, dtype=torch.uint8)
     engine = ThreadEngine()
-    engine.begin([([Span(source, 0)], memoryview(bytearray(source.numel())))], bytes_per_s=CHUNK_BYTES / 0.2)
+    engine.begin([([Span(source, 0)], memoryview(bytearray(source.numel())))], Throttle(CHUNK_BYTES / 0.2))
     time.sleep(0.3)
     engine.wait(5.0)
     assert engine.bandwidth_bytes_per_s is not None and engine.bandwidth_bytes_per_s > 2 * CHUNK_BYTES / 0.15

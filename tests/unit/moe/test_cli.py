@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from moe_ckpt.commands.main import main
+from moe_ckpt.commands.main import GROUPS, commands, main
 
 if TYPE_CHECKING:
     from conftest import Content, Save
@@ -95,3 +95,19 @@ def test_the_command_prints_no_warnings_of_the_packages_below(tmp_path: Path) ->
     )
     assert result.stderr == f"moe-ckpt: {tmp_path} is empty; give an iter_XXXXXXX or a --save directory\n"
     assert result.returncode == 1
+
+
+def test_help_lists_every_command_once_under_what_it_is_for(output) -> None:
+    code, out, _ = output("--help")
+    assert code == 0
+    listed = [name for names in GROUPS.values() for name in names]
+    assert sorted(listed) == sorted(commands.commands)
+    titles = [out.index(f"{title}:") for title in GROUPS]
+    assert titles == sorted(titles)
+    assert all(f"\n  {name} " in out for name in listed)
+
+
+def test_inspect_says_that_bytes_were_not_checked(output, content: Content, save: Save, tmp_path: Path) -> None:
+    directory = save(content, tmp_path / "iter_0000012")
+    _, out, _ = output("inspect", directory)
+    assert f"Bytes were not checked: moe-ckpt verify {directory} reads them." in " ".join(out.split())

@@ -549,7 +549,10 @@ def later(path: Path) -> None:
     """As a later version would write it."""
     (member,) = {"chain", "integrity"} & json.loads(path.read_bytes()).keys()
     said = json.loads(path.read_bytes())[member]
-    body = json.dumps(said | {"format": said["format"] + 1}, separators=(",", ":"))
+    body = json.dumps(
+        said | {"format": {"chain": chain.FORMAT_VERSION, "integrity": integrity.FORMAT_VERSION}[member] + 1},
+        separators=(",", ":"),
+    )
     path.write_text(f'{{"xxh3":"{checksum(body.encode())}","{member}":{body}}}\n')
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.moe.core_versions.training import as_in_new_process
-from megatron.core.dist_checkpointing.moe.in_place import building, kept_process, process_groups
+from megatron.core.dist_checkpointing.moe.in_place import building, called_off, kept_process, process_groups
 from megatron.core.dist_checkpointing.moe.in_place.building import Build, CannotBuildAlone
 from megatron.core.dist_checkpointing.moe.in_place.kept_process import KeptProcess
 from megatron.core.dist_checkpointing.moe.in_place.process_groups import ProcessGroups, StillConnected
@@ -299,3 +301,33 @@ def test_a_process_that_cannot_stay_ends_with_the_error_that_it_had(
 def test_a_model_with_connections_that_cannot_be_exchanged_is_named(flag: str, value: object) -> None:
     assert kept_process.needs_fresh_process(SimpleNamespace(**{flag: value}))
     assert kept_process.needs_fresh_process(SimpleNamespace()) is None
+
+
+def test_a_survivor_whose_connecting_is_called_off_leaves_it_behind_and_it_never_goes_on() -> None:
+    seat = SimpleNamespace(keeps=True, is_called_off=False)
+    waits, struck, went_on = threading.Event(), threading.Event(), threading.Event()
+
+    def connecting() -> None:
+        try:
+            waits.wait()
+            went_on.set()
+        except called_off.CalledOff:
+            struck.set()
+
+    threading.Timer(0.1, lambda: setattr(seat, "is_called_off", True)).start()
+    begun_s = time.monotonic()
+    with pytest.raises(called_off.CalledOff):
+        called_off.unless_called_off(connecting, seat)
+    assert time.monotonic() - begun_s < 10
+    waits.set()
+    assert struck.wait(10)
+    assert not went_on.is_set()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_goes_wrong_while_a_rank_connects_is_raised_where_it_is_waited_for(keeps: bool) -> None:
+    def connecting() -> None:
+        raise PeerLost("no rank 3")
+
+    with pytest.raises(PeerLost, match="no rank 3"):
+        called_off.unless_called_off(connecting, SimpleNamespace(keeps=keeps, is_called_off=False))

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.storage.manifest import framed, unframed
+from megatron.core.dist_checkpointing.moe.storage.manifest import framed, unframed, use_secret
 from megatron.pretrain import cpu_device
 from megatron.pretrain.agreement import RankFailure
 from megatron.pretrain.checkpoint import integrity as loading
-from moe_ckpt.dense import chain, integrity
+from moe_ckpt.dense import chain, integrity, items
 from moe_ckpt.dense.integrity import FileSum, check, decode, encode, expected, seal, shares
 
 SUMS = {"__0_0.distcp": FileSum(7, "0" * 32), "common.pt": FileSum(0, "f" * 32)}
@@ -65,8 +65,8 @@ def test_a_file_outside_of_the_folder_is_refused(name: str) -> None:
 def test_a_later_format_is_not_called_damaged() -> None:
     with pytest.raises(NewerFormat, match="written in format 2, this version reads up to 1"):
         decode(later("integrity", encode(SUMS)), "file")
-    with pytest.raises(NewerFormat, match="written in format 2, this version reads up to 1"):
-        chain.decode(later("chain", chain.encode(CHAIN)), "file")
+    with pytest.raises(NewerFormat, match="written in format 3, this version reads up to 2"):
+        chain.decode(later("chain", chain.encode(CHAIN), 3), "file")
 
 
 def test_a_damaged_version_is_damage_and_asks_for_no_newer_software() -> None:
@@ -83,11 +83,11 @@ def test_a_file_under_another_spelling_is_refused_whatever_its_checksum() -> Non
         decode(framed("integrity", body.replace(b",", b", ")), "file")
 
 
-def later(key: str, content: bytes) -> bytes:
+def later(key: str, content: bytes, version: int = 2) -> bytes:
     """As a later version would write it, with a checksum that is right."""
     body = unframed(key, content)
     assert body is not None
-    return framed(key, body.replace(b'"format":1', b'"format":2'))
+    return framed(key, body.replace(b'"format":1', b'"format":%d' % version))
 
 
 def test_a_sealed_folder_is_undamaged(folder: Path) -> None:
@@ -125,6 +125,19 @@ def test_a_checkpoint_that_says_that_it_has_the_file_must_have_it(folder: Path) 
         expected(folder, {"content_metadata": {integrity.MARK: 1}})
 
 
+@pytest.mark.parametrize("name", [chain.MANIFEST, items.NAME, "common.pt"])
+def test_with_a_secret_a_file_that_changes_what_is_loaded_cannot_be_added(name: str, folder: Path) -> None:
+    try:
+        use_secret(b"sixteen bytes or more")
+        seal(folder)
+        assert expected(folder, {}) is not None
+        (folder / name).write_bytes(b"of another iteration, or of anybody")
+        with pytest.raises(UnreadableCheckpoint, match=f"{name} was not there when .* was signed"):
+            expected(folder, {})
+    finally:
+        use_secret(None)
+
+
 def test_a_description_of_the_content_that_is_none_does_not_stop_the_reader(folder: Path) -> None:
     assert expected(folder, {"content_metadata": "a sentence"}) is None
 
@@ -134,9 +147,9 @@ def test_ranks_that_wait_for_a_slow_sum_ask_again_and_again(folder: Path, monkey
     """A single collective would last as long as the largest file takes, and may time out."""
     asked, real, reduce = [], loading.damaged, dist.all_reduce
 
-    def slow(sums: Any) -> Any:
+    def slow(sums: Any, **options: Any) -> Any:
         time.sleep(10 * loading.POLL_INTERVAL_S)
-        return real(sums)
+        return real(sums, **options)
 
     def counted(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         asked.append(time.monotonic())

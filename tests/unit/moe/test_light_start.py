@@ -49,3 +49,30 @@ import moe_ckpt.dense.safe_load
 print(shared.load.__module__, shared.moe.__name__)
 """
     assert run("-c", code).stdout.split() == ["megatron.core.dist_checkpointing.serialization", MOE]
+
+
+READS = """
+import io, sys
+from argparse import Namespace
+from moe_ckpt.megatron_core import is_skipped, skip_megatron_core
+skip_megatron_core()
+import torch
+import moe_ckpt.checkpoints.comparison, moe_ckpt.checkpoints.inspect_tensors
+from moe_ckpt.dense.safe_load import load_torch_bytes
+
+def back(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    return load_torch_bytes(file.getvalue(), "it")
+
+assert back({"args": Namespace(lr=1.0), "w": torch.ones(2)})["args"].lr == 1.0
+print(is_skipped(), "megatron.core.parallel_state" in sys.modules)
+from megatron.core.enums import ModelType  # nothing of what a whole import runs
+assert back([ModelType.encoder_or_decoder])[0].value == 1
+print(is_skipped())
+"""
+
+
+def test_reading_a_checkpoint_imports_megatron_core_only_where_it_holds_objects_of_it() -> None:
+    result = run("-W", "ignore", "-c", READS)
+    assert result.stdout.split() == ["True", "False", "False"], result.stderr[-500:]

@@ -264,7 +264,7 @@ class Standing:
 def running(watcher: Standing, left: list[Cause | None]) -> Any:
     """The block of `run`, entered, of a manager that notes why it leaves."""
     fields = {
-        "communicator": None, "iteration": 3, "finish": lambda **options: None, "_train_iters": 5,
+        "_session": SimpleNamespace(parks=False), "iteration": 3, "finish": lambda **options: None, "_train_iters": 5,
         "_watch": lambda: watcher, "_termination": Termination(), "_leave": lambda error, cause: left.append(cause),
     }  # fmt: skip
     block = MoECheckpointManager.run(SimpleNamespace(**fields))  # type: ignore[arg-type]

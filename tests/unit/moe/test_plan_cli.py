@@ -35,7 +35,8 @@ PEC = ("pec", "--model", "GPT-350M-16E", "--ep", "8", "--world-size", "16", "--p
 SHARDING = ("sharding", "--model", "GPT-350M-16E", "--ep", "8", "--world-size", "16")
 PLACEMENT = ("placement", "--model", "Mixtral-8x7B", "--pp", "4", "--ep", "8", "--world-size", "64")
 RECOVERY = ("recovery", "--model", "DeepSeek-MoE", "--pp", "4", "--ep", "8", "--window", "6", "--lost-nodes", "1")
-ALL = (WINDOW, SELECTIVE, PEC, SHARDING, PLACEMENT, RECOVERY)
+SAVES = ("saves", "--model", "GPT-350M-16E", "--ep", "8", "--world-size", "16", "--save-experts", "4")
+ALL = (WINDOW, SELECTIVE, PEC, SAVES, SHARDING, PLACEMENT, RECOVERY)
 
 
 @pytest.fixture
@@ -125,6 +126,15 @@ def test_the_stall_of_a_window_is_what_the_slowest_rank_waits_in_each_iteration(
     assert stalls == [pytest.approx(step["snapshot_bytes"] / 1e9 - 1) for step in data["steps"]]
 
 
+def test_a_job_with_frozen_experts_saves_their_weights_once_and_the_rest_in_its_windows(facts) -> None:
+    every, frozen = facts(*ONE_RANK, "2"), facts(*ONE_RANK, "2", "--freeze-experts")
+    experts = PRESETS["GPT-125M-8E"].expert_parameters
+    assert frozen["frozen_experts_of_a_rank,_saved_once_bytes"] == 2 * experts
+    assert every["dense_snapshot_of_a_rank_bytes"] - frozen["dense_snapshot_of_a_rank_bytes"] == 12 * experts
+    assert frozen["window"] < every["window"]
+    assert not any(step["experts"] for step in frozen["steps"])
+
+
 def test_the_window_by_counts_is_that_of_the_paper(facts) -> None:
     # 68 operators of 323 M parameters; 12 bytes for active and 2 for frozen ones have to fit into 2 GB.
     mean = PRESETS["GPT-125M-8E"].total_parameters / 68
@@ -211,6 +221,15 @@ def test_each_scope_leaves_out_its_part_of_experts_that_are_not_selected(
 def test_equation_9_is_asked_for_each_pipeline_stage(facts, layout: tuple[str, ...], k: int, balanced: bool) -> None:
     data = facts("sharding", "--model", "GPT-350M-16E", *layout, "--pec-k-snapshot", str(k))
     assert data["experts_balanced_(eq._9)"] is balanced
+
+
+def test_partial_checkpoints_are_shared_out_as_a_job_does_it_with_state_that_ranks_hold_in_common(facts) -> None:
+    model = ("--model", "GPT-350M-16E", "--world-size", "16", "--ep", "8", "--pec-k-snapshot", "1")
+    compared = facts("sharding", *model, "--no-distributed-optimizer")["strategies"]
+    whole = {row["strategy"]: row["most_of_a_rank_bytes"] for row in compared}
+    for shard in ("equal", "adaptive"):
+        most = facts("pec", *model, "--shard", shard)["most_bytes_of_a_rank_bytes"]
+        assert most / whole[shard] == pytest.approx(12 / 14, rel=1e-3)  # snapshots store no compute weights
 
 
 def test_sharding_names_the_bottleneck_of_each_strategy(facts) -> None:
@@ -381,9 +400,10 @@ BAD = [
     ((*WINDOW, "--window", "0"), "window 0 is neither auto nor a number"),
     ((*WINDOW, "--window", "many"), "window many is neither auto nor a number"),
     ((*WINDOW, "--window", "5000"), "window 5000 is more than the 71 operators"),
-    ((*WINDOW[:-3], "-1", *WINDOW[-2:]), "'--budget-local-gbps': -1 must be a finite number greater than 0"),
+    ((*WINDOW[:-3], "-1", *WINDOW[-2:]), "'--budget-local-gbps': -1 must be a rate above 0"),
     ((*WINDOW[:-1], "nan"), "'--iteration-time': nan must be"),
     ((*SELECTIVE[:-1], "0"), "'--budget-remote-gbps': 0 must be"),
+    ((*SAVES, "--save-experts", "17"), "--save-experts is 17, but must be from 1 to num_experts = 16"),
     ((*PEC, "--pec-k-snapshot", "17"), "--pec-k-snapshot is 17, but must be from 1 to num_experts = 16"),
     ((*PEC, "--pec-k-persist", "5"), "--pec-k-persist is 5, but must be from 1 to --pec-k-snapshot = 4"),
     ((*PEC, "--checkpoints", "0"), "'--checkpoints': 0 must be a whole number from 1 to 10000"),
@@ -434,6 +454,28 @@ def test_counts_may_differ_from_iteration_to_iteration_as_a_job_logs_them(facts,
     # The snapshot after iteration t knows the tokens of those before t; checkpoint 0 is after the first iteration.
     assert [row["snapshot"] for row in plan["selections"] if row["layer"] == 1][2:] == [[3], [6]]
     assert facts(*asked, log) == plan
+
+
+def test_scopes_of_dense_saves_leave_out_weights_moments_or_both(facts) -> None:
+    asked = *SAVES, "--save-experts-scope"
+    left_out = {}
+    for scope in ("weights", "optimizer", "both"):
+        plan = facts(*asked, scope)
+        left_out[scope] = plan["full_checkpoint_bytes"] - plan["checkpoint_bytes"]
+    assert left_out["weights"] + left_out["optimizer"] == left_out["both"]
+    assert left_out["weights"] * 8 == left_out["optimizer"] * 6, "2 bytes to compute with, 4 of masters, 8 of moments"
+
+
+def test_dense_saves_by_load_know_the_tokens_of_all_iterations_in_between(facts, tmp_path: Path) -> None:
+    series = tmp_path / "series.json"
+    rows = [[[9 if index == hot else 1 for index in range(8)]] * 6 for hot in (0, 3, 3, 5, 6, 6)]
+    series.write_text(json.dumps(rows))
+    asked = ("saves", "--model", "GPT-125M-8E", "--save-experts-selection", "load-aware", "--save-interval", "2")
+    plan = facts(*asked, "--checkpoints", "3", "--counts", series)
+    shown = [row for row in plan["selections"] if row["layer"] == 1]
+    # Tokens of iterations 3 and 4, and then of 3 to 6 without those of the expert that was saved.
+    assert [(row["iteration"], row["experts"]) for row in shown[1:]] == [(4, [3]), (6, [6])]
+    assert [row["unsaved_tokens"] for row in shown] == [0, 10 + 12, 12 + 2 + 20]
 
 
 def test_a_metrics_log_that_leaves_out_iterations_is_refused(run: Run, tmp_path: Path) -> None:

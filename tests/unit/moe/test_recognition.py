@@ -283,5 +283,5 @@ def test_another_process_sees_that_the_owner_lives(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_slots_is_no_memory_dir(tmp_path: Path) -> None:
-    with pytest.raises(UnreadableCheckpoint, match="no slot of a job"):
+    with pytest.raises(UnreadableCheckpoint, match="holds no memory of a job"):
         slots(write(tmp_path, "node-0/job/"))

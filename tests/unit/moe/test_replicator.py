@@ -19,6 +19,7 @@ from xxhash import xxh3_128_digest
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.ports import NoRoom, PeerLost, StoreFailure
+from megatron.core.dist_checkpointing.moe.replication import replicator
 from megatron.core.dist_checkpointing.moe.replication.meeting import Meeting
 from megatron.core.dist_checkpointing.moe.replication.messages import (
     HEADER_BYTES,
@@ -430,3 +431,46 @@ def test_who_does_not_come_is_named() -> None:
         Meeting(store, 0, 3).meet(0.0)
     with pytest.raises(PeerLost, match="rank 1 did not come"):
         Meeting(store, 2, 3).meet(0.0)
+
+
+class Sending:
+    """A pace that lets everything go at once, and notes it."""
+
+    chunk_bytes = free_bytes = 0
+    moving_s = 0.0
+
+    def __init__(self) -> None:
+        self.totals: list[int] = []
+        self.chunks: list[int] = []
+
+    def begin(self, total_bytes: int) -> Sending:
+        self.totals.append(total_bytes)
+        return self
+
+    def take(self, nbytes: int) -> float:
+        self.chunks.append(nbytes)
+        return 0.0
+
+    def moved(self, nbytes: int) -> None:
+        assert self.chunks[-1] == nbytes
+
+    def hurry(self) -> None:
+        """Nothing is held back."""
+
+
+def test_where_sends_have_a_pace_both_sides_cut_messages_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicator, "SEND_CHUNK_BYTES", 10)
+    network, rooms, sends = Network(), [Room(), Room()], [Sending(), Sending()]
+    raw = {0: bytes(range(25)), 1: b""}
+
+    def play(rank: int) -> Exchange:
+        mine = Replicator(FakeTransport(network, rank, 2), [1 - rank], [1 - rank], sends[rank])
+        return mine.exchange(7, offers_of({"snapshot": raw[rank]}), rooms[rank])
+
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(play, range(2)))
+    assert [one.acknowledged for one in found] == [{1: True}, {0: True}]
+    assert [one.sent_bytes for one in found] == [25, 0]
+    assert (sends[0].totals[0], sends[0].chunks) == (25, [10, 10, 5])
+    for rank in range(2):
+        assert rooms[1 - rank].sealed[rank, manifest_of("snapshot", raw[rank])] == raw[rank]

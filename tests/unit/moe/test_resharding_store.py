@@ -254,6 +254,65 @@ def test_a_window_of_iterations_is_refused_with_what_converts_it(tmp_path: Path)
     assert "moe-ckpt convert --to dense" in said
 
 
+def windows(folder: Path, *spans: tuple[int, int], lacks: tuple[int, int] | None = None, **scalars: Any) -> None:
+    """All snapshots of windows of the old layout, but that of an iteration and rank."""
+    for first, last in spans:
+        for iteration in range(first, last + 1):
+            for rank in range(OLD.world_size):
+                if (iteration, rank) != lacks:
+                    store = FilesystemStore(folder, rank)
+                    put(store, rank, share(rank), iteration=iteration, window=[first, last], **scalars)
+
+
+def test_the_newest_window_of_which_all_ranks_left_everything_can_be_run_again(tmp_path: Path) -> None:
+    windows(tmp_path, (1, 2), (3, 4), (5, 6), lacks=(5, 3))
+    found = view(tmp_path).older_window()
+    assert found is not None
+    assert (found.first, found.last, found.in_memory) == (3, 4, False)
+    assert str(found) == "iterations 3 to 4 of the layout world_size 4, tp 2, etp 2"
+
+
+def test_of_two_pasts_the_newer_one_is_run_again(tmp_path: Path) -> None:
+    windows(tmp_path, (5, 6))
+    windows(tmp_path, (3, 4), timeline=[["b", 2]])
+    found = view(tmp_path).older_window()
+    assert found is not None
+    assert found.last == 4
+
+
+def test_a_window_that_two_attempts_stored_parts_of_is_not_run_again(tmp_path: Path) -> None:
+    windows(tmp_path, (3, 4), (5, 6))
+    for rank in range(OLD.world_size):  # a later one went back to 4, and was cut off between the two
+        store = FilesystemStore(tmp_path, rank)
+        store.free(SnapshotId(5, rank))
+        put(store, rank, share(rank), iteration=5, window=[5, 6], timeline=[["a", 0], ["b", 4]])
+    found = view(tmp_path).older_window()
+    assert found is not None
+    assert (found.first, found.last) == (3, 4)
+
+
+def test_no_window_is_run_again_where_none_is_whole_or_training_draws_random_numbers(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    assert view(folder).older_window() is None, "a whole state is none"
+    other = tmp_path_factory.mktemp("windows")
+    windows(other, (3, 4))
+    live = live_of(0, draws="hidden_dropout 0.1")
+    assert view(other, live=live).older_window() is None
+    assert view(other, live=live, inexact=True).older_window() is not None
+
+
+def test_what_another_layout_left_is_copied_as_it_is(tmp_path: Path) -> None:
+    windows(tmp_path / "from", (3, 4))
+    view(tmp_path / "from").copy_older(FilesystemStore(tmp_path / "to", 0))
+    before, after = (sorted(path for path in (tmp_path / name).rglob("*.*")) for name in ("from", "to"))
+    assert [path.relative_to(tmp_path / "from") for path in before] == [
+        path.relative_to(tmp_path / "to") for path in after
+    ]
+    assert len(before) == 2 * 2 * OLD.world_size
+    assert all(one.read_bytes() == other.read_bytes() for one, other in zip(before, after, strict=True))
+
+
 def test_random_draws_are_refused_unless_accepted(folder: Path) -> None:
     live = live_of(0, draws="hidden_dropout 0.1")
     assert "hidden_dropout 0.1" in refusal(view(folder, live=live))

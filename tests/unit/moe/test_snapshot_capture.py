@@ -17,7 +17,7 @@ import torch
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.megatron_state.operators import GlobalName, Shard, StateTensor
 from megatron.core.dist_checkpointing.moe.megatron_state.restore import LiveRestorer
-from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, Reader, SnapshotId
+from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, Pace, Reader, SnapshotId
 from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
 from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import CopyJob, Span, ThreadEngine
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
@@ -86,7 +86,7 @@ class LastMoment:
     def now(self, job: CopyJob) -> None:
         self.engine.now(job)
 
-    def begin(self, jobs: Sequence[CopyJob], bytes_per_s: float | None = None) -> None:
+    def begin(self, jobs: Sequence[CopyJob], pace: Pace | None = None) -> None:
         self.jobs = list(jobs)
 
     def wait(self, timeout_s: float) -> None:
@@ -116,7 +116,7 @@ class Holding(ThreadEngine):
         super().__init__()
         self.go = threading.Event()
 
-    def begin(self, jobs: Sequence[CopyJob], bytes_per_s: float | None = None) -> None:
+    def begin(self, jobs: Sequence[CopyJob], pace: Pace | None = None) -> None:
         super().begin([([self._held(span) for span in spans], segment) for spans, segment in jobs])
 
     def _held(self, span: Span) -> Span:
@@ -217,7 +217,7 @@ def test_neighbours_in_memory_are_copied_in_one_piece() -> None:
     model, pieces = Model(), list[list[int]]()
 
     class Listening(ThreadEngine):
-        def begin(self, jobs: Sequence[CopyJob], bytes_per_s: float | None = None) -> None:
+        def begin(self, jobs: Sequence[CopyJob], pace: Pace | None = None) -> None:
             pieces.extend([span.nbytes for span in spans] for spans, _ in jobs)
             super().begin([])
 
@@ -283,7 +283,7 @@ def test_end_says_how_much_is_copied_when_time_is_up_and_can_wait_again(store: M
 
 def test_what_a_copy_raises_comes_out_of_end_and_frees_the_segment(tmp_path: Path) -> None:
     class Failing(ThreadEngine):
-        def begin(self, jobs: Sequence[CopyJob], bytes_per_s: float | None = None) -> None:
+        def begin(self, jobs: Sequence[CopyJob], pace: Pace | None = None) -> None:
             super().begin([([*spans, Span(torch.zeros(8, dtype=torch.uint8), 1 << 40)], to) for spans, to in jobs])
 
     store = MemoryStore(tmp_path, "job", 0, [1 << 16])
@@ -438,6 +438,13 @@ def test_poison_is_loud_in_every_dtype(dtype: torch.dtype, value: int | None) ->
     tensor = torch.zeros(3, dtype=dtype)
     LiveRestorer([piece(ROUTER, "buffer", tensor)], lambda recast: None).poison()
     assert torch.isnan(tensor).all() if value is None else tensor.tolist() == [value] * 3
+
+
+def test_state_that_is_kept_is_complete_and_not_written(restoring: Restoring) -> None:
+    restoring.restorer.keep()
+    restoring.restorer.complete()
+    assert restoring.model.bytes() == restoring.live
+    assert restoring.calls == ["settled", False]
 
 
 def test_everything_comes_back_from_a_snapshot(restoring: Restoring) -> None:

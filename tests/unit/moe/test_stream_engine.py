@@ -14,7 +14,6 @@ import resource
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ import torch
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.snapshot import page_locks, stream_engine
-from megatron.core.dist_checkpointing.moe.snapshot.chunks import chunked
+from megatron.core.dist_checkpointing.moe.snapshot.chunks import Throttle, chunked
 from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import CopyJob, Span
 from megatron.core.dist_checkpointing.moe.snapshot.page_locks import PageLocks
 from megatron.core.dist_checkpointing.moe.snapshot.stream_engine import StreamEngine
@@ -179,7 +178,7 @@ def test_a_large_tensor_is_copied_in_chunks_which_lie_each_in_one_locked_piece(
     device: Device, engine: StreamEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page_locks, "LOCK_BYTES", 100)
-    monkeypatch.setattr(stream_engine, "chunked", partial(chunked, chunk_bytes=40, lock_bytes=100))
+    monkeypatch.setattr(stream_engine, "chunked", lambda spans, _: chunked(spans, 40, 100))
     whole = segment(250)
     engine.begin([([Span(torch.full((190,), 1, dtype=torch.uint8), 50)], whole)])
     engine.wait(1.0)
@@ -195,7 +194,7 @@ def test_a_large_tensor_is_copied_in_chunks_which_lie_each_in_one_locked_piece(
 def test_training_goes_on_while_pages_are_locked_and_copies_are_held_back(device: Device, engine: StreamEngine) -> None:
     """Neither holds up `begin`, which the thread that trains calls."""
     device.may_register.clear()
-    engine.begin([job(segment(), 5)], bytes_per_s=0.001)
+    engine.begin([job(segment(), 5)], Throttle(0.001))
     assert device.taken()[:2] == ["ready on training", "copy waits for ready"]
     with pytest.raises(TimeoutError):
         engine.wait(0.01)
@@ -207,9 +206,9 @@ def test_training_goes_on_while_pages_are_locked_and_copies_are_held_back(device
 def test_copies_are_launched_at_their_rate_until_somebody_waits_for_them(
     device: Device, engine: StreamEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_engine, "chunked", partial(chunked, chunk_bytes=10))
+    monkeypatch.setattr(stream_engine, "chunked", lambda spans, _: chunked(spans, 10))
     monkeypatch.setattr(stream_engine, "_MEASURED_BYTES", 20)
-    engine.begin([job(segment(), 100)], bytes_per_s=1.0)
+    engine.begin([job(segment(), 100)], Throttle(1.0))
     deadline = time.monotonic() + 5
     while device.calls.count("10 bytes on copy") < 2 and time.monotonic() < deadline:
         time.sleep(0.001)

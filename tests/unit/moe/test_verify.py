@@ -421,12 +421,22 @@ def test_the_command_exits_with_1_and_one_line_for_each_finding(output: Any, tmp
     assert str(root / "iter_0000024" / ".metadata") in out
 
 
+def test_findings_beside_a_state_that_can_be_restored_have_their_own_exit_code(output: Any, tmp_path: Path) -> None:
+    root = verify_places.dense(tmp_path, 20)
+    (root / "iter_0000012" / ".metadata").write_bytes(b"x")
+    code, out, _ = output(root)
+    assert (code, "usable, with findings" in out, "iteration 24" in out) == (3, True, True)
+    (root / "iter_0000024" / ".metadata").write_bytes(b"x")
+    code, out, _ = output(root)
+    assert (code, "usable" in out) == (1, False)
+
+
 def test_json_has_the_findings_with_paths_and_what_was_expected(output: Any, tmp_path: Path) -> None:
     root = verify_places.dense(tmp_path, 17)
     (root / "iter_0000012" / ".metadata").write_bytes(b"x")
     code, out, _ = output(root, "--json")
     said = json.loads(out)
-    assert (code, said["verdict"], said["newest_state"]) == (1, "damaged", "iteration 24")
+    assert (code, said["verdict"], said["newest_state"]) == (3, "usable, with findings", "iteration 24")
     (finding,) = said["findings"]
     assert finding["path"] == str(root / "iter_0000012" / ".metadata")
     assert finding["found"] == "it has 1 bytes"
@@ -449,7 +459,7 @@ def test_a_later_format_is_a_finding_by_name_and_the_other_iterations_are_verifi
     path.write_bytes(framed("integrity", body.replace(b'"format":1', b'"format":2')))
     code, out, _ = output(root)
     (line,) = [line for line in out.splitlines() if line.startswith("finding: ")]
-    assert code == 1
+    assert code == 3
     assert "written in format 2, this version reads up to 1" in line
     assert "iter_0000024   every byte by its checksum" in out
 

@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from megatron.core.dist_checkpointing.moe.errors import PeerLost
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause
 from megatron.core.dist_checkpointing.moe.runtime import watcher as watchers
-from megatron.core.dist_checkpointing.moe.runtime.peer_links import PeerLinks
+from megatron.core.dist_checkpointing.moe.runtime.peer_links import PeerLinks, stop_waiting
 from megatron.core.dist_checkpointing.moe.runtime.signal_bytes import SignalBytes
 from megatron.core.dist_checkpointing.moe.runtime.watcher import Interrupted, ToldToEnd, Watcher
 
@@ -290,3 +290,37 @@ def test_a_rank_that_does_not_come_is_named_with_its_address() -> None:
         store.set("peer-links/1", where)
         with pytest.raises(PeerLost, match=f"rank 0 could not reach rank 1 at {where} .*--moe-ckpt-interface"):
             PeerLinks(store, 0, 2, "127.0.0.1", 1.0)
+
+
+def test_a_rank_that_waits_for_one_that_never_calls_is_let_go_when_connections_are_closed() -> None:
+    store, begun_s = HashStore(), time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        store.set("peer-links/1", f"127.0.0.1:{silent.getsockname()[1]} {bytes(16).hex()}")
+        threading.Timer(0.2, stop_waiting).start()
+        with pytest.raises(PeerLost, match=r"waited 20 s at 127\.0\.0\.1 for 1 ranks to connect"):
+            PeerLinks(store, 0, 2, "127.0.0.1", LONG_S)
+    assert time.monotonic() - begun_s < LONG_S / 2
+
+
+def test_a_stranger_who_calls_first_takes_no_ranks_place() -> None:
+    store, found = HashStore(), dict[int, PeerLinks]()
+    threads = []
+
+    def connect(rank: int) -> None:
+        found[rank] = PeerLinks(store, rank, 2, "127.0.0.1", LONG_S)
+
+    threads.append(threading.Thread(target=connect, args=(0,)))
+    threads[0].start()
+    store.wait(["peer-links/0"])
+    host, _, port = store.get("peer-links/0").decode().partition(" ")[0].rpartition(":")
+    with socket.create_connection((host, int(port))) as scanner, socket.create_connection((host, int(port))) as liar:
+        scanner.shutdown(socket.SHUT_WR)
+        liar.sendall(bytes(24))
+        threads.append(threading.Thread(target=connect, args=(1,)))
+        threads[1].start()
+        for thread in threads:
+            thread.join()
+        assert liar.recv(1) == b""  # hung up on
+    assert sorted(found) == [0, 1]
+    for one in found.values():
+        one.end()

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import expert
 from megatron.pretrain import cpu_device
 from megatron.pretrain.checkpoint.writer import plan_shards
-from moe_ckpt.dense import chain, integrity
+from moe_ckpt.dense import chain, integrity, items
 from moe_ckpt.dense.names import COMMON, FORMAT, TRACKER
 
 WORLD_SIZE = 2
@@ -121,11 +121,12 @@ def save(root: Path, iteration: int, tensors: dict[str, torch.Tensor], *, pieces
     with cpu_device.installed():
         shards = plan_shards(state, folder, fully_parallel_group=None)
         shards.run()
-        sums = shards.finish()
+        sums, parts = shards.finish()
     marked = {integrity.MARK: integrity.FORMAT_VERSION}
     torch.save({"iteration": iteration, "checkpoint_version": 3.0, "content_metadata": marked}, folder / COMMON)
     (folder / FORMAT).write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     if seal:
+        (folder / items.NAME).write_bytes(items.encode(parts))
         integrity.seal(folder, sums)
     return folder
 

@@ -59,6 +59,7 @@ def test_the_deviation_of_gpt_350m_16e_from_its_published_total_is_known_and_tol
         ("DeepSeek-MoE", 16.376),
         ("DeepSeek-V3-671B", 671.03),
         ("Mixtral-8x7B", 46.703),
+        ("Mixtral-8x22B", 140.621),
         ("Qwen3-30B-A3B", 30.532),
     ],
 )

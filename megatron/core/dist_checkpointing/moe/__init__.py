@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from .megatron_state.trainer_state import LoopState as LoopState
     from .recovery.timeline import Milestone as Milestone
     from .recovery.timeline import Timestamps as Timestamps
+    from .resharding.windows import OlderWindow as OlderWindow
     from .runtime.disconnect import is_lost_peer as is_lost_peer
     from .runtime.nccl_settings import set_for_parking as set_for_parking
     from .runtime.process_info import ProcessInfo as ProcessInfo
     from .seats.seat import take_seat as take_seat
     from .snapshot.coordinator import ProtectionReport as ProtectionReport
+    from .snapshot.pipeline_waits import WaitReport as WaitReport
     from .types import StepJournal as StepJournal
 
 _MODULES = {
@@ -29,10 +31,12 @@ _MODULES = {
     "Milestone": "recovery.timeline",
     "MoECheckpointConfig": "config",
     "MoECheckpointManager": "manager",
+    "OlderWindow": "resharding.windows",
     "ProcessInfo": "runtime.process_info",
     "ProtectionReport": "snapshot.coordinator",
     "StepJournal": "types",
     "Timestamps": "recovery.timeline",
+    "WaitReport": "snapshot.pipeline_waits",
     "is_lost_peer": "runtime.disconnect",
     "set_for_parking": "runtime.nccl_settings",
     "take_seat": "seats.seat",

@@ -37,7 +37,7 @@ from megatron.core.num_microbatches_calculator import update_num_microbatches
 from .config import MoECheckpointConfig, add_flags, from_namespace
 from .errors import UsageError
 from .manager import MoECheckpointManager
-from .megatron_state.trainer_state import random_states, restore_random
+from .megatron_state.random_states import random_states, restore_random
 from .ports import Json
 from .strategies import STRATEGIES
 
@@ -235,6 +235,11 @@ class _Run:
                 f"--moe-ckpt-strategy {settings.strategy} runs iterations again after a fault, perhaps on some pipeline"
                 " stages only: Megatron-Bridge has no hook between passes and step and makes its own communicator of"
                 " stages, so that cannot be done in its loop; use full or pec"
+            )
+        if settings.copy_placement != "spread":
+            raise UsageError(
+                f"--moe-ckpt-copy-placement {settings.copy_placement}: Megatron-Bridge makes its own communicator of"
+                " stages, which does not tell when they wait; use spread"
             )
         self.settings, self._running = settings, contextlib.ExitStack()
         self._owns_errors = False

@@ -7,15 +7,22 @@ from collections.abc import Iterator
 
 from .config import MoECheckpointConfig, out_of_range
 from .errors import UsageError
-from .policy.copy_rate import CopyRate
+from .policy.copy_rate import AUTO, CopyRate
 from .policy.determinism import DeviceSettings, obstacles
+from .policy.elastic import ElasticRange
 from .policy.memory_limit import MemoryLimit
 from .runtime.faults import check_fault_ranks, parse_fault
 from .strategies import STRATEGIES
 
 
 def contradictions(
-    given: MoECheckpointConfig, *, world_size: int, num_experts: int, use_distributed_optimizer: bool
+    given: MoECheckpointConfig,
+    *,
+    world_size: int,
+    num_experts: int,
+    use_distributed_optimizer: bool,
+    stages: int | None = None,
+    signs_saves: bool = False,
 ) -> Iterator[str]:
     """Settings that are out of range, or that contradict each other or the job.
 
@@ -24,13 +31,17 @@ def contradictions(
         world_size: Ranks of the job.
         num_experts: Experts per MoE layer, 0 in a model without.
         use_distributed_optimizer: Whether each rank's optimizer state is sharded over data-parallel ranks already.
+        stages: Pipeline stages of the job; None: not known yet.
+        signs_saves: Whether the loop has ordinary checkpoints that a secret is for, whatever the strategy.
 
     Yields:
         A sentence for each.
     """
     yield from out_of_range(given, given.PREFIX)
     try:
-        check_fault_ranks([parse_fault(text) for text in given.inject_fault], world_size)
+        faults = [parse_fault(text) for text in given.inject_fault]
+        if given.elastic is None:  # else a rank may be there at another time
+            check_fault_ranks(faults, world_size)
     except UsageError as error:
         yield f"--moe-ckpt-inject-fault: {error}"
     if given.strategy not in ("none", *STRATEGIES):
@@ -42,11 +53,10 @@ def contradictions(
         for field in dataclasses.fields(given)
         if field.name not in ("strategy", "inject_fault") and getattr(given, field.name) != getattr(default, field.name)
     ]
-    if given.strategy == "none" and changed:
+    idle = [name for name in changed if not (name == "secret_file" and signs_saves)]
+    if given.strategy == "none" and idle:
         *names, last = STRATEGIES
-        yield (
-            f"{_moe_flag(changed[0])} has no effect with --moe-ckpt-strategy none; choose {', '.join(names)} or {last}"
-        )
+        yield (f"{_moe_flag(idle[0])} has no effect with --moe-ckpt-strategy none; choose {', '.join(names)} or {last}")
     if given.strategy != "none":
         for name in changed:
             owners = [owner for owner, strategy in STRATEGIES.items() if name.startswith(strategy.settings)]
@@ -67,6 +77,8 @@ def contradictions(
         yield "--moe-ckpt-mtbf-s has an effect only with --moe-ckpt-interval-policy young or daly"
     if given.persist_dir is None and {"persist_interval", "persist_keep", "pec_k_persist"} & set(changed):
         yield "--moe-ckpt-persist-interval, -persist-keep and -pec-k-persist need --moe-ckpt-persist-dir"
+    if given.persist_dir is None and given.persist_agent_s is not None:
+        yield f"--moe-ckpt-persist-agent-s {given.persist_agent_s:g} needs --moe-ckpt-persist-dir"
     if given.persist_dir is not None and given.persist_interval < given.interval:
         yield (
             f"--moe-ckpt-persist-interval {given.persist_interval} is below --moe-ckpt-interval {given.interval}: only "
@@ -77,7 +89,20 @@ def contradictions(
             _ = text is None or parse(text)
         except UsageError as error:
             yield str(error)
-    if given.replicas is not None and given.replicas >= world_size:
+    if given.copy_placement == "bubbles":
+        if stages is not None and stages < 2:
+            yield (
+                f"--moe-ckpt-copy-placement bubbles needs pipeline stages that wait for each other, but the job has"
+                f" {stages}: choose spread"
+            )
+        if given.copy_rate != AUTO:
+            yield (
+                f"--moe-ckpt-copy-placement bubbles has a pace of its own, which --moe-ckpt-copy-rate"
+                f" {given.copy_rate} contradicts: choose auto, or spread"
+            )
+    if given.elastic is not None:
+        yield from _not_elastic(given)
+    if given.replicas is not None and given.replicas >= world_size and given.elastic is None:
         yield (
             f"--moe-ckpt-replicas {given.replicas} needs as many peers, but the job has {world_size} "
             f"ranks: at most {world_size - 1} are possible"
@@ -102,6 +127,25 @@ def _unfollowable(given: MoECheckpointConfig) -> Iterator[str]:
         yield f"{flag} follows whole shards of the optimizer, which --moe-ckpt-shard {given.shard} cuts: leave one out"
     if given.replicas == 0:
         yield f"{flag} has no effect with --moe-ckpt-replicas 0"
+
+
+def _not_elastic(given: MoECheckpointConfig) -> Iterator[str]:
+    """A sentence for each setting with which a job cannot go on in another layout."""
+    try:
+        allowed = ElasticRange.parse(given.elastic or "")
+    except UsageError as error:
+        yield str(error)
+        return
+    if given.strategy not in ("none", "full"):
+        yield (
+            f"--moe-ckpt-elastic {allowed} needs snapshots that are a whole state by themselves: choose"
+            f" --moe-ckpt-strategy full, not {given.strategy}"
+        )
+    if given.replicas == 0 and given.persist_dir is None:
+        yield (
+            f"--moe-ckpt-elastic {allowed} goes on without lost nodes, whose state is then nowhere: give"
+            " --moe-ckpt-replicas 1, or --moe-ckpt-persist-dir"
+        )
 
 
 def must_repeat_itself(given: MoECheckpointConfig) -> bool:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +38,18 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
+from .beginning import Beginning, RunAgain
 from .config import MoECheckpointConfig
-from .contradictions import contradictions, must_repeat_itself, not_repeatable
-from .errors import MoECheckpointError, NewProcessesNeeded, NoExactState, UsageError
+from .errors import MoECheckpointError, Terminated, UsageError
 from .in_place.building import own_build
 from .local_recovery.communicator import BoundaryCommunicator, process_groups
 from .local_recovery.survivor import Passes
+from .megatron_state.partitions import random_draws
 from .megatron_state.trainer_state import LiveTrainerState, LoopState, NoLoopState
 from .policy.parking import Cause
+from .preconditions import let_copies_run_beside_sends, refuse_contradictions, refuse_what_cannot_repeat_itself
 from .recovery.timeline import RecoveryTimeline, Timestamps
-from .runtime.device_settings import device_settings
-from .runtime.disconnect import close_connections
+from .runtime.disconnect import close_connections, is_lost_peer
 from .runtime.faults import FaultInjector, Phase, parse_fault
 from .runtime.iteration_hooks import IterationHooks
 from .runtime.live_state import Training
@@ -59,6 +60,7 @@ from .runtime.step_order import LoopCall
 from .runtime.termination import Termination
 from .runtime.unprotected import Unprotected
 from .runtime.watcher import PATIENCE_S, Watcher, stood_down
+from .seats.heartbeat import own_heartbeat
 from .seats.seat import own_seat
 from .snapshot.coordinator import ProtectionReport
 from .strategies import STRATEGIES
@@ -108,9 +110,12 @@ class MoECheckpointManager:
         config, place = config or MoECheckpointConfig(), place or ProcessInfo.from_environment()
         chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         self._train_iters, transformer = train_iters, get_model_config(chunks[0])
-        _refuse_contradictions(config, chunks[0], transformer)
-        _refuse_what_cannot_repeat_itself(config, chunks[0], transformer)
-        self._trainer = LiveTrainerState(optimizer, scheduler, state or NoLoopState(), chunks)
+        self._replay_tolerance = config.replay_tolerance
+        self._where = "memory of an older layout" if config.persist_dir is None else "--moe-ckpt-persist-dir"
+        refuse_contradictions(config, chunks[0], transformer)
+        refuse_what_cannot_repeat_itself(config, chunks[0], transformer)
+        draws = "" if config.reshard == "inexact" else random_draws(transformer)
+        self._trainer = LiveTrainerState(optimizer, scheduler, state or NoLoopState(), chunks, draws)
         if config.strategy != "none" and own_build().answers is not None:
             own_seat().keep(close_connections)
         self._session: Session | Unprotected = session or Unprotected()
@@ -127,7 +132,7 @@ class MoECheckpointManager:
             )
             self._session = Session(config, training, place, timestamps)
         if self._session.protects:
-            _let_copies_run_beside_sends(chunks)
+            let_copies_run_beside_sends(chunks)
         self._faults = _fault_injector(config, self._session.job_id or place.job_here)
         self._termination, self._finished, self._given, self._seat = Termination(), False, 0, own_seat()
         self._hooks = IterationHooks(
@@ -146,7 +151,14 @@ class MoECheckpointManager:
 
     # Before training.
 
-    def resume(self, load: Callable[[], int] | None = None, newest: int = -1, *, asked_for: bool = False) -> int:
+    def resume(
+        self,
+        load: Callable[[], int] | None = None,
+        newest: int = -1,
+        *,
+        asked_for: bool = False,
+        run_again: RunAgain | None = None,
+    ) -> int:
         """Bring model, optimizer, scheduler, random states and the loop's state to where training goes on.
 
         The newest usable state is taken: of what an earlier attempt of this job left in memory, of persistent storage,
@@ -157,6 +169,9 @@ class MoECheckpointManager:
                 iteration after which training then stands.
             newest: The iteration that it would load, -1 if none; the same on all ranks.
             asked_for: Whether a user named this very checkpoint: then only a restart of the same job passes it by.
+            run_again: Loads the state after a sparse window that another parallel layout left, and that has to be run
+                again there; a collective that returns its iteration. The second argument copies what that layout left
+                to a folder. Without it such windows are refused.
 
         Returns:
             The iteration after which training stands. With `sparse` it may be one from which iterations are run again.
@@ -166,46 +181,18 @@ class MoECheckpointManager:
             NoExactState: The only way back is a replay that has diverged before, and there is no other checkpoint.
             NewProcessesNeeded: Some ranks kept their processes, and nothing that was found brings them back.
         """
+        run_again = None if asked_for else run_again
+        begin = Beginning(
+            self._session, load, newest, run_again, asked_for=asked_for, where=self._where,
+            replay_tolerance=self._replay_tolerance,
+        )  # fmt: skip
         try:
-            return self._resumed(load, newest, asked_for)
+            begin(self._trainer)
         except BaseException:
             self.abandon()
             raise
-
-    def _resumed(self, load: Callable[[], int] | None, newest: int, asked_for: bool) -> int:
-        session = self._session
-        plan = session.look()
-        if plan is not None and (session.is_own if asked_for else plan.target >= newest):
-            if session.carry_out() is not None:
-                self._arm()
-                return self.iteration
-            self._refuse_to_begin_anew(load is None or newest < 0)
-            if load is None and not own_build().survivors:
-                raise UsageError(
-                    "all copies of the training state in memory and storage are damaged or lost, see the reasons above;"
-                    " give --load with an older checkpoint, or remove them to begin at iteration 0"
-                )
-            session.clear_counters()
-        if own_build().survivors:
-            raise NewProcessesNeeded(
-                f"{own_build().survivors} ranks have kept their processes, and nothing in memory or storage brings them"
-                " back: all ranks start anew"
-            )
-        if plan is None:
-            self._refuse_to_begin_anew(load is None or newest < 0)
-        if plan is None and session.unusable and load is None:
-            raise UsageError(
-                f"--moe-ckpt-persist-dir has snapshots that this job cannot use: {session.unusable}; give --load, or"
-                " another folder to begin at iteration 0"
-            )
-        if load is not None:
-            self._trainer.iteration = load()
-            session.refresh()
-        if session.diverged and torch.distributed.get_rank() == 0:
-            again = "those up to %d are trained again, since no replay leads there exactly"
-            log.warning(f"training goes on from iteration %d: {again}", self.iteration, session.newest_iteration)
-        session.discard()
-        self._arm()
+        if self._is_active:
+            self._hooks.arm()
         return self.iteration
 
     @contextlib.contextmanager
@@ -216,10 +203,10 @@ class MoECheckpointManager:
         next start goes on from it. For an error other ranks are told at once and what is whole is put aside. SIGTERM
         is caught where there is something to put aside, and becomes a Terminated error between two phases of a step.
         """
-        if self.communicator is not None:
+        if self._session.parks:
             self._termination.install()
         watcher = self._watch()
-        is_good = False
+        is_good = lost_a_peer = False
         try:
             yield self
             self.finish(keep_memory=self.iteration < self._train_iters)
@@ -233,9 +220,12 @@ class MoECheckpointManager:
                     cause = stood_down(watcher)
                 except MoECheckpointError:  # the main thread was about to be interrupted, and leaves anyway
                     cause = stood_down(watcher)
+                lost_a_peer = cause is not None or isinstance(error, Terminated) or is_lost_peer(error)
+                own_heartbeat().rest(lost_a_peer=lost_a_peer)
                 self._leave(error, cause)
             raise
         finally:
+            own_heartbeat().rest(lost_a_peer=lost_a_peer)
             if watcher is not None:
                 watcher.stop(is_good=is_good)
             self._termination.uninstall()
@@ -307,6 +297,7 @@ class MoECheckpointManager:
             self._trainer.iteration += 1
         if not was_replaying:
             self._seat.training()
+        own_heartbeat().moved()
         return report
 
     def reported(self) -> None:
@@ -379,6 +370,11 @@ class MoECheckpointManager:
         return self._session.episode
 
     @property
+    def random_states_of_another_device(self) -> Mapping[str, bytes]:
+        """Those of the restored snapshot for which this device has no place, by name; a conversion hands them on."""
+        return self._trainer.of_another_device
+
+    @property
     def unreported(self) -> StepJournal | None:
         """How the recovered iteration came out where its numbers were not written down by this rank."""
         return self._session.unreported
@@ -409,19 +405,6 @@ class MoECheckpointManager:
         self._given = iteration
         return iteration
 
-    def _refuse_to_begin_anew(self, has_no_checkpoint: bool) -> None:
-        """Training that came far must not begin at iteration 0 because a replay differs in a bit: a user decides."""
-        if has_no_checkpoint and self._session.diverged:
-            raise NoExactState(
-                f"{'; '.join(self._session.diverged)}; nothing older is left. All copies stay in memory and storage:"
-                " give --load with a checkpoint, --moe-ckpt-replay-tolerance to accept how much losses differ, or"
-                " remove the copies to begin at iteration 0"
-            )
-
-    def _arm(self) -> None:
-        if self._is_active:
-            self._hooks.arm()
-
     def _leave(self, error: BaseException, interrupted: Cause | None) -> None:
         # With nothing to put aside this rank is gone soon enough.
         if self._session.protects and not self._finished:
@@ -444,40 +427,6 @@ class MoECheckpointManager:
         )
         watcher.start()
         return watcher
-
-
-def _refuse_contradictions(config: MoECheckpointConfig, chunk: torch.nn.Module, transformer: Any) -> None:
-    settings = getattr(chunk, "ddp_config", None)
-    found = contradictions(
-        config,
-        world_size=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
-        num_experts=getattr(transformer, "num_moe_experts", None) or 0,
-        use_distributed_optimizer=bool(getattr(settings, "use_distributed_optimizer", False)),
-    )
-    if sentences := "; ".join(found):
-        raise UsageError(sentences)
-
-
-def _refuse_what_cannot_repeat_itself(config: MoECheckpointConfig, chunk: torch.nn.Module, transformer: Any) -> None:
-    """A collective where a strategy is to repeat iterations: environments of nodes may differ."""
-    if not must_repeat_itself(config):
-        return
-    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    own = list(not_repeatable(config, device_settings(chunk, transformer, ranks)))
-    every: list[Any] = [own] * ranks
-    if torch.distributed.is_initialized():
-        torch.distributed.all_gather_object(every, own)
-    for rank, lines in enumerate(every):
-        if lines:
-            advice = "or say with --moe-ckpt-replay-tolerance by how much losses may differ"
-            raise UsageError("\n".join([*(f"rank {rank}: {line}" for line in lines), advice]))
-
-
-def _let_copies_run_beside_sends(chunks: Sequence[torch.nn.Module]) -> None:
-    """Without this core's schedules wait for the whole device after each send, and so for copies of snapshots: none
-    would run beside the passes of a pipeline. Read by core in each call, so it may be set after the model was built."""
-    for chunk in chunks:
-        get_model_config(chunk).batch_p2p_sync = False
 
 
 def _fault_injector(config: MoECheckpointConfig, job_id: str) -> FaultInjector:

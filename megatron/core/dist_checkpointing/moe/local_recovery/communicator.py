@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from ..errors import UnreadableCheckpoint, UsageError
-from ..ports import BoundarySink, BoundarySource
+from ..ports import BoundarySink, BoundarySource, WaitObserver
 from ..types import Direction
 
 Received = tuple[torch.Tensor | None, torch.Tensor | None, Any]
@@ -23,6 +24,7 @@ class BoundaryCommunicator(P2PCommunicator):
     sink: gets each tensor before it is sent, also those that are then dropped, and each that has come.
     source: as long as it is set, gives what would come from the sides that it serves, and what would go to these sides
         is told to it and dropped; the other sides are real. None: all are.
+    waits: is told when this stage waits for the others.
 
     pp_group: the ranks of one pipeline. config: of the model; its `pipeline_dtype` is that of all tensors.
     Raises UsageError for ring exchange, of which a stage cannot be left out.
@@ -30,10 +32,11 @@ class BoundaryCommunicator(P2PCommunicator):
 
     def __init__(self, pp_group: torch.distributed.ProcessGroup, config: Any) -> None:
         if config.use_ring_exchange_p2p:
-            raise UsageError("stages cannot be logged or replay alone with use_ring_exchange_p2p: switch it off")
+            raise UsageError("what stages send cannot be followed with use_ring_exchange_p2p: switch it off")
         super().__init__(pp_group, config)
         self.sink: BoundarySink | None = None
         self.source: BoundarySource | None = None
+        self.waits: WaitObserver | None = None
 
     def connect(self) -> None:
         """Connect the whole pipeline: NCCL wants all of its ranks in the first batch of sends; a collective over them.
@@ -57,14 +60,16 @@ class BoundaryCommunicator(P2PCommunicator):
         self._record(tensor_send_next, tensor_send_prev)
         prev_is_served, next_is_served = self._serves(Direction.FORWARD), self._serves(Direction.BACKWARD)
         self._drop(tensor_send_next if next_is_served else None, tensor_send_prev if prev_is_served else None)
-        from_prev, from_next, requests = super()._communicate(
-            tensor_send_next=None if next_is_served else tensor_send_next,
-            tensor_send_prev=None if prev_is_served else tensor_send_prev,
-            recv_prev=recv_prev and not prev_is_served,
-            recv_next=recv_next and not next_is_served,
-            tensor_shape=tensor_shape,
-            wait_on_reqs=wait_on_reqs,
-        )
+        # What only sends may wait too, where the other stage has not asked for it yet: for gloo a send is over then.
+        with self.waits.waiting() if self.waits is not None and wait_on_reqs else nullcontext():
+            from_prev, from_next, requests = super()._communicate(
+                tensor_send_next=None if next_is_served else tensor_send_next,
+                tensor_send_prev=None if prev_is_served else tensor_send_prev,
+                recv_prev=recv_prev and not prev_is_served,
+                recv_next=recv_next and not next_is_served,
+                tensor_shape=tensor_shape,
+                wait_on_reqs=wait_on_reqs,
+            )
         if recv_prev and prev_is_served:
             from_prev = self._served(Direction.FORWARD, tensor_shape)
         if recv_next and next_is_served:
@@ -76,7 +81,8 @@ class BoundaryCommunicator(P2PCommunicator):
             ("recv_next", Direction.BACKWARD, from_next if recv_next else None),
         ):
             if tensor is not None:
-                handles[name] = _Arriving(handles.get(name), self.sink, way, tensor)
+                waits = None if wait_on_reqs else self.waits
+                handles[name] = _Arriving(handles.get(name), self.sink, way, tensor, waits)
                 if wait_on_reqs:
                     handles[name].wait()
         return from_prev, from_next, requests if wait_on_reqs else handles
@@ -111,15 +117,27 @@ class BoundaryCommunicator(P2PCommunicator):
 
 
 class _Arriving:
-    """In place of the request of a tensor: tells the sink when that has come. request: None where it is there."""
+    """In place of the request of a tensor: tells the sink when that has come. request: None where it is there.
 
-    def __init__(self, request: Any, sink: BoundarySink | None, direction: Direction, tensor: torch.Tensor) -> None:
+    waits: is told while it is waited for.
+    """
+
+    def __init__(
+        self,
+        request: Any,
+        sink: BoundarySink | None,
+        direction: Direction,
+        tensor: torch.Tensor,
+        waits: WaitObserver | None,
+    ) -> None:
         self._request, self._sink, self._direction, self._tensor = request, sink, direction, tensor
+        self._waits = waits
 
     def wait(self) -> None:
         """As core's request."""
         if self._request is not None:
-            self._request.wait()
+            with self._waits.waiting() if self._waits is not None else nullcontext():
+                self._request.wait()
         if self._sink is not None:
             self._sink.received(self._direction, self._tensor)
             self._sink = None

@@ -34,6 +34,7 @@ from ..megatron_state.optimizer_state import SteppedTensor
 from ..policy.boundary import tensor_shape
 from ..policy.parking import Cause, ParkingBudget, StepPhase
 from ..ports import RANDOM, Capturer, Clock, Json, SnapshotId, StoreFailure, TrainerState, Transport
+from ..recovery.kept_state import KeptState
 from ..recovery.recovery import RollForward
 from ..snapshot.background import ThreadExecutor
 from ..snapshot.copy_engines import ThreadEngine
@@ -140,6 +141,9 @@ class Survivor:
         passes: What the logs are made of.
         timeout_s: The longest wait for copies of logs.
         park_timeout_s: How long parking may take.
+
+    Attributes:
+        kept: What live state is since it was parked.
     """
 
     def __init__(
@@ -169,6 +173,7 @@ class Survivor:
         self._parker: Parker | None = None
         self._progress, self._began, self._refused = _Progress(), 0, 0
         self._rolled: tuple[int, StepJournal] | None = None
+        self.kept: KeptState | None = None
 
     def attend(self, identity: Identity, iteration: int, phase: StepPhase = StepPhase.IDLE) -> None:
         """From here on what is kept belongs to this attempt; the rank stands after `iteration`, or replays."""
@@ -291,6 +296,8 @@ class Survivor:
             "next_loss": progress.loss,
         }
         done = self._parker.park(decision, scalars, max(1.0, until_s - self._clock.now_s()))
+        if done.iteration is not None:
+            self.kept = KeptState(done.iteration, self._parked(done.iteration).get("timeline"))
         return "; ".join(filter(None, (done.why, missing)))
 
     def roll_forward(self, roll: RollForward) -> None:

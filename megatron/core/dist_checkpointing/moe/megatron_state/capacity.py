@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from ..policy.selective import capacity_boost
 from ..types import OperatorId, expert
+from .module_tree import layers_of_routers
 from .popularity import ArrivingCounts
 
 Routed = tuple[torch.Tensor, torch.Tensor]
@@ -49,7 +50,7 @@ class RouterCapacity:
 
     def __init__(self, chunks: Sequence[torch.nn.Module], percent: int) -> None:
         self._percent = percent
-        self._routers = routers_of(chunks)
+        self._layers = layers_of_routers(chunks)
         self._owed: dict[int, dict[OperatorId, int]] = {}
         self._beyond: dict[int, torch.Tensor] = {}
         self._layer: int | None = None
@@ -81,9 +82,9 @@ class RouterCapacity:
         self._beyond, self._layer = {}, None
 
     def _patch(self) -> None:
-        for router in self._routers:
+        for router, layer in self._layers.items():
             zeros = torch.zeros(router.config.num_moe_experts, dtype=torch.int64, device=router.weight.device)
-            self._beyond[router.layer_number - 1] = zeros
+            self._beyond[layer] = zeros
             self._patched.callback(router.register_forward_pre_hook(self._enter).remove)
         upstream = routing.apply_router_token_dropping
         self._patched.callback(setattr, routing, "apply_router_token_dropping", upstream)
@@ -99,7 +100,7 @@ class RouterCapacity:
 
     def _enter(self, router: TopKRouter, _: object) -> None:
         # Both passes of recomputed activations have to drop alike; an evaluation is told by the mode.
-        self._layer = router.layer_number - 1 if router.training else None
+        self._layer = self._layers[router] if router.training else None
 
     def _dropped(
         self,

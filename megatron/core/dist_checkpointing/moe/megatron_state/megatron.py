@@ -32,6 +32,7 @@ from .compute_weights import (
     recast_quantized_weights,
     settle_gathers,
 )
+from .module_tree import tree_of
 from .operators import (
     WORD_EMBEDDINGS,
     ChunkPlace,
@@ -133,6 +134,15 @@ def names_of_parameters(
     return _Model(chunks, topology).names
 
 
+def unchanging_operators(chunks: Sequence[torch.nn.Module], topology: Topology) -> frozenset[OperatorId]:
+    """Operators of which this rank has a part, and nothing that training changes: no trained parameter, no buffer."""
+    model = _Model(chunks, topology)
+    frozen = {tensor.operator for tensor in _frozen_tensors(model)}
+    trained = model.trained
+    changing = {of.operator for parameter, of in model.names.items() if parameter in trained}
+    return frozenset(frozen - changing - {tensor.operator for tensor in _buffer_tensors(model)})
+
+
 def stepped_parameters(
     chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, topology: Topology
 ) -> tuple[SteppedTensor, ...]:
@@ -187,20 +197,32 @@ class _Model:
         self.wrapped, self.chunks = list(chunks), unwrap_model(list(chunks))
         self.topology, self.rank = topology, torch.distributed.get_rank()
         self._here = topology.coordinates(self.rank)
+        self._tree = tree_of(chunks)
         self.names: dict[torch.nn.Parameter, GlobalName] = {
-            parameter: locate(name, self.place(chunk))
-            for chunk in self.chunks
-            for name, parameter in chunk.named_parameters()
+            parameter: self.locate(name, chunk) for chunk in self.chunks for name, parameter in chunk.named_parameters()
         }
 
-    def place(self, chunk: Any) -> ChunkPlace:
+    @property
+    def trained(self) -> set[torch.nn.Parameter]:
+        """Parameters with a place in the buffers of gradients."""
+        buffers = [buffer for chunk in self.wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        return {parameter for buffer in buffers for parameter in buffer.params}
+
+    def locate(self, name: str, chunk: Any) -> GlobalName:
+        """What a chunk's parameter or buffer of this name is in the whole model. Raises UsageError."""
+        if self._tree is not None:
+            experts = max((layer.experts for layer in self._tree.layers), default=0)
+            return self._tree.locate(name, self._here.ep * (experts // self.topology.ep))
+        return locate(name, self._place(chunk))
+
+    def _place(self, chunk: Any) -> ChunkPlace:
         """Where a chunk sits; its layers know their own numbers, whatever the pipeline layout."""
         layers, experts = chunk.decoder.layers, chunk.config.num_moe_experts or 0
         return ChunkPlace(
             first_layer=layers[0].layer_number - 1 if len(layers) else 0,
             num_layers=chunk.config.num_layers,
             first_expert=self._here.ep * (experts // self.topology.ep),
-            tied=chunk.share_embeddings_and_output_weights,
+            tied=ties_embeddings(chunk),
         )
 
     def shard(self, parameter: torch.nn.Parameter, start: int, end: int) -> Shard:
@@ -217,10 +239,15 @@ class _Model:
 
     def holders(self, shard: Shard, *, sharded: bool) -> tuple[int, ...]:
         """Ranks with the same values as this one."""
-        tied = self.chunks[0].share_embeddings_and_output_weights and shard.of.name == WORD_EMBEDDINGS
+        tied = ties_embeddings(self.chunks[0]) and shard.of.name == WORD_EMBEDDINGS
         return holders(
             self.topology, self.rank, ShardSpread(shard.of.operator.is_expert, shard.tp_size > 1, sharded, tied)
         )
+
+
+def ties_embeddings(model: Any) -> bool:
+    """Whether the output layer uses the weights of the word embeddings."""
+    return bool(getattr(model, "share_embeddings_and_output_weights", False))
 
 
 @dataclass(frozen=True)
@@ -232,6 +259,10 @@ class _Owned:
     end: int
     main: torch.Tensor
     state: Mapping[str, Any]
+
+
+_ADAMS = ("Adam", "AdamW", "FusedAdam")
+"""Of torch, Apex and Transformer Engine: optimizers whose whole state is what is enumerated here."""
 
 
 def _refuse_unsupported(model: _Model, optimizer: MegatronOptimizer) -> None:
@@ -247,7 +278,13 @@ def _refuse_unsupported(model: _Model, optimizer: MegatronOptimizer) -> None:
         "several instances of the distributed optimizer": wrapping.num_distributed_optimizer_instances > 1,
         "an expert-tensor-parallel size of its own and no expert parallelism": astray,
     }
+    # Each rank steps whole layers there, and gathers the others': no shard of them has an owner on every rank.
+    container = type(optimizer).__name__
+    reasons[f"the optimizer {container}"] = container == "LayerWiseDistributedOptimizer"
     for member in optimizer_members(optimizer):
+        inner = type(member.optimizer)
+        # Masters and moments of one that offloads are copies in the host's memory, which it swaps in its step.
+        reasons[f"the optimizer {inner.__name__}"] = not any(base.__name__ in _ADAMS for base in inner.__mro__)
         known = type(member) in (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
         reasons[f"the optimizer {type(member).__name__}"] = not known
     for reason, applies in reasons.items():
@@ -338,8 +375,7 @@ def _scale_tensors(model: _Model, optimizer: MegatronOptimizer) -> Iterator[Stat
 
 def _frozen_tensors(model: _Model) -> Iterator[StateTensor]:
     """Parameters that were never given to the optimizer: whole on each data-parallel rank."""
-    buffers = [buffer for chunk in model.wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    trained = {parameter for buffer in buffers for parameter in buffer.params}
+    trained = model.trained
     for chunk in model.chunks:
         for parameter in chunk.parameters():
             if parameter not in trained:
@@ -357,7 +393,7 @@ def _buffer_tensors(model: _Model) -> Iterator[StateTensor]:
         for name, buffer in chunk.named_buffers():
             if is_constant(name):
                 continue
-            of, numel = locate(name, model.place(chunk)), buffer.numel()
+            of, numel = model.locate(name, chunk), buffer.numel()
             # Expert biases are updated from counts of the whole batch; what else a router counts may differ per rank.
             shared = name.endswith(".router.expert_bias")
             shard = Shard(of, 0, numel, numel, own_of=None if shared else model.rank)

@@ -8,11 +8,16 @@ import torch
 
 from megatron.core.utils import unwrap_model
 
+from ..errors import UsageError
 from ..types import ModelShape, OperatorId, iterate_operators
+from .module_tree import is_plain_gpt, tree_of
 
 
 def model_operators(chunks: Sequence[torch.nn.Module]) -> tuple[OperatorId, ...]:
     """The operators of the whole model that these chunks are a part of, ascending; the same on all ranks."""
+    tree = tree_of(chunks)
+    if tree is not None:
+        return tree.operators
     config = unwrap_model(list(chunks))[0].config
     return tuple(iterate_operators(config.num_layers, config.num_moe_experts or 0, config.moe_layer_freq))
 
@@ -28,6 +33,8 @@ def model_shape(chunks: Sequence[torch.nn.Module]) -> ModelShape:
     """
     chunk = unwrap_model(list(chunks))[0]
     config = chunk.config
+    if not is_plain_gpt(chunk):
+        raise UsageError(f"the sizes of a {type(chunk).__name__} are not known: only a GPT can be shared out by them")
     frequency, learned = config.moe_layer_freq, chunk.position_embedding_type == "learned_absolute"
     latent = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
     same_names = (

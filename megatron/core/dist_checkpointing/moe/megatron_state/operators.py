@@ -48,7 +48,7 @@ _NON_EXPERT = (
 )
 # The configuration determines rotary angles: they are no training state, though they are registered as buffers, of the
 # model or, with latent attention, of each layer, which registers them anew where it needs others.
-_CONSTANT = re.compile(r"(?:decoder\.layers\.\d+\.self_attention\.)?rotary_pos_emb\..+")
+_CONSTANT = re.compile(r"(?:.+\.)?rotary_pos_emb\..+")
 
 
 @dataclass(frozen=True, slots=True)

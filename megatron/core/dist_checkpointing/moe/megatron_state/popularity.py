@@ -10,6 +10,8 @@ import torch
 
 from megatron.core.transformer.moe.router import TopKRouter
 
+from .module_tree import layers_of_routers
+
 
 class ArrivingCounts:
     """Counts on their way to the host."""
@@ -43,16 +45,16 @@ class TokenCounter:
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], *, gate_unit: float | None = None) -> None:
-        routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
+        self._layers = layers_of_routers(chunks)
         self._counts: dict[int, torch.Tensor] = {}
         self._hooks = ExitStack()
-        for router in routers:
+        for router in self._layers:
             if gate_unit is None:
                 self._hooks.callback(router.register_forward_hook(self._count).remove)
             else:
                 self._hooks.enter_context(self._counting_gates(router, gate_unit))
             zeros = torch.zeros(router.config.num_moe_experts, dtype=torch.int64, device=router.weight.device)
-            self._counts[router.layer_number - 1] = zeros
+            self._counts[self._layers[router]] = zeros
 
     def take(self) -> Callable[[], Mapping[int, tuple[int, ...]]]:
         """Tokens by expert for each MoE layer on this rank, counted from layer 0, since the last call.
@@ -80,7 +82,7 @@ class TokenCounter:
         if not torch.is_grad_enabled():  # an evaluation, or the first pass of recomputed activations
             return
         _, chosen = routed
-        self._counts[router.layer_number - 1] += chosen.sum(dim=0, dtype=torch.int64)
+        self._counts[self._layers[router]] += chosen.sum(dim=0, dtype=torch.int64)
 
     @contextmanager
     def _counting_gates(self, router: TopKRouter, unit: float) -> Iterator[None]:
@@ -90,7 +92,7 @@ class TokenCounter:
             if torch.is_grad_enabled():
                 # Whole numbers: their sum does not depend on the order, so all ranks and replays come to the same one.
                 units = (_gates(router, logits.detach()) / unit).round().long()
-                self._counts[router.layer_number - 1] += units.sum(dim=0)
+                self._counts[self._layers[router]] += units.sum(dim=0)
             return upstream(logits, *arguments, **options)
 
         router.routing = routing

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 import torch
 
-from ..errors import UnreadableCheckpoint
+from ..errors import UnreadableCheckpoint, UsageError
 from ..types import OperatorId, Part
 from .operators import StateTensor
 
@@ -29,6 +29,7 @@ class LiveRestorer:
         gather: As `complete` with False, for `refresh`.
         settle: Waits for what may still write to live weights (`settle_gathers`), before anything is written here.
         recast: Derives the eight-bit weights of these operators from their master weights, a collective, for `refresh`.
+        shared: Keys that this rank may lack, where a peer has them: `complete` gives it theirs.
         derived: Tensors that hold copies of other ranks' state, which `complete` overwrites: poisoned too.
     """
 
@@ -41,7 +42,9 @@ class LiveRestorer:
         settle: Callable[[], None] = lambda: None,
         recast: Callable[[Collection[OperatorId]], None] = lambda operators: None,
         derived: Sequence[torch.Tensor] = (),
+        shared: Collection[str] = frozenset(),
     ) -> None:
+        self._shared = shared
         self._enumerate = tensors if callable(tensors) else lambda: tensors
         self._complete, self._gather, self._settle, self._derived = complete, gather, settle, derived
         self._recast = recast
@@ -69,7 +72,10 @@ class LiveRestorer:
         # A key is asked for where this rank has its tensor: what other ranks own is not fetched.
         for state in tensors:
             if any(state.serves(part) and state.operator in operators for part, operators in chosen.items()):
-                write_record(state.key, read(state.key), state.tensor)
+                record = self._read(read, state.key)
+                if record is None:
+                    continue
+                write_record(state.key, record, state.tensor)
                 self._fresh.add(state.key)
                 copied_bytes += state.nbytes
         self._written |= self._fresh
@@ -78,6 +84,23 @@ class LiveRestorer:
             if Part.MASTER in part and Part.COMPUTE not in part:
                 self._fresh_masters |= operators
         return copied_bytes
+
+    def keep(self) -> None:
+        """As `ports.Restorer.keep`."""
+        self._written = {state.key for state in self._begin()}
+
+    def has_restored(self, key: str) -> bool:
+        """Whether a record was restored since the last `poison`."""
+        return key in self._written
+
+    def _read(self, read: Callable[[str], memoryview], key: str) -> memoryview | None:
+        """A record; None where a peer has it in place of this rank. Raises what `read` raises."""
+        try:
+            return read(key)
+        except UsageError:  # a snapshot without it
+            if key in self._shared:
+                return None
+            raise
 
     def refresh(self) -> None:
         """As `ports.Restorer.refresh`: tensor by tensor the cast that Megatron's optimizers end their step with."""
@@ -116,7 +139,7 @@ class LiveRestorer:
         self._tensors = None  # enumerated anew next time: an optimizer may replace its state meanwhile
 
     def _not_written(self) -> list[StateTensor]:
-        return [state for state in self._all() if state.key not in self._written]
+        return [state for state in self._all() if state.key not in self._written and state.key not in self._shared]
 
     def _all(self) -> tuple[StateTensor, ...]:
         return self._begin() if self._tensors is None else self._tensors

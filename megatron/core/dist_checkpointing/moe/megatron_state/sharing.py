@@ -2,7 +2,9 @@
 
 Without the distributed optimizer every data-parallel rank holds all master weights and moments of its operators. With
 `--moe-ckpt-shard equal` or `adaptive` each stores only a portion (MoC, section 4); after a fault it restores that, and
-an all-reduce gives it the portions of its peers.
+an all-reduce gives it the portions of its peers. Where snapshots select experts, `adaptive` shares the other operators
+out anew in each of them, to the ranks that store least of the experts (MoC 4.3): `Sharing.left_out` says which of
+them a rank leaves to its peers, and what a rank restored tells whose they were.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 
-from ..errors import UsageError
+from ..errors import UnreadableCheckpoint, UsageError
 from ..policy.sharding import ShardAssignment, shard_checkpoint
-from ..types import FP32, ModelShape, OperatorId, Part, Topology, full_plan
+from ..types import FP32, ModelShape, OperatorId, Part, SnapshotPlan, Topology, full_plan
 from .compute_weights import level_step_counts, recast_compute_weights, settle_gathers
 from .model_operators import model_shape
 from .operators import GlobalName, StateTensor
@@ -33,15 +35,19 @@ _SUMMED_AS = {4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, eq=False)
 class Portion:
-    """What one rank stores of a tensor: elements in `own`, ascending; None where every holder stores all of it."""
+    """What one rank stores of a tensor: elements in `own`, ascending; None where every holder stores all of it.
+
+    varies: whether it is one rank that stores all of it, another one from snapshot to snapshot.
+    """
 
     tensor: StateTensor
     own: tuple[range, ...] | None = None
+    varies: bool = False
 
     @property
     def stored(self) -> tuple[StateTensor, ...]:
         """As state of their own, whose keys tell the ranges; views into the same storage."""
-        if self.own is None:
+        if self.own is None or self.varies:
             return (self.tensor,)
         whole, first = self.tensor, self.tensor.shard.start
         return tuple(
@@ -52,6 +58,58 @@ class Portion:
             )
             for part in self.own
         )
+
+
+class Sharing:
+    """What one rank stores of the tensors that its data-parallel peers hold alike.
+
+    Args:
+        strategy: `equal` or `adaptive`.
+        tensors: All state of this rank.
+        rank: This rank.
+        selects: Whether snapshots hold some experts and not others.
+
+    Raises UsageError as `assign` does.
+    """
+
+    def __init__(
+        self,
+        strategy: str,
+        chunks: Sequence[torch.nn.Module],
+        tensors: Sequence[StateTensor],
+        topology: Topology,
+        rank: int,
+        *,
+        selects: bool,
+    ) -> None:
+        self._strategy, self._topology, self._rank = strategy, topology, rank
+        self._shape = model_shape(chunks)
+        portions = share_out(tensors, assign(strategy, chunks, tensors, topology), topology, rank)
+        if selects and strategy == "adaptive":
+            portions = tuple(
+                replace(one, varies=one.own is not None and not one.tensor.operator.is_expert) for one in portions
+            )
+        self.portions = portions
+        self._newest: tuple[SnapshotPlan, frozenset[OperatorId]] | None = None
+        self._varying = frozenset(one.tensor.operator for one in portions if one.varies)
+
+    @property
+    def varying(self) -> frozenset[str]:
+        """Keys of what this rank stores in some snapshots and leaves to its peers in others."""
+        return frozenset(one.tensor.key for one in self.portions if one.varies)
+
+    def left_out(self, snapshot: SnapshotPlan) -> frozenset[OperatorId]:
+        """Operators whose master weights and moments peers store in this snapshot, and this rank does not."""
+        if not self._varying:
+            return frozenset()
+        if self._newest is None or self._newest[0] is not snapshot:  # asked for each piece of it
+            self._newest = snapshot, self._varying - self._stored_of(snapshot)
+        return self._newest[1]
+
+    def _stored_of(self, snapshot: SnapshotPlan) -> frozenset[OperatorId]:
+        parts = {operator: part & Part.MASTER_AND_MOMENTS for operator, part in snapshot.parts.items()}
+        assignment = shard_checkpoint(self._strategy, self._shape, self._topology, FP32, parts, optimizer_sharded=False)
+        return frozenset(stretch.operator for stretch in assignment.shards(self._rank))
 
 
 def assign(
@@ -110,18 +168,41 @@ def join(portions: Sequence[Portion], group_of: Callable[[OperatorId], torch.dis
         torch.distributed.all_reduce(bits, group=group_of(portion.tensor.operator))
 
 
+@torch.no_grad()
+def join_restored(
+    tensors: Sequence[StateTensor],
+    restored: Callable[[str], bool],
+    group_of: Callable[[OperatorId], torch.distributed.ProcessGroup],
+) -> None:
+    """Take each of these tensors from the first rank of its group that has `restored` its key, to the last bit.
+
+    A collective over the groups of all of them. Raises UnreadableCheckpoint on all ranks of a group where none has.
+    """
+    for state in tensors:
+        group = group_of(state.operator)
+        own, none = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+        first = torch.tensor([own if restored(state.key) else none], device=state.tensor.device)
+        torch.distributed.all_reduce(first, op=torch.distributed.ReduceOp.MIN, group=group)
+        if int(first) == none:
+            raise UnreadableCheckpoint(f"no data-parallel rank has restored {state.key} from any snapshot")
+        source = torch.distributed.get_global_rank(group, int(first))
+        torch.distributed.broadcast(state.tensor.view(torch.uint8), source, group=group)
+
+
 def joining_restorer(
     chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, portions: Sequence[Portion]
 ) -> LiveRestorer:
     """As `live_restorer`, where each rank restores what it stores and gets the rest from its data-parallel peers."""
     tensors = [portion.tensor for portion in portions]
+    varying = [portion.tensor for portion in portions if portion.varies]
 
     def finish(_recast: bool) -> None:
-        join(portions, _data_parallel_group)
+        join([portion for portion in portions if not portion.varies], _data_parallel_group)
+        join_restored(varying, restorer.has_restored, _data_parallel_group)
         level_step_counts(tensors)
         recast_compute_weights(chunks, optimizer)
 
-    return LiveRestorer(
+    restorer = LiveRestorer(
         [part for portion in portions for part in portion.stored],
         finish,
         settle=lambda: settle_gathers(chunks),
@@ -129,7 +210,9 @@ def joining_restorer(
             *(parameter for chunk in chunks for parameter in chunk.parameters()),
             *(state.tensor for state in tensors),
         ],
+        shared=frozenset(state.key for state in varying),
     )
+    return restorer
 
 
 def _data_parallel_group(operator: OperatorId) -> torch.distributed.ProcessGroup:

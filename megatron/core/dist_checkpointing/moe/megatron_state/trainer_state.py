@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import random
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy
 import torch
 
-from megatron.core import tensor_parallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from ..errors import UnreadableCheckpoint, UsageError
 from ..ports import Json
 from .quantization import QUANTIZATION, difference, packed, quantization_tensors, unpack
+from .random_states import of_another_device, random_states, restore_random
+
+log = logging.getLogger(__name__)
 
 ITERATION = "iteration"
 _GROUP_FIELDS = ("lr", "weight_decay", "step")
-_TRACKED = "tracker/"
 
 
 class LoopState(Protocol):
@@ -53,9 +53,13 @@ class LiveTrainerState:
         scheduler: Its steps; None where nothing is scheduled.
         loop: What the training loop counts.
         chunks: The model chunks of this rank, for the scales that their modules keep.
+        draws: What draws random numbers on the device in training; where it is not empty, states of another kind of
+            device are refused.
 
     Attributes:
         iteration: The one after which training stands.
+        of_another_device: Random states of the restored snapshot for which this device has no place, by name: those of
+            a GPU on a CPU, or the other way around. The device's own stay as they were.
     """
 
     def __init__(
@@ -64,9 +68,11 @@ class LiveTrainerState:
         scheduler: OptimizerParamScheduler | None,
         loop: LoopState,
         chunks: Sequence[torch.nn.Module] = (),
+        draws: str = "",
     ) -> None:
         self._optimizer, self._scheduler, self._loop, self._chunks = optimizer, scheduler, loop, chunks
-        self.iteration = 0
+        self.iteration, self._draws = 0, draws
+        self.of_another_device: Mapping[str, bytes] = {}
 
     def scalars(self) -> dict[str, Json]:
         """As `ports.TrainerState.scalars`."""
@@ -96,11 +102,18 @@ class LiveTrainerState:
 
         Raises UsageError when the schedules of this job are others than those of the snapshot.
         """
-        self._check(scalars, tensors)
+        foreign = self._check(scalars, tensors)
         saved = dict[str, Any](scalars)
         _load_groups(self._optimizer, saved["param_groups"])
         self.restore_common(saved)
-        restore_random(tensors)
+        if foreign and not self.of_another_device:
+            log.warning(
+                "random states %s were made on another kind of device: this one keeps its own, all else is exact",
+                ", ".join(foreign),
+            )
+        self.of_another_device = {name: bytes(tensors[name]) for name in foreign}
+        own = random_states() if foreign else {}
+        restore_random({**tensors, **{name: own[name] for name in foreign}})
         if scales := self._scales():
             unpack(scales, tensors[QUANTIZATION])
 
@@ -113,7 +126,8 @@ class LiveTrainerState:
         self.iteration = int(saved[ITERATION])
         self._loop.load_state_dict(saved)
 
-    def _check(self, scalars: Mapping[str, Json], tensors: Mapping[str, memoryview]) -> None:
+    def _check(self, scalars: Mapping[str, Json], tensors: Mapping[str, memoryview]) -> tuple[str, ...]:
+        """Which random states were made on another kind of device, where that can be accepted."""
         live = self.tensors()
         missing = sorted(
             [name for name in self.scalars() if name not in scalars]
@@ -128,12 +142,20 @@ class LiveTrainerState:
                     f"the snapshot's trainer state has another {path} than this job: it was made with other flags of"
                     " the optimizer or the loss scale"
                 )
+        foreign = of_another_device(tensors)
         for name, view in live.items():
-            if tensors[name].nbytes != view.nbytes:
+            if tensors[name].nbytes != view.nbytes and name not in foreign:
                 raise UnreadableCheckpoint(
                     f"random state {name} has {tensors[name].nbytes} bytes, but this job's has {view.nbytes}: the"
-                    " snapshot was made on another kind of device or with another version of torch"
+                    " snapshot was made with another version of torch"
                 )
+        if foreign and self._draws:
+            raise UnreadableCheckpoint(
+                f"random states {', '.join(foreign)} were made on another kind of device, and training draws random"
+                f" numbers there ({self._draws}): start on that kind of device, or give --moe-ckpt-reshard inexact to"
+                " go on with other ones"
+            )
+        return foreign
 
 
 def optimizer_scalars(optimizer: MegatronOptimizer) -> dict[str, Json]:
@@ -223,66 +245,3 @@ def _load_groups(optimizer: MegatronOptimizer, saved: list[dict[str, Any]]) -> N
                 group[name].fill_(values[name])
             else:
                 group[name] = values[name]
-
-
-def _tracked() -> dict[str, torch.Tensor]:
-    states: dict[str, Any] = tensor_parallel.get_cuda_rng_tracker().get_states()
-    for name, tracked in states.items():
-        if not isinstance(tracked, torch.Tensor):
-            raise UsageError(f"random state {name} is a generator, as CUDA graphs need it, and cannot be captured")
-    return states
-
-
-def random_states() -> dict[str, memoryview]:
-    """Those of python, numpy, torch, the device, and Megatron-Core's tracker, by name."""
-    states = {"python": _python_bytes(), "numpy": _numpy_bytes(), "torch": _bytes_of(torch.get_rng_state())}
-    states["device"] = _bytes_of(torch.cuda.get_rng_state())
-    for name, tracked in _tracked().items():
-        states[f"{_TRACKED}{name}"] = _bytes_of(tracked)
-    return {name: memoryview(states[name]) for name in sorted(states)}
-
-
-def restore_random(tensors: Mapping[str, memoryview]) -> None:
-    """Make random states those that `random_states` gave."""
-    _set_python(tensors["python"])
-    _set_numpy(tensors["numpy"])
-    torch.set_rng_state(_tensor_of(tensors["torch"]))
-    torch.cuda.set_rng_state(_tensor_of(tensors["device"]))
-    tracked = {name: _tensor_of(tensors[f"{_TRACKED}{name}"]) for name in _tracked()}
-    tensor_parallel.get_cuda_rng_tracker().set_states(tracked)
-
-
-def _bytes_of(state: torch.Tensor) -> bytes:
-    return bytes(state.cpu().numpy().tobytes())
-
-
-def _tensor_of(data: memoryview) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-_PYTHON = numpy.dtype([("version", "<i8"), ("words", "<u8", 625), ("has_gauss", "<i8"), ("gauss", "<f8")])
-_NUMPY = numpy.dtype([("words", "<u4", 624), ("position", "<i8"), ("has_gauss", "<i8"), ("gauss", "<f8")])
-
-
-def _python_bytes() -> bytes:
-    version, words, gauss = random.getstate()
-    return bytes(numpy.array((version, words, gauss is not None, gauss or 0.0), _PYTHON).tobytes())
-
-
-def _set_python(data: memoryview) -> None:
-    (found,) = numpy.frombuffer(data, _PYTHON)
-    words = tuple(int(word) for word in found["words"])
-    random.setstate((int(found["version"]), words, float(found["gauss"]) if found["has_gauss"] else None))
-
-
-def _numpy_bytes() -> bytes:
-    kind, *values = numpy.random.get_state()
-    assert kind == "MT19937", kind
-    return bytes(numpy.array(tuple(values), _NUMPY).tobytes())
-
-
-def _set_numpy(data: memoryview) -> None:
-    (found,) = numpy.frombuffer(data, _NUMPY)
-    numpy.random.set_state(
-        ("MT19937", found["words"], int(found["position"]), int(found["has_gauss"]), float(found["gauss"]))
-    )

@@ -13,8 +13,31 @@ from ..types import Copy, CopySource, Inventory, Lost, OperatorId, Part, Refusal
 Operators = frozenset[OperatorId]
 NONE: Operators = frozenset()
 
+_Shared = tuple[
+    int, Mapping[Part, Mapping[int, Operators]], Mapping[int, int], "tuple[ConstantCopy, ...]"
+]  # what ranks with the same copies have in common
+
 Record = tuple[int, Part, Operators]
 """Which copy of a rank, by its index, gives which part of which operators."""
+
+
+@dataclass(frozen=True)
+class ConstantCopy:
+    """A copy, by its index, of operators that training does not change: it counts from iteration `first` on.
+
+    `changed` gives for operators that training changed later the first iteration of which there is another copy.
+    """
+
+    index: int
+    first: int
+    operators: Operators
+    changed: Mapping[OperatorId, int]
+
+    def until(self, iteration: int) -> Operators:
+        """The operators whose state after this iteration it is."""
+        if not self.changed:
+            return self.operators
+        return frozenset(one for one in self.operators if self.changed.get(one, iteration + 1) > iteration)
 
 
 @dataclass(frozen=True)
@@ -24,7 +47,8 @@ class RankState:
     `copies` are the usable ones, in order of iteration, then preference; `refused` those that are damaged or out of
     reach, some of them usable in part. `lacks` gives for a part, and for each iteration with any usable copy, which of
     the required operators have no intact record of that part there. `parked` gives for each iteration at which the rank
-    parked its complete state the index of that copy.
+    parked its complete state the index of that copy. `constant` are copies of operators that training does not change,
+    the preferred ones first, each with the iterations for which it counts.
     """
 
     rank: int
@@ -34,14 +58,25 @@ class RankState:
     refused: tuple[tuple[Copy, RefusalReason], ...]
     lacks: Mapping[Part, Mapping[int, Operators]]
     parked: Mapping[int, int]
+    constant: tuple[ConstantCopy, ...] = ()
+
+    def constants_at(self, iteration: int) -> Iterator[tuple[int, Operators]]:
+        """Copies, by index, of another iteration that count for this one, and of which operators."""
+        for copy in self.constant:
+            if copy.first <= iteration:
+                yield copy.index, copy.until(iteration)
 
 
-def rank_states(inventory: Inventory, lost: Lost, topology: Topology, parts: tuple[Part, ...]) -> dict[int, RankState]:
+def rank_states(
+    inventory: Inventory, lost: Lost, topology: Topology, parts: tuple[Part, ...], *, constants: bool = False
+) -> dict[int, RankState]:
     """What the intact copies of each rank give of each of the `parts`. What ranks have in common is computed once.
+
+    With `constants` copies of what training does not change count for later iterations too.
 
     Raises UsageError when the inventory does not say what a rank requires.
     """
-    shared: dict[tuple[object, ...], tuple[int, Mapping[Part, Mapping[int, Operators]], Mapping[int, int]]] = {}
+    shared: dict[tuple[object, ...], _Shared] = {}
     states = {}
     for rank in range(topology.world_size):
         if rank not in inventory.required:
@@ -56,13 +91,15 @@ def rank_states(inventory: Inventory, lost: Lost, topology: Topology, parts: tup
                 usable.append(copy)
         alike = (id(required), *((id(copy.plan), copy.tier, copy.corrupt) for copy in usable))
         if alike not in shared:
+            constant = tuple(_constant_copies(usable, refused)) if constants else ()
             shared[alike] = (
                 len(shared),
-                {part: _lacking(required, usable, part) for part in parts},
+                {part: _lacking(required, usable, part, constant) for part in parts},
                 {copy.plan.iteration: index for index, copy in enumerate(usable) if _is_parked(copy, required)},
+                constant,
             )
-        kind, lacks, parked = shared[alike]
-        states[rank] = RankState(rank, kind, required, tuple(usable), tuple(refused), lacks, parked)
+        kind, lacks, parked, constant = shared[alike]
+        states[rank] = RankState(rank, kind, required, tuple(usable), tuple(refused), lacks, parked, constant)
     return states
 
 
@@ -188,10 +225,30 @@ def _place(copy: Copy) -> tuple[int, int, int]:
     return copy.plan.iteration, copy.tier, -1 if copy.holder is None else copy.holder
 
 
-def _lacking(required: Operators, copies: list[Copy], part: Part) -> dict[int, Operators]:
+def _constant_copies(usable: Sequence[Copy], refused: Sequence[tuple[Copy, RefusalReason]]) -> Iterator[ConstantCopy]:
+    """Newest first, of equally new ones in order of preference."""
+    found = [(index, copy) for index, copy in enumerate(usable) if copy.plan.constant]
+    seen = [copy for copy in (*usable, *(copy for copy, _ in refused)) if copy.tier is not Tier.PARKED]
+    for index, copy in sorted(found, key=lambda item: (-item[1].plan.iteration, item[0])):
+        operators, first = copy.plan.constant - copy.corrupt, copy.plan.iteration
+        changed: dict[OperatorId, int] = {}
+        for other in seen:
+            if other.plan.iteration > first:
+                for one in operators & (other.plan.giving(Part.MASTER) - other.plan.constant):
+                    changed[one] = min(other.plan.iteration, changed.get(one, other.plan.iteration))
+        yield ConstantCopy(index, first, operators, changed)
+
+
+def _lacking(
+    required: Operators, copies: Sequence[Copy], part: Part, constant: Sequence[ConstantCopy]
+) -> dict[int, Operators]:
     lacking: dict[int, Operators] = {}
     for copy in copies:
         given = copy.plan.giving(part)
         before = lacking.get(copy.plan.iteration, required)
         lacking[copy.plan.iteration] = before - (given - copy.corrupt if copy.corrupt else given)
+    for one in constant:
+        for iteration in lacking:
+            if one.first <= iteration:
+                lacking[iteration] = lacking[iteration] - one.until(iteration)
     return lacking

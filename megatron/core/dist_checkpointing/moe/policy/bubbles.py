@@ -86,6 +86,14 @@ class PipelineSchedule:
         gaps = zip(edges[::2], edges[1::2], strict=True)
         return Bubbles(tuple((start_s, end_s) for start_s, end_s in gaps if end_s > start_s), self.span_s)
 
+    def waits(self, stage: int) -> Bubbles:
+        """The bubbles of a stage up to its last operation, which is when it waits for what others send.
+
+        Raises IndexError for a stage that does not exist.
+        """
+        end_s = self.operations[stage][-1].end_s
+        return Bubbles(tuple(one for one in self.bubbles(stage).intervals if one[1] <= end_s), end_s)
+
 
 Times = float | Sequence[float]
 _Step = tuple[Pass, int, int]  # direction, chunk, microbatch

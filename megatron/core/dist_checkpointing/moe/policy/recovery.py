@@ -56,7 +56,7 @@ def plan_recovery(
         RecoveryImpossible: No intact copies lead to the target.
         UsageError: The inventory leaves out a rank.
     """
-    states = rank_states(inventory, lost, topology, (Part.MASTER_AND_MOMENTS, Part.COMPUTE))
+    states = rank_states(inventory, lost, topology, (Part.MASTER_AND_MOMENTS, Part.COMPUTE), constants=True)
     stages = stage_states(states, topology)
 
     def rolled_back(to: int) -> Way:
@@ -219,6 +219,10 @@ def _records(state: RankState, base: int, pending: Sequence[Operators]) -> Itera
                 if served:
                     wanted[part] -= served
                     yield index, part, served
+        for index, constant in state.constants_at(iteration):
+            if served := wanted[Part.MASTER_AND_MOMENTS] & constant:
+                wanted[Part.MASTER_AND_MOMENTS] -= served
+                yield index, Part.MASTER_AND_MOMENTS, served
         before &= frozen
 
 
@@ -286,7 +290,7 @@ def widened(plan: RecoveryPlan, inventory: Inventory, topology: Topology, *, tie
 
     Empty where neither is so.
     """
-    states = rank_states(inventory, plan.lost, topology, (Part.MASTER_AND_MOMENTS, Part.COMPUTE))
+    states = rank_states(inventory, plan.lost, topology, (Part.MASTER_AND_MOMENTS, Part.COMPUTE), constants=True)
     newest = max((iteration for state in states.values() for iteration in state.parked), default=-1)
     if newest < plan.target:
         return "no rank has parked its state" if plan.scope is Scope.GLOBAL else ""

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import MoECheckpointError
-from ..types import Level, Piece, SnapshotPlan
+from ..types import CONSTANT, Level, Piece, SnapshotPlan
 from .lifecycle import PERSISTENT_COPY, WINDOW, PersistEvent, PersistState, WindowEvent, WindowState
 
 MAX_OPEN_SPANS = 2
@@ -253,7 +253,8 @@ def may_begin(iteration: int, windows: Collection[TrackedWindow], rounds: Commit
 
 def oldest_base(windows: Iterable[TrackedWindow]) -> int | None:
     """The first iteration of the oldest window that is kept, where the earliest replay starts; None without one."""
-    return min((window.span[0] for window in windows if window.sealed), default=None)
+    states = (window for window in windows if any(held.piece.kind != CONSTANT for held in window.sealed))
+    return min((window.span[0] for window in states), default=None)
 
 
 def yields_replicas(window: TrackedWindow, windows: Iterable[TrackedWindow]) -> bool:

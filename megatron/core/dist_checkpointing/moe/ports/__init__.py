@@ -17,7 +17,7 @@ from ..types.layout import (
     Torn,
 )
 from .boundary import BoundarySink, BoundarySource
-from .executor import Clock, Executor, Stopwatch, Task
+from .executor import Clock, Executor, Pace, SendPace, Stopwatch, Task, WaitObserver
 from .storage import MappedReader, MappedStore, MappedWriter, Reader, Store, Writer
 from .training import RANDOM, Capturer, Execution, RecordedStep, Restorer, SteppedShard, StepRecorder, TrainerState
 from .transport import Transfer, Transport
@@ -41,11 +41,13 @@ __all__ = [
     "MappedStore",
     "MappedWriter",
     "NoRoom",
+    "Pace",
     "PeerLost",
     "Reader",
     "Record",
     "RecordedStep",
     "Restorer",
+    "SendPace",
     "SnapshotId",
     "StepRecorder",
     "SteppedShard",
@@ -57,5 +59,6 @@ __all__ = [
     "TrainerState",
     "Transfer",
     "Transport",
+    "WaitObserver",
     "Writer",
 ]

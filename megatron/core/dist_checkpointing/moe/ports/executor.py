@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
 T = TypeVar("T", covariant=True)
@@ -33,6 +34,44 @@ class Stopwatch(Protocol):
     def lap_s(self) -> float | None:
         """Seconds that the work took which was launched before the last `pause`, since the `resume` before that; None
         as long as it is not known."""
+
+
+class Pace(Protocol):
+    """When the chunks of a copy, or of what is sent, may begin. One thread takes and moves, any may be in a hurry.
+
+    chunk_bytes: the most that a chunk has. free_bytes: so many come first without a pause.
+    """
+
+    chunk_bytes: int
+    free_bytes: int
+
+    def take(self, nbytes: int) -> float:
+        """Return when the next chunk, of so many bytes, may begin; the seconds that it was held back."""
+
+    def moved(self, nbytes: int) -> None:
+        """The chunk that was taken has been moved, as far as the host can tell."""
+
+    def hurry(self) -> None:
+        """Hold nothing back any more: somebody waits for the end. From any thread."""
+
+
+class SendPace(Protocol):
+    """Makes the pace of all that one exchange sends.
+
+    moving_s: what chunks have taken so far, pauses between them left out.
+    """
+
+    moving_s: float
+
+    def begin(self, total_bytes: int) -> Pace:
+        """Of so many bytes, of which the first chunk follows."""
+
+
+class WaitObserver(Protocol):
+    """Is told when training on this rank waits for another pipeline stage."""
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """A block in which the thread that trains, or on a device its stream, does nothing else. Never raises."""
 
 
 class Task(Protocol[T]):

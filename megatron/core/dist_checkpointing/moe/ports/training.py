@@ -8,6 +8,7 @@ from typing import Protocol
 
 from ..types import OperatorId, Part, SnapshotPlan, StepJournal
 from ..types.layout import Json, Layout
+from .executor import Pace
 from .storage import MappedWriter
 
 RANDOM = "random/"
@@ -43,16 +44,19 @@ class Capturer(Protocol):
     def operators(self) -> frozenset[OperatorId]:
         """The operators of which this rank owns state."""
 
-    def layout(self, plan: SnapshotPlan, *, trainer: bool = False) -> Layout:
+    def layout(self, plan: SnapshotPlan, *, trainer: bool = False, among: SnapshotPlan | None = None) -> Layout:
         """The records of the parts in `plan` on this rank, with `trainer` also the random states, which come last.
+
+        among: The snapshot that the plan is a piece of: what it selects decides which data-parallel rank stores what
+        all of them hold; None: all that this rank may have to store.
 
         Records of an operator have its id and their part; random states have keys RANDOM + name and no operator.
         """
 
-    def begin(self, copies: Sequence[tuple[Layout, MappedWriter]], bytes_per_s: float | None = None) -> None:
+    def begin(self, copies: Sequence[tuple[Layout, MappedWriter]], pace: Pace | None = None) -> None:
         """Begin to copy; what the next forward and backward pass changes is copied before the return.
 
-        bytes_per_s: the rest no faster than that, until `end` is called; None: as fast as it goes.
+        pace: when chunks of the rest may begin, until `end` is called; None: as fast as it goes.
 
         Each writer was reserved with its layout, one that `layout` gave; it may be sealed or abandoned once `end` has
         returned. In steady state nothing is allocated.
@@ -72,8 +76,9 @@ class Capturer(Protocol):
 class Restorer(Protocol):
     """Puts records back into the live state of this rank.
 
-    At once: `poison`, `restore` all copies, `missing`, `complete`. In a sparse-to-dense conversion (MoEvement 3.3):
-    `poison`; before each replayed iteration `restore` the next snapshot, then `refresh`; at last `complete`.
+    At once: `poison`, `restore` all copies, or `keep`; `missing`, `complete`. In a sparse-to-dense conversion
+    (MoEvement 3.3): `poison`; before each replayed iteration `restore` the next snapshot, then `refresh`; at last
+    `complete`.
     """
 
     def poison(self) -> None:
@@ -86,6 +91,9 @@ class Restorer(Protocol):
         `megatron_state.operators.serves`). Returns the bytes copied. Lets through what `read` raises,
         UnreadableCheckpoint for a record of a wrong size.
         """
+
+    def keep(self) -> None:
+        """Instead of `poison` and `restore`: live state is what they would make it already."""
 
     def refresh(self) -> None:
         """Make the compute weights whole after a `restore` of some operators' full state and the others' compute

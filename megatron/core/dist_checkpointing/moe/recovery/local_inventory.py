@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import filterfalse
 from operator import itemgetter
 
 import msgspec
@@ -17,7 +18,7 @@ from ..replication.agreement import raise_on_all_ranks
 from ..snapshot.identity import Identity
 from ..storage.base import HostBuffer
 from ..strategies import Piece
-from ..types import LOG, OperatorId, Part, SnapshotPlan, Tier
+from ..types import CONSTANT, LOG, OperatorId, Part, SnapshotPlan, Tier
 from .diverged import Divergence
 from .inventory import Catalogue, Found, InventoryRow, catalogue, is_past, listing, rank_inventory
 
@@ -27,7 +28,8 @@ log = logging.getLogger(__name__)
 class LocalInventory:
     """The stores of one rank; `gather` and `common` are collectives over all ranks.
 
-    standby: of parked state, boundary logs and kept gradients, if this job has such a store.
+    standby: of parked state, boundary logs and kept gradients, if this job has such a store. is_spared: what in memory
+    is of another layout: neither listed nor freed here.
     """
 
     def __init__(
@@ -38,8 +40,10 @@ class LocalInventory:
         identity: Identity,
         *,
         standby: MappedStore | None = None,
+        is_spared: Callable[[SnapshotId], bool] = lambda snapshot: False,
     ) -> None:
         self._memory, self._persistent, self._transport = memory, persistent, transport
+        self._is_spared = is_spared
         self._identity, self._standby = identity, standby
 
     def gather(self, node: int, notes: Iterable[Divergence] = ()) -> Catalogue:
@@ -90,7 +94,8 @@ class LocalInventory:
         try:
             for memory in filter(None, (self._memory, self._standby)):
                 identity = self._identity
-                rows += listing(memory, Tier.OWN_MEMORY, identity.topology, identity.strategy, job=identity.job)
+                listed = listing(memory, Tier.OWN_MEMORY, identity.topology, identity.strategy, job=identity.job)
+                rows += (row for row in listed if memory is self._standby or not self._is_spared(row.snapshot))
             if self._persistent is not None:
                 rows += self._rows(self._persistent, Tier.PERSISTENT)
         except StoreFailure as error:
@@ -110,7 +115,7 @@ class LocalInventory:
             return
         with self._logged("a fetched snapshot is not kept in memory"):
             for snapshot in self._memory.snapshots().sealed:
-                if snapshot.iteration not in needed:
+                if snapshot.iteration not in needed and not self._is_spared(snapshot):
                     self._memory.free(snapshot)
             for reader in arrived:
                 _land(reader, self._memory)
@@ -130,7 +135,7 @@ class LocalInventory:
             listed = self._memory.snapshots()
             for torn in listed.torn:
                 self._memory.free(torn.snapshot)
-            for snapshot in listed.sealed:
+            for snapshot in filterfalse(self._is_spared, listed.sealed):
                 if (snapshot.iteration, snapshot.kind) not in kept or snapshot.rank not in owners:
                     self._memory.free(snapshot)
 
@@ -213,7 +218,7 @@ def whole_windows(pieces: Sequence[Piece]) -> Iterator[Piece]:
     there: dict[tuple[str, range], set[int]] = {}
     for piece in pieces:
         there.setdefault((piece.kind, piece.span), set()).add(piece.plan.iteration)
-    return (piece for piece in pieces if there[piece.kind, piece.span].issuperset(piece.span))
+    return (piece for piece in pieces if piece.kind == CONSTANT or there[piece.kind, piece.span].issuperset(piece.span))
 
 
 def by_window(pieces: Sequence[Piece]) -> tuple[tuple[SnapshotPlan, ...], ...]:

@@ -24,20 +24,20 @@ loaded. A rank that fails in here ends its process: the peers notice a lost conn
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ..errors import MoECheckpointError, RecoveryImpossible, UnreadableCheckpoint, format_error
 from ..policy.lineage import Lineage, past
 from ..policy.recovery import widened
 from ..policy.segments import base_for, ranks_of, restored, segment_of, sends_all
 from ..policy.tracking import RestoredState
-from ..ports import Json, PeerLost, Reader, SnapshotId
+from ..ports import Json, PeerLost, Reader, Restorer, SnapshotId
 from ..replay.densify import Replay
 from ..snapshot.identity import Identity
 from ..storage.base import HostBuffer
 from ..strategies import Job, Strategy
-from ..types import GRADIENTS, PARKED, Lost, RecoveryPlan, StepJournal, Tier
+from ..types import CONSTANT, GRADIENTS, PARKED, Lost, RecoveryPlan, StepJournal, Tier
 from .diverged import Divergence
 from .exactness import ComparedIterations, exactness, from_values, to_values
 from .inventory import Catalogue, CopyLocation
@@ -108,7 +108,14 @@ class Recovery:
         self._owners = frozenset(owners) | {ports.transport.rank}
         self._job, self._strategy, self._ports = job, strategy, ports
         self._identity, self._rank = identity, ports.transport.rank
-        self._local = LocalInventory(ports.memory, ports.persistent, ports.transport, identity, standby=ports.standby)
+        self._local = LocalInventory(
+            ports.memory,
+            ports.persistent,
+            ports.transport,
+            identity,
+            standby=ports.standby,
+            is_spared=ports.is_spared,
+        )
         self._catalogue = Catalogue((), {}, ())
         self._timeline: Lineage = ()
         self._plan: RecoveryPlan | None = None
@@ -119,6 +126,10 @@ class Recovery:
         self._late: list[HostBuffer] = []  # fetched state that has no room in memory before `finish`
         self._metadata = GatheredMetadata()
         self._begun_s = 0.0
+
+    def restore_through(self, restorer: Restorer) -> None:
+        """Live state was enumerated anew: restore into what it is now."""
+        self._ports = replace(self._ports, restorer=restorer)
 
     def look(self) -> RecoveryPlan | None:
         """Take stock and plan; None when nothing was found, or nothing that suffices, which is then logged.
@@ -238,6 +249,7 @@ class Recovery:
         ports.restorer.complete()
         ports.transport.gather(None)  # nobody frees a copy that another rank still restores from
         self.close()
+        ports.restored(plan.target)
         ports.make_room()
         rebuilt = frozenset(iteration for segment in plan.segments for iteration in restored(segment))
         used = {source.iteration for source in plan.sources} | rebuilt
@@ -255,7 +267,7 @@ class Recovery:
                 if found.snapshot.iteration in used and found.is_state and found.tier is not Tier.PERSISTENT
             )
         local.collect_garbage(names | spare, self._owners)
-        self._keep_standby(plan, min((iteration for iteration, _ in names | spare), default=plan.target), parked)
+        self._keep_standby(plan, _oldest(names | spare, plan.target), parked)
         state = RestoredState(plan.target, kept, by_window(persisted), spare - names)
         return RecoveryOutcome(plan, self.timeline, state, self._table(plan, compared))
 
@@ -402,3 +414,8 @@ class Recovery:
             range(plan.target + 1, self._catalogue.newest_iteration + 1),
             self._strategy.plt_pec,
         )
+
+
+def _oldest(names: Collection[tuple[int, str]], target: int) -> int:
+    """The oldest iteration of these pieces from which anything may be run again."""
+    return min((iteration for iteration, kind in names if kind != CONSTANT), default=target)

@@ -7,6 +7,7 @@ and refuses what is damaged. What lies in storage, or in the rank's own memory, 
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -50,10 +51,14 @@ from ..types import (
 )
 from .diverged import DivergenceNotes
 from .inventory import CopyLocation, Found
+from .kept_state import KeptState
 from .sources import GatheredMetadata, Need, RefusedCopies, StepOutcome
 from .timeline import Milestone, Timestamps
 
+log = logging.getLogger(__name__)
+
 _SIZES = struct.Struct("<qq")
+_MOST_BYTES = 1 << 40
 
 Landing = StoreReplica | HostBuffer
 """Where a snapshot that travels arrives."""
@@ -67,7 +72,8 @@ class RecoveryPorts:
     memory to what the strategy needs once it knows what it knew before the fault; called by all ranks together.
     standby: parked state, boundary logs and kept gradients, without which all stages roll back together. boundary:
     makes what feeds a replayed iteration from the logs of the stages beside it. timestamps: of what was done. notes: of
-    replays that diverged.
+    replays that diverged. kept: what live state is already. restored: called on all ranks once all of them have
+    restored the target. is_spared: whether a snapshot in memory belongs to another layout, and is freed by others.
     """
 
     memory: MappedStore
@@ -82,6 +88,9 @@ class RecoveryPorts:
     boundary: Callable[[Logs], StageFeed] | None = None
     timestamps: Timestamps = field(default_factory=Timestamps)
     notes: DivergenceNotes = field(default_factory=DivergenceNotes)
+    kept: KeptState = field(default_factory=KeptState)
+    restored: Callable[[int], None] = lambda target: None
+    is_spared: Callable[[SnapshotId], bool] = lambda snapshot: False
 
     def open(self, found: Found) -> MappedReader | Reader:
         """A reader of what this rank found, or reads from storage. Raises UnreadableCheckpoint, StoreFailure."""
@@ -186,9 +195,34 @@ class Carrier:
 def _memory(nbytes: int, source: int) -> bytearray:
     """Raises PeerLost for a size that cannot be meant: whatever comes next on this connection is not understood."""
     try:
+        if nbytes > _MOST_BYTES:
+            raise OverflowError
         return bytearray(nbytes)
     except (MemoryError, ValueError, OverflowError) as error:
         raise PeerLost(f"rank {source} announced {nbytes} bytes, which cannot be: the connection is bad") from error
+
+
+class _MeasuredReads:
+    """Reads of records, verified as they are: how many bytes, and how long they took."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self.nbytes, self._took_s = clock, 0, 0.0
+
+    def of(self, reader: Reader) -> Callable[[str], memoryview]:
+        """The reader's `read`."""
+
+        def read(key: str) -> memoryview:
+            begun_s = self._clock.now_s()
+            data = reader.read(key)
+            self._took_s += self._clock.now_s() - begun_s
+            self.nbytes += data.nbytes
+            return data
+
+        return read
+
+    def __str__(self) -> str:
+        rate = f"{self.nbytes / self._took_s / 1e9:.2f} GB/s" if self._took_s > 0 else "no time"
+        return f"rank 0 read and verified {self.nbytes / 1e9:.3f} GB of state at {rate}"
 
 
 class Attempt:
@@ -223,15 +257,13 @@ class Attempt:
         return next((reader for need, reader in self._held if need.found.snapshot.kind == GRADIENTS), None)
 
     def restore(self) -> None:
-        """Fill the live state with NaN, then with that of the base, and with what a merge takes from before it."""
-        # What is not restored, by whatever defect, must never be taken for state: NaN shows in the first loss.
-        self._ports.restorer.poison()
-        for need, reader in self._held:
-            if need.parts and need.found.snapshot.iteration <= self._base:
-                try:
-                    self._ports.restorer.restore(reader.read, dict(need.parts))
-                except MoECheckpointError as error:
-                    self._refused[need.found.place] = str(error)
+        """Fill the live state with NaN, then with that of the base, and with what a merge takes from before it; where
+        it is that of the base already, nothing is copied."""
+        wanted = [one for one in self._held if one[0].parts and one[0].found.snapshot.iteration <= self._base]
+        if self._ports.kept.is_that_of(reader for _, reader in wanted):
+            self._ports.restorer.keep()
+        else:
+            self._fill(wanted)
         trainer = self.having("trainer", self._base)
         if trainer is not None and not self._refused:
             place, reader = trainer
@@ -241,6 +273,19 @@ class Attempt:
                 self._refused[place] = str(error)
         if self._refused:
             raise RefusedCopies(self._refused)
+
+    def _fill(self, wanted: Sequence[tuple[Need, Reader]]) -> None:
+        self._ports.kept.forget()
+        # What is not restored, by whatever defect, must never be taken for state: NaN shows in the first loss.
+        self._ports.restorer.poison()
+        measured = _MeasuredReads(self._ports.clock)
+        for need, reader in wanted:
+            try:
+                self._ports.restorer.restore(measured.of(reader), dict(need.parts))
+            except MoECheckpointError as error:
+                self._refused[need.found.place] = str(error)
+        if self._rank == 0 and measured.nbytes:
+            log.info("%s", measured)
 
     def having(self, name: str, iteration: int) -> tuple[CopyLocation, Reader] | None:
         """A snapshot of this rank's state at an iteration whose manifest has a scalar of this name."""

@@ -150,7 +150,6 @@ def _refuse_unfreezable(chunks: Sequence[torch.nn.Module], optimizer: MegatronOp
     of_group = any(has_norm_of_its_own(parameter) for chunk in chunks for parameter in chunk.parameters())
     offloading = config.cpu_offloading or config.fine_grained_activation_offloading
     reasons = {
-        "multi-token prediction": config.mtp_num_layers,
         # A captured graph runs the kernels of the iteration that it was captured in, frozen or not.
         "CUDA graphs": uses_cuda_graphs(config),
         # Which parameters share a norm would have to be in the journal too.

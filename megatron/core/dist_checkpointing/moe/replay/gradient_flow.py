@@ -15,6 +15,7 @@ import torch
 
 from megatron.core.utils import make_viewless_tensor, unwrap_model
 
+from ..megatron_state.module_tree import is_plain_gpt
 from ..types import OperatorId, iterate_operators
 
 EMBEDDING_LAYER = -1
@@ -33,6 +34,9 @@ def gradients_down_to(chunk: torch.nn.Module, lowest: int) -> Iterator[None]:
     Layer `lowest` still has its input's gradient computed, as in training; a stage below gets zeros.
     """
     model = unwrap_model(chunk)
+    if not is_plain_gpt(model):  # which module comes after which is not known: as in training
+        yield
+        return
     with contextlib.ExitStack() as stack:
         entrances = _entrances(model)
         bottom = EMBEDDING_LAYER if model.pre_process or not entrances else entrances[0][0]

@@ -207,7 +207,7 @@ def journaled_step(
         step: The journal of the iteration.
         alone: Whether only some stages of the pipeline take the step: overflows are then agreed on within the stage.
     """
-    stage = unwrap_model(chunks[0]).pg_collection.tp_dp_cp
+    stage = unwrap_model(chunks[0]).pg_collection.tp_dp_cp if alone else None
 
     def stepped() -> tuple[bool, float | None, int | None]:
         with contextlib.ExitStack() as stack:

@@ -171,6 +171,8 @@ class Connections:
         until_s = time.monotonic() + _JOIN_S
         for thread in (*(lane.thread for lane in self.lanes), self.acceptor):
             thread.join(max(0.0, until_s - time.monotonic()))
+        with self._lock:  # each refers to these: a circle, in which what it was opened with would stay
+            self.lanes = [lane for lane in self.lanes if lane.thread.is_alive()]
 
     def forget(self) -> None:
         """Close what a forked child has of them; takes no lock, which a thread of the parent may have held."""

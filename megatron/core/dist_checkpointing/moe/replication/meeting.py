@@ -8,8 +8,8 @@ from torch.distributed import Store
 
 from ..ports import PeerLost
 
-_FIRST_PAUSE_S = 0.001
-_LONGEST_PAUSE_S = 0.1
+FIRST_PAUSE_S = 0.001
+LONGEST_PAUSE_S = 0.1
 
 
 class Meeting:
@@ -27,7 +27,7 @@ class Meeting:
 
     def meet(self, timeout_s: float) -> int:
         """Wait until all ranks are here. Raises PeerLost naming those that did not come; they may be met later."""
-        deadline, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
+        deadline, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
         self._enter()
         while True:
             # Asked for first: where the next number is wanted, somebody gave up this one, however many are here.
@@ -45,7 +45,7 @@ class Meeting:
                 )
             else:
                 time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _enter(self) -> None:
         self._number += 1

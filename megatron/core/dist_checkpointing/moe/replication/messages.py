@@ -25,6 +25,8 @@ _ROW = struct.Struct("<HIQQ")  # bytes of a piece's name, of its manifest, of it
 _ANSWER = struct.Struct("<BI")  # reply to a piece, number of ranges that are wanted of it
 _RANGE = struct.Struct("<QQ")  # its first byte, and the one past its last
 _NOTHING = -1
+_MOST_TABLE_BYTES = 1 << 28
+_MOST_RANGES = 1 << 20
 
 HEADER_BYTES = _HEADER.size + _CHECK.size
 
@@ -111,18 +113,29 @@ def decode_header(data: Buffer) -> Header:
         raise Garbled(f"a header has version {version}, but this rank speaks {VERSION}: run one version on all ranks")
     if _CHECK.unpack_from(data, _HEADER.size) != (xxh3_64_intdigest(packed),):
         raise Garbled("a header does not match its checksum")
+    if pieces < _NOTHING or max(pieces, 0) * _ROW.size > table_bytes or table_bytes > _MOST_TABLE_BYTES:
+        raise Garbled(f"a header announces a table of {pieces} pieces in {table_bytes} bytes")
     return Header(iteration, None if pieces == _NOTHING else pieces, table_bytes, table_xxh3)
 
 
 def decode_table(header: Header, data: bytes) -> tuple[ReplicaPiece, ...]:
     """The pieces that `data` lists. Raises Garbled."""
-    if xxh3_64_intdigest(data) != header.table_xxh3:
+    if len(data) != header.table_bytes or xxh3_64_intdigest(data) != header.table_xxh3:
         raise Garbled(f"a table of {header.pieces} pieces does not match its checksum")
     count = header.pieces or 0
     at, pieces = count * _ROW.size, []
-    for name_bytes, manifest_bytes, raw_bytes, step_bytes in _ROW.iter_unpack(data[:at]):
+    if at > len(data):
+        raise Garbled(f"a table of {count} pieces has only {len(data)} bytes")
+    rows = tuple(_ROW.iter_unpack(data[:at]))
+    if at + sum(name_bytes + manifest_bytes for name_bytes, manifest_bytes, *_ in rows) != len(data):
+        raise Garbled(f"a table of {count} pieces has another size than its {len(data)} bytes")
+    for name_bytes, manifest_bytes, raw_bytes, step_bytes in rows:
         end = at + name_bytes
-        pieces.append(ReplicaPiece(data[at:end].decode(), data[end : end + manifest_bytes], raw_bytes, step_bytes))
+        try:
+            name = data[at:end].decode()
+        except UnicodeDecodeError as error:
+            raise Garbled(f"the name of a piece is no text: {error.reason}") from None
+        pieces.append(ReplicaPiece(name, data[end : end + manifest_bytes], raw_bytes, step_bytes))
         at = end + manifest_bytes
     return tuple(pieces)
 
@@ -136,6 +149,8 @@ def encode_answers(answers: Sequence[tuple[Reply, Ranges]]) -> tuple[bytes, byte
 def decode_answers(rows: Buffer) -> tuple[list[Reply], list[int]]:
     """The reply to each piece, and how many ranges are wanted of it. Raises Garbled."""
     found = list(_ANSWER.iter_unpack(rows))
+    if (most := max((count for _, count in found), default=0)) > _MOST_RANGES:
+        raise Garbled(f"{most} ranges are wanted of one piece, where {_MOST_RANGES} is the most")
     return decode_replies(bytes(reply for reply, _ in found), BEFORE), [count for _, count in found]
 
 

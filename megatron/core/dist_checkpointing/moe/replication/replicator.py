@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING
 
 from ..errors import MoECheckpointError, PeerLost, UnreadableCheckpoint, UsageError
 from ..ports import (
+    Pace,
+    SendPace,
     Transfer,
     Transport,
 )
@@ -54,6 +56,9 @@ from .receiver import ReplicaReceiver, StoreReplica
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+SEND_CHUNK_BYTES = 1 << 20
+"""Of a message where sends have a pace."""
 
 _TO_SEND = (Reply.WANTED, Reply.DAMAGED, Reply.FOLLOWS, Reply.PARTLY)
 _KEPT = (Reply.HELD, Reply.SEALED)
@@ -109,19 +114,21 @@ class _IncomingPiece:
     step: bytearray = field(default_factory=bytearray)
     ranges: Ranges = ()
 
-    def receive(self, transport: Transport, owner: int) -> int:
+    def receive(self, transport: Transport, owner: int, chunk_bytes: int | None) -> int:
         """Begin to receive what the reply asked for: the piece, ranges of it, or the step that it is made from; returns
-        the bytes."""
+        the bytes. chunk_bytes: of a message at most; None: each range is one."""
         assert self.replica is not None
         ranges: Ranges = ((0, self.piece.raw_bytes),)
         if self.reply is Reply.FOLLOWS:
             self.step = bytearray(self.piece.step_bytes)
-            self.transfers.append(transport.receive(owner, memoryview(self.step)))
+            for start, end in _chunks(0, self.piece.step_bytes, chunk_bytes):
+                self.transfers.append(transport.receive(owner, memoryview(self.step)[start:end]))
             return self.piece.step_bytes
         if self.reply is Reply.PARTLY:
             ranges = self.ranges
-        for start, end in ranges:
-            self.transfers.append(transport.receive(owner, self.replica.buffer[start:end]))
+        for first, last in ranges:
+            for start, end in _chunks(first, last, chunk_bytes):
+                self.transfers.append(transport.receive(owner, self.replica.buffer[start:end]))
         return _count(ranges)
 
     def arrived(self) -> None:
@@ -150,8 +157,9 @@ class ReplicationRound:
         offers: Sequence[Offer] | None,
         peers: Sequence[int],
         owners: Sequence[int],
+        sends: SendPace | None = None,
     ) -> None:
-        self._transport, self._iteration, self._receiver = transport, iteration, receiver
+        self._transport, self._iteration, self._receiver, self._sends = transport, iteration, receiver, sends
         self._has_offers, self._offers = offers is not None, list(offers or ())
         self._replies: dict[int, list[Reply]] = {peer: [] for peer in peers}  # one for each offer
         self._ranges: dict[int, list[Ranges]] = {}  # wanted of each offer, of those that are wanted partly
@@ -207,12 +215,15 @@ class ReplicationRound:
             owner: [item for item in items if item.replica is not None] for owner, items in self._incoming.items()
         }
         # All receives are posted before the first wait, and sends do not wait: no order of ranks can deadlock.
+        chunk_bytes = SEND_CHUNK_BYTES if self._sends is not None else None
         for owner, items in coming.items():
             for item in items:
-                self._received_bytes += item.receive(self._transport, owner)
+                self._received_bytes += item.receive(self._transport, owner, chunk_bytes)
+        total_bytes = sum(self._due_bytes(peer, at) for peer, wanted in due.items() for at in wanted)
+        pace = self._sends.begin(total_bytes) if self._sends is not None else None
         for peer, wanted in due.items():
             for at in wanted:
-                self._give(peer, at)
+                self._give(peer, at, pace)
         receipts = {peer: bytearray(len(wanted)) for peer, wanted in due.items()}
         for peer, receipt in receipts.items():
             self._receive(peer, receipt)
@@ -264,20 +275,31 @@ class ReplicationRound:
             item.abandon()
         self._offers.clear()
 
-    def _give(self, peer: int, at: int) -> None:
+    def _give(self, peer: int, at: int, pace: Pace | None) -> None:
         """Send a piece, or its step, as the peer replied."""
         reply, nbytes = self._replies[peer][at], self._offers[at].raw.nbytes
         self._carried_bytes += nbytes if reply is not Reply.DAMAGED else 0
+        for first, last in self._due(peer, at):
+            for start, end in _chunks(first, last, SEND_CHUNK_BYTES if pace is not None else None):
+                if pace is not None:
+                    pace.take(end - start)
+                self._send(peer, (self._offers[at].step if reply is Reply.FOLLOWS else self._offers[at].raw)[start:end])
+                if pace is not None:
+                    self._under_way[-1].wait()
+                    pace.moved(end - start)
+        self._sent_bytes += self._due_bytes(peer, at)
+
+    def _due(self, peer: int, at: int) -> Ranges:
+        """What of a piece, or of its step, goes to a peer."""
+        reply = self._replies[peer][at]
         if reply is Reply.FOLLOWS:
-            self._send(peer, self._offers[at].step)
-            self._sent_bytes += self._offers[at].step.nbytes
-            return
-        ranges: Ranges = ((0, nbytes),)
+            return ((0, self._offers[at].step.nbytes),)
         if reply is Reply.PARTLY:  # without any range all of it is there
-            ranges = self._ranges[peer][at] if peer in self._ranges else ()
-        for start, end in ranges:
-            self._send(peer, self._offers[at].raw[start:end])
-        self._sent_bytes += _count(ranges)
+            return self._ranges[peer][at] if peer in self._ranges else ()
+        return ((0, self._offers[at].raw.nbytes),)
+
+    def _due_bytes(self, peer: int, at: int) -> int:
+        return _count(self._due(peer, at))
 
     def _first_reply(self, owner: int, item: _IncomingPiece) -> Reply:
         try:
@@ -401,13 +423,25 @@ def _count(ranges: Ranges) -> int:
     return sum(end - start for start, end in ranges)
 
 
+def _chunks(start: int, end: int, chunk_bytes: int | None) -> Ranges:
+    """A range in messages, of which both sides know the same sizes."""
+    if chunk_bytes is None:
+        return ((start, end),)
+    return tuple((at, min(at + chunk_bytes, end)) for at in range(start, end, chunk_bytes))
+
+
 class Replicator:
     """Exchanges replicas along fixed pairs: `peers` keep those of this rank, `owners` are those whose it keeps.
 
     If B is a peer of A, A must be an owner of B (policy.placement gives both). Any graph will do.
+
+    sends: the pace of what this rank sends, in chunks then; all ranks have one, or none has. None: as fast as it goes.
     """
 
-    def __init__(self, transport: Transport, peers: Sequence[int], owners: Sequence[int]) -> None:
+    def __init__(
+        self, transport: Transport, peers: Sequence[int], owners: Sequence[int], sends: SendPace | None = None
+    ) -> None:
+        self._sends = sends
         for name, ranks in (("peers", peers), ("owners", owners)):
             others = set(ranks) & set(range(transport.world_size)) - {transport.rank}
             if len(others) < len(ranks):
@@ -416,6 +450,11 @@ class Replicator:
                     f" {transport.world_size}"
                 )
         self._transport, self._peers, self._owners = transport, tuple(peers), tuple(owners)
+
+    @property
+    def moving_s(self) -> float | None:
+        """Seconds that sends have taken so far, without the pauses of their pace; None where they have none."""
+        return None if self._sends is None else self._sends.moving_s
 
     def exchange(self, iteration: int, offers: Sequence[Offer] | None, receiver: ReplicaReceiver) -> Exchange:
         """One round: every rank calls it for the same iterations in the same order, None for having nothing to give.
@@ -426,7 +465,7 @@ class Replicator:
         an exception nothing that was received in this round is kept unless it was sealed already, nothing here refers
         to the memory of offers and replicas, and the transport must be renewed.
         """
-        round_ = ReplicationRound(self._transport, iteration, receiver, offers, self._peers, self._owners)
+        round_ = ReplicationRound(self._transport, iteration, receiver, offers, self._peers, self._owners, self._sends)
         del offers  # a kept traceback must not pin snapshots
         try:
             round_.announce()

@@ -14,7 +14,6 @@ import struct
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,7 +23,7 @@ from torch.distributed import PrefixStore, Store
 from ..errors import UsageError
 from ..ports import PeerLost
 from .connections import Connections, Message, MessageLane, Mover, receive_over, send_over
-from .meeting import Meeting
+from .meeting import FIRST_PAUSE_S, LONGEST_PAUSE_S, Meeting
 
 if TYPE_CHECKING:
     import socket
@@ -77,7 +76,8 @@ class TcpTransport:
     It uses no collective of other groups and can be made, used and renewed on any thread while others train.
 
     Args:
-        store: a c10d store that all ranks reach; the transport talks to it over a connection of its own.
+        store: a c10d store that all ranks reach, over a connection on which nobody waits for a key, such as a `clone`:
+            each call waits for those of other threads. The transport only asks for what is there.
         name: the same on all ranks, different for each transport and for each start of the job (a torchrun restart
             keeps the store).
         timeout_s: longest wait for another rank, twice that for it to come to a renewal; in longer messages, for each
@@ -96,10 +96,7 @@ class TcpTransport:
     ) -> None:
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.address = address
-        # A clone has a connection of its own: on a shared one each call waits for those of other threads.
-        own = store.clone()
-        own.set_timeout(timedelta(seconds=timeout_s))
-        self._store = PrefixStore(name, own)
+        self._store = PrefixStore(name, store)
         self._meeting = Meeting(self._store, rank, world_size)
         self.connections: Connections | None = None
         self._places, self._lanes = self._store, dict[tuple[int, int, bool], MessageLane]()
@@ -130,7 +127,12 @@ class TcpTransport:
             raise UsageError(f"a value to gather is no JSON value: {error}") from error
         # The ranks below a node of the tree follow its own, so that values come together in the order of ranks.
         gathered = self._combined(data, lambda own, others: own + b"," + others, "gather values of")
-        values: list[Json] = json.loads(b"[%b]" % gathered)
+        try:
+            values: list[Json] = json.loads(b"[%b]" % gathered)
+        except (ValueError, RecursionError) as error:
+            raise self.broken("gather values", f"what came is no JSON: {error}") from None
+        if len(values) != self.world_size:
+            raise self.broken("gather values", f"{len(values)} came from {self.world_size} ranks")
         return values
 
     def renew(self) -> None:
@@ -254,5 +256,18 @@ def _opened(
     connections: Connections, places: Store, other: int, purpose: int, is_send: bool, timeout_s: float
 ) -> socket.socket:
     """For a lane, on its thread: its connection. Raises OSError, RuntimeError."""
-    place = places.get(str(other)).decode()
+    place = _told(connections, places, str(other), timeout_s)
     return (connections.dial if is_send else connections.arrival)(place, other, purpose, timeout_s)
+
+
+def _told(connections: Connections, places: Store, key: str, timeout_s: float) -> str:
+    """What another rank sets once it has met all; asked for again and again, never waited for. Raises OSError."""
+    until_s, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
+    while not places.check([key]):
+        connections.check()
+        if time.monotonic() > until_s:
+            raise TimeoutError(f"rank {key} did not say within {timeout_s:g} s where it listens")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    place: str = places.get(key).decode()
+    return place

@@ -115,18 +115,25 @@ class Generation:
         return _scalars(self.any).timeline
 
     @property
+    def window(self) -> tuple[int, int]:
+        """The first and the last iteration of the window that it belongs to; a whole state is one of one iteration."""
+        alone = self.any.snapshot.iteration
+        return _scalars(self.any).window or (alone, alone)
+
+    @property
     def topology(self) -> Topology:
         """The layout. Raises UnreadableCheckpoint."""
         return topology_of(self.any.facts)
 
     def assembly(self, live: LiveLayout) -> Assembly:
         """What a rank of this job reads of it. Raises UnreadableCheckpoint, with what cannot be had."""
-        old, scalars = self.topology, _scalars(self.any)
-        if scalars.window is not None and scalars.window[0] != scalars.window[1]:
+        old = self.topology
+        first, last = self.window
+        if first != last:
             raise UnreadableCheckpoint(
-                f"iterations {scalars.window[0]} to {scalars.window[1]} have to be run again in the layout that they"
-                f" were run in, {described(self.any.facts.topology)}: moe-ckpt convert --to dense does that, and makes"
-                " a checkpoint for --load"
+                f"iterations {first} to {last} have to be run again in the layout that they were run in,"
+                f" {described(self.any.facts.topology)}: moe-ckpt convert --to dense does that on a CPU, and makes a"
+                " checkpoint for --load"
             )
         parts = self._parts()
         wanted = [one for one in live.tensors if one.record.operator in parts]

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TypeAlias
 
-from ..errors import UnreadableCheckpoint
+from ..errors import UnreadableCheckpoint, UsageError
 from ..policy.lineage import newest_first
 from ..policy.resharding import freed_by
 from ..ports import Layout, Listing, Manifest, Reader, SnapshotId, Store, Writer
 from .generation import Assembly, Generation, LiveLayout, described, generations, snapshots_of
 from .reader import ReshardedReader
+from .survivors import SurvivingMemory
+from .windows import OlderWindow, copy_of, newest_window
 
 log = logging.getLogger(__name__)
 
@@ -41,11 +44,35 @@ class ReshardingStore:
         self, store: Store, live: Callable[[], LiveLayout], layout: Mapping[str, object], rank: int, *, inexact: bool
     ) -> None:
         self._store, self._make_live, self._layout, self._rank = store, live, dict(layout), rank
+        self._memory: SurvivingMemory | None = None
         self._inexact = inexact
         self._live: LiveLayout | None = None
         self._foreign: dict[Piece, Generation] | None = None
         self._assembled: dict[Piece, Assembly | UnreadableCheckpoint] = {}
         self._told: set[int] = set()
+
+    def use_memory(self, memory: SurvivingMemory | None) -> None:
+        """From here on show also what another layout left in memory, or, with None, only what is stored."""
+        self._memory, self._foreign, self._assembled = memory, None, {}
+
+    def older_window(self) -> OlderWindow | None:
+        """The newest sparse window of another layout that could be run again there; None where none could, or where
+        training draws random numbers and that is not accepted."""
+        found = self._found().values()
+        if not found or (self._live_layout().draws and not self._inexact):
+            return None
+        in_memory = frozenset(self._memory.snapshots().sealed if self._memory is not None else ())
+        try:
+            return newest_window(found, in_memory)
+        except UnreadableCheckpoint:  # told by whoever lists it
+            return None
+
+    def copy_older(self, into: Store) -> None:
+        """Store all that other layouts left once more, as it is. Raises UnreadableCheckpoint, StoreFailure."""
+        for generation in self._found().values():
+            for snapshot in snapshots_of(generation):
+                with self._open_source(generation, snapshot) as reader:
+                    copy_of(reader, into)
 
     def reserve(self, snapshot: SnapshotId, layout: Layout) -> Writer:
         """As `ports.Store.reserve`."""
@@ -71,7 +98,8 @@ class ReshardingStore:
         assembly = self._assembled[piece]
         if isinstance(assembly, UnreadableCheckpoint):
             raise assembly
-        return ReshardedReader(assembly, self._store.open, lambda: self._tell(snapshot.iteration, generation))
+        source = partial(self._open_source, generation)
+        return ReshardedReader(assembly, source, lambda: self._tell(snapshot.iteration, generation))
 
     def free(self, snapshot: SnapshotId) -> None:
         """As `ports.Store.free`; of another layout's, each rank of this job removes the snapshots of some ranks."""
@@ -98,25 +126,39 @@ class ReshardingStore:
         """What other layouts stored, the newest past of each iteration and kind."""
         if self._foreign is None:
             manifests: dict[Piece, list[Manifest]] = {}
-            for snapshot in (listed or self._store.snapshots()).sealed:
-                try:
-                    with self._store.open(snapshot) as reader:
-                        manifest = reader.manifest
-                except UnreadableCheckpoint:
-                    continue  # told by whoever lists it
-                if dict(manifest.facts.topology) != self._layout:
-                    manifests.setdefault((snapshot.iteration, snapshot.kind), []).append(manifest)
+            # What is in memory comes last: of two copies it is the one that is read.
+            places: list[tuple[Store | SurvivingMemory, Listing]] = [(self._store, listed or self._store.snapshots())]
+            if self._memory is not None:
+                places.append((self._memory, self._memory.snapshots()))
+            for place, there in places:
+                for snapshot in there.sealed:
+                    try:
+                        with place.open(snapshot) as reader:
+                            manifest = reader.manifest
+                    except UnreadableCheckpoint:
+                        continue  # told by whoever lists it
+                    if dict(manifest.facts.topology) != self._layout:
+                        manifests.setdefault((snapshot.iteration, snapshot.kind), []).append(manifest)
             self._foreign = {piece: _newest(generations(found)) for piece, found in manifests.items()}
         return self._foreign
 
     def _is_own(self, snapshot: SnapshotId, generation: Generation) -> bool:
         """Whether a snapshot of this very layout lies under the name."""
-        found = generation.manifests.get(snapshot.rank)
         try:
             with self._store.open(snapshot) as reader:
-                return found is None or reader.manifest.facts != found.facts
+                return dict(reader.manifest.facts.topology) == self._layout
         except UnreadableCheckpoint:
             return False
+
+    def _open_source(self, generation: Generation, snapshot: SnapshotId) -> Reader:
+        """A share of a generation, in memory or in storage. Raises UnreadableCheckpoint."""
+        wanted = generation.manifests[snapshot.rank]
+        if self._memory is not None and snapshot in self._memory.snapshots().sealed:
+            reader = self._memory.open(snapshot)
+            if reader.manifest.checksums == wanted.checksums:
+                return reader
+            reader.close()
+        return self._store.open(snapshot)
 
     def _assembly(self, generation: Generation) -> Assembly | UnreadableCheckpoint:
         live, old = self._live_layout(), described(generation.any.facts.topology)
@@ -133,7 +175,8 @@ class ReshardingStore:
     def _tell(self, iteration: int, generation: Generation) -> None:
         if iteration not in self._told and self._rank == 0:
             was, now = described(generation.any.facts.topology), described(self._live_layout().facts)
-            log.info("iteration %d was stored in the layout %s and is restored in %s", iteration, was, now)
+            place = "" if self._memory is None else f", from {self._memory}"
+            log.info("iteration %d was stored in the layout %s and is restored in %s%s", iteration, was, now, place)
         self._told.add(iteration)
 
     def _live_layout(self) -> LiveLayout:
@@ -145,3 +188,28 @@ class ReshardingStore:
 def _newest(found: list[Generation]) -> Generation:
     timelines = newest_first(generation.timeline for generation in found)
     return next((one for timeline in timelines for one in found if one.timeline == timeline), found[0])
+
+
+class NoStorage:
+    """A `ports.Store` of a job without storage: nothing is in it, and nothing can be kept there."""
+
+    def reserve(self, snapshot: SnapshotId, _: Layout) -> Writer:
+        """As `ports.Store.reserve`."""
+        raise UsageError(f"the {snapshot} cannot be stored: this job has no storage (--moe-ckpt-persist-dir)")
+
+    def snapshots(self) -> Listing:
+        """As `ports.Store.snapshots`."""
+        return Listing((), ())
+
+    def open(self, snapshot: SnapshotId) -> Reader:
+        """As `ports.Store.open`."""
+        raise UnreadableCheckpoint(f"the {snapshot} is not stored: this job has no storage")
+
+    def free(self, _: SnapshotId) -> None:
+        """As `ports.Store.free`."""
+
+    def sweep(self) -> None:
+        """As `ports.Store.sweep`."""
+
+    def close(self) -> None:
+        """As `ports.Store.close`."""

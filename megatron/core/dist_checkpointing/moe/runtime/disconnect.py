@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ..ports import PeerLost
 from ..replication.connections import hang_up
+from .peer_links import stop_waiting
 
 _DESCRIPTORS = Path("/proc/self/fd")
 _ABORT_TIMEOUT_S = 5.0
@@ -47,6 +48,7 @@ def close_connections() -> int:
     yet. No collective is possible afterwards. What was sent before arrives.
     """
     hang_up()
+    stop_waiting()
     _abort_communicators()
     descriptors = [int(entry.name) for entry in _DESCRIPTORS.iterdir() if entry.name.isdecimal()]
     return sum(_shut(descriptor) for descriptor in sorted(descriptors) if descriptor > _STDERR)

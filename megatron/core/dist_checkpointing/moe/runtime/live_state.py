@@ -10,6 +10,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 
+from ..config import MoECheckpointConfig
 from ..local_recovery.survivor import Live, Passes
 from ..megatron_state.completeness import check_complete
 from ..megatron_state.megatron import (
@@ -17,11 +18,13 @@ from ..megatron_state.megatron import (
     operators_of_parameters,
     state_tensors,
     stepped_parameters,
+    ties_embeddings,
+    unchanging_operators,
 )
 from ..megatron_state.optimizer_state import allocate_optimizer_state
 from ..megatron_state.partitions import random_draws, tensor_grids
 from ..megatron_state.quantization import allocate_quantization_state, quantization_tensors
-from ..megatron_state.sharing import assign, joining_restorer, share_out
+from ..megatron_state.sharing import Sharing, joining_restorer
 from ..policy.resharding import RecordKey
 from ..ports import Execution, Json, TrainerState
 from ..replay.execution import LiveExecution
@@ -31,7 +34,8 @@ from ..snapshot.copy_engines import CopyEngine, ThreadEngine
 from ..snapshot.page_locks import PageLocks
 from ..snapshot.stream_engine import StreamEngine
 from ..storage.numa import local_cpus
-from ..types import Topology
+from ..strategies import STRATEGIES
+from ..types import OperatorId, Topology
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class LiveState:
     Args:
         training: What is trained.
         topology: The layout of the job.
-        shard: `--moe-ckpt-shard`.
+        config: Settings: who stores what several ranks hold, and whether snapshots select experts.
         rank: This rank.
 
     Raises:
@@ -72,10 +76,14 @@ class LiveState:
 
     Attributes:
         on_device: Whether it lies on a GPU.
+        varying: Keys of what this rank stores in some snapshots and leaves to its peers in others.
     """
 
-    def __init__(self, training: Training, topology: Topology, shard: str, rank: int) -> None:
-        self._training, self._topology, self._shard, self._rank = training, topology, shard, rank
+    varying: frozenset[str] = frozenset()
+
+    def __init__(self, training: Training, topology: Topology, config: MoECheckpointConfig, rank: int) -> None:
+        self._training, self._topology, self._shard, self._rank = training, topology, config.shard, rank
+        self._selects = STRATEGIES[config.strategy].selects
         self._engine: CopyEngine | None = None
         self.refresh()
 
@@ -90,16 +98,21 @@ class LiveState:
             self.on_device = any(state.tensor.is_cuda for state in tensors)
             self._locks = PageLocks() if self.on_device else None
             self._engine = StreamEngine(self._locks) if self.on_device else ThreadEngine()
-        self.restorer = live_restorer(chunks, optimizer, self._topology)
+        self.restorer, left_out = live_restorer(chunks, optimizer, self._topology), None
         if self._shard != "none":
-            assignment = assign(self._shard, chunks, tensors, self._topology)
-            portions = share_out(tensors, assignment, self._topology, self._rank)
-            self.restorer = joining_restorer(chunks, optimizer, portions)
-            tensors = tuple(part for portion in portions for part in portion.stored)
+            sharing = Sharing(self._shard, chunks, tensors, self._topology, self._rank, selects=self._selects)
+            self.restorer = joining_restorer(chunks, optimizer, sharing.portions)
+            tensors = tuple(part for portion in sharing.portions for part in portion.stored)
+            left_out, self.varying = sharing.left_out, sharing.varying
         self._stored = tensors
-        self.capturer = LiveCapturer(tensors, trainer, self._engine)
+        self.capturer = LiveCapturer(tensors, trainer, self._engine, left_out=left_out, varying=self.varying)
         stepped = stepped_parameters(chunks, optimizer, self._topology)
         self.live = Live(self.capturer, trainer, optimizer, every, stepped, self._locks)
+
+    @property
+    def unchanging(self) -> frozenset[OperatorId]:
+        """Operators of which this rank has a part, none of which training changes."""
+        return unchanging_operators(self._training.chunks, self._topology)
 
     def layout(self, facts: Mapping[str, Json]) -> LiveLayout:
         """What snapshots of this rank hold, for those that another layout made. facts: the layout of this job."""
@@ -151,4 +164,4 @@ class LiveState:
     @property
     def ties_embeddings(self) -> bool:
         """Whether the first and the last pipeline stage share their embedding."""
-        return bool(unwrap_model(self._training.chunks[0]).share_embeddings_and_output_weights)
+        return ties_embeddings(unwrap_model(self._training.chunks[0]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +13,14 @@ import torch
 from ..config import MoECheckpointConfig
 from ..errors import UsageError
 from ..megatron_state.megatron import read_topology
-from ..ports import Json, NoRoom, Transport
+from ..ports import Json, Manifest, NoRoom, Transport
 from ..replication.agreement import raise_on_all_ranks
 from ..replication.interface import Endpoint, check_endpoints, own_endpoint
 from ..replication.store_gather import gathered_by_store
 from ..replication.tcp import TcpTransport
 from ..replication.transports import TRANSPORTS
+from ..storage.job_secret import read_secret, signed
+from ..storage.manifest import use_secret
 from ..storage.memory import MemoryStore
 from ..types import Topology
 from .peer_links import PeerLinks
@@ -43,18 +46,45 @@ def introduced(store: torch.distributed.Store, config: MoECheckpointConfig, plac
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     own: dict[str, Json]
     try:
-        own = {"endpoint": asdict(own_endpoint(config.interface)), "job": asdict(JobClaim.of(config, place))}
+        own = {
+            "secret": _take_secret(config),
+            "endpoint": asdict(own_endpoint(config.interface)),
+            "job": asdict(JobClaim.of(config, place)),
+        }
     except UsageError as error:
         own = {"problem": f"rank {rank}: {error}"}
     found: list[Any] = gathered_by_store(store, "moe-ckpt-ranks", rank, world_size, own, config.timeout_s)
     if problems := [one["problem"] for one in found if "problem" in one]:
         raise UsageError(problems[0])
+    if different := [other for other, one in enumerate(found) if one["secret"] != found[0]["secret"]]:
+        raise UsageError(
+            f"rank {different[0]} and rank 0 have different secrets: put the same file for --moe-ckpt-secret-file on"
+            " every node, or give it to none"
+        )
     endpoints = tuple(Endpoint(**one["endpoint"]) for one in found)
     check_endpoints(endpoints)
     if rank == 0:
         name = endpoints[0].interface or f"that of the host name {endpoints[0].host}"
         log.info("checkpoints talk over interface %s, address %s on rank 0", name, endpoints[0].address)
     return Introduction(endpoints, agree_on_job([JobClaim(**one["job"]) for one in found]))
+
+
+def _take_secret(config: MoECheckpointConfig) -> str:
+    """Seal with the job's secret from here on; a fingerprint of it, empty without one. Raises UsageError."""
+    secret = read_secret(config.secret_file)
+    use_secret(secret)
+    return "" if secret is None else signed(secret, b"moe-ckpt fingerprint of a job's secret")
+
+
+def own_connection(store: torch.distributed.Store, timeout_s: float) -> torch.distributed.Store:
+    """The same store, over another connection: on one that is shared, a call waits while others wait for a key.
+
+    One for the whole session: torch's server (2.13 to 2.15) looks up the name of whoever connects, which can take
+    seconds where a name server is slow.
+    """
+    own = store.clone()
+    own.set_timeout(timedelta(seconds=timeout_s))
+    return own
 
 
 class Transports(NamedTuple):
@@ -74,10 +104,8 @@ class Transports(NamedTuple):
     def connected(
         cls, store: torch.distributed.Store, config: MoECheckpointConfig, endpoints: Sequence[Endpoint]
     ) -> Transports:
-        """Between all ranks, which find each other in `store`: that of this attempt, as others' addresses mislead.
-
-        Raises PeerLost.
-        """
+        """Between all ranks, which find each other in `store`: that of this attempt, as others' addresses mislead, over
+        a connection of its own (see `own_connection`). Raises PeerLost."""
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         address, timeout_s, bulk = endpoints[rank].address, config.timeout_s, TRANSPORTS[config.transport]
         # First, because it says which rank does not answer, and where.
@@ -104,8 +132,9 @@ def open_memories(
     segment_bytes: Mapping[str, Sequence[int]],
     transport: Transport,
     cpus: frozenset[int] = frozenset(),
+    layout: Mapping[str, Json] | None = None,
 ) -> dict[str, MemoryStore]:
-    """Memory of this rank by area, near these cores.
+    """Memory of this rank by area, near these cores. layout: of this job; what another one left keeps its memory.
 
     Segments have equal sizes on all ranks: a restart may place any rank anywhere.
 
@@ -115,9 +144,12 @@ def open_memories(
     most = transport.least([-sum(sizes) for sizes in segment_bytes.values()])
     opened: dict[str, MemoryStore] = {}
 
+    def is_foreign(manifest: Manifest) -> bool:
+        return layout is not None and dict(manifest.facts.topology) != dict(layout)
+
     def open_all() -> None:
         for area, sizes in segment_bytes.items():
-            opened[area] = open_memory(config, place, sizes, area, cpus)
+            opened[area] = open_memory(config, place, sizes, area, cpus, is_foreign)
 
     try:
         raise_on_all_ranks(transport, open_all, (NoRoom, UsageError))

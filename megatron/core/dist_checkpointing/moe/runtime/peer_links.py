@@ -11,6 +11,7 @@ own links tell to others, so all N ranks hear of a loss in log2(N) steps.
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import struct
 import time
@@ -24,9 +25,16 @@ from ..ports import PeerLost
 from ..replication.connections import keep_alive
 
 _GOODBYE = b"."
-_HELLO = struct.Struct("!Q")
+_SECRET_BYTES, _HELLO_S = 16, 5
+_HELLO = struct.Struct("!16sQ")  # what only ranks of the job can know, from the store; the rank that calls
 
 _ALL: weakref.WeakSet[PeerLinks] = weakref.WeakSet()
+
+
+def stop_waiting() -> None:
+    """No rank is waited for any more, whichever threads do."""
+    for links in list(_ALL):
+        links.stop_waiting()
 
 
 def _close_in_child() -> None:
@@ -55,6 +63,7 @@ class PeerLinks:
         self._rank, self._deadline_s = rank, time.monotonic() + timeout_s
         self._store, self._timeout_s = PrefixStore("peer-links", store), timeout_s
         self.sockets: dict[socket.socket, int] = {}
+        self._listener: socket.socket | None = None
         steps = [1 << power for power in range(world_size.bit_length()) if 1 << power < world_size]
         _ALL.add(self)
         if steps:
@@ -67,31 +76,48 @@ class PeerLinks:
     def _connect(self, others: list[int], address: str, incoming: int) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.create_server((address, 0), family=family, backlog=incoming + 8) as listener:
-            self._store.set(str(self._rank), f"{address}:{listener.getsockname()[1]}")
+            self._listener = listener
+            secret = secrets.token_bytes(_SECRET_BYTES)
+            self._store.set(str(self._rank), f"{address}:{listener.getsockname()[1]} {secret.hex()}")
             for other in others:
                 self._add(self._called(other), other)
             while incoming:
-                listener.settimeout(self._left_s)
                 try:
+                    if self._deadline_s < time.monotonic():
+                        raise TimeoutError("timed out")
+                    listener.settimeout(self._left_s)
                     connection, _ = listener.accept()
-                    connection.settimeout(self._left_s)
-                    (caller,) = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
-                except (OSError, struct.error) as error:
+                except OSError as error:
                     raise PeerLost(
                         f"rank {self._rank} waited {self._timeout_s:g} s at {address} for {incoming} ranks to connect:"
                         f" {error or type(error).__name__}"
                     ) from None
-                self._add(connection, caller)
-                incoming -= 1
+                caller = self._greeted(connection, secret)
+                if caller is not None:
+                    self._add(connection, caller)
+                    incoming -= 1
+
+    def _greeted(self, connection: socket.socket, secret: bytes) -> int | None:
+        """The rank that calls; None, and it is closed, for a caller that is none of this job."""
+        try:
+            connection.settimeout(None)  # blocking, with a limit: else less than all may be received
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _HELLO_S, 0))
+            known, caller = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
+        except (OSError, struct.error):
+            known, caller = b"", 0
+        if secrets.compare_digest(known, secret):
+            return int(caller)
+        connection.close()
+        return None
 
     def _called(self, other: int) -> socket.socket:
         where = "an address that it never told"
         try:
             self._store.wait([str(other)], timedelta(seconds=self._left_s))
-            where = self._store.get(str(other)).decode()
+            where, _, secret = self._store.get(str(other)).decode().partition(" ")
             host, port = where.rsplit(":", 1)
             connection = socket.create_connection((host, int(port)), timeout=self._left_s)
-            connection.sendall(_HELLO.pack(self._rank))
+            connection.sendall(_HELLO.pack(bytes.fromhex(secret), self._rank))
         except (OSError, RuntimeError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
             raise PeerLost(
@@ -99,6 +125,12 @@ class PeerLinks:
                 " let the nodes reach each other there, or name another interface with --moe-ckpt-interface"
             ) from None
         return connection
+
+    def stop_waiting(self) -> None:
+        """From any thread: whoever waits for ranks to call fails."""
+        if self._listener is not None:
+            with suppress(OSError):  # it is closed already
+                self._listener.shutdown(socket.SHUT_RDWR)
 
     def _add(self, connection: socket.socket, other: int) -> None:
         connection.setblocking(False)

@@ -16,13 +16,14 @@ from ..config import MoECheckpointConfig
 from ..errors import UsageError
 from ..policy.memory_limit import MemoryLimit
 from ..policy.placement import Placement, place_replicas, replica_count
-from ..ports import Json, Store
+from ..ports import Json, Manifest
 from ..resharding.generation import LiveLayout
 from ..resharding.store import ReshardingStore
 from ..snapshot.memory_limit import NodeMemory
 from ..storage.base import open_durable
 from ..storage.memory import MemoryStore
 from ..storage.ownership import job_of_launcher, launcher, slot_directory
+from ..storage.private_folders import check_private, is_shared, make_private, refused_as_unusable
 from ..storage.system import node_memory_bytes
 from ..types import Topology
 
@@ -111,6 +112,7 @@ class JobClaim:
     @classmethod
     def of(cls, config: MoECheckpointConfig, place: ProcessInfo) -> JobClaim:
         """What this rank knows."""
+        check_memory(config, place)
         kept = "" if place.job_id else job_of_launcher(memory_folder(config) / place.node)
         return cls(place.job_id, kept, place.job_here)
 
@@ -145,25 +147,44 @@ def memory_folder(config: MoECheckpointConfig) -> Path:
     )
 
 
+def check_memory(config: MoECheckpointConfig, place: ProcessInfo) -> None:
+    """Refuse memory folders of this node that are there already and that others could have filled.
+
+    Raises UsageError.
+    """
+    base = memory_folder(config)
+    first, *inner = _chain(base, place)
+    with refused_as_unusable(base), suppress(FileNotFoundError):
+        check_private(first)
+        check_private(first, *inner)
+
+
 def open_memory(
     config: MoECheckpointConfig,
     place: ProcessInfo,
     segment_bytes: Sequence[int],
     area: str = "slot",
     cpus: frozenset[int] = frozenset(),
+    is_foreign: Callable[[Manifest], bool] = lambda manifest: False,
 ) -> MemoryStore:
     """This process's slot of its node's memory, or one beside it for another purpose; near these cores.
+
+    is_foreign: of what is there already, whether it belongs to another layout.
 
     Raises UsageError for a folder that cannot be used, StoreFailure.
     """
     base = memory_folder(config)
-    if config.memory_dir is None:
-        _made(base, base, mode=0o700)
-    node = base / place.node
-    if base.is_dir():
-        _made(node, base)
-    where = node if base.is_dir() else base
-    return MemoryStore(where, place.job_id, place.local_rank, segment_bytes, area=area, cpus=cpus)
+    if config.memory_dir is None or base.is_dir():
+        with refused_as_unusable(base):
+            make_private(*_chain(base, place))
+    where = base / place.node if base.is_dir() else base
+    slot = place.job_id, place.local_rank
+    return MemoryStore(where, *slot, segment_bytes, area=area, cpus=cpus, is_foreign=is_foreign)
+
+
+def slot_of(config: MoECheckpointConfig, place: ProcessInfo) -> Path:
+    """This process's folder for snapshots in its node's memory, there or not."""
+    return slot_directory(memory_folder(config) / place.node, place.job_id, place.local_rank)
 
 
 def node_memory(config: MoECheckpointConfig, place: ProcessInfo) -> NodeMemory:
@@ -193,7 +214,7 @@ def open_persistent(
     rank: int,
     layout: Mapping[str, Json],
     live: Callable[[Mapping[str, Json]], LiveLayout],
-) -> Store | None:
+) -> ReshardingStore | None:
     """The storage of `--moe-ckpt-persist-dir`, which shows what another layout stored as if this one had; None without
     that flag. live: the state of this rank, for that."""
     if config.persist_dir is None:
@@ -205,6 +226,8 @@ def open_persistent(
 def replicas_placed(config: MoECheckpointConfig, topology: Topology) -> Placement:
     """Who keeps whose replicas. Raises UsageError for more replicas than there are other ranks."""
     replicas = replica_count(config.replicas, topology)
+    if config.elastic is not None:  # what fewer ranks can keep
+        replicas = min(replicas, topology.world_size - 1)
     if replicas >= topology.world_size:
         raise UsageError(
             f"--moe-ckpt-replicas {replicas} needs as many peers, but the job has {topology.world_size} ranks: at most"
@@ -213,8 +236,6 @@ def replicas_placed(config: MoECheckpointConfig, topology: Topology) -> Placemen
     return place_replicas(topology, replicas)
 
 
-def _made(folder: Path, base: Path, mode: int = 0o777) -> None:
-    try:
-        folder.mkdir(mode=mode, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"memory dir {base} cannot be used: {error.strerror}; check its permissions") from error
+def _chain(base: Path, place: ProcessInfo) -> tuple[Path, *tuple[str, ...]]:
+    """The outermost folder that has to be this user's own, and those in it: `base` may be `/dev/shm` itself."""
+    return (base / place.node,) if is_shared(base) else (base, place.node)

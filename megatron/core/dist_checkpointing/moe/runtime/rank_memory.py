@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -20,8 +21,8 @@ from ..snapshot.memory_limit import Taker, ask_for_less, taken_bytes
 from ..storage.memory import MemoryStore
 from ..strategies import Job, Strategy
 from .live_state import LiveState, Training
-from .opening import open_memories
-from .process_info import ProcessInfo, drop_memory, node_memory
+from .opening import open_memories, parallel_layout
+from .process_info import ProcessInfo, drop_memory, memory_folder, node_memory
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,9 @@ class RankMemory:
                     facts = taken * room.ranks / 1e9, room.ranks, room
                     log.info("checkpoints take %.3g GB of the memory of a node with %d ranks, which has %s", *facts)
                 try:
-                    memories = open_memories(self._config, self._place, sizes, self._control, self._state.near_cpus)
+                    layout = parallel_layout(self._topology, self._config.shard)
+                    near = self._state.near_cpus
+                    memories = open_memories(self._config, self._place, sizes, self._control, near, layout)
                     break
                 except NoRoom as error:
                     shortage = str(error)
@@ -86,10 +89,14 @@ class RankMemory:
         if self._rank == 0:
             log.info("%s", memory_report_of(self.specs, self._job, self._rank, len(self._owners), self.log_bytes()))
 
-    def close(self) -> None:
-        """Let go of it; what is in it stays with the node."""
+    def close(self, *, began: bool = True) -> None:
+        """Let go of it; what is in it stays with the node. began: whether training was protected with it; else memory
+        in which nothing is goes back to the node, where it would be in the way of other jobs."""
         for memory in self._memories.values():
-            memory.close()
+            memory.close() if began or memory.snapshots().sealed else memory.remove()
+        if not began:
+            with suppress(OSError):  # others are still there
+                (memory_folder(self._config) / self._place.node).rmdir()
 
     def _wanted(self) -> tuple[dict[str, list[int]], Callable[[Mapping[str, MemoryStore]], Survivor] | None]:
         """Bytes of segments by area, those of the rank that needs most, and what makes a survivor of them, if any."""

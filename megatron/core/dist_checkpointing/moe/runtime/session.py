@@ -12,60 +12,28 @@ each call of the first half, is a collective over the session's own transports, 
 from __future__ import annotations
 
 import logging
-import secrets
-import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import replace
-from typing import Any, TypeVar
-
-import torch
-from torch.distributed.distributed_c10d import _get_default_store
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
 
 from ..config import MoECheckpointConfig
-from ..errors import format_error
 from ..local_recovery.communicator import BoundaryCommunicator
-from ..megatron_state.adam_steps import AdamSteps, check_repeatable
-from ..megatron_state.capacity import RouterCapacity, drops_tokens
-from ..megatron_state.model_operators import model_operators
-from ..megatron_state.popularity import TokenCounter
-from ..policy.lineage import continued
 from ..policy.parking import Cause
-from ..ports import Execution, Layout
-from ..recovery.diverged import DivergenceNotes
-from ..recovery.recovery import Recovery, RecoveryOutcome, Waiting
-from ..recovery.restoring import RecoveryPorts
-from ..recovery.timeline import Milestone, RecoveryTimeline, Timestamps, forget, gather_timeline, left_in
+from ..recovery.kept_state import keep
+from ..recovery.recovery import RecoveryOutcome, Waiting
+from ..recovery.timeline import Milestone, RecoveryTimeline, Timestamps, forget, gather_timeline
 from ..replay.densify import Replay
-from ..replication.agreement import raise_on_all_ranks
-from ..replication.replicator import Replicator
-from ..snapshot.background import ThreadExecutor
-from ..snapshot.buffers import gathered_sizes
-from ..snapshot.coordinator import Coordinator, Ports, ProtectionReport
-from ..snapshot.identity import Identity
-from ..snapshot.stopwatch import CudaStopwatch
-from ..snapshot.workers import Persister, ReplicationWorker
-from ..strategies import GATE_UNIT, STRATEGIES, Job, Piece
+from ..resharding.windows import OlderWindow
+from ..snapshot.coordinator import ProtectionReport
 from ..types import RecoveryPlan, StepJournal
-from ..versions import check_versions, found_versions
-from .clock import SystemClock
-from .live_state import LiveState, Training
-from .opening import Transports, introduced, parallel_layout, placed_topology
+from .live_state import Training
 from .peer_links import PeerLinks
-from .process_info import (
-    PATIENCE_ADVICE,
-    ProcessInfo,
-    memory_folder,
-    open_persistent,
-    replicas_placed,
-)
-from .rank_memory import RankMemory
-from .restart_sequence import RestartSequence
-from .status import StatusBoard
+from .process_info import ProcessInfo
+from .protected_training import ProtectedTraining
+from .session_parts import SessionParts
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class Session:
@@ -77,6 +45,8 @@ class Session:
     `carry_out`                  to restore what is planned; None: it failed, and live state is unusable
     `clear_counters`, `refresh`  before and after a dense checkpoint is loaded instead
     `discard`                    when training begins from there, or from scratch
+    `older_window`               else: what was made in another layout and can be run again there, with `copy_older`;
+                                 `take_over` when training begins from that
     `repeats_steps`              then: are flags that shape iterations the same as before?
     `communicator`               for pipeline schedules, from here on
     `begin`                      before the first iteration, with the iteration after which training stands
@@ -107,118 +77,18 @@ class Session:
         self, config: MoECheckpointConfig, training: Training, place: ProcessInfo, timestamps: Timestamps | None = None
     ) -> None:
         """Raises UsageError, on all ranks alike, for flags, models and folders that cannot work."""
-        self._config, self._training, self._place = config, training, place
-        self._timestamps, self._clock = timestamps or Timestamps(), SystemClock()
-        self._rank = torch.distributed.get_rank()
-        self._coordinator: Coordinator | None = None
-        self._held = ExitStack()
-        with ExitStack() as opening:
-            opening.callback(self.abandon)
-            self._open()
-            opening.pop_all()
-
-    def _open(self) -> None:
-        config, training, place = self._config, self._training, self._place
-        store = _get_default_store()
-        endpoints, job_id = introduced(store, config, place)
-        self._place = place = replace(place, job_id=job_id)
-        transports = Transports.connected(store, config, endpoints)
-        self._control, self._data, self._patient, self._links = transports
-        for one in (self._control, self._data, self._patient):
-            self._held.callback(one.close)
-        self._held.callback(self._links.forget)
-        self._together(self._check_versions)
-        # Nodes of all ranks: where replicas go and which copies are near depends on them, and so does all below.
-        self._topology = self._together(lambda: placed_topology(self._control, place))
-        # Before anything is promised or allocated: a model of which some bytes belong to no operator is refused.
-        self._state = self._together(lambda: LiveState(training, self._topology, config.shard, self._rank))
-        self._held.callback(self._state.close)
-        self._choose_strategy()
-        self._follows = config.replicate == "gradients" and self._job.replicas > 0
-        if self._follows:
-            self._together(lambda: check_repeatable(training.optimizer, self._state.live.stepped))
-        # What cannot be replayed is refused before it is needed, and before any memory is taken.
-        execution = self._together(self._state.execution) if self._strategy.replays else None
-        layout = parallel_layout(self._topology, config.shard)
-        self._persistent = self._together(lambda: open_persistent(config, self._rank, layout, self._state.layout))
-        self._open_memory()
-        self._identity = Identity(place.job_id, layout, self._state.capturer.operators, config.strategy)
-        # Rank 0 names the attempt. Sorts by time, and differs even between attempts that start in the same instant.
-        self._attempt = str(self._control.gather(f"{time.time_ns():020d}-{secrets.token_hex(4)}")[0])
-        self._prepare_recovery(execution)
-        self._status: StatusBoard | None = None
-        self._counter = None
-        if self._strategy.counts_tokens:
-            self._counter = TokenCounter(training.chunks, gate_unit=GATE_UNIT if self._strategy.counts_gates else None)
-            self._held.callback(self._counter.close)
-        self._boost = RouterCapacity(training.chunks, config.capacity_boost) if self._strategy.makes_up else None
-        if self._boost is not None:
-            self._held.callback(self._boost.close)
+        self._parts = SessionParts(config, training, place, timestamps or Timestamps())
+        self._recovery, self._restart = self._parts.recovery, self._parts.restart
+        self._survivor, self._timestamps = self._parts.survivor, self._parts.timestamps
+        self._protection: ProtectedTraining | None = None
         self._episode: RecoveryTimeline | None = None
-        self._timestamps.mark(Milestone.BUILT)
-
-    def _check_versions(self) -> None:
-        strategy = self._config.strategy
-        for line in check_versions(found_versions(), strategy if STRATEGIES[strategy].replays else None):
-            if self._rank == 0:
-                log.warning("%s", line)
-
-    def _choose_strategy(self) -> None:
-        """The strategy, which plans from sizes of all ranks, and who keeps whose replicas."""
-        config, training = self._config, self._training
-        self._job = Job(
-            config,
-            model_operators(training.chunks),
-            self._topology,
-            training.tokens_per_iteration,
-            training.iterations,
-            training.topk,
-            tied_embeddings=self._state.ties_embeddings,
-            sizes=gathered_sizes(self._state.capturer, self._control),
-            drops_tokens=bool(self._control.total([int(drops_tokens(training.chunks))])[0]),
-        )
-        self._strategy = self._together(lambda: STRATEGIES[config.strategy](self._job))
-        placement = self._together(lambda: replicas_placed(config, self._topology))
-        self._peers, self._owners = placement.peers[self._rank], placement.kept_by[self._rank]
-
-    def _open_memory(self) -> None:
-        config, place, state = self._config, self._place, self._state
-        self._memory = RankMemory(
-            config, place, self._job, self._strategy, state, self._training, self._control, self._owners, self._clock
-        )
-        self._held.callback(self._memory.close)
-        self._memory.open()
-        self._survivor = self._memory.survivor
-        if self._survivor is not None:
-            self._held.callback(self._survivor.end, keep_memory=True)
-
-    def _prepare_recovery(self, execution: Execution | None) -> None:
-        self._times_left = left_in(self._memory.store.directory)
-        ports = RecoveryPorts(
-            self._memory.store,
-            self._persistent,
-            self._patient,
-            self._state.restorer,
-            self._training.trainer,
-            self._clock,
-            execution=execution,
-            make_room=self._memory.make_room,
-            standby=self._survivor.store if self._survivor is not None else None,
-            boundary=self._memory.stage_source,
-            timestamps=self._timestamps,
-            notes=DivergenceNotes(self._memory.store.directory),
-        )
-        self._recovery = Recovery(self._job, self._strategy, ports, self._identity, self._owners)
-        self._held.callback(self._recovery.close)
-        if execution is not None:
-            self._held.callback(execution.thaw)
-        self._restart = RestartSequence(self._recovery, self._identity, self._strategy, self._survivor, self._rank)
 
     def refresh(self) -> None:
         """Enumerate the training state anew, as is needed after a checkpoint was loaded in another way."""
-        self._state.refresh()
+        self._parts.state.refresh()
+        self._recovery.restore_through(self._parts.state.restorer)
         if self._survivor is not None:
-            self._survivor.live = self._state.live
+            self._survivor.live = self._parts.state.live
 
     def look(self) -> RecoveryPlan | None:
         """What an earlier attempt left and what can be made of it; None when that is nothing."""
@@ -236,13 +106,34 @@ class Session:
 
     def discard(self) -> None:
         """Training goes on from another state than any in memory: all that is there is freed."""
+        self._parts.older.discard()
+        self._discard_own()
+
+    def _discard_own(self) -> None:
+        """Free what is in memory in the layout of this job."""
         self._recovery.discard()  # also anew: what the strategy learned from a recovery that came to nothing
-        self._strategy = STRATEGIES[self._config.strategy](self._job)
-        self._memory.fit_strategy(self._strategy)
+        self._parts.renew_strategy()
+
+    def older_window(self) -> OlderWindow | None:
+        """A sparse window of another layout that can be run again there; the same on all ranks. A collective."""
+        own = self._parts.older.window
+        found = self._parts.control.gather(asdict(own) if own is not None else None)[0]
+        return OlderWindow(**cast("dict[str, Any]", found)) if found is not None else None
+
+    def copy_older(self, folder: Path) -> None:
+        """Copy what other layouts left to a folder, as storage has it; on one rank. Raises UnreadableCheckpoint,
+        StoreFailure."""
+        self._parts.older.copy_to(folder)
+
+    def take_over(self, iteration: int) -> None:
+        """As `discard`, where training goes on from the state of another layout after `iteration`: what that layout
+        left in memory stays until a snapshot of this one is protected."""
+        self._parts.older.restored(iteration)
+        self._discard_own()
 
     def clear_counters(self) -> None:
         """After a `carry_out` that came to nothing: what routers count has no place in a checkpoint that is loaded."""
-        self._state.clear_counters()
+        self._parts.state.clear_counters()
 
     def begin(self, iteration: int) -> None:
         """Protect training, which stands after `iteration`, or make ready for what comes before `rejoin`."""
@@ -259,10 +150,10 @@ class Session:
 
     def rejoin(self) -> bool:
         """Wait until all ranks stand at one iteration, and protect training from there on; whether it recovered."""
-        if self._coordinator is None:
+        if self._protection is None:
             outcome = self._restart.rejoin()
-            if self._counter is not None:
-                self._counter.take()  # these tokens were counted when the iterations ran first
+            if self._parts.counter is not None:
+                self._parts.counter.take()  # these tokens were counted when the iterations ran first
             self._protect(outcome.plan.target)
         return self._restart.outcome is not None
 
@@ -284,7 +175,12 @@ class Session:
     @property
     def communicator(self) -> BoundaryCommunicator | None:
         """Through which the stages of the pipeline have to send; None: core's own."""
-        return self._survivor.communicator if self._survivor is not None else None
+        return self._parts.communicator
+
+    @property
+    def parks(self) -> bool:
+        """Whether live state is put aside when a peer is lost."""
+        return self._survivor is not None
 
     @property
     def is_own(self) -> bool:
@@ -293,8 +189,8 @@ class Session:
 
     @property
     def unusable(self) -> str:
-        """Why snapshots in storage cannot be used by this job; empty if there are none of that kind."""
-        return self._recovery.unusable
+        """Why snapshots in storage, or of another layout, cannot be used by this job; empty if there are none."""
+        return self._recovery.unusable or self._parts.older.unusable
 
     @property
     def diverged(self) -> tuple[str, ...]:
@@ -307,94 +203,37 @@ class Session:
         return self._recovery.newest_iteration
 
     def _protect(self, iteration: int) -> None:
-        self._patient.close()
-        outcome = self._restart.outcome
-        timeline = continued(outcome.timeline if outcome is not None else (), self._attempt, iteration)
-        identity = replace(self._identity, timeline=timeline)
-        self._coordinator = self._protection(identity)
-        self._status = StatusBoard(self._memory.store.directory, _get_default_store(), self._status_facts())
-        self._held.callback(self._status.close)
-        if outcome is not None:
-            self._coordinator.resume(outcome.restored)
-        if self._boost is not None:
-            self._boost.owe(self._strategy.owed)
-        if self._survivor is not None:
-            self._survivor.attend(identity, iteration)
-            self._memory.fit_logs()
-            if self._rank == 0:
-                budget = self._survivor.parking_budget()
-                log.info("%s", budget)
-                if not budget.fits:
-                    log.warning("that may not suffice for all ranks of a node at once: %s", PATIENCE_ADVICE)
+        parts, outcome = self._parts, self._restart.outcome
+        parts.patient.close()
+        self._protection = ProtectedTraining(parts, iteration, outcome)
+        self._protection.begin()
         self._timestamps.mark(Milestone.REJOINED)
         if outcome is not None:
-            times = self._timestamps, self._times_left
-            episode = gather_timeline(self._control, *times, outcome.plan, self._topology)
+            times = self._timestamps, parts.times_left
+            episode = gather_timeline(parts.control, *times, outcome.plan, parts.topology)
             self._episode = episode.with_outcome(outcome.table)
-            for line in self._episode.lines() if self._rank == 0 else ():
+            for line in self._episode.lines() if parts.rank == 0 else ():
                 log.info("%s", line)
-        forget(self._memory.store.directory)
-
-    def _protection(self, identity: Identity) -> Coordinator:
-        """What copies, replicates, keeps and persists snapshots under this name."""
-        memory, clock, owners, capturer = self._memory.store, self._clock, self._owners, self._state.capturer
-        trainer, release, specs = self._training.trainer, self._state.release_segments, self._memory.specs
-        ports = Ports(
-            memory,
-            capturer,
-            trainer,
-            self._control,
-            ThreadExecutor,
-            clock,
-            owners,
-            specs,
-            release,
-            self._memory.log_bytes,
-            self._memory.room,
-            self._memory.standby_bytes,
-            self._config.strict,
-            CudaStopwatch() if self._state.on_device else None,
-            self._step_recorder(),
-        )
-        replicator = Replicator(self._data, self._peers, owners) if self._peers or owners else None
-        worker = ReplicationWorker(
-            memory, replicator, self._data, clock, identity, owners=owners, sends_steps=self._follows
-        )
-
-        def layout(piece: Piece, index: int) -> Layout:
-            return capturer.layout(piece.plan, trainer=index == 0)
-
-        persister = None
-        if self._persistent is not None:
-            persister = Persister(memory, self._persistent, self._rank, identity, layout, clock=clock)
-        return Coordinator(self._job, self._strategy, ports, worker, persister)
-
-    def _step_recorder(self) -> AdamSteps | None:
-        """What records steps for peers that follow them."""
-        if not self._follows:
-            if self._config.replicate != "state" and self._rank == 0:
-                log.warning("--moe-ckpt-replicate %s has no effect: no replicas are kept", self._config.replicate)
-            return None
-        steps = AdamSteps(self._training.optimizer, self._state.live.stepped)
-        self._held.callback(steps.close)
-        if self._rank == 0:
-            log.info("gradients for peers take at most %.3f GB of this process", steps.most_bytes / 1e9)
-        return steps
+        forget(parts.memory.store.directory)
 
     def passes(self, iteration: int) -> None:
         """The passes of an iteration begin."""
+        if self._parts.waits is not None:
+            self._parts.waits.waits.begin()
         if self._survivor is not None:
             replay = self._restart.replay  # what it sends again is in this rank's logs already, but for lost ones
             self._survivor.passes(iteration, logged=replay is None or iteration in replay.unlogged)
 
     def reduced(self) -> None:
         """They are over, and gradients reduced."""
+        if self._parts.waits is not None:
+            self._parts.waits.reduced()
         if self._survivor is not None:
             self._survivor.reduced()
 
     def before_optimizer(self) -> float:
         """See `Coordinator.before_optimizer`; nothing is under way in a replay."""
-        return self._coordinator.before_optimizer() if self._coordinator is not None else 0.0
+        return self._protection.coordinator.before_optimizer() if self._protection is not None else 0.0
 
     def stepping(self, iteration: int, loss: float | None, num_tokens: int | None) -> AbstractContextManager[None]:
         """A block for the optimizer's step and what belongs to it.
@@ -409,18 +248,9 @@ class Session:
             self._survivor.whole(iteration, journal)
 
     def step_end(self, iteration: int, journal: StepJournal) -> None:
-        """See `Coordinator.step_end`."""
-        assert self._coordinator is not None
-        if self._survivor is not None:
-            self._memory.fit_logs()  # before the next snapshot begins, so that no copy is under way
-        counts = self._counter.take() if self._counter else None
-        if self._boost is None:
-            self._coordinator.step_end(iteration, counts, journal)
-        else:
-            self._coordinator.step_end(iteration, counts, journal, self._boost.take())
-            self._boost.owe(self._strategy.owed)
-        if self._survivor is not None:
-            self._survivor.committed(iteration, journal, self._coordinator.oldest_base)
+        """See `ProtectedTraining.step_end`."""
+        assert self._protection is not None
+        self._protection.step_end(iteration, journal)
 
     def reported(self, iteration: int) -> None:
         """The numbers of an iteration were written down."""
@@ -440,22 +270,19 @@ class Session:
         return self._episode
 
     def report(self) -> ProtectionReport:
-        """See `Coordinator.report`."""
-        assert self._coordinator is not None
-        report = self._coordinator.report()
-        if self._status is not None:
-            self._status.show(report)
-        return report
+        """See `ProtectedTraining.report`."""
+        assert self._protection is not None
+        return self._protection.report()
 
     @property
     def job_id(self) -> str:
         """On which all ranks have agreed."""
-        return self._place.job_id
+        return self._parts.place.job_id
 
     @property
     def links(self) -> PeerLinks | None:
         """Which close when a peer is lost."""
-        return self._links
+        return self._parts.links
 
     def interrupt(self, *, force: bool) -> bool:
         """See `StepGuard.interrupt`; called by another thread. Where nothing is parked, no step needs protection."""
@@ -465,19 +292,18 @@ class Session:
         """Training ends here with an error: nothing new is begun, what is sealed stays, and what is whole is parked.
 
         Called when the connections to other ranks are closed."""
-        if self._boost is not None:
-            self._boost.close()
+        parts = self._parts
+        if parts.boost is not None:
+            parts.boost.close()
         self._timestamps.mark(Milestone.DETECTED)
-        if self._status is not None:
-            self._status.close()
-        if self._coordinator is not None:
-            self._coordinator.failure()
+        if self._protection is not None:
+            self._protection.failure()
         if self._survivor is not None:
-            problem = self._survivor.park(cause, self._strategy.to_data(), dict(self._timestamps.times()))
+            problem = self._survivor.park(cause, parts.strategy.to_data(), dict(self._timestamps.times()))
             if problem:
-                log.info("rank %d: %s", self._rank, problem)
+                log.info("rank %d: %s", parts.rank, problem)
         self._timestamps.mark(Milestone.PARKED)
-        self._timestamps.leave(self._memory.store.directory, self._attempt)
+        self._timestamps.leave(parts.memory.store.directory, parts.attempt)
 
     def abandon(self) -> bool:
         """After `failure`, where this process stays: let go of all that another session in it takes up again.
@@ -485,40 +311,13 @@ class Session:
         Live state and what is sealed in memory stay as they are. Whether all work beside training has come to an end;
         else this process must not go on.
         """
-        has_ended = self._coordinator is None or self._coordinator.abandon()
-        try:
-            self._held.close()
-        except Exception as error:  # connections are lost: whoever speaks through them fails
-            log.debug("while a session was given up: %s", format_error(error))
+        has_ended = self._protection is None or self._protection.coordinator.abandon()
+        self._parts.close()
+        if self._survivor is not None and self._survivor.kept is not None:
+            keep(self._parts.training.optimizer, self._survivor.kept)
         return has_ended
 
     def shutdown(self, *, keep_memory: bool) -> None:
-        """See `Coordinator.shutdown`; gives the memory back to the node unless it is to be kept for another start."""
-        assert self._coordinator is not None
-        if self._status is not None:
-            self._status.close()
-        self._coordinator.shutdown()
-        if self._boost is not None:
-            self._boost.close()
-        if self._survivor is not None:
-            self._survivor.end(keep_memory=keep_memory)
-        if keep_memory:
-            self._memory.store.close()
-        else:
-            self._memory.store.remove()
-            with suppress(OSError):  # other processes of the node may still be there
-                (memory_folder(self._config) / self._place.node).rmdir()
-        for transport in (self._control, self._data):
-            transport.close()
-
-    def _status_facts(self) -> dict[str, Any]:
-        return {
-            "rank": self._rank,
-            "world_size": self._topology.world_size,
-            "node": self._place.node,
-            "job": self._place.job_id,
-            "strategy": self._config.strategy,
-        }
-
-    def _together(self, work: Callable[[], T]) -> T:
-        return raise_on_all_ranks(self._control, work)
+        """See `ProtectedTraining.shutdown`."""
+        assert self._protection is not None
+        self._protection.shutdown(keep_memory=keep_memory)

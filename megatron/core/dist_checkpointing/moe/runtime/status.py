@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ STATUS_KEY = "moe-ckpt/status/{}"
 """In the store, with the rank's number."""
 INTERVAL_S = 2.0
 """At most so often, whatever an iteration takes."""
-STORE_TIMEOUT = timedelta(seconds=10)
 
 
 class StatusBoard:
@@ -38,15 +36,14 @@ class StatusBoard:
 
     Args:
         folder: Of the rank's slot.
-        store: At which all ranks have met; only a TCPStore, in which others can read, is written to.
+        store: At which all ranks have met, over a connection on which nobody waits; only a TCPStore is written to.
         facts: What does not change.
     """
 
     def __init__(self, folder: Path, store: Store, facts: Mapping[str, Json]) -> None:
-        self._folder, self._address = folder, address_of(store)
-        where = None if self._address is None else "{}:{}".format(*self._address)
+        self._folder, self._store = folder, readable(store)
+        where = None if self._store is None else f"{self._store.host}:{self._store.port}"
         self._facts = {"version": STATUS_VERSION, **facts, "store": where}
-        self._client: TCPStore | None = None
         self._report: ProtectionReport | None = None
         self._news, self._closed = threading.Event(), threading.Event()
         threading.Thread(target=self._run, name="moe-ckpt-status", daemon=True).start()
@@ -75,12 +72,8 @@ class StatusBoard:
             self._closed.wait(INTERVAL_S)
 
     def _publish(self, text: str) -> None:
-        if self._address is None:
-            return
-        if self._client is None:
-            # A connection of its own: on the shared one, others may be waiting for a key.
-            self._client = TCPStore(*self._address, is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT)
-        self._client.set(STATUS_KEY.format(self._facts["rank"]), text)
+        if self._store is not None:
+            self._store.set(STATUS_KEY.format(self._facts["rank"]), text)
 
 
 def facts_of(report: ProtectionReport) -> dict[str, Any]:
@@ -100,11 +93,11 @@ def facts_of(report: ProtectionReport) -> dict[str, Any]:
     }
 
 
-def address_of(store: Store) -> tuple[str, int] | None:
-    """Host and port of the TCPStore that is at the bottom of this one; None where there is none."""
+def readable(store: Store) -> TCPStore | None:
+    """The TCPStore at the bottom of this one, in which others can read; None where there is none."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return (store.host, store.port) if isinstance(store, TCPStore) else None
+    return store if isinstance(store, TCPStore) else None
 
 
 def _memory_left(folder: Path) -> dict[str, Json]:

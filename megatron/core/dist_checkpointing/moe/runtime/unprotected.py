@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 from ..policy.parking import Cause
+from ..resharding.windows import OlderWindow
 from ..types import RecoveryPlan, StepJournal
 
 
@@ -15,6 +17,7 @@ class Unprotected:
     """
 
     protects = is_replaying = replays_alone = repeats_steps = is_own = False
+    parks = False
     communicator = unreported = episode = links = None
     unusable = job_id = ""
     diverged: tuple[str, ...] = ()
@@ -31,6 +34,16 @@ class Unprotected:
         """Nothing was planned."""
 
     def discard(self) -> None:
+        """There is nothing to free."""
+
+    def older_window(self) -> OlderWindow | None:
+        """No other layout left anything."""
+        return None
+
+    def copy_older(self, folder: Path) -> None:
+        """There is nothing to copy."""
+
+    def take_over(self, iteration: int) -> None:
         """There is nothing to free."""
 
     def clear_counters(self) -> None:

@@ -9,11 +9,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 
 from ..errors import PeerLost
 from .channel import DESCRIPTOR, LAUNCHER_VERSION, VERSION, Channel, Message
+from .heartbeat import own_heartbeat
 
+OWN_NAME = Path("/proc/self/comm")
+PROCESS_NAME = "rank-"
+"""A standby is called this and its rank once it has one, in `ps -o pid,comm` too; its environment in /proc has none."""
 LOOK_S = 60.0
 """How often a standby that hears nothing looks again; the end of its launcher it notices at once."""
 
@@ -86,6 +92,11 @@ class Seat:
             self._listener.start()
             self._say({"stays": True})
 
+    @property
+    def keeps(self) -> bool:
+        """Whether this process stays when it loses a peer, and hears when training begins anew."""
+        return self.may_stay and self._listener is not None
+
     def leave(self, timeout_s: float, meanwhile: Callable[[], object] = lambda: None) -> None:
         """This process has lost a peer and stays: wait for the rank that it gets now, and put it into the environment.
 
@@ -118,13 +129,23 @@ class Seat:
             for message in messages:
                 if "leave" in message:
                     self.is_called_off = True
+                    self._give_back()
                     hang_up()
                 elif "seat" in message:
+                    self.is_called_off = False
                     self._seats.put(message["seat"])
 
+    def _give_back(self) -> None:
+        """A seat that was not taken yet is none any more: this process still waits for one."""
+        with suppress(queue.Empty):
+            self._seats.get_nowait()
+            self._say({"left": True})
+
     def _sit(self, environment: Message) -> None:
-        self.taken_s, self.is_called_off = time.time(), False
+        self.taken_s = time.time()
         os.environ.update(environment)
+        with suppress(OSError):  # people and `ps` can live without
+            OWN_NAME.write_text(PROCESS_NAME + environment["RANK"])
 
     def _say(self, message: Message) -> None:
         if self._channel is not None:
@@ -152,6 +173,7 @@ def take_seat(warm_up: Callable[[], None] | None = None) -> Seat:
     Raises:
         SystemExit: The launcher has ended.
     """
+    own_heartbeat()  # its launcher sees from here on that it runs
     seat = own_seat()
     seat.take(warm_up)
     return seat

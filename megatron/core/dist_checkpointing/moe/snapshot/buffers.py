@@ -68,6 +68,27 @@ def gathered_sizes(capturer: Capturer, transport: Transport) -> dict[int, dict[O
     }
 
 
+def gathered_unchanging(
+    own: frozenset[OperatorId], operators: frozenset[OperatorId], transport: Transport
+) -> frozenset[OperatorId]:
+    """What no rank that owns a part of it changes; a collective over all ranks.
+
+    Experts count only where none of them changes: what strategies know of the load of layers is by expert, of all.
+
+    Args:
+        own: What this rank does not change.
+        operators: What this rank owns a part of.
+    """
+    rows: list[Json] = [[one.layer, one.kind.value, one.expert, int(one in own)] for one in sorted(operators)]
+    found: dict[OperatorId, bool] = {}
+    for of_rank in cast("list[list[list[int]]]", transport.gather(rows)):
+        for layer, kind, expert, stays in of_rank:
+            operator = OperatorId(layer, OperatorKind(kind), expert)
+            found[operator] = found.get(operator, True) and bool(stays)
+    experts_stay = all(stays for operator, stays in found.items() if operator.is_expert)
+    return frozenset(one for one, stays in found.items() if stays and (experts_stay or not one.is_expert))
+
+
 def operator_sizes(capturer: Capturer) -> dict[OperatorId, OperatorSize]:
     """Bytes of what this rank owns of each of its operators."""
     full, weights = (_bytes_by_operator(capturer, part) for part in (Part.MASTER_AND_MOMENTS, Part.COMPUTE))

@@ -14,14 +14,14 @@ What `begin` copies falls into three classes, by what may change it before `end`
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..errors import UsageError
 from ..megatron_state.operators import StateTensor
-from ..ports import RANDOM, Field, Layout, MappedWriter, TrainerState
+from ..ports import RANDOM, Field, Layout, MappedWriter, Pace, TrainerState
 from ..types import OperatorId, Part, SnapshotPlan
 from .copy_engines import CopyEngine, Span
 
@@ -68,12 +68,22 @@ class LiveCapturer:
         tensors: All state of this rank. After `load_state_dict` of an optimizer a new capturer is needed.
         trainer: Gives the random states.
         engine: Copies tensors of their device; used by nobody else.
+        left_out: Of which operators peers store a snapshot's `varying` keys in place of this rank; None: of none.
 
     Raises:
         UsageError: Two tensors have one key.
     """
 
-    def __init__(self, tensors: Sequence[StateTensor], trainer: TrainerState, engine: CopyEngine) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[StateTensor],
+        trainer: TrainerState,
+        engine: CopyEngine,
+        *,
+        left_out: Callable[[SnapshotPlan], frozenset[OperatorId]] | None = None,
+        varying: frozenset[str] = frozenset(),
+    ) -> None:
+        self._left_out, self._varying = left_out, varying
         self._live = _in_memory_order(tensors)
         self._by_key = {live.record.key: live for live in self._live}
         if len(self._by_key) != len(self._live):
@@ -95,19 +105,21 @@ class LiveCapturer:
         """As `ports.Capturer.operators`."""
         return self._operators
 
-    def layout(self, plan: SnapshotPlan, *, trainer: bool = False) -> Layout:
+    def layout(self, plan: SnapshotPlan, *, trainer: bool = False, among: SnapshotPlan | None = None) -> Layout:
         """As `ports.Capturer.layout`; the same object for the same parts of this rank's operators."""
         # Other ranks' operators are left out: plans that differ in those alone share one layout.
         parts = tuple(plan.parts.get(operator, Part.NOTHING) for operator in self._in_order)
-        key, known = (trainer, *parts), self._prepared_by_parts
+        left_out = self._left_out(among) if self._left_out is not None and among is not None else frozenset()
+        left_out = left_out.intersection(plan.parts)
+        key, known = (trainer, left_out, *parts), self._prepared_by_parts
         if key not in known:
-            known[key] = self._prepare(self._layout(dict(zip(self._in_order, parts, strict=True)), trainer))
+            known[key] = self._prepare(self._layout(dict(zip(self._in_order, parts, strict=True)), trainer, left_out))
             if len(known) > _REMEMBERED_LAYOUTS:
                 known.popitem(last=False)
         known.move_to_end(key)
         return known[key].layout
 
-    def begin(self, copies: Sequence[tuple[Layout, MappedWriter]], bytes_per_s: float | None = None) -> None:
+    def begin(self, copies: Sequence[tuple[Layout, MappedWriter]], pace: Pace | None = None) -> None:
         """As `ports.Capturer.begin`. Raises UsageError when `end` was not called since the last `begin`."""
         if self._under_way:
             raise UsageError("a capture is under way: end it before the next begins")
@@ -119,7 +131,7 @@ class LiveCapturer:
         for prepared, segment in work:
             self._engine.now((prepared.changing, segment))
         self._under_way = True
-        self._engine.begin([(prepared.lasting, segment) for prepared, segment in work], bytes_per_s)
+        self._engine.begin([(prepared.lasting, segment) for prepared, segment in work], pace)
 
     def end(self, timeout_s: float) -> None:
         """As `ports.Capturer.end`; after TimeoutError it may be called again, and with nothing begun it returns."""
@@ -158,8 +170,13 @@ class LiveCapturer:
                 left_bytes -= nbytes
         return tuple(spans)
 
-    def _layout(self, parts: Mapping[OperatorId, Part], trainer: bool) -> Layout:
-        fields = [live.record for live in self._live if live.state.serves(parts[live.state.operator])]
+    def _layout(self, parts: Mapping[OperatorId, Part], trainer: bool, left_out: frozenset[OperatorId]) -> Layout:
+        fields = [
+            live.record
+            for live in self._live
+            if live.state.serves(parts[live.state.operator])
+            and not (live.state.operator in left_out and live.record.key in self._varying)
+        ]
         return Layout.of([*fields, *(self._random if trainer else ())])
 
     def _prepared(self, layout: Layout) -> _PreparedLayout:

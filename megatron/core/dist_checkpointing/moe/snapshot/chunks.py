@@ -2,7 +2,8 @@
 
 A transfer that has begun is not interrupted. On a GPU the token counts of each MoE layer come to the host through the
 same copy engine as snapshots do, and the host waits for them; gradients and tokens for other nodes cross the same bus.
-Both copy engines cut what they copy by `chunked` and launch it as `Throttle` lets them.
+Both copy engines cut what they copy by `chunked` and launch it as a `ports.Pace` lets them: `Throttle`, or the one of
+`bubble_pace`.
 """
 
 from __future__ import annotations
@@ -52,10 +53,12 @@ class Throttle:
         clock: Tells the time in seconds.
     """
 
+    chunk_bytes = CHUNK_BYTES
+
     def __init__(
         self, bytes_per_s: float | None, *, free_bytes: int = 0, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._bytes_per_s, self._free_bytes, self._clock = bytes_per_s, free_bytes, clock
+        self._bytes_per_s, self.free_bytes, self._clock = bytes_per_s, free_bytes, clock
         self._begun_s, self._bytes = clock(), 0
         self._hurried = threading.Event()
 
@@ -66,7 +69,7 @@ class Throttle:
     def take(self, nbytes: int) -> float:
         """Return when the next chunk, of so many bytes, may begin; the seconds that it was held back."""
         before, self._bytes = self._bytes, self._bytes + nbytes
-        if self._bytes_per_s is None or before < self._free_bytes or self._hurried.is_set():
+        if self._bytes_per_s is None or before < self.free_bytes or self._hurried.is_set():
             return 0.0
         begun_s = self._clock()
         pause_s = self._begun_s + before / self._bytes_per_s - begun_s
@@ -74,3 +77,6 @@ class Throttle:
             return 0.0
         self._hurried.wait(pause_s)
         return self._clock() - begun_s
+
+    def moved(self, nbytes: int) -> None:
+        """As `ports.Pace.moved`."""

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import MoECheckpointError
-from ..policy.copy_rate import CopyRate
+from ..policy.copy_placement import CopyPlacement
+from ..policy.copy_rate import HEADROOM, CopyRate
 from ..policy.lifecycle import Protection
 from ..policy.tracking import RestoredState
 from ..ports import (
@@ -24,6 +25,7 @@ from ..ports import (
     Layout,
     MappedStore,
     MappedWriter,
+    Pace,
     PeerLost,
     RecordedStep,
     SnapshotId,
@@ -38,8 +40,10 @@ from ..strategies.memory_report import MemoryReport
 from ..types import SnapshotPlan, StepJournal
 from .background import BackgroundWork
 from .buffers import memory_report_of
+from .chunks import Throttle
 from .iteration_message import IterationMessage, MessageExchange
 from .memory_limit import Room, Taker
+from .pipeline_waits import BubblePace, PipelineWaits, WaitReport
 from .stopwatch import HostStopwatch, PassTimes
 from .tracker import SnapshotTracker
 from .workers import Persister, ReplicationWorker, SnapshotTask
@@ -71,6 +75,7 @@ class Ports:
         stopwatch: tells for how long training waits; None: `clock` does.
         steps: records steps for peers that follow them; None where peers are sent state.
         strict: whether less protection than was asked for ends training.
+        waits: of this rank's pipeline stage, in which copies begin first; None: copies are spread evenly.
     """
 
     memory: MappedStore
@@ -88,6 +93,7 @@ class Ports:
     strict: bool = False
     stopwatch: Stopwatch | None = None
     steps: StepRecorder | None = None
+    waits: PipelineWaits | None = None
 
     @property
     def taker(self) -> Taker:
@@ -122,6 +128,8 @@ class ProtectionReport:
         order_changes: how often this attempt changed the order in which operators are snapshotted.
         iteration: the newest whose step has ended.
         losses: what all faults so far have cost; None where the strategy loses nothing.
+        spared_bytes: of the replicas that peers got, what they made from what they hold or from gradients.
+        waits: of each pipeline stage, one iteration late; none where nobody looks at them.
     """
 
     stall_s: float
@@ -140,6 +148,8 @@ class ProtectionReport:
     order_changes: int = 0
     iteration: int = 0
     losses: LossReport | None = None
+    waits: tuple[WaitReport, ...] = ()
+    spared_bytes: int = 0
 
 
 @dataclass
@@ -152,6 +162,7 @@ class _Tally:
     last_stall_s: float = 0.0
     iteration_s: float = 0.0
     passes_s: float = 0.0
+    waits: tuple[WaitReport, ...] = ()
 
 
 class Coordinator:
@@ -236,6 +247,11 @@ class Coordinator:
         return stall_s
 
     @property
+    def newest_protected(self) -> int | None:
+        """The newest iteration with all its replicas, as far as this attempt of the job knows."""
+        return self._tracker.newest_protected
+
+    @property
     def oldest_base(self) -> int | None:
         """The iteration from whose state the earliest replay may start; None while no window is kept."""
         return self._tracker.oldest_base
@@ -274,6 +290,7 @@ class Coordinator:
             stall_s=self._tally.stall_s,
             snapshot_bytes=self._tally.snapshot_bytes,
             replicated_bytes=self._tracker.take_replicated_bytes(),
+            spared_bytes=self._tracker.take_spared_bytes(),
             protection=self._tracker.protection,
             persistent=self._tracker.durable,
             tokens=self._tally.tokens,
@@ -287,6 +304,7 @@ class Coordinator:
             order_changes=self._strategy.order_changes,
             iteration=self._iteration,
             losses=self._strategy.report(),
+            waits=self._tally.waits,
         )
         self._tally = replace(self._tally, stall_s=0.0, snapshot_bytes=0, tokens=())
         return report
@@ -342,7 +360,7 @@ class Coordinator:
         pieces = self._strategy.pieces(plan)
         capturer = self._ports.capturer
         held = [
-            (piece, capturer.layout(piece.plan, trainer=at == 0))
+            (piece, capturer.layout(piece.plan, trainer=at == 0, among=plan))
             for at, piece in enumerate(pieces)
             if at == 0 or not capturer.operators.isdisjoint(piece.plan.parts)
         ]
@@ -352,10 +370,17 @@ class Coordinator:
         task.writers = self._reserved(task, held)
         if task.writers is not None:
             nbytes = sum(layout.nbytes for layout in layouts)
-            rate = self._copy_rate.of(nbytes, self._pass_times.shortest_s)
-            capturer.begin(list(zip(layouts, task.writers, strict=True)), rate)
+            capturer.begin(list(zip(layouts, task.writers, strict=True)), self._pace(nbytes))
             self._tally.snapshot_bytes += nbytes
         return task
+
+    def _pace(self, nbytes: int) -> Pace:
+        """When the chunks of a copy of so many bytes may begin."""
+        waits, passes_s = self._ports.waits, self._pass_times.shortest_s
+        if waits is not None and waits.newest is not None and passes_s:
+            bandwidth = self._ports.capturer.bandwidth_bytes_per_s
+            return BubblePace(CopyPlacement.of(nbytes, waits.newest, HEADROOM * passes_s, bandwidth), waits)
+        return Throttle(self._copy_rate.of(nbytes, passes_s))
 
     def _reserved(self, task: SnapshotTask, held: Sequence[tuple[Piece, Layout]]) -> tuple[MappedWriter, ...] | None:
         writers: list[MappedWriter] = []
@@ -405,7 +430,10 @@ class Coordinator:
             return [count for table in tables for layer in self._job.moe_layers for count in table.get(layer, none)]
 
         costs = Costs(tally.iteration_s, tally.last_stall_s, tracker.last_round_s, tracker.last_persist_s)
-        message = IterationMessage(self._iteration, plan, costs, tracker.statuses, counted, pace)
+        waits: tuple[int, ...] = ()
+        if self._ports.waits is not None:
+            waits = self._ports.waits.take_report().to_numbers(self._job.topology, self._ports.control.rank)
+        message = IterationMessage(self._iteration, plan, costs, tracker.statuses, counted, pace, waits)
         self._messages.send(message, tracker.awaited(), self._ports.clock.now_s() + patience_s)
 
     def _receive_messages(self) -> None:
@@ -418,6 +446,7 @@ class Coordinator:
             return
         if news is None:
             return
+        self._tally.waits = WaitReport.of_stages(news.waits, self._job.topology)
         if news.counts:
             experts = self._job.num_experts
             rows = tuple(news.counts[at : at + experts] for at in range(0, len(news.counts), experts))

@@ -3,7 +3,7 @@
 There are two, with one interface: `ThreadEngine` copies CPU tensors with a thread of its own, `StreamEngine` (in
 `stream_engine.py`) copies CUDA tensors on streams of its own. Each serves one of two users, never both:
 
-    snapshots        now(job)*, begin(jobs, rate) after the optimizer's step ... wait() before the next one
+    snapshots        now(job)*, begin(jobs, pace) after the optimizer's step ... wait() before the next one
     boundary logs    add(job) for each tensor that is sent ... wait() after the passes, or drop()
 
 What both users rely on, and what all code below is arranged for:
@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 from ..errors import UsageError
+from ..ports import Pace
 from .chunks import Throttle, chunked, total_bytes
 
 TICK_S = 1e-6  # no copy is faster than the clock can tell
@@ -79,10 +80,10 @@ class CopyEngine(abc.ABC):
         """Copy what whatever this thread launches next may change; `begin` follows."""
 
     @abc.abstractmethod
-    def begin(self, jobs: Sequence[CopyJob], bytes_per_s: float | None = None) -> None:
+    def begin(self, jobs: Sequence[CopyJob], pace: Pace | None = None) -> None:
         """Begin to copy; the sources stay as they are until `wait`. Raises UsageError while a round is under way.
 
-        bytes_per_s: no faster than that, as long as nobody waits for the end; None: as fast as it goes.
+        pace: when chunks may begin, as long as nobody waits for the end; None: as fast as it goes.
         """
 
     @abc.abstractmethod
@@ -132,13 +133,11 @@ def require_idle(current: object) -> None:
 class _CopyRound:
     """What the copy thread does for one round. The training thread appends jobs, the copy thread takes them."""
 
-    def __init__(
-        self, jobs: Iterable[CopyJob] = (), *, is_closed: bool = False, bytes_per_s: float | None = None
-    ) -> None:
+    def __init__(self, jobs: Iterable[CopyJob] = (), *, is_closed: bool = False, pace: Pace | None = None) -> None:
         # `append`, `popleft` and `clear` of a deque are atomic: no lock is needed between the two threads.
         self.jobs: deque[CopyJob] = deque(jobs)
         self.total_bytes, self.copying_s = total_bytes([*self.jobs]), 0.0
-        self.throttle = Throttle(bytes_per_s)
+        self.pace: Pace = pace or Throttle(None)
         self.copied_bytes = 0
         self.is_closed = is_closed  # whether no more jobs come
         self.done = threading.Event()
@@ -163,13 +162,14 @@ class _CopyRound:
             return
         try:
             target = np.frombuffer(segment, np.uint8)
-            for span, start, end in chunked(spans):
-                self.throttle.take(end - start)
+            for span, start, end in chunked(spans, self.pace.chunk_bytes):
+                self.pace.take(end - start)
                 begun_s = time.perf_counter()
                 # copyto releases the GIL, and is memcpy, which writes past the cache where torch writes through it.
                 np.copyto(target[span.offset + start : span.offset + end], span.array[start:end])
                 self.copying_s += time.perf_counter() - begun_s
                 self.copied_bytes += end - start
+                self.pace.moved(end - start)
         except BaseException as error:
             # Frames of the traceback would keep the segment alive as long as somebody keeps the error.
             error.add_note(traceback.format_exc())
@@ -194,10 +194,10 @@ class ThreadEngine(CopyEngine):
             if done.error is not None:
                 raise done.error
 
-    def begin(self, jobs: Sequence[CopyJob], bytes_per_s: float | None = None) -> None:
+    def begin(self, jobs: Sequence[CopyJob], pace: Pace | None = None) -> None:
         require_idle(self._current)
         # Closed from the start: it ends with its last byte, not with the `wait` that may come much later.
-        self._current = _CopyRound((job for job in jobs if job[0]), is_closed=True, bytes_per_s=bytes_per_s)
+        self._current = _CopyRound((job for job in jobs if job[0]), is_closed=True, pace=pace)
         self._rounds.put(self._current)
 
     def add(self, job: CopyJob) -> None:
@@ -212,7 +212,7 @@ class ThreadEngine(CopyEngine):
         current = self._current
         if current is None:
             return
-        current.throttle.hurry()
+        current.pace.hurry()
         if not current.is_closed:
             current.is_closed = True
             self._rounds.put(current)

@@ -88,6 +88,7 @@ class IterationMessage:
         counts: gives the tokens that its routers sent to the experts of all MoE layers, none if the strategy does not
             ask; called on the thread that sends the message, as they may still be on a device.
         pace: the time that a copy has, and how fast the last one was; None if the strategy does not ask.
+        waits: numbers of the waits of all pipeline stages, which are added up; as many on all ranks.
     """
 
     iteration: int
@@ -96,17 +97,20 @@ class IterationMessage:
     statuses: Callable[[], Sequence[int]]
     counts: Callable[[], Sequence[int]]
     pace: Throughput | None = None
+    waits: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class IterationNews:
-    """What the messages of all ranks come to: the least statuses and pace, the highest costs, the sums of counts."""
+    """What the messages of all ranks come to: the least statuses and pace, the highest costs, the sums of counts and
+    waits."""
 
     iteration: int
     statuses: tuple[int, ...]
     costs: Costs
     counts: tuple[int, ...]
     pace: Throughput
+    waits: tuple[int, ...] = ()
 
 
 class MessageExchange:
@@ -114,7 +118,7 @@ class MessageExchange:
 
     def __init__(self, transport: Transport, lane: Executor, clock: Clock) -> None:
         self._transport, self._lane, self._clock = transport, lane, clock
-        self._sent: tuple[int, Task[_Reduced]] | None = None
+        self._sent: tuple[int, int, Task[_Reduced]] | None = None
 
     def send(self, message: IterationMessage, awaiting: Sequence[Task[None]], until_s: float) -> None:
         """Begin to exchange; work that is almost done is waited for until then: what misses this message takes the
@@ -127,10 +131,10 @@ class MessageExchange:
                 with suppress(Exception):
                     task.result(max(0.0, until_s - self._clock.now_s()))
             least = self._transport.least([*header, *message.statuses()])
-            counts = message.counts()
-            return least, self._transport.total(counts) if counts else ()
+            added = [*message.waits, *message.counts()]
+            return least, self._transport.total(added) if added else ()
 
-        self._sent = message.iteration, self._lane.submit(exchange)
+        self._sent = message.iteration, len(message.waits), self._lane.submit(exchange)
 
     def receive(self, timeout_s: float) -> IterationNews | None:
         """What came of the message that was sent last; None when there was none.
@@ -142,8 +146,8 @@ class MessageExchange:
         sent, self._sent = self._sent, None
         if sent is None:
             return None
-        iteration, task = sent
-        least, counts = task.result(timeout_s)
+        iteration, waits, task = sent
+        least, sums = task.result(timeout_s)
         length = len(_Header._fields)
         header = _Header(*least[:length])
         if not header.same_plan:
@@ -151,4 +155,4 @@ class MessageExchange:
                 f"the ranks planned different snapshots of iteration {iteration}: this is a defect, as plans depend"
                 " only on what all ranks know; training cannot be protected"
             )
-        return IterationNews(iteration, least[length:], header.costs, counts, header.pace)
+        return IterationNews(iteration, least[length:], header.costs, sums[waits:], header.pace, sums[:waits])

@@ -47,9 +47,7 @@ class Room:
         )
 
     def __str__(self) -> str:
-        if self.nbytes == UNBOUNDED:
-            return self.why
-        return f"at most {self.nbytes * self.ranks / GB:.3g} GB: {self.why}"
+        return self.why if self.nbytes == UNBOUNDED else f"{self.nbytes * self.ranks / GB:.3g} GB for them"
 
 
 @dataclass(frozen=True)

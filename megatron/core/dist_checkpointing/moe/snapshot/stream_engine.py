@@ -25,6 +25,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..ports import Pace
 from .chunks import CHUNK_BYTES, Throttle, chunked, total_bytes
 from .copy_engines import TICK_S, CopyEngine, CopyJob, Span, extent_bytes, require_idle
 from .page_locks import PageLocks
@@ -40,8 +41,8 @@ _MEASURED_BYTES = 8 * CHUNK_BYTES
 class _Launching:
     """What the launching thread does for one round, and what came of it."""
 
-    def __init__(self, throttle: Throttle) -> None:
-        self.throttle, self.done = throttle, threading.Event()
+    def __init__(self, pace: Pace) -> None:
+        self.pace, self.done = pace, threading.Event()
         self.measured_bytes = 0
         self.error: BaseException | None = None
 
@@ -75,14 +76,16 @@ class StreamEngine(CopyEngine):
             self._launch(job)
             self._before.append(job[1])
 
-    def begin(self, jobs: Sequence[CopyJob], bytes_per_s: float | None = None) -> None:
+    def begin(self, jobs: Sequence[CopyJob], pace: Pace | None = None) -> None:
         require_idle(self._current)
         # First, the copies must see what the current stream was given so far (the optimizer's step). Second, this
         # puts what `now` launched there before the event `copied` below: to wait for that one is to wait for all.
         self._ready.record()
         self._copy_stream.wait_event(self._ready)
         self._current, self._before = self._before + [segment for _, segment in jobs], []
-        self._launching = _Launching(Throttle(bytes_per_s, free_bytes=_MEASURED_BYTES))
+        pace = pace or Throttle(None)
+        pace.free_bytes = _MEASURED_BYTES
+        self._launching = _Launching(pace)
         if not total_bytes(jobs):
             self._run(self._launching, [])
             return
@@ -107,7 +110,7 @@ class StreamEngine(CopyEngine):
         if self._current is None or launching is None:
             return
         deadline = time.monotonic() + timeout_s
-        launching.throttle.hurry()
+        launching.pace.hurry()
         # Polled, because CUDA waits for events without a timeout.
         while not (launching.done.is_set() and self._copied.query()):
             if time.monotonic() > deadline:
@@ -149,7 +152,7 @@ class StreamEngine(CopyEngine):
     def close(self) -> None:
         # Segments are unmapped after this: what was page-locked must not be so any longer.
         if self._launching is not None:
-            self._launching.throttle.hurry()
+            self._launching.pace.hurry()
             self._launching.done.wait(_CLOSE_S)
         self._copy_stream.synchronize()
         self._locks.release()
@@ -180,11 +183,12 @@ class StreamEngine(CopyEngine):
     def _launch_throttled(self, launching: _Launching, job: CopyJob) -> None:
         spans, segment = job
         target = torch.frombuffer(segment, dtype=torch.uint8)
-        for span, start, end in chunked(spans):
-            launching.throttle.take(end - start)
+        for span, start, end in chunked(spans, launching.pace.chunk_bytes):
+            launching.pace.take(end - start)
             self._locks.lock(segment, span.offset + start)
             into = target[span.offset + start : span.offset + end]
             into.copy_(span.source[start:end], non_blocking=True)
+            launching.pace.moved(end - start)
             if launching.measured_bytes < _MEASURED_BYTES:
                 launching.measured_bytes += end - start
                 if launching.measured_bytes >= _MEASURED_BYTES:

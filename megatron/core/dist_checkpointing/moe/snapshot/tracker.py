@@ -75,7 +75,7 @@ class SnapshotTracker:
         self.reasons: dict[Level, str] = {}  # why a tier has less than was asked for
         self.last_round_s, self.last_persist_s, self.peer_bytes_per_s = 0.0, 0.0, math.inf
         self._tasks: dict[tuple[Level, int], SnapshotTask | PersistTask] = {}  # of the open rounds
-        self._replicated_bytes = self._persisted_bytes = 0
+        self._replicated_bytes = self._spared_bytes = self._persisted_bytes = 0
         self._reconnect = False
         self._said_behind = False
 
@@ -145,6 +145,11 @@ class SnapshotTracker:
                 self._put(window.after(WindowEvent.DRAINED))
         return any(round_.agreed.is_final and round_.level is Level.SNAPSHOT for round_ in updates)
 
+    def take_spared_bytes(self) -> int:
+        """Of replicas, what peers made from what they hold or from gradients, since the last call."""
+        taken, self._spared_bytes = self._spared_bytes, 0
+        return taken
+
     def take_replicated_bytes(self) -> int:
         """Bytes sent to peers since the last call."""
         taken, self._replicated_bytes = self._replicated_bytes, 0
@@ -186,6 +191,7 @@ class SnapshotTracker:
         task = self._tasks.pop(round_.key)
         assert isinstance(task, SnapshotTask)
         self._replicated_bytes += task.replicated_bytes
+        self._spared_bytes += max(0, task.carried_bytes - task.replicated_bytes)
         self.last_round_s = task.duration_s
         if task.carried_bytes and task.exchange_s > 0:  # of state: where steps go in its place, a link carries more
             self.peer_bytes_per_s = task.carried_bytes / task.exchange_s

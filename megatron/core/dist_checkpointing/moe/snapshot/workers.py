@@ -6,11 +6,11 @@ what to do, and reads how far they have come from their tasks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from ..errors import NewerFormat, UnreadableCheckpoint, format_error
+from ..errors import UnreadableCheckpoint, format_error
 from ..policy.tracking import Status
 from ..ports import (
     Clock,
@@ -33,6 +33,7 @@ from ..storage.manifest import encode
 from ..strategies import Piece
 from ..types import SnapshotPlan
 from .identity import Identity
+from .persisting import CopyOrder, carry_out
 from .step_offers import StepOffers
 
 ATTEMPTS = 3
@@ -175,9 +176,11 @@ class ReplicationWorker:
                     Offer(reader.manifest.snapshot.name, encode(reader.manifest), reader.raw(), step)
                     for reader, step in zip(readers, steps, strict=True)
                 ]
-            begun_s = self._clock.now_s()
+            begun_s, moved_s = self._clock.now_s(), replicator.moving_s
             done = replicator.exchange(task.plan.iteration, offers, self._receiver)
             task.exchange_s = self._clock.now_s() - begun_s
+            if moved_s is not None and replicator.moving_s is not None:  # pauses say nothing of the network
+                task.exchange_s = replicator.moving_s - moved_s
         except UnreadableCheckpoint as error:
             task.failures.append(str(error))
             done = replicator.exchange(task.plan.iteration, None, self._receiver)
@@ -218,6 +221,9 @@ class Persister:
 
     Args:
         layout: gives the records of a piece on this rank, from the piece and its place among those of its plan.
+        varying: keys that are not in memory where a peer stored them in place of this rank.
+        announce: is told what is about to be written, and with nothing when that has come to an end: who outlives this
+            process can then finish it.
     """
 
     def __init__(
@@ -229,7 +235,10 @@ class Persister:
         layout: Callable[[Piece, int], Layout],
         *,
         clock: Clock,
+        varying: frozenset[str] = frozenset(),
+        announce: Callable[[Sequence[CopyOrder]], None] = lambda orders: None,
     ) -> None:
+        self._varying, self._announce = varying, announce
         self._memory, self._storage, self._rank = memory, storage, rank
         self._identity, self._layout, self._clock = identity, layout, clock
         self._is_stopped = False
@@ -248,8 +257,7 @@ class Persister:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 self._check_stopped()
-                for plan, pieces, held in zip(task.plans, task.pieces, task.held, strict=True):
-                    task.written_bytes += self._write_snapshot(plan.iteration, pieces, held)
+                self._write(task)
                 task.duration_s = self._clock.now_s() - begun_s
                 task.status = Status.PROTECTED
                 break
@@ -261,6 +269,8 @@ class Persister:
                 else:
                     task.status = Status.FAILED
                     break
+        if not self._is_stopped:
+            self._announce(())
 
     def free(self, iterations: Collection[int]) -> None:
         """Remove this rank's snapshots of these iterations. Raises StoreFailure."""
@@ -268,47 +278,31 @@ class Persister:
             if snapshot.rank == self._rank and snapshot.iteration in iterations:
                 self._storage.free(snapshot)
 
-    def _write_snapshot(self, iteration: int, pieces: Sequence[Piece], held: Sequence[Piece]) -> int:
-        """Returns the bytes that were written."""
-        written_bytes = 0
+    def _write(self, task: PersistTask) -> None:
         with ExitStack() as stack:
-            sources = [
-                stack.enter_context(self._memory.open(SnapshotId(iteration, self._rank, piece.kind)))
-                for _, piece in self._identity.pieces(held)
+            found = [
+                (order, sources)
+                for plan, pieces, held in zip(task.plans, task.pieces, task.held, strict=True)
+                for order, sources in self._orders(plan.iteration, pieces, held, stack)
             ]
-            # The first piece last, as in memory.
-            for index, piece in reversed(self._identity.pieces(pieces)):
-                target = SnapshotId(iteration, self._rank, piece.kind)
-                if self._is_done(target, piece):
-                    continue
-                self._storage.free(target)
-                written_bytes += self._write_piece(target, piece, index, sources)
-        return written_bytes
+            self._announce([order for order, _ in found])
+            for order, sources in found:
+                task.written_bytes += carry_out(order, sources, self._storage, self._check_stopped)
 
-    def _is_done(self, target: SnapshotId, piece: Piece) -> bool:
-        """Whether it was written in an earlier try, and not by an attempt of the job that training left behind.
-
-        Raises NewerFormat for a snapshot under this name that a later version wrote: it is left as it is.
-        """
-        try:
-            with self._storage.open(target) as reader:
-                facts, wanted = reader.manifest.facts, self._identity.facts(piece, {})
-        except NewerFormat:
-            raise
-        except UnreadableCheckpoint:
-            return False
-        same_timeline = facts.scalars.get("timeline") == wanted.scalars["timeline"]
-        return same_timeline and facts.plan_digest == wanted.plan_digest
-
-    def _write_piece(self, target: SnapshotId, piece: Piece, index: int, sources: Sequence[Reader]) -> int:
-        layout = self._layout(piece, index)
-        scalars = dict(sources[0].manifest.facts.scalars) if index == 0 else {}
-        with self._storage.reserve(target, layout) as writer:
-            for field_ in layout.fields:
-                self._check_stopped()
-                source = next((reader for reader in sources if field_.key in reader.manifest.by_key), None)
-                if source is None:
-                    raise UnreadableCheckpoint(f"{target}: record {field_.key} is not in memory; it is not persisted")
-                writer.put(field_.key, source.read(field_.key))
-            writer.seal(self._identity.facts(piece, scalars))
-        return layout.nbytes
+    def _orders(
+        self, iteration: int, pieces: Sequence[Piece], held: Sequence[Piece], stack: ExitStack
+    ) -> Iterator[tuple[CopyOrder, list[Reader]]]:
+        """What is to be written of one snapshot, and the readers of its sources, which `stack` closes."""
+        sources = [
+            stack.enter_context(self._memory.open(SnapshotId(iteration, self._rank, piece.kind)))
+            for _, piece in self._identity.pieces(held)
+        ]
+        keys = {key for reader in sources for key in reader.manifest.by_key}
+        # The first piece last, as in memory.
+        for index, piece in reversed(self._identity.pieces(pieces)):
+            layout = self._layout(piece, index)
+            if not self._varying <= keys:
+                layout = Layout.of([one for one in layout.fields if one.key not in self._varying or one.key in keys])
+            scalars = dict(sources[0].manifest.facts.scalars) if index == 0 else {}
+            target = SnapshotId(iteration, self._rank, piece.kind)
+            yield CopyOrder.of(target, self._identity.facts(piece, scalars), layout, sources), sources

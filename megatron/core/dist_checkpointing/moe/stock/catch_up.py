@@ -15,7 +15,7 @@ import torch
 
 from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
-from ..megatron_state.trainer_state import random_states, restore_random
+from ..megatron_state.random_states import random_states, restore_random
 from .dense import newest_iteration
 from .seams import Call
 from .state import StockCounts

@@ -31,7 +31,7 @@ import torch
 from megatron.core import parallel_state
 
 from ..config import MoECheckpointConfig
-from ..megatron_state.trainer_state import random_states, restore_random
+from ..megatron_state.random_states import random_states, restore_random
 from . import flags
 from .boundary import boundary
 from .catch_up import CatchUp

@@ -22,6 +22,7 @@ from megatron.core import timers
 
 from ..errors import PeerLost, UsageError
 from ..in_place.building import own_build, rehearsed
+from ..in_place.called_off import unless_called_off
 from ..in_place.kept_process import KeptProcess
 from ..recovery.timeline import Milestone, Timestamps
 from ..replay.patches import replaced
@@ -115,18 +116,21 @@ class Survivors:
 
     def connect(self) -> None:
         """After a fault: connect all ranks, and let what this process has kept use the new connections."""
-        assert self._connect is not None
         assert self._kept is not None
         assert self._globals is not None
         self.marks = _marks(stayed=True)
-        if self._start is not None:
-            self._start()
-        self._connect()
-        own_build().connected()
+        unless_called_off(self._connect_again, own_seat())
         self.marks.mark(Milestone.RENDEZVOUS)
         _get_default_store().set(_TOLD, json.dumps(self._data.facts()))
         self._kept.connected()
         self._globals.as_before_training()
+
+    def _connect_again(self) -> None:
+        assert self._connect is not None
+        if self._start is not None:
+            self._start()
+        self._connect()
+        own_build().connected()
 
     def renew_data(self) -> None:
         """Let data iterators read on from where training was brought back to."""

@@ -1,7 +1,8 @@
 """Checksums, and the file that makes raw bytes a snapshot: strict JSON that knows its own checksum.
 
 One line, `{"xxh3":"<32 hexadecimal digits>","manifest":<body>}`, where the checksum is that of the body's bytes as they
-stand. So every changed byte of the file is found before anything in it is believed. `_Body` and `_Record` are the
+stand. So every changed byte of the file is found before anything in it is believed. In a job with a secret the member
+is called `hmac`, and it and all checksums of records are keyed (`job_secret`). `_Body` and `_Record` are the
 body's members in the order in which they are written: the one description of the format for both directions.
 """
 
@@ -9,33 +10,85 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from hmac import compare_digest
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from msgspec import Meta, Struct, ValidationError, convert, to_builtins
-from xxhash import xxh3_128_hexdigest
+from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from ..errors import MoECheckpointError, NewerFormat, UnreadableCheckpoint, UsageError
 from ..types import OperatorId, OperatorKind, Part
 from ..types.layout import Facts, Field, Json, Layout, Manifest, Record, SnapshotId
+from .job_secret import DIGITS, SECRET_FILE, keyed_digest, signed
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 FORMAT_VERSION = 1
+_KEY = "manifest"
+_UNSIGNED = "use another copy, or leave out the secret if this job once ran without one"
+KEYED = b'{"hmac":'
+"""How files begin that are sealed with a secret."""
 _FLOAT = "$float"  # the only key of an object that stands for a float that JSON cannot write
 _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _KINDS = {kind.name: kind for kind in OperatorKind}
 
 
+class _Job:
+    """Of this process. secret: of its job, if it has one."""
+
+    secret: bytes | None = None
+
+
+def use_secret(secret: bytes | None) -> None:
+    """From here on manifests and records are sealed with the job's secret, and others are refused; None: by xxh3."""
+    _Job.secret = secret
+
+
 def checksum(data: Buffer) -> str:
-    """The xxh3 of contiguous bytes: 32 hexadecimal digits. Nothing is copied and the GIL is released."""
-    return xxh3_128_hexdigest(data)
+    """Of contiguous bytes: 32 hexadecimal digits, of the xxh3, or of the keyed digest where the job has a secret.
+
+    Nothing is copied and the GIL is released.
+    """
+    return xxh3_128_hexdigest(data) if _Job.secret is None else signed(_Job.secret, data)
+
+
+def is_keyed() -> bool:
+    """Whether this process has a secret, and so takes nothing that is sealed without it."""
+    return _Job.secret is not None
+
+
+@contextmanager
+def unkeyed() -> Iterator[None]:
+    """In this block of code what has no key is read and checked, as in a process without a secret."""
+    secret, _Job.secret = _Job.secret, None
+    try:
+        yield
+    finally:
+        _Job.secret = secret
+
+
+class RunningChecksum:
+    """`checksum` of bytes that come one block after the other."""
+
+    def __init__(self) -> None:
+        self._digest: Any = xxh3_128() if _Job.secret is None else keyed_digest(_Job.secret)
+
+    def update(self, block: Buffer) -> None:
+        """Take the next block."""
+        self._digest.update(block)
+
+    def hexdigest(self) -> str:
+        """Of all blocks so far: 32 hexadecimal digits."""
+        digits: str = self._digest.hexdigest()
+        return digits[:DIGITS]
 
 
 def framed(key: str, body: bytes) -> bytes:
     """One line of JSON that knows its own checksum: `{"xxh3":"<32 hexadecimal digits>","<key>":<body>}`."""
-    return b'{"xxh3":"%s","%s":%s}\n' % (checksum(body).encode("ascii"), key.encode("ascii"), body)
+    return _line(b"xxh3", xxh3_128_hexdigest(body), key, body)
 
 
 def unframed(key: str, content: bytes) -> bytes | None:
@@ -43,6 +96,53 @@ def unframed(key: str, content: bytes) -> bytes | None:
     before = len(framed(key, b"")) - len(b"}\n")
     body = content[before : -len(b"}\n")]
     return body if framed(key, body) == content else None
+
+
+def _line(scheme: bytes, digits: str, key: str, body: bytes) -> bytes:
+    return b'{"%s":"%s","%s":%s}\n' % (scheme, digits.encode("ascii"), key.encode("ascii"), body)
+
+
+def sealed(key: str, body: bytes) -> bytes:
+    """As `framed`, or with the keyed digest under a name of its own where this process has a secret."""
+    if _Job.secret is None:
+        return framed(key, body)
+    return _line(b"hmac", signed(_Job.secret, body), key, body)
+
+
+def unsealed(key: str, content: bytes, name: str, unsigned: str) -> bytes | None:
+    """The body of what `sealed` made in a process with the same secret, None where the checksum does not match.
+
+    Args:
+        key: of the body.
+        content: of the file.
+        name: of the file, in errors.
+        unsigned: what to do about a file without a secret in a job that has one.
+
+    Raises:
+        UnreadableCheckpoint: it is sealed without a secret in a process that has one, or the other way around.
+    """
+    has_key = content.startswith(KEYED)
+    if has_key and _Job.secret is None:
+        raise UnreadableCheckpoint(
+            f"{name}: it is sealed with the secret of its job: give that with --moe-ckpt-secret-file, or {SECRET_FILE}"
+        )
+    if not has_key and _Job.secret is not None:
+        raise UnreadableCheckpoint(
+            f"{name}: it is not sealed with this job's secret, so anybody may have made it: {unsigned}"
+        )
+    body = content[len(sealed(key, b"")) - len(b"}\n") : -len(b"}\n")]
+    return body if compare_digest(sealed(key, body), content) else None
+
+
+def _unsealed_manifest(content: bytes, name: str) -> bytes:
+    body = unsealed(_KEY, content, name, _UNSIGNED)
+    if body is None:
+        reason = ", is forged, or is of a job with another secret" if content.startswith(KEYED) else ""
+        raise UnreadableCheckpoint(
+            f"{name}: the manifest of {len(content)} bytes does not match its own checksum: it is torn, or was damaged"
+            f" after it was written{reason}; use another copy"
+        )
+    return body
 
 
 def verified(data: memoryview, record: Record, where: str) -> memoryview:
@@ -133,7 +233,7 @@ def encode(manifest: Manifest) -> bytes:
     )
     # Not msgspec's own encoder: it spells floats and non-ASCII text in another way, and the bytes must never change.
     content = json.dumps(to_builtins(body), separators=(",", ":"), allow_nan=False)
-    return framed("manifest", content.encode("ascii"))
+    return sealed(_KEY, content.encode("ascii"))
 
 
 def decode(content: bytes, name: str) -> Manifest:
@@ -141,12 +241,7 @@ def decode(content: bytes, name: str) -> Manifest:
 
     Raises UnreadableCheckpoint for any deviation: changed bytes, a newer format, records outside of their segment.
     """
-    body = unframed("manifest", content)
-    if body is None:
-        raise UnreadableCheckpoint(
-            f"{name}: the manifest of {len(content)} bytes does not match its own checksum: it is torn, or was damaged"
-            " after it was written; use another copy"
-        )
+    body = _unsealed_manifest(content, name)
     try:
         # json.loads and not msgspec's decoder: it finds members that stand twice, and reads integers of any size.
         value = json.loads(body, object_pairs_hook=_json_value, parse_constant=_refuse_constant)

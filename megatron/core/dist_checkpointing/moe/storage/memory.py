@@ -16,15 +16,24 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import NoRoom, StoreFailure, UsageError
+from ..errors import NoRoom, StoreFailure, UnreadableCheckpoint, UsageError
 from ..types import GRADIENTS, PARKED
-from ..types.layout import Field, Layout, Listing, SnapshotId, aligned, suffice
+from ..types.layout import Field, Layout, Listing, Manifest, SnapshotId, aligned, suffice
 from .base import SnapshotWriter
 from .checksums import HURRIED_THREADS, checksums
 from .numa import running_on
 from .ownership import SLOT, Claim, warn_unless_in_memory
 from .slot_reader import SEALED, WRITING, MemoryReader, SlotEntry, SlotReader
-from .system import FileLock, OperatingSystem, failing_as, map_file, opened, sync_directory, write_synced
+from .system import (
+    FileLock,
+    OperatingSystem,
+    PrivateSystem,
+    failing_as,
+    map_file,
+    opened,
+    sync_directory,
+    write_synced,
+)
 
 
 @dataclass(eq=False)
@@ -124,10 +133,11 @@ class MemoryStore:
     asked for stay until they are freed. Truncating a segment's file while it is mapped kills the process (SIGBUS), as
     with any mapped file.
 
-    cpus: cores near which the memory is allocated; none: wherever this thread runs.
+    cpus: cores near which the memory is allocated; none: wherever this thread runs. is_foreign: of sealed snapshots
+    that are there already, whether their segments stay theirs until they are freed, and are not used for others.
 
-    Raises UsageError when the memory dir is missing or belongs to another job; NoRoom when it is too small;
-    StoreFailure.
+    Raises UsageError when the memory dir is missing, belongs to another job or user, or lets others write; NoRoom when
+    it is too small; StoreFailure.
     """
 
     def __init__(
@@ -140,16 +150,17 @@ class MemoryStore:
         area: str = SLOT,
         system: OperatingSystem | None = None,
         cpus: frozenset[int] = frozenset(),
+        is_foreign: Callable[[Manifest], bool] = lambda manifest: False,
     ) -> None:
         if not segment_bytes or min(segment_bytes) < 1:
             raise UsageError(f"segments of {list(segment_bytes)} bytes: at least one is needed, none may be empty")
-        self.system, self._cpus = system or OperatingSystem(), cpus
+        self.system, self._cpus = system or PrivateSystem(), cpus
         # Held by whatever changes which segments there are or what is in them. Listing and opening never take it: they
         # must not wait for an allocation, and rely on the locks on files as readers in other processes do.
         self._mutex = threading.Lock()
         self._writing: dict[str, SnapshotId] = {}
         self._claim = Claim(memory_dir, job, slot, area)
-        self.directory = self._claim.directory
+        self.directory, self._is_foreign = self._claim.directory, is_foreign
         self._slot = SlotReader(self.directory, self.system, self._writing.__contains__)
         try:
             warn_unless_in_memory(memory_dir)
@@ -273,7 +284,9 @@ class MemoryStore:
         existing = {path.stem: path.stat().st_size for path in sorted(self.directory.glob("segment-*.bin"))}
         entries = self._slot.entries()
         sealed = {entry.segment for entry in entries if entry.state == SEALED}
-        chosen, missing = _matched(sizes, existing, sealed)
+        foreign = self._foreign(entries)
+        own = {name: nbytes for name, nbytes in existing.items() if name not in foreign}
+        chosen, missing = _matched(sizes, own, sealed)
         # What is sealed stays in whatever segment it is: a restart may not cost the snapshots that it needs.
         with failing_as(f"tidy {self.directory}"):
             for name in existing.keys() - chosen.keys() - sealed:
@@ -325,13 +338,24 @@ class MemoryStore:
 
     def _left_behind(self, sealed: Collection[str], sizes: Collection[int]) -> dict[str, MappedSegment]:
         """Segments of these sizes with snapshots of an earlier process, which had others than this one has yet."""
-        paths = {name: self.directory / f"{name}.bin" for name in sealed if name not in self._segments}
+        others = self._segments.keys() | self._foreign(self._slot.entries())
+        paths = {name: self.directory / f"{name}.bin" for name in sealed if name not in others}
         found = {path: path.stat().st_size for path in paths.values() if path.exists()}
         return {
             name: MappedSegment(path, map_file(self.system, path, found[path]))
             for name, path in paths.items()
             if found.get(path) in sizes
         }
+
+    def _foreign(self, entries: Sequence[SlotEntry]) -> set[str]:
+        """Segments with sealed snapshots that are not this job's own."""
+        found = set()
+        for entry in entries:
+            if entry.state == SEALED:
+                with suppress(UnreadableCheckpoint):  # freed meanwhile, or damaged: whoever lists it says so
+                    if self._is_foreign(self._slot.manifest(entry)):
+                        found.add(entry.segment)
+        return found
 
     def _new(self, sizes: Sequence[int]) -> dict[str, MappedSegment]:
         """New segments: all or none of them."""

@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from ..errors import UsageError
+from .private_folders import make_private
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class Claim:
 
     The lock is one that forked children do not inherit, so a data loader that outlives its crashed parent does not
     keep the next process out. Raises UsageError, saying what to do, when the memory directory is missing, is not
-    writable, or belongs to another job, or when another live process owns the folder.
+    writable, belongs to another job or user or lets others write, or when another live process owns the folder.
     """
 
     def __init__(self, memory_dir: Path, job: str, slot: int, area: str = SLOT) -> None:
@@ -51,7 +52,7 @@ class Claim:
         if not memory_dir.is_dir():
             raise UsageError(f"memory dir {memory_dir} does not exist: create it on a tmpfs, for example in /dev/shm")
         with _readable(f"memory dir {memory_dir} cannot be used"):
-            self.directory.mkdir(parents=True, exist_ok=True)
+            make_private(memory_dir, *self.directory.relative_to(memory_dir).parts)
             self._lock(job, slot)
             try:
                 _refuse_other_jobs(memory_dir, job)
@@ -66,7 +67,7 @@ class Claim:
             raise UsageError(f"{self.directory} is in use by this process already: close the other store first")
         # lockf, unlike flock, is not inherited by forked children. But it ends when this process closes any descriptor
         # of the file, hence `_MINE`: nobody here opens an owner file that is claimed.
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -117,7 +118,7 @@ def job_of_launcher(memory_dir: Path) -> str:
     for path in sorted(memory_dir.glob(f"*/*/{OWNER_FILE}")):
         if is_claimed_here(path):
             continue
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError):
             said = json.loads(path.read_text())
             if said.get("launcher") == own:
                 return str(said["job"])
@@ -185,7 +186,7 @@ def _live_owner(path: Path) -> str | None:
     """Who holds the owner file of another job, None when nobody does."""
     if is_claimed_here(path):
         return "this process"
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
@@ -199,7 +200,7 @@ def _said_by(descriptor: int) -> str:
     try:
         said = json.loads(os.pread(descriptor, 4096, 0))
         return f"job {said['job']}, slot {said['slot']}, process {said['process']} on {said['host']}"
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return "another process"
 
 

@@ -106,7 +106,7 @@ class SlotReader:
         raise UnreadableCheckpoint(f"{self.directory}: the {snapshot} is not sealed here")
 
     def _reader(self, entry: SlotEntry, lock: FileLock) -> MemoryReader:
-        manifest, path = self._manifest(entry), self.directory / f"{entry.segment}.bin"
+        manifest, path = self.manifest(entry), self.directory / f"{entry.segment}.bin"
         try:
             mapped = map_locked(self._system, path, manifest.layout.nbytes, lock) if manifest.layout.nbytes else None
         except OSError as error:
@@ -138,7 +138,7 @@ class SlotReader:
         path = self.directory / entry.name
         if entry.state == SEALED:
             try:
-                self._manifest(entry)
+                self.manifest(entry)
             except UnreadableCheckpoint:
                 if os.path.exists(path):
                     raise
@@ -159,7 +159,7 @@ class SlotReader:
             return False  # without its segment nobody can be writing it
         return False
 
-    def _manifest(self, entry: SlotEntry) -> Manifest:
+    def manifest(self, entry: SlotEntry) -> Manifest:
         """The verified manifest of a sealed entry, whose segment is there and whole."""
         path, segment = self.directory / entry.name, f"{entry.segment}.bin"
         try:

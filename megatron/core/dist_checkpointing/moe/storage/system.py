@@ -47,6 +47,13 @@ class OperatingSystem:
         np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))
 
 
+class PrivateSystem(OperatingSystem):
+    """Files that are made are this user's only, and links are not followed."""
+
+    def open(self, path: Path, flags: int) -> int:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
 def node_memory_bytes(group_limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
     """Memory that processes here may take in all: the machine's, or what their control group is allowed of it."""
     total = int(psutil.virtual_memory().total)

@@ -36,6 +36,7 @@ from ..policy.placement import replica_count
 from ..policy.recovery import plan_recovery
 from ..policy.tracking import PLACES
 from ..types import Inventory, Level, Lost, OperatorId, OperatorSize, Piece, RecoveryPlan, SnapshotPlan, Topology
+from .constants import ConstantState, constant_plan, cut
 from .interval_policy import Costs, IntervalPolicy
 
 GATE_UNIT = 2.0**-16
@@ -49,7 +50,8 @@ class Job:
     operators: all of the model, ascending. tokens_per_iteration: input tokens of one iteration of the whole job.
     iterations: of the whole training. topk: experts per token. tied_embeddings: first and last stage share them.
     sizes: bytes of what each rank owns of each of its operators; empty where they are not known.
-    drops_tokens: whether routers drop tokens beyond a capacity that can differ from expert to expert.
+    drops_tokens: whether routers drop tokens beyond a capacity that can differ from expert to expert. unchanging:
+    operators that training leaves as they are (`--freeze-experts`).
     """
 
     config: MoECheckpointConfig
@@ -61,6 +63,22 @@ class Job:
     tied_embeddings: bool = False
     sizes: Mapping[int, Mapping[OperatorId, OperatorSize]] = field(default_factory=dict, repr=False, compare=False)
     drops_tokens: bool = False
+    unchanging: frozenset[OperatorId] = field(default=frozenset(), repr=False)
+
+    @cached_property
+    def changing(self) -> tuple[OperatorId, ...]:
+        """The operators that training changes, ascending."""
+        return tuple(operator for operator in self.operators if operator not in self.unchanging)
+
+    @cached_property
+    def changing_sizes(self) -> Mapping[int, Mapping[OperatorId, OperatorSize]]:
+        """`sizes` of these."""
+        if not self.unchanging:
+            return self.sizes
+        return {
+            rank: {operator: size for operator, size in own.items() if operator not in self.unchanging}
+            for rank, own in self.sizes.items()
+        }
 
     @cached_property
     def moe_layers(self) -> tuple[int, ...]:
@@ -96,6 +114,13 @@ class BufferSpec:
 
 NO_BUFFERS = (BufferSpec(SnapshotPlan(0, {}), own=1, replica=0, trainer=True),)
 """What a strategy asks for that takes no snapshots: it does not know its window yet, or has no memory for any."""
+
+
+def constant_buffers(job: Job) -> tuple[BufferSpec, ...]:
+    """Memory for what never changes: as for other pieces, since a copy that failed is made again beside them."""
+    if not job.unchanging:
+        return ()
+    return (BufferSpec(constant_plan(job.unchanging), own=3, replica=2, trainer=False),)
 
 
 @dataclass(frozen=True)
@@ -155,6 +180,9 @@ class Strategy(ABC):
     places: int = PLACES
     """Of how many snapshots memory holds pieces of one kind: the `own` segments of each."""
 
+    selects: ClassVar[bool] = False
+    """Whether a snapshot may hold the state of some experts and not that of others."""
+
     at_intervals: ClassVar[bool] = True
     """Whether `--moe-ckpt-interval` says when a snapshot is taken."""
 
@@ -182,6 +210,7 @@ class Strategy(ABC):
         self._job = job
         self._interval_policy = IntervalPolicy.of(job.config) if interval_policy is None else interval_policy
         self._gave_up = False
+        self._constants = ConstantState(job.unchanging)
 
     @property
     def lookback(self) -> int:
@@ -240,7 +269,7 @@ class Strategy(ABC):
 
     def pieces(self, plan: SnapshotPlan) -> tuple[Piece, ...]:
         """The plan cut into what is freed together; the first piece has the trainer state. No kind occurs twice."""
-        return (Piece("snapshot", plan),)
+        return cut(Piece("snapshot", plan))
 
     def persistent(self, plan: SnapshotPlan) -> tuple[SnapshotPlan, ...]:
         """What goes on to persistent storage now that this snapshot has settled, oldest first; empty if it is not due.
@@ -248,7 +277,19 @@ class Strategy(ABC):
         Each one is a part of a snapshot that is still kept; together they restore the state of the last one.
         """
         due, self._interval_policy = self._interval_policy.persist_due(plan.iteration)
-        return (plan,) if due else ()
+        return self._handed_on((plan,)) if due else ()
+
+    def _with_constants(self, plan: SnapshotPlan, *, last_iteration: int) -> SnapshotPlan:
+        """The plan with what never changes, if memory lacks a copy, or storage does where the state after
+        `last_iteration`, of which this snapshot is a part, is going to be persisted."""
+        writing = self._interval_policy.persist_due(last_iteration)[0]
+        self._constants = self._constants.planned(plan, writing=writing)
+        return self._constants.added_to(plan)
+
+    def _handed_on(self, plans: tuple[SnapshotPlan, ...]) -> tuple[SnapshotPlan, ...]:
+        plans = tuple(map(self._constants.added_to, plans))
+        self._constants = self._constants.handed_on(plans)
+        return plans
 
     @abstractmethod
     def buffer_specs(self) -> tuple[BufferSpec, ...]:
@@ -279,7 +320,7 @@ class Strategy(ABC):
     def settled(self, plan: SnapshotPlan, level: Level, ok: bool) -> None:
         """All ranks have sealed (SNAPSHOT) or persisted (PERSIST) what they own of `plan`, or all peers that were sent
         it have acknowledged it (REPLICAS, after SNAPSHOT); not `ok`: some have not."""
-        return
+        self._constants = self._constants.settled(plan, level, ok)
 
     def measured(self, costs: Costs) -> None:
         """What the last checkpoint cost."""
@@ -296,7 +337,7 @@ class Strategy(ABC):
     def to_data(self) -> dict[str, Any]:
         """What it has to remember, as JSON values; stored with each snapshot."""
         # The name that stored snapshots have for it.
-        return {"rhythm": self._interval_policy.to_data()}
+        return {"rhythm": self._interval_policy.to_data(), **self._constants.to_data()}
 
     def recover(self, inventory: Inventory, lost: Lost, topology: Topology) -> RecoveryPlan:
         """How to come back. Raises RecoveryImpossible."""
@@ -308,4 +349,5 @@ class Strategy(ABC):
         `fault_iteration` is the newest iteration that is known to have ended before the fault.
         """
         self._interval_policy = self._interval_policy.from_data(data["rhythm"])
+        self._constants = self._constants.resumed(data, plan)
         return plan

@@ -28,11 +28,12 @@ from .recovery import (
     Scope,
     Tier,
 )
-from .snapshots import Level, Piece, SnapshotPlan, Window, full_plan
+from .snapshots import CONSTANT, Level, Piece, SnapshotPlan, Window, full_plan
 from .standby import GRADIENTS, LOG, PARKED, STANDBY, boundary_key, received_key
 from .topology import Coordinates, Topology
 
 __all__ = [
+    "CONSTANT",
     "FP16_FP32",
     "FP32",
     "GRADIENTS",

@@ -55,13 +55,15 @@ class Part(enum.Flag):
     optimizer. A snapshot of a whole operator is `MASTER_AND_MOMENTS`, what the papers call its full state: the compute
     weights are left out where they are the cast of the master weights, and count as MASTER where they are not, with
     master weights of less than 32 bits. `EVERYTHING` is what the checkpoints of MoC
-    eq. 5 store (B_w + B_o bytes per parameter).
+    eq. 5 store (B_w + B_o bytes per parameter). `CONSTANT` is no component: it says that training does not change the
+    operator, so that this copy is its state after any later iteration as well.
     """
 
     NOTHING = 0
     COMPUTE = 1
     MASTER = 2
     MOMENTS = 4
+    CONSTANT = 8
     MASTER_AND_MOMENTS = MASTER | MOMENTS
     EVERYTHING = COMPUTE | MASTER | MOMENTS
 

@@ -39,6 +39,11 @@ class SnapshotPlan:
         """Operators with full state in this snapshot: from here they can be trained on."""
         return self.giving(Part.MASTER_AND_MOMENTS)
 
+    @property
+    def constant(self) -> frozenset[OperatorId]:
+        """Operators that training does not change: their copies count for all later iterations too."""
+        return self.giving(Part.CONSTANT)
+
     def digest(self) -> str:
         """128-bit hexadecimal digest, the same on each rank that plans the same; compared at window starts."""
         state = hashlib.blake2b(str(self.iteration).encode(), digest_size=16)
@@ -48,6 +53,10 @@ class SnapshotPlan:
 
     def __hash__(self) -> int:
         return hash((self.iteration, len(self.parts)))
+
+
+CONSTANT = "constant"
+"""The kind of the piece with what training does not change; it restores a state of itself, whatever its span."""
 
 
 @dataclass(frozen=True)

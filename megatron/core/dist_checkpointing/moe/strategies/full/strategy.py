@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...types import SnapshotPlan, full_plan
-from ..base import NO_BUFFERS, BufferSpec, Job, Strategy
+from ..base import NO_BUFFERS, BufferSpec, Job, Strategy, constant_buffers
 
 
 class Full(Strategy):
@@ -16,13 +16,18 @@ class Full(Strategy):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self._buffer_specs = (BufferSpec(full_plan(0, job.operators), own=3, replica=2, trainer=True),)
+        self._buffer_specs = (
+            BufferSpec(full_plan(0, job.changing), own=3, replica=2, trainer=True),
+            *constant_buffers(job),
+        )
 
     def plan(self, iteration: int) -> SnapshotPlan | None:
         if self._gave_up:
             return None
         due, self._interval_policy = self._interval_policy.due(iteration)
-        return full_plan(iteration, self._job.operators) if due else None
+        if not due:
+            return None
+        return self._with_constants(full_plan(iteration, self._job.changing), last_iteration=iteration)
 
     def buffer_specs(self) -> tuple[BufferSpec, ...]:
         return NO_BUFFERS if self._gave_up else self._buffer_specs

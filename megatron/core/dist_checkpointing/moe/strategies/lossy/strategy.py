@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from ...errors import UsageError
 from ...policy.checks import not_negative
 from ...policy.dynamic_k import PltLimit
 from ...policy.ledger import TWO_LEVELS
@@ -14,6 +15,7 @@ from ...policy.losses import mlt, plt_pec
 from ...policy.lossy_recovery import plan_lossy_recovery
 from ...types import Inventory, Level, Lost, OperatorId, Piece, RecoveryPlan, SnapshotPlan, Topology
 from ..base import Job, LossReport, Strategy
+from ..constants import ConstantState
 from .pieces import expert_pieces, kinds_of
 from .state import LossyState
 
@@ -32,10 +34,17 @@ class Lossy(Strategy):
     """
 
     counts_tokens = True
+    selects = True
 
     def __init__(self, job: Job, *, levels: Collection[Level] = TWO_LEVELS, threshold: float | None = None) -> None:
         """levels: at which copies are told apart. threshold: the PLT that must not be exceeded."""
         super().__init__(job)
+        if job.unchanging and all(one in job.unchanging for one in job.operators if one.is_expert):
+            raise UsageError(
+                f"--moe-ckpt-strategy {job.config.strategy} chooses among experts by their tokens, but none of them"
+                " is trained (--freeze-experts): use full or sparse, which save once what training does not change"
+            )
+        self._constants = ConstantState()  # what else does not change goes with the rest
         self._kinds = kinds_of(job)
         allowed = not_negative("--moe-ckpt-plt-threshold", 1 if threshold is None else threshold)
         self._limit = PltLimit(job.tokens_per_iteration * job.iterations, job.topk, allowed)

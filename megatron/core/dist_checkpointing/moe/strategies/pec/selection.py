@@ -4,53 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 
-from ...policy.partial import load_aware_selection, persist_selection, sequential_selection
+from ...policy.expert_choice import Stages
+from ...policy.partial import persist_selection
 from ...types import OperatorId, expert
 from ..base import Job
 from ..lossy.state import Experts
-
-Stages = tuple[tuple[int, ...], ...]
-"""The MoE layers of each pipeline stage."""
-
-
-@lru_cache(maxsize=8)
-def _turns(layers: tuple[int, ...], num_experts: int, ep: int) -> dict[OperatorId, int]:
-    """At which position the rotation of `sequential_selection` takes each expert of a stage's layers."""
-    return {
-        operator: position
-        for position in range(num_experts)
-        for operator in sequential_selection(layers, num_experts, 1, position, ep=ep)
-    }
-
-
-def in_turn(stages: Stages, num_experts: int, k: int, last: Mapping[OperatorId, int], cursor: int, ep: int) -> Experts:
-    """K experts per layer that were saved longest ago, equal ones in turn from `cursor`: `sequential_selection`.
-
-    After a snapshot that failed its experts are still the oldest, and come first when their turn comes again.
-    """
-    chosen: set[OperatorId] = set()
-    for layers in filter(None, stages):
-        turns = _turns(layers, num_experts, ep)
-        for layer in layers:
-            of_layer = [expert(layer, index) for index in range(num_experts)]
-            of_layer.sort(key=lambda one: (last[one], (turns[one] - cursor) % num_experts))
-            chosen.update(of_layer[:k])
-    return frozenset(chosen)
-
-
-def by_load(
-    stages: Stages, num_experts: int, k: int, unsaved: Mapping[OperatorId, int], ages: Mapping[OperatorId, int], ep: int
-) -> Experts:
-    """K experts per layer with the most tokens since they were last saved, each stage by itself (PEC Alg. 1)."""
-    chosen: set[OperatorId] = set()
-    for layers in filter(None, stages):
-        rows = [
-            [[of[expert(layer, index)] for index in range(num_experts)] for layer in layers] for of in (unsaved, ages)
-        ]
-        chosen.update(load_aware_selection(layers, rows[0], k, ep, ages=rows[1]))
-    return frozenset(chosen)
 
 
 def overdue(stages: Stages, num_experts: int, ages: Mapping[OperatorId, int], limit: int, k: int) -> Experts:

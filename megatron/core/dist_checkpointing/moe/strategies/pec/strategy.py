@@ -8,13 +8,14 @@ from typing import Any
 
 from ...config import MoECheckpointConfig
 from ...policy.dynamic_k import choose_k, k_ladder
+from ...policy.expert_choice import by_load, in_turn
 from ...policy.partial import PEC_SCOPES, next_position, pec_plan
 from ...types import Level, OperatorId, RecoveryPlan, SnapshotPlan, full_plan
 from ..base import NO_BUFFERS, BufferSpec, Job, Throughput
 from ..lossy import Lossy
 from ..lossy.pieces import moe_layers_of_stages
 from ..lossy.state import Experts, Flight
-from .selection import age, by_load, in_turn, k_within, overdue, to_persist
+from .selection import age, k_within, overdue, to_persist
 
 
 class Pec(Lossy):

@@ -10,6 +10,7 @@ from ...config import MoECheckpointConfig
 from ...policy.tracking import PLACES
 from ...types import Level, Piece, RecoveryPlan, SnapshotPlan, Window
 from ..base import NO_BUFFERS, BufferSpec, Job, Strategy, Throughput
+from ..constants import cut
 from ..interval_policy import Costs
 from .budget import Budget
 from .popularity import Popularity
@@ -143,7 +144,7 @@ class Sparse(Strategy):
         config, ordering = job.config, ordering_of(job)
         super().__init__(job)
         self._ordering = ordering
-        self.counts_tokens = bool(job.moe_layers) and ordering in _COUNTING
+        self.counts_tokens = any(one.is_expert for one in job.changing) and ordering in _COUNTING
         self.counts_gates = self.counts_tokens and ordering == "soft-count"
         self._fixed = None if config.window == AUTO else int(config.window)
         self.needs_throughput = self._fixed is None
@@ -184,12 +185,15 @@ class Sparse(Strategy):
             self._windows = self._windows.without(iteration).began(Window(iteration, self._table.groups))
             begun = self._windows.begun[-1]
         self._windows = self._windows.put(replace(begun, planned=begun.planned + 1))
-        return begun.window.plan(iteration)
+        plan = begun.window.plan(iteration)
+        if iteration != begun.span[0]:
+            return plan
+        return self._with_constants(plan, last_iteration=begun.span[-1])
 
     def pieces(self, plan: SnapshotPlan) -> tuple[Piece, ...]:
         """All in one, which restores a state together with the rest of its window."""
         begun = self._windows.of(plan.iteration)
-        return (Piece(KIND, plan, begun.span if begun else range(0)),)
+        return cut(Piece(KIND, plan, begun.span if begun else range(0)))
 
     def persistent(self, plan: SnapshotPlan) -> tuple[SnapshotPlan, ...]:
         """A whole window, once its last snapshot has settled."""
@@ -197,7 +201,7 @@ class Sparse(Strategy):
         if begun is None or plan.iteration != begun.span[-1] or begun.sealed < begun.window.size:
             return ()
         due, self._interval_policy = self._interval_policy.persist_due(plan.iteration)
-        return tuple(map(begun.window.plan, begun.span)) if due else ()
+        return self._handed_on(tuple(map(begun.window.plan, begun.span))) if due else ()
 
     def buffer_specs(self) -> tuple[BufferSpec, ...]:
         return self._table.buffer_specs if self._table else NO_BUFFERS
@@ -206,6 +210,7 @@ class Sparse(Strategy):
         self._popularity = self._popularity.counted(counts)
 
     def settled(self, plan: SnapshotPlan, level: Level, ok: bool) -> None:
+        super().settled(plan, level, ok)
         begun = self._windows.of(plan.iteration)
         if level is not Level.SNAPSHOT or begun is None:
             return
@@ -213,6 +218,7 @@ class Sparse(Strategy):
             self._windows = self._windows.put(replace(begun, sealed=begun.sealed + 1))
         else:
             self._windows = self._windows.without(plan.iteration)
+            self._constants = self._constants.given_up(begun.span)
 
     def measured(self, costs: Costs) -> None:
         if self.needs_throughput:

@@ -10,7 +10,7 @@ from ...errors import UsageError
 from ...policy.ordering import ORDERINGS, Counts, capacity_aware
 from ...policy.window import joint_schedules, merge
 from ...types import OperatorId, OperatorSize, Window
-from ..base import BufferSpec, Job
+from ..base import BufferSpec, Job, constant_buffers
 
 Sizes = Mapping[int, Mapping[OperatorId, OperatorSize]]
 
@@ -29,13 +29,14 @@ class Timetable:
     rank has to copy in all.
 
     Which operators are anchored when follows from their order and from what each rank owns of them (MoEvement 3.5):
-    the same on all ranks. replica_windows: of each owner, how many are kept.
+    the same on all ranks. replica_windows: of each owner, how many are kept. constants: memory for what never changes.
     """
 
     groups: tuple[tuple[OperatorId, ...], ...] = field(repr=False)
     peak_bytes: int
     full_bytes: int
     replica_windows: int = _WINDOWS
+    constants: tuple[BufferSpec, ...] = field(default=(), repr=False)
 
     def is_needed(self, budget_bytes: int) -> bool:
         """Whether a window of this size fits the budget, and a smaller one certainly does not."""
@@ -63,7 +64,8 @@ class Timetable:
         replica = self.replica_windows * self.size
         window = Window(0, self.groups)
         first, *others = (window.plan(step) for step in range(window.size))
-        return (BufferSpec(first, own=_WINDOWS * self.size, replica=replica, trainer=True, also=tuple(others)),)
+        own = BufferSpec(first, own=_WINDOWS * self.size, replica=replica, trainer=True, also=tuple(others))
+        return (own, *self.constants)
 
 
 def ordering_of(job: Job) -> str:
@@ -75,9 +77,9 @@ def ordered(job: Job, counts: Counts) -> tuple[OperatorId, ...]:
     """The operators of a model in the order in which a window anchors them."""
     ordering, capacities = ordering_of(job), job.config.ordering_capacities
     if ordering == "capacity-aware":
-        by_expert = {op: capacities[op.expert] for op in job.operators if op.is_expert}
-        return capacity_aware(job.operators, counts, by_expert)
-    return ORDERINGS[ordering](job.operators, counts)
+        by_expert = {op: capacities[op.expert] for op in job.changing if op.is_expert}
+        return capacity_aware(job.changing, counts, by_expert)
+    return ORDERINGS[ordering](job.changing, counts)
 
 
 def timetable(job: Job, counts: Counts, *, window: int | None = None, budget_bytes: int = 0) -> Timetable:
@@ -87,7 +89,7 @@ def timetable(job: Job, counts: Counts, *, window: int | None = None, budget_byt
     Raises UsageError for a window that is larger than the number of operators that any rank owns.
     """
     order = ordered(job, counts)
-    sizes = job.sizes or {0: dict.fromkeys(job.operators, UNKNOWN)}
+    sizes = job.changing_sizes or {0: dict.fromkeys(job.changing, UNKNOWN)}
     owned = {(rank,): [one for one in order if one in own] for rank, own in sizes.items() if own}
     lane_sizes = {(rank,): own for rank, own in sizes.items()}
     most = max(map(len, owned.values()))
@@ -100,6 +102,7 @@ def timetable(job: Job, counts: Counts, *, window: int | None = None, budget_byt
         _in_order(order, merge(schedules)),
         max(schedule.peak_bytes for schedule in schedules.values()),
         max(sum(size.full_bytes for size in own.values()) for own in sizes.values()),
+        constants=constant_buffers(job),
     )
 
 
@@ -113,7 +116,7 @@ def larger_window(job: Job, counts: Counts, table: Timetable) -> Timetable | Non
 
     Mostly there is none, as each iteration more stores the weights that wait once more.
     """
-    most = max((len(own) for own in job.sizes.values()), default=len(job.operators))
+    most = max((len(own) for own in job.changing_sizes.values()), default=len(job.changing))
     for size in range(table.size + 1, min(most, 2 * table.size) + 1):
         found = timetable(job, counts, window=size)
         if found.size == size and size * found.peak_bytes < table.size * table.peak_bytes:

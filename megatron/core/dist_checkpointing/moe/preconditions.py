@@ -1,0 +1,51 @@
+"""What has to hold before a live training process can be protected, and what is set in it so that it can."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron.core.utils import get_model_config
+
+from .config import MoECheckpointConfig
+from .contradictions import contradictions, must_repeat_itself, not_repeatable
+from .errors import UsageError
+from .runtime.device_settings import device_settings
+
+
+def refuse_contradictions(config: MoECheckpointConfig, chunk: torch.nn.Module, transformer: Any) -> None:
+    """Raises UsageError for settings that contradict each other, or this job."""
+    settings = getattr(chunk, "ddp_config", None)
+    found = contradictions(
+        config,
+        world_size=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
+        num_experts=getattr(transformer, "num_moe_experts", None) or 0,
+        use_distributed_optimizer=bool(getattr(settings, "use_distributed_optimizer", False)),
+        stages=getattr(transformer, "pipeline_model_parallel_size", None),
+    )
+    if sentences := "; ".join(found):
+        raise UsageError(sentences)
+
+
+def refuse_what_cannot_repeat_itself(config: MoECheckpointConfig, chunk: torch.nn.Module, transformer: Any) -> None:
+    """A collective where a strategy is to repeat iterations: environments of nodes may differ. Raises UsageError."""
+    if not must_repeat_itself(config):
+        return
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    own = list(not_repeatable(config, device_settings(chunk, transformer, ranks)))
+    every: list[Any] = [own] * ranks
+    if torch.distributed.is_initialized():
+        torch.distributed.all_gather_object(every, own)
+    for rank, lines in enumerate(every):
+        if lines:
+            advice = "or say with --moe-ckpt-replay-tolerance by how much losses may differ"
+            raise UsageError("\n".join([*(f"rank {rank}: {line}" for line in lines), advice]))
+
+
+def let_copies_run_beside_sends(chunks: Sequence[torch.nn.Module]) -> None:
+    """Without this core's schedules wait for the whole device after each send, and so for copies of snapshots: none
+    would run beside the passes of a pipeline. Read by core in each call, so it may be set after the model was built."""
+    for chunk in chunks:
+        get_model_config(chunk).batch_p2p_sync = False

@@ -1,0 +1,54 @@
+"""The state that a process kept through the loss of others: parked, and still in its tensors as it was parked.
+
+Whoever recovers from that very snapshot has nothing to copy back. It is noted where a process stays in its seat, and
+taken by the next session in it, which is the first that may change the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ..ports import Json, Reader
+from ..types import PARKED
+
+
+@dataclass
+class KeptState:
+    """Which snapshot live tensors equal; none once something else was restored.
+
+    Args:
+        iteration: After which they are the state; None: of nothing that is known.
+        timeline: What the manifest of the parked snapshot says of the attempts before it.
+    """
+
+    iteration: int | None = None
+    timeline: Json = None
+
+    def is_that_of(self, readers: Iterable[Reader]) -> bool:
+        """Whether all of these snapshots of this rank, and there are some, are the one that live tensors equal."""
+        manifests = [reader.manifest for reader in readers]
+        return bool(manifests) and all(
+            (one.snapshot.kind, one.snapshot.iteration) == (PARKED, self.iteration)
+            and one.facts.scalars.get("timeline") == self.timeline
+            for one in manifests
+        )
+
+    def forget(self) -> None:
+        """Something else is about to be written to them."""
+        self.iteration = self.timeline = None
+
+
+_KEPT: WeakKeyDictionary[Any, KeptState] = WeakKeyDictionary()
+
+
+def keep(optimizer: Any, state: KeptState) -> None:
+    """Until the next session takes up this optimizer and its model, nobody changes them."""
+    _KEPT[optimizer] = state
+
+
+def take(optimizer: Any) -> KeptState:
+    """What was kept, which may be nothing; once."""
+    return _KEPT.pop(optimizer, KeptState())

@@ -1,0 +1,200 @@
+"""Snapshots that another layout of this job left in the memory of the nodes, as a place that all ranks can read.
+
+A job that lost nodes, or got some back, goes on in another layout. Its memory then has what the older one made: shares
+of survivors, and replicas of the shares of lost ones. Ranks of one node read each other's memory in place, those of
+other nodes ask for records (`record_server`). A copy that proves damaged is passed by while another is left.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from ..errors import MoECheckpointError, UnreadableCheckpoint
+from ..policy.lineage import Lineage, newest_first
+from ..ports import Json, Listing, Manifest, MappedStore, Reader, SnapshotId, StoreFailure, Transport
+from ..storage.slot_reader import SlotReader
+from ..types.layout import Record
+from .record_server import RecordServer, RemoteRecords
+
+log = logging.getLogger(__name__)
+
+
+class _Row(msgspec.Struct, frozen=True, array_like=True):
+    """A snapshot of another layout in the memory of a rank."""
+
+    snapshot: SnapshotId
+    timeline: Lineage
+
+
+class _Slot(msgspec.Struct, array_like=True):
+    """What one rank tells the others: where its memory is, and what is in it."""
+
+    node: str
+    directory: str
+    rows: tuple[_Row, ...]
+
+
+class SurvivingMemory:
+    """A place of snapshots for reading; making it is a collective over all ranks.
+
+    Args:
+        memory: This rank's slot.
+        directory: Where that is on the node.
+        node: Which all processes of the node, and no others, call it.
+        is_older: Whether a manifest is of this job, and of another layout.
+        transport: For what all ranks tell each other.
+        address: Of this rank, for those of other nodes.
+        timeout_s: How long a rank may take to answer.
+    """
+
+    def __init__(
+        self,
+        memory: MappedStore,
+        directory: Path,
+        node: str,
+        is_older: Callable[[Manifest], bool],
+        transport: Transport,
+        address: str,
+        timeout_s: float,
+    ) -> None:
+        self._memory, self._timeout_s = memory, timeout_s
+        self._server: RecordServer | None = None
+        self._remote: dict[int, RemoteRecords] = {}
+        self.own = _rows(memory, is_older)
+        own = _Slot(node, str(directory), self.own)
+        gathered = transport.gather(msgspec.to_builtins(own))
+        self._slots = msgspec.convert(gathered, list[_Slot])
+        self._rank, self._places = transport.rank, [""] * transport.world_size
+        self._holders = _holders(self._slots, transport.rank)
+        if self._holders and len({slot.node for slot in self._slots}) > 1:
+            if own.rows:
+                self._server = RecordServer(memory.open, address, timeout_s)
+            place: Json = self._server.place if self._server is not None else ""
+            self._places = [str(one) for one in transport.gather(place)]
+
+    def __str__(self) -> str:
+        holders = {rank for ranks in self._holders.values() for rank in ranks}
+        return f"memory of rank{'s' * (len(holders) > 1)} {', '.join(map(str, sorted(holders)))}"
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing of another layout is in any memory; the same on all ranks."""
+        return not self._holders
+
+    def snapshots(self) -> Listing:
+        """What there is, whoever has it."""
+        return Listing(tuple(sorted(self._holders)), ())
+
+    def open(self, snapshot: SnapshotId) -> Reader:
+        """A reader of any copy that is whole. Raises UnreadableCheckpoint, PeerLost."""
+        holders = self._holders.get(snapshot, ())
+        if not holders:
+            raise UnreadableCheckpoint(f"the {snapshot} is in no memory of this job")
+        return _AnyCopy(snapshot, holders, self._open_at)
+
+    def close(self) -> None:
+        """Nothing is read any more: all ranks have what they need."""
+        self._holders = {}
+        for records in self._remote.values():
+            records.close()
+        self._remote = {}
+        if self._server is not None:
+            self._server.close()
+        self._server = None
+
+    def _open_at(self, rank: int, snapshot: SnapshotId) -> Reader:
+        if self._slots[rank].node == self._slots[self._rank].node:
+            return SlotReader(Path(self._slots[rank].directory)).open(snapshot)
+        if rank not in self._remote:
+            self._remote[rank] = RemoteRecords(rank, self._places[rank], self._timeout_s)
+        return self._remote[rank].open(snapshot)
+
+
+class _AnyCopy:
+    """A `ports.Reader` of a snapshot of which several ranks have a copy."""
+
+    def __init__(
+        self, snapshot: SnapshotId, holders: Sequence[int], open_: Callable[[int, SnapshotId], Reader]
+    ) -> None:
+        self._snapshot, self._left, self._open = snapshot, list(holders), open_
+        self._reader = self._next("")
+
+    @property
+    def manifest(self) -> Manifest:
+        """As `ports.Reader.manifest`."""
+        return self._reader.manifest
+
+    def read(self, key: str) -> memoryview:
+        """As `ports.Reader.read`."""
+        while True:
+            try:
+                return self._reader.read(key)
+            except UnreadableCheckpoint as error:
+                expected = self._reader.manifest.by_key[key].xxh3
+                self._reader.close()
+                self._reader = self._next(str(error))
+                if self._reader.manifest.by_key[key].xxh3 != expected:
+                    raise UnreadableCheckpoint(
+                        f"the {self._snapshot}: two ranks have copies that differ in {key}, and one of them is damaged"
+                    ) from error
+
+    def verify(self) -> tuple[Record, ...]:
+        """As `ports.Reader.verify`."""
+        return self._reader.verify()
+
+    def close(self) -> None:
+        """As `ports.Reader.close`."""
+        self._reader.close()
+
+    def __enter__(self) -> _AnyCopy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _next(self, why: str) -> Reader:
+        """The copy of the next holder. Raises UnreadableCheckpoint where none is left."""
+        while self._left:
+            holder = self._left.pop(0)
+            if why:
+                log.warning("%s; the copy of rank %d is taken", why, holder)
+            try:
+                return self._open(holder, self._snapshot)
+            except UnreadableCheckpoint as error:
+                why = str(error)
+        raise UnreadableCheckpoint(why)
+
+
+def _rows(memory: MappedStore, is_older: Callable[[Manifest], bool]) -> tuple[_Row, ...]:
+    rows: list[_Row] = []
+    try:
+        listed = memory.snapshots()
+    except StoreFailure:  # whoever takes stock of it says so
+        return ()
+    for snapshot in listed.sealed:
+        try:
+            with memory.open(snapshot) as reader:
+                if is_older(reader.manifest):
+                    timeline = msgspec.convert(reader.manifest.facts.scalars.get("timeline"), Lineage)
+                    rows.append(_Row(snapshot, timeline))
+        except (MoECheckpointError, msgspec.ValidationError) as error:
+            log.warning("the %s in memory is passed by: %s", snapshot, error)
+    return tuple(rows)
+
+
+def _holders(slots: Sequence[_Slot], reader: int) -> Mapping[SnapshotId, tuple[int, ...]]:
+    """Who has each snapshot, those first that `reader` reaches best; of several pasts the newest one."""
+    found: dict[SnapshotId, dict[Lineage, list[int]]] = {}
+    for rank, slot in enumerate(slots):
+        for row in slot.rows:
+            found.setdefault(row.snapshot, {}).setdefault(row.timeline, []).append(rank)
+    here = slots[reader].node
+
+    def nearest(rank: int) -> tuple[bool, int]:
+        return slots[rank].node != here, rank
+
+    return {snapshot: tuple(sorted(pasts[newest_first(pasts)[0]], key=nearest)) for snapshot, pasts in found.items()}

@@ -1,0 +1,113 @@
+"""Copies from memory to storage as values: made in training, carried out there, or by a process that outlives it.
+
+No torch: the process that finishes what a trainer had begun starts with this in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..errors import NewerFormat, UnreadableCheckpoint
+from ..ports import Facts, Json, Layout, Manifest, Reader, SnapshotId, Store
+from ..storage.manifest import decode, encode
+
+_SEGMENT = "segment"
+
+
+@dataclass(frozen=True)
+class CopyOrder:
+    """One snapshot that storage is to have.
+
+    manifest: what it will say of itself, with the checksums of the records as they were sealed in memory.
+    sources: the snapshots in memory that have these records; the first one that has a record gives it.
+    """
+
+    manifest: Manifest
+    sources: tuple[SnapshotId, ...]
+
+    @classmethod
+    def of(cls, target: SnapshotId, facts: Facts, layout: Layout, sources: Sequence[Reader]) -> CopyOrder:
+        """The order for records of these readers. Raises UnreadableCheckpoint for a record that none of them has."""
+        sums = []
+        for field in layout.fields:
+            source = _source(sources, field.key)
+            if source is None:
+                raise UnreadableCheckpoint(f"{target}: record {field.key} is not in memory; it is not persisted")
+            sums.append(source.manifest.by_key[field.key].xxh3)
+        manifest = Manifest(target, facts, _SEGMENT, layout, tuple(sums))
+        return cls(manifest, tuple(reader.manifest.snapshot for reader in sources))
+
+    def to_data(self) -> dict[str, Json]:
+        """As JSON."""
+        sources: list[Json] = [source.name for source in self.sources]
+        return {"manifest": encode(self.manifest).decode("ascii"), "sources": sources}
+
+
+def orders_from(line: bytes) -> tuple[CopyOrder, ...]:
+    """The orders in a line that `line_of` made. Raises UnreadableCheckpoint for anything else."""
+    try:
+        found = [
+            (decode(one["manifest"].encode("ascii"), "an order"), tuple(map(SnapshotId.parse, one["sources"])))
+            for one in json.loads(line)
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UnreadableCheckpoint(f"an order cannot be read: {error!r:.120}") from error
+    return tuple(CopyOrder(manifest, tuple(one for one in sources if one)) for manifest, sources in found)
+
+
+def line_of(orders: Sequence[CopyOrder]) -> bytes:
+    """One line of JSON; no orders are a line too."""
+    return json.dumps([order.to_data() for order in orders], separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def carry_out(
+    order: CopyOrder, readers: Sequence[Reader], storage: Store, check: Callable[[], None] = lambda: None
+) -> int:
+    """Write the snapshot, unless storage has it already, and seal it; the bytes that were written.
+
+    Each record is verified as it is read from memory, and all of them are compared with the order before the snapshot
+    is published by the one act of its store: what is published is what was sealed.
+
+    Args:
+        readers: of the order's sources.
+        check: is called before each record, and raises where the copy is to be given up.
+
+    Raises:
+        UnreadableCheckpoint: Memory does not have what was ordered any more.
+        NewerFormat: A later version wrote a snapshot of this name, which is left as it is.
+        StoreFailure: Storage refuses.
+    """
+    manifest = order.manifest
+    if is_stored(manifest, storage):
+        return 0
+    storage.free(manifest.snapshot)
+    with storage.reserve(manifest.snapshot, manifest.layout) as writer:
+        for field in manifest.layout.fields:
+            check()
+            source = _source(readers, field.key)
+            if source is None:
+                raise UnreadableCheckpoint(f"{manifest.snapshot}: record {field.key} is not in memory any more")
+            writer.put(field.key, source.read(field.key))
+        check()
+        writer.seal(manifest.facts, expect=manifest.checksums)
+    return manifest.layout.nbytes
+
+
+def is_stored(wanted: Manifest, storage: Store) -> bool:
+    """Whether storage has this snapshot of this very attempt of the job. Raises NewerFormat for one that a later
+    version wrote."""
+    try:
+        with storage.open(wanted.snapshot) as reader:
+            facts = reader.manifest.facts
+    except NewerFormat:
+        raise
+    except UnreadableCheckpoint:
+        return False
+    same_timeline = facts.scalars.get("timeline") == wanted.facts.scalars["timeline"]
+    return same_timeline and facts.plan_digest == wanted.facts.plan_digest
+
+
+def _source(readers: Sequence[Reader], key: str) -> Reader | None:
+    return next((reader for reader in readers if key in reader.manifest.by_key), None)

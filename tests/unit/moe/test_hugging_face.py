@@ -1,0 +1,219 @@
+"""Folders of Hugging Face that cannot be converted are refused in one line with names, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from examples_of_folders import CONFIGS, folder_of
+from safetensors.torch import load_file, save_file
+
+from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError, UnreadableCheckpoint, UsageError
+from moe_ckpt.commands.main import commands
+from moe_ckpt.dense.dense import open_dense
+from moe_ckpt.hugging_face.folder import safetensors, sharding
+from moe_ckpt.hugging_face.weights import GroupedHeads, Rows, Vocabulary
+
+WEIGHTS = "model.safetensors"
+
+
+def convert(*arguments: object) -> None:
+    """What `moe-ckpt convert` does, which raises what it is told."""
+    commands(["convert", *map(str, arguments)], standalone_mode=False)
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def pickled(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+
+
+def half(folder: Path) -> None:
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[: len(content) // 2])
+
+
+def lacks_a_shard(folder: Path) -> None:
+    names = dict.fromkeys(load_file(folder / WEIGHTS), "model-00002-of-00002.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+NORM, QUERY = "model.layers.1.input_layernorm.weight", "model.layers.0.self_attn.q_proj.weight"
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    "a torn config": (lambda folder: (folder / "config.json").write_text('{"model'), "config.json cannot be read"),
+    "another family": (
+        lambda folder: change_config(folder, model_type="llama", architectures=["LlamaForCausalLM"]),
+        "is of LlamaForCausalLM: only mixtral, qwen3_moe, deepseek_v3 can be converted",
+    ),
+    "quantized": (lambda folder: change_config(folder, quantization_config={"bits": 4}), "quantized weights"),
+    "another attention": (lambda folder: change_config(folder, sliding_window=4096), "sliding_window 4096 cannot"),
+    "another activation": (lambda folder: change_config(folder, hidden_act="gelu"), "hidden_act 'gelu' cannot"),
+    "no number": (lambda folder: change_config(folder, num_hidden_layers="two"), "num_hidden_layers is 'two'"),
+    "pickles": (pickled, "pickled weights only (pytorch_model.bin)"),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "has no weights"),
+    "half a file": (half, "model.safetensors cannot be read"),
+    "a missing shard": (lacks_a_shard, "lacks model-00002-of-00002.safetensors"),
+    "a missing tensor": (
+        lambda folder: change_weights(folder, lambda tensors: tensors.pop(NORM)),
+        f"has no {NORM}; nothing was written",
+    ),
+    "an extra tensor": (
+        lambda folder: change_weights(folder, lambda tensors: tensors.update({"model.layers.2.eh": torch.ones(1)})),
+        "has, and its config not, model.layers.2.eh",
+    ),
+    "another shape": (
+        lambda folder: change_weights(folder, lambda tensors: tensors.update({QUERY: torch.ones(8, 8)})),
+        f"has another shape: {QUERY} (8, 8), not (16, 8)",
+    ),
+    "another dtype": (
+        lambda folder: change_weights(folder, lambda tensors: tensors.update({NORM: torch.ones(8, dtype=torch.int8)})),
+        f"{NORM} is I8; only F32, BF16, F16",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_folder_is_refused_with_names_and_leaves_nothing_behind(case: str, tmp_path: Path) -> None:
+    folder, spoil = folder_of("mixtral", tmp_path / "folder"), BAD[case][0]
+    spoil(folder)
+    before = sorted((path.name, path.read_bytes()) for path in folder.iterdir())
+    with pytest.raises((UsageError, UnreadableCheckpoint)) as caught:
+        convert("--from", "hf", folder, tmp_path / "made")
+    assert BAD[case][1] in str(caught.value) and "\n" not in str(caught.value)
+    assert not list((tmp_path / "made").glob("*"))
+    assert before == sorted((path.name, path.read_bytes()) for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_folder_comes_back_byte_for_byte_also_through_a_template_and_other_sizes_of_files(
+    family: str, tmp_path: Path
+) -> None:
+    folder = folder_of(family, tmp_path / "folder")
+    (folder / "tokenizer_config.json").write_text("{}")
+    convert("--from", "hf", folder, tmp_path / "in")
+    convert("--to", "hf", tmp_path / "in", tmp_path / "back")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+        path.name: path.read_bytes() for path in (tmp_path / "back").iterdir()
+    }
+    shutil.rmtree(tmp_path / "in" / "hugging_face")
+    convert("--to", "hf", "--max-shard-size", "1KB", "--hf-model", folder, tmp_path / "in", tmp_path / "small")
+    files = sorted((tmp_path / "small").glob("*.safetensors"))
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    expected = load_file(folder / WEIGHTS)
+    assert len(files) > 2 and tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+def test_a_checkpoint_of_another_model_than_the_template_is_refused_with_the_arguments_that_differ(
+    tmp_path: Path,
+) -> None:
+    folder = folder_of("mixtral", tmp_path / "folder")
+    convert("--from", "hf", folder, tmp_path / "in")
+    change_config(folder, num_key_value_heads=4, num_experts_per_tok=1)
+    with pytest.raises(UsageError, match="num_query_groups is 2, not 4; moe_router_topk is 2, not 1"):
+        convert("--to", "hf", "--hf-model", folder, tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_that_fails_half_way_leaves_no_folder_and_the_next_one_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of("mixtral", tmp_path / "folder")
+    convert("--from", "hf", folder, tmp_path / "in")
+    to = ("--to", "hf", "--max-shard-size", "2KB", tmp_path / "in", tmp_path / "out")
+    with monkeypatch.context() as patched:
+        from moe_ckpt.hugging_face import exporting
+
+        write, calls = exporting.write_shard, []
+
+        def full_disk(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+            calls.append(path)
+            if len(calls) == 3:
+                raise OSError(28, "No space left on device", str(path))
+            write(path, tensors)
+
+        patched.setattr(exporting, "write_shard", full_disk)
+        with pytest.raises(MoECheckpointError, match="cannot be written: No space left on device"):
+            convert(*to)
+    assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == []
+    convert(*to)
+    with pytest.raises(UsageError, match="exists already"):
+        convert(*to)
+
+
+def test_a_checkpoint_with_a_changed_byte_is_not_exported(tmp_path: Path) -> None:
+    convert("--from", "hf", folder_of("mixtral", tmp_path / "folder"), tmp_path / "in")
+    shard = next((tmp_path / "in" / "release").glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(UnreadableCheckpoint, match=r"__0_0\.distcp"):
+        convert("--to", "hf", tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_with_checkpoints_is_not_overwritten(tmp_path: Path) -> None:
+    folder = folder_of("mixtral", tmp_path / "folder")
+    convert("--from", "hf", folder, tmp_path / "in")
+    before = open_dense(tmp_path / "in").directory.stat().st_mtime_ns
+    with pytest.raises(UsageError, match="has checkpoints of its own"):
+        convert("--from", "hf", folder, tmp_path / "in")
+    assert open_dense(tmp_path / "in").directory.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["a b", "--to hf --from hf a b", "--to dense --max-shard-size 2GB a b", "--to hf --max-shard-size 2x a b",
+     "--to hf a b -- --flag"],
+)  # fmt: skip
+def test_wrong_usage_is_said(arguments: str) -> None:
+    with pytest.raises(UsageError):
+        convert(*arguments.split())
+
+
+def test_queries_keys_and_values_of_a_group_of_heads_stand_together_in_megatron() -> None:
+    heads, groups, size, hidden = 4, 2, 3, 5
+    q, k, v = (torch.arange(n * size * hidden).view(n * size, hidden) + 1000 * n for n in (heads, groups, groups))
+    form, shapes = GroupedHeads(groups), [tuple(part.shape) for part in (q, k, v)]
+    joined = form.join([q, k, v])
+    one = torch.cat([q[: 2 * size], k[:size], v[:size]])
+    assert torch.equal(joined[: 4 * size], one) and form.fits(tuple(joined.shape), shapes)
+    assert all(torch.equal(a, b) for a, b in zip(form.split(joined, shapes), (q, k, v), strict=True))
+
+
+def test_gate_and_gated_follow_each_other_and_rows_that_pad_a_vocabulary_are_cut_off() -> None:
+    both = torch.arange(12).view(6, 2)
+    gate, up = Rows().split(both, [(3, 2), (3, 2)])
+    assert torch.equal(Rows().join([gate, up]), both) and torch.equal(gate, both[:3])
+    assert not Rows().fits((7, 2), [(3, 2), (3, 2)])
+    assert torch.equal(Vocabulary().split(both, [(5, 2)])[0], both[:5])
+    assert Vocabulary().fits((6, 2), [(5, 2)]) and not Vocabulary().fits((4, 2), [(5, 2)])
+
+
+def test_files_are_filled_in_order_and_one_alone_has_no_number() -> None:
+    assert sharding([("a", 3), ("b", 3)], 6) == {"a": WEIGHTS, "b": WEIGHTS}
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    assert sharding([("a", 9), ("b", 3), ("c", 3)], 6) == {"a": first, "b": second, "c": second}
+
+
+def test_a_missing_package_is_named_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(UsageError, match="pip install safetensors"):
+        safetensors()

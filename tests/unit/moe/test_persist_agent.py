@@ -1,0 +1,284 @@
+"""The process that goes on persisting when its trainer has died: what it publishes, what not, and for how long."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
+from megatron.core.dist_checkpointing.moe.runtime.persist_agent import LOCK, PersistAgent, wait_for_agent
+from megatron.core.dist_checkpointing.moe.snapshot.persisting import CopyOrder, carry_out, line_of, orders_from
+from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
+from megatron.core.dist_checkpointing.moe.storage.manifest import use_secret
+from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
+
+RANK, SECRET = 3, b"sixteen bytes or more"
+LAYOUT = Layout.of([Field(f"weights {at}", "float32", (64, 8)) for at in range(4)])
+FACTS = Facts("job", "0" * 32, {}, {"timeline": [["first", 0]]})
+OTHER_ATTEMPT = replace(FACTS, scalars={"timeline": [["second", 0]]})
+NEWEST = SnapshotId(12, RANK)
+
+
+def content(key: str, iteration: int = 12) -> bytes:
+    return bytes((len(key) * at + int(key[-1]) + iteration) % 251 for at in range(64 * 8 * 4))
+
+
+def sealed(memory: MemoryStore, snapshot: SnapshotId = NEWEST) -> None:
+    with memory.reserve(snapshot, LAYOUT) as writer:
+        for field in LAYOUT.fields:
+            writer.put(field.key, content(field.key, snapshot.iteration))
+        writer.seal(FACTS)
+
+
+def ordered(memory: MemoryStore, snapshot: SnapshotId = NEWEST) -> CopyOrder:
+    with memory.open(snapshot) as reader:
+        return CopyOrder.of(snapshot, FACTS, LAYOUT, [reader])
+
+
+@pytest.fixture(params=[None, SECRET], ids=["", "with a secret"])
+def secret(request: pytest.FixtureRequest) -> Iterator[bytes | None]:
+    use_secret(request.param)
+    yield request.param
+    use_secret(None)
+
+
+Trainer = Callable[..., Path]
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Trainer:
+    """Runs a trainer that has iteration 12 sealed in memory, does what it is told, and dies by SIGKILL; its slot."""
+
+    def run(
+        does: Callable[[MemoryStore, PersistAgent], object], limit_s: float = 30.0, secret: bytes | None = None
+    ) -> Path:
+        (tmp_path / "memory").mkdir(exist_ok=True)
+        ready, told = os.pipe()
+        child = os.fork()
+        if not child:
+            with suppress(BaseException):
+                memory = MemoryStore(tmp_path / "memory", "job", RANK, (LAYOUT.nbytes,) * 2)
+                sealed(memory)
+                agent = PersistAgent(memory.directory, str(tmp_path / "storage"), RANK, limit_s, secret)
+                deadline = time.monotonic() + 20
+                while not (memory.directory / LOCK).exists() and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                does(memory, agent)
+                os.write(told, b"x")
+                signal.pause()
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.close(told)
+        os.read(ready, 1)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready)
+        slot = tmp_path / "memory" / "job" / f"slot-{RANK:03}"
+        assert (slot / LOCK).exists()
+        return slot
+
+    return run
+
+
+@pytest.fixture
+def open_files() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 2048), before[1]))
+    with ExitStack() as stack:
+        for _ in range(1100):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def in_storage(tmp_path: Path) -> FilesystemStore:
+    return FilesystemStore(tmp_path / "storage", RANK)
+
+
+def assert_stored(storage: FilesystemStore, snapshot: SnapshotId = NEWEST) -> None:
+    with storage.open(snapshot) as reader:
+        assert reader.manifest.facts == FACTS
+        assert {field.key: bytes(reader.read(field.key)) for field in LAYOUT.fields} == {
+            field.key: content(field.key, snapshot.iteration) for field in LAYOUT.fields
+        }
+
+
+def test_what_a_killed_trainer_was_persisting_is_published_whole_and_verified(
+    trainer: Trainer, secret: bytes | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def torn(memory: MemoryStore, agent: PersistAgent) -> None:
+        agent.announce([ordered(memory)])
+        writer = in_storage(tmp_path).reserve(NEWEST, LAYOUT)
+        writer.put("weights 0", content("weights 0"))  # and it dies
+
+    wait_for_agent(trainer(torn, secret=secret), 30.0)
+    storage = in_storage(tmp_path)
+    assert_stored(storage)
+    assert storage.snapshots().torn == (), "what the trainer left is gone"
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"rank {RANK}: its trainer ended while it persisted iteration 12; that was finished in ")
+
+
+@pytest.mark.parametrize("said", ["nothing", "ended", "half a line"])
+def test_without_something_begun_nothing_is_written(
+    said: str, trainer: Trainer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def does(memory: MemoryStore, agent: PersistAgent) -> None:
+        orders = [ordered(memory)]
+        if said == "ended":
+            agent.announce(orders)
+            agent.announce([])
+        if said == "half a line":
+            write = os.write
+
+            def half(descriptor: int, data: memoryview) -> None:
+                write(descriptor, data[: len(data) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            with mock.patch.object(os, "write", half):
+                agent.announce(orders)
+
+    wait_for_agent(trainer(does), 30.0)
+    assert in_storage(tmp_path).snapshots().sealed == ()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_trainer_with_more_than_1024_open_files_is_heard(trainer: Trainer, tmp_path: Path, open_files: None) -> None:
+    wait_for_agent(trainer(lambda memory, agent: agent.announce([ordered(memory)])), 30.0)
+    assert_stored(in_storage(tmp_path))
+
+
+def test_what_is_not_in_memory_any_more_is_told_in_one_line_and_nothing_is_published(
+    trainer: Trainer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def freed(memory: MemoryStore, agent: PersistAgent) -> None:
+        order = ordered(memory)
+        memory.free(NEWEST)
+        agent.announce([order])
+
+    wait_for_agent(trainer(freed), 30.0)
+    assert in_storage(tmp_path).snapshots().sealed == ()
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "was NOT finished" in line
+    assert "not sealed here" in line
+
+
+def test_bytes_that_changed_after_they_were_sealed_are_not_published(
+    trainer: Trainer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def changed(memory: MemoryStore, agent: PersistAgent) -> None:
+        agent.announce([ordered(memory)])
+        (entry,) = memory.directory.glob("segment-*.json")
+        with (memory.directory / f"{entry.name.partition('.')[0]}.bin").open("rb+") as segment:
+            segment.seek(700)
+            segment.write(b"\xff\xfe\xfd")
+
+    wait_for_agent(trainer(changed), 30.0)
+    assert in_storage(tmp_path).snapshots().sealed == ()
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "does not match its checksum" in line
+
+
+def test_it_ends_after_its_time_and_a_restart_does_not_wait_longer(
+    trainer: Trainer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def stuck(memory: MemoryStore, agent: PersistAgent) -> None:
+        # A manifest that never opens: reading a pipe to which nobody writes.
+        (tmp_path / "storage" / NEWEST.name).mkdir(parents=True)
+        os.mkfifo(tmp_path / "storage" / NEWEST.name / "manifest.json")
+        agent.announce([ordered(memory)])
+
+    slot, begun_s = trainer(stuck, limit_s=1.0), time.monotonic()
+    wait_for_agent(slot, 30.0)
+    assert time.monotonic() - begun_s < 15
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "was NOT finished: not within 1 s" in line
+
+
+def test_a_restart_waits_only_so_long(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    holder = (
+        "import fcntl, os, sys, time\n"
+        f"fcntl.flock(os.open({str(tmp_path / LOCK)!r}, os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)\n"
+        "print(flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE) as process, ExitStack() as stack:
+        stack.callback(process.kill)
+        assert process.stdout is not None
+        process.stdout.readline()
+        wait_for_agent(tmp_path, -4.5)
+    assert "another process still persists for this slot after 0.5 s" in caplog.text
+
+
+def test_what_was_closed_is_finished_though_the_trainer_lives_on(tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    memory = MemoryStore(tmp_path / "memory", "job", RANK, (LAYOUT.nbytes,))
+    sealed(memory)
+    agent = PersistAgent(memory.directory, str(tmp_path / "storage"), RANK, 30.0, None)
+    agent.announce([ordered(memory)])
+    agent.close()
+    storage, deadline = in_storage(tmp_path), time.monotonic() + 30
+    while not storage.snapshots().sealed and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert_stored(storage)
+    agent.announce([])  # too late to matter, and no error
+
+
+def test_it_ends_when_it_is_told_to_though_a_helper_of_the_trainer_holds_the_connection(tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    memory = MemoryStore(tmp_path / "memory", "job", RANK, (LAYOUT.nbytes,))
+    sealed(memory)
+    agent = PersistAgent(memory.directory, str(tmp_path / "storage"), RANK, 30.0, None)
+    agent.announce([ordered(memory)])
+    helper = os.fork()  # as a data loader is
+    if not helper:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        agent.close()
+        deadline = time.monotonic() + 20
+        while not in_storage(tmp_path).snapshots().sealed and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert_stored(in_storage(tmp_path))
+        begun_s = time.monotonic()
+        wait_for_agent(memory.directory, 20.0)
+        assert time.monotonic() - begun_s < 15, "a new session need not wait"
+    finally:
+        os.kill(helper, signal.SIGKILL)
+        os.waitpid(helper, 0)
+
+
+def test_orders_travel_as_a_line_of_which_every_byte_counts(tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    memory = MemoryStore(tmp_path / "memory", "job", RANK, (LAYOUT.nbytes,))
+    sealed(memory)
+    order = ordered(memory)
+    line = line_of([order])
+    assert orders_from(line) == (order,)
+    assert orders_from(line_of([])) == ()
+    for at in range(0, len(line) - 1, 7):
+        with suppress(UnreadableCheckpoint):
+            assert orders_from(line[:at] + bytes([line[at] ^ 1]) + line[at + 1 :])[0].manifest == order.manifest
+
+
+def test_a_snapshot_of_another_attempt_under_the_same_name_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    memory, storage = MemoryStore(tmp_path / "memory", "job", RANK, (LAYOUT.nbytes,)), in_storage(tmp_path)
+    sealed(memory)
+    order = ordered(memory)
+    older = replace(order, manifest=replace(order.manifest, facts=OTHER_ATTEMPT))
+    with memory.open(NEWEST) as reader:
+        assert carry_out(older, [reader], storage) == LAYOUT.nbytes
+        assert carry_out(order, [reader], storage) == LAYOUT.nbytes
+        assert carry_out(order, [reader], storage) == 0
+    assert_stored(storage)

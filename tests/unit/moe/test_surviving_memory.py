@@ -1,0 +1,145 @@
+"""What another layout left in memory, read in place or from other nodes: one record at a time, from any intact copy."""
+
+from __future__ import annotations
+
+import threading
+import tracemalloc
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.ports import Facts, Json, Layout, PeerLost, SnapshotId
+from megatron.core.dist_checkpointing.moe.resharding.record_server import RecordServer, RemoteRecords
+from megatron.core.dist_checkpointing.moe.resharding.survivors import SurvivingMemory
+from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.types.layout import Field
+
+BLOCK, BLOCKS = 1 << 20, 16
+SHARE = SnapshotId(4, 0)
+FIELDS = [Field(f"w[{at}:{at + 1}]/master", "float32", (BLOCK // 4,)) for at in range(BLOCKS)]
+PAST = [["attempt", 0]]
+
+
+class Ranks:
+    """What ranks on threads gather."""
+
+    def __init__(self, count: int) -> None:
+        self.values: list[Json] = [None] * count
+        self.barrier = threading.Barrier(count, timeout=20)
+
+
+class FakeTransport:
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self._ranks, self.rank, self.world_size = ranks, rank, len(ranks.values)
+
+    def gather(self, value: Json) -> list[Json]:
+        self._ranks.values[self.rank] = value
+        self._ranks.barrier.wait()
+        found = list(self._ranks.values)
+        self._ranks.barrier.wait()
+        return found
+
+
+def filled(folder: Path, slot: int, *snapshots: SnapshotId) -> MemoryStore:
+    folder.mkdir(exist_ok=True)
+    layout = Layout.of(FIELDS)
+    store = MemoryStore(folder, "job", slot, [layout.nbytes] * max(1, len(snapshots)))
+    for snapshot in snapshots:
+        with store.reserve(snapshot, layout) as writer:
+            for at, field in enumerate(FIELDS):
+                writer.put(field.key, np.full(BLOCK // 4, at, np.float32))
+            writer.seal(Facts("job", "", {"world_size": 2}, {"timeline": PAST}))
+    return store
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[SurvivingMemory]]:
+    """Three ranks: two of one node, both with a copy of a share, and one of another, with none."""
+    stores = [filled(tmp_path / "a", 0, SHARE), filled(tmp_path / "a", 1, SHARE), filled(tmp_path / "b", 0)]
+    ranks = Ranks(3)
+
+    def made(rank: int) -> SurvivingMemory:
+        node, transport = "aab"[rank], FakeTransport(ranks, rank)
+        directory, own = stores[rank].directory, stores[rank]
+        return SurvivingMemory(own, directory, node, lambda manifest: True, transport, "127.0.0.1", 5.0)  # type: ignore[arg-type]
+
+    with ThreadPoolExecutor(3) as pool, ExitStack() as held:
+        memories = list(pool.map(made, range(3)))
+        for memory in memories:
+            held.callback(memory.close)
+        yield memories
+    for store in stores:
+        store.close()
+
+
+def damage(store_directory: Path, key: int) -> None:
+    (segment,) = store_directory.glob("segment-*.bin")
+    with segment.open("r+b") as file:
+        file.seek(key * BLOCK + 5)
+        file.write(b"\xff\xff\xff")
+
+
+def test_a_rank_of_another_node_reads_every_record(nodes: list[SurvivingMemory]) -> None:
+    assert nodes[2].snapshots().sealed == (SHARE,)
+    with nodes[2].open(SHARE) as reader:
+        for at, field in enumerate(FIELDS):
+            assert np.array_equal(np.frombuffer(reader.read(field.key), np.float32), np.full(BLOCK // 4, at))
+
+
+def test_whoever_reads_from_another_node_holds_one_block(nodes: list[SurvivingMemory]) -> None:
+    with nodes[2].open(SHARE) as reader:
+        reader.read(FIELDS[0].key)
+        tracemalloc.start()
+        try:
+            for field in FIELDS:
+                reader.read(field.key)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert peak < 1.5 * BLOCK, f"{peak} bytes for {BLOCKS} records of {BLOCK}"
+
+
+@pytest.mark.parametrize("reader_of", [0, 2], ids=["in place", "from another node"])
+def test_a_damaged_copy_is_passed_by_while_another_is_whole(
+    reader_of: int, nodes: list[SurvivingMemory], tmp_path: Path
+) -> None:
+    damage(tmp_path / "a" / "job" / "slot-000", 3)
+    with nodes[reader_of].open(SHARE) as reader:
+        assert np.frombuffer(reader.read(FIELDS[3].key), np.float32)[0] == 3
+    damage(tmp_path / "a" / "job" / "slot-001", 3)
+    with nodes[reader_of].open(SHARE) as reader, pytest.raises(UnreadableCheckpoint, match=r"w\[3:4\]"):
+        reader.read(FIELDS[3].key)
+
+
+def test_whoever_does_not_know_the_secret_gets_nothing(tmp_path: Path) -> None:
+    store = filled(tmp_path / "a", 0, SHARE)
+    server = RecordServer(store.open, "127.0.0.1", 5.0)
+    address, port, secret = server.place.split()
+    wrong = RemoteRecords(0, f"{address} {port} {'0' * len(secret)}", 5.0)
+    with pytest.raises(PeerLost, match="memory of rank 0"):
+        wrong.open(SHARE)
+    server.close()
+    with pytest.raises(PeerLost, match="memory of rank 0"):
+        RemoteRecords(0, server.place, 5.0)
+    store.close()
+
+
+def test_what_belongs_to_another_layout_keeps_its_memory_until_it_is_freed(tmp_path: Path) -> None:
+    filled(tmp_path / "a", 0, SHARE).close()
+    nbytes = Layout.of(FIELDS).nbytes
+    store = MemoryStore(tmp_path / "a", "job", 0, [nbytes], is_foreign=lambda manifest: True)
+    with store.reserve(SnapshotId(5, 0), Layout.of(FIELDS)) as writer:
+        for field in FIELDS:
+            writer.put(field.key, bytes(BLOCK))
+        writer.seal(Facts("job"))
+    with store.open(SHARE) as reader:
+        assert not reader.verify()
+    assert len(list(store.directory.glob("segment-*.bin"))) == 2
+    store.free(SHARE)
+    assert len(list(store.directory.glob("segment-*.bin"))) == 1
+    store.close()
