@@ -15,7 +15,7 @@ from megatron.pretrain.worker import run_worker
 
 def pretrain(config: PretrainConfig, launch: Launch, marks: Timestamps) -> None:
     """Build everything, resume if there is something to resume from, and train to the end."""
-    initialize(config, launch, marks)
+    launch, marks = initialize(config, launch, marks)
 
     # Core looks at the device while it is imported, so the device comes first.
     from megatron.pretrain.pretraining import Pretraining

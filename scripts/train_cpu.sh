@@ -6,23 +6,29 @@
 #   NPROC (4)         processes per node          TP (1)  tensor parallel size
 #   NNODES (1)        nodes, played by as many    PP (2)  pipeline parallel size
 #                     torchrun agents             EP (2)  expert parallel size
+#                     or MIN:MAX, see NODE_OPTIONS
+#   NODE_OPTIONS      more of megatron.pretrain.launch, such as --spares 0 --last-call-s 5
+#   OPTIMIZER         distributed, or plain: then data-parallel ranks hold all of its state (default: distributed)
 #   MAX_RESTARTS (3)  restarts after a failure    VPP     model chunks per pipeline rank
 #   STANDBYS (0)      processes per node, imports done, that wait to take the seats of lost ranks; with any, the other
 #                     ranks keep their processes
-#   LOOP              own, or stock: that of Megatron-LM, with its flags (default: stock from Megatron-Core 0.17 on)
+#   STRIKES, HEALTH_CHECK, HANG_S  when a node leaves the job, and ranks count as hung: docs/operations.md
+#   LOOP (own)        own, or stock: that of Megatron-LM, with its flags, from Megatron-Core 0.17 on
 #   PYTHON            interpreter (default: .venv of this repository, .venv-stock with LOOP=stock, else python3)
 #   SCRIPT            another script that takes the same flags
 #   CORPUS            prefix of the .bin/.idx to train on (default: the standard library's sources, made on first use)
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-venv=$root/.venv$([ "${LOOP:-}" != stock ] || echo -stock)
+export LOOP=${LOOP:-own}  # the driver itself would take the other one where Megatron-Core has it
+venv=$root/.venv$([ "$LOOP" != stock ] || echo -stock)
 python=${PYTHON:-$([ -x "$venv/bin/python" ] && echo "$venv/bin/python" || echo python3)}
 corpus=${CORPUS:-$root/.data/stdlib}
 
 [ -n "${CORPUS:-}" ] || [ -f "$corpus.idx" ] || "$python" "$root/tools/stdlib_corpus.py" --output-prefix "$corpus" >&2
 
 layout=(--tensor-model-parallel-size "${TP:-1}" --pipeline-model-parallel-size "${PP:-2}"
-        --expert-model-parallel-size "${EP:-2}" --use-distributed-optimizer)
+        --expert-model-parallel-size "${EP:-2}")
+[ "${OPTIMIZER:-distributed}" = plain ] || layout+=(--use-distributed-optimizer)
 [ "${TP:-1}" -gt 1 ] && layout+=(--sequence-parallel)
 [ -n "${VPP:-}" ] && layout+=(--num-virtual-stages-per-pipeline-rank "$VPP")
 model=(--num-layers 4 --hidden-size 64 --num-attention-heads 4 --normalization RMSNorm --swiglu --disable-bias-linear
@@ -37,7 +43,7 @@ training=(--seq-length 128 --micro-batch-size 2 --global-batch-size 16 --train-i
 data=(--data-path "$corpus" --split "90,5,5" --num-workers 0)
 
 # What Megatron-LM has to be told, and the own loop knows: ids are 256 bytes and the end of a document.
-if [ "${LOOP:-}" = stock ]; then
+if [ "$LOOP" = stock ]; then
     model+=(--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-rope-fusion
             --no-masked-softmax-fusion --max-position-embeddings 128)
     experts+=(--moe-router-load-balancing-type aux_loss)
@@ -47,9 +53,11 @@ fi
 
 # One thread per process: several processes share few cores, and sums keep their order.
 export OMP_NUM_THREADS=1
-[ -z "${LOOP:-}" ] || export LOOP
 # Copies of a snapshot go past the cache from 256 KiB on: half as fast again here, and training keeps its cache.
 export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.cpu.x86_non_temporal_threshold=0x40000}
+careful=(--strikes "${STRIKES:-}" --health-check "${HEALTH_CHECK:-}" --hang-timeout "${HANG_S:-0}")
+read -ra node_options <<<"${NODE_OPTIONS:-}"
 exec "$python" -m megatron.pretrain.launch --nproc-per-node "${NPROC:-4}" --nnodes "${NNODES:-1}" \
-    --max-restarts "${MAX_RESTARTS:-3}" --standbys "${STANDBYS:-0}" "${SCRIPT:-$root/pretrain_gpt_moe.py}" \
+    --max-restarts "${MAX_RESTARTS:-3}" --standbys "${STANDBYS:-0}" "${careful[@]}" "${node_options[@]}" \
+    "${SCRIPT:-$root/pretrain_gpt_moe.py}" \
     --device cpu "${layout[@]}" "${model[@]}" "${experts[@]}" "${training[@]}" "${data[@]}" "$@"

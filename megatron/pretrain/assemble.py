@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import torch
 
+from megatron.core.dist_checkpointing.moe import ProcessInfo
+from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.pretrain.agreement import raise_invalid_input_on_all_ranks
 from megatron.pretrain.checkpoint.state import Progress, TrainingState
 from megatron.pretrain.config import PretrainConfig
+from megatron.pretrain.early_memory import check_memory
 from megatron.pretrain.errors import InvalidInput
-from megatron.pretrain.flops import flops_per_token
+from megatron.pretrain.flops import flops_per_token, shape_of
 from megatron.pretrain.metrics import Metrics, RunFacts
 from megatron.pretrain.metrics.settings import from_flags
 from megatron.pretrain.model import build_model, build_transformer_config
@@ -26,9 +30,20 @@ def build_state(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[TrainingS
         tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
     )
     config.flat.padded_vocab_size = vocab_size
+    _check_memory(config, transformer, vocab_size)
     chunks = build_model(config, transformer, vocab_size)
     optimizer = build_optimizer(config, chunks)
     return TrainingState(config, chunks, optimizer, build_scheduler(config, optimizer), Progress()), transformer
+
+
+def _check_memory(config: PretrainConfig, transformer: TransformerConfig, vocab_size: int) -> None:
+    """Say early where a node has too little memory for its checkpoints."""
+    place, local_ranks = ProcessInfo.from_environment(), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    if place.local_rank:
+        return
+    shape = shape_of(transformer, vocab_size, tied=not config.model.untie_embeddings_and_output_weights)
+    is_half = config.optimizer.bf16 or config.optimizer.fp16
+    check_memory(config.moe_checkpoint, shape, read_topology(local_ranks), is_half=is_half, node=place.node)
 
 
 def build_metrics(config: PretrainConfig) -> Metrics:

@@ -1,6 +1,7 @@
 """Recovers from snapshots in storage, replays what they need, saves a dense checkpoint, ends: `moe-ckpt convert`."""
 
 import sys
+from dataclasses import replace
 
 import megatron.pretrain.core_import  # noqa: F401  # before all that imports Megatron-Core
 from megatron.core.dist_checkpointing.moe import Timestamps
@@ -25,6 +26,8 @@ def densify(config: PretrainConfig, launch: Launch, _marks: Timestamps) -> None:
 
     data = config.data
     tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size)
+    # No iteration but those of a replay is run here, so random states of a GPU go on unchanged: nothing is inexact.
+    config = replace(config, moe_checkpoint=replace(config.moe_checkpoint, reshard="inexact"))
     state, transformer = build_state(config, tokenizer)
     manager = resume(state, launch)
     if config.moe_checkpoint.strategy == "none" or not (manager.is_replaying or manager.iteration):
@@ -37,7 +40,7 @@ def densify(config: PretrainConfig, launch: Launch, _marks: Timestamps) -> None:
             Trainer(state, transformer, datasets, build_metrics(config), manager).replay()
             return
         manager.begin()
-        Saver(state).save()
+        Saver(replace(state, random_states=manager.random_states_of_another_device)).save()
         manager.finish()
 
 

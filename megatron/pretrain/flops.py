@@ -1,4 +1,4 @@
-"""Floating point operations that a model needs for an iteration."""
+"""What the planner knows of a model that is about to be built: its shape, and its floating point operations."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ def flops_per_token(transformer: TransformerConfig, *, vocab_size: int, seq_leng
 
     vocab_size: padded. See `moe_ckpt.simulator.cost.operator_flops`.
     """
+    return sum(operator_flops(shape_of(transformer, vocab_size), seq_length).values())
+
+
+def shape_of(transformer: TransformerConfig, vocab_size: int, *, tied: bool = True) -> ModelShape:
+    """The model as plans describe it. vocab_size: padded. tied: whether both embeddings are one."""
     frequency: Any = transformer.moe_layer_freq
-    shape = ModelShape(
+    return ModelShape(
         "of this job",
         transformer.num_layers,
         transformer.hidden_size,
@@ -32,5 +37,5 @@ def flops_per_token(transformer: TransformerConfig, *, vocab_size: int, seq_leng
         gated_linear_unit=transformer.gated_linear_unit,
         qk_layernorm=transformer.qk_layernorm,
         normalization=transformer.normalization,
+        untie_embeddings_and_output_weights=not tied,
     )
-    return sum(operator_flops(shape, seq_length).values())

@@ -20,8 +20,10 @@ from megatron.core.dist_checkpointing.moe import Milestone, ProcessInfo, Timesta
 from megatron.core.dist_checkpointing.moe.policy.determinism import ENVIRONMENT, wrong_values
 from megatron.core.dist_checkpointing.moe.replication.interface import use_for_gloo
 from megatron.core.dist_checkpointing.moe.replication.store_gather import gathered_by_store
+from megatron.core.dist_checkpointing.moe.seats.seat import own_seat
 from megatron.pretrain import te_on_cpu
 from megatron.pretrain.agreement import raise_invalid_input_on_all_ranks
+from megatron.pretrain.bound_store import bound_store, is_loopback
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.config.derived import Environment, virtual_pipeline_size
 from megatron.pretrain.config.training import TrainingConfig
@@ -36,13 +38,14 @@ QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 class Launch:
     """Rank of this process in the job, as torchrun's environment variables say; one process without torchrun.
 
-    place: where it runs, and in which job.
+    place: where it runs, and in which job. node_ranks: of each node, 1 where the launcher does not say.
     """
 
     rank: int
     world_size: int
     attempt: int
     place: ProcessInfo
+    node_ranks: int = 1
 
     @property
     def local_rank(self) -> int:
@@ -53,20 +56,22 @@ class Launch:
     def from_environment() -> Launch:
         number = {name: int(os.environ.get(name, default)) for name, default in _LAUNCH_DEFAULTS.items()}
         place = ProcessInfo.from_environment()
-        return Launch(number["RANK"], number["WORLD_SIZE"], number["TORCHELASTIC_RESTART_COUNT"], place)
+        ranks = number["RANK"], number["WORLD_SIZE"], number["TORCHELASTIC_RESTART_COUNT"]
+        return Launch(*ranks, place, number["LOCAL_WORLD_SIZE"])
 
 
-_LAUNCH_DEFAULTS = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
+_LAUNCH_DEFAULTS = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
-def probe_environment(world_size: int) -> Environment:
-    """What this machine offers to a job of `world_size` ranks."""
+def probe_environment(world_size: int, node_ranks: int = 1) -> Environment:
+    """What this machine offers to a job of `world_size` ranks, `node_ranks` of them on each node."""
     return Environment(
         world_size=world_size,
         cuda=torch.cuda.is_available(),
         transformer_engine=_can_import("transformer_engine.pytorch"),
         apex=_can_import("apex"),
         engine_on_cpu=te_on_cpu.is_loaded(),
+        node_ranks=node_ranks,
     )
 
 
@@ -91,8 +96,8 @@ def marks_of_this_process(seated_s: float | None = None, *, stayed: bool = False
     return marks
 
 
-def initialize(config: PretrainConfig, launch: Launch, marks: Timestamps | None = None) -> None:
-    """Select the device, `connect`, and seed everything.
+def initialize(config: PretrainConfig, launch: Launch, marks: Timestamps | None = None) -> tuple[Launch, Timestamps]:
+    """Select the device, `connect`, and seed everything; with which seat, and since when.
 
     On `--device cpu` this installs `cpu_device`; on `cuda` that module is not even imported.
     """
@@ -104,8 +109,26 @@ def initialize(config: PretrainConfig, launch: Launch, marks: Timestamps | None 
     else:
         os.environ.update(device_queues(config, os.environ))
         torch.cuda.set_device(launch.local_rank)
-    connect(config, launch, marks)
+
+    joined = _joined(config, launch, marks)
     seed(config.training)
+    return joined
+
+
+def _joined(config: PretrainConfig, launch: Launch, marks: Timestamps | None) -> tuple[Launch, Timestamps]:
+    """`connect`, with the rank that this process has by then."""
+    from megatron.core.dist_checkpointing.moe.in_place.newcomer import connected  # once the device is chosen
+
+    seats = [(launch, marks or marks_of_this_process(own_seat().taken_s))]
+
+    def connect_in_seat() -> tuple[Launch, Timestamps]:
+        seat = seats.pop() if seats else (Launch.from_environment(), marks_of_this_process(own_seat().taken_s))
+        connect(config, *seat)
+        return seat
+
+    if config.moe_checkpoint.strategy == "none":  # nothing would bring this process back
+        return connect_in_seat()
+    return connected(connect_in_seat)
 
 
 def connect(config: PretrainConfig, launch: Launch, marks: Timestamps | None = None) -> None:
@@ -213,7 +236,7 @@ def start_process_group(
     if "MASTER_ADDR" not in os.environ:
         store: dist.Store = dist.HashStore()
     else:
-        store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
+        store = _joined_store(launch, timeout)
         shared = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1"
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and shared:
             # torch 2.13 keeps this store over all restarts of a job; without a prefix of its own, a restarted worker
@@ -230,6 +253,15 @@ def start_process_group(
                 lambda own: gathered_by_store(store, "interface", *ranks, own, timeout.total_seconds()),
             )
     dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+
+
+def _joined_store(launch: Launch, timeout: datetime.timedelta) -> dist.Store:
+    """The store in which the ranks meet, as the launcher says."""
+    address, is_agents = os.environ["MASTER_ADDR"], os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if launch.rank == 0 and not is_agents and is_loopback(address):
+        return bound_store(address, int(os.environ["MASTER_PORT"]), timeout)  # torch's would listen on all interfaces
+    store: dist.Store = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))[0]
+    return store
 
 
 def seed(training: TrainingConfig) -> None:

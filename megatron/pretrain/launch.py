@@ -8,7 +8,8 @@ import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,14 +21,18 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from megatron.pretrain import te_on_cpu
 from megatron.pretrain.errors import InvalidInput, PretrainError
 from megatron.pretrain.loops import has_stock_loop
-from megatron.pretrain.nodes import run_nodes
-from megatron.pretrain.processes import NODE_NAME, VERDICT_FILE
+from megatron.pretrain.nodes import NodeRange, Nodes, run_nodes
+from megatron.pretrain.processes import NODE_LEAVES, NODE_NAME, VERDICT_FILE
 from megatron.pretrain.rendezvous import BACKEND, register_backend
+from megatron.pretrain.seats.hygiene_options import HygieneOptions
 from moe_ckpt.megatron_core import refuse_unsupported_versions
 
+HERE = "127.0.0.1"
+"""Where all nodes meet, which are played on this machine."""
 MONITOR_INTERVAL_S = 0.1
 SHUTDOWN_TIMEOUT_S = 60
 """How long workers may take to end after SIGTERM: an iteration and a save."""
+LAST_CALL_S = 15.0
 JOIN_TIMEOUT_S = 300
 """How long a node waits for the others, which may have to end their workers first."""
 
@@ -58,10 +63,17 @@ def _check_flags(options: argparse.Namespace) -> None:
     from megatron.pretrain.config.validate import resolve
     from megatron.pretrain.initialize import probe_environment
 
-    environment = probe_environment(options.nproc_per_node * options.nnodes)
+    config, ranks = parse_config(options.flags), options.nproc_per_node
+    if options.nnodes.least < options.nnodes.most and config.moe_checkpoint.elastic is None:
+        raise InvalidInput(
+            f"--nnodes {options.nnodes}: a job goes on with fewer nodes only as --moe-ckpt-elastic MIN:MAX allows; give"
+            f" that flag, or --nnodes {options.nnodes.most}"
+        )
+    environment = probe_environment(ranks * options.nnodes.most, ranks)
     if te_on_cpu.asked_for(options.flags):
         environment = replace(environment, **_engine_of_workers())
-    resolve(parse_config(options.flags), environment)
+    for nodes in range(options.nnodes.least, options.nnodes.most + 1):
+        resolve(config, replace(environment, world_size=ranks * nodes))
 
 
 def _engine_of_workers() -> dict[str, bool]:
@@ -76,11 +88,28 @@ def _engine_of_workers() -> dict[str, bool]:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m megatron.pretrain.launch", description=__doc__, allow_abbrev=False)
     parser.add_argument("--nproc-per-node", type=int, required=True, help="processes per node")
-    parser.add_argument("--nnodes", type=int, default=1, help="nodes, each played by an agent on this machine")
+    parser.add_argument(
+        "--nnodes",
+        type=NodeRange.parse,
+        default=NodeRange(1, 1),
+        metavar="N|MIN:MAX",
+        help="nodes, each played by an agent on this machine; with --moe-ckpt-elastic as few as MIN may be left",
+    )
+    parser.add_argument(
+        "--spares", type=int, help="nodes that may take the place of lost ones (default: --max-restarts)"
+    )
+    parser.add_argument("--spare-after-s", type=float, default=0.0, help="seconds until one does")
+    parser.add_argument(
+        "--last-call-s",
+        type=float,
+        default=LAST_CALL_S,
+        help="with MIN:MAX: how long nodes that meet wait for more of them",
+    )
     parser.add_argument("--max-restarts", type=int, default=3, help="restarts of all workers after a failure")
     parser.add_argument(
         "--standbys", type=int, default=0, help="processes of a node that wait to take lost ranks' seats"
     )
+    HygieneOptions.add_flags(parser)
     parser.add_argument("--rdzv-endpoint", help=argparse.SUPPRESS)
     parser.add_argument("--rdzv-id", default=f"local-{uuid.uuid4().hex[:12]}", help=argparse.SUPPRESS)
     parser.add_argument("script", help="the training script")
@@ -90,17 +119,22 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _run_nodes(options: argparse.Namespace) -> int:
     """Run one agent per node to its end; the worst exit code of them."""
-    options.rdzv_endpoint = f"localhost:{_free_port()}"
-    if options.nnodes == 1:
+    options.rdzv_endpoint = f"{HERE}:{_free_port()}"
+    if options.nnodes.most == 1:
         return _run_agent(options)
     command = [sys.executable, "-m", "megatron.pretrain.launch"]
-    for name in ("nproc_per_node", "nnodes", "max_restarts", "standbys", "rdzv_endpoint", "rdzv_id"):
+    for name in ("nproc_per_node", "nnodes", "max_restarts", "standbys", "last_call_s", "rdzv_endpoint", "rdzv_id"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    command += HygieneOptions.of(options).arguments()
     command += [options.script, *options.flags]
-    patience_s, endpoint = SHUTDOWN_TIMEOUT_S + 10, options.rdzv_endpoint
-    return run_nodes(
-        command, endpoint, options.nnodes, options.max_restarts, run_id=options.rdzv_id, patience_s=patience_s
+    nodes = Nodes(
+        options.nnodes.most,
+        options.nnodes.least,
+        options.max_restarts if options.spares is None else options.spares,
+        options.spare_after_s,
     )
+    patience_s = SHUTDOWN_TIMEOUT_S + 10
+    return run_nodes(command, options.rdzv_endpoint, nodes, run_id=options.rdzv_id, patience_s=patience_s)
 
 
 def _run_agent(options: argparse.Namespace) -> int:
@@ -112,23 +146,28 @@ def _run_agent(options: argparse.Namespace) -> int:
     os.environ.setdefault("MOE_CKPT_PATIENCE_S", str(SHUTDOWN_TIMEOUT_S))
     register_backend()
     config = LaunchConfig(
-        min_nodes=options.nnodes,
-        max_nodes=options.nnodes,
+        min_nodes=options.nnodes.least,
+        max_nodes=options.nnodes.most,
         nproc_per_node=options.nproc_per_node,
         run_id=options.rdzv_id,
         rdzv_backend=BACKEND,
         rdzv_endpoint=options.rdzv_endpoint,
+        local_addr=HERE,  # all nodes are on this machine, and so are those who may connect
         # Several agents meet at the store of the launcher that started them, see nodes.py.
-        rdzv_configs={"join_timeout": JOIN_TIMEOUT_S} | ({"is_host": False} if options.nnodes > 1 else {}),
+        rdzv_configs={"join_timeout": JOIN_TIMEOUT_S, "last_call_timeout": options.last_call_s}
+        | ({"is_host": False} if options.nnodes.most > 1 else {}),
         max_restarts=options.max_restarts,
         monitor_interval=MONITOR_INTERVAL_S,
         shutdown_timeout=SHUTDOWN_TIMEOUT_S,
     )
-    from megatron.pretrain.seats.agent import seated_workers  # once Megatron-Core is skipped
+    from megatron.pretrain.seats.careful import NodeLeaves, own_agents  # once Megatron-Core is skipped
 
     try:
-        with seated_workers(options.standbys):
+        with own_agents(options.standbys, HygieneOptions.of(options)), _patient(options.nnodes):
             elastic_launch(config, sys.executable)("-u", options.script, *options.flags)
+    except NodeLeaves as error:
+        sys.stderr.write(f"{error}\n")
+        return NODE_LEAVES if options.nnodes.most > 1 else 1
     except SignalException as stop:
         sys.stderr.write(
             f"stopped by signal {stop.sigval.name}; workers had until their end or {SHUTDOWN_TIMEOUT_S} s\n"
@@ -151,9 +190,21 @@ def _run_agent(options: argparse.Namespace) -> int:
     return 0
 
 
+@contextmanager
+def _patient(nodes: NodeRange) -> Iterator[None]:
+    """In this block nodes that join wait for the end of an iteration, where the number of nodes may change."""
+    from megatron.pretrain.seats.growth import patient_nodes
+
+    if nodes.least == nodes.most:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="moe-ckpt-joining-") as folder, patient_nodes(Path(folder)):
+        yield
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
-        probe.bind(("localhost", 0))
+        probe.bind((HERE, 0))
         port: int = probe.getsockname()[1]
         return port
 

@@ -35,6 +35,7 @@ from megatron.pretrain.checkpoint.state import TrainingState, gather_parameters
 from megatron.pretrain.errors import TrainingFailure
 from megatron.pretrain.metrics import IterationReport, Metrics, protection_fields
 from megatron.pretrain.optimization import LossScale
+from megatron.pretrain.seats.growth import joining_here
 from megatron.pretrain.stopping import StopConditions
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,10 @@ class Trainer:
         self._state, self._transformer, self._datasets = state, transformer, datasets
         self._metrics, self._manager = metrics, manager
         self._checkpoints, self._loss_scale = Checkpoints(state, manager), LossScale(state.config, state.optimizer)
-        self._stop = StopConditions(training, state.config.parallel.distributed_timeout_minutes)
+        protected = state.config.moe_checkpoint
+        joining = joining_here() if protected.elastic is not None else None
+        waits = state.config.parallel.distributed_timeout_minutes
+        self._stop = StopConditions(training, waits, joining, protected.interval)
         assert training.global_batch_size and training.micro_batch_size
         data_parallel = parallel_state.get_data_parallel_world_size()
         self._microbatches = training.global_batch_size // (training.micro_batch_size * data_parallel)
@@ -75,9 +79,12 @@ class Trainer:
             reason = self._stop.reason(progress.iteration)
         if reason is not None:
             log.info("leaving training at iteration %d: %s", progress.iteration, reason)
-        self._checkpoints.finish()
+        self._checkpoints.finish(early=reason is not None)
         # Left early without a checkpoint of this iteration, only the memory has it.
-        self._manager.finish(keep_memory=reason is not None and not self._checkpoints.has_newest)
+        is_needed = self._stop.makes_way or not self._checkpoints.has_newest
+        self._manager.finish(keep_memory=reason is not None and is_needed)
+        if self._stop.makes_way:
+            self._stop.make_way()
         if reason is None:
             self._evaluate("test", self._datasets.test, 0)
 

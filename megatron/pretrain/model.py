@@ -17,9 +17,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import layers, set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.config.derived import moe_layer_pattern, virtual_pipeline_size
 from megatron.pretrain.errors import InvalidInput
@@ -35,6 +36,10 @@ _SAME_NAME_MOE = (
     "moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias "
     "moe_router_bias_update_rate moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy "
     "moe_token_dispatcher_type moe_grouped_gemm moe_permute_fusion moe_per_layer_logging"
+).split()
+_SAME_NAME_LATENT = (
+    "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_scaling_factor "
+    "original_max_position_embeddings mscale mscale_all_dim rotary_percent rotary_base"
 ).split()
 _SAME_NAME_PARALLEL = (
     "tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size context_parallel_size "
@@ -67,8 +72,12 @@ def build_transformer_config(config: PretrainConfig) -> TransformerConfig:
     values |= _activation(config) | _precision(config) | _execution(config)
     if config.moe.num_experts is not None:
         values |= _copied(config.moe, _SAME_NAME_MOE) | _routing(config)
+    kind = TransformerConfig
+    if config.model.multi_latent_attention:
+        kind = MLATransformerConfig
+        values |= _copied(config.model, _SAME_NAME_LATENT) | {"rope_type": config.model.rope_type or "yarn"}
     try:
-        return TransformerConfig(**values)
+        return kind(**values)
     except (ValueError, AssertionError) as error:
         raise InvalidInput(f"Megatron-Core refuses this model: {error}") from error
 
@@ -83,6 +92,8 @@ def build_model(
     """
     stages = virtual_pipeline_size(config)
     chunks = [_build_chunk(config, transformer, vocab_size, stage) for stage in (range(stages) if stages else [None])]
+    if config.moe.freeze_experts:
+        _freeze_experts(chunks)
     for chunk in chunks:
         for parameter in chunk.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -98,6 +109,14 @@ def build_model(
             chunk.broadcast_params()
     _install_hooks(config, transformer, wrapped)
     return wrapped
+
+
+def _freeze_experts(chunks: list[GPTModel]) -> None:
+    """Before gradients and the optimizer's state are laid out, which is done for what is trained."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, MoELayer):
+                module.experts.requires_grad_(False)
 
 
 def _build_chunk(

@@ -8,11 +8,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import FrameType
 
-from torch.distributed import TCPStore
-
-from megatron.pretrain.processes import NODE_NAME, kill_processes_with
+from megatron.pretrain.bound_store import bound_store
+from megatron.pretrain.processes import NODE_LEAVES, NODE_NAME, kill_processes_with
 
 log = logging.getLogger(__name__)
 
@@ -21,13 +21,45 @@ RUN_ID = "TORCHELASTIC_RUN_ID"
 """Environment variable in which an agent hands the job's name to its workers."""
 
 
-def run_nodes(command: Sequence[str], endpoint: str, nodes: int, spares: int, *, run_id: str, patience_s: float) -> int:
+@dataclass(frozen=True)
+class NodeRange:
+    """Fewest and most nodes of a job."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def parse(cls, text: str) -> NodeRange:
+        """N or MIN:MAX. Raises ValueError."""
+        least, _, most = text.partition(":")
+        found = cls(int(least), int(most or least))
+        if not 1 <= found.least <= found.most:
+            raise ValueError(text)
+        return found
+
+    def __str__(self) -> str:
+        return str(self.most) if self.least == self.most else f"{self.least}:{self.most}"
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """How many nodes are played: at the start, how few may be left, how many may take the place of lost ones, and how
+    many seconds after these were lost."""
+
+    most: int
+    least: int
+    spares: int
+    spare_after_s: float = 0.0
+
+
+def run_nodes(command: Sequence[str], endpoint: str, nodes: Nodes, *, run_id: str, patience_s: float) -> int:
     """Run `command` as the agent of each node until all have ended.
 
     The store of the rendezvous is kept here and not by an agent, so that it survives the loss of any node. An agent
-    that is killed is a node that is lost: what is left of its workers is killed too, and another agent, with another
-    name and so with an empty memory tier, takes its place, `spares` times at most. When an agent fails for good the
-    others cannot continue: they have `patience_s` to see that by themselves, then get SIGTERM, then SIGKILL.
+    that is killed, or leaves the job (NODE_LEAVES), is a node that is lost: what is left of its workers is killed too,
+    and another agent, with another name and so with an empty memory tier, takes its place, as often as there are
+    spares. When an agent fails for good, or too few are left, the others cannot continue: they have `patience_s` to see
+    that by themselves, then get SIGTERM, then SIGKILL.
 
     Args:
         endpoint: HOST:PORT of the store, on this machine.
@@ -37,12 +69,12 @@ def run_nodes(command: Sequence[str], endpoint: str, nodes: int, spares: int, *,
         0, the exit code of an agent that failed, or 128 + N when signal N ended this process.
     """
     host, _, port = endpoint.rpartition(":")
-    store = TCPStore(host, int(port), is_master=True, wait_for_workers=False)
-    agents = _Agents(command, nodes, spares, run_id)
+    store = bound_store(host, int(port))
+    agents = _Agents(command, nodes, run_id)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, agents.forward)
     steps = [(patience_s, "told to end", signal.SIGTERM), (2 * patience_s, "killed", signal.SIGKILL)]
-    while agents.running:
+    while agents.running or agents.awaits_spares:
         time.sleep(POLL_S)
         agents.poll()
         if steps and agents.failed_since_s > steps[0][0]:
@@ -58,13 +90,19 @@ class _Agents:
     """The agents that run. failure: the exit code of the first that failed for good. stopped_by: the signal that ended
     all."""
 
-    def __init__(self, command: Sequence[str], nodes: int, spares: int, run_id: str) -> None:
-        self._command, self._run_id, self._most = command, run_id, nodes + spares
+    def __init__(self, command: Sequence[str], nodes: Nodes, run_id: str) -> None:
+        self._command, self._run_id, self._nodes = command, run_id, nodes
+        self._most, self._due_s = nodes.most + nodes.spares, list[float]()
         self._started = self.failure = self.stopped_by = 0
         self._failed_at_s = 0.0
         self.running: dict[str, subprocess.Popen[bytes]] = {}
-        for _ in range(nodes):
+        for _ in range(nodes.most):
             self._start()
+
+    @property
+    def awaits_spares(self) -> bool:
+        """Whether a node is still to come."""
+        return bool(self._due_s) and not self.stopped_by and not self.failure
 
     @property
     def failed_since_s(self) -> float:
@@ -78,17 +116,30 @@ class _Agents:
             if code is None:
                 continue
             del self.running[name]
-            is_lost = code == -signal.SIGKILL
+            is_lost = code in (-signal.SIGKILL, NODE_LEAVES)
             if is_lost:
                 # What a real node takes along when it is lost.
                 kill_processes_with({NODE_NAME: name, RUN_ID: self._run_id})
-            if is_lost and self._started < self._most and not self.stopped_by and not self.failure:
-                log.warning("%s is lost; node-%d takes its place", name, self._started)
-                self._start()
+            if is_lost and self._may_replace():
+                after_s = self._nodes.spare_after_s
+                when = f" in {after_s:g} s" if after_s else ""
+                log.warning("%s is lost; node-%d takes its place%s", name, self._started + len(self._due_s), when)
+                self._due_s.append(time.monotonic() + after_s)
+            elif is_lost and len(self.running) >= self._nodes.least and not self.stopped_by and not self.failure:
+                left = len(self.running)
+                log.warning("%s is lost; the job goes on with %d of %d nodes", name, left, self._nodes.most)
             elif code and not self.failure:
                 if is_lost and not self.stopped_by:
                     log.error("%s is lost, and all %d nodes have been used up", name, self._most)
                 self.failure, self._failed_at_s = max(code, 1), time.monotonic()
+
+        while self._due_s and self._due_s[0] <= time.monotonic():
+            self._due_s.pop(0)
+            if not self.stopped_by and not self.failure:
+                self._start()
+
+    def _may_replace(self) -> bool:
+        return self._started + len(self._due_s) < self._most and not self.stopped_by and not self.failure
 
     def forward(self, number: int, _frame: FrameType | None) -> None:
         """Hand a signal on to all agents; no node is replaced from here on."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from functools import partial
 
 from megatron.core.dist_checkpointing.moe import MoECheckpointManager, Timestamps
 from megatron.core.dist_checkpointing.moe.in_place.building import own_build
+from megatron.core.dist_checkpointing.moe.in_place.called_off import unless_called_off
 from megatron.core.dist_checkpointing.moe.in_place.kept_process import KeptProcess
 from megatron.core.dist_checkpointing.moe.seats.seat import own_seat
 from megatron.pretrain.assemble import build_metrics, build_state, run_facts
@@ -43,7 +45,7 @@ class Pretraining:
             manager = None
             try:
                 if kept.has_left:
-                    connect(self._config, launch, marks)
+                    unless_called_off(partial(connect, self._config, launch, marks), own_seat())
                     kept.connected()
                 manager = resume(self._state, launch, marks)
                 self._run(manager, launch)
@@ -59,6 +61,8 @@ class Pretraining:
 
     def _run(self, manager: MoECheckpointManager, launch: Launch) -> None:
         self._metrics.began(run_facts(self._state, self._transformer, launch.place.job_here))
+        while self._state.loads:
+            self._metrics.loaded(self._state.loads.pop(0).to_data())
         log_progress(self._state, f"Started training\tIteration: {self._state.progress.iteration}", launch)
         trainer = Trainer(self._state, self._transformer, self._datasets, self._metrics, manager)
         try:

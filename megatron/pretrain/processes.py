@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _SHIELDED = (signal.SIGTERM, signal.SIGINT)
 
 VERDICT_FILE = "MOE_CKPT_LAUNCH_VERDICT"
@@ -20,6 +21,9 @@ VERDICT_FILE = "MOE_CKPT_LAUNCH_VERDICT"
 
 NODE_NAME = "MOE_CKPT_NODE"
 """Environment variable that names the node where several are played on one machine; else the host's name counts."""
+
+NODE_LEAVES = 75
+"""Exit code of a launcher whose node leaves the job to a spare (EX_TEMPFAIL)."""
 
 
 @contextlib.contextmanager
@@ -41,8 +45,13 @@ def live_and_die_with_parent(_worker_id: int = 0) -> None:
     for number in _SHIELDED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SHIELDED)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
+
+
+def die_with_parent() -> None:
+    """Have this process killed when the one that started it ends; takes no lock, so a `preexec_fn` may call it."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def processes_with(environment: Mapping[str, str]) -> Iterator[tuple[int, dict[str, str]]]:

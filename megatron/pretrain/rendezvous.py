@@ -9,13 +9,24 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 
-from torch.distributed import DistStoreError
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
+from torch.distributed import DistStoreError, Store
+from torch.distributed.elastic.rendezvous import (
+    RendezvousInfo,
+    RendezvousParameters,
+    dynamic_rendezvous,
+    rendezvous_handler_registry,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from megatron.pretrain.bound_store import bound_store, is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +37,18 @@ MISSED_HEARTBEATS = 5
 ANSWER_S = 20
 """How long the others wait for the first node to write where to listen: it has nothing else to do."""
 ATTEMPTS = 10
+POLLS_PER_S = 50.0
+"""How often all nodes together ask for the state of a rendezvous. Torchrun's handler (2.13) asks once a second whatever
+their number, which makes up most of the time in which few nodes meet again."""
 
 
 class NodesHandler(DynamicRendezvousHandler):
-    """Torchrun's handler, but a rendezvous that fails is followed by another one, `ATTEMPTS` at most."""
+    """Torchrun's handler, but a rendezvous that fails is followed by another one, `ATTEMPTS` at most.
+
+    kept: The store in which it takes place, if this process has it.
+    """
+
+    kept: Store | None = None
 
     def get_backend(self) -> str:
         """As `DynamicRendezvousHandler.get_backend`."""
@@ -39,14 +58,48 @@ class NodesHandler(DynamicRendezvousHandler):
         """As `DynamicRendezvousHandler.next_rendezvous`."""
         for _ in range(ATTEMPTS - 1):
             try:
-                return super().next_rendezvous()
+                return self._met()
             except DistStoreError as error:
                 log.warning("a node was lost while all met (%s); meeting again", error)
-        return super().next_rendezvous()
+        return self._met()
+
+    def _met(self) -> RendezvousInfo:
+        pause_s, holder = min(1.0, self._settings.max_nodes / POLLS_PER_S), self._state_holder
+        kept_s, holder._cache_duration = holder._cache_duration, pause_s
+        try:
+            with pausing_at_most(pause_s):
+                return super().next_rendezvous()
+        finally:
+            holder._cache_duration = kept_s
+
+
+_pauses = threading.local()
+"""In each thread, how long it pauses at most."""
+_torchruns_delay = dynamic_rendezvous._delay
+
+
+def _delay(seconds: float | tuple[float, float]) -> None:
+    """As torchrun's, but for a thread that looks more often."""
+    most_s = getattr(_pauses, "most_s", None)
+    _torchruns_delay(seconds if most_s is None or isinstance(seconds, tuple) else min(seconds, most_s))
+
+
+dynamic_rendezvous._delay = _delay
+
+
+@contextmanager
+def pausing_at_most(most_s: float) -> Iterator[None]:
+    """A block in which torchrun's handler pauses for no longer between two looks, on this thread."""
+    _pauses.most_s = most_s
+    try:
+        yield
+    finally:
+        _pauses.most_s = None
 
 
 def register_backend(handler: type[NodesHandler] = NodesHandler) -> None:
-    """Make `BACKEND` known to torchrun's launcher in this process. Parameters: join_timeout and is_host, as `c10d`."""
+    """Make `BACKEND` known to torchrun's launcher in this process. Parameters: join_timeout, last_call_timeout
+    and is_host, as `c10d`."""
     # Ranks follow from the order of nodes: asking around for them would be one more wait for a node that may be lost.
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     rendezvous_handler_registry.register(BACKEND, partial(_handler, handler))
@@ -54,10 +107,24 @@ def register_backend(handler: type[NodesHandler] = NodesHandler) -> None:
 
 def _handler(kind: type[NodesHandler], params: RendezvousParameters) -> NodesHandler:
     params.config.setdefault("read_timeout", ANSWER_S)
+    kept = _own_store(params)
     backend, store = create_backend(params)
-    timeout = RendezvousTimeout(join=timedelta(seconds=params.get_as_int("join_timeout", 600) or 600))
+    last_call = timedelta(seconds=float(params.get("last_call_timeout", 30)))
+    join = timedelta(seconds=params.get_as_int("join_timeout", 600) or 600)
+    timeout = RendezvousTimeout(join=join, last_call=last_call)
     handler: NodesHandler = kind.from_backend(
         params.run_id, store, backend, params.min_nodes, params.max_nodes, params.local_addr, timeout,
         keep_alive_interval=HEARTBEAT_S, keep_alive_max_attempt=MISSED_HEARTBEATS,
     )  # fmt: skip
+    handler.kept = kept
     return handler
+
+
+def _own_store(params: RendezvousParameters) -> Store | None:
+    """The store at which the only node of a job meets itself: torch would let other machines reach it."""
+    host, port = parse_rendezvous_endpoint(params.endpoint, default_port=0)
+    if params.max_nodes > 1 or params.get_as_bool("is_host") is False or not is_loopback(host):
+        return None
+    store = bound_store(host, port)
+    params.config["is_host"] = False
+    return store

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.moe import Timestamps, is_lost_peer
+from megatron.core.dist_checkpointing.moe.seats.heartbeat import own_heartbeat
 from megatron.core.dist_checkpointing.moe.seats.seat import own_seat
 from megatron.pretrain.config import PretrainConfig, parse_config
 from megatron.pretrain.config.validate import resolve
@@ -24,7 +25,7 @@ def run_worker(argv: Sequence[str], work: Callable[[PretrainConfig, Launch, Time
     marks, launch = marks_of_this_process(own_seat().taken_s), Launch.from_environment()
     configure_logging(launch)
     try:
-        work(resolve(parse_config(argv), probe_environment(launch.world_size)), launch, marks)
+        work(resolve(parse_config(argv), probe_environment(launch.world_size, launch.node_ranks)), launch, marks)
     except Exception as error:
         return exit_code_of(error, launch)
     finally:
@@ -37,6 +38,7 @@ def exit_code_of(error: Exception, launch: Launch) -> int:
 
     Anything that is neither an error for people nor the loss of a peer is raised again: its traceback is needed.
     """
+    own_heartbeat().rest(lost_a_peer=is_lost_peer(error))
     if isinstance(error, TrainingFailure):
         log.critical("rank %d: %s", launch.rank, error)
         return error.exit_code

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from memory import give_back, take
+from orphaned import requeue_if_orphaned
 from rendezvous import report
 from torch.distributed import DistStoreError
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -28,8 +29,9 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.run import run
 
-from megatron.pretrain.processes import NODE_NAME, VERDICT_FILE
+from megatron.pretrain.processes import NODE_LEAVES, NODE_NAME, VERDICT_FILE
 from megatron.pretrain.rendezvous import BACKEND, NodesHandler, register_backend
+from megatron.pretrain.seats.hygiene_options import HygieneOptions
 from megatron.pretrain.seats.run import parse_options
 from moe_ckpt.megatron_core import refuse_unsupported_versions
 
@@ -47,7 +49,8 @@ class SpareHandler(NodesHandler):
 
     @property
     def _is_full(self) -> bool:
-        return len(self._state_holder.state.participants) >= self._settings.max_nodes
+        is_full: bool = len(self._state_holder.state.participants) >= self._settings.max_nodes
+        return is_full
 
     def num_nodes_waiting(self) -> int:
         """As `DynamicRendezvousHandler.num_nodes_waiting`, but nobody waits for a place while there is none."""
@@ -79,7 +82,14 @@ def main(argv: Sequence[str]) -> int:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         give_back(os.environ[NODE_NAME], code)
+        if code == 1:
+            requeue_if_orphaned(_endpoint(argv))
     return code
+
+
+def _endpoint(argv: Sequence[str]) -> str:
+    name = "--rdzv-endpoint="
+    return next(option.removeprefix(name) for option in argv if option.startswith(name))
 
 
 def _told_to_end(number: int, _frame: FrameType | None) -> None:
@@ -90,7 +100,7 @@ def _told_to_end(number: int, _frame: FrameType | None) -> None:
 
 def _lead(argv: Sequence[str]) -> int:
     """Train, and report how that has ended; the exit code. SIGTERM is ignored from the report on."""
-    from megatron.pretrain.seats.agent import seated_workers  # once Megatron-Core is skipped
+    from megatron.pretrain.seats.careful import NodeLeaves, own_agents  # once Megatron-Core is skipped
 
     register_backend(SpareHandler)
     # Torchrun would put a handler of its own in the place of ours once it starts ranks.
@@ -99,11 +109,14 @@ def _lead(argv: Sequence[str]) -> int:
         verdict = Path(folder) / "verdict"
         os.environ[VERDICT_FILE] = str(verdict)
         try:
-            with seated_workers(options.moe_ckpt_standbys):
+            with own_agents(options.moe_ckpt_standbys, HygieneOptions.of(options)):
                 run(options)
             code = int(verdict.read_text()) if verdict.exists() else 0
         except NotNeeded:
             return 0
+        except NodeLeaves as error:
+            sys.stderr.write(f"{error}\n")
+            return NODE_LEAVES  # the others go on
         except SignalException as stop:
             code = 128 + stop.sigval
         except (ChildFailedError, RendezvousError) as error:

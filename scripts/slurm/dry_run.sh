@@ -38,7 +38,7 @@ PYTHON=${PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/pyth
 TMPFS=$(mktemp -d /dev/shm/moe-ckpt-dry-run-XXXXXX)
 trap 'rm -rf "$TMPFS"' EXIT
 RDZV_PORT=${RDZV_PORT:-$("$PYTHON" -c 'import socket; s = socket.create_server(("", 0)); print(s.getsockname()[1])')}
-export PYTHON TMPFS RDZV_PORT RDZV_HOST=${RDZV_HOST:-localhost} STAND_IN_CLUSTER=$folder/cluster
+export NPROC=${NPROC:-1} PYTHON TMPFS RDZV_PORT RDZV_HOST=${RDZV_HOST:-localhost} STAND_IN_CLUSTER=$folder/cluster
 stand_ins=$root/tests/process/slurm_stand_ins
 export PATH=$stand_ins:$PATH
 cd "$root"

@@ -5,9 +5,8 @@
 set -uo pipefail
 # slurmd sets none.
 export PATH="${SLURM_BIN:-/usr/bin}:/usr/local/bin:/usr/bin:/bin"
-rm -f "${TMPFS:-/dev/shm}/moe-ckpt-job-${SLURM_JOB_ID:-}.outcome"
 for folder in "${TMPFS:-/dev/shm}"/moe-ckpt-job-*; do
-    [ -d "$folder" ] || continue
+    [ -d "$folder" ] && [ ! -L "$folder" ] || continue
     job=${folder##*-}
     if [ "$job" = "${SLURM_JOB_ID:-}" ] && [ ! -e "$folder/keep" ]; then
         rm -rf "$folder"

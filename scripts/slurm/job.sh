@@ -2,7 +2,10 @@
 # The life of a job, sourced by sbatch files; `root` is the repository. Settings, all environment variables:
 #
 #   SPARES (1)            nodes that wait until another one is lost
-#   NPROC                 ranks per node (default: its GPUs, else 1)
+#   NPROC                 ranks per node (default: its GPUs, where Slurm says how many)
+#   ENV_FILE              script that each node sources before it starts ranks, such as for NCCL_SOCKET_IFNAME
+#   LOG_DIR               folder with a file of its own for what each rank says, beside the job's
+#   STRIKES, HEALTH_CHECK, HANG_S  when a node leaves the job to a spare, and when ranks hang: docs/operations.md
 #   STANDBYS (0)          processes per node that wait, imports done, to take the seats of lost ranks
 #   LEAD_S (180)          seconds between the signal of --signal and the end of the job's time
 #   MAX_RESTARTS (20)     restarts of the ranks within a run of the job
@@ -15,12 +18,13 @@
 #   RDZV_HOST, RDZV_PORT  where the nodes meet (default: this host, a port that follows from the job's number)
 #   ANSWER_S (60)         how long RDZV_HOST may take to lead to this node once the meeting point is there
 
-: "${SPARES:=1}" "${STANDBYS:=0}" "${NPROC:=${SLURM_GPUS_ON_NODE:-1}}" "${LEAD_S:=180}" "${MAX_RESTARTS:=20}" "${MIN_RUN_S:=600}"
+: "${SPARES:=1}" "${STANDBYS:=0}" "${NPROC:=${SLURM_GPUS_ON_NODE:-}}" "${LEAD_S:=180}" "${MAX_RESTARTS:=20}" "${MIN_RUN_S:=600}"
+: "${ENV_FILE:=}" "${LOG_DIR:=}" "${STRIKES:=}" "${HEALTH_CHECK:=}" "${HANG_S:=0}"
 : "${ON_STOP:=requeue}" "${KEEP_MEMORY:=0}" "${TMPFS:=/dev/shm}" "${IMAGE:=}" "${MOUNTS:=}"
 : "${PYTHON:=$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}"
 : "${SCRIPT:=$root/pretrain_gpt_moe.py}"
 : "${RDZV_HOST:=$(hostname)}" "${RDZV_PORT:=$((20000 + SLURM_JOB_ID % 10000))}" "${ANSWER_S:=60}"
-export KEEP_MEMORY PYTHON
+export KEEP_MEMORY PYTHON ENV_FILE ON_STOP
 # Without these torch ends a rank that lost a peer before it has put its state aside; see docs/gpu.md.
 export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-0}"
 export TORCH_NCCL_RETHROW_CUDA_ERRORS="${TORCH_NCCL_RETHROW_CUDA_ERRORS:-0}"
@@ -29,11 +33,16 @@ KILL_MARGIN_S=30  # ranks that have not ended by then are killed, so that the jo
 MEET_S=300        # how long nodes wait for each other, and for their meeting point
 # All runs of a job use the same folder: what one leaves in memory the next one finds.
 export MEMORY="$TMPFS/moe-ckpt-job-$SLURM_JOB_ID"
-outcome=$MEMORY.outcome
+outcome=$MEMORY/outcome
 stopped='' rendezvous=''
 
 run_job() {
     local nodes=$((SLURM_JOB_NUM_NODES - SPARES)) flags=(--exit-signal-handler)
+    [[ $NPROC =~ ^[1-9][0-9]*$ ]] || end 2 "NPROC '$NPROC' is no number of ranks per node, and Slurm does not say how many\
+ GPUs a node has: set NPROC, or ask for --gpus-per-node"
+    [ -z "$ENV_FILE" ] || [ -r "$ENV_FILE" ] || end 2 "ENV_FILE $ENV_FILE cannot be read: it has to be there on all nodes"
+    [ -z "$LOG_DIR" ] || [ "$STANDBYS" = 0 ] || end 2 "LOG_DIR and STANDBYS exclude each other: a standby has no rank\
+ when it starts to write"
     [ "$nodes" -ge 1 ] || end 2 "of $SLURM_JOB_NUM_NODES nodes $SPARES are spares, so none can train: raise --nodes"
     # A signal to this shell only: Slurm warns before the end of the job's time, and of preemption where so configured.
     trap 'stopped=soon; say "time is up soon: telling all ranks"; scancel --signal=TERM "$SLURM_JOB_ID" || true' USR1
@@ -42,7 +51,9 @@ run_job() {
     trap leave EXIT
     # How long ranks may take to end, and with it to put their state aside.
     export MOE_CKPT_PATIENCE_S=$((LEAD_S > KILL_MARGIN_S ? LEAD_S - KILL_MARGIN_S : 1))
+    # Others may have made it first, to have us believe what is in it; ranks look at it more closely.
     (umask 077 && mkdir -p "$MEMORY")
+    [ -O "$MEMORY" ] && [ ! -L "$MEMORY" ] || end 2 "$MEMORY is not this user's own folder: have it removed, or set TMPFS"
     rm -f "$outcome"
     # Agents need what is exported here, also where `sbatch --export` hands on less than all.
     step=(srun --export=ALL --overlap --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none)
@@ -51,11 +62,13 @@ run_job() {
                "--container-mounts=$root:$root,$TMPFS:$TMPFS${MOUNTS:+,$MOUNTS}")
     fi
     if protects "$@"; then flags+=(--moe-ckpt-memory-dir "$MEMORY"); fi
+    local careful=("--moe-ckpt-strikes=$STRIKES" "--moe-ckpt-health-check=$HEALTH_CHECK" "--moe-ckpt-hang-timeout=$HANG_S")
+    [ -z "$LOG_DIR" ] || careful+=("--log-dir=$LOG_DIR" --tee=3)
     keep_rendezvous
     say "run $((${SLURM_RESTART_COUNT:-0} + 1)) on $nodes of $SLURM_JOB_NODELIST, $SPARES spare"
     "${step[@]}" "--nodes=$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$root/scripts/slurm/node.sh" \
         "--nnodes=$nodes" "--nproc-per-node=$NPROC" "--max-restarts=$MAX_RESTARTS" "--moe-ckpt-standbys=$STANDBYS" \
-        "--shutdown-timeout=$MOE_CKPT_PATIENCE_S" \
+        "--shutdown-timeout=$MOE_CKPT_PATIENCE_S" "${careful[@]}" \
         "--rdzv-id=$SLURM_JOB_ID" "--rdzv-endpoint=$RDZV_HOST:$RDZV_PORT" "--rdzv-conf=is_host=0,join_timeout=$MEET_S" \
         "$SCRIPT" "${flags[@]}" "$@" &
     wait_for $!

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
+import stat
 from pathlib import Path
 
 FOLDER, KEEP = "MEMORY", "KEEP_MEMORY"
@@ -12,9 +14,12 @@ FOLDER, KEEP = "MEMORY", "KEEP_MEMORY"
 
 
 def take() -> None:
-    """Make the folder, which only the job's user can read. Raises OSError."""
+    """Make the folder, which only the job's user can read. Raises OSError, also where it is another user's."""
     folder = Path(os.environ[FOLDER])
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, "it is a link, or belongs to another user", str(folder))
     if _kept():
         (folder / "keep").touch()
 

@@ -85,8 +85,10 @@ class CheckpointDirectory:
         """Remove what a failed save of `iteration` left behind, as far as the file system lets us."""
         shutil.rmtree(self.staging(iteration), ignore_errors=True)
 
-    def retain(self, keep_last: int) -> list[int]:
+    def retain(self, keep_last: int, in_use: frozenset[int] = frozenset()) -> list[int]:
         """Remove all but the newest `keep_last` iterations and those that hold experts for what stays; returns them.
+
+        Those `in_use` stay as well, until a later call.
 
         The tracked iteration always stays. Raises OSError, and UnreadableCheckpoint while it is not known what a kept
         one needs.
@@ -99,7 +101,7 @@ class CheckpointDirectory:
         for iteration in self.iterations() if older else ():
             if iteration not in loadable:
                 needed |= self._needed_if_whole(iteration)
-        surplus = [iteration for iteration in older if iteration not in needed]
+        surplus = [iteration for iteration in older if iteration not in needed | in_use]
         for iteration in surplus:
             condemned(self.folder(iteration))
         self._sweep()

@@ -6,11 +6,11 @@ import argparse
 import dataclasses
 import logging
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.core import parallel_state
@@ -33,13 +33,16 @@ from megatron.pretrain.checkpoint.state import (
     random_shape,
     sharded_state_dict,
 )
+from megatron.pretrain.checkpoint.verified_reads import ItemsOfFiles, Reads, report, verified_reads
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.errors import InvalidInput
+from moe_ckpt.dense import items
 from moe_ckpt.dense.chain import Chain
 from moe_ckpt.dense.dense import open_dense
 from moe_ckpt.dense.integrity import NAME, FileSum, sums_of
 from moe_ckpt.dense.merged import open_merged
 from moe_ckpt.dense.names import COMMON, RELEASE
+from moe_ckpt.dense.partial_saves import after_loading
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +51,7 @@ _FIXED_ARGUMENTS = (
     *("normalization", "position_embedding_type", "untie_embeddings_and_output_weights", "qk_layernorm"),
     *("num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
     *("moe_router_enable_expert_bias", "padded_vocab_size"),
+    *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
 )
 _LAYOUT_ARGUMENTS = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
@@ -60,11 +64,15 @@ _PRECISION_ARGUMENTS = (
 _RANDOM_STATE = re.compile(r"rng_state/shard_[\d.]+_([\d.]+)")
 
 
+class NothingIntact(InvalidInput):
+    """There are checkpoints, and each of them is torn or damaged."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Found:
     """A checkpoint that looks complete, what its common part records and how its random states are sharded.
 
-    `sums`: what its files were when they were saved, as far as that is known.
+    `sums`: what its files were when they were saved, as far as that is known; `items`: the same of the items in them.
     `sources`: where its experts are, if it was saved with `--save-experts`.
     """
 
@@ -74,6 +82,7 @@ class _Found:
     metadata: dict[str, Any]
     random_shape: tuple[int, ...] | None
     sums: Mapping[Path, FileSum]
+    items: ItemsOfFiles
     sources: Sources | None
 
     @property
@@ -84,8 +93,8 @@ class _Found:
 def load_checkpoint(state: TrainingState) -> bool:
     """Load what `--load` and `--ckpt-step` name into the live state; False if there is nothing to load.
 
-    A collective over all ranks. Raises InvalidInput if the directory holds checkpoints but none of them can be used:
-    starting over silently would throw the training done so far away.
+    A collective over all ranks. Raises InvalidInput if the directory holds checkpoints but none of them can be used,
+    NothingIntact where that is for damage: starting over silently would throw the training done so far away.
     """
     register_safe_globals()
     refused: dict[Step, str] = {}
@@ -94,7 +103,7 @@ def load_checkpoint(state: TrainingState) -> bool:
         if found is None:
             return False
         try:
-            require_intact(found.sums)
+            require_intact(found.sums, by_length=found.items)
             parts = _loadable_parts(found, state.config)
             _load(found, state, parts)
         except RankFailure as failure:
@@ -103,7 +112,7 @@ def load_checkpoint(state: TrainingState) -> bool:
         log.info("loaded checkpoint of %s from %s", found.name, state.config.checkpoint.load)
         if found.sources is not None:
             report_staleness(found.sources.chain)
-        state.lineage.chain = _continued(found, parts, state.config)
+        state.lineage.saved(_continued(found, parts, state.config))
         return True
 
 
@@ -114,7 +123,7 @@ def _continued(found: _Found, parts: Parts, config: PretrainConfig) -> Chain | N
         return None
     chain, same_directory = found.sources.chain, Path(flags.save).resolve() == Path(str(flags.load)).resolve()
     is_whole = parts.optimizer or not flags.save_optim
-    return chain if same_directory and is_whole and chain.content == content_of(config) else None
+    return after_loading(chain) if same_directory and is_whole and chain.content == content_of(config) else None
 
 
 def _find(config: PretrainConfig, refused: Mapping[Step, str]) -> _Found | None:
@@ -137,7 +146,7 @@ def _find(config: PretrainConfig, refused: Mapping[Step, str]) -> _Found | None:
             log.warning("falling back to %s of %s; refused %s", found.name, flags.load, "; ".join(torn))
         return found
     if torn:
-        raise InvalidInput(f"--load {flags.load}: no usable checkpoint; {'; '.join(torn)}; nothing was loaded")
+        raise NothingIntact(f"--load {flags.load}: no usable checkpoint; {'; '.join(torn)}; nothing was loaded")
     _report_nothing(directory, flags.exit_on_missing_checkpoint)
     return None
 
@@ -182,14 +191,16 @@ def _examine(directory: CheckpointDirectory, step: Step) -> _Found:
     for folder_without in {part.directory for part in parts} - {path.parent for path in sums}:
         log.info("%s has no %s: its bytes are loaded without being checked", folder_without, NAME)
     sources = None if merged is None else Sources.of(merged)
-    return _Found(step, folder, arguments, metadata if isinstance(metadata, dict) else {}, shape, sums, sources)
+    sums_of_items = {path: of for part in parts for path, of in items.read(part.directory).items() if path in sums}
+    saved = metadata if isinstance(metadata, dict) else {}
+    return _Found(step, folder, arguments, saved, shape, sums, sums_of_items, sources)
 
 
 def _loadable_parts(found: _Found, config: PretrainConfig) -> Parts:
     """What of this checkpoint fits the running job; raises InvalidInput where a mismatch cannot be bridged."""
     flags, saved, running = config.checkpoint, found.arguments, config.flat
     for name in _FIXED_ARGUMENTS:
-        if hasattr(saved, name) and getattr(saved, name) != getattr(running, name):
+        if hasattr(saved, name) and _meant(saved, name) != _meant(running, name):
             raise InvalidInput(
                 f"{found.folder} was saved with {name}={getattr(saved, name)}, this job has {getattr(running, name)}; "
                 f"use {_matching_flags(name, saved, config)}"
@@ -201,6 +212,19 @@ def _loadable_parts(found: _Found, config: PretrainConfig) -> Parts:
         _require_loadable_optimizer(found, config)
     shape = _loadable_random_states(found, config) if rng else None
     return Parts(optimizer=optimizer, rng=shape, iteration=not weights_only)
+
+
+def _meant(arguments: argparse.Namespace, name: str) -> Any:
+    """What an argument stands for, also where it was left to Megatron's default."""
+    value = getattr(arguments, name)
+    if value is not None:
+        return value
+    if name == "kv_channels":
+        return arguments.hidden_size // arguments.num_attention_heads
+    return arguments.num_attention_heads if name == "num_query_groups" else _NOTHING.get(name)
+
+
+_NOTHING = {"moe_shared_expert_intermediate_size": 0}
 
 
 def _matching_flags(name: str, saved: argparse.Namespace, config: PretrainConfig) -> str:
@@ -279,6 +303,8 @@ def _first_reason(error: BaseException) -> str:
     """One line for an error of core or torch; of torch's, which gathers those of all ranks, the first inside."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
+    if isinstance(error, UnreadableCheckpoint):
+        return f"{error}; restore the file or take another iteration"
     return f"{type(error).__name__}: {(str(error) or repr(error)).splitlines()[0]}"
 
 
@@ -290,7 +316,7 @@ def _strategy(found: _Found) -> Any:
 
 def _load(found: _Found, state: TrainingState, parts: Parts) -> None:
     """Raises RankFailure on every rank if any rank could not load."""
-    problem = None
+    problem, reads, began_s = None, Reads(), time.monotonic()
     try:
         wanted = sharded_state_dict(state, dict(found.metadata), parts, is_loading=True)
         strategy = _strategy(found)
@@ -299,7 +325,8 @@ def _load(found: _Found, state: TrainingState, parts: Parts) -> None:
             strategy = FullyParallelLoadStrategyWrapper(strategy, group)
         # Megatron-Core since 0.19 keeps what was `common.pt` in the sharded files.
         common = None if (found.folder / COMMON).exists() else lambda: open_dense(found.folder).common
-        loaded = load_with_common(wanted, found.folder, strategy, common)
+        with verified_reads(found.items) as reads:
+            loaded = load_with_common(wanted, found.folder, strategy, common)
     except (
         UnreadableCheckpoint,
         CheckpointingException,
@@ -310,5 +337,24 @@ def _load(found: _Found, state: TrainingState, parts: Parts) -> None:
     ) as error:
         problem = _first_reason(error)
     raise_on_all_ranks(problem)
-    apply_state_dict(state, loaded, parts)
-    torch.distributed.barrier()
+    if found.items:
+        _report(found, state, reads, time.monotonic() - began_s)
+    try:
+        apply_state_dict(state, loaded, parts)
+    except KeyError as error:
+        # Core (0.16 to 0.19) chains its optimizers otherwise where experts have other data-parallel groups.
+        problem = (
+            f"Megatron-Core cannot bring the optimizer's state to this parallel layout ({error} is missing): start in"
+            " the layout of the checkpoint, or give --no-load-optim"
+        )
+    raise_on_all_ranks(problem)
+
+
+def _report(found: _Found, state: TrainingState, reads: Reads, seconds: float) -> None:
+    """Raises RankFailure where bytes were loaded that nobody compared."""
+    iteration = found.step if isinstance(found.step, int) else 0
+    told = report(iteration, found.items, reads, seconds)
+    unread = "torch read no item through FileSystemReader, so nothing was compared with its checksum"
+    raise_on_all_ranks(None if told.read_bytes else unread)
+    log.info("%s: %s", found.name, told)
+    state.loads.append(told)

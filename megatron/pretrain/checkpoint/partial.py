@@ -19,13 +19,14 @@ from megatron.core.dist_checkpointing.dict_utils import (
 )
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.policy.partial import next_position, sequential_selection
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.pretrain.agreement import on_rank_zero, raise_on_all_ranks
 from megatron.pretrain.checkpoint.directory import CheckpointDirectory
+from megatron.pretrain.checkpoint.state import Lineage, summed
 from megatron.pretrain.config import PretrainConfig
 from moe_ckpt.dense.chain import Chain, ExpertEntry, expert_entry, object_entry, read_chain, says_partial
 from moe_ckpt.dense.merged import MergedCheckpoint
+from moe_ckpt.dense.partial_saves import PartialSaves
 
 log = logging.getLogger(__name__)
 
@@ -35,15 +36,13 @@ Shard: TypeAlias = Any
 
 @dataclasses.dataclass(frozen=True)
 class _LiveExperts:
-    """What the model has: MoE layers by pipeline stage, experts per layer, and how their tensors are stacked."""
+    """What the model has: MoE layers by pipeline stage, experts per layer, and how their tensors are stacked; and the
+    tokens that all ranks counted, by layer and expert."""
 
     stages: tuple[tuple[int, ...], ...]
     num_experts: int
     stacked_layers: int | None
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        return tuple(sorted(layer for stage in self.stages for layer in stage))
+    tokens: Mapping[int, tuple[int, ...]]
 
 
 def content_of(config: PretrainConfig) -> str:
@@ -61,38 +60,46 @@ def next_chain(
     config: PretrainConfig,
     directory: CheckpointDirectory,
     sharded: dict[str, Any],
-    previous: Chain | None,
+    lineage: Lineage,
     iteration: int,
+    counted: Mapping[int, tuple[int, ...]],
 ) -> Chain:
     """What the checkpoint of `iteration` will hold, the same on every rank; a collective over all ranks.
 
-    sharded: the preprocessed state dict of this rank. It is complete unless it can go on from `previous`, whose
+    sharded: the preprocessed state dict of this rank. It is complete unless it can go on from `lineage.chain`, whose
     iterations must all be in `directory` still.
+    counted: tokens that this rank's routers sent to each expert since the last call. `lineage` keeps those of all
+    ranks until a checkpoint is there.
     """
-    experts = _live_experts(sharded)
-    return on_rank_zero(lambda: _decided(config, directory, experts, previous, iteration))
+    experts = _live_experts(sharded, counted)
+    lineage.count(experts.tokens)
+    saves = _partial_saves(config, experts)
+    return on_rank_zero(lambda: _decided(saves, directory, lineage, iteration))
 
 
-def _decided(
-    config: PretrainConfig,
-    directory: CheckpointDirectory,
-    experts: _LiveExperts,
-    previous: Chain | None,
-    iteration: int,
-) -> Chain:
-    mark, content, k = secrets.token_hex(8), content_of(config), config.checkpoint.save_experts
-    assert k is not None
+def _partial_saves(config: PretrainConfig, experts: _LiveExperts) -> PartialSaves:
+    flags = config.checkpoint
+    assert flags.save_experts is not None
+    return PartialSaves(
+        experts.stages,
+        experts.num_experts,
+        experts.stacked_layers,
+        config.parallel.expert_model_parallel_size,
+        content_of(config),
+        flags.save_experts,
+        flags.save_experts_selection,
+        flags.save_experts_scope,
+    )
+
+
+def _decided(saves: PartialSaves, directory: CheckpointDirectory, lineage: Lineage, iteration: int) -> Chain:
+    mark, previous = secrets.token_hex(8), lineage.chain
     obstacle = None if previous is None else _obstacle(directory, previous, iteration)
     if obstacle:
         log.warning("the checkpoint of iteration %d is written with all experts: %s", iteration, obstacle)
-    same = previous is not None and previous.content == content and tuple(sorted(previous.holders)) == experts.layers
-    if previous is None or obstacle or not same:
-        holders = dict.fromkeys(experts.layers, (iteration,) * experts.num_experts)
-        return Chain(iteration, holders, {iteration: mark}, 0, experts.stacked_layers, content)
-    position, count, ep = previous.position, experts.num_experts, config.parallel.expert_model_parallel_size
-    chosen = (sequential_selection(stage, count, k, position, ep=ep) for stage in experts.stages)
-    selected = [operator for of_stage in chosen for operator in of_stage]
-    return previous.followed_by(iteration, mark, selected, next_position(position, k, count))
+    if previous is None or obstacle or not saves.continues(previous):
+        return saves.complete(iteration, mark)
+    return saves.following(previous, iteration, mark, lineage.counted)
 
 
 def _obstacle(directory: CheckpointDirectory, previous: Chain, iteration: int) -> str | None:
@@ -109,7 +116,7 @@ def _obstacle(directory: CheckpointDirectory, previous: Chain, iteration: int) -
     return None
 
 
-def _live_experts(sharded: dict[str, Any]) -> _LiveExperts:
+def _live_experts(sharded: dict[str, Any], counted: Mapping[int, tuple[int, ...]]) -> _LiveExperts:
     found = [(entry, shard) for shard in nested_values(sharded) if (entry := _entry(shard)) is not None]
     layers = sorted({entry.operator.layer for entry, _ in found})
     shapes = {
@@ -117,12 +124,15 @@ def _live_experts(sharded: dict[str, Any]) -> _LiveExperts:
         for entry, shard in found
     }
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (parallel_state.get_pipeline_model_parallel_rank(), layers, shapes))
+    dist.all_gather_object(gathered, (parallel_state.get_pipeline_model_parallel_rank(), layers, shapes, dict(counted)))
     stages: dict[int, set[int]] = {}
-    for stage, of_rank, _ in gathered:
+    tokens: dict[int, tuple[int, ...]] = {}
+    for stage, of_rank, _, of_routers in gathered:
         stages.setdefault(stage, set()).update(of_rank)
-    ((num_experts, stacked_layers),) = {shape for _, _, of_rank in gathered for shape in of_rank}
-    return _LiveExperts(tuple(tuple(sorted(stages[stage])) for stage in sorted(stages)), num_experts, stacked_layers)
+        tokens = summed(tokens, of_routers)
+    ((num_experts, stacked_layers),) = {shape for _, _, of_rank, _ in gathered for shape in of_rank}
+    by_stage = tuple(tuple(sorted(stages[stage])) for stage in sorted(stages))
+    return _LiveExperts(by_stage, num_experts, stacked_layers, tokens)
 
 
 def _entry(shard: Shard) -> ExpertEntry | None:
@@ -137,7 +147,7 @@ def selected_shards(sharded: dict[str, Any], chain: Chain) -> dict[str, Any]:
 
     def is_left_out(shard: Shard) -> bool:
         entry = _entry(shard)
-        return entry is not None and chain.holder(entry.operator) != chain.iteration
+        return entry is not None and chain.source(entry.operator, entry.common) != chain.iteration
 
     _, kept = extract_matching_values(sharded, is_left_out)
     selected: dict[str, Any] = dict_list_map_outplace(_under_own_name, kept)
@@ -233,7 +243,7 @@ class MergingLoadStrategy(TorchDistLoadShardedStrategy):
         entry, chain = _entry(shard), self._sources.chain
         if entry is None:
             return chain.iteration, shard
-        holder = chain.holder(entry.operator)
+        holder = chain.source(entry.operator, entry.common)
         return holder, _under_own_name(shard) if holder in self._sources.partial else _with_all_axes(shard)
 
 

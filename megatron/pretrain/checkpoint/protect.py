@@ -8,11 +8,14 @@ from functools import partial
 
 from megatron.core.dist_checkpointing.moe import MoECheckpointManager, Timestamps
 from megatron.core.dist_checkpointing.moe.config import flag_name
-from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
-from megatron.pretrain.agreement import on_rank_zero
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
+from megatron.core.dist_checkpointing.moe.storage.job_secret import read_secret
+from megatron.core.dist_checkpointing.moe.storage.manifest import use_secret
+from megatron.pretrain.agreement import on_rank_zero, raise_invalid_input_on_all_ranks
 from megatron.pretrain.checkpoint.directory import CheckpointDirectory
-from megatron.pretrain.checkpoint.load import load_checkpoint
+from megatron.pretrain.checkpoint.load import NothingIntact, load_checkpoint
 from megatron.pretrain.checkpoint.loop_state import ProgressState
+from megatron.pretrain.checkpoint.older_windows import load_window
 from megatron.pretrain.checkpoint.state import TrainingState
 from megatron.pretrain.config import parse_config
 from megatron.pretrain.config.model import ModelConfig, MoEConfig
@@ -30,18 +33,41 @@ def resume(state: TrainingState, launch: Launch, marks: Timestamps | None = None
     """
     loop_state, checkpoint = ProgressState(state.progress, state.config.argv), state.config.checkpoint
     load = None if checkpoint.load is None else partial(_load, state)
+    # For --load and --save, which no strategy has to be there for.
+    raise_invalid_input_on_all_ranks(partial(_take_secret, state.config.moe_checkpoint.secret_file))
     with driver_errors():
         manager = _manager(state, launch, loop_state, marks)
         newest = on_rank_zero(lambda: _newest_dense(state), errors=(InvalidInput,))
         # A restart goes on from what its own job did; which checkpoint was asked for matters to the first start.
-        manager.resume(load, newest, asked_for=checkpoint.ckpt_step is not None or checkpoint.finetune)
+        asked_for = checkpoint.ckpt_step is not None or checkpoint.finetune
+        manager.resume(load, newest, asked_for=asked_for, run_again=partial(load_window, state))
+        _begin_chain_anew_after_snapshot(state, manager)
         if manager.repeats_steps and loop_state.recorded_flags is not None:
             refuse_other_flags(loop_state.recorded_flags, state.config.argv)
     return manager
 
 
+def _begin_chain_anew_after_snapshot(state: TrainingState, manager: MoECheckpointManager) -> None:
+    """Copies of experts in a checkpoint that was loaded, and then passed by for a snapshot, are not what is newest."""
+    chain = state.lineage.chain
+    if chain is not None and (manager.is_replaying or chain.iteration != state.progress.iteration):
+        state.lineage.saved(None)
+
+
+def _take_secret(path: str | None) -> None:
+    """Seal with the job's secret from here on. Raises InvalidInput."""
+    try:
+        use_secret(read_secret(path))
+    except UsageError as error:
+        raise InvalidInput(str(error)) from error
+
+
 def _load(state: TrainingState) -> int:
-    load_checkpoint(state)
+    """Raises UnreadableCheckpoint, on all ranks, where all that is there is damaged."""
+    try:
+        load_checkpoint(state)
+    except NothingIntact as error:
+        raise UnreadableCheckpoint(str(error)) from error
     return state.progress.iteration
 
 
@@ -74,12 +100,14 @@ _SHAPING_FIELDS = (
 def _manager(
     state: TrainingState, launch: Launch, loop_state: ProgressState, marks: Timestamps | None
 ) -> MoECheckpointManager:
-    training = state.config.training
+    training, settings = state.config.training, state.config.moe_checkpoint
+    if settings.strategy == "none":
+        settings = dataclasses.replace(settings, secret_file=None)  # for ordinary checkpoints alone, which are ours
     return MoECheckpointManager(
         state.chunks,
         state.optimizer,
         state.scheduler,
-        state.config.moe_checkpoint,
+        settings,
         train_iters=training.train_iters or 0,
         global_batch_size=training.global_batch_size or 0,
         micro_batch_size=training.micro_batch_size or 1,

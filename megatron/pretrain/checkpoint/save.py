@@ -8,6 +8,7 @@ import json
 import logging
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, format_error
+from megatron.core.dist_checkpointing.moe.megatron_state.popularity import TokenCounter
 from megatron.core.dist_checkpointing.moe.storage.atomic import write_atomically
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
@@ -31,6 +33,7 @@ from megatron.pretrain.checkpoint.state import (
     sharded_state_dict,
 )
 from megatron.pretrain.checkpoint.writer import ShardWriter, plan_shards
+from moe_ckpt.dense import items
 from moe_ckpt.dense.chain import MANIFEST, PARTIAL_BACKEND_VERSION, Chain, encode
 from moe_ckpt.dense.dense import open_dense
 from moe_ckpt.dense.integrity import FORMAT_VERSION, MARK, Sums, seal
@@ -53,16 +56,23 @@ class Saver:
     """Saves to one directory; every method is a collective over all ranks.
 
     A checkpoint that cannot be written is reported; training goes on, and older checkpoints stay as they are.
+
+    Args:
+        state: what is saved.
+        in_use: iterations that somebody reads just now, and that retention therefore keeps.
     """
 
-    def __init__(self, state: TrainingState) -> None:
+    def __init__(self, state: TrainingState, in_use: Callable[[], frozenset[int]] = frozenset) -> None:
         checkpoint = state.config.checkpoint
+        self._in_use = in_use
         assert checkpoint.save is not None
         self._state = state
         self._directory = CheckpointDirectory(checkpoint.save)
         self._pending: _Pending | None = None
         self._structure_checked = False
         self.saved_iteration: int | None = None
+        by_load = checkpoint.save_experts is not None and checkpoint.save_experts_selection == "load-aware"
+        self._counter = TokenCounter(state.chunks) if by_load else None
 
     def save(self) -> None:
         """Save the state as it is now; with `--async-save` the writing goes on beside training."""
@@ -95,13 +105,13 @@ class Saver:
         while not all_done(pending.shards.is_done()):
             time.sleep(POLL_INTERVAL_S)
         try:
-            sums = pending.shards.finish()
-            on_rank_zero(lambda: self._publish(pending, sums), errors=(OSError, UnreadableCheckpoint))
+            sums, parts = pending.shards.finish()
+            on_rank_zero(lambda: self._publish(pending, sums, parts), errors=(OSError, UnreadableCheckpoint))
         except SAVE_ERRORS as error:
             self._report_failure(pending.iteration, error)
             return
         self.saved_iteration = pending.iteration
-        self._state.lineage.chain = pending.chain
+        self._state.lineage.saved(pending.chain)
         elapsed_s = time.monotonic() - pending.started_at
         log.info("saved checkpoint of iteration %d to %s in %.2f s", pending.iteration, self._directory.root, elapsed_s)
         self._retain()
@@ -111,6 +121,13 @@ class Saver:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.shards.abandon()
+        self.close()
+
+    def close(self) -> None:
+        """Count tokens no longer; nothing is saved after that."""
+        if self._counter is not None:
+            self._counter.close()
+            self._counter = None
 
     def is_published(self, iteration: int) -> bool:
         """Whether the checkpoint of an iteration is there, and announced."""
@@ -136,14 +153,15 @@ class Saver:
         on_rank_zero(lambda: write_atomically(folder / COMMON_STATE_FNAME, _serialized(common)))
         chain = None
         if config.checkpoint.save_experts is not None:
-            chain = next_chain(config, self._directory, sharded, self._state.lineage.chain, iteration)
+            counted = self._counter.take()() if self._counter is not None else {}
+            chain = next_chain(config, self._directory, sharded, self._state.lineage, iteration, counted)
             sharded = selected_shards(sharded, chain)
         group = None
         if config.checkpoint.ckpt_fully_parallel_save:
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         return plan_shards(sharded, folder, fully_parallel_group=group), chain
 
-    def _publish(self, pending: _Pending, sums: Sums) -> None:
+    def _publish(self, pending: _Pending, sums: Sums, parts: items.ItemSums) -> None:
         iteration, chain = pending.iteration, pending.chain
         staging = self._directory.staging(iteration)
         if chain is not None:
@@ -153,6 +171,7 @@ class Saver:
         write_atomically(staging / CONFIG_FNAME, marker.encode())
         # Shards that other nodes wrote to disks of their own are missing here: not a checkpoint anyone could load.
         open_dense(staging)
+        write_atomically(staging / items.NAME, items.encode(parts))
         seal(staging, sums)
         self._directory.publish(iteration)
 
@@ -161,7 +180,7 @@ class Saver:
         if keep_last is None or torch.distributed.get_rank() != 0:
             return
         try:
-            removed = self._directory.retain(keep_last)
+            removed = self._directory.retain(keep_last, self._in_use())
         except (OSError, UnreadableCheckpoint) as error:
             log.warning("older checkpoints could not be removed (--keep-last %d): %s", keep_last, error)
             return

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import random
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -14,16 +16,20 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import gather_compute_weights
+from megatron.core.dist_checkpointing.moe.megatron_state.random_states import DEVICE, TRACKED
 from megatron.core.dist_checkpointing.moe.megatron_state.trainer_state import load_scheduler
 from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 from megatron.pretrain.checkpoint import raw_optimizer
+from megatron.pretrain.checkpoint.verified_reads import LoadReport
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.optimization import separate_steps
 from moe_ckpt.dense.chain import Chain
+
+log = logging.getLogger(__name__)
 
 CHECKPOINT_VERSION = 3.0
 
@@ -43,14 +49,38 @@ class Progress:
 
 @dataclasses.dataclass
 class Lineage:
-    """Where the copies of experts are that `--save` can go on from; None: the next checkpoint has to be complete."""
+    """Where the copies of experts are that `--save` can go on from; None: the next checkpoint has to be complete.
+
+    counted: by MoE layer and expert, tokens that all ranks routed to it since the checkpoint of `chain`.
+    """
 
     chain: Chain | None = None
+    counted: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+    def count(self, tokens: Mapping[int, Sequence[int]]) -> None:
+        """Add tokens of all ranks."""
+        self.counted = summed(self.counted, tokens)
+
+    def saved(self, chain: Chain | None) -> None:
+        """The checkpoint of a chain is there."""
+        self.chain, self.counted = chain, {}
+
+
+def summed(first: Mapping[int, Sequence[int]], second: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, ...]]:
+    """The sums of the numbers of each layer; a layer that one of them lacks counts as zeros there."""
+    return {
+        layer: tuple(map(sum, zip(*(rows[layer] for rows in (first, second) if layer in rows), strict=True)))
+        for layer in sorted({*first, *second})
+    }
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingState:
-    """Everything that a checkpoint holds: live objects, changed in place by training and by loading."""
+    """Everything that a checkpoint holds: live objects, changed in place by training and by loading.
+
+    loads: how fast checkpoints were loaded into it. random_states: what is saved in place of those of this device: of a
+    GPU, where a CPU converts what a GPU trained.
+    """
 
     config: PretrainConfig
     chunks: list[torch.nn.Module]
@@ -58,6 +88,8 @@ class TrainingState:
     scheduler: OptimizerParamScheduler
     progress: Progress
     lineage: Lineage = dataclasses.field(default_factory=Lineage)
+    loads: list[LoadReport] = dataclasses.field(default_factory=list)
+    random_states: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +145,7 @@ def sharded_state_dict(
         )
         result["opt_param_scheduler"] = state.scheduler.state_dict()
     if parts.rng:
-        result["rng_state"] = _rng_shard(state.config, parts.rng)
+        result["rng_state"] = _rng_shard(state.config, parts.rng, state.random_states)
     return result
 
 
@@ -176,7 +208,7 @@ def random_shape() -> tuple[int, ...]:
     return (*shape, parallel_state.get_data_parallel_world_size(with_context_parallel=True))
 
 
-def _rng_shard(config: PretrainConfig, shape: tuple[int, ...]) -> ShardedObject:
+def _rng_shard(config: PretrainConfig, shape: tuple[int, ...], given: Mapping[str, bytes]) -> ShardedObject:
     data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     place = (
         parallel_state.get_pipeline_model_parallel_rank(),
@@ -184,17 +216,21 @@ def _rng_shard(config: PretrainConfig, shape: tuple[int, ...]) -> ShardedObject:
         data_rank,
     )
     replica_id = data_rank if len(shape) == 2 else 0
-    return ShardedObject("rng_state", _random_states(config), shape, place[: len(shape)], replica_id=replica_id)
+    return ShardedObject("rng_state", _random_states(config, given), shape, place[: len(shape)], replica_id=replica_id)
 
 
-def _random_states(config: PretrainConfig) -> list[dict[str, Any]]:
-    """This rank's, or with `--data-parallel-random-init` those of all data-parallel ranks, as stock Megatron does."""
+def _random_states(config: PretrainConfig, given: Mapping[str, bytes]) -> list[dict[str, Any]]:
+    """This rank's, or with `--data-parallel-random-init` those of all data-parallel ranks, as stock Megatron does.
+
+    given: those of another kind of device, which stand in place of this one's.
+    """
+    tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
     own = {
         "random_rng_state": random.getstate(),
         "np_rng_state": numpy.random.get_state(),
         "torch_rng_state": torch.get_rng_state(),
-        "cuda_rng_state": torch.cuda.get_rng_state(),
-        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+        "cuda_rng_state": _given(given, DEVICE, torch.cuda.get_rng_state()),
+        "rng_tracker_states": {name: _given(given, f"{TRACKED}{name}", value) for name, value in tracked.items()},
     }
     if not config.training.data_parallel_random_init:
         return [own]
@@ -203,11 +239,21 @@ def _random_states(config: PretrainConfig) -> list[dict[str, Any]]:
     return states
 
 
+def _given(states: Mapping[str, bytes], name: str, own: torch.Tensor) -> torch.Tensor:
+    return torch.frombuffer(bytearray(states[name]), dtype=torch.uint8) if name in states else own
+
+
 def _restore_rng(saved: list[dict[str, Any]]) -> None:
     index = parallel_state.get_data_parallel_rank() if len(saved) > 1 else 0
     states = saved[index]
     random.setstate(states["random_rng_state"])
     numpy.random.set_state(states["np_rng_state"])
     torch.set_rng_state(states["torch_rng_state"])
+    if states["cuda_rng_state"].nbytes != torch.cuda.get_rng_state().nbytes:
+        log.warning(
+            "random states of the device were saved on another kind of device and are not loaded: dropout and other"
+            " random choices will differ from the original run"
+        )
+        return
     torch.cuda.set_rng_state(states["cuda_rng_state"])
     tensor_parallel.get_cuda_rng_tracker().set_states(states["rng_tracker_states"])

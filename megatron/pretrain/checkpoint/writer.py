@@ -21,7 +21,8 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.pretrain.agreement import on_rank_zero, raise_on_all_ranks
 from megatron.pretrain.processes import live_and_die_with_parent, starting_helpers
-from moe_ckpt.dense.integrity import FileSum, Sums, file_sum
+from moe_ckpt.dense.integrity import FileSum, Sums
+from moe_ckpt.dense.items import Extent, ItemSums, sums_of_file
 
 WRITE_TIMEOUT_S = 3600.0
 
@@ -79,10 +80,10 @@ class ShardWriter:
             self._process.kill()
             self._process.join()
 
-    def finish(self) -> Sums:
+    def finish(self) -> tuple[Sums, ItemSums]:
         """Write the index of the checkpoint, once `is_done` on every rank; a collective over all ranks.
 
-        Returns the sums of the files that all ranks wrote, on rank 0; elsewhere none.
+        Returns the sums of the files that all ranks wrote, and of the items in them, on rank 0; elsewhere none.
         Raises RankFailure on every rank if any rank failed to write, OSError if rank 0 could not write the index.
         """
         if self._process is not None:
@@ -92,7 +93,8 @@ class ShardWriter:
         written: list[Any] = [None] * dist.get_world_size()
         dist.gather_object(self._outcome, written if dist.get_rank() == 0 else None, dst=0)
         on_rank_zero(lambda: self._writer.finish(self._metadata, [results for results, _ in written]))
-        return {name: found for _, sums in filter(None, written) for name, found in sums.items()}
+        found = {name: sums for _, files in filter(None, written) for name, sums in files.items()}
+        return {name: whole for name, (whole, _) in found.items()}, {name: items for name, (_, items) in found.items()}
 
     def _staged(self) -> list[Any]:
         buckets: list[Any] = FileSystemWriterAsync.preload_tensors(self._writer.write_buckets or [])
@@ -141,9 +143,9 @@ def plan_shards(sharded_state_dict: dict[str, Any], folder: Path, *, fully_paral
 
 
 def _write_buckets(buckets: list[Any], transforms: list[Any]) -> Any:
-    """Write result of every item and the sum of every file, or the reason of the first failure as text."""
+    """Write result of every item and the sums of every file, or the reason of the first failure as text."""
     results: list[Any] = []
-    sums: dict[str, FileSum] = {}
+    sums: dict[str, tuple[FileSum, dict[Extent, str]]] = {}
     for bucket in buckets:
         answers: queue.Queue[Any] = queue.Queue()
         counter: queue.Queue[int] = queue.Queue()
@@ -155,7 +157,8 @@ def _write_buckets(buckets: list[Any], transforms: list[Any]) -> Any:
         results.extend(answer)
         path, name, _ = bucket
         try:
-            sums[name] = file_sum(Path(path))
+            extents = [(one.storage_data.offset, one.storage_data.length) for one in answer]
+            sums[name] = sums_of_file(Path(path), extents)
         except OSError as error:
             return format_error(error)
     return results, sums

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from megatron.core.dist_checkpointing.moe.config import out_of_range
 from megatron.core.dist_checkpointing.moe.contradictions import contradictions, must_repeat_itself
+from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError
+from megatron.core.dist_checkpointing.moe.policy.elastic import ElasticRange, unfit
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.config.derived import (
     Environment,
@@ -15,6 +18,7 @@ from megatron.pretrain.config.derived import (
 )
 from megatron.pretrain.config.fp8 import fp8
 from megatron.pretrain.config.low_precision import precision_aware
+from megatron.pretrain.config.model import ModelConfig
 
 
 def required(config: PretrainConfig, _: Environment) -> Iterator[str]:
@@ -157,13 +161,40 @@ def model(config: PretrainConfig, _: Environment) -> Iterator[str]:
         yield "virtual pipeline stages need --pipeline-model-parallel-size of at least 2"
     if chunks == 0 or layers % (pp * (chunks or 1)):
         yield f"--num-layers {layers} does not divide by PP {pp} x {chunks} model chunks"
+    yield from _latent_attention(model)
     if model.recompute_granularity == "full" and model.recompute_method is None:
         yield "--recompute-granularity full needs --recompute-method and --recompute-num-layers"
+
+
+_LATENT = (
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type"),
+    *("rotary_scaling_factor", "original_max_position_embeddings", "mscale", "mscale_all_dim"),
+)
+
+
+def _latent_attention(model: ModelConfig) -> Iterator[str]:
+    if not model.multi_latent_attention:
+        defaults = ModelConfig()
+        for name in _LATENT:
+            if getattr(model, name) != getattr(defaults, name):
+                yield f"--{name.replace('_', '-')} needs --multi-latent-attention"
+        return
+    if model.transformer_impl != "transformer_engine":
+        yield (
+            "--multi-latent-attention needs --transformer-impl transformer_engine: Megatron-Core's own attention has"
+            " one size for the heads of queries, keys and values"
+        )
+    if model.group_query_attention:
+        yield "--multi-latent-attention and --group-query-attention exclude each other"
+    if model.position_embedding_type != "rope":
+        yield f"--multi-latent-attention needs --position-embedding-type rope, not {model.position_embedding_type}"
 
 
 def experts(config: PretrainConfig, _: Environment) -> Iterator[str]:
     moe = config.moe
     if moe.num_experts is None:
+        if moe.freeze_experts:
+            yield "--freeze-experts needs --num-experts: a dense model has no experts to freeze"
         return
     if config.model.add_bias_linear and not moe.moe_grouped_gemm:
         yield "--num-experts needs --disable-bias-linear: Megatron-Core's sequential experts cannot train with a bias"
@@ -171,6 +202,8 @@ def experts(config: PretrainConfig, _: Environment) -> Iterator[str]:
     pattern = moe_layer_pattern(moe.moe_layer_freq)
     if isinstance(pattern, list) and len(pattern) != config.model.num_layers:
         yield f"--moe-layer-freq {moe.moe_layer_freq} has {len(pattern)} layers, --num-layers {config.model.num_layers}"
+    if moe.freeze_experts and isinstance(pattern, list) and not any(pattern):
+        yield f"--freeze-experts: --moe-layer-freq {moe.moe_layer_freq} has no layer with experts"
     if moe.moe_router_topk > moe.num_experts:
         yield f"--moe-router-topk {moe.moe_router_topk} must be between 1 and --num-experts {moe.num_experts}"
     if len(kinds) > 1 and ({"sinkhorn", "none"} & set(kinds) or len(set(kinds)) != len(kinds)):
@@ -240,6 +273,35 @@ def checkpoints(config: PretrainConfig, _: Environment) -> Iterator[str]:
             yield f"{name} needs --load"
     if checkpoint.save_experts is not None:
         yield from _partial_saves(config, checkpoint.save_experts)
+    else:
+        for name, value in (("selection", checkpoint.save_experts_selection), ("scope", checkpoint.save_experts_scope)):
+            if value not in ("sequential", "both"):
+                yield f"--save-experts-{name} {value} needs --save-experts"
+    yield from _exports(config)
+
+
+def _exports(config: PretrainConfig) -> Iterator[str]:
+    flags = config.checkpoint
+    every, interval = flags.export_hf_interval, flags.save_interval
+    if every is None:
+        if flags.export_hf is not None or flags.hf_model is not None:
+            yield f"{'--hf-model' if flags.export_hf is None else '--export-hf'} needs --export-hf-interval"
+        return
+    if flags.export_hf is None:
+        yield "--export-hf-interval needs --export-hf"
+    if interval is None or every % interval:
+        yield f"--export-hf-interval {every} must be a multiple of --save-interval, which is {interval}"
+    if flags.save_experts is not None:
+        yield "--export-hf-interval and --save-experts exclude each other: an export needs all experts"
+    from megatron.pretrain.checkpoint.hf_export import model_folder
+    from moe_ckpt.hugging_face.exporting import check_arguments
+
+    arguments = dataclasses.asdict(config.model) | dataclasses.asdict(config.moe)
+    arguments["moe_layer_freq"] = moe_layer_pattern(config.moe.moe_layer_freq)
+    try:
+        check_arguments(arguments, model_folder(flags))
+    except MoECheckpointError as error:
+        yield f"--export-hf-interval: {error}"
 
 
 def _partial_saves(config: PretrainConfig, save_experts: int) -> Iterator[str]:
@@ -257,6 +319,8 @@ def _partial_saves(config: PretrainConfig, save_experts: int) -> Iterator[str]:
             f"--save-experts {save_experts}: the distributed optimizer is saved in buckets that many parameters share, "
             "from which no expert can be left out; add --dist-ckpt-optim-fully-reshardable"
         )
+    if checkpoint.save_experts_scope == "optimizer" and not checkpoint.save_optim:
+        yield "--save-experts-scope optimizer and --no-save-optim exclude each other: nothing would be left out"
 
 
 def protection(config: PretrainConfig, environment: Environment) -> Iterator[str]:
@@ -265,6 +329,25 @@ def protection(config: PretrainConfig, environment: Environment) -> Iterator[str
         world_size=environment.world_size,
         num_experts=config.moe.num_experts or 0,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        stages=config.parallel.pipeline_model_parallel_size,
+        signs_saves=bool(config.checkpoint.save or config.checkpoint.load),
+    )
+
+
+def elasticity(config: PretrainConfig, environment: Environment) -> Iterator[str]:
+    layout, training, elastic = config.parallel, config.training, config.moe_checkpoint.elastic
+    if elastic is None:
+        return
+    pp, tp = layout.pipeline_model_parallel_size, layout.tensor_model_parallel_size
+    experts = (layout.expert_tensor_parallel_size or tp) * layout.expert_model_parallel_size
+    yield from unfit(
+        ElasticRange.parse(elastic),
+        world_size=environment.world_size,
+        replica_ranks=tp * pp * layout.context_parallel_size,
+        node_ranks=environment.node_ranks,
+        expert_ranks=experts * pp if config.moe.num_experts is not None else 1,
+        global_batch=training.global_batch_size or 0,
+        micro_batch=training.micro_batch_size or 1,
     )
 
 
@@ -278,4 +361,4 @@ def determinism(config: PretrainConfig, _: Environment) -> Iterator[str]:
 
 
 BEFORE_DEFAULTS = (required, devices, layout)
-AFTER_DEFAULTS = (batches, model, experts, precision, fp8, schedule, checkpoints, protection, determinism)
+AFTER_DEFAULTS = (batches, model, experts, precision, fp8, schedule, checkpoints, protection, elasticity, determinism)

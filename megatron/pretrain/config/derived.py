@@ -13,6 +13,7 @@ from megatron.pretrain.errors import InvalidInput
 class Environment:
     """What the machine offers: number of ranks in the job, a CUDA device, packages with kernels that can be imported.
 
+    node_ranks: Ranks of each node; 1 where that is not known.
     engine_on_cpu: Whether the kernels of Transformer Engine are those of `te_on_cpu`.
     """
 
@@ -21,6 +22,7 @@ class Environment:
     transformer_engine: bool
     apex: bool = False
     engine_on_cpu: bool = False
+    node_ranks: int = 1
 
     def has_engine_for(self, device: str) -> bool:
         """Whether Transformer Engine can run on `device`."""

@@ -43,6 +43,17 @@ class ModelConfig:
         "transformer implementation (default: transformer_engine where it is installed and on --device cuda)",
         choices=("local", "transformer_engine"),
     )
+    multi_latent_attention: bool = flag(False, "multi-head latent attention (MLA), as in DeepSeek-V2 and V3")
+    q_lora_rank: int | None = flag(None, "rank of queries, with --multi-latent-attention (default: full)", minimum=1)
+    kv_lora_rank: int = flag(32, "rank of keys and values, likewise", minimum=1)
+    qk_head_dim: int = flag(128, "size of a head of queries and keys without positions, likewise", minimum=1)
+    qk_pos_emb_head_dim: int = flag(64, "size of the rotated part of a head, likewise", minimum=1)
+    v_head_dim: int = flag(128, "size of a head of values, likewise", minimum=1)
+    rope_type: str | None = flag(None, "rotary embedding, likewise (default: yarn)", choices=("rope", "yarn"))
+    rotary_scaling_factor: float = flag(1.0, "stretch of positions, with --rope-type yarn", minimum=1)
+    original_max_position_embeddings: int = flag(4096, "positions before the stretch, likewise", minimum=1)
+    mscale: float = flag(1.0, "scale of rotated heads by the stretch, likewise", minimum=0)
+    mscale_all_dim: float = flag(0.0, "scale of the attention's logits by the stretch, likewise", minimum=0)
     recompute_granularity: str | None = flag(None, "activation recomputation", choices=("full", "selective"))
     recompute_method: str | None = flag(
         None, "with full recomputation: how layers are grouped", choices=("uniform", "block")
@@ -83,6 +94,9 @@ class MoEConfig:
         None, "capacity factor of each expert; tokens above it are dropped", minimum=0
     )
     moe_pad_expert_input_to_capacity: bool = flag(False, "pad each expert's input to its capacity")
+    freeze_experts: bool = flag(
+        False, "train all but routed experts, which stay as they were loaded or initialized (MoC Table 4, FT-w.o.E)"
+    )
     moe_token_drop_policy: str = flag("probs", "which tokens are dropped first", choices=("probs", "position"))
     moe_token_dispatcher_type: str = flag("allgather", "token dispatcher", choices=("allgather", "alltoall", "flex"))
     moe_grouped_gemm: bool = flag(False, "grouped experts of Transformer Engine instead of sequential ones")

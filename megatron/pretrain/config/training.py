@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.dist_checkpointing.moe.config import flag
+from megatron.core.dist_checkpointing.moe.policy.expert_choice import SELECTIONS
+from megatron.core.dist_checkpointing.moe.policy.partial import PEC_SCOPES
 
 
 @dataclass(frozen=True)
@@ -157,9 +159,29 @@ class CheckpointConfig:
     )
     save_experts: int | None = flag(
         None,
-        "experts per MoE layer in each checkpoint, in turn; the others stay in older ones (default: all)",
+        "experts per MoE layer in each checkpoint; the others stay in older ones (default: all)",
         metavar="K",
         minimum=1,
+    )
+    save_experts_selection: str = flag(
+        "sequential",
+        "with --save-experts: experts in turn, or those with the most tokens since they were last saved",
+        choices=SELECTIONS,
+    )
+    save_experts_scope: str = flag(
+        "both",
+        "with --save-experts: what is left out of the other experts: their weights, of all precisions; the moments of "
+        "the optimizer; or both",
+        choices=tuple(PEC_SCOPES),
+    )
+    export_hf_interval: int | None = flag(
+        None, "iterations between exports of the weights for Hugging Face; of those that are saved", minimum=1
+    )
+    export_hf: str | None = flag(None, "where exports are written, with --export-hf-interval", metavar="DIR")
+    hf_model: str | None = flag(
+        None,
+        "folder with the config and tokenizer that exports carry along (default: made from the flags)",
+        metavar="DIR",
     )
     keep_last: int | None = flag(
         None, "checkpoints to keep in --save; older ones are removed (default: all)", metavar="N", minimum=1

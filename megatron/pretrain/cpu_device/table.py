@@ -62,6 +62,12 @@ _TENSORS = (
 
 _MEGATRON = (
     Patch(
+        "megatron.core.dist_checkpointing.mapping:ShardedTensor",
+        "init_data",
+        tensors.init_data,
+        'its default is the function that makes tensors as it was when core was imported, and is given `device="cuda"`',
+    ),
+    Patch(
         "megatron.core.transformer.moe.moe_utils",
         "te_general_gemm",
         lambda original: None if original is ABSENT else original,

@@ -45,6 +45,16 @@ def to(original: Any) -> Any:
     return to
 
 
+def init_data(original: Any) -> Any:
+    """For `ShardedTensor.init_data`: the CPU wherever a CUDA device is named."""
+
+    @functools.wraps(original)
+    def init_data(self: Any, device: Any, init_fn: Any = torch.empty) -> None:
+        original(self, _on_cpu(device), init_fn)
+
+    return init_data
+
+
 def cuda(original: Any) -> Any:
     """For `Tensor.cuda`: the tensor itself."""
 

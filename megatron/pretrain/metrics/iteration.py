@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.dist_checkpointing.moe import ProtectionReport
+from megatron.core.dist_checkpointing.moe import ProtectionReport, WaitReport
 
 VERSION = 1
 """Of the lines. A reader that does not know a field, or a kind of line, passes it by."""
@@ -54,10 +54,16 @@ class IterationReport:
     """What the passes took, as far as the device has come."""
     slowed_s: float | None = None
     """By how much copies beside them made the newest such passes longer; None where no others are known."""
+    pipeline_waits: list[dict[str, Any]] | None = None
+    """With `--moe-ckpt-copy-placement bubbles`, of each pipeline stage, the mean of its ranks, one iteration late: for
+    how long it waited for others in the passes, what the schedule lets expect, the bytes that began to be copied and
+    sent in these waits, and by how much the latest of them ended after its wait; see `WaitReport`."""
     snapshot_bytes: int = 0
     replicated_bytes: int = 0
     persisted_bytes: int = 0
     """Bytes that this rank began to copy to memory, sent to peers, and wrote to storage, since the report before."""
+    spared_bytes: int = 0
+    """Bytes of the replicas that peers got meanwhile which they made from what they hold, or from gradients."""
     protection: str | None = None
     protection_since: int | None = None
     """How safe the newest snapshot in memory is, and since which iteration it is so; None without snapshots."""
@@ -105,6 +111,18 @@ def _lost(done: ProtectionReport) -> dict[str, Any] | None:
     }
 
 
+def _waits(stage: WaitReport) -> dict[str, float]:
+    """Of one pipeline stage, next to what its schedule lets expect."""
+    return {
+        "waited_s": stage.waited_s,
+        "estimated_s": stage.estimated_s,
+        "passes_s": stage.passes_s,
+        "copied_bytes": stage.copied_bytes,
+        "sent_bytes": stage.sent_bytes,
+        "overrun_s": stage.overrun_s,
+    }
+
+
 def protection_fields(done: ProtectionReport | None, *, with_tokens: bool) -> dict[str, Any]:
     """What checkpointing did, as fields of an `IterationReport`."""
     if done is None:
@@ -112,9 +130,11 @@ def protection_fields(done: ProtectionReport | None, *, with_tokens: bool) -> di
     return {
         "snapshot_bytes": done.snapshot_bytes,
         "replicated_bytes": done.replicated_bytes,
+        "spared_bytes": done.spared_bytes,
         "persisted_bytes": done.persisted_bytes,
         "passes_s": done.passes_s,
         "slowed_s": done.slowed_s,
+        "pipeline_waits": [_waits(stage) for stage in done.waits] or None,
         "protection": done.protection.state.name.lower(),
         "protection_since": done.protection.since_iteration,
         "protected_iteration": done.protected_iteration,
@@ -161,6 +181,11 @@ def checkpoint_scalars(report: IterationReport) -> dict[str, float]:
             "checkpoint/stall (s)": report.stall_s,
             "checkpoint/slowed (s)": report.slowed_s,
             "checkpoint/passes (s)": report.passes_s,
+            **{
+                f"pipeline/stage {stage} {name} (s)": row[f"{name}_s"]
+                for stage, row in enumerate(report.pipeline_waits or ())
+                for name in ("waited", "estimated")
+            },
             "checkpoint/bytes copied": report.snapshot_bytes,
             "checkpoint/bytes sent": report.replicated_bytes,
             "checkpoint/bytes written": report.persisted_bytes,

@@ -56,6 +56,10 @@ class Metrics:
         """Write the timeline of a recovery, after which training stands behind `iteration`."""
         self._each(lambda sink: sink.recovered(timeline, iteration))
 
+    def loaded(self, load: Mapping[str, Any]) -> None:
+        """Write how fast a checkpoint was loaded."""
+        self._each(lambda sink: sink.loaded(load))
+
     def _each(self, action: Callable[[MetricsSink], None]) -> None:
         for sink in list(self._sinks):
             try:

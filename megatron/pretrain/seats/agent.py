@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch.distributed import DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.launcher import api as launcher
 
 from megatron.pretrain.seats.meeting import AgentsMeeting, Place, WorkersPlace
 from megatron.pretrain.seats.process import SeatProcess
@@ -251,15 +248,3 @@ class SeatAgent(LocalElasticAgent):
 def _identity(environment: Mapping[str, str]) -> str:
     """What a process that stays has to keep: its ranks, and the size of the job."""
     return " ".join(environment[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-
-
-@contextlib.contextmanager
-def seated_workers(standbys: int) -> Iterator[None]:
-    """In this block torch's launchers, `run` and `elastic_launch`, seat workers if there are standbys."""
-    own = launcher.LocalElasticAgent
-    if standbys:
-        launcher.LocalElasticAgent = partial(SeatAgent, standbys=standbys)
-    try:
-        yield
-    finally:
-        launcher.LocalElasticAgent = own

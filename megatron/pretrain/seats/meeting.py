@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import Store, TCPStore
+
+from megatron.pretrain.bound_store import bound_store, is_address
+
+WAITS = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
@@ -67,12 +72,36 @@ class AgentsMeeting:
         if number:
             told: list[Any] = json.loads(self._store.get("seats/workers"))
             return WorkersPlace(*told)
-        # For all interfaces, as torch's own, and at a free port: agents may meet at the one that was named.
-        own = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        host = address or socket.getfqdn()
+        own = workers_store(host)
         start = max(int(self._store.get(f"seats/starts/{node}")) for node in range(self._nodes))
-        place = WorkersPlace(address or socket.getfqdn(), own.port, start, own)
+        place = WorkersPlace(host, own.port, start, own)
         self._store.set("seats/workers", json.dumps([place.address, place.port, place.start]))
         return place
+
+
+def workers_store(host: str) -> TCPStore:
+    """A store in this process at a free port, since agents may meet at the one that was named; reached at `host`.
+
+    At that address alone, where it is one of this machine; a name may lead elsewhere here than on other nodes, so for a
+    name on all interfaces, as torch's own, but on those of IPv4 alone where it stands for nothing else. Torch's server
+    (2.13 to 2.15) asks for the name of whoever connects, on the one thread that serves all. Its own socket is open for
+    both families: then no file of hosts knows an IPv4 address, a name server is asked each time, and one lost answer
+    holds all ranks up for 5 s.
+    """
+    if is_address(host):
+        with suppress(OSError):  # of a service in front of this node
+            return bound_store(host, timeout=WAITS)
+    if _is_ipv4(host):
+        return bound_store("0.0.0.0", timeout=WAITS)
+    return TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=WAITS)
+
+
+def _is_ipv4(host: str) -> bool:
+    try:
+        return all(found[0] == socket.AF_INET for found in socket.getaddrinfo(host, None))
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True)

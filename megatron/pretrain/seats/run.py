@@ -3,7 +3,9 @@
     moe-ckpt-run --moe-ckpt-standbys 8 [options of torchrun] SCRIPT [flags]
 
 The script calls `take_seat` of `megatron.core.dist_checkpointing.moe` once it has imported what it needs; one that does
-not gets new processes, as under torchrun. Everything else is torchrun's.
+not gets new processes, as under torchrun. It can also leave a sick node (`--moe-ckpt-strikes`,
+`--moe-ckpt-health-check`) with exit code 75, and end ranks that hang (`--moe-ckpt-hang-timeout`). Everything else is
+torchrun's.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from collections.abc import Sequence
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.run import get_args_parser, run
 
+from megatron.pretrain.processes import NODE_LEAVES
+from megatron.pretrain.seats.hygiene_options import HygieneOptions
 from moe_ckpt.megatron_core import refuse_unsupported_versions
 
 # What torchrun does when it starts a process: before a standby has a rank.
@@ -24,11 +28,15 @@ _AT_START = {"redirects": "0", "tee": "0", "run_path": False, "numa_binding": No
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a job to its end; ends as torchrun does."""
     refuse_unsupported_versions()
-    from megatron.pretrain.seats.agent import seated_workers  # once Megatron-Core is skipped
+    from megatron.pretrain.seats.careful import NodeLeaves, own_agents  # once Megatron-Core is skipped
 
     options = parse_options(argv)
-    with seated_workers(options.moe_ckpt_standbys):
-        record(run)(options)
+    try:
+        with own_agents(options.moe_ckpt_standbys, HygieneOptions.of(options)):
+            record(run)(options)
+    except NodeLeaves as error:
+        sys.stderr.write(f"moe-ckpt-run: {error}\n")
+        sys.exit(NODE_LEAVES)
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -43,6 +51,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
         help="processes per node that wait with all imports done to take the seats of lost ranks, while the other ranks"
         " keep their processes (0: as torchrun)",
     )
+    HygieneOptions.add_flags(parser, "moe-ckpt-")
     options = parser.parse_args(argv)
     if options.moe_ckpt_standbys < 0:
         parser.error(f"--moe-ckpt-standbys {options.moe_ckpt_standbys}: give how many, 0 for none")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,17 +17,20 @@ from moe_ckpt.dense.merged import open_merged
 MARK = "0123456789abcdef"
 FIRST = Chain(2, {0: (2, 2), 3: (2, 2)}, {2: MARK}, 0, 4, "bf16")
 SECOND = FIRST.followed_by(5, MARK[::-1], [expert(0, 1), expert(3, 0)], 1)
+SCOPED = replace(SECOND, scope="weights")
+COUNTED = replace(SECOND, unsaved={0: (7, 0), 3: (0, 4)}, ages={0: (1, 0), 3: (0, 1)})
 STACKED = "optimizer.state.exp_avg.decoder.layers.mlp.experts.experts.linear_fc1.weight"
 APART = "decoder.layers.3.mlp.experts.experts.linear_fc1.weight"
 
 
-@pytest.mark.parametrize("chain", [FIRST, SECOND])
+@pytest.mark.parametrize("chain", [FIRST, SECOND, SCOPED, COUNTED])
 def test_what_is_read_is_what_was_written(chain: Chain) -> None:
     assert decode(encode(chain), "it") == chain
 
 
-def test_a_manifest_with_any_byte_changed_is_refused() -> None:
-    content = encode(SECOND)
+@pytest.mark.parametrize("chain", [SECOND, replace(COUNTED, scope="optimizer")])
+def test_a_manifest_with_any_byte_changed_is_refused(chain: Chain) -> None:
+    content = encode(chain)
     for at in range(len(content)):
         for change in (1, 0x20):
             damaged = content[:at] + bytes([content[at] ^ change]) + content[at + 1 :]
@@ -44,8 +48,13 @@ def test_a_manifest_cut_short_anywhere_is_refused() -> None:
 def test_a_manifest_of_a_newer_format_is_refused_as_such() -> None:
     body = unframed("chain", encode(FIRST))
     assert body is not None
-    with pytest.raises(NewerFormat, match="format 2"):
-        decode(framed("chain", body.replace(b'"format":1', b'"format":2')), "it")
+    with pytest.raises(NewerFormat, match="format 3"):
+        decode(framed("chain", body.replace(b'"format":1', b'"format":3')), "it")
+
+
+def test_a_chain_of_whole_experts_in_turn_is_written_so_that_older_versions_read_it() -> None:
+    for chain, version in ((SECOND, b'"format":1,'), (SCOPED, b'"format":2,'), (COUNTED, b'"format":2,')):
+        assert version in encode(chain)
 
 
 def test_an_unreadable_manifest_is_no_missing_one(tmp_path: Path) -> None:
@@ -74,6 +83,40 @@ def test_staleness_is_told_by_layer_in_iterations() -> None:
         "layer 3: experts 0 of iteration 5; 1 of iteration 2, 3 behind",
     )
     assert FIRST.staleness() == ()
+    assert SCOPED.staleness()[0] == "layer 0: weights of experts 1 of iteration 5; 0 of iteration 2, 3 behind"
+    assert COUNTED.staleness()[1].endswith("1 of iteration 2, 3 behind; 4 routed tokens' updates lost")
+
+
+@pytest.mark.parametrize(("scope", "older"), [("weights", {"weight", "master"}), ("optimizer", {"exp_avg"})])
+def test_of_an_expert_with_an_older_copy_only_what_the_scope_names_is_loaded_from_it(
+    scope: str, older: set[str]
+) -> None:
+    names = {
+        "weight": "decoder.layers.mlp.experts.experts.linear_fc1.weight",
+        "master": "chained_1.optimizer.state.fp32_param.decoder.layers.mlp.experts.experts.linear_fc1.weight",
+        "exp_avg": "chained_1.optimizer.state.exp_avg.decoder.layers.mlp.experts.experts.linear_fc1.weight",
+    }
+    chain = replace(SECOND, scope=scope)
+    sources = {short: chain.source(expert(0, 0), name) for short, name in names.items()}
+    assert sources == {short: 2 if short in older else 5 for short in names}
+    assert {chain.source(expert(0, 1), name) for name in names.values()} == {5}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"scope": "all"},
+        {"unsaved": {0: (1, 1)}},
+        {"unsaved": COUNTED.unsaved},
+        {"ages": COUNTED.ages},
+        {"unsaved": {**COUNTED.unsaved, 0: (1, -1)}, "ages": COUNTED.ages},
+        {"unsaved": COUNTED.unsaved, "ages": {**COUNTED.ages, 0: (1,)}},
+    ],
+    ids=str,
+)
+def test_an_unknown_scope_and_tokens_of_other_experts_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(UsageError):
+        replace(SECOND, **changes)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,13 @@ def resolved(flags: str) -> PretrainConfig:
         (f"{EXPERTS} --save here --save-experts 5", "--save-experts 5 must be at most --num-experts 4"),
         (f"{EXPERTS} --save here --save-experts 1 --moe-layer-freq [0]*4", "has no layer with experts"),
         (f"{DENSE} --save here --save-experts 1", "--save-experts 1 needs --num-experts"),
+        (f"{EXPERTS} --save here --save-experts-selection load-aware", "load-aware needs --save-experts"),
+        (f"{EXPERTS} --save here --save-experts-scope weights", "weights needs --save-experts"),
+        (f"{EXPERTS} --save here --save-experts 1 --save-experts-scope all", "invalid choice"),
+        (
+            f"{EXPERTS} --save here --save-experts 1 --save-experts-scope optimizer --no-save-optim",
+            "nothing would be left out",
+        ),
         (f"{DISTRIBUTED} --save-experts 1", "add --dist-ckpt-optim-fully-reshardable"),
     ],
 )
@@ -41,7 +48,8 @@ def test_flags_that_cannot_leave_experts_out_are_refused(flags: str, reason: str
     "flags",
     [
         f"{EXPERTS} --save here --save-experts 1",
-        f"{EXPERTS} --save here --save-experts 4",
+        f"{EXPERTS} --save here --save-experts 4 --save-experts-selection load-aware",
+        f"{EXPERTS} --save here --save-experts 4 --save-experts-scope weights --no-save-optim",
         f"{DISTRIBUTED} --save-experts 1 --dist-ckpt-optim-fully-reshardable",
         f"{DISTRIBUTED} --save-experts 1 --no-save-optim",
     ],

@@ -14,18 +14,22 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from megatron.core.dist_checkpointing.moe.errors import PeerLost
+from megatron.core.dist_checkpointing.moe.seats import seat as seat_module
 from megatron.core.dist_checkpointing.moe.seats.channel import DESCRIPTOR, VERSION, Channel
 from megatron.core.dist_checkpointing.moe.seats.channel import LAUNCHER_VERSION as VERSION_OF
 from megatron.core.dist_checkpointing.moe.seats.seat import Seat
 from megatron.core.dist_checkpointing.moe.stock import flags
-from megatron.pretrain.seats.meeting import AgentsMeeting, Place, settled
+from megatron.pretrain import rendezvous
+from megatron.pretrain.seats.meeting import AgentsMeeting, Place, settled, workers_store
 from megatron.pretrain.seats.process import SeatProcess, may_leave_idle_class
 from megatron.pretrain.seats.run import parse_options
 
@@ -191,6 +195,44 @@ def test_a_rank_that_waits_for_others_hangs_up_when_its_launcher_calls_it_off(
     assert not seat.is_called_off
 
 
+def test_a_seat_that_is_called_off_before_it_is_taken_is_given_back_for_the_next(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seat, launcher, hung_up = kept_seat(ends, monkeypatch)
+
+    def another_is_lost() -> None:
+        launcher.send({"seat": {"RANK": "1", "MASTER_PORT": "7"}})
+        launcher.send({"leave": True})
+        until = time.monotonic() + 5
+        while not hung_up and time.monotonic() < until:
+            time.sleep(0.01)
+        assert seat.is_called_off
+        assert launcher.receive(1.0) == [{"stays": True}, {"left": True}, {"left": True}]
+        launcher.send({"seat": {"RANK": "2", "MASTER_PORT": "8"}})
+
+    seat.leave(5.0, meanwhile=another_is_lost)
+    assert (os.environ["RANK"], os.environ["MASTER_PORT"]) == ("2", "8")
+    assert not seat.is_called_off
+
+
+def test_a_seat_that_is_called_off_while_it_is_taken_stays_called_off(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seat, launcher, hung_up = kept_seat(ends, monkeypatch)
+    launcher.send({"seat": {"RANK": "1"}})
+
+    def slowly() -> float:
+        launcher.send({"leave": True})
+        until = time.monotonic() + 5
+        while not hung_up and time.monotonic() < until:
+            time.sleep(0.01)
+        return 7.0
+
+    monkeypatch.setattr(seat_module, "time", SimpleNamespace(time=slowly))
+    seat.leave(5.0)
+    assert seat.is_called_off
+
+
 def test_a_rank_whose_launcher_does_not_answer_ends(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     seat, _, _ = kept_seat(ends, monkeypatch)
     with pytest.raises(PeerLost, match=r"waited 0\.1 s for its launcher"):
@@ -224,6 +266,25 @@ def test_nodes_keep_their_numbers_where_they_can_and_each_gets_one(found: list[P
         if place is not None and place.nodes == nodes and place.number < nodes and place.number not in first:
             first.add(place.number)
             assert number == place.number
+
+
+def test_a_store_at_an_ipv4_address_sees_ipv4_addresses_which_a_file_of_hosts_may_name() -> None:
+    store = workers_store("127.0.0.1")
+    socket.create_connection(("127.0.0.1", store.port)).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("::1", store.port))
+    store.set("key", "value")
+    assert TCPStore("127.0.0.1", store.port, is_master=False).get("key") == b"value"
+
+
+def test_nodes_that_meet_again_look_often_and_then_as_seldom_as_torchrun() -> None:
+    pause = vars(dynamic_rendezvous)["_delay"]  # a function of that module that has no name for others
+    begun_s = time.monotonic()
+    with rendezvous.pausing_at_most(0.02):
+        pause(seconds=5)
+    assert time.monotonic() - begun_s < 4
+    pause(seconds=0.1)
+    assert time.monotonic() - begun_s >= 0.1
 
 
 def test_agents_of_two_nodes_agree_on_numbers_and_on_where_their_workers_meet() -> None:

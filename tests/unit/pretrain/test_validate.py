@@ -36,14 +36,23 @@ def refusal(flags: str, environment: Environment = FOUR_CPU_RANKS) -> str:
 
 REFUSED = {
     "--moe-ckpt-interval 3": "--moe-ckpt-interval has no effect with --moe-ckpt-strategy none",
+    "--moe-ckpt-secret-file s": "--moe-ckpt-secret-file has no effect with --moe-ckpt-strategy none",
     "--moe-ckpt-strategy selectively": "selectively",
     "--moe-ckpt-strategy full --moe-ckpt-interval 0": "--moe-ckpt-interval 0 must be at least 1",
     "--moe-ckpt-strategy full --moe-ckpt-pec-k-snapshot 2": "is for --moe-ckpt-strategy pec, not full",
     "--moe-ckpt-strategy full --moe-ckpt-interval-policy daly": "needs --moe-ckpt-mtbf-s",
     "--moe-ckpt-strategy full --moe-ckpt-mtbf-s 100": "only with --moe-ckpt-interval-policy young or daly",
+    "--moe-ckpt-strategy full --moe-ckpt-persist-agent-s 9": "agent-s 9 needs --moe-ckpt-persist-dir",
     "--moe-ckpt-strategy full --moe-ckpt-persist-interval 5": "need --moe-ckpt-persist-dir",
     "--moe-ckpt-strategy full --moe-ckpt-interval 9 --moe-ckpt-persist-dir d --moe-ckpt-persist-interval 3": "is below",
     "--moe-ckpt-strategy full --moe-ckpt-replicas 4": "at most 3 are possible",
+    "--moe-ckpt-elastic 1:2": "has no effect with --moe-ckpt-strategy none",
+    "--moe-ckpt-strategy full --moe-ckpt-elastic 2:1": "must be MIN:MAX",
+    "--moe-ckpt-strategy full --moe-ckpt-elastic 3:4": "4 ranks make 2 data-parallel replicas",
+    "--moe-ckpt-strategy full --moe-ckpt-elastic 1:2": "2 ranks, which do not divide by ETP x EP x PP = 4",
+    "--moe-ckpt-strategy full --moe-ckpt-elastic 2:3 --expert-model-parallel-size 1": "size 1 x 3 replicas",
+    "--moe-ckpt-strategy sparse --moe-ckpt-elastic 2:4": "choose --moe-ckpt-strategy full, not sparse",
+    "--moe-ckpt-strategy full --moe-ckpt-elastic 2:4 --moe-ckpt-replicas 0": "whose state is then nowhere",
     "--moe-ckpt-strategy sparse --moe-ckpt-replicate gradients": "is for --moe-ckpt-strategy full or selective",
     "--moe-ckpt-strategy full --moe-ckpt-replicate gradients --moe-ckpt-interval 2": "a snapshot after each step, but",
     "--moe-ckpt-strategy full --moe-ckpt-replicate gradients --moe-ckpt-replicas 0": "no effect with",
@@ -170,6 +179,28 @@ def test_flags_of_eight_bits_need_what_they_stand_on(flags: str, why: str) -> No
     assert why in refusal(flags, CPU_WITH_ENGINE)
 
 
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--multi-latent-attention", "--multi-latent-attention needs --transformer-impl transformer_engine"),
+        ("--kv-lora-rank 16", "--kv-lora-rank needs --multi-latent-attention"),
+        ("--rope-type yarn", "--rope-type needs --multi-latent-attention"),
+        (
+            "--multi-latent-attention --transformer-impl transformer_engine --position-embedding-type none",
+            "needs --position-embedding-type rope, not none",
+        ),
+        (
+            "--multi-latent-attention --transformer-impl transformer_engine --position-embedding-type rope "
+            "--group-query-attention --num-query-groups 1",
+            "--multi-latent-attention and --group-query-attention exclude each other",
+        ),
+        ("--hf-model somewhere", "--hf-model needs --export-hf-interval"),
+    ],
+)
+def test_flags_of_latent_attention_and_of_exports_need_what_they_stand_on(flags: str, why: str) -> None:
+    assert why in refusal(flags, CPU_WITH_ENGINE)
+
+
 def test_weights_in_blocks_are_refused_on_gpus_too() -> None:
     on_gpus = Environment(world_size=4, cuda=True, transformer_engine=True)
     flags = f"--device cuda {ON_ENGINE} --fp8-recipe mxfp8"
@@ -219,6 +250,15 @@ def test_partial_experts_need_experts() -> None:
     flags = GOOD.replace("--num-experts 4", "").replace("--expert-model-parallel-size 2", "").split()
     with pytest.raises(InvalidInput, match="pec needs --num-experts"):
         resolve(parse_config([*flags, "--moe-ckpt-strategy", "pec"]), FOUR_CPU_RANKS)
+
+
+def test_only_experts_that_there_are_can_be_frozen() -> None:
+    assert resolved("--freeze-experts").moe.freeze_experts
+    flags = GOOD.replace("--num-experts 4", "").replace("--expert-model-parallel-size 2", "").split()
+    with pytest.raises(InvalidInput, match="--freeze-experts needs --num-experts"):
+        resolve(parse_config([*flags, "--freeze-experts"]), FOUR_CPU_RANKS)
+    with pytest.raises(InvalidInput, match=r"--freeze-experts: --moe-layer-freq .* has no layer with experts"):
+        resolved("--freeze-experts --moe-layer-freq [0]*4")
 
 
 @pytest.mark.parametrize("window", ["auto", "1", "12"])

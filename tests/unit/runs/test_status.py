@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import Protection, ProtectionState
 from megatron.core.dist_checkpointing.moe.runtime import status as published
-from megatron.core.dist_checkpointing.moe.runtime.status import StatusBoard, address_of
+from megatron.core.dist_checkpointing.moe.runtime.status import StatusBoard, readable
 from megatron.core.dist_checkpointing.moe.snapshot.coordinator import ProtectionReport
 from megatron.core.dist_checkpointing.moe.storage.ownership import OWNER_FILE
 from moe_ckpt.commands.main import commands
@@ -60,7 +60,9 @@ def shown(folder: Path, store: Any, rank: int, report: ProtectionReport, node: s
 
 def store_of(store: Any) -> Any:
     """A client of its own, without prefix."""
-    return TCPStore(*address_of(store), is_master=False, wait_for_workers=False)  # type: ignore[misc]
+    root = readable(store)
+    assert root is not None
+    return TCPStore(root.host, root.port, is_master=False, wait_for_workers=False)
 
 
 def status(*arguments: object) -> Result:
@@ -108,7 +110,7 @@ def test_several_jobs_are_told_apart(store: TCPStore, tmp_path: Path) -> None:
 
 
 def test_an_empty_memory_dir_has_no_job(tmp_path: Path) -> None:
-    assert "holds no slot of a job" in str(status(tmp_path).exception)
+    assert "holds no memory of a job: none runs here" in str(status(tmp_path).exception)
     slot(tmp_path, 0)
     assert "no status of a job" in str(status(tmp_path).exception)
 

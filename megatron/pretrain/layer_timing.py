@@ -1,0 +1,289 @@
+"""Times Megatron-Core's own layers in a small job, and how that comes back: what `moe-ckpt profile` starts.
+
+    LAYER_TIMING=settings.json python -m megatron.pretrain.launch --nproc-per-node N --max-restarts 1 \\
+        megatron/pretrain/layer_timing.py FLAGS OF THE DRIVER
+
+The job has as many layers per pipeline stage as a pattern says, and is built as the driver builds every job: layers of
+Megatron-Core under DistributedDataParallel, its optimizer, its pipeline schedules. All ranks compute at once, as in
+training, so what they take from each other on one machine is in the figures. At last one rank is killed, and what the
+launcher starts then notes when it could train.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import resource
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import megatron.pretrain.core_import  # noqa: F401  # before all that imports Megatron-Core
+from megatron.core.dist_checkpointing.moe import Timestamps
+from megatron.core.dist_checkpointing.moe.storage.manifest import checksum
+from megatron.pretrain.config import PretrainConfig, parse_config
+from megatron.pretrain.config.validate import resolve
+from megatron.pretrain.initialize import Launch, initialize, probe_environment
+from megatron.pretrain.worker import run_worker
+
+SETTINGS = "LAYER_TIMING"
+"""Environment variable with the file of the settings."""
+
+FEW, MANY = 1, 3
+"""Microbatches of the two passes whose difference is what one more takes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What to time. patterns: layers of a stage, 1 with experts and 0 without. micro_batch_sizes: ascending. repeats:
+    of each, of which the median counts. copied_bytes: of the block that is copied to the host beside training. result,
+    killed, back: files for what was found, and for when a rank was killed and all were back; progress: one that gets a
+    character after each row."""
+
+    patterns: tuple[tuple[int, ...], ...]
+    micro_batch_sizes: tuple[int, ...]
+    repeats: int
+    copied_bytes: int
+    result: str
+    progress: str
+    killed: str
+    back: str
+
+    @staticmethod
+    def read(path: Path) -> Settings:
+        """As `moe-ckpt profile` wrote them."""
+        values = json.loads(path.read_text())
+        values["patterns"] = tuple(map(tuple, values["patterns"]))
+        return Settings(**values | {"micro_batch_sizes": tuple(values["micro_batch_sizes"])})
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code, see `run_worker`."""
+    return run_worker(argv, partial(time_layers, argv, Settings.read(Path(os.environ[SETTINGS]))))
+
+
+def time_layers(
+    argv: Sequence[str], settings: Settings, config: PretrainConfig, launch: Launch, _marks: Timestamps
+) -> None:
+    """Time all patterns and lose a rank; after the restart only note when everything was built."""
+    environment = probe_environment(launch.world_size, launch.node_ranks)
+    stages = config.parallel.pipeline_model_parallel_size
+    configs = [resolve(parse_config([*argv, *_depth(pattern, stages)]), environment) for pattern in settings.patterns]
+    initialize(configs[0], launch)
+    is_back = launch.attempt > 0
+    found: dict[str, Any] = {"ready_at_s": _back(configs[0])} if is_back else _timed(configs, settings)
+    if launch.rank == 0:
+        Path(settings.back if is_back else settings.result).write_text(json.dumps(found))
+    if not is_back:
+        _lose_a_rank(launch, settings)
+
+
+def _back(config: PretrainConfig) -> float:
+    """When the last rank of a restarted job had built everything, in seconds since 1970."""
+    TimedJob(config)
+    return _slowest(time.time())
+
+
+def _lose_a_rank(launch: Launch, settings: Settings) -> None:
+    """The last one, by SIGKILL, while the others wait for it in a collective, as in training."""
+    import torch
+
+    torch.distributed.barrier()
+    if launch.rank == launch.world_size - 1:
+        Path(settings.killed).write_text(json.dumps({"at_s": time.time()}))
+        os.kill(os.getpid(), signal.SIGKILL)
+    torch.distributed.barrier()
+
+
+def _depth(pattern: Sequence[int], stages: int) -> list[str]:
+    """Flags for a job each of whose stages has these layers."""
+    layers = [*pattern] * stages
+    experts = ["--moe-layer-freq", repr(layers)] if any(pattern) else []
+    return ["--num-layers", str(len(layers)), *experts]
+
+
+def _timed(configs: Sequence[PretrainConfig], settings: Settings) -> dict[str, Any]:
+    """Rows for each pattern and size, the largest also with frozen layers; and copies beside training."""
+    rows: list[dict[str, Any]] = []
+    found: dict[str, Any] = {"rows": rows}
+    for config, pattern in zip(configs, settings.patterns, strict=True):
+        job = TimedJob(config)
+        for size in settings.micro_batch_sizes:
+            rows.append({"layers": pattern} | job.measured(size, settings.repeats))
+            _advance(settings)
+        rows[-1]["frozen_s"] = job.frozen_s(settings.micro_batch_sizes[-1], settings.repeats)
+        _advance(settings)
+        if pattern == settings.patterns[-1]:
+            found["copies"] = job.beside_copies(settings)
+    return found
+
+
+def _advance(settings: Settings) -> None:
+    if Launch.from_environment().rank == 0:
+        with Path(settings.progress).open("a") as file:
+            file.write(".")
+
+
+class TimedJob:
+    """One training job, built as the driver does, with batches of chance."""
+
+    def __init__(self, config: PretrainConfig) -> None:
+        import torch
+
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.pretrain.assemble import build_state
+        from megatron.pretrain.tokenizer import build_tokenizer
+
+        self._config, self._torch = config, torch
+        tokenizer = build_tokenizer("NullTokenizer", None, config.data.vocab_size)
+        self._state, transformer = build_state(config, tokenizer)
+        self._vocab_size = tokenizer.vocab_size
+        transformer.grad_scale_func = self._state.optimizer.scale_loss
+        transformer.finalize_model_grads_func = finalize_model_grads
+        for chunk in self._state.chunks:
+            chunk.train()
+
+    def measured(self, size: int, repeats: int) -> dict[str, Any]:
+        """Seconds of one more microbatch of `size` samples, of the fewest, of the optimizer's step; bytes at peak."""
+        for count in (FEW, MANY):
+            self.passes(size, count)
+        few, many, steps = [], [], []
+        for _ in range(repeats):
+            few.append(_slowest(self.passes(size, FEW)))
+            many.append(_slowest(self.passes(size, MANY)))
+            steps.append(_slowest(self._clocked(self._state.optimizer.step)))
+        return {
+            "micro_batch_size": size,
+            "microbatch_s": (statistics.median(many) - statistics.median(few)) / (MANY - FEW),
+            "fewest_s": statistics.median(few),
+            "step_s": statistics.median(steps),
+            "parameters": int(_slowest(sum(p.numel() for chunk in self._state.chunks for p in chunk.parameters()))),
+            "memory_bytes": int(_slowest(self._peak_bytes())),
+        }
+
+    def frozen_s(self, size: int, repeats: int) -> float:
+        """Seconds of one more microbatch while no layer has weight gradients."""
+        decoders = [one for chunk in self._state.chunks for one in chunk.modules() if _is_decoder(one)]
+        for decoder in decoders:
+            decoder.requires_grad_(False)
+        found = self.measured(size, repeats)["microbatch_s"]
+        for decoder in decoders:
+            decoder.requires_grad_(True)
+        return float(found)
+
+    def beside_copies(self, settings: Settings) -> dict[str, float]:
+        """Seconds of a pass by itself and beside copies to the host without a pause, and bytes of these; in turns."""
+        size, alone, beside, copied = settings.micro_batch_sizes[-1], [], [], []
+        for _ in range(settings.repeats):
+            alone.append(_slowest(self.passes(size, MANY)))
+            with _copying(self._torch, settings.copied_bytes) as count:
+                beside.append(_slowest(self.passes(size, MANY)))
+            copied.append(count[0] * settings.copied_bytes)
+        return {
+            "alone_s": statistics.median(alone),
+            "beside_s": statistics.median(beside),
+            "copied_bytes": statistics.median(copied),
+        }
+
+    def passes(self, size: int, count: int) -> float:
+        """Seconds of forward and backward of `count` microbatches, with the reduction of gradients."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+        from megatron.pretrain.batches import forward_step
+
+        for chunk in self._state.chunks:
+            chunk.zero_grad_buffer()
+        self._state.optimizer.zero_grad()
+        batches = iter([self._batch(size) for _ in range(count)])
+        return self._clocked(
+            lambda: get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=batches,
+                model=self._state.chunks,
+                num_microbatches=count,
+                seq_length=self._config.training.seq_length,
+                micro_batch_size=size,
+                forward_only=False,
+            )
+        )
+
+    def _batch(self, size: int) -> dict[str, Any]:
+        torch, length = self._torch, self._config.training.seq_length
+        tokens = torch.randint(self._vocab_size, (size, length))
+        positions = torch.arange(length).expand(size, length)
+        mask = torch.ones(size, length)
+        return {"tokens": tokens, "labels": tokens, "position_ids": positions, "loss_mask": mask}
+
+    def _clocked(self, work: Any) -> float:
+        self._wait()
+        self._torch.distributed.barrier()
+        begun_s = time.perf_counter()
+        work()
+        self._wait()
+        return time.perf_counter() - begun_s
+
+    def _wait(self) -> None:
+        if self._config.parallel.device == "cuda":
+            self._torch.cuda.synchronize()
+
+    def _peak_bytes(self) -> int:
+        """Of the GPU, or of this process."""
+        if self._config.parallel.device == "cuda":
+            return int(self._torch.cuda.max_memory_allocated())
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _is_decoder(module: Any) -> bool:
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    return isinstance(module, TransformerBlock)
+
+
+@contextmanager
+def _copying(torch: Any, nbytes: int) -> Iterator[list[int]]:
+    """A block beside which this rank copies to host memory without a pause, and checksums what it copied, as it would a
+    snapshot; yielded is the number of copies."""
+    on_gpu = torch.cuda.is_initialized()
+    source = torch.ones(nbytes, dtype=torch.uint8, device="cuda" if on_gpu else "cpu")
+    target = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
+    ended, count = threading.Event(), [0]
+
+    def copy() -> None:
+        stream = torch.cuda.Stream() if on_gpu else None
+        while not ended.is_set():
+            if stream is None:
+                target.copy_(source)
+            else:
+                with torch.cuda.stream(stream):
+                    target.copy_(source, non_blocking=True)
+                stream.synchronize()
+            checksum(memoryview(target.numpy()))
+            count[0] += 1
+
+    thread = threading.Thread(target=copy, name="copies")
+    thread.start()
+    try:
+        yield count
+    finally:
+        ended.set()
+        thread.join(timeout=60)
+
+
+def _slowest(value: float) -> float:
+    """The highest of all ranks: a collective."""
+    import torch
+
+    found = torch.tensor([float(value)], dtype=torch.float64, device=torch.cuda.current_device())
+    torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
+    return float(found.item())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

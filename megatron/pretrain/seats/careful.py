@@ -1,0 +1,192 @@
+"""torch's elastic agent, on a node that leaves its job when it is sick, and that ends its ranks when they hang."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.launcher import api as launcher
+
+from megatron.core.dist_checkpointing.moe.seats.heartbeat import FOLDER, Beat, read_beat, stacks_signal
+from megatron.pretrain.processes import NODE_NAME
+from megatron.pretrain.seats.agent import SeatAgent
+from megatron.pretrain.seats.hygiene import Hung, Strikes, is_to_blame, judge
+from megatron.pretrain.seats.hygiene_options import HygieneOptions
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""How often heartbeats are read."""
+STACKS_S = 1.0
+"""How long processes may take to print their stacks before any is killed."""
+
+
+class NodeLeaves(SignalException):
+    """This node leaves the job, which goes on without it: so torch ends the ranks and keeps the rendezvous open."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{node_name()} leaves the job: {why}", signal.SIGTERM)
+
+
+def node_name() -> str:
+    """Of this node, as the job knows it."""
+    return os.environ.get(NODE_NAME) or os.uname().nodename
+
+
+class _Careful(LocalElasticAgent if TYPE_CHECKING else object):  # type: ignore[misc]
+    """Mixed into torch's agent, or ours. hygiene: what it watches for."""
+
+    def __init__(self, *arguments: Any, hygiene: HygieneOptions, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._hygiene, self._strikes = hygiene, Strikes(hygiene.strikes, hygiene.within_s)
+        self._beats = Path(tempfile.mkdtemp(prefix="moe-ckpt-beats-"))
+        os.environ[FOLDER] = str(self._beats)
+        self._looked_s = 0.0
+        self._printed, self._killed, self._blameless = set[int](), set[int](), set[int]()
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        check_health(self._hygiene.health_check, self._hygiene.health_s)
+        super()._rendezvous(worker_group)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._end_what_hangs()
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state is WorkerState.FAILED and self._hygiene.strikes:
+            self._note_failures(result)
+        return result
+
+    def run(self, *arguments: Any, **options: Any) -> RunResult:
+        """As torch's; its `_shutdown` is called at each restart too."""
+        try:
+            result: RunResult = super().run(*arguments, **options)
+        finally:
+            shutil.rmtree(self._beats, ignore_errors=True)
+        return result
+
+    def _pids(self) -> dict[int, int]:
+        """Of the ranks of this node, by local rank."""
+        raise NotImplementedError
+
+    def _note_failures(self, result: RunResult) -> None:
+        """Count them where a rank of this node is to blame. Raises NodeLeaves where that was once too often."""
+        for rank, failure in sorted(result.failures.items()):
+            pid, code = failure.pid, failure.exitcode
+            if pid in self._blameless or not is_to_blame(code, read_beat(self._beats, pid), signal.SIGTERM):
+                continue
+            count, most, within_s = self._strikes.add(time.monotonic()), self._hygiene.strikes, self._hygiene.within_s
+            what = f"rank {rank} ended with exit code {code}"
+            log.warning("%s: %s, failure %d of %d within %g s", node_name(), what, count, most, within_s)
+            if self._strikes.are_out:
+                raise NodeLeaves(f"its own ranks failed {count} times within {within_s:g} s, at last {what}")
+            return
+
+    def _end_what_hangs(self) -> None:
+        now_s = time.monotonic()
+        if not self._hygiene.hang_s or now_s - self._looked_s < LOOK_S:
+            return
+        self._looked_s = now_s
+        ranks = {pid: local_rank for local_rank, pid in self._pids().items()}
+        beats = {pid: read_beat(self._beats, pid) for pid in ranks}
+        hung = judge(beats, now_s, self._hygiene.hang_s)
+        if not hung.pids:
+            self._printed.clear()
+            return
+        self._print_stacks(ranks, beats, hung)
+        for pid in hung.to_kill - self._killed:
+            self._killed.add(pid)
+            log.error("%s: process %d of local rank %d is killed, since it hangs", node_name(), pid, ranks[pid])
+            if pid not in hung.silent:
+                self._blameless.add(pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _print_stacks(self, ranks: dict[int, int], beats: dict[int, Beat | None], hung: Hung) -> None:
+        """Say who stands still, and have all ranks of the node print where they are; once for each time."""
+        if hung.pids <= self._printed:
+            return
+        self._printed |= hung.pids
+        now_s = time.monotonic()
+        for pid in sorted(hung.pids, key=ranks.__getitem__):
+            beat, state = beats[pid], _state(pid)
+            assert beat is not None
+            stood_s = now_s - beat.moved_s
+            log.error(
+                "%s: local rank %d (process %d, %s) has trained no iteration for %.0f s", node_name(), ranks[pid], pid,
+                f"{state}, it does not answer" if pid in hung.silent else state, stood_s,
+            )  # fmt: skip
+        for pid, beat in beats.items():
+            if beat is not None:  # else it has no handler, and the signal would end it
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, stacks_signal())
+        time.sleep(STACKS_S)
+
+
+class CarefulAgent(_Careful, LocalElasticAgent):
+    """torch's own agent."""
+
+    def _pids(self) -> dict[int, int]:
+        return dict(self._pcontext.pids()) if self._pcontext is not None else {}
+
+
+class CarefulSeatAgent(_Careful, SeatAgent):
+    """That with standbys."""
+
+    def _pids(self) -> dict[int, int]:
+        return {seat: process.pid for seat, process in self._seats.items()}
+
+
+@contextlib.contextmanager
+def own_agents(standbys: int, hygiene: HygieneOptions) -> Iterator[None]:
+    """In this block torch's launchers, `run` and `elastic_launch`, seat workers if there are standbys, and leave or end
+    ranks as the options say."""
+    own = launcher.LocalElasticAgent
+    kinds = {
+        (True, True): partial(CarefulSeatAgent, standbys=standbys, hygiene=hygiene),
+        (True, False): partial(SeatAgent, standbys=standbys),
+        (False, True): partial(CarefulAgent, hygiene=hygiene),
+        (False, False): own,
+    }
+    launcher.LocalElasticAgent = kinds[standbys > 0, bool(hygiene)]
+    try:
+        yield
+    finally:
+        launcher.LocalElasticAgent = own
+
+
+def check_health(command: str, timeout_s: float) -> None:
+    """Run a command of a shell; an empty one is well. Raises NodeLeaves where it fails or takes too long."""
+    if not command:
+        return
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", command], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        code = process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        raise NodeLeaves(f"its health check did not end within {timeout_s:g} s: {command}") from None
+    if code:
+        raise NodeLeaves(f"its health check ended with exit code {code}: {command}")
+
+
+def _state(pid: int) -> str:
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.Error:
+        return "gone"

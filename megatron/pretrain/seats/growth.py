@@ -1,0 +1,98 @@
+"""Nodes that come (back) while training runs wait until it stands at the end of an iteration that is protected.
+
+torch's agents ask their rendezvous whether nodes wait, and start all workers anew as soon as some do. Here the agent of
+each node first puts a file where its workers look after each iteration; they come to an end together, say so in another
+file, and only then the agent hears of the nodes. Where workers do not answer it hears of them all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.launcher import api as launcher
+
+FOLDER = "MOE_CKPT_JOINING"
+"""Environment variable with the folder that the agent of a node and its workers share."""
+PATIENCE_S = 600.0
+"""How long nodes wait at most: training may be long in an iteration, or in a save."""
+
+
+class Joining:
+    """What the agent of a node and its workers tell each other of nodes that wait."""
+
+    def __init__(self, folder: Path) -> None:
+        self._asked, self._ready = folder / "nodes-wait", folder / "workers-ready"
+
+    @property
+    def is_asked(self) -> bool:
+        """For workers: whether nodes wait."""
+        return self._asked.exists()
+
+    def ready(self) -> None:
+        """For workers: training has come to an end, and everything is protected."""
+        self._ready.touch()
+
+    @property
+    def is_ready(self) -> bool:
+        """For agents: whether workers have said so."""
+        return self._ready.exists()
+
+    def ask(self) -> None:
+        """For agents: nodes wait."""
+        self._asked.touch()
+
+    def forget(self) -> None:
+        """For agents: none wait any more."""
+        for path in (self._asked, self._ready):
+            path.unlink(missing_ok=True)
+
+
+class PatientCount:
+    """In place of a rendezvous handler's `num_nodes_waiting`: 0 until workers stand where they can be stopped."""
+
+    def __init__(self, count: Callable[[], int], joining: Joining, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._count, self._joining, self._now_s = count, joining, now_s
+        self._since_s: float | None = None
+
+    def __call__(self) -> int:
+        waiting = self._count()
+        if not waiting:
+            self._since_s = None
+            self._joining.forget()
+            return 0
+        if self._since_s is None:
+            self._since_s = self._now_s()
+            self._joining.ask()
+        is_due = self._joining.is_ready or self._now_s() - self._since_s > PATIENCE_S
+        return waiting if is_due else 0
+
+
+def joining_here() -> Joining | None:
+    """For workers: what their agent has told them of, if it has."""
+    folder = os.environ.get(FOLDER)
+    return Joining(Path(folder)) if folder else None
+
+
+@contextlib.contextmanager
+def patient_nodes(folder: Path) -> Iterator[None]:
+    """In this block agents that torch's launchers make let nodes wait for their workers."""
+    own = launcher.LocalElasticAgent
+
+    def made(*arguments: Any, **options: Any) -> Any:
+        agent = own(*arguments, **options)
+        handler = agent.get_worker_group().spec.rdzv_handler
+        handler.num_nodes_waiting = PatientCount(handler.num_nodes_waiting, Joining(folder))
+        return agent
+
+    os.environ[FOLDER] = str(folder)
+    launcher.LocalElasticAgent = made
+    try:
+        yield
+    finally:
+        launcher.LocalElasticAgent = own
+        del os.environ[FOLDER]

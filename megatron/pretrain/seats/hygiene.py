@@ -1,0 +1,70 @@
+"""When a node should leave its job, and when a process of it hangs: what is decided, without anything being done."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from megatron.core.dist_checkpointing.moe.seats.heartbeat import Beat, Doing
+
+GRACE = 0.5
+"""How much longer than the timeout processes may stand that all run: what they wait for may be ended elsewhere."""
+SILENT_S = 5.0
+"""A process that trains says once a second that it runs; one that has not for so long, does not."""
+
+
+class Strikes:
+    """The failures of one node: `most` of them within `within_s` seconds are too many; `most` 0: never."""
+
+    def __init__(self, most: int, within_s: float) -> None:
+        self._most, self._within_s = most, within_s
+        self._times_s: deque[float] = deque()
+
+    def add(self, now_s: float) -> int:
+        """Note a failure; how many there are now within the time."""
+        self._times_s.append(now_s)
+        while self._times_s[0] < now_s - self._within_s:
+            self._times_s.popleft()
+        return len(self._times_s)
+
+    @property
+    def are_out(self) -> bool:
+        """Whether these are too many."""
+        return 0 < self._most <= len(self._times_s)
+
+
+def is_to_blame(exit_code: int, beat: Beat | None, told_to_end: int) -> bool:
+    """Whether a process that ended did so by a fault of its own, or of its node.
+
+    One that ended by a signal that nobody but the system sends did; one that left with an error where it did not say
+    that it had lost a peer; of one that says nothing at all it is not known.
+    """
+    if exit_code < 0:
+        return exit_code != -told_to_end
+    return exit_code != 0 and beat is not None and beat.doing is not Doing.LOST_A_PEER
+
+
+class Hung(NamedTuple):
+    """pids: processes that stand still. to_kill: those that have to be ended now. silent: of these, those that do not
+    even run, which is why the others stand."""
+
+    pids: frozenset[int] = frozenset()
+    to_kill: frozenset[int] = frozenset()
+    silent: frozenset[int] = frozenset()
+
+
+def judge(beats: Mapping[int, Beat | None], now_s: float, hang_s: float) -> Hung:
+    """Which processes of a node hang, by what each said last.
+
+    A process that trains and has not moved for `hang_s` stands still; but so do all that wait for it, on this node and
+    on others. Those that do not even run are to blame, and ended at once. Where all run nothing tells who keeps the
+    others waiting: they have half as long again for another node to end its own, then all of them are ended.
+    """
+    training = {pid: beat for pid, beat in beats.items() if beat is not None and beat.doing is Doing.TRAINING}
+    stood = {pid for pid, beat in training.items() if now_s - beat.moved_s > hang_s}
+    if not stood:
+        return Hung()
+    silent = frozenset(pid for pid in stood if now_s - training[pid].alive_s > min(SILENT_S, hang_s))
+    late = frozenset(pid for pid in stood if now_s - training[pid].moved_s > (1 + GRACE) * hang_s)
+    return Hung(frozenset(stood), silent or late, silent)

@@ -1,0 +1,52 @@
+"""What the nodes of a job do when the node with its batch script is gone, where they meet: they have it requeued.
+
+Slurm does not: with `--no-kill` it lets the job go on, and nothing is left that could decide.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+
+PATIENCE_S, ASK_S = 30.0, 60.0
+
+
+def requeue_if_orphaned(endpoint: str, patience_s: float = PATIENCE_S) -> bool:
+    """Have the job requeued, or in a chain cancelled for the next one, where nobody answers at HOST:PORT any more.
+
+    Every agent asks for it, and the first one gets it: the others are told that there is nothing to requeue.
+    """
+    if _answers(endpoint, patience_s):
+        return False
+    job = os.environ["SLURM_JOB_ID"]
+    command = ["scontrol", "requeue", job] if os.environ.get("ON_STOP", "requeue") == "requeue" else ["scancel", job]
+    said = f"job {job}: {endpoint} has not answered for {patience_s:g} s, so the batch script is gone: "
+    if shutil.which(command[0]) is None:
+        sys.stderr.write(f"{said}{command[0]} is not here, so run {' '.join(command)}\n")
+        return False
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S)
+    except subprocess.TimeoutExpired:
+        sys.stderr.write(f"{said}{command[0]} did not answer within {ASK_S:g} s, so run {' '.join(command)}\n")
+        return False
+    result = "asked for" if not asked.returncode else f"refused ({asked.stderr.strip()[:200]})"
+    sys.stderr.write(f"{said}{' '.join(command)} {result}\n")
+    return not asked.returncode
+
+
+def _answers(endpoint: str, patience_s: float) -> bool:
+    host, _, port = endpoint.rpartition(":")
+    until_s = time.monotonic() + patience_s
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=5.0).close()
+        except OSError:
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(min(1.0, patience_s / 10))
+        else:
+            return True

@@ -1,0 +1,204 @@
+"""When a node leaves its job, and which processes hang: decisions, and what launcher and worker see of each other."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.core.dist_checkpointing.moe.seats.heartbeat import Beat, Doing, Heartbeat, read_beat, stacks_signal
+from megatron.pretrain.seats.careful import NodeLeaves, check_health
+from megatron.pretrain.seats.hygiene import Strikes, is_to_blame, judge
+from megatron.pretrain.seats.hygiene_options import HygieneOptions
+from megatron.pretrain.seats.run import parse_options
+
+ROOT = Path(__file__).resolve().parents[3]
+
+T = 100.0
+NOW = 10_000.0
+
+
+def beat(moved: float, alive: float = 0.0, doing: Doing = Doing.TRAINING) -> Beat:
+    """One that moved, and was seen to run, so many seconds ago."""
+    return Beat(NOW - moved, NOW - alive, doing)
+
+
+def parsed(*arguments: str) -> HygieneOptions:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    HygieneOptions.add_flags(parser, "moe-ckpt-")
+    return HygieneOptions.of(parser.parse_args(arguments))
+
+
+@pytest.mark.parametrize(
+    ("text", "strikes", "within_s"), [("3/10m", 3, 600), ("1/90s", 1, 90), ("5/1.5h", 5, 5400), ("2/30", 2, 30)]
+)
+def test_strikes_are_a_number_and_a_time(text: str, strikes: int, within_s: float) -> None:
+    options = parsed("--moe-ckpt-strikes", text)
+    assert (options.strikes, options.within_s) == (strikes, within_s)
+
+
+@pytest.mark.parametrize("text", ["3", "0/10m", "3/", "3/0s", "3/10d", "-1/10m", "three/10m", "3/10m "])
+def test_strikes_that_mean_nothing_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentError, match="give failures and a time, such as 3/10m"):
+        parsed(f"--moe-ckpt-strikes={text}")
+
+
+def test_options_are_the_same_for_the_agents_that_a_launcher_starts() -> None:
+    options = parsed("--moe-ckpt-strikes=3/10m", "--moe-ckpt-health-check=true", "--moe-ckpt-hang-timeout=30")
+    parser = argparse.ArgumentParser()
+    HygieneOptions.add_flags(parser)
+    assert HygieneOptions.of(parser.parse_args(options.arguments())) == options
+    assert not parsed()
+
+
+@given(
+    st.lists(st.floats(0, 50), max_size=30), st.integers(1, 5), st.floats(0.5, 100)
+)  # gaps between failures, in seconds
+def test_strikes_are_out_exactly_when_enough_failures_lie_within_the_time(
+    gaps: list[float], most: int, within_s: float
+) -> None:
+    strikes, times, now = Strikes(most, within_s), list[float](), 0.0
+    for gap in gaps:
+        now += gap
+        times.append(now)
+        assert strikes.add(now) == sum(now - within_s <= at for at in times)
+        assert strikes.are_out == (sum(now - within_s <= at for at in times) >= most)
+
+
+@pytest.mark.parametrize(
+    ("code", "doing", "blamed"),
+    [
+        (-signal.SIGKILL, Doing.TRAINING, True),
+        (-signal.SIGSEGV, None, True),
+        (-signal.SIGTERM, Doing.TRAINING, False),
+        (1, Doing.LEFT, True),
+        (1, Doing.STARTING, True),
+        (1, Doing.LOST_A_PEER, False),
+        (1, None, False),
+        (0, Doing.LEFT, False),
+    ],
+)
+def test_a_node_is_blamed_for_what_went_wrong_on_it_and_not_for_a_lost_peer(
+    code: int, doing: Doing | None, blamed: bool
+) -> None:
+    assert is_to_blame(code, None if doing is None else beat(0, doing=doing), signal.SIGTERM) is blamed
+
+
+def test_ranks_that_make_progress_do_not_hang_whatever_the_others_say() -> None:
+    assert not judge({1: beat(T - 1), 2: None, 3: beat(9 * T, doing=Doing.LOST_A_PEER)}, NOW, T).pids
+    assert not judge({1: beat(9 * T, 9 * T, Doing.STARTING)}, NOW, T).pids
+
+
+def test_the_process_that_does_not_even_run_is_ended_and_those_that_wait_for_it_are_not() -> None:
+    hung = judge({1: beat(T + 1), 2: beat(T + 1, T + 1), 3: beat(T + 1)}, NOW, T)
+    assert hung.pids == {1, 2, 3}
+    assert hung.to_kill == hung.silent == {2}
+
+
+def test_where_all_processes_run_they_have_half_as_long_again_for_another_node_to_end_its_own() -> None:
+    assert judge({1: beat(1.4 * T), 2: beat(1.4 * T)}, NOW, T).to_kill == frozenset()
+    hung = judge({1: beat(1.6 * T), 2: beat(1.6 * T)}, NOW, T)
+    assert (hung.to_kill, hung.silent) == ({1, 2}, frozenset())
+
+
+@given(st.dictionaries(st.integers(1, 8), st.tuples(st.floats(0, 400), st.floats(0, 400), st.sampled_from(Doing))))
+def test_only_processes_that_train_and_stand_still_are_ever_ended(rows: dict[int, tuple[float, float, Doing]]) -> None:
+    hung = judge({pid: beat(*row) for pid, row in rows.items()}, NOW, T)
+    assert hung.silent <= hung.pids
+    assert hung.to_kill <= hung.pids
+    assert all(rows[pid][2] is Doing.TRAINING and rows[pid][0] > T - 1e-6 for pid in hung.pids)
+
+
+def test_a_health_check_that_ends_well_lets_the_node_train() -> None:
+    check_health("exit 0", 10.0)
+    check_health("", 0.0)
+
+
+def test_a_health_check_that_fails_makes_the_node_leave_in_one_line() -> None:
+    with pytest.raises(NodeLeaves, match="leaves the job: its health check ended with exit code 3: exit 3") as found:
+        check_health("exit 3", 10.0)
+    assert "\n" not in str(found.value)
+
+
+def test_a_health_check_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    begun_s = time.monotonic()
+    with pytest.raises(NodeLeaves, match=r"did not end within 0\.5 s"):
+        check_health(f"trap '' TERM; sleep 60 & echo $! > {tmp_path}/pid; wait", 0.5)
+    assert time.monotonic() - begun_s < 20
+    child = Path(f"/proc/{int((tmp_path / 'pid').read_text())}")
+    while child.exists() and "Z" not in (child / "stat").read_text().split()[2]:
+        assert time.monotonic() - begun_s < 20
+        time.sleep(0.02)
+
+
+def test_a_launcher_sees_what_its_worker_says(tmp_path: Path) -> None:
+    own = Heartbeat(str(tmp_path))
+    found = read_beat(tmp_path, os.getpid())
+    assert found is not None
+    assert found.doing is Doing.STARTING
+    for act, doing in (
+        (own.moved, Doing.TRAINING),
+        (lambda: own.rest(lost_a_peer=True), Doing.LOST_A_PEER),
+        (lambda: own.rest(lost_a_peer=False), Doing.LEFT),
+    ):
+        act()
+        now = read_beat(tmp_path, os.getpid())
+        assert now is not None
+        assert now.doing is doing
+        assert found.moved_s <= now.moved_s <= time.monotonic()
+
+
+@given(content=st.binary(max_size=40))
+def test_a_heartbeat_that_cannot_be_understood_is_none(
+    content: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    (folder / "1").write_bytes(content)
+    found = read_beat(folder, 1)
+    assert found is None or len(content) == 24
+    assert read_beat(folder, 2) is None
+
+
+def test_a_stopped_worker_is_seen_not_to_run_and_one_that_runs_prints_its_stacks(tmp_path: Path) -> None:
+    code = (
+        "import sys, time\nfrom moe_ckpt.megatron_core import skip_megatron_core\nskip_megatron_core()\n"
+        "from megatron.core.dist_checkpointing.moe.seats import heartbeat\n"
+        "heartbeat.BEAT_S = 0.05\nheartbeat.Heartbeat(sys.argv[1]).moved()\n"
+        "def here_it_stands():\n    print('up', flush=True)\n    time.sleep(60)\nhere_it_stands()\n"
+    )
+    worker = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert worker.stdout is not None
+    assert worker.stdout.readline() == "up\n"
+    os.kill(worker.pid, stacks_signal())
+    time.sleep(0.5)
+    os.kill(worker.pid, signal.SIGSTOP)
+    time.sleep(0.2)
+    stopped = read_beat(tmp_path, worker.pid)
+    time.sleep(0.5)
+    assert stopped is not None
+    assert read_beat(tmp_path, worker.pid) == stopped
+    worker.kill()
+    assert "here_it_stands" in worker.communicate()[1]
+
+
+@pytest.mark.parametrize("name", ["pytorchjob", "jobset"])
+def test_the_examples_for_kubernetes_give_the_launcher_options_that_it_takes(name: str) -> None:
+    text = (ROOT / "examples" / "kubernetes" / f"{name}.yaml").read_text()
+    start = text.index("command: [moe-ckpt-run]")
+    arguments = re.findall(r"^ +- (--?\S.*|moe-ckpt-pretrain)$", text[start : text.index(" env:", start)], re.MULTILINE)
+    options = parse_options(arguments)
+    watched = HygieneOptions.of(options)
+    assert (watched.strikes, watched.within_s, watched.hang_s) == (3, 600, 900)
+    assert (options.nnodes, options.training_script, options.no_python) == ("4", "moe-ckpt-pretrain", True)
+    assert "--moe-ckpt-strategy=full" in options.training_script_args

@@ -1,0 +1,101 @@
+"""Optimizers whose state is not enumerated are refused by name, before anything is trained."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.moe import MoECheckpointConfig
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology, state_tensors
+from megatron.core.dist_checkpointing.moe.stock.flags import refusals
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+from megatron.core.optimizer.optimizer import FP32Optimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.pretrain import cpu_device
+from megatron.pretrain.config import parse_config
+from megatron.pretrain.config.derived import Environment
+from megatron.pretrain.config.validate import resolve
+from megatron.pretrain.model import build_model, build_transformer_config
+
+MODEL = (
+    "--device cpu --num-layers 1 --hidden-size 8 --num-attention-heads 1 --num-experts 2 --moe-ffn-hidden-size 8 "
+    "--disable-bias-linear --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data"
+)
+
+
+@pytest.fixture(autouse=True)
+def one_process(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    with cpu_device.installed():
+        parallel_state.initialize_model_parallel()
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            torch.distributed.destroy_process_group()
+
+
+class Muon(torch.optim.SGD):
+    """In place of the one that a package beside core has: it too keeps one momentum, and no second moment."""
+
+
+def offloaded(parameters: list[torch.nn.Parameter]) -> Any:
+    adam = HybridDeviceOptimizer(
+        parameters, offload_fraction=1.0, cpu_optimizer_cls=torch.optim.AdamW, gpu_optimizer_cls=torch.optim.AdamW,
+        pin_cpu_grads=False, pin_cpu_params=False, overlap_cpu_optimizer_d2h_h2d=False, lr=0.1,
+    )  # fmt: skip
+    return wrapped(adam)
+
+
+def wrapped(optimizer: torch.optim.Optimizer) -> Any:
+    return FP32Optimizer(optimizer, OptimizerConfig(optimizer="adam"), lambda *_: None)
+
+
+def layer_wise(parameters: list[torch.nn.Parameter]) -> Any:
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return LayerWiseDistributedOptimizer([wrapped(torch.optim.AdamW(parameters))], OptimizerConfig(), groups)
+
+
+def muon_and_adam(parameters: list[torch.nn.Parameter]) -> Any:
+    first, *others = parameters
+    return ChainedOptimizer([wrapped(Muon([first], momentum=0.9)), wrapped(torch.optim.AdamW(others))])
+
+
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [(offloaded, "HybridDeviceOptimizer"), (layer_wise, "LayerWiseDistributedOptimizer"), (muon_and_adam, "Muon")],
+)
+def test_their_state_is_refused_by_the_name_of_the_optimizer(
+    build: Callable[[list[torch.nn.Parameter]], Any], name: str
+) -> None:
+    config = resolve(parse_config(MODEL.split()), Environment(1, cuda=False, transformer_engine=False))
+    chunks = build_model(config, build_transformer_config(config), vocab_size=16)
+    optimizer = build(list(chunks[0].parameters()))
+    with pytest.raises(UsageError, match=f"cannot be protected with the optimizer {name}: use --moe-ckpt-strategy"):
+        list(state_tensors(chunks, optimizer, read_topology(8)))
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ({"optimizer": "muon"}, "--optimizer muon does not go with --moe-ckpt-strategy full"),
+        ({"optimizer": "sgd"}, "--optimizer sgd does not go with"),
+        ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload does not go with"),
+        ({"use_layer_wise_distributed_optimizer": True}, "--use-layer-wise-distributed-optimizer does not go with"),
+    ],
+)
+def test_flags_of_megatron_lm_that_build_them_are_refused_before_that(flag: dict[str, Any], said: str) -> None:
+    config = MoECheckpointConfig(strategy="full")
+    (line,) = refusals(config, Namespace(**flag))
+    assert line.startswith(said)
+    assert list(refusals(config, Namespace(optimizer="adam", optimizer_cpu_offload=False))) == []
