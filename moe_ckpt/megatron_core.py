@@ -50,11 +50,16 @@ def refuse_unsupported_versions() -> None:
         raise SystemExit(UNUSABLE) from None
 
 
+def is_skipped() -> bool:
+    """Whether packages of the wheel were skipped at the start, and nothing has needed them since."""
+    return "skipped" in sys.modules[SHARED_PACKAGES[-1]].__dict__
+
+
 def load_megatron_core() -> None:
-    """Run the packages of the wheel that were skipped at the start, quietly; for what reads dense checkpoints."""
+    """Run the packages of the wheel that were skipped at the start, quietly; for what needs Megatron-Core's classes."""
     warnings.filterwarnings("ignore", r"(?:Transformer Engine|Apex).* not installed", UserWarning)
     shared = SHARED_PACKAGES[-1]
-    if "skipped" in sys.modules[shared].__dict__:
+    if is_skipped():
         for name in SHARED_PACKAGES:
             del sys.modules[name]
         importlib.import_module(shared).__dict__["moe"] = importlib.import_module(f"{shared}.moe")

@@ -13,7 +13,6 @@ from moe_ckpt.dense.chain import Chain, read_chain
 from moe_ckpt.dense.components import OBJECT_RULES, TENSOR_RULES, component_of, in_order
 from moe_ckpt.dense.integrity import NAME as INTEGRITY
 from moe_ckpt.dense.names import COMMON, TRACKER
-from moe_ckpt.megatron_core import load_megatron_core
 from moe_ckpt.report import Fact, Report, Table, table
 
 from .location import Inspection
@@ -81,7 +80,6 @@ def _newest(root: Path, found: tuple[SavedIteration, ...]) -> SavedIteration | N
 
 def _content(saved: SavedIteration, now_s: float) -> tuple[tuple[Fact, ...], tuple[Table, ...]]:
     """What the index and the common part of an iteration say."""
-    load_megatron_core()
     from moe_ckpt.dense.dense import open_dense
 
     checkpoint, chain = open_dense(saved.folder), read_chain(saved.folder)
@@ -150,7 +148,7 @@ def _chain_table(chain: Chain | None) -> Iterator[Table]:
     """Which iteration has the newest copy of each expert, of a checkpoint that was saved with some of them."""
     if chain is not None:
         rows = (
-            (str(operator), "FULL", holder, chain.iteration - holder, f"iter_{holder:07d}")
+            (str(operator), chain.left_out(operator), holder, chain.iteration - holder, f"iter_{holder:07d}")
             for holder in sorted(chain.iterations)
             for operator in chain.held_by(holder)
         )

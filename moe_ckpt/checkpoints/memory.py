@@ -25,7 +25,6 @@ from megatron.core.dist_checkpointing.moe.storage.slot_reader import SEALED, Slo
 from megatron.core.dist_checkpointing.moe.types.standby import GRADIENTS, LOG, PARKED
 from moe_ckpt.checkpoints.windows import StoredSnapshot, on_timeline, restorable, states, timelines
 from moe_ckpt.dense.integrity import Advance, unwatched
-from moe_ckpt.megatron_core import load_megatron_core
 
 from .files import disk_bytes, last_written_s
 from .inspect_snapshots import memory_report
@@ -58,7 +57,6 @@ class MemoryLocation(CheckpointLocation):
 
     def inspect_tensors(self, pattern: str) -> Report:
         """Of the newest iteration that is there, one copy of each snapshot."""
-        load_megatron_core()
         from .inspect_tensors import newest_iteration, snapshot_tensors
 
         readers = [slot.reader for slot in slots(self.path)]

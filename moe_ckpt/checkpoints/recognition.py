@@ -209,7 +209,7 @@ def _of_url(url: str) -> LocationKind:
         try:
             files, root = fsspec.core.url_to_fs(url)
         except (ValueError, ImportError) as error:
-            raise UsageError(f"{url} cannot be opened: {error}; install the fsspec package for it") from error
+            raise UsageError(f"{url} cannot be opened: {error} (with pip; fsspec finds it then)") from error
         names = sorted(str(path).rstrip("/").rpartition("/")[2] for path in files.ls(root, detail=False))
     own = str(root).rstrip("/").rpartition("/")[2]
     if SnapshotId.parse(own) and MANIFEST in names:

@@ -1,8 +1,8 @@
 """Dense checkpoints: a --save folder and its iterations, inspected, verified, and freed of older iterations.
 
 What an iteration is, is judged by names and sizes of its files, without torch; verifying it and looking into it bring
-torch and Megatron-Core in. gc keeps the newest iterations, those that hold experts for them, everything down to the
-newest one that was verified, and what is newer than the tracker says.
+torch in, and Megatron-Core where a checkpoint has objects of its classes. gc keeps the newest iterations, those that
+hold experts for them, everything down to the newest one that was verified, and what is newer than the tracker says.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from moe_ckpt.dense import integrity
 from moe_ckpt.dense.chain import read_chain, says_partial
 from moe_ckpt.dense.integrity import Advance, unwatched
 from moe_ckpt.dense.names import FORMAT, INDEX, ITERATION, RELEASE, STAGED, condemned, read_tracker
-from moe_ckpt.megatron_core import load_megatron_core
 
 from .files import last_written_s
 from .location import A_LINK, OUTLIVED, CheckpointLocation, GcItem, GcLimits, GcPlan, Inspection, LocationKind, Verified
@@ -40,14 +39,12 @@ class DenseLocation(CheckpointLocation):
     """What a --save folder and one iteration in it have in common: the state that is loaded from them."""
 
     def inspect_tensors(self, pattern: str) -> Report:
-        load_megatron_core()
         from .inspect_tensors import dense_tensors
 
         return dense_tensors(self.path, pattern)
 
     def state_view(self) -> StateView:
         """As `CheckpointLocation.state_view`; experts that older iterations hold are put together with it."""
-        load_megatron_core()
         from moe_ckpt.checkpoints.values import dense_view
 
         return dense_view(self.place)
@@ -65,7 +62,6 @@ class IterationLocation(DenseLocation):
 
     def verify(self, advance: Advance = unwatched) -> Verified:
         """With the iterations that hold experts for it."""
-        load_megatron_core()
         from .verify_saves import verify_iteration
 
         return verify_iteration(self.path, advance)
@@ -83,7 +79,6 @@ class SavesLocation(DenseLocation):
 
     def verify(self, advance: Advance = unwatched) -> Verified:
         """All iterations, what they need of each other, and the tracker."""
-        load_megatron_core()
         from .verify_saves import verify_saves
 
         return verify_saves(self.path, advance)

@@ -55,7 +55,9 @@ def slots(memory_dir: Path) -> tuple[Slot, ...]:
     except PermissionError as error:
         raise UsageError(f"{error.filename}: no permission to read it; run as its owner or ask for it") from error
     if not found:
-        raise UnreadableCheckpoint(f"{memory_dir} holds no slot of a job; give a --moe-ckpt-memory-dir")
+        raise UnreadableCheckpoint(
+            f"{memory_dir} holds no memory of a job: none runs here, or it has another --moe-ckpt-memory-dir; give that"
+        )
     return found
 
 

@@ -27,7 +27,6 @@ from moe_ckpt.checkpoints.windows import (
     timelines,
 )
 from moe_ckpt.dense.integrity import Advance, unwatched
-from moe_ckpt.megatron_core import load_megatron_core
 
 from .inspect_snapshots import snapshot_report, storage_report
 from .location import Checked, CheckpointLocation, Finding, GcLimits, GcPlan, Inspection, LocationKind, Verified
@@ -67,7 +66,6 @@ class StorageLocation(CheckpointLocation):
 
     def inspect_tensors(self, pattern: str) -> Report:
         """Of the newest iteration that is there."""
-        load_megatron_core()
         from .inspect_tensors import newest_iteration, snapshot_tensors
 
         store = self.persist_dir.store
@@ -139,7 +137,6 @@ class SnapshotLocation(CheckpointLocation):
         return Inspection(snapshot_report(self.place, self.persist_dir, self.snapshot, now_s))
 
     def inspect_tensors(self, pattern: str) -> Report:
-        load_megatron_core()
         from .inspect_tensors import snapshot_tensors
 
         return snapshot_tensors(self.place, {self.snapshot: self.persist_dir.store.open}, pattern)

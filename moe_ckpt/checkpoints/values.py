@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.ports import Reader, Record, SnapshotId, Store
-from megatron.core.dist_checkpointing.moe.types import OperatorId, expert
+from megatron.core.dist_checkpointing.moe.types import OperatorId
 
 from ..dense.blocks import BLOCK_ELEMENTS, Placed, blocks
 from ..dense.canonical import leaves
@@ -25,6 +25,8 @@ from .windows import StoredSnapshot, read_stored, restorable, stored_snapshots
 # What a manifest has of the job that made the snapshot, and not of the state that it is a part of.
 _OF_THE_JOB = frozenset({"made_by", "operators", "strategy", "timeline", "window"})
 _COMMAND = "trainer.command."
+_Stacked: TypeAlias = tuple[OperatorId, ExpertTensor, DenseCheckpoint]
+"""A tensor of one expert, and the iteration that it is loaded from."""
 
 
 @dataclass(frozen=True)
@@ -97,24 +99,23 @@ def _merged_values(merged: MergedCheckpoint) -> Iterator[LoadedValue]:
     chain = merged.chain
     of_experts = merged.experts[chain.iteration].names
     yield from (value for value in _dense_values(merged.newest) if value.name not in of_experts)
-    stacks: dict[str, dict[OperatorId, ExpertTensor]] = {}
-    for operator in (expert(layer, index) for layer, row in chain.holders.items() for index in range(len(row))):
-        held, part = merged.experts[chain.holder(operator)], merged.parts[chain.holder(operator)]
-        for common, tensor in held.tensors.get(operator, {}).items():
-            stacks.setdefault(stacked_name(common, operator.layer, chain.stacked_layers), {})[operator] = tensor
-        for common, name in held.objects.get(operator, {}).items():
+    stacks: dict[str, list[_Stacked]] = {}
+    for operator in chain.experts:
+        for common, tensor, part in merged.tensors_of(operator):
+            name = stacked_name(common, operator.layer, chain.stacked_layers)
+            stacks.setdefault(name, []).append((operator, tensor, part))
+        for common, name, part in merged.objects_of(operator):
             yield LoadedValue(stacked_object_name(chain, common, operator), partial(part.read_object, name))
     for name, experts in stacks.items():
-        first = next(iter(experts.values()))
+        _, first, _ = experts[0]
         shape = (*chain.leading_axes, *first.shape)
         pieces = tuple(_pieces(merged, name, experts))
         yield LoadedValue(name, partial(blocks, shape, first.dtype, pieces, BLOCK_ELEMENTS), first.dtype, shape)
 
 
-def _pieces(merged: MergedCheckpoint, name: str, experts: Mapping[OperatorId, ExpertTensor]) -> Iterator[Placed]:
+def _pieces(merged: MergedCheckpoint, name: str, experts: Iterable[_Stacked]) -> Iterator[Placed]:
     """Where each expert has its pieces in the tensor that all of them make."""
-    for operator, tensor in experts.items():
-        part = merged.parts[merged.chain.holder(operator)]
+    for operator, tensor, part in experts:
         for piece, kept in merged.stacked_pieces(operator, tensor):
             yield Placed(piece.offsets, piece.sizes, partial(part.read_piece, name, tensor.dtype, kept))
 

@@ -7,13 +7,15 @@ from typing import Any
 import click
 
 from moe_ckpt.report import Fact, Report, Table, table
+from moe_ckpt.report.progress import steps
 
 from ..simulator.advise import Advice, described
 from ..simulator.advise import advise as advise_on
 from ..simulator.choices import Question
-from ..simulator.systems import SYSTEMS
+from ..simulator.flags import flags_of
 from .plan.options import PlannedJob, number, plan_command
-from .training import Duration, machine_of, with_training_flags
+from .training import checked_mtbf, chosen_systems, machine_of, system_option, with_training_flags
+from .values import Duration, Hours
 
 HELP = """Say which checkpoint system suits a job, and with which settings.
 
@@ -25,6 +27,7 @@ recommended where no exact one can be used; what it would gain is said.
     $ moe-ckpt advise --model DeepSeek-MoE --pp 12 --ep 8 --world-size 96 --micro-batch-size 4 \\
           --cluster azure-nc96ads-a100 --mtbf 30m
     $ moe-ckpt advise --model Mixtral-8x7B --pp 4 --ep 8 --cluster h100-dgx --mtbf 3h --host-memory-gb 500
+    $ moe-ckpt advise --model Qwen3-30B-A3B --ep 8 --world-size 128 --cluster h100-dgx --mtbf 12h --from metrics.jsonl
 """
 
 
@@ -32,9 +35,9 @@ recommended where no exact one can be used; what it would gain is said.
 @with_training_flags
 @click.option("--mtbf", "mtbf_s", type=Duration(), required=True, metavar="TIME", help="Between faults of the job.")
 @number("--host-memory-gb", default=None, help="For checkpoints, on a node [default: 3/4 of the cluster's].")
-@click.option("--hours", "run_s", type=Duration(), metavar="TIME", help="Of a run [default: 12h, or 40 faults].")
+@click.option("--hours", "run_s", type=Hours(), metavar="TIME", help="Of a run [default: 12h, or 40 faults].")
 @number("--seeds", default=20, maximum=1000, show_default=True, help="Runs that are simulated of each setting.")
-@click.option("--system", "systems", type=click.Choice(list(SYSTEMS)), multiple=True, help="Repeatable [default: all].")
+@system_option
 def advise(
     job: PlannedJob,
     mtbf_s: float,
@@ -45,6 +48,8 @@ def advise(
     **training: Any,
 ) -> Report:
     machine = machine_of(job, **training)
+    checked_mtbf(machine, mtbf_s)
+    names = chosen_systems(systems)
     question = Question(
         machine.job,
         machine.cost,
@@ -55,11 +60,12 @@ def advise(
         duration_s=run_s,
         seeds=seeds,
     )
-    return as_report(question, advise_on(question, systems or tuple(SYSTEMS)))
+    with steps("trying systems", len(names)) as done:
+        return as_report(question, advise_on(question, names, done))
 
 
 def as_report(question: Question, advice: Advice) -> Report:
-    """Advice as a person reads it: the recommendation, all systems side by side, the reasons."""
+    """Advice as a person reads it: flags to paste, why in three sentences, then systems by the papers' names."""
     chosen = advice.recommended
     assumed = f"Rates and costs: {question.cluster.source}. {question.constants.source}"
     impossible = table("Cannot run this job", "system | why", advice.impossible.items())
@@ -67,6 +73,8 @@ def as_report(question: Question, advice: Advice) -> Report:
     return Report(
         f"Checkpoints of {question.job.shape.name} on {gpus} GPUs of {question.cluster.name}",
         (
+            Fact("Flags", None if chosen is None else flags_of(question, chosen) or "none: no checkpoints"),
+            *(Fact(label, text) for label, text in zip(("Why", "Cost", "Beside it"), advice.explanation, strict=False)),
             Fact("Recommended", None if chosen is None else chosen.system),
             Fact("Settings", None if chosen is None else described(chosen)),
             Fact("Expected ETTR", None if chosen is None else chosen.ettr.mean, "share"),
@@ -74,7 +82,7 @@ def as_report(question: Question, advice: Advice) -> Report:
             Fact("Mean time between faults", question.mtbf_s, "seconds"),
             Fact("Host memory of a node for checkpoints", question.limit_bytes, "bytes"),
         ),
-        (_systems(advice), _settings(advice), impossible),
+        (_systems(advice), _settings(question, advice), _parts(advice), impossible),
         (*advice.reasons, assumed),
     )
 
@@ -104,18 +112,27 @@ def _systems(advice: Advice) -> Table:
     return table("Systems", columns, rows)
 
 
-def _settings(advice: Advice) -> Table:
-    columns = "system | interval:count | W:count | r:count | local | K of N:share | budget:share"
+def _settings(question: Question, advice: Advice) -> Table:
+    columns = "system | interval:count | W:count | r:count | recovery | K of N:share | budget:share | flags"
     rows = (
         (
             choice.system,
             None if choice.never else choice.interval,
             choice.window,
             choice.settings.get("replicas"),
-            choice.settings.get("local"),
+            {True: "local", False: "global"}.get(choice.settings.get("local")),  # type: ignore[arg-type]
             choice.k_share,
             choice.budget,
+            flags_of(question, choice) or "-",
         )
         for choice in advice.choices
     )
     return table("Settings of each", columns, rows)
+
+
+def _parts(advice: Advice) -> Table:
+    """Where a mean fault's time goes."""
+    names = ("detect", "restart", "rendezvous", "fetch", "replay")
+    columns = "system | " + " | ".join(f"{name}:seconds" for name in names)
+    rows = ((choice.system, *(choice.parts_s[name] for name in names)) for choice in advice.choices if not choice.never)
+    return table("A fault, by the parts of its timeline", columns, rows)

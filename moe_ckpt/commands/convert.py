@@ -24,16 +24,18 @@ from moe_ckpt.megatron_core import load_megatron_core
 from moe_ckpt.report.progress import progress
 
 from ..dense.names import new_iteration_folder
+from .convert_hf import from_hugging_face, to_hugging_face
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.moe.ports import Listing, SnapshotId
     from moe_ckpt.checkpoints.persist_dir import PersistDir
     from moe_ckpt.checkpoints.windows import StoredState
 
-HELP = """Turn SOURCE into an ordinary torch_dist checkpoint in OUT, which any Megatron loads.
+HELP = """Turn SOURCE into another kind of checkpoint in OUT: a torch_dist one, or weights of Hugging Face.
 
-SOURCE is the storage of a job (its --moe-ckpt-persist-dir), of which the newest state is taken, or a checkpoint that
-was saved with --save-experts: an iteration, or the --save folder for its newest one.
+With --to dense OUT is a --save folder that any Megatron loads. SOURCE is the storage of a job (its
+--moe-ckpt-persist-dir), of which the newest state is taken, or a checkpoint that was saved with --save-experts: an
+iteration, or the --save folder for its newest one.
 
 A checkpoint with some of the experts is put together with the older iterations beside it that hold the others. That
 takes memory for one piece of a tensor, and no job:
@@ -48,15 +50,26 @@ and the same data, save OUT/iter_NNNNNNN, and end; what they say goes to standar
 recorded ones, as when the data was moved:
 
 \b
-    $ moe-ckpt convert --to dense run/windows run/dense
-    $ moe-ckpt convert --to dense run/windows run/dense -- --data-path /new/place/corpus
+    $ moe-ckpt convert --to dense run/snapshots run/dense
+    $ moe-ckpt convert --to dense run/snapshots run/dense -- --data-path /new/place/corpus
 
-The parallel layout stays that of the job; the checkpoint can then be loaded under another one as any other. Random
-states travel only within one kind of device, so a job on GPUs cannot be replayed on the CPU to the last bit: such
-snapshots are refused.
+The parallel layout stays that of the job; the checkpoint can then be loaded under another one as any other. Snapshots
+of a job on GPUs need no GPU: the random states of its devices are carried along unchanged. Its sparse windows do, as a
+CPU does not repeat iterations of a GPU to the last bit: they are refused.
+
+With --to hf SOURCE is a dense checkpoint of a Mixtral, Qwen3-MoE or DeepSeek-V3 (an iteration, or a --save folder),
+of any parallel layout, and OUT a new folder that transformers loads: config.json, safetensors, tokenizer. With --from
+hf it is the other way around: OUT/release is a checkpoint of the weights, which any layout loads. Numbers move and are
+never changed, so there and back gives the same bytes. No job and no GPU is needed, and memory for one file of weights:
+
+\b
+    $ moe-ckpt convert --from hf mixtral/ run/start
+    $ scripts/train_cpu.sh --load run/start ...          # with the flags that the first command printed
+    $ moe-ckpt convert --to hf --hf-model mixtral/ run/checkpoints exported/
 
 Exit codes: 0 written; 1 SOURCE is damaged or not whole, or the job failed; 2 wrong usage, such as an OUT that has that
-iteration, or another checkpoint, already; every byte of a chain is compared with its checksum before it is taken.
+iteration, or another checkpoint, already, or a model of another architecture; every byte of SOURCE of which there is a
+checksum is compared with it before it is taken.
 """
 
 LAUNCHER, DRIVER = "megatron.pretrain.launch", "megatron.pretrain.densify"
@@ -66,6 +79,8 @@ _DROPPED = {
     "--save": 1,
     "--save-interval": 1,
     "--save-experts": 1,
+    "--save-experts-selection": 1,
+    "--save-experts-scope": 1,
     "--keep-last": 1,
     "--async-save": 0,
     "--load": 1,
@@ -88,22 +103,55 @@ _DROPPED = {
 
 
 @click.command(help=HELP)
-@click.option("--to", type=click.Choice(["dense"]), required=True, help="What to make of it.")
+@click.option("--to", type=click.Choice(["dense", "hf"]), help="What to make of it.")
+@click.option(
+    "--from", "kind", type=click.Choice(["hf"]), help="What SOURCE is, where it is no checkpoint of Megatron."
+)
+@click.option(
+    "--hf-model",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="With --to hf: a folder with the config and tokenizer to carry along [default: what was converted --from hf].",
+)
+@click.option("--max-shard-size", metavar="BYTES", help="With --to hf: of a file, such as 2GB [default: 5GB].")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
 @click.argument("source")
 @click.argument("out", type=click.Path(path_type=Path, file_okay=False))
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
-def convert(context: click.Context, to: str, as_json: bool, source: str, out: Path, flags: tuple[str, ...]) -> None:
+def convert(
+    context: click.Context,
+    to: str | None,
+    kind: str | None,
+    hf_model: Path | None,
+    max_shard_size: str | None,
+    as_json: bool,
+    source: str,
+    out: Path,
+    flags: tuple[str, ...],
+) -> None:
+    if (to is None) == (kind is None):
+        raise UsageError("give one of --to dense, --to hf and --from hf")
+    if to != "hf" and (hf_model or max_shard_size):
+        raise UsageError("--hf-model and --max-shard-size are for --to hf")
+    if (to == "hf" or kind == "hf") and flags:
+        raise UsageError(f"{source} is converted without a job: leave out the flags after --, {' '.join(flags)}")
+    if to == "dense":
+        said, facts = _to_dense(context, source, out, flags)
+    elif to == "hf":
+        said, facts = to_hugging_face(Path(source), out, hf_model, max_shard_size)
+    else:
+        said, facts = from_hugging_face(Path(source), out)
+    click.echo(json.dumps(facts) if as_json else said)
+
+
+def _to_dense(context: click.Context, source: str, out: Path, flags: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
     kind = recognize(source)
     if kind is LocationKind.STORAGE:
         target, iteration = _from_storage(context, source, out, flags)
     else:
         target, iteration = _from_chain(source, kind, out, flags)
-    if as_json:
-        click.echo(json.dumps({"checkpoint": str(target), "iteration": iteration}))
-    else:
-        click.echo(f"{target} holds the whole state after iteration {iteration}")
+    said = f"{target} holds the whole state after iteration {iteration}"
+    return said, {"checkpoint": str(target), "iteration": iteration}
 
 
 def _from_storage(context: click.Context, source: str, out: Path, flags: tuple[str, ...]) -> tuple[Path, int]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import click
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from moe_ckpt.megatron_core import load_megatron_core
 from moe_ckpt.report import Fact, Report, show, table
 from moe_ckpt.report.progress import progress
 
@@ -26,7 +25,7 @@ snapshots). A checkpoint that was saved with --save-experts is put together with
 \b
     $ moe-ckpt diff run-a/iter_0000012 run-b/iter_0000012 && echo the same training state
     $ moe-ckpt diff run/checkpoints converted/          # is the conversion what training saved?
-    $ moe-ckpt diff run-a/windows run-b/windows --all
+    $ moe-ckpt diff run-a/snapshots run-b/snapshots --all
 
 Said are: entries that only one has, tensors of another dtype or shape, and the first tensor with other values: the
 index of its first element that differs and both values, how many elements differ, and the largest difference. With
@@ -54,7 +53,6 @@ def diff(context: click.Context, first: str, second: str, everything: bool, as_j
     from moe_ckpt.checkpoints.locate import locate
 
     locations = locate(first), locate(second)
-    load_megatron_core()
     views = locations[0].state_view(), locations[1].state_view()
     if views[0].is_dense != views[1].is_dense:
         dense, stored = views if views[0].is_dense else views[::-1]

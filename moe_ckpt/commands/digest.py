@@ -7,8 +7,6 @@ from pathlib import Path
 
 import click
 
-from moe_ckpt.megatron_core import load_megatron_core
-
 HELP = """Print one digest per component of the torch_dist checkpoint in DIRECTORY.
 
 DIRECTORY is an iteration (iter_0000012), or a --save directory, of which the iteration is taken that
@@ -36,8 +34,7 @@ initialises.
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the same facts, and the number of entries, as JSON.")
 def digest(directory: Path, as_json: bool) -> None:
-    # Megatron-Core and torch are imported only when there is something to read: --help stays quick.
-    load_megatron_core()
+    # torch is imported only when there is something to read: --help stays quick.
     from ..dense.dense import open_dense
     from ..dense.digest import digest_components, total_digest
 

@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError, Unre
 from moe_ckpt.report import Fact, Report, show, table
 from moe_ckpt.report.progress import progress
 
-from .training import Duration
+from .values import Duration
 
 if TYPE_CHECKING:
     from moe_ckpt.checkpoints.location import GcItem, GcPlan
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 HELP = """Say what in PLACE is not needed any more, and why the rest is; with --apply, free it.
 
 \b
-    $ moe-ckpt gc run/windows                       # storage: a --moe-ckpt-persist-dir, a folder or a URL
+    $ moe-ckpt gc run/snapshots                       # storage: a --moe-ckpt-persist-dir, a folder or a URL
     $ moe-ckpt gc run/checkpoints --keep-last 3     # a --save folder
-    $ moe-ckpt gc /dev/shm/moe-ckpt-me              # memory: a --moe-ckpt-memory-dir, on its node
-    $ moe-ckpt gc run/windows --apply
+    $ moe-ckpt gc /dev/shm/moe-ckpt-$(id -un)       # memory: a --moe-ckpt-memory-dir, on its node
+    $ moe-ckpt gc run/snapshots --apply
 
 Jobs tidy up after themselves. What they leave is what a killed one could not free any more:
 

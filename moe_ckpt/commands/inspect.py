@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import click
 
@@ -20,8 +21,8 @@ PLACE is any of these, and is recognized by itself:
 
 \b
     $ moe-ckpt inspect run/checkpoints
-    $ moe-ckpt inspect s3://bucket/run/windows --rows 0
-    $ moe-ckpt inspect /dev/shm/moe-ckpt-$USER
+    $ moe-ckpt inspect s3://bucket/run/snapshots --rows 0
+    $ moe-ckpt inspect /dev/shm/moe-ckpt-$(id -un)
     $ moe-ckpt inspect run/checkpoints/iter_0000500 --tensors '*router*'
 
 Without --tensors only names, indices and manifests are read, so it takes seconds whatever the size. With --tensors each
@@ -35,6 +36,8 @@ places that have the newest state of all its shards. A job's memory on other nod
 Exit codes: 0 PLACE was understood; 1 what is there is damaged, half-written, of another framework or of a newer
 version, and a line says so; 2 wrong usage, such as a place that does not exist.
 """
+
+UNCHECKED = "Bytes were not checked: moe-ckpt verify {} reads them."
 
 
 @click.command(help=HELP)
@@ -52,6 +55,7 @@ def inspect(place: str, tensors: str | None, rows: int, as_json: bool) -> None:
         show(location.inspect_tensors(tensors), as_json, rows or None)
         return
     inspection = location.inspect(time.time())
-    show(inspection.report, as_json, rows or None)
+    report = inspection.report
+    show(replace(report, notes=(*report.notes, UNCHECKED.format(place))), as_json, rows or None)
     if inspection.problem:
         raise UnreadableCheckpoint(inspection.problem)

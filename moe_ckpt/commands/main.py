@@ -9,6 +9,7 @@ from contextlib import suppress
 import click
 
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError, UsageError
+from megatron.core.dist_checkpointing.moe.storage.job_secret import SECRET_FILE, read_secret
 
 from .advise import advise
 from .completion import completion
@@ -20,12 +21,30 @@ from .inspect import inspect
 from .plan import plan
 from .profile import profile
 from .report import report
+from .sign import sign
 from .simulate import simulate
 from .status import status
 from .verify import verify
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+class GroupedCommands(click.Group):
+    """Lists its commands by what a person wants to do."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(90)) for name in names])
+
+
+GROUPS = {
+    "Before a run": ("plan", "advise", "simulate", "profile"),
+    "While it runs, and after": ("status", "report"),
+    "Checkpoints": ("inspect", "verify", "digest", "diff", "convert", "sign", "gc"),
+    "Shell": ("completion",),
+}
+
+
+@click.group(cls=GroupedCommands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(package_name="megatron-moe-ckpt", prog_name="moe-ckpt")
 def commands() -> None:
     """Plan and look at MoE training checkpoints without a GPU and without torchrun; nothing stored in them is run.
@@ -40,21 +59,31 @@ def commands() -> None:
     $ moe-ckpt gc checkpoints/              # what takes space and is not needed any more?
     $ moe-ckpt report run/metrics.jsonl     # what happened, what did protection cost, where did the time go?
     $ moe-ckpt status                       # is my running job protected, and if not, why?
-    $ moe-ckpt convert --to dense windows/ dense/   # a checkpoint that any Megatron loads
+    $ moe-ckpt convert --to dense snapshots/ dense/   # a checkpoint that any Megatron loads
     $ moe-ckpt digest --help
     """
 
 
 _COMMANDS = (
-    advise, completion, convert, diff, digest, gc, inspect, plan, profile, report, simulate, status, verify,
+    advise, completion, convert, diff, digest, gc, inspect, plan, profile, report, sign, simulate, status,
+    verify,
 )  # fmt: skip
 for command in _COMMANDS:
     commands.add_command(command)
 
 
+def _take_secret() -> None:
+    """Read what a job with a secret has sealed. Raises UsageError for a file of it that cannot be used."""
+    if os.environ.get(SECRET_FILE):
+        from megatron.core.dist_checkpointing.moe.storage.manifest import use_secret
+
+        use_secret(read_secret(None))
+
+
 def main() -> None:
     """Runs `moe-ckpt`; exit code 0, 1 for a checkpoint that cannot be read, 2 for wrong usage."""
     try:
+        _take_secret()
         code = commands.main(prog_name="moe-ckpt", standalone_mode=False) or 0
         sys.stdout.flush()
         sys.exit(code)

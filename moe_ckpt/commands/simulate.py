@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
 from moe_ckpt.report import Fact, Report, table
+from moe_ckpt.report.progress import steps
 
 from ..simulator.closed_form import ettr as closed_form
 from ..simulator.events import estimate
@@ -16,8 +17,10 @@ from ..simulator.events import simulate as simulated
 from ..simulator.faults import Fault, load_trace, poisson
 from ..simulator.systems import SYSTEMS
 from ..simulator.systems.links import SystemSetting
+from .constants import constants
 from .plan.options import PlannedJob, number, plan_command
-from .training import Duration, machine_of, with_training_flags
+from .training import checked_mtbf, chosen_systems, machine_of, system_option, with_training_flags
+from .values import Duration, Hours
 
 HELP = """Simulate a training run under failures with each checkpoint system, for any model, layout and cluster.
 
@@ -45,32 +48,36 @@ ENDLESS = 10**9
 @with_training_flags
 @click.option("--mtbf", "mtbfs_s", type=Duration(), multiple=True, metavar="TIME", help="Between faults of the job.")
 @click.option("--trace", type=click.Path(path_type=Path), metavar="FILE", help="Faults of one run, instead of --mtbf.")
-@click.option("--systems", "systems", default=",".join(SYSTEMS), metavar="A,B", help="By default all.")
-@number("--hours", default=12, maximum=10_000, show_default=True, help="Of a run.")
+@system_option
+@click.option("--hours", "duration_s", type=Hours(), default="12h", show_default=True, metavar="TIME", help="Of a run.")
 @number("--seeds", default=20, maximum=1000, show_default=True, help="Runs of which the mean is reported.")
 def run(
     job: PlannedJob,
     mtbfs_s: tuple[float, ...],
     trace: Path | None,
-    systems: str,
-    hours: int,
+    systems: tuple[str, ...],
+    duration_s: float,
     seeds: int,
     **training: Any,
 ) -> Report:
-    names = _names(systems)
+    names = chosen_systems(systems)
     if bool(mtbfs_s) == (trace is not None):
         raise click.UsageError("give --mtbf, once or several times, or --trace")
     machine = machine_of(job, **training)
-    duration_s = hours * 3600.0
     if trace is not None:
-        faults = load_trace(trace)
+        faults = load_trace(trace, nodes=len(machine.job.topology.ranks_by_node))
         scenarios: Scenarios = {duration_s / max(1, sum(fault.at_s < duration_s for fault in faults)): (faults,)}
     else:
+        for mtbf_s in mtbfs_s:
+            checked_mtbf(machine, mtbf_s)
         nodes = len(machine.job.topology.ranks_by_node)
         scenarios = {
             mtbf_s: tuple(poisson(mtbf_s, duration_s, nodes, seed) for seed in range(seeds)) for mtbf_s in mtbfs_s
         }
-    rows = tuple(row for mtbf_s, runs in scenarios.items() for row in _rows(machine, names, mtbf_s, runs, duration_s))
+    with steps("simulating", len(scenarios) * len(names)) as done:
+        rows = tuple(
+            row for mtbf_s, runs in scenarios.items() for row in _rows(machine, names, mtbf_s, runs, duration_s, done)
+        )
     return Report(
         f"Checkpoints of {job.shape.name} under failures",
         (
@@ -78,23 +85,15 @@ def run(
             Fact("Ranks", job.topology.world_size, "count"),
             Fact("Iteration", machine.cost.iteration_s, "seconds"),
             Fact("Microbatches of a pipeline", machine.job.microbatches, "count"),
-            Fact("Hours of a run", hours, "count"),
+            Fact("Hours of a run", duration_s / 3600, "number"),
         ),
         (table("Systems", _COLUMNS, rows),),
         (
             "overhead: per iteration. recovery: of a fault. lost: tokens whose updates experts lost. ETTR: mean over"
             " the runs, ± half of its 95 % confidence interval; formula: by MoEvement App. C.",
-            "Iteration time and bandwidths are estimates unless --profile gives what was measured.",
+            "Iteration time and bandwidths are estimates unless --profile or --from gives what was measured.",
         ),
     )
-
-
-def _names(systems: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in systems.split(",") if name.strip())
-    unknown = [name for name in names if name not in SYSTEMS]
-    if unknown or not names:
-        raise click.UsageError(f"--systems {systems!r}: give some of {', '.join(SYSTEMS)}, with commas between")
-    return names
 
 
 def _rows(
@@ -103,6 +102,7 @@ def _rows(
     mtbf_s: float,
     faults: tuple[tuple[Fault, ...], ...],
     duration_s: float,
+    done: Callable[[], None],
 ) -> Iterator[tuple[Any, ...]]:
     """One row per system: means over the runs, each with its own faults."""
     for name in names:
@@ -122,6 +122,7 @@ def _rows(
             found.half_width,
             closed_form(behaviour, mtbf_s, duration_s),
         )
+        done()
 
 
 MOVED = (
@@ -155,3 +156,4 @@ def simulate() -> None:
 
 
 simulate.add_command(run)
+simulate.add_command(constants)

@@ -10,7 +10,7 @@ import click
 
 from moe_ckpt.report import show
 
-from .training import Duration
+from .values import Duration
 
 HELP = """Say how protected a running job is, on one screen: newest protected and persisted iteration, who has less than
 was asked for and why, memory that is left.

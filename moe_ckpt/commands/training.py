@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,40 +13,46 @@ from megatron.core.dist_checkpointing.moe.errors import UsageError
 
 from ..simulator.clusters import cluster as preset_cluster
 from ..simulator.clusters import load_cluster, presets
-from ..simulator.constants import THIS_PROJECT
+from ..simulator.constants import COMEBACKS, THIS_PROJECT
 from ..simulator.cost import MEGATRON_UTILISATION, iteration_cost
-from ..simulator.inputs import Cluster, TrainingJob
+from ..simulator.flags import systems_of
+from ..simulator.inputs import Cluster, TokenDispatch, TrainingJob
 from ..simulator.profiles import load_profile
+from ..simulator.systems import SYSTEMS
 from ..simulator.systems.links import SystemSetting
+from .from_job import measured
 from .plan.options import PlannedJob, number
+from .values import Duration
 
-_UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+def system_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the flag for `chosen_systems`."""
+    return click.option(
+        "--system", "systems", type=click.Choice([*SYSTEMS, "full", "pec", "selective", "sparse"]), multiple=True,
+        help="A system, or a strategy's name; repeatable [default: all].",
+    )(function)  # fmt: skip
 
 
-class Duration(click.ParamType):  # type: ignore[type-arg]
-    """Seconds, or a number with s, m or h behind it."""
-
-    name = "duration"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Seconds; a number that was converted before passes."""
-        if isinstance(value, float):
-            return value
-        found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smh]?)", str(value).lower(), re.ASCII)
-        seconds = float(found[1]) * _UNITS_S[found[2]] if found else 0.0
-        if not seconds:
-            self.fail(f"{value} must be seconds above 0, or a number with m or h behind it, such as 30m", param, ctx)
-        return seconds
+def chosen_systems(words: tuple[str, ...]) -> tuple[str, ...]:
+    """The systems that --system names, each once; all without one."""
+    return tuple(dict.fromkeys(name for word in words for name in systems_of(word))) or tuple(SYSTEMS)
 
 
 def with_training_flags(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `global_batch_size`, `micro_batch_size`, `seq_length`, `cluster_name`, `profile` and `restart_s`."""
+    """Add the batch, the cluster, how tokens are exchanged, what was measured, and how processes come back."""
     names = ", ".join(presets())
     for option in reversed(
         (
             number("--global-batch-size", default=512, show_default=True, help="Samples of an iteration."),
             number("--micro-batch-size", default=1, show_default=True, help="Samples of a rank's microbatch."),
             number("--seq-length", default=2048, show_default=True, help="Tokens of a sample."),
+            click.option(
+                "--overlap-moe-expert-parallel-comm", "overlaps", is_flag=True, help="As Megatron's flag of this name."
+            ),
+            click.option("--moe-enable-deepep", "once_per_node", is_flag=True, help="As Megatron's flag of this name."),
+            number(
+                "--moe-router-group-topk", "nodes_per_token", default=None, help="Nodes that a token goes to at most."
+            ),
             click.option(
                 "--cluster",
                 "cluster_name",
@@ -63,13 +68,33 @@ def with_training_flags(function: Callable[..., Any]) -> Callable[..., Any]:
                 help="What `moe-ckpt profile` measured, instead of a cluster.",
             ),
             click.option(
+                "--from",
+                "job_file",
+                type=click.Path(path_type=Path),
+                metavar="FILE",
+                help="--metrics-jsonl of a job that ran: its iteration time, rates and restarts count.",
+            ),
+            click.option(
+                "--iteration-time",
+                "iteration_time_s",
+                type=Duration(),
+                metavar="TIME",
+                help="Of training without checkpoints [default: estimated].",
+            ),
+            click.option(
+                "--restart-mode",
+                "comeback",
+                type=click.Choice(list(COMEBACKS)),
+                default="cold",
+                show_default=True,
+                help="How processes come back: as new ones, from standbys, or in place.",
+            ),
+            click.option(
                 "--restart",
                 "restart_s",
                 type=Duration(),
-                default=THIS_PROJECT.global_restart_s,
-                show_default=True,
                 metavar="TIME",
-                help="Until all processes run again: restart + rendezvous + build of a recovery's timeline.",
+                help="Until all run again: restart + rendezvous + build of a timeline [default: by ranks and mode].",
             ),
         )
     ):
@@ -84,9 +109,20 @@ def machine_of(
     seq_length: int,
     cluster_name: str,
     profile: Path | None,
-    restart_s: float,
+    restart_s: float | None,
+    *,
+    comeback: str = "cold",
+    iteration_time_s: float | None = None,
+    job_file: Path | None = None,
+    overlaps: bool = False,
+    once_per_node: bool = False,
+    nodes_per_token: int | None = None,
 ) -> SystemSetting:
-    """The job on its cluster. Raises UsageError for a batch that does not fit the layout, or no such cluster."""
+    """The job on its cluster; what is given counts before what a job measured, and that before what is estimated.
+
+    Raises UsageError for a batch that does not fit the layout, and no such cluster, UnreadableCheckpoint for a job_file
+    that no job wrote.
+    """
     share = micro_batch_size * job.topology.dp
     if global_batch_size % share:
         raise UsageError(
@@ -94,15 +130,31 @@ def machine_of(
             f" {job.topology.dp} data-parallel ranks = {share}"
         )
     batch = global_batch_size, global_batch_size // share, seq_length
-    training = TrainingJob(job.shape, job.topology, job.precision, *batch)
-    constants = replace(THIS_PROJECT, global_restart_s=restart_s)
+    exchange = TokenDispatch(overlaps, once_per_node, nodes_per_token)
+    training = TrainingJob(job.shape, job.topology, job.precision, *batch, exchange)
+    constants = replace(THIS_PROJECT, comeback=comeback)
     if profile is None:
-        cluster, utilisation = _cluster(cluster_name), MEGATRON_UTILISATION
+        cluster = _cluster(cluster_name)
+        machine = SystemSetting(training, iteration_cost(training, cluster, MEGATRON_UTILISATION), cluster, constants)
     else:
-        measured = load_profile(profile)
-        cluster, utilisation = measured.cluster, measured.utilisation
-        constants = replace(constants, frozen_saves=measured.frozen_saves)
-    return SystemSetting(training, iteration_cost(training, cluster, utilisation), cluster, constants)
+        machine = load_profile(profile).setting(training, constants)
+    if job_file is not None:
+        machine = measured(job_file).applied(machine, replicas=constants.replicas)
+    if iteration_time_s is not None:
+        machine = replace(machine, cost=machine.cost.lasting(iteration_time_s))
+    if restart_s is not None:
+        machine = replace(machine, constants=replace(machine.constants, restart_s=restart_s))
+    return machine
+
+
+def checked_mtbf(machine: SystemSetting, mtbf_s: float) -> None:
+    """Raises UsageError for a mean time between faults in which no job comes back once."""
+    down_s = machine.constants.detect_s + machine.launch_s + machine.meet_s
+    if mtbf_s <= down_s:
+        raise UsageError(
+            f"--mtbf {mtbf_s:g}s is not longer than a restart takes ({down_s:.3g} s with its detection): it would never"
+            " train; say how long yours takes with --restart, or --restart-mode in-place"
+        )
 
 
 def _cluster(name: str) -> Cluster:

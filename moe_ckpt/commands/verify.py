@@ -15,8 +15,8 @@ of it, or a --moe-ckpt-memory-dir, also while its job runs. Nothing is changed a
 \b
     $ moe-ckpt verify checkpoints/                  # all iterations, their chains, the tracker
     $ moe-ckpt verify checkpoints/iter_0000012      # this one, and those that hold experts for it
-    $ moe-ckpt verify s3://bucket/run/windows       # every record of every snapshot, and whether windows are whole
-    $ moe-ckpt verify /dev/shm/moe-ckpt-me --json
+    $ moe-ckpt verify s3://bucket/run/snapshots       # every record of every snapshot, and whether windows are whole
+    $ moe-ckpt verify /dev/shm/moe-ckpt-$(id -un) --json
 
 Every checksum is compared: of each file of a dense checkpoint (moe_ckpt_integrity.json has them), of each record of a
 snapshot, of every manifest. Missing files and snapshots, names and numbers that do not fit together, and a place with
@@ -26,8 +26,12 @@ A checkpoint of stock Megatron has no checksums. It is then checked for complete
 the report says that single bytes could not be checked.
 
 \b
-Exit codes: 0 all is well; 1 something is damaged or missing, or PLACE is nothing that can be read; 2 wrong usage.
+Exit codes: 0 all is well; 1 nothing can be restored, or PLACE is nothing that can be read; 2 wrong usage; 3 something
+is damaged or missing, and a state can be restored all the same: the newest one is named.
 """
+
+USABLE = 3
+"""Exit code where there are findings and something to restore from."""
 
 
 @click.command(help=HELP)
@@ -46,9 +50,11 @@ def verify(context: click.Context, place: str, as_json: bool, rows: int) -> None
     findings = table("findings", "path | item | found | expected", found)
     parts = ((part.part, part.how, part.items, part.nbytes) for part in result.checked)
     checked = table("checked", "part | how | items:count | size:bytes", parts)
+    usable = bool(result.findings and result.restores)
+    verdict = "usable, with findings" if usable else "damaged" if result.findings else "intact"
     facts = [
         Fact("holds", location.kind.value),
-        Fact("verdict", "damaged" if result.findings else "intact"),
+        Fact("verdict", verdict),
         Fact("read", sum(part.nbytes for part in result.checked), "bytes"),
     ]
     if result.restores is not None:
@@ -59,4 +65,4 @@ def verify(context: click.Context, place: str, as_json: bool, rows: int) -> None
         for finding in result.findings:
             click.echo(f"finding: {finding}")
     if result.findings:
-        context.exit(1)
+        context.exit(USABLE if usable else 1)

@@ -1,15 +1,16 @@
 """Dense checkpoints with some of the experts: which iteration has the newest copy of each, and how tensors are named.
 
-A partial iteration has everything but experts whose newest copy lies in an older one. Its manifest names the iteration
-that holds it, for every expert of every MoE layer, so nothing is left to be guessed. No torch.
+A partial iteration has everything but experts whose newest copy lies in an older one, or but the weights or the moments
+of those. Its manifest names the iteration that holds it, for every expert of every MoE layer, so nothing is left to be
+guessed. No torch.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,16 @@ from typing import Any
 import msgspec
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.storage.manifest import framed
+from megatron.core.dist_checkpointing.moe.policy.partial import BOTH, OPTIMIZER, PEC_SCOPES, WEIGHTS
+from megatron.core.dist_checkpointing.moe.storage.manifest import framed, unframed
 from megatron.core.dist_checkpointing.moe.types import OperatorId, expert
 
+from .components import MASTER, MODEL, TENSOR_RULES, component_of
 from .framed import decoded
 from .names import FORMAT, read_if_there
 
 MANIFEST = "moe_ckpt_chain.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _KEY = "chain"
 # What `metadata.json` says of a partial iteration. Megatron-Core knows version 1 of `torch_dist` and refuses any other
 # before it reads a tensor, whatever it may do about missing keys.
@@ -34,6 +37,7 @@ _EXPERT = re.compile(
     r"(?P<stem>(?:.+\.)?decoder\.layers)\.(?:(?P<layer>\d+)\.)?mlp\.experts\.experts\.(?:(?P<expert>\d+)\.)?(?P<rest>.+)"
 )
 _MARK = re.compile(r"[0-9a-f]{16}")
+_LEFT_OUT = {WEIGHTS.name: "weights", OPTIMIZER.name: "moments", BOTH.name: "FULL"}
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,12 @@ class Chain:
     position: where the rotation of experts stands after this iteration, see `policy.partial.next_position`.
     stacked_layers: length of the layer axis of the tensors of experts, None where each layer has tensors of its own.
     content: what is saved of the state and for which layout; iterations with another content are no continuation.
-    Raises UsageError for holders that are not named in `marks`, or newer than `iteration`, and for layers that differ
-    in their number of experts.
+    scope: what this iteration leaves out of the other experts, a name of `PEC_SCOPES`. The rest of them it holds, and
+        the iteration with their newest copy holds all of their state.
+    unsaved: by MoE layer and expert, tokens that were routed to it since its newest copy; empty where none are counted.
+    ages: likewise, checkpoints since its newest copy.
+    Raises UsageError for holders that are not named in `marks`, or newer than `iteration`, for layers that differ in
+    their number of experts, for an unknown scope, and for tokens or ages of other experts, or below 0.
     """
 
     iteration: int
@@ -57,6 +65,9 @@ class Chain:
     position: int
     stacked_layers: int | None
     content: str
+    scope: str = BOTH.name
+    unsaved: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    ages: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if set(self.marks) != self.iterations:
@@ -67,6 +78,12 @@ class Chain:
             raise UsageError("holders must have at least one layer, and equally many experts in each")
         if not all(_MARK.fullmatch(mark) for mark in self.marks.values()):
             raise UsageError("marks must be 16 hexadecimal digits each")
+        if self.scope not in PEC_SCOPES:
+            raise UsageError(f"scope is {self.scope!r}, but must be one of {', '.join(PEC_SCOPES)}")
+        for name, rows in (("unsaved", self.unsaved), ("ages", self.ages)):
+            sizes = {layer: len(row) for layer, row in self.holders.items()} if self.unsaved else {}
+            if {layer: len(row) for layer, row in rows.items()} != sizes or any(min(row) < 0 for row in rows.values()):
+                raise UsageError(f"{name} must have a number of at least 0 for each expert that holders name")
 
     @cached_property
     def iterations(self) -> frozenset[int]:
@@ -91,6 +108,20 @@ class Chain:
         holder: int = row[operator.expert]
         return holder
 
+    def source(self, operator: OperatorId, common: str) -> int:
+        """The iteration from which an entry of an expert, of this common name, is loaded. Raises KeyError."""
+        return self.holder(operator) if self._leaves_out(common) else self.iteration
+
+    def _leaves_out(self, common: str) -> bool:
+        if self.scope == BOTH.name:
+            return True
+        is_weight = component_of(common, TENSOR_RULES) in (MODEL, MASTER)
+        return is_weight == (self.scope == WEIGHTS.name)
+
+    def left_out(self, operator: OperatorId) -> str:
+        """What of an expert lies in the iteration of its newest copy: FULL, weights or moments."""
+        return _LEFT_OUT[BOTH.name if self.holder(operator) == self.iteration else self.scope]
+
     @property
     def leading_axes(self) -> tuple[int, ...]:
         """Sizes of the axes that count layers and experts where Megatron-Core stacks them."""
@@ -100,26 +131,36 @@ class Chain:
         """Where an expert is on these axes."""
         return (operator.expert,) if self.stacked_layers is None else (operator.layer, operator.expert)
 
+    @cached_property
+    def experts(self) -> tuple[OperatorId, ...]:
+        """All that are named, by layer."""
+        return tuple(expert(layer, index) for layer in sorted(self.holders) for index in range(self.num_experts))
+
     def held_by(self, iteration: int) -> tuple[OperatorId, ...]:
         """Experts whose newest copy is in `iteration`."""
-        return tuple(
-            expert(layer, index)
-            for layer, row in sorted(self.holders.items())
-            for index, holder in enumerate(row)
-            if holder == iteration
-        )
+        return tuple(operator for operator in self.experts if self.holder(operator) == iteration)
 
-    def followed_by(self, iteration: int, mark: str, selected: Sequence[OperatorId], position: int) -> Chain:
-        """The chain of a newer `iteration` that holds `selected`; older iterations that nothing needs are dropped."""
-        chosen = set(selected)
-        holders = {
-            layer: tuple(iteration if expert(layer, index) in chosen else holder for index, holder in enumerate(row))
-            for layer, row in self.holders.items()
-        }
+    def followed_by(self, iteration: int, mark: str, selected: Iterable[OperatorId], position: int) -> Chain:
+        """The chain of a newer `iteration` that holds `selected`; older iterations that nothing needs are dropped.
+
+        Nothing of `selected` is unsaved then; tokens of the others are those of this chain.
+        """
+        chosen = frozenset(selected)
+
+        def updated(rows: Mapping[int, tuple[int, ...]], saved: int, step: int) -> dict[int, tuple[int, ...]]:
+            return {
+                layer: tuple(saved if expert(layer, at) in chosen else old + step for at, old in enumerate(row))
+                for layer, row in rows.items()
+            }
+
+        holders = updated(self.holders, iteration, 0)
         needed = {iteration, *(holder for row in holders.values() for holder in row)}
         known_marks = {**self.marks, iteration: mark}
         marks = {number: known for number, known in known_marks.items() if number in needed}
-        return replace(self, iteration=iteration, holders=holders, marks=marks, position=position)
+        unsaved, ages = updated(self.unsaved, 0, 0), updated(self.ages, 0, 1)
+        return replace(
+            self, iteration=iteration, holders=holders, marks=marks, position=position, unsaved=unsaved, ages=ages
+        )
 
     def staleness(self) -> tuple[str, ...]:
         """One line for each MoE layer of which not all experts are of this iteration."""
@@ -134,24 +175,40 @@ class Chain:
             experts = ", ".join(str(index) for index, its_holder in enumerate(row) if its_holder == holder)
             behind = f", {self.iteration - holder} behind" if holder != self.iteration else ""
             parts.append(f"{experts} of iteration {holder}{behind}")
-        return f"layer {layer}: experts {'; '.join(parts)}"
+        of_experts = "experts" if self.scope == BOTH.name else f"{_LEFT_OUT[self.scope]} of experts"
+        lost = sum(self.unsaved.get(layer, ()))
+        if lost:
+            parts.append(f"{lost} routed tokens' updates lost")
+        return f"layer {layer}: {of_experts} {'; '.join(parts)}"
 
 
 def encode(chain: Chain) -> bytes:
-    """The manifest file's content; equal chains give equal bytes."""
+    """The manifest file's content; equal chains give equal bytes.
+
+    Where whole experts are left out and no tokens counted it is of format 1, which older versions read.
+    """
+    of_format_2 = {}
+    if chain.scope != BOTH.name or chain.unsaved:
+        rows = {"unsaved": chain.unsaved, "ages": chain.ages}
+        of_format_2 = {"scope": chain.scope, **{name: _by_layer(found) for name, found in rows.items()}}
     body = json.dumps(
         {
-            "format": FORMAT_VERSION,
+            "format": 2 if of_format_2 else 1,
             "iteration": chain.iteration,
             "position": chain.position,
             "stacked_layers": chain.stacked_layers,
             "content": chain.content,
             "marks": {str(iteration): mark for iteration, mark in sorted(chain.marks.items())},
-            "holders": {str(layer): list(row) for layer, row in sorted(chain.holders.items())},
+            "holders": _by_layer(chain.holders),
+            **of_format_2,
         },
         separators=(",", ":"),
     ).encode("ascii")
     return framed(_KEY, body)
+
+
+def _by_layer(rows: Mapping[int, Sequence[int]]) -> dict[str, list[int]]:
+    return {str(layer): list(row) for layer, row in sorted(rows.items())}
 
 
 def decode(content: bytes, name: str) -> Chain:
@@ -161,7 +218,7 @@ def decode(content: bytes, name: str) -> Chain:
     """
     # JSON has no numbers as keys: str_keys reads layers and iterations from strings.
     make: Callable[[dict[str, Any]], Chain] = partial(msgspec.convert, type=Chain, str_keys=True)
-    return decoded(content, name, key=_KEY, newest=FORMAT_VERSION, make=make, encode=encode)
+    return decoded(content, name, body=unframed(_KEY, content), newest=FORMAT_VERSION, make=make, encode=encode)
 
 
 def read_chain(directory: Path) -> Chain | None:

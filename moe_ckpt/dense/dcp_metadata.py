@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import pickletools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -111,21 +112,33 @@ def _allowed_names() -> dict[tuple[str, str], Callable[..., Any]]:
     return names
 
 
+def _refuse_huge_memo(data: bytes) -> None:
+    """A few bytes can have pickle make room for 2^32 remembered objects. Raises UnreadableCheckpoint, ValueError."""
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name in ("PUT", "LONG_BINPUT") and (argument or 0) > len(data):
+            raise UnreadableCheckpoint(
+                f"the index (.metadata) remembers object {argument} in {len(data)} bytes: it is damaged, or made to"
+                " fill the memory; take another iteration"
+            )
+
+
 def parse_index(data: bytes) -> CheckpointIndex:
     """Reads the bytes of a `.metadata` file.
 
     Raises UnreadableCheckpoint when they are not an index, or name anything that an index does not contain.
     """
     try:
+        _refuse_huge_memo(data)
         metadata = _IndexUnpickler(data).load()
         where = {(key.fqn, _offset(key)): _extent(info) for key, info in metadata.storage_data.items()}
         entries = dict(metadata.state_dict_metadata)
     except UnreadableCheckpoint:
         raise
     except Exception as error:
+        said = " ".join(str(error).split())  # some of pickle's own take several lines
         raise UnreadableCheckpoint(
-            f"the index (.metadata) is damaged or is not one of torch.distributed.checkpoint ({error}); "
-            "take another iteration"
+            f"the index (.metadata) is damaged or is not one of torch.distributed.checkpoint ({said}); take another"
+            " iteration"
         ) from error
     tensors: dict[str, TensorInfo] = {}
     objects: dict[str, ChunkExtent] = {}

@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-import io
-import json
 import os
-import pickle
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.storage.atomic import sync_directory, write_atomically
 from megatron.core.dist_checkpointing.moe.types import OperatorId
 
 from .chain import stacked_name, stacked_object_name
-from .dcp_metadata import Chunk, ChunkExtent
-from .dense import DenseCheckpoint, read_extent
+from .dense_writer import DenseWriter
 from .integrity import damaged, seal, sums_of
 from .merged import MergedCheckpoint, open_merged
-from .names import COMMON, FORMAT, INDEX, TRACKER, new_iteration_folder
-
-_DATA = "__0_0.distcp"
+from .names import COMMON, TRACKER, new_iteration_folder
 
 Watch = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 """Given the bytes that there are to do, a context with a function that takes bytes as they are done."""
@@ -90,14 +72,13 @@ def _entry_bytes(merged: MergedCheckpoint) -> int:
     """Bytes of all tensors as they are stored, which is nearly everything."""
     of_experts = merged.experts[merged.chain.iteration].names
     chunks = [chunk for name, info in merged.newest.tensors.items() if name not in of_experts for chunk in info.chunks]
-    for iteration, held in merged.experts.items():
-        for operator in merged.chain.held_by(iteration):
-            chunks += [chunk for tensor in held.tensors[operator].values() for chunk in tensor.stored]
+    for operator in merged.chain.experts:
+        chunks += [chunk for _, tensor, _ in merged.tensors_of(operator) for chunk in tensor.stored]
     return sum(chunk.extent.length_bytes for chunk in chunks)
 
 
 def _write(merged: MergedCheckpoint, folder: Path, advance: Callable[[int], None]) -> None:
-    with _Writer(folder, advance) as writer:
+    with DenseWriter(folder, advance) as writer:
         of_experts = merged.experts[merged.chain.iteration].names
         newest = merged.newest
         for name, info in newest.tensors.items():
@@ -114,17 +95,13 @@ def _write(merged: MergedCheckpoint, folder: Path, advance: Callable[[int], None
     common = newest.directory / COMMON
     if common.is_file():
         write_atomically(folder / COMMON, common.read_bytes())
-    write_atomically(folder / INDEX, writer.index())
-    marker = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    marker |= {"common_backend": "torch", "common_backend_version": 1}
-    write_atomically(folder / FORMAT, json.dumps(marker).encode())
+    writer.write_index(folder)
     seal(folder)
 
 
-def _write_expert(merged: MergedCheckpoint, operator: OperatorId, writer: _Writer) -> None:
-    chain, iteration = merged.chain, merged.chain.holder(operator)
-    part, held = merged.parts[iteration], merged.experts[iteration]
-    for common, tensor in held.tensors[operator].items():
+def _write_expert(merged: MergedCheckpoint, operator: OperatorId, writer: DenseWriter) -> None:
+    chain = merged.chain
+    for common, tensor, part in merged.tensors_of(operator):
         name = stacked_name(common, operator.layer, chain.stacked_layers)
         writer.tensor(name, (*chain.leading_axes, *tensor.shape), tensor.dtype)
         for piece, stored in merged.stacked_pieces(operator, tensor):
@@ -133,66 +110,6 @@ def _write_expert(merged: MergedCheckpoint, operator: OperatorId, writer: _Write
             else:
                 place = writer.saved(part.read_piece(name, tensor.dtype, stored).clone().reshape(piece.sizes))
             writer.piece(name, piece, place)
-    for common, stored_name in held.objects.get(operator, {}).items():
+    for common, stored_name, part in merged.objects_of(operator):
         name = stacked_object_name(chain, common, operator)
         writer.object(name, writer.copied(part, part.index.objects[stored_name], name))
-
-
-class _Writer:
-    """One file with the bytes of all entries, and the index of torch.distributed.checkpoint for it."""
-
-    def __init__(self, folder: Path, advance: Callable[[int], None]) -> None:
-        self._path, self._advance = folder / _DATA, advance
-        self._file: BinaryIO
-        self._entries: dict[str, Any] = {}
-        self._places: dict[MetadataIndex, _StorageInfo] = {}
-
-    def __enter__(self) -> _Writer:
-        self._file = self._path.open("wb")
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if exception[0] is None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        self._file.close()
-
-    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Announce a tensor; again for each expert of a stacked one."""
-        known = self._entries.setdefault(
-            name, TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks=[])
-        )
-        if known.size != torch.Size(shape) or known.properties.dtype != dtype:
-            raise UnreadableCheckpoint(f"{name} is {shape} {dtype} for one expert, {known.size} for another")
-
-    def piece(self, name: str, chunk: Chunk, place: _StorageInfo) -> None:
-        """A piece of an announced tensor, whose bytes are at `place`."""
-        offsets = torch.Size(chunk.offsets)
-        entry = self._entries[name]
-        self._places[MetadataIndex(name, offsets, len(entry.chunks))] = place
-        entry.chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
-
-    def object(self, name: str, place: _StorageInfo) -> None:
-        """An object, whose bytes are at `place`."""
-        self._entries[name] = BytesStorageMetadata()
-        self._places[MetadataIndex(name)] = place
-
-    def copied(self, part: DenseCheckpoint, extent: ChunkExtent, name: str) -> _StorageInfo:
-        """The bytes of another checkpoint as they are."""
-        return self._put(read_extent(part.directory, extent, name))
-
-    def saved(self, tensor: torch.Tensor) -> _StorageInfo:
-        """A tensor as torch.distributed.checkpoint stores it."""
-        buffer = io.BytesIO()
-        torch.save(tensor, buffer)
-        return self._put(buffer.getvalue())
-
-    def index(self) -> bytes:
-        """The content of `.metadata`."""
-        return pickle.dumps(Metadata(state_dict_metadata=self._entries, planner_data={}, storage_data=self._places))
-
-    def _put(self, content: bytes) -> _StorageInfo:
-        place = _StorageInfo(_DATA, self._file.tell(), len(content))
-        self._file.write(content)
-        self._advance(len(content))
-        return place

@@ -11,7 +11,6 @@ from megatron.core.dist_checkpointing.moe.errors import (
     UnreadableCheckpoint,
     UsageError,
 )
-from megatron.core.dist_checkpointing.moe.storage.manifest import unframed
 
 T = TypeVar("T")
 
@@ -20,26 +19,27 @@ def decoded(
     content: bytes,
     name: str,
     *,
-    key: str,
+    body: bytes | None,
     newest: int,
     make: Callable[[Any], T],
     encode: Callable[[T], bytes],
 ) -> T:
-    """What `make` makes of the body of a framed file, called `name` in errors; `encode` writes the file of a value.
+    """What `make` makes of the body of a file, called `name` in errors; `encode` writes the file of a value.
+
+    body: what the file's checksum covers, None where it does not match.
 
     Raises UnreadableCheckpoint for any deviation from what `encode` writes, NewerFormat for a format above `newest`.
     """
-    written = unframed(key, content)
-    if written is None:
+    if body is None:
         raise UnreadableCheckpoint(f"{name} is damaged: it does not match its checksum; take another iteration")
     try:
-        body = json.loads(written)
-        if type(body["format"]) is int and body["format"] > newest:
+        found = json.loads(body)
+        if type(found["format"]) is int and found["format"] > newest:
             raise NewerFormat(
-                f"{name} is written in format {body['format']}, this version reads up to {newest}: use the version"
+                f"{name} is written in format {found['format']}, this version reads up to {newest}: use the version"
                 " that wrote it, or a newer one"
             )
-        value = make(body)
+        value = make(found)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, UsageError) as error:
         raise UnreadableCheckpoint(f"{name} is damaged ({error!r:.120}); take another iteration") from error
     # What is believed is exactly what is written: another spelling of it is of no save.

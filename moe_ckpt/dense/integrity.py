@@ -1,38 +1,44 @@
 """The integrity file of a dense checkpoint: length and checksum of every other file in its folder. No torch.
 
 One line, `{"xxh3":"<32 hexadecimal digits>","integrity":<body>}`, where the checksum is that of the body's bytes as
-they stand, so the file protects itself. It is written last, before the folder gets its final name; Megatron-Core does
-not look at it.
+they stand, so the file protects itself. In a job with a secret its first member is called `hmac`, and all checksums are
+keyed, as those of snapshots (`storage.job_secret`). It is written last, before the folder gets its final name;
+Megatron-Core does not look at it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
-from xxhash import xxh3_128
 
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.storage.atomic import write_atomically
-from megatron.core.dist_checkpointing.moe.storage.manifest import framed
+from megatron.core.dist_checkpointing.moe.storage.manifest import RunningChecksum, is_keyed, sealed, unsealed
 
 from .framed import decoded
-from .names import read_if_there
+from .names import COMMON, read_if_there
 
 if TYPE_CHECKING:
     from .dense import DenseCheckpoint
 
 NAME = "moe_ckpt_integrity.json"
+OWN_FILES = "moe_ckpt_"
+"""How the names of all files begin that are added to those of Megatron-Core."""
 FORMAT_VERSION = 1
 
 _KEY = "integrity"
 
 MARK = "moe_ckpt_integrity"
 """In the `content_metadata` of a checkpoint: it was saved with an integrity file, so that its absence is a loss."""
+
+UNSIGNED = "if you know where it comes from, moe-ckpt sign it; or leave out the secret, or take another iteration"
+"""What to do about an iteration without a signature in a job that has a secret."""
 
 _BLOCK_BYTES = 1 << 22
 _FileName = Annotated[str, msgspec.Meta(pattern=r"\A(?!\.{1,2}\Z)[^/]+\Z")]
@@ -47,7 +53,7 @@ FileKey = TypeVar("FileKey", str, Path)
 
 @dataclass(frozen=True, slots=True)
 class FileSum:
-    """A file's length, and the xxh3 of its bytes (128 bits, hexadecimal)."""
+    """A file's length, and the checksum of its bytes (128 bits, hexadecimal): xxh3, or keyed in a job with a secret."""
 
     nbytes: int
     xxh3: str
@@ -73,15 +79,26 @@ def unwatched(nbytes: int) -> None:
     """An Advance for work whose progress nobody watches."""
 
 
-def file_sum(path: Path, advance: Advance = unwatched) -> FileSum:
-    """Length and checksum of a file. Raises OSError."""
-    digest, nbytes = xxh3_128(), 0
-    block = memoryview(bytearray(_BLOCK_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(block):
-            digest.update(block[:count])
+def file_sum(
+    path: Path, advance: Advance = unwatched, look: Callable[[int, memoryview], None] = lambda at, data: None
+) -> FileSum:
+    """Length and checksum of a file; the next block is read while one is summed up. Raises OSError.
+
+    look: is called with each block and where it begins; it must not keep it.
+    """
+    digest, nbytes = RunningChecksum(), 0
+    blocks = [memoryview(bytearray(_BLOCK_BYTES)) for _ in range(2)]
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1, "read-ahead") as ahead:
+        coming = ahead.submit(file.readinto, blocks[0])
+        while count := coming.result():
+            block = blocks[0][:count]
+            blocks.reverse()
+            coming = ahead.submit(file.readinto, blocks[0])
+            digest.update(block)
+            look(nbytes, block)
             nbytes += count
             advance(count)
+        look(nbytes, blocks[1][:0])
     return FileSum(nbytes, digest.hexdigest())
 
 
@@ -89,15 +106,22 @@ def encode(sums: Sums) -> bytes:
     """The integrity file's content; equal sums give equal bytes."""
     files = {name: [saved.nbytes, saved.xxh3] for name, saved in sorted(sums.items())}
     body = json.dumps({"format": FORMAT_VERSION, "files": files}, separators=(",", ":")).encode("ascii")
-    return framed(_KEY, body)
+    return sealed(_KEY, body)
 
 
 def decode(content: bytes, name: str) -> dict[str, FileSum]:
     """The sums in a file's content; `name` is what errors call the file.
 
-    Raises UnreadableCheckpoint for any deviation from what `encode` writes, NewerFormat for a later format.
+    Raises UnreadableCheckpoint for any deviation from what `encode` writes, for one that was sealed without the secret
+    of this process, or with one that it does not have; NewerFormat for a later format.
     """
-    return decoded(content, name, key=_KEY, newest=FORMAT_VERSION, make=_sums, encode=encode)
+    body = unsealed(_KEY, content, name, UNSIGNED)
+    if body is None and is_keyed():
+        raise UnreadableCheckpoint(
+            f"{name} does not match its checksum: it is damaged, forged, or of a job with another secret; take another"
+            " iteration"
+        )
+    return decoded(content, name, body=body, newest=FORMAT_VERSION, make=_sums, encode=encode)
 
 
 def _sums(body: dict[str, Any]) -> dict[str, FileSum]:
@@ -119,16 +143,38 @@ def read(directory: Path) -> dict[Path, FileSum] | None:
 def expected(directory: Path, common: Mapping[str, Any]) -> dict[Path, FileSum] | None:
     """As `read`; `common` is the part of the checkpoint that is the same on all ranks.
 
-    Raises UnreadableCheckpoint also if the integrity file is missing although the checkpoint was saved with one.
+    Raises UnreadableCheckpoint also if the integrity file is missing although the checkpoint was saved with one, or
+    although this process has a secret, without which anybody could have made the checkpoint; then also for a file that
+    was added to it.
     """
     sums = read(directory)
     metadata = common.get("content_metadata")
+    if sums is None and is_keyed():
+        raise UnreadableCheckpoint(
+            f"{directory} has no {NAME}, so it is not signed, and anybody may have made it: {UNSIGNED}"
+        )
+    if sums is not None and is_keyed():
+        _refuse_added(directory, sums)
     if sums is None and isinstance(metadata, Mapping) and metadata.get(MARK):
         raise UnreadableCheckpoint(
             f"{directory / NAME}, with which it was saved, is missing, so its bytes cannot be checked; put it back or"
             " take another iteration"
         )
     return sums
+
+
+def _refuse_added(directory: Path, sums: Collection[Path]) -> None:
+    """Raises UnreadableCheckpoint for a file that changes what is loaded, and was not there when it was signed."""
+    try:
+        there = [path for path in directory.iterdir() if path.name == COMMON or path.name.startswith(OWN_FILES)]
+    except OSError as error:
+        raise UnreadableCheckpoint(f"{directory} cannot be read: {error}; take another iteration") from error
+    added = sorted(path for path in there if path not in sums and path.name != NAME)
+    if added:
+        raise UnreadableCheckpoint(
+            f"{added[0]} was not there when {directory.name} was signed, so anybody may have made it: remove the file,"
+            " or take another iteration"
+        )
 
 
 def sums_of(parts: Iterable[DenseCheckpoint]) -> dict[Path, FileSum]:
@@ -191,17 +237,24 @@ def check(
     return damaged({path: saved for path, saved in sums.items() if files is None or path.name in files}, advance)
 
 
-def damaged(sums: Mapping[Path, FileSum], advance: Advance = unwatched) -> tuple[Damage, ...]:
-    """Those of these files that are missing, unreadable or changed. What has another length is not read."""
-    found = (_damage(path, saved, advance) for path, saved in sorted(sums.items()))
+def damaged(
+    sums: Mapping[Path, FileSum], advance: Advance = unwatched, by_length: Collection[Path] = ()
+) -> tuple[Damage, ...]:
+    """Those of these files that are missing, unreadable or changed. What has another length is not read.
+
+    by_length: files of which the length is enough, as their bytes are compared when they are loaded.
+    """
+    found = (_damage(path, saved, advance, only_length=path in by_length) for path, saved in sorted(sums.items()))
     return tuple(damage for damage in found if damage is not None)
 
 
-def _damage(path: Path, saved: FileSum, advance: Advance) -> Damage | None:
+def _damage(path: Path, saved: FileSum, advance: Advance, *, only_length: bool) -> Damage | None:
     try:
         nbytes = path.stat().st_size
         if nbytes != saved.nbytes:
             return Damage(path, f"{saved.nbytes} bytes", f"it has {nbytes} bytes")
+        if only_length:
+            return None
         found = file_sum(path, advance)
     except FileNotFoundError:
         return Damage(path, f"{saved.nbytes} bytes", "it is missing")

@@ -54,6 +54,23 @@ class MergedCheckpoint:
         """The one that holds all that is no expert."""
         return self.parts[self.chain.iteration]
 
+    def tensors_of(self, operator: OperatorId) -> Iterator[tuple[str, ExpertTensor, DenseCheckpoint]]:
+        """Tensors of an expert by their common names, each with the iteration that it is loaded from."""
+        for iteration in self._sources(operator):
+            for common, tensor in self.experts[iteration].tensors.get(operator, {}).items():
+                if self.chain.source(operator, common) == iteration:
+                    yield common, tensor, self.parts[iteration]
+
+    def objects_of(self, operator: OperatorId) -> Iterator[tuple[str, str, DenseCheckpoint]]:
+        """Other objects of an expert, likewise: common name, full name, iteration."""
+        for iteration in self._sources(operator):
+            for common, name in self.experts[iteration].objects.get(operator, {}).items():
+                if self.chain.source(operator, common) == iteration:
+                    yield common, name, self.parts[iteration]
+
+    def _sources(self, operator: OperatorId) -> list[int]:
+        return sorted({self.chain.holder(operator), self.chain.iteration})
+
     def stacked_pieces(self, operator: OperatorId, tensor: ExpertTensor) -> Iterator[tuple[Chunk, Chunk]]:
         """The pieces of an expert's tensor where they lie in the stack of all experts, each with itself as stored."""
         lead = self.chain.leading_index(operator)
@@ -142,10 +159,9 @@ def _check_experts(merged: MergedCheckpoint) -> None:
 
 
 def _names(merged: MergedCheckpoint, operator: OperatorId) -> dict[str, object]:
-    """What there is of an expert where its newest copy is: shape and dtype of each tensor, and names of objects."""
-    held = merged.experts[merged.chain.holder(operator)]
-    tensors = {name: (tensor.shape, tensor.dtype) for name, tensor in held.tensors.get(operator, {}).items()}
-    return tensors | dict.fromkeys(held.objects.get(operator, ()))
+    """What there is of an expert where it is loaded from: shape and dtype of each tensor, and names of objects."""
+    tensors = {name: (tensor.shape, tensor.dtype) for name, tensor, _ in merged.tensors_of(operator)}
+    return tensors | {name: None for name, _, _ in merged.objects_of(operator)}
 
 
 def experts_of(checkpoint: DenseCheckpoint) -> Experts:

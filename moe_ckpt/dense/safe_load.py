@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
+from pathlib import PosixPath
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +17,10 @@ import torch
 from numpy.lib import NumpyVersion
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
-from megatron.core.safe_globals import SAFE_GLOBALS
+from moe_ckpt.megatron_core import is_skipped, load_megatron_core
 
+_PLAIN = (SimpleNamespace, PosixPath, Namespace, BytesIO, signal.Signals)
+"""What most checkpoints name besides tensors and numpy: nothing of Megatron-Core, which takes seconds to import."""
 _REFUSED_GLOBAL = re.compile(r"(?:Unsupported global: |unsupported )GLOBAL (\S+)")
 
 
@@ -26,8 +31,7 @@ def load_torch_bytes(data: bytes, what: str) -> Any:
     is not on the list; nothing from the data is ever called or imported.
     """
     try:
-        with _safe_names():
-            return torch.load(BytesIO(data), map_location="cpu", weights_only=True)
+        return _loaded(data)
     except Exception as error:
         refused = _REFUSED_GLOBAL.search(str(error))
         if refused is not None:
@@ -39,14 +43,32 @@ def load_torch_bytes(data: bytes, what: str) -> Any:
         raise UnreadableCheckpoint(f"{what} is damaged ({reason}); take another iteration") from error
 
 
+def _loaded(data: bytes) -> Any:
+    if is_skipped():
+        try:
+            return _load_with(_PLAIN, data)
+        except Exception as error:
+            if _REFUSED_GLOBAL.search(str(error)) is None:
+                raise
+            load_megatron_core()
+    from megatron.core.safe_globals import SAFE_GLOBALS
+
+    return _load_with(SAFE_GLOBALS, data)
+
+
+def _load_with(names: Sequence[Any], data: bytes) -> Any:
+    with _safe_names(names):
+        return torch.load(BytesIO(data), map_location="cpu", weights_only=True)
+
+
 @contextmanager
-def _safe_names() -> Iterator[None]:
+def _safe_names(names: Sequence[Any]) -> Iterator[None]:
     # safe_globals() removes on exit whatever it was given, even names that were registered before it (Megatron-Core
     # registers its own when imported): hand it only the missing ones.
     known = torch.serialization.get_safe_globals()
     # Stock has a signal among its arguments, and some releases of Python 3.11 write one by its own name.
     signals = [(member, f"signal.{member.name}") for member in signal.Signals]
-    missing = [name for name in [*SAFE_GLOBALS, *signals, *_numpy_names()] if name not in known]
+    missing = [name for name in [*names, *signals, *_numpy_names()] if name not in known]
     with torch.serialization.safe_globals(missing):
         yield
 

@@ -76,6 +76,7 @@ def run(settings: DrillSettings, arguments: argparse.Namespace) -> dict[str, Any
         "minutes": arguments.minutes,
         "nodes": settings.nodes,
         "nproc": settings.nproc,
+        "standbys": settings.standbys,
         "flags": list(settings.flags),
         "subject": judged(subject, reference, useful_s),
     }
@@ -93,8 +94,9 @@ def is_right(result: Mapping[str, Any]) -> bool:
 def page(result: Mapping[str, Any]) -> Iterator[str]:
     """The result for people."""
     subject, stock = result["subject"], result.get("baseline", {})
+    standbys = f" and {result['standbys']} standbys" if result["standbys"] else ""
     yield (
-        f"seed {result['seed']}, {result['nodes']} nodes x {result['nproc']} ranks, a fault every"
+        f"seed {result['seed']}, {result['nodes']} nodes x {result['nproc']} ranks{standbys}, a fault every"
         f" {result['mtbf_s']:g} s on average:"
     )
     yield _line("this subsystem", subject)
@@ -127,7 +129,7 @@ def _settings(arguments: argparse.Namespace, folder: Path, memory: Path, flags: 
     odds = Odds(arguments.mtbf, arguments.node_share, arguments.nodes, arguments.nodes * arguments.nproc)
     kills = schedule(arguments.seed, odds, run_s)
     size, times = (arguments.nodes, arguments.nproc), (run_s, arguments.mtbf, arguments.patience)
-    return DrillSettings(folder.resolve(), memory, *size, *times, kills, flags)
+    return DrillSettings(folder.resolve(), memory, *size, *times, kills, flags, arguments.standbys)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -140,6 +142,11 @@ def _parser() -> argparse.ArgumentParser:
     number("--seed", type=int, default=0, help="of the times and victims (default: 0)")
     number("--nodes", type=int, default=2, choices=(1, 2, 3, 4), help="nodes, each an agent (default: 2)")
     number("--nproc", type=int, default=4, help="ranks per node (default: 4)")
+    number(
+        "--standbys", type=int, default=0, metavar="N",
+        help="processes per node that wait to take the place of lost ranks; with any, the other ranks of the job that"
+        " is examined keep their processes (default: 0)",
+    )  # fmt: skip
     number("--node-share", type=float, default=0.2, help="share of faults that take a whole node (default: 0.2)")
     number("--patience", type=_positive, default=180.0, help="seconds without an iteration that are a hang (180)")
     number("--folder", type=Path, help="where jobs leave logs and checkpoints (default: a new temporary one)")

@@ -43,6 +43,7 @@ class DrillSettings:
         memory: a folder on a tmpfs.
         run_s, mtbf_s, kills: for subject and baseline alike.
         flags: of the training script, for all jobs, and those that begin with --moe-ckpt- for the subject.
+        standbys: processes of each node that wait to take the place of lost ranks of the subject.
     """
 
     folder: Path
@@ -54,6 +55,7 @@ class DrillSettings:
     patience_s: float
     kills: tuple[PlannedKill, ...]
     flags: tuple[str, ...] = ()
+    standbys: int = 0
 
     @property
     def common(self) -> tuple[str, ...]:
@@ -87,7 +89,8 @@ class Drill:
         folder = self._settings.folder / "subject"
         memory = ["--moe-ckpt-memory-dir", str(self._settings.memory)]
         persist = ["--moe-ckpt-persist-dir", str(folder / "persistent")]
-        return self._run("subject", [*memory, *persist, *self._settings.subject, *_kept(folder)], struck=True)
+        flags = [*memory, *persist, *self._settings.subject, *_kept(folder)]
+        return self._run("subject", flags, struck=True, standbys=self._settings.standbys)
 
     def best_interval(self) -> dict[str, float]:
         """What a stock checkpoint and a restart cost, and the interval in iterations that is best under these faults.
@@ -124,14 +127,19 @@ class Drill:
         return read_journal(folder / "reports")
 
     def _run(
-        self, name: str, flags: Sequence[str], *, struck: bool = False, folder: Path | None = None
+        self, name: str, flags: Sequence[str], *, struck: bool = False, folder: Path | None = None, standbys: int = 0
     ) -> DrillOutcome:
         settings = self._settings
         stop = ["--exit-signal-handler", "--exit-signal", STOP_SIGNAL.name] if struck else []
         plan = JobPlan(
             name,
             [str(ROOT / "scripts" / "train_cpu.sh"), *settings.common, *flags, *stop],
-            {"NPROC": str(settings.nproc), "NNODES": str(settings.nodes), "MAX_RESTARTS": str(RESTARTS)},
+            {
+                "NPROC": str(settings.nproc),
+                "NNODES": str(settings.nodes),
+                "MAX_RESTARTS": str(RESTARTS),
+                "STANDBYS": str(standbys),
+            },
             settings.kills if struck else (),
             settings.run_s if struck else None,
             settings.patience_s,

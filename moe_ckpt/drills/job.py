@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron.pretrain.processes import started_s
-from moe_ckpt.drills.processes import TOKEN, Running
+from moe_ckpt.drills.processes import TOKEN, Running, catches
 from moe_ckpt.drills.reports import Journal, read_journal
 from moe_ckpt.drills.schedule import Kind, PlannedKill
 from moe_ckpt.scripts import scripts_folder
@@ -139,8 +138,8 @@ class DrillJob:
         return strike
 
     def _ask_to_end(self) -> None:
-        """Ask rank 0 to end after its iteration. It can hear that only while it trains, and each process once: while
-        Python ends there is no handler any more, and the signal would kill."""
+        """Ask rank 0 to end after its iteration, each process once, and only one that has its handler: another, such as
+        a standby that has just got its rank, would be killed by the signal."""
         asked_s, asked = 0.0, set[int]()
 
         def ended() -> bool:
@@ -148,7 +147,7 @@ class DrillJob:
             if time.monotonic() - asked_s > ASK_AGAIN_S:
                 asked_s = time.monotonic()
                 pid = self._running.workers().get(0)
-                if pid is not None and pid not in asked and self._reports.stat().st_mtime > started_s(pid):
+                if pid is not None and pid not in asked and catches(pid, STOP_SIGNAL):
                     asked.add(pid)
                     self._running.signal(0, STOP_SIGNAL)
             return self._process.poll() is not None

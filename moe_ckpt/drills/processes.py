@@ -7,11 +7,13 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from megatron.core.dist_checkpointing.moe.seats.seat import PROCESS_NAME
 from megatron.pretrain.processes import NODE_NAME, environment_of, kill_processes_with, processes_with
 
 TOKEN = "MOE_CKPT_CHAOS"
@@ -28,18 +30,20 @@ class Running:
 
     def workers(self) -> dict[int, int]:
         """Process of each rank."""
-        found = {pid: variables for pid, variables in processes_with({TOKEN: self.token}) if "RANK" in variables}
-        parents = {pid: _parent(pid) for pid in found}
-        # Helpers of a rank have its variables too, but only the rank itself is a child of the agent.
-        return {int(found[pid]["RANK"]): pid for pid, parent in parents.items() if parent and parent not in found}
+        found = {pid: _rank(pid, variables) for pid, variables in processes_with({TOKEN: self.token})}
+        ranks = {pid: rank for pid, rank in found.items() if rank is not None}
+        parents = {pid: _parent(pid) for pid in ranks}
+        # Helpers of a rank have its variables and its name too, but only the rank itself is a child of the agent.
+        return {ranks[pid]: pid for pid, parent in parents.items() if parent and parent not in ranks}
 
     def agents(self) -> list[tuple[int, str]]:
         """Process and node of each agent, in the order of the nodes' numbers; only where there are several."""
-        found = [
-            (pid, variables[NODE_NAME])
+        nodes = {
+            pid: variables[NODE_NAME]
             for pid, variables in processes_with({TOKEN: self.token})
-            if NODE_NAME in variables and "RANK" not in variables
-        ]
+            if NODE_NAME in variables
+        }
+        found = [(pid, name) for pid, name in nodes.items() if (parent := _parent(pid)) and parent not in nodes]
         return sorted(found, key=lambda agent: int(agent[1].rpartition("-")[2]))
 
     def lose_rank(self, rank: int) -> bool:
@@ -72,6 +76,25 @@ class Running:
         deadline_s = time.monotonic() + GONE_S
         while kill_processes_with({TOKEN: self.token}) and time.monotonic() < deadline_s:
             time.sleep(0.02)
+
+
+def _rank(pid: int, variables: Mapping[str, str]) -> int | None:
+    """That of a process: of its start, or the one that a standby was given since."""
+    if "RANK" in variables:
+        return int(variables["RANK"])
+    with contextlib.suppress(OSError, ValueError):
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+        return int(name.removeprefix(PROCESS_NAME)) if name.startswith(PROCESS_NAME) else None
+    return None
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for this signal now."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        mask = next(line.split()[1] for line in lines if line.startswith("SigCgt:"))
+        return bool(int(mask, 16) >> (number - 1) & 1)
+    return False
 
 
 def _parent(pid: int) -> int:

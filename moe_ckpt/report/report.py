@@ -103,10 +103,20 @@ def shown(value: Any, unit: Unit) -> str:
     if unit == "share":
         return f"{100 * value:.1f} %"
     if unit == "seconds":
-        return f"{value:,.0f} s" if abs(value) >= 1000 else f"{value:.3g} s"
+        return _lasting(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if unit == "count":
         return f"{value:,}"
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _lasting(seconds: float) -> str:
+    """A time in the largest unit of which there are two."""
+    for unit, lasts in (("d", 86400), ("h", 3600), ("min", 60)):
+        if abs(seconds) >= 2 * lasts and abs(seconds) >= 1000:
+            return f"{seconds / lasts:,.3g} {unit}"
+    return f"{seconds:.3g} s"
 
 
 def _scaled(count: int) -> str:

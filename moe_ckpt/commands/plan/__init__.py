@@ -7,11 +7,12 @@ import click
 from .pec import pec
 from .placement import placement
 from .recovery import recovery
+from .saves import saves
 from .selective import selective
 from .sharding import sharding
 from .window import window
 
-COMMANDS = (window, pec, selective, sharding, placement, recovery)
+COMMANDS = (window, pec, saves, selective, sharding, placement, recovery)
 
 
 @click.group()

@@ -7,13 +7,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import click
+
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.types import ModelShape
 
-HELP = (
-    "Tokens per MoE layer and expert: JSON, [[12, 0, ...], ...] for every iteration or a list of these with one for"
-    " each; or the --metrics-jsonl of a job with --moe-ckpt-log-expert-tokens. Without it all experts have the same."
+option = click.option(
+    "--counts",
+    type=click.Path(path_type=Path),
+    default=None,
+    metavar="FILE",
+    help="Tokens per MoE layer and expert: JSON, [[12, 0, ...], ...] for every iteration or a list of these with one"
+    " for each; or the --metrics-jsonl of a job with --moe-ckpt-log-expert-tokens. Without it all experts have the"
+    " same.",
 )
+"""For commands whose plans depend on them."""
 
 Rows = tuple[tuple[int, ...], ...]
 

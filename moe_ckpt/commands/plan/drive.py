@@ -9,6 +9,9 @@ from ...simulator.driver import strategy_job
 from .options import PlannedJob
 
 
-def job_of(planned: PlannedJob, config: MoECheckpointConfig, *, iterations: int = 1) -> Job:
+def job_of(
+    planned: PlannedJob, config: MoECheckpointConfig, *, iterations: int = 1, frozen_experts: bool = False
+) -> Job:
     """What a strategy is told of the job."""
-    return strategy_job(planned.shape, planned.topology, planned.precision, config, iterations=iterations)
+    shape, topology, precision = planned.shape, planned.topology, planned.precision
+    return strategy_job(shape, topology, precision, config, iterations=iterations, frozen_experts=frozen_experts)

@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.moe.types import PRECISIONS, ModelShape, P
 from moe_ckpt.report import Report, show
 
 from ..model_file import load_model
+from ..values import Duration, Rate
 
 # More ranks than any cluster has; what is planned for is listed rank by rank.
 LARGEST = 1_000_000
@@ -26,6 +27,16 @@ LAYOUT = {
     "ep": "expert-model-parallel-size",
     "etp": "expert-tensor-parallel-size",
 }
+
+SHARED = {
+    "Batch and cluster": (
+        *("global_batch_size", "micro_batch_size", "seq_length", "overlaps", "once_per_node", "nodes_per_token"),
+        *("cluster_name", "profile", "job_file", "iteration_time_s", "comeback", "restart_s"),
+    ),
+    "Model and layout": ("model", "precision", *LAYOUT, "vpp", "world_size", "ranks_per_node"),
+    "Output": ("rows", "as_json"),
+}
+"""Parameters that commands share, by the heading under which `--help` has them."""
 
 
 @dataclass(frozen=True)
@@ -50,24 +61,25 @@ def plan_command(help: str) -> Callable[[Callable[..., Report]], click.Command]:
         # Shared flags are added last, so that a command's own ones come after them in the help text.
         for option in reversed(_shared()):
             command = option(command)
-        return click.command(help=help)(command)
+        return click.command(cls=PlanningCommand, help=help)(command)
 
     return decorate
 
 
-class _Positive(click.ParamType):  # type: ignore[type-arg]
-    """A finite number greater than 0."""
+class PlanningCommand(click.Command):
+    """Tells its own options first, then those that many commands share."""
 
-    name = "number"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        try:
-            number = float(value)
-        except ValueError:
-            number = math.nan
-        if not 0 < number < math.inf:
-            self.fail(f"{value} must be a finite number greater than 0", param, ctx)
-        return number
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """As `click.Command.format_options`, in groups."""
+        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Options", *SHARED)}
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                titles = (title for title, names in SHARED.items() if parameter.name in names)
+                sections[next(titles, "Options")].append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
 
 class _Whole(click.ParamType):  # type: ignore[type-arg]
@@ -86,11 +98,18 @@ class _Whole(click.ParamType):  # type: ignore[type-arg]
         return number
 
 
-def positive(name: str, metavar: str, what: str, default: float | None = None) -> Callable[..., Any]:
-    """A flag for a number greater than 0, which has to be given where there is no default. Bandwidths are in GB/s (1e9
-    bytes)."""
-    value: dict[str, Any] = {"required": True} if default is None else {"default": default, "show_default": True}
-    return click.option(name, type=_Positive(), metavar=metavar, help=what, **value)
+def duration(name: str, what: str, default: str | None = None) -> Callable[..., Any]:
+    """A flag for a time, in seconds, which has to be given where there is no default."""
+    return click.option(name, type=Duration(), metavar="TIME", help=what, **_default(default))
+
+
+def rate(name: str, what: str, default: float | None = None) -> Callable[..., Any]:
+    """A flag for a bandwidth, in GB/s (1e9 bytes), which has to be given where there is no default."""
+    return click.option(name, type=Rate(), metavar="GB/S", help=what, **_default(default))
+
+
+def _default(value: str | float | None) -> dict[str, Any]:
+    return {"required": True} if value is None else {"default": value, "show_default": True}
 
 
 def number(
@@ -105,6 +124,12 @@ def number(
     """A flag for a whole number."""
     kind = _Whole(minimum, maximum)
     return click.option(*names, type=kind, default=default, metavar=metavar, show_default=show_default, help=help)
+
+
+shown_checkpoints = number(
+    "--checkpoints", default=None, maximum=10_000, help="How many to show [default: the first, then all experts once]."
+)
+"""For plans of checkpoints that have some of the experts."""
 
 
 def _shared() -> list[Callable[..., Any]]:

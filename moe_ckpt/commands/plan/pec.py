@@ -9,6 +9,7 @@ import click
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.policy.expert_choice import SELECTIONS
 from megatron.core.dist_checkpointing.moe.policy.partial import PEC_SCOPES, pec_plan, sequential_selection
 from megatron.core.dist_checkpointing.moe.policy.sharding import ShardAssignment, shard_checkpoint
 from megatron.core.dist_checkpointing.moe.strategies import Throughput
@@ -18,7 +19,7 @@ from moe_ckpt.report import Fact, Report, Table, table
 from ...simulator.driver import Driver
 from . import counts_file
 from .drive import job_of
-from .options import PlannedJob, number, plan_command, positive
+from .options import PlannedJob, duration, number, plan_command, rate, shown_checkpoints
 
 HELP = """Show partial experts checkpointing (MoC 3, PEC 3.1): the experts that successive checkpoints hold, what they
 weigh, and how evenly the ranks share the work.
@@ -35,7 +36,7 @@ master weights.
 @plan_command(HELP)
 @number("--pec-k-snapshot", "k", default=1, show_default=True, metavar="K", help="Experts per MoE layer.")
 @number("--pec-k-persist", "k_persist", default=1, show_default=True, metavar="K", help="Of these, to storage.")
-@click.option("--pec-selection", "selection", type=click.Choice(["sequential", "load-aware"]), default="sequential")
+@click.option("--pec-selection", "selection", type=click.Choice(SELECTIONS), default=SELECTIONS[0])
 @click.option(
     "--pec-scope",
     "scope",
@@ -45,13 +46,11 @@ master weights.
     help="What is left out of experts that are not selected: weights, optimizer (moments), or both.",
 )
 @click.option("--pec-adaptive", is_flag=True, help="As many experts as the two options below have time for (MoC 5.3).")
-@positive("--budget-local-gbps", "GB/S", "With --pec-adaptive: from one GPU to its host's memory.", default=25.0)
-@positive("--iteration-time", "S", "With --pec-adaptive: seconds of one iteration.", default=1.0)
-@click.option("--shard", type=click.Choice(["none", "equal", "adaptive"]), default="adaptive", show_default=True)
-@number(
-    "--checkpoints", default=None, maximum=10_000, help="How many to show [default: the first, then all experts once]."
-)
-@click.option("--counts", type=click.Path(path_type=Path), default=None, metavar="FILE", help=counts_file.HELP)
+@rate("--budget-local-gbps", "With --pec-adaptive: from one GPU to its host's memory.", default=25.0)
+@duration("--iteration-time", "With --pec-adaptive: of one iteration.", default="1s")
+@click.option("--shard", type=click.Choice(["none", "equal", "adaptive"]), default="none", show_default=True)
+@shown_checkpoints
+@counts_file.option
 def pec(
     job: PlannedJob,
     k: int,
@@ -106,7 +105,9 @@ def _sharded(job: PlannedJob, selected: frozenset[OperatorId], scope: str, shard
     """Who stores a checkpoint with these experts, with the bytes that a job writes."""
     stored = Part.MASTER_AND_MOMENTS if job.precision.exact().recasts else Part.EVERYTHING
     plan = pec_plan(0, job.shape.operators, selected, PEC_SCOPES[scope], stored)
-    return shard_checkpoint(shard, job.shape, job.topology, job.precision, plan.parts)
+    # A job refuses --moe-ckpt-shard with the distributed optimizer, which leaves nothing to share out.
+    sharded = shard == "none"
+    return shard_checkpoint(shard, job.shape, job.topology, job.precision, plan.parts, optimizer_sharded=sharded)
 
 
 def _selections(shape: ModelShape, found: Sequence[Sequence[frozenset[OperatorId]]]) -> Table:

@@ -35,7 +35,7 @@ from ...simulator.driver import Driver, Taken, tied_embeddings
 from ...simulator.shards import owned_operators, shard_sizes
 from . import counts_file
 from .drive import job_of
-from .options import PlannedJob, number, plan_command, positive
+from .options import PlannedJob, duration, number, plan_command, rate
 from .timeline import predicted, source_bytes, taken, timelines_table, without_survivors
 
 LONGEST = 10_000  # iterations; each is a row
@@ -63,7 +63,7 @@ logs and parked state. A job logs the same parts after each recovery: give what 
 @number("--window", default=4, maximum=LONGEST, show_default=True, help="Iterations of a sparse window.")
 @number("--interval", default=10, maximum=LONGEST, show_default=True, help="Iterations between full or pec snapshots.")
 @number("--pec-k-snapshot", "k", default=1, show_default=True, metavar="K", help="Experts per MoE layer under pec.")
-@click.option("--counts", type=click.Path(path_type=Path), default=None, metavar="FILE", help=counts_file.HELP)
+@counts_file.option
 @number(
     "--iteration",
     default=None,
@@ -76,11 +76,11 @@ logs and parked state. A job logs the same parts after each recovery: give what 
 @click.option("--lost-ranks", default="", metavar="R,R-R", help="Ranks whose process was killed.")
 @click.option("--lost-nodes", default="", metavar="N,N-N", help="Nodes that are gone with their memory.")
 @click.option("--upstream-logging/--no-upstream-logging", "logging", default=True, show_default=True)
-@positive("--iteration-time", "S", "Seconds of one iteration.", default=1.0)
+@duration("--iteration-time", "Of one iteration.", default="1s")
 @number("--microbatches", default=None, help="Of one iteration on a data-parallel rank [default: 4 per stage].")
-@positive("--memory-gbps", "GB/S", "How fast a rank reads and parks state in its node's memory.", default=5.0)
-@positive("--peer-gbps", "GB/S", "How fast a rank reads from another node's memory.", default=2.0)
-@positive("--restart-s", "S", "From parked state to a model that is built anew, on the slowest rank.", default=10.0)
+@rate("--memory-gbps", "How fast a rank reads and parks state in its node's memory.", default=5.0)
+@rate("--peer-gbps", "How fast a rank reads from another node's memory.", default=2.0)
+@duration("--restart", "From parked state to a model that is built anew, on the slowest rank.", default="10s")
 def recovery(
     job: PlannedJob,
     strategy: str,

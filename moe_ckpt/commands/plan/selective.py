@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-import click
-
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.checks import budget_bytes
@@ -20,7 +18,7 @@ from ...simulator.driver import ENDLESS, Driver, Taken, plan_bytes
 from ...simulator.shards import owned_operators
 from . import counts_file
 from .drive import job_of
-from .options import PlannedJob, number, plan_command, positive
+from .options import PlannedJob, duration, number, plan_command, rate
 
 HELP = """Show selective expert checkpointing (MOETION 4): the experts that fit into one iteration beside everything
 else, to the host's memory and on to peers, shared among the layers by the tokens at risk.
@@ -46,12 +44,12 @@ class _Share:
 
 
 @plan_command(HELP)
-@positive("--budget-local-gbps", "GB/S", "From one GPU to its host's memory.")
-@positive("--budget-remote-gbps", "GB/S", "From one rank to its peers.")
-@positive("--iteration-time", "S", "Seconds of one iteration.")
+@rate("--budget-local-gbps", "From one GPU to its host's memory.")
+@rate("--budget-remote-gbps", "From one rank to its peers.")
+@duration("--iteration-time", "Of one iteration.")
 @number("--replicas", default=1, minimum=0, show_default=True, metavar="R", help="Peers that keep a copy.")
 @number("--checkpoints", default=2, maximum=10_000, show_default=True, help="Which one to show, after the first.")
-@click.option("--counts", type=click.Path(path_type=Path), default=None, metavar="FILE", help=counts_file.HELP)
+@counts_file.option
 def selective(
     job: PlannedJob,
     budget_local_gbps: float,

@@ -26,7 +26,7 @@ def taken(job: PlannedJob, given: dict[str, Any]) -> Figures:
     """Take the figures of the timeline out of what was given."""
     memory, peer = given.pop("memory_gbps") * 1e9, given.pop("peer_gbps") * 1e9
     microbatches = given.pop("microbatches") or 4 * job.topology.pp
-    return Figures(given.pop("iteration_time"), microbatches, memory, peer, peer, restart_s=given.pop("restart_s"))
+    return Figures(given.pop("iteration_time"), microbatches, memory, peer, peer, restart_s=given.pop("restart"))
 
 
 def without_survivors(inventory: Inventory) -> Inventory:

@@ -26,7 +26,7 @@ from ...simulator.paper_window import paper_window
 from ...simulator.shards import owned_operators, shard_sizes
 from . import counts_file
 from .drive import job_of
-from .options import PlannedJob, number, plan_command, positive
+from .options import PlannedJob, duration, number, plan_command, rate
 
 HELP = """Show the sparse checkpointing window (MoEvement 3.5): in how many iterations every operator is snapshotted
 once, what each iteration copies from a rank, and whether training would have to wait for it.
@@ -43,15 +43,16 @@ _LIMIT_HELP = "Most that snapshots and replicas may take of a node, such as 200G
 
 
 @plan_command(HELP)
-@positive("--budget-local-gbps", "GB/S", "From one GPU to its host's memory.")
-@positive("--iteration-time", "S", "Seconds of one iteration.")
+@rate("--budget-local-gbps", "From one GPU to its host's memory.")
+@duration("--iteration-time", "Of one iteration.")
 @click.option("--window", default="auto", show_default=True, metavar="auto|N", help="Iterations of a window.")
 @click.option("--ordering", type=click.Choice(list(ORDERINGS)), default="popularity", show_default=True)
 @click.option("--ordering-decay", type=float, default=0.9, show_default=True, help="With --ordering time-decayed.")
 @click.option(
     "--ordering-capacities", default="", metavar="C,C,...", help="Of each expert, with --ordering capacity-aware."
 )
-@click.option("--counts", type=click.Path(path_type=Path), default=None, metavar="FILE", help=counts_file.HELP)
+@counts_file.option
+@click.option("--freeze-experts", is_flag=True, help="Of a job with this flag: experts are saved once, in no window.")
 @click.option("--memory-limit", default=None, metavar="BYTES", help=_LIMIT_HELP)
 @number("--replicas", default=1, minimum=0, show_default=True, metavar="R", help="Copies in peers' memory.")
 def window(
@@ -63,17 +64,20 @@ def window(
     ordering_decay: float,
     ordering_capacities: str,
     counts: Path | None,
+    freeze_experts: bool,
     memory_limit: str | None,
     replicas: int,
 ) -> Report:
+    if freeze_experts and not job.shape.moe_layers:
+        raise UsageError(f"--freeze-experts: --model {job.shape.name} has no experts to freeze")
     tokens = counts_file.load_counts(counts, job.shape)
-    sizes = shard_sizes(job.shape, job.topology, job.precision)
+    sizes = shard_sizes(job.shape, job.topology, job.precision, frozen_experts=freeze_experts)
     budget = budget_bytes(budget_local_gbps * 1e9, iteration_time)
     config = MoECheckpointConfig(
         strategy="sparse", window=window, ordering=ordering, **_ordering(ordering_decay, ordering_capacities)
     )
     bandwidth = budget_local_gbps * 1e9
-    planned = job_of(job, config)
+    planned = job_of(job, config, frozen_experts=freeze_experts)
     node = partial(_node_bytes, planned, job.topology.ranks_per_node, replicas)
     limit_bytes = _limit_bytes(memory_limit)
     driver = Driver(
@@ -105,6 +109,7 @@ def window(
             Fact("Even share", peak.even_share_bytes, "bytes"),
             Fact("Dense snapshot of a rank", sum(size.full_bytes for size in own.values()), "bytes"),
             Fact("Fits", peak.fits),
+            *((Fact("Frozen experts of a rank, saved once", _constant_bytes(planned), "bytes"),) * freeze_experts),
             Fact("Stall per window", _stall_s(schedules, bandwidth), "seconds"),
             Fact("Iterations replayed at most", 2 * peak.window.size - 2, "count"),
             Fact("Snapshots and replicas on a node", node(driver.strategy), "bytes"),
@@ -136,6 +141,11 @@ def _node_bytes(job: Job, ranks: int, replicas: int, strategy: Strategy) -> int:
     return ranks * max(report.own_bytes + report.replica_bytes for report in reports)
 
 
+def _constant_bytes(job: Job) -> int:
+    """Of the rank that has most of what training does not change."""
+    return max(sum(own[one].full_bytes for one in own.keys() & job.unchanging) for own in job.sizes.values())
+
+
 def _second_window(taken: Iterable[Taken]) -> tuple[tuple[OperatorId, ...], ...]:
     """The operators that are saved in full in each iteration of the second window, whose order knows the tokens."""
     snapshots = iter(taken)
@@ -144,7 +154,8 @@ def _second_window(taken: Iterable[Taken]) -> tuple[tuple[OperatorId, ...], ...]
         groups = []
         for snapshot in snapshots:
             parts = snapshot.plan.parts.items()
-            groups.append(tuple(operator for operator, part in parts if Part.MASTER_AND_MOMENTS in part))
+            constant = snapshot.plan.constant
+            groups.append(tuple(one for one, part in parts if Part.MASTER_AND_MOMENTS in part and one not in constant))
             if snapshot.plan.iteration == snapshot.pieces[0].span[-1]:
                 break
     return tuple(groups)
@@ -158,7 +169,7 @@ def _schedules(
     order = {operator: at for at, operator in enumerate(step_of)}
     schedules = {}
     for lane, operators in owned_operators(job.shape, job.topology).items():
-        ordered = sorted(operators, key=order.__getitem__)
+        ordered = sorted(order.keys() & operators, key=order.__getitem__)
         own: list[list[int]] = [[] for _ in groups]
         for at, operator in enumerate(ordered):
             own[step_of[operator]].append(at)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.moe.types import ModelShape
+from megatron.core.dist_checkpointing.moe.types import ModelShape, OperatorId, OperatorKind, expert
 
-from ...simulator.cost import Utilisation
+from ...simulator.cost import Utilisation, operator_flops
 from ...simulator.inputs import Cluster
+from ...simulator.layer_times import LayerTimes
 from ...simulator.profiles import Profile
-from . import layer, links
+from . import layer, layers, links
 
 _MATRIX = {"cpu": 1024, "cuda": 8192}
 _SHARES_OF_LARGEST = (64, 16, 4, 1)
@@ -24,13 +25,12 @@ _SHARES_OF_LARGEST = (64, 16, 4, 1)
 class ProfileSettings:
     """What to measure with.
 
-    tokens: of a microbatch on one rank, in sequences of seq_length. ranks: processes of a collective. size: bytes of
-    copies, writes and the largest collective. storage: folder to write to. timeout_s: for each measurement that waits
-    for other processes. inter_node_bytes_per_s: of one GPU to other nodes; None: as within the node.
+    layers: the jobs whose layers are timed. ranks: of collectives. size: bytes of copies, writes and the largest
+    collective. storage: folder to write to. timeout_s: for each measurement of links. inter_node_bytes_per_s:
+    of one GPU to other nodes; None: as within the node.
     """
 
-    tokens: int
-    seq_length: int
+    layers: layers.LayerSettings
     ranks: int
     size: int
     storage: Path
@@ -38,19 +38,32 @@ class ProfileSettings:
     inter_node_bytes_per_s: float | None
 
 
-def measured_profile(shape: ModelShape, settings: ProfileSettings) -> Profile:
-    """Measure everything, links first: they need a machine that is not busy.
+LINKS = 5
+"""Measurements beside those of layers."""
+
+
+def measured_profile(shape: ModelShape, settings: ProfileSettings, done: Callable[[], None] = lambda: None) -> Profile:
+    """Measure everything, links first: they need a machine that is not busy. done: called after each of the `LINKS`,
+    and of `layers.count_of`.
 
     Raises UsageError for a folder that cannot be written, MoECheckpointError for what fails or takes too long.
     """
-    storage = links.storage_bytes_per_s(settings.storage, settings.size, settings.timeout_s)
-    sizes = [max(settings.ranks, settings.size // share) for share in _SHARES_OF_LARGEST]
-    collectives = links.collective_seconds(settings.ranks, sizes, settings.timeout_s)
-    law = links.affine_law(collectives, settings.ranks)
-    copies = links.host_copy_bytes_per_s(settings.size)
+
+    def did(figure: Any) -> Any:
+        done()
+        return figure
+
+    ranks = settings.ranks
+    storage = did(links.storage_bytes_per_s(settings.storage, settings.size, settings.timeout_s))
+    sizes = [max(ranks, settings.size // share) for share in _SHARES_OF_LARGEST]
+    collectives = did(links.collective_seconds(ranks, sizes, settings.timeout_s))
+    law = links.affine_law(collectives, ranks)
+    copies = did(links.host_copy_bytes_per_s(settings.size))
     width = layer.element_bytes()
-    peak = layer.matrix_flops(_MATRIX[layer.device()], width)
-    times = layer.layer_times(shape, settings.tokens, settings.seq_length)
+    peak = did(layer.matrix_flops(_MATRIX[layer.device()], width))
+    optimizer = did(layer.optimizer_bytes_per_s(max(1, settings.size // 16)))
+    found = layers.timed(shape, settings.layers, done)
+    times = layers.layer_times(shape, settings.layers, found, copies)
     others = settings.inter_node_bytes_per_s
     inter_node = "given" if others is not None else "as within the node, because one machine cannot tell"
     cluster = Cluster(
@@ -65,29 +78,50 @@ def measured_profile(shape: ModelShape, settings: ProfileSettings) -> Profile:
         source=f"moe-ckpt profile on {_device_name()}; inter_node: {inter_node}",
     )
     utilisation = Utilisation(
-        gemm_share=min(1.0, times.flops / times.active_s / peak),
+        gemm_share=gemm_share(shape, times, settings.layers.micro_batch_sizes[-1], peak),
         nic_share=1.0,
         nvlink_share=1.0,
         latency_s=law.latency_s,
-        optimizer_bytes_per_s=layer.optimizer_bytes_per_s(max(1, settings.size // 16)),
+        optimizer_bytes_per_s=optimizer,
         imbalance=1.0,
         source="moe-ckpt profile: rates of links are those that collectives reached, so their shares are 1",
     )
-    return Profile(cluster, utilisation, times.frozen_saves, _measured(shape, times, collectives))
+    return Profile(
+        cluster, utilisation, layers.frozen_saves(found), _measured(shape, settings, found, collectives), times
+    )
 
 
-def _measured(shape: ModelShape, times: layer.LayerTimes, collectives: Mapping[int, float]) -> dict[str, Any]:
+def gemm_share(shape: ModelShape, times: LayerTimes, samples: int, peak: float) -> float:
+    """Of the peak, what the computation of a measured layer reaches; at least a thousandth, at most all of it."""
+    number = shape.moe_layers[0] if shape.moe_layers else 0
+    line = times.moe or times.dense
+    assert line is not None
+    flops = layer_flops(shape, number, times.seq_length) * samples * times.seq_length / times.tp
+    seconds = line.seconds(samples)
+    return min(1.0, max(0.001, flops / seconds / peak)) if seconds > 0 else 1.0
+
+
+def layer_flops(shape: ModelShape, number: int, length: int) -> float:
+    """FLOPs of one token in this layer, forward and backward."""
+    flops = operator_flops(shape, length)
+    kinds = (OperatorId(number, OperatorKind.NON_EXPERT), OperatorId(number, OperatorKind.ROUTER))
+    experts = tuple(expert(number, index) for index in range(shape.num_experts))
+    return sum(flops.get(operator, 0.0) for operator in (*kinds, *experts))
+
+
+def _measured(
+    shape: ModelShape, settings: ProfileSettings, found: Mapping[str, Any], collectives: Mapping[int, float]
+) -> dict[str, Any]:
     import torch
 
     return {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "model": shape.name,
-        "layer": "plain torch of the model's shapes, without norms and Megatron-Core's own kernels",
-        "layer_tokens": times.tokens,
-        "layer_active_s": times.active_s,
-        "layer_frozen_s": times.frozen_s,
-        "layer_flops": times.flops,
+        "layer": "Megatron-Core's own, as the driver builds them",
+        "layers": found["rows"],
+        "copies_beside_training": found["copies"],
+        "restart_s": found["restart_s"],
         "all_gather_s": {str(size): seconds for size, seconds in collectives.items()},
     }
 

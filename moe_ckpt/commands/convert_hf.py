@@ -1,0 +1,53 @@
+"""`moe-ckpt convert --to hf` and `--from hf`."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError, UsageError
+from moe_ckpt.megatron_core import load_megatron_core
+from moe_ckpt.report.progress import progress
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def to_hugging_face(
+    source: Path, out: Path, hf_model: Path | None, max_shard_size: str | None
+) -> tuple[str, dict[str, Any]]:
+    """Export a dense checkpoint; what to say of it, and as data."""
+    most_bytes = None if max_shard_size is None else _bytes(max_shard_size)
+    load_megatron_core()
+    from ..hugging_face.exporting import ExportRequest, export
+
+    try:
+        tensors = export(ExportRequest(source, out, hf_model, most_bytes), partial(progress, "converting"))
+    except OSError as error:
+        raise _unwritable(error, out) from error
+    return f"{out} holds {tensors} tensors that transformers loads", {"folder": str(out), "tensors": tensors}
+
+
+def from_hugging_face(source: Path, out: Path) -> tuple[str, dict[str, Any]]:
+    """Import a folder of Hugging Face; what to say of it, and as data."""
+    load_megatron_core()
+    from ..hugging_face.importing import flags, import_weights
+
+    try:
+        target, arguments = import_weights(source, out, partial(progress, "converting"))
+    except OSError as error:
+        raise _unwritable(error, out) from error
+    said = f"{target} holds the weights; train on with --load {out} {' '.join(flags(arguments))}"
+    return said, {"checkpoint": str(target), "flags": flags(arguments)}
+
+
+def _unwritable(error: OSError, out: Path) -> MoECheckpointError:
+    return MoECheckpointError(f"{error.filename or out} cannot be written: {error.strerror or error}")
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"([0-9]+)([KMG]?B?)", text.upper())
+    if not found or found[2] not in _UNITS or not int(found[1]):
+        raise UsageError(f"--max-shard-size {text} is no number of bytes such as 500MB or 2GB")
+    return int(found[1]) * _UNITS[found[2]]

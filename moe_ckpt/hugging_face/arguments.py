@@ -1,0 +1,81 @@
+"""Megatron's arguments as a checkpoint records them, with what Megatron derives where they are silent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+
+COMMON = {
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "position_embedding_type": "rope",
+    "rotary_percent": 1.0,
+}
+"""What all families need."""
+
+
+def resolved(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with defaults of Megatron that depend on others filled in."""
+    found = dict(saved)
+    heads = found.get("num_attention_heads")
+    if found.get("kv_channels") is None and heads:
+        found["kv_channels"] = found["hidden_size"] // heads
+    if found.get("num_query_groups") is None:
+        found["num_query_groups"] = heads
+    if found.get("ffn_hidden_size") is None and found.get("hidden_size"):
+        found["ffn_hidden_size"] = int(4 * found["hidden_size"] * 2 / 3 / 64) * 64
+    if found.get("moe_ffn_hidden_size") is None:
+        found["moe_ffn_hidden_size"] = found.get("ffn_hidden_size")
+    for name, default in _DEFAULTS.items():
+        if found.get(name) is None:
+            found[name] = default
+    if isinstance(found["moe_layer_freq"], list) and all(found["moe_layer_freq"]):
+        found["moe_layer_freq"] = 1
+    return found
+
+
+_DEFAULTS: dict[str, Any] = {
+    "rotary_percent": 1.0,
+    "add_qkv_bias": False,
+    "moe_layer_freq": 1,
+    "moe_shared_expert_intermediate_size": 0,
+    "moe_shared_expert_gate": False,
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+    "moe_router_topk_scaling_factor": 1.0,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_num_groups": 1,
+    "moe_router_group_topk": 1,
+    "multi_latent_attention": False,
+    "rope_type": "yarn",
+    "qk_layernorm": False,
+    "mtp_num_layers": 0,
+}
+
+
+def require_same(saved: Mapping[str, Any], needed: Mapping[str, Any], what: str) -> None:
+    """Raises UsageError naming the first arguments in which a checkpoint is not what a model of Hugging Face needs."""
+    have, want = resolved(saved), resolved(needed)
+    wrong = [
+        f"{name} is {have[name]}, not {want[name]}" for name in needed if name in have and have[name] != want[name]
+    ]
+    if wrong:
+        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+        raise UsageError(f"the checkpoint is not a {what}: {'; '.join(wrong[:3])}{more}")
+
+
+def moe_layers(arguments: Mapping[str, Any]) -> list[bool]:
+    """For each layer whether it has experts."""
+    pattern, layers = resolved(arguments)["moe_layer_freq"], int(arguments["num_layers"])
+    if isinstance(pattern, int):
+        return [layer % pattern == 0 for layer in range(layers)]
+    return [bool(one) for one in pattern]
+
+
+def layer_pattern(with_experts: list[bool]) -> int | list[int]:
+    """As `--moe-layer-freq` says it."""
+    return 1 if all(with_experts) else [int(one) for one in with_experts]

@@ -1,0 +1,164 @@
+"""Hugging Face weights from a dense checkpoint, one file of safetensors in memory at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
+
+from ..dense.dense import DenseCheckpoint, open_dense
+from ..dense.integrity import damaged, sums_of
+from ..dense.merged import open_merged
+from .config import Config
+from .families import Model, read_model, written_config
+from .folder import (
+    CONFIG,
+    INDEX,
+    carry,
+    published,
+    read_config,
+    read_weight_map,
+    safetensors,
+    sharding,
+    write_json,
+    write_shard,
+)
+from .saved import SavedWeight, places, read
+from .weights import Weight
+
+BESIDE = "hugging_face"
+"""Folder in a --save folder with the config and the tokenizer of the weights that training began with."""
+
+DEFAULT_SHARD_BYTES = 5 * 10**9
+Watch = Callable[[int], AbstractContextManager[Callable[[int], None]]]
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What to export.
+
+    source: An iteration, or a --save folder.
+    target: The new folder.
+    like: A folder with the config and tokenizer to carry along; None makes a config from the checkpoint's arguments.
+    most_bytes: Of a file; None for that of `like`, or `DEFAULT_SHARD_BYTES`.
+    """
+
+    source: Path
+    target: Path
+    like: Path | None = None
+    most_bytes: int | None = None
+
+
+def export(request: ExportRequest, watch: Watch) -> int:
+    """Write the folder, and publish it by one rename.
+
+    Args:
+        request: what from where to where.
+        watch: is called with the bytes to be read and written; what it yields is called with those that are done.
+
+    Returns:
+        The number of tensors written. Raises UsageError, UnreadableCheckpoint, OSError.
+    """
+    safetensors()  # before anything is read
+    checkpoint = _opened(request.source)
+    like = request.like or _beside(checkpoint)
+    config = _config(checkpoint, like)
+    model = read_model(config)
+    model.require(_arguments(checkpoint))
+    found = places(checkpoint, model.weights())
+    sizes = [
+        (name, math.prod(shape) * place.dtype.itemsize)
+        for weight, place in found.items()
+        for name, shape in weight.parts
+    ]
+    files = _files(sizes, like, request.most_bytes)
+    sums = sums_of([checkpoint])
+    with watch(sum(saved.nbytes for saved in sums.values()) + sum(nbytes for _, nbytes in sizes)) as advance:
+        if damage := damaged(sums, advance):
+            raise UnreadableCheckpoint(f"{damage[0]}; restore the file or take another iteration")
+        with published(request.target) as staging:
+            for file, tensors in _shards(checkpoint, found, files):
+                write_shard(staging / file, tensors)
+                advance(sum(tensor.nbytes for tensor in tensors.values()))
+            _write_rest(staging, config, like, files, sum(nbytes for _, nbytes in sizes))
+    return len(sizes)
+
+
+def _opened(source: Path) -> DenseCheckpoint:
+    merged = open_merged(source)
+    if merged is not None and not merged.chain.is_complete:
+        raise UsageError(f"{source} has some of the experts; convert it --to dense first, and then that --to hf")
+    return open_dense(source)
+
+
+def _beside(checkpoint: DenseCheckpoint) -> Path | None:
+    beside = checkpoint.directory.parent / BESIDE
+    return beside if (beside / CONFIG).is_file() else None
+
+
+def _arguments(checkpoint: DenseCheckpoint) -> dict[str, Any]:
+    found = checkpoint.common.get("args")
+    if found is None:
+        raise UsageError(f"{checkpoint.directory} does not say with which arguments it was trained")
+    return dict(vars(found))
+
+
+def _config(checkpoint: DenseCheckpoint, like: Path | None) -> Config:
+    if like is not None:
+        return read_config(like)
+    embedding = checkpoint.tensors.get("embedding.word_embeddings.weight")
+    if embedding is None:
+        raise UsageError(f"{checkpoint.directory} has no embedding.word_embeddings.weight")
+    dtype = str(embedding.dtype).removeprefix("torch.")
+    written = written_config(_arguments(checkpoint), embedding.shape[0], dtype)
+    return Config(written, f"the model of {checkpoint.directory}")
+
+
+def check_arguments(saved: Mapping[str, Any], like: Path | None = None) -> Model:
+    """The model that a job with these arguments would export. Raises UsageError, UnreadableCheckpoint."""
+    safetensors()
+    config = Config(written_config(saved, 1, "float32"), "the model") if like is None else read_config(like)
+    model = read_model(config)
+    model.require(saved)
+    return model
+
+
+def _files(sizes: list[tuple[str, int]], like: Path | None, most_bytes: int | None) -> dict[str, str]:
+    known = read_weight_map(like) if like is not None and most_bytes is None else None
+    if known is not None and known.keys() == {name for name, _ in sizes}:
+        return known
+    return sharding(sizes, most_bytes or DEFAULT_SHARD_BYTES)
+
+
+def _shards(
+    checkpoint: DenseCheckpoint, found: Mapping[Weight, SavedWeight], files: Mapping[str, str]
+) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """File after file; a tensor of Megatron whose parts go to two files is read twice."""
+    for file in sorted(set(files.values())):
+        tensors: dict[str, torch.Tensor] = {}
+        for weight, place in found.items():
+            wanted = [name for name, _ in weight.parts if files[name] == file]
+            if wanted:
+                parts = weight.form.split(read(checkpoint, place), weight.shapes)
+                by_name = dict(zip((name for name, _ in weight.parts), parts, strict=True))
+                # A view would keep the whole of it in memory.
+                tensors |= {name: by_name[name].clone() for name in wanted}
+        yield file, tensors
+
+
+def _write_rest(staging: Path, config: Config, like: Path | None, files: Mapping[str, str], nbytes: int) -> None:
+    if like is None:
+        write_json(staging / CONFIG, config.values)
+    else:
+        carry(like, staging, config=True)
+    if len(set(files.values())) == 1:
+        (staging / INDEX).unlink(missing_ok=True)
+    elif like is None or read_weight_map(like) != files:
+        write_json(staging / INDEX, {"metadata": {"total_size": nbytes}, "weight_map": dict(files)})

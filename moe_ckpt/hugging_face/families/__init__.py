@@ -1,0 +1,73 @@
+"""The models that can be converted: one file for each family, with its tensors and what they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+
+from ..arguments import require_same, resolved
+from ..config import Config
+from ..weights import Weight
+from . import deepseek_v3, mixtral, qwen3_moe
+
+FAMILIES = {family.MODEL_TYPE: family for family in (mixtral, qwen3_moe, deepseek_v3)}
+
+
+class Model:
+    """A model of one family, as both sides describe it.
+
+    Attributes:
+        arguments: of Megatron.
+        vocabulary: tokens, without padding.
+    """
+
+    def __init__(self, family: ModuleType, config: Config) -> None:
+        self.name = str(family.ARCHITECTURE)
+        self.arguments: dict[str, Any] = family.arguments(config)
+        self.vocabulary = config.number("vocab_size")
+        self._family = family
+
+    def weights(self) -> Iterator[Weight]:
+        """All tensors, in the order in which they are written."""
+        found: Iterator[Weight] = self._family.weights(self.arguments, self.vocabulary)
+        return found
+
+    def require(self, saved: Mapping[str, Any]) -> None:
+        """Raises UsageError where a checkpoint with these arguments of Megatron is of another model."""
+        require_same(saved, self.arguments, self.name)
+
+
+def read_model(config: Config) -> Model:
+    """The model that a `config.json` describes. Raises UsageError for one that cannot be converted."""
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        named = ", ".join(config.get("architectures", [])) or kind
+        raise UsageError(f"{config.place} is of {named}: only {', '.join(FAMILIES)} can be converted")
+    if config.get("quantization_config") is not None:
+        raise UsageError(f"{config.place}: quantized weights cannot be converted; give those in bf16, fp16 or fp32")
+    return Model(FAMILIES[kind], config)
+
+
+def written_config(saved: Mapping[str, Any], vocabulary: int, dtype: str) -> dict[str, Any]:
+    """`config.json` for a checkpoint with these arguments of Megatron.
+
+    Args:
+        saved: the arguments, as the checkpoint records them.
+        vocabulary: rows of its embedding.
+        dtype: as torch calls it.
+
+    Raises UsageError for a model that no family computes.
+    """
+    values = resolved(saved)
+    if not values.get("num_experts"):
+        raise UsageError("a model without experts cannot be converted, only those of " + ", ".join(FAMILIES))
+    plain = qwen3_moe if values["qk_layernorm"] else mixtral
+    family = deepseek_v3 if values["multi_latent_attention"] else plain
+    found: dict[str, Any] = family.config(saved)
+    found |= {"architectures": [family.ARCHITECTURE], "model_type": family.MODEL_TYPE}
+    found |= {"vocab_size": vocabulary, "torch_dtype": dtype, "use_cache": True}
+    Model(family, Config(found, family.ARCHITECTURE)).require(saved)
+    return found

@@ -1,0 +1,175 @@
+"""DeepSeek-V3 (2024): latent attention, a router of sigmoids with a bias, shared experts, dense layers first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+
+from ..arguments import COMMON, layer_pattern, moe_layers, resolved
+from ..config import Config, base_of
+from ..weights import Weight
+from .layers import LLAMA_NAMES, ends, gated_mlp, norm_before_mlp, routed_experts
+
+MODEL_TYPE, ARCHITECTURE = "deepseek_v3", "DeepseekV3ForCausalLM"
+
+
+def arguments(config: Config) -> dict[str, Any]:
+    """Megatron's arguments for a model of Hugging Face. Raises UsageError for what its modules do not compute."""
+    for name, value in (("hidden_act", "silu"), ("attention_bias", False), ("rope_interleave", True)):
+        config.require(name, value)
+    config.require("norm_topk_prob", True)
+    layers, dense = config.number("num_hidden_layers"), config.number("first_k_dense_replace", 0)
+    experts = config.number("n_routed_experts", config.get("num_local_experts"))
+    width = config.number("moe_intermediate_size")
+    return COMMON | _latent(config) | _groups(config) | {
+        "num_layers": layers,
+        "hidden_size": config.number("hidden_size"),
+        "num_attention_heads": config.number("num_attention_heads"),
+        "ffn_hidden_size": config.number("intermediate_size"),
+        "norm_epsilon": config.get("rms_norm_eps", 1e-6),
+        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
+        "num_experts": experts,
+        "moe_ffn_hidden_size": width,
+        "moe_layer_freq": layer_pattern([layer >= dense for layer in range(layers)]),
+        "moe_router_topk": config.number("num_experts_per_tok"),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": float(config.get("routed_scaling_factor", 1.0)),
+        "moe_shared_expert_intermediate_size": width * config.number("n_shared_experts", 0),
+        "moe_shared_expert_gate": False,
+        "mtp_num_layers": 0,
+    }  # fmt: skip
+
+
+def _latent(config: Config) -> dict[str, Any]:
+    rope = config.rope()
+    found: dict[str, Any] = {
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "q_lora_rank": config.get("q_lora_rank"),
+        "kv_lora_rank": config.number("kv_lora_rank"),
+        "qk_head_dim": config.number("qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": config.number("qk_rope_head_dim"),
+        "v_head_dim": config.number("v_head_dim"),
+        "rotary_base": base_of(rope, config.place),
+        "rotary_scaling_factor": 1.0,
+    }
+    if rope["rope_type"] == "default":
+        return found
+    if rope["rope_type"] != "yarn" or (rope.get("beta_fast", 32), rope.get("beta_slow", 1)) != (32, 1):
+        raise UsageError(
+            f"{config.place}: rotary embeddings of type {rope['rope_type']!r} with beta_fast {rope.get('beta_fast')}"
+            f" and beta_slow {rope.get('beta_slow')} cannot be converted, only 'yarn' with 32 and 1 can"
+        )
+    if missing := [name for name in (*_SCALES, "factor", _POSITIONS) if name not in rope]:
+        raise UsageError(f"{config.place}: rope_scaling has no {', '.join(missing)}")
+    found |= {"rope_type": "yarn", "rotary_scaling_factor": float(rope["factor"])}
+    return found | {name: rope[name] for name in (*_SCALES, _POSITIONS)}
+
+
+_SCALES, _POSITIONS = ("mscale", "mscale_all_dim"), "original_max_position_embeddings"
+
+
+def _groups(config: Config) -> dict[str, Any]:
+    groups, selected = config.number("n_group", 1), config.number("topk_group", 1)
+    if groups > 1 and config.number("num_experts_per_tok") // selected != 2:
+        raise UsageError(
+            f"{config.place}: topk_group {selected} with num_experts_per_tok {config.number('num_experts_per_tok')} "
+            "cannot be converted: Megatron ranks groups by their best num_experts_per_tok / topk_group experts, "
+            "Hugging Face by their best 2"
+        )
+    # All groups are selected, or there is one: the same as none.
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": selected} if groups > 1 else {}
+
+
+def config(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """`config.json` for Megatron's arguments, without the vocabulary and the dtype. Raises UsageError."""
+    values = resolved(saved)
+    with_experts, width = moe_layers(values), values["moe_ffn_hidden_size"]
+    dense = with_experts.index(True) if True in with_experts else len(with_experts)
+    if not all(with_experts[dense:]) or values["moe_shared_expert_intermediate_size"] % width:
+        raise UsageError(
+            f"no DeepSeek-V3 has moe_layer_freq {values['moe_layer_freq']} with shared experts of "
+            f"{values['moe_shared_expert_intermediate_size']} beside experts of {width}: dense layers come first, and "
+            "shared experts are as wide as whole experts"
+        )
+    found = {
+        "attention_bias": False,
+        "first_k_dense_replace": dense,
+        "hidden_act": "silu",
+        "hidden_size": values["hidden_size"],
+        "intermediate_size": values["ffn_hidden_size"],
+        "kv_lora_rank": values["kv_lora_rank"],
+        "max_position_embeddings": values["max_position_embeddings"],
+        "moe_intermediate_size": width,
+        "n_group": values["moe_router_num_groups"],
+        "n_routed_experts": values["num_experts"],
+        "n_shared_experts": values["moe_shared_expert_intermediate_size"] // width,
+        "norm_topk_prob": True,
+        "num_attention_heads": values["num_attention_heads"],
+        "num_experts_per_tok": values["moe_router_topk"],
+        "num_hidden_layers": values["num_layers"],
+        "num_key_value_heads": values["num_attention_heads"],
+        "num_nextn_predict_layers": 0,
+        "q_lora_rank": values["q_lora_rank"],
+        "qk_nope_head_dim": values["qk_head_dim"],
+        "qk_rope_head_dim": values["qk_pos_emb_head_dim"],
+        "rms_norm_eps": values["norm_epsilon"],
+        "rope_interleave": True,
+        "rope_theta": float(values["rotary_base"]),
+        "routed_scaling_factor": values["moe_router_topk_scaling_factor"],
+        "scoring_func": "sigmoid",
+        "tie_word_embeddings": not values["untie_embeddings_and_output_weights"],
+        "topk_group": values["moe_router_group_topk"],
+        "topk_method": "noaux_tc",
+        "v_head_dim": values["v_head_dim"],
+    }
+    # A stretch of 1 is none, whatever the type is called.
+    if (values.get("rope_type") or "yarn") == "yarn" and values.get("rotary_scaling_factor", 1.0) != 1.0:
+        scaling = {"type": "yarn", "factor": values["rotary_scaling_factor"], "beta_fast": 32, "beta_slow": 1}
+        found["rope_scaling"] = scaling | {name: values[name] for name in (*_SCALES, _POSITIONS)}
+    return found
+
+
+def weights(needed: Mapping[str, Any], vocabulary: int) -> Iterator[Weight]:
+    """All tensors of a model with these arguments of Megatron."""
+    yield from ends(vocabulary, needed)
+    hidden = needed["hidden_size"]
+    for layer, experts in enumerate(moe_layers(needed)):
+        yield from _latent_attention(layer, needed)
+        yield norm_before_mlp(layer, hidden, experts=experts)
+        if not experts:
+            yield from gated_mlp(layer, "mlp", "mlp", (hidden, needed["ffn_hidden_size"]), LLAMA_NAMES)
+            continue
+        yield from routed_experts(layer, "mlp", needed)
+        bias = (f"model.layers.{layer}.mlp.gate.e_score_correction_bias", (needed["num_experts"],))
+        yield Weight(("mlp.router.expert_bias",), (bias,), layer=layer)
+        if shared := needed["moe_shared_expert_intermediate_size"]:
+            yield from gated_mlp(layer, "mlp.shared_experts", "mlp.shared_experts", (hidden, shared), LLAMA_NAMES)
+
+
+def _latent_attention(layer: int, needed: Mapping[str, Any]) -> Iterator[Weight]:
+    hidden, heads = needed["hidden_size"], needed["num_attention_heads"]
+    rotated, plain, values = needed["qk_pos_emb_head_dim"], needed["qk_head_dim"], needed["v_head_dim"]
+    queries, latent = needed["q_lora_rank"], needed["kv_lora_rank"]
+    shapes: dict[tuple[str, ...], tuple[str, tuple[int, ...]]] = {
+        ("linear_kv_down_proj.weight",): ("kv_a_proj_with_mqa", (latent + rotated, hidden)),
+        ("linear_kv_up_proj.layer_norm_weight", "kv_layernorm.weight"): ("kv_a_layernorm", (latent,)),
+        ("linear_kv_up_proj.weight",): ("kv_b_proj", (heads * (plain + values), latent)),
+        ("linear_proj.weight",): ("o_proj", (hidden, heads * values)),
+    }
+    if queries is None:
+        shapes[("linear_q_proj.weight",)] = "q_proj", (heads * (plain + rotated), hidden)
+    else:
+        shapes |= {
+            ("linear_q_down_proj.weight",): ("q_a_proj", (queries, hidden)),
+            ("linear_q_up_proj.layer_norm_weight", "q_layernorm.weight"): ("q_a_layernorm", (queries,)),
+            ("linear_q_up_proj.weight",): ("q_b_proj", (heads * (plain + rotated), queries)),
+        }
+    for ours, (theirs, shape) in shapes.items():
+        names = tuple(f"self_attention.{name}" for name in ours)
+        yield Weight(names, ((f"model.layers.{layer}.self_attn.{theirs}.weight", shape),), layer=layer)
+    norm = (f"model.layers.{layer}.input_layernorm.weight", (hidden,))
+    yield Weight(("input_layernorm.weight",), (norm,), layer=layer)

@@ -1,0 +1,216 @@
+"""A folder as transformers writes it: `config.json`, safetensors with their index, files of the tokenizer."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
+from megatron.core.dist_checkpointing.moe.storage.atomic import sync_directory, write_atomically
+
+from .config import Config
+from .weights import Shape
+
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+CARRIED = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
+"""Beside weights and config: what of a folder belongs to its tokenizer and to generation."""
+
+
+def safetensors() -> Any:
+    """The package, which not every image has. Raises UsageError without it."""
+    try:
+        return importlib.import_module("safetensors.torch") and importlib.import_module("safetensors")
+    except ImportError:
+        raise UsageError("weights of Hugging Face need the package safetensors: pip install safetensors") from None
+
+
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor is and what its file says of it."""
+
+    file: str
+    shape: Shape
+    dtype: torch.dtype
+
+
+class Folder:
+    """The weights of a folder, of which only the headers are read.
+
+    tensors: By name. Raises UnreadableCheckpoint for what is not there or cut short, UsageError for pickles.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tensors: dict[str, Stored] = {}
+        for file in self._files():
+            with self._opened(file) as opened:
+                for name in opened.keys():  # noqa: SIM118 # it is no dict
+                    self._note(name, file, opened.get_slice(name))
+        for name, file in (read_weight_map(path) or {}).items():
+            if name not in self.tensors or self.tensors[name].file != file:
+                raise UnreadableCheckpoint(f"{path / file} lacks {name}, which {INDEX} promises; copy the folder again")
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, on the CPU. Raises UnreadableCheckpoint."""
+        with self._opened(self.tensors[name].file) as opened:
+            found: torch.Tensor = opened.get_tensor(name)
+        return found
+
+    def _files(self) -> list[str]:
+        weight_map = read_weight_map(self.path)
+        named = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]
+        missing = [name for name in named if not (self.path / name).is_file()]
+        if not missing:
+            return named
+        if weight_map is not None:
+            raise UnreadableCheckpoint(f"{self.path} lacks {', '.join(missing[:3])}, which {INDEX} names")
+        pickled = sorted(file.name for pattern in _PICKLED for file in self.path.glob(pattern))
+        if pickled:
+            raise UsageError(
+                f"{self.path} has pickled weights only ({', '.join(pickled[:3])}), which run code when they are read;"
+                " save them with safetensors"
+            )
+        raise UnreadableCheckpoint(f"{self.path} has no weights: neither {INDEX} nor {SINGLE}")
+
+    def _note(self, name: str, file: str, found: Any) -> None:
+        kind = found.get_dtype()
+        if kind not in _DTYPES:
+            raise UsageError(f"{self.path / file}: {name} is {kind}; only {', '.join(_DTYPES)} can be converted")
+        if name in self.tensors:
+            raise UnreadableCheckpoint(f"{self.path}: {name} is in {self.tensors[name].file} and in {file}")
+        self.tensors[name] = Stored(file, tuple(found.get_shape()), _DTYPES[kind])
+
+    @contextmanager
+    def _opened(self, file: str) -> Iterator[Any]:
+        path, library = self.path / file, safetensors()
+        try:
+            with library.safe_open(path, framework="pt", device="cpu") as opened:
+                yield opened
+        except (library.SafetensorError, OSError) as error:
+            raise UnreadableCheckpoint(f"{path} cannot be read: {error}; copy it again") from error
+
+
+def read_config(path: Path) -> Config:
+    """The `config.json` of a folder. Raises UnreadableCheckpoint."""
+    found = _read_json(path / CONFIG)
+    if found is None:
+        raise UnreadableCheckpoint(f"{path} has no {CONFIG}: give a folder as save_pretrained writes it")
+    return Config(found, str(path / CONFIG))
+
+
+def read_weight_map(path: Path) -> dict[str, str] | None:
+    """In which file each tensor is, as the index says; None without an index. Raises UnreadableCheckpoint."""
+    index = _read_json(path / INDEX)
+    if index is None:
+        return None
+    found = index.get("weight_map")
+    if not isinstance(found, dict) or not all(
+        isinstance(file, str) and Path(file).name == file and file.endswith(".safetensors") for file in found.values()
+    ):
+        raise UnreadableCheckpoint(f"{path / INDEX} has no weight_map to safetensors beside it")
+    return found
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UnreadableCheckpoint(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise UnreadableCheckpoint(f"{path} holds no JSON object")
+    return found
+
+
+@contextmanager
+def published(target: Path) -> Iterator[Path]:
+    """A hidden folder to write into, which becomes `target` when all of it is on the disk, or goes.
+
+    Raises UsageError where `target` exists, OSError.
+    """
+    if target.exists():
+        raise UsageError(f"{target} exists already; give another target or remove it")
+    staging = staged(target)
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        yield staging
+        for path in staging.iterdir():
+            _sync(path)
+        sync_directory(staging)
+        os.rename(staging, target)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    sync_directory(target.parent)
+
+
+def staged(target: Path) -> Path:
+    """The hidden folder in which `target` is written."""
+    return target.with_name(f".{target.name}.exporting")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def carry(source: Path, target: Path, *, config: bool = False) -> None:
+    """Copy the files of a tokenizer, and `config.json` if asked. Raises OSError."""
+    for name in (*CARRIED, *((CONFIG, INDEX) if config else ())):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """As transformers writes its files. Raises OSError."""
+    write_atomically(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
+
+
+def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """One file of weights. Raises OSError."""
+    library = safetensors()
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    try:
+        library.torch.save_file(whole, path, metadata={"format": "pt"})
+    except library.SafetensorError as error:
+        raise OSError(f"{path}: {error}") from error
+
+
+def sharding(sizes: Sequence[tuple[str, int]], most_bytes: int) -> dict[str, str]:
+    """In which file each tensor goes: in their order, as many as fit into a file of `most_bytes`."""
+    shards: list[list[str]] = [[]]
+    room = most_bytes
+    for name, nbytes in sizes:
+        if nbytes > room and shards[-1]:
+            shards.append([])
+            room = most_bytes
+        shards[-1].append(name)
+        room -= nbytes
+    if len(shards) == 1:
+        return dict.fromkeys(shards[0], SINGLE)
+    return {
+        name: f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        for number, names in enumerate(shards, 1)
+        for name in names
+    }

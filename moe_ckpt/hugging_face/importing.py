@@ -1,0 +1,195 @@
+"""A dense checkpoint, which any layout loads, from weights of Hugging Face, tensor by tensor."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
+from megatron.core.dist_checkpointing.moe.storage.atomic import sync_directory, write_atomically
+
+from ..dense.dcp_metadata import Chunk, ChunkExtent
+from ..dense.dense_writer import DenseWriter
+from ..dense.integrity import FORMAT_VERSION, MARK, seal
+from ..dense.names import COMMON, RELEASE, TRACKER, read_tracker
+from .exporting import BESIDE
+from .families import Model, read_model
+from .folder import CONFIG, Folder, carry, read_config
+from .saved import few
+from .weights import Weight
+
+CHECKPOINT_VERSION = 3.0
+Watch = Callable[[int], AbstractContextManager[Callable[[int], None]]]
+
+
+def import_weights(source: Path, root: Path, watch: Watch) -> tuple[Path, dict[str, Any]]:
+    """Write the weights as a release that training begins with, and config and tokenizer beside it.
+
+    Args:
+        source: a folder as `save_pretrained` writes it.
+        root: the --save folder to make.
+        watch: is called with the bytes to be read; what it yields is called with those that are done.
+
+    Returns:
+        `root/release`, and Megatron's arguments for the model. Raises UsageError, UnreadableCheckpoint, OSError.
+    """
+    if not source.is_dir():
+        raise UsageError(f"{source} is not a folder: give one as save_pretrained writes it")
+    model = read_model(read_config(source))
+    folder = Folder(source)
+    weights = list(model.weights())
+    dtype = _check(folder, weights)
+    final, staging = _target(root)
+    with watch(sum(weight_bytes(folder, weight) for weight in weights)) as advance:
+        try:
+            _write(folder, model, dtype, staging, advance)
+            _carried(source, root)
+            os.rename(staging, final)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+    sync_directory(root)
+    write_atomically(root / TRACKER, RELEASE.encode())
+    return final, model.arguments
+
+
+def _target(root: Path) -> tuple[Path, Path]:
+    """The release to make, and the hidden folder for it. Raises UsageError."""
+    final, staging = root / RELEASE, root / f".{RELEASE}.importing"
+    try:
+        named = read_tracker(root)
+    except UnreadableCheckpoint as error:
+        raise UsageError(f"{root} has checkpoints of its own ({error}); give an empty folder") from error
+    if named is not None or final.exists():
+        raise UsageError(f"{root} has checkpoints of its own ({named or RELEASE}); give an empty folder")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    return final, staging
+
+
+def _check(folder: Folder, weights: list[Weight]) -> torch.dtype:
+    """The dtype of the weights. Raises UsageError naming tensors that are missing, of another shape, or too many."""
+    expected = {name: shape for weight in weights for name, shape in weight.parts}
+    missing = [name for name in expected if name not in folder.tensors]
+    wrong = [
+        f"{name} {folder.tensors[name].shape}, not {shape}"
+        for name, shape in expected.items()
+        if name in folder.tensors and folder.tensors[name].shape != shape
+    ]
+    extra = [name for name in folder.tensors if name not in expected]
+    for problem, names in (("has no", missing), ("has another shape:", wrong), ("has, and its config not,", extra)):
+        if names:
+            raise UsageError(f"{folder.path} {problem} {few(names)}; nothing was written")
+    for weight in weights:
+        if len({folder.tensors[name].dtype for name, _ in weight.parts}) > 1:
+            raise UsageError(f"{folder.path}: {few([name for name, _ in weight.parts])} are not of one dtype")
+    return folder.tensors[weights[0].parts[0][0]].dtype
+
+
+def weight_bytes(folder: Folder, weight: Weight) -> int:
+    """Bytes of a weight."""
+    return sum(folder.tensors[name].dtype.itemsize * torch.Size(shape).numel() for name, shape in weight.parts)
+
+
+def _write(folder: Folder, model: Model, dtype: torch.dtype, staging: Path, advance: Callable[[int], None]) -> None:
+    layers = model.arguments["num_layers"] if model.arguments["moe_layer_freq"] == 1 else None
+    sizes = layers, int(model.arguments["num_experts"])
+    with DenseWriter(staging, advance) as writer:
+        for weight in model.weights():
+            tensor = weight.form.join([folder.read(name) for name, _ in weight.parts])
+            place = None
+            for name in weight.names:
+                full, leading, index = _stacked(weight, name, *sizes)
+                writer.tensor(full, (*leading, *tensor.shape), tensor.dtype)
+                shape = (*(1 for _ in leading), *tensor.shape)
+                # Under each of its names, once in the file.
+                place = place or writer.saved(tensor.reshape(shape))
+                chunk = Chunk((*index, *(0 for _ in tensor.shape)), shape, ChunkExtent("", 0, 0))
+                writer.piece(full, chunk, place)
+        _write_extra_states(writer, model, sizes)
+    write_atomically(staging / COMMON, _common(model, dtype))
+    writer.write_index(staging)
+    seal(staging)
+
+
+def _stacked(
+    weight: Weight, name: str, layers: int | None, experts: int
+) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """As Megatron saves it: the name, and length and index along the axes of layers and experts."""
+    leading: tuple[int, ...] = ()
+    index: tuple[int, ...] = ()
+    if weight.layer is not None:
+        if layers is None:
+            name = f"decoder.layers.{weight.layer}.{name}"
+        else:
+            name, leading, index = f"decoder.layers.{name}", (layers,), (weight.layer,)
+    if weight.expert is not None:
+        leading, index = (*leading, experts), (*index, weight.expert)
+    return name, leading, index
+
+
+def _write_extra_states(writer: DenseWriter, model: Model, sizes: tuple[int | None, int]) -> None:
+    """What modules of Transformer Engine expect beside their weights; empty before any eight-bit training."""
+    content = io.BytesIO()
+    torch.save([torch.empty(0, dtype=torch.uint8)], content)
+    place, known = writer.put(content.getvalue()), set()
+    for weight in model.weights():
+        for name in weight.names:
+            module = re.sub(r"\.(layer_norm_)?weight$|\.expert_bias$", "._extra_state", name)
+            full, leading, index = _stacked(weight, module, *sizes)
+            key = f"{full}/shard_{'.'.join(map(str, index)) or 0}_{'.'.join(map(str, leading)) or 1}"
+            if key not in known:
+                known.add(key)
+                writer.object(key, place)
+
+
+def _common(model: Model, dtype: torch.dtype) -> bytes:
+    values = dict(model.arguments) | {"bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16}
+    common = {
+        "args": argparse.Namespace(**values),
+        "checkpoint_version": CHECKPOINT_VERSION,
+        "iteration": 0,
+        "content_metadata": {"singleton_local_shards": False, MARK: FORMAT_VERSION},
+    }
+    content = io.BytesIO()
+    torch.save(common, content)
+    return content.getvalue()
+
+
+def _carried(source: Path, root: Path) -> None:
+    beside = root / BESIDE
+    beside.mkdir(exist_ok=True)
+    carry(source, beside, config=True)
+    if not (beside / CONFIG).is_file():
+        raise OSError(f"{beside / CONFIG} was not written")
+
+
+def flags(arguments: Mapping[str, Any]) -> list[str]:
+    """The driver's flags for a model with these arguments of Megatron, as a job on them needs."""
+    return [text for name, value in arguments.items() for text in _flag(name, value)]
+
+
+_SWITCHES = {"add_bias_linear": ("--disable-bias-linear", False)}
+_NOT_FLAGS = ("mtp_num_layers", "moe_shared_expert_gate", "add_qkv_bias")
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    if name in _NOT_FLAGS or value is None:
+        return []
+    option, when = _SWITCHES.get(name, (f"--{name.replace('_', '-')}", True))
+    if isinstance(value, bool):
+        return [option] if value is when else []
+    if name == "num_query_groups":
+        return ["--group-query-attention", option, str(value)]
+    if name == "moe_shared_expert_intermediate_size" and not value:
+        return []
+    return [option, str(value).replace(" ", "")]
