@@ -40,12 +40,20 @@ def command(name: str) -> click.Command:
     @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON, plain numbers.")
     @click.option("--out", type=click.Path(path_type=Path), metavar="FILE", multiple=True, help=".md or .json; repeat.")
     @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw it: .png, .svg or .pdf.")
-    def recompute(as_json: bool, out: tuple[Path, ...], plot: Path | None) -> None:
+    @click.option("--docs", is_flag=True, help="Write its page in docs/results, with data and picture beside it.")
+    def recompute(as_json: bool, out: tuple[Path, ...], plot: Path | None, docs: bool) -> None:
         from moe_ckpt.report import show
 
+        shared = import_module("reproduce.figure")
+        if docs:
+            page = shared.page(name)
+            out, plot = (*out, page, page.with_suffix(".json")), plot or page.with_suffix(".png")
+        shared.check_targets(out, plot)
+        made_by = f"python reproduce/{name}.py" + (" --docs" if docs else "")
+        data = next((path for path in out if path.suffix == ".json"), None)
         figure = module.figure()
         for path in out:
-            figure.write(path, f"python reproduce/{name}.py", plot)
+            figure.write(path, made_by, plot, data)
         if plot is not None:
             figure.plot(plot)
         if as_json:

@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.moe.types import Window
 from moe_ckpt.simulator.behaviour import Behaviour
 from moe_ckpt.simulator.closed_form import ettr as closed_form
 from moe_ckpt.simulator.clusters import cluster
-from moe_ckpt.simulator.constants import MOEVEMENT, Constants
+from moe_ckpt.simulator.constants import MOEVEMENT
 from moe_ckpt.simulator.cost import MOEVEMENT_UTILISATION, Utilisation, iteration_cost
 from moe_ckpt.simulator.events import Estimate, SimulatedRun, estimate, simulate
 from moe_ckpt.simulator.faults import Fault, poisson
@@ -28,20 +28,12 @@ SYSTEMS = ("checkfreq", "gemini", "moc", "moevement")
 
 AZURE = "azure-nc96ads-a100"
 H100 = "h100-private"
-AZURE_GPUS = 96
 
 DURATION_S = 12 * 3600.0
 SEEDS = range(20)
 """Runs with faults by chance; the same seeds, and so the same faults, for every system."""
 
-GEMM_SHARE = 0.8
-"""Of peak FLOPS that large matrix multiplications alone reach on A100 and H100: assumed, not measured here."""
-
-A100_MEMORY_BYTES_PER_S, H100_MEMORY_BYTES_PER_S = 2.04e12, 3.35e12
-"""Of GPU memory: data sheets of A100 80 GB and H100 SXM."""
-
-
-H100_STORAGE_BYTES_PER_S = 8e9
+H100_STORAGE_BYTES_PER_S = 7e9
 """Of the private cluster: the one figure of Table 7 that is fitted."""
 
 
@@ -123,47 +115,23 @@ def behaviour_of(
 
 def setting_of(job: TrainingJob, cluster_name: str) -> SystemSetting:
     """The job on its cluster."""
-    return SystemSetting(job, cost_of(job, cluster_name), cluster_of(cluster_name), constants_of(job, cluster_name))
-
-
-def constants_of(job: TrainingJob, cluster_name: str) -> Constants:
-    """Those of Table 3. How long training's own traffic keeps the NIC busy was found for its jobs and network.
-
-    With another network it takes less by the rate of the NIC; for jobs of another size it is counted from what they
-    send.
-    """
-    busy_s = MOEVEMENT.network_busy_s
-    if busy_s is None or (cluster_name == AZURE and job.topology.world_size == AZURE_GPUS):
-        return MOEVEMENT
-    if cluster_name != H100:
-        return replace(MOEVEMENT, network_busy_s=None)
-    rates = [cluster(name).inter_node_bytes_per_s for name in (AZURE, H100)]
-    return replace(MOEVEMENT, network_busy_s=busy_s * rates[0] / rates[1])
+    return SystemSetting(job, cost_of(job, cluster_name), cluster_of(cluster_name), MOEVEMENT)
 
 
 @cache
 def cost_of(job: TrainingJob, cluster_name: str) -> IterationCost:
     """An iteration of the job."""
-    return iteration_cost(job, cluster_of(cluster_name), utilisation_of(job, cluster_name))
+    return iteration_cost(job, cluster_of(cluster_name), utilisation_of(cluster_name))
 
 
-def utilisation_of(job: TrainingJob, cluster_name: str) -> Utilisation:
-    """What Table 3's iteration times show of A100; for H100, on which nothing is published, what follows from it.
-
-    Where an A100 reaches less of its peak than matrix multiplications alone do, it waits for memory. On another GPU the
-    multiplications take less by its FLOPS, and the rest by the rate of its memory, which FP8 does not change. Of the
-    peak in FP16 an H100 then reaches 0.43, in FP8 0.29.
-    """
+def utilisation_of(cluster_name: str) -> Utilisation:
+    """What training reaches on A100; on H100 with that one's matrix products, and the same share of its memory."""
     if cluster_name != H100:
         return MOEVEMENT_UTILISATION
-    faster = cluster(H100).flops(job.precision.compute_bytes) / cluster(AZURE).flops(2)
-    waiting = 1 / MOEVEMENT_UTILISATION.gemm_share - 1 / GEMM_SHARE
-    time = 1 / GEMM_SHARE / faster + waiting * A100_MEMORY_BYTES_PER_S / H100_MEMORY_BYTES_PER_S
     return replace(
         MOEVEMENT_UTILISATION,
-        gemm_share=1 / faster / time,
-        optimizer_bytes_per_s=0.75 * H100_MEMORY_BYTES_PER_S,
-        source="follows from MoEvement's A100 by FLOPS and rate of memory",
+        optimizer_bytes_per_s=0.75 * cluster(H100).gpu_memory_bytes_per_s,
+        source="MoEvement's software on H100: the share of memory's rate that was fitted on A100",
     )
 
 

@@ -15,6 +15,8 @@ from moe_ckpt.report.markdown import as_markdown
 
 COLOURS = {"checkfreq": "tab:blue", "gemini": "tab:orange", "moc": "tab:red", "moevement": "tab:green"}
 NAMES = {"checkfreq": "CheckFreq", "gemini": "Gemini", "moc": "MoC", "moevement": "MoEvement"}
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, BENCHMARKS = ROOT / "docs" / "results", ROOT / "benchmarks" / "results"
 SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -45,8 +47,14 @@ class Figure:
         """For a person."""
         return Report(self.title, self.facts, self.tables, self.notes)
 
-    def write(self, path: Path, made_by: str, picture: Path | None = None) -> None:
-        """Write it as the suffix says, `.json` or `.md`, the latter with a link to its `picture`.
+    def markdown(self, made_by: str, picture: Path | None = None, data: Path | None = None) -> str:
+        """The page, with links to its `picture` and `data` beside it."""
+        links = [f"![{self.title}]({picture.name})"] if picture else []
+        links += [f"All numbers: [{data.name}]({data.name})."] if data else []
+        return as_markdown(self.report, made_by) + "".join(f"\n{link}\n" for link in links)
+
+    def write(self, path: Path, made_by: str, picture: Path | None = None, data: Path | None = None) -> None:
+        """Write it as the suffix says, `.json` or `.md`, the latter with links to its `picture` and `data`.
 
         Raises:
             UsageError: For other suffixes, and for files that cannot be written.
@@ -54,8 +62,7 @@ class Figure:
         if path.suffix == ".json":
             text = json.dumps(self.data, indent=1) + "\n"
         elif path.suffix == ".md":
-            link = f"\n![{self.title}]({picture.name})\n" if picture is not None else ""
-            text = as_markdown(self.report, made_by) + link
+            text = self.markdown(made_by, picture, data)
         else:
             raise UsageError(f"--out {path}: give a file that ends in .md or .json")
         try:
@@ -85,11 +92,45 @@ class Figure:
             raise UsageError(f"--plot {path}: cannot be written: {error.strerror}") from error
 
 
+def check_targets(out: Iterable[Path], plot: Path | None) -> None:
+    """Refuse, before anything is computed, what could not be written at the end.
+
+    Raises:
+        UsageError: For suffixes that stand for nothing, and files in folders that are not there.
+    """
+    named = [("--out", path, (".md", ".json")) for path in out] + ([("--plot", plot, SUFFIXES)] if plot else [])
+    for flag, path, suffixes in named:
+        if path.suffix.lower() not in suffixes:
+            raise UsageError(f"{flag} {path}: give a file that ends in {', '.join(suffixes)}")
+        if not path.parent.is_dir():
+            raise UsageError(f"{flag} {path} cannot be written: there is no folder {path.parent}")
+
+
 @cache
 def published(paper: str = "moevement") -> dict[str, Any]:
     """What tables and text of a paper (moevement, moc, moetion) say; None where a figure was not at hand."""
     figures: dict[str, Any] = json.loads((Path(__file__).parent / "published" / f"{paper}.json").read_text("utf-8"))
     return figures
+
+
+def page(name: str) -> Path:
+    """Where the page of a module lies; those of MoEvement have no prefix."""
+    paper = "moevement-" if name.startswith(("fig", "table")) else ""
+    return RESULTS / f"{paper}{name.replace('_', '-')}.md"
+
+
+def measured(name: str, command: str, folder: Path | None = None) -> dict[str, Any]:
+    """What a real run left in docs/results, or in another `folder`.
+
+    Raises:
+        UsageError: Where it is not there, with the command that makes it.
+    """
+    path = (folder or RESULTS) / name
+    try:
+        found: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"{path.name} is not in {path.parent.name}: `{command}` makes it, from real runs") from None
+    return found
 
 
 def decimals(value: float | None) -> str:

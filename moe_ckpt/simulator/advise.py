@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
@@ -15,20 +15,22 @@ from .systems import SYSTEMS
 class Advice:
     """All systems, the best first; the recommended one, None where none can be used; why, in sentences.
 
-    impossible: systems that cannot run this job at all, with the reason.
+    explanation: of the recommendation, in three of them. impossible: systems that cannot run this job at all, with the
+    reason.
     """
 
     choices: tuple[Choice, ...]
     recommended: Choice | None
     reasons: tuple[str, ...]
+    explanation: tuple[str, ...]
     impossible: dict[str, str]
 
 
-def advise(question: Question, systems: Iterable[str] = SYSTEMS) -> Advice:
+def advise(question: Question, systems: Iterable[str] = SYSTEMS, done: Callable[[], None] = lambda: None) -> Advice:
     """Try every setting of these systems, refuse those that do not fit, and recommend one.
 
     Exact systems are preferred to lossy ones whenever their ETTR is not lower by more than noise; among equals of a
-    kind the higher ETTR counts. Raises UsageError for a system that is not known.
+    kind the higher ETTR counts. done: called after each system. Raises UsageError for a system that is not known.
     """
     choices, impossible = [], {}
     for name in systems:
@@ -38,9 +40,11 @@ def advise(question: Question, systems: Iterable[str] = SYSTEMS) -> Advice:
             choices.append(best_of(question, name))
         except UsageError as error:
             impossible[name] = str(error)
+        done()
     choices.sort(key=lambda choice: (bool(choice.refused), -choice.ettr.mean))
     chosen = recommended([choice for choice in choices if not choice.refused])
-    return Advice(tuple(choices), chosen, tuple(reasons(question, choices, chosen)), impossible)
+    said = tuple(reasons(question, choices, chosen))
+    return Advice(tuple(choices), chosen, said, tuple(explanation(question, choices, chosen)), impossible)
 
 
 def recommended(usable: Sequence[Choice]) -> Choice | None:
@@ -64,6 +68,22 @@ def reasons(question: Question, choices: Sequence[Choice], chosen: Choice | None
     for choice in choices:
         if choice.refused:
             yield f"{choice.system} is refused: it {choice.refused}."
+
+
+def explanation(question: Question, choices: Sequence[Choice], chosen: Choice | None) -> Iterator[str]:
+    """What is gained, where a fault's time goes, and what the next best exact system lacks."""
+    if chosen is None:
+        yield "No system can be used: give checkpoints more host memory, or train on more nodes."
+        return
+    yield _what(question, chosen)
+    parts = chosen.parts_s
+    most = max(parts, key=lambda name: parts[name])
+    yield (
+        f"A fault costs {_time(chosen.recovery_s)}, most of it in {most} ({_time(parts[most])}), and checkpoints add"
+        f" {100 * chosen.overhead_share:.1f} % to an iteration of {_time(question.cost.iteration_s)}."
+    )
+    usable = [choice for choice in choices if not choice.refused and choice is not chosen]
+    yield next((_beside(chosen, other) for other in _nearest(usable, chosen)), "Nothing else can be used here.")
 
 
 def described(choice: Choice) -> str:

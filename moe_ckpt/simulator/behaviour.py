@@ -15,7 +15,8 @@ Nodes = frozenset[int]
 class RecoveryCost:
     """What one fault costs, from the moment it strikes until training is again where it was.
 
-    detect_s: until all that have to know do. restart_s: of processes and their connections. load_s: of the state.
+    The parts are those of a timeline that a job writes of a recovery. detect_s: until all that have to know do.
+    restart_s: of processes, with their model. rendezvous_s: until all ranks are connected. load_s: of the state.
     replay_s: of `iterations_again`, the whole iterations since the state that was loaded. lost_tokens: input tokens
     whose updates an average MoE layer has lost for good, so that over the tokens of the planned training they are
     MoC eq. 7's proportion. from_storage: memory held no complete copy any more. refill_s: until the memory of what
@@ -31,9 +32,10 @@ class RecoveryCost:
     lost_tokens: float = 0.0
     from_storage: bool = False
     refill_s: float = 0.0
+    rendezvous_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("detect_s", "restart_s", "load_s", "replay_s", "lost_tokens", "refill_s"):
+        for name in ("detect_s", "restart_s", "rendezvous_s", "load_s", "replay_s", "lost_tokens", "refill_s"):
             not_negative(name, getattr(self, name))
         whole("iterations_again", self.iterations_again, 0)
 
@@ -45,7 +47,18 @@ class RecoveryCost:
     @property
     def down_s(self) -> float:
         """Seconds until the replay begins."""
-        return self.detect_s + self.restart_s + self.load_s
+        return self.detect_s + self.restart_s + self.rendezvous_s + self.load_s
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by part, named as in the timeline of a real recovery; restart has its build."""
+        return {
+            "detect": self.detect_s,
+            "restart": self.restart_s,
+            "rendezvous": self.rendezvous_s,
+            "fetch": self.load_s,
+            "replay": self.replay_s,
+        }
 
 
 @dataclass(eq=False)

@@ -112,7 +112,8 @@ class Choice:
     the fullest node. worst_s, worst_iterations: of a fault of one node at the worst moment, with the iteration that it
     cuts off. k_share: of the experts in a snapshot, at first. lost_share: of the tokens of a run whose updates are
     lost, in the worst run. budget: lost_share that the system allows itself, None where it has no limit. refused: why
-    it cannot be used; empty where it can.
+    it cannot be used; empty where it can. parts_s: of a mean fault of one node, by the parts of a recovery's timeline;
+    what training does again is replay.
     """
 
     system: str
@@ -134,6 +135,7 @@ class Choice:
     budget: float | None = None
     refused: str = ""
     ettrs: tuple[float, ...] = field(default=(), repr=False)
+    parts_s: dict[str, float] = field(default_factory=dict)
 
 
 def best_of(question: Question, name: str) -> Choice:
@@ -208,7 +210,15 @@ def _choice(question: Question, system: CheckpointSystem, taken_bytes: int, refu
         budget=_budget(question, system),
         refused=refused,
         ettrs=tuple(run.ettr for run in runs),
+        parts_s=mean_parts(behaviour),
     )
+
+
+def mean_parts(behaviour: Behaviour) -> dict[str, float]:
+    """Seconds of a mean fault of one node by the parts of its timeline, which add up to the mean recovery."""
+    parts = behaviour.fresh().strike(max(1, 2 * behaviour.interval), nodes=frozenset((0,))).parts
+    down_s = sum(seconds for name, seconds in parts.items() if name != "replay")
+    return parts | {"replay": max(0.0, behaviour.expected_recovery_s - down_s)}
 
 
 def lost_share(run: SimulatedRun, tokens: int) -> float:

@@ -19,6 +19,7 @@ LARGEST_FILE_BYTES = 2**20
 _FIELDS = {field.name for field in dataclasses.fields(Cluster)}
 _TEXTS = ("name", "source")
 _WHOLE = ("gpus_per_node", "host_memory_bytes")
+_MAY_LACK = {"gpu_memory_bytes_per_s", "gemm_shares"}
 
 
 def cluster(name: str) -> Cluster:
@@ -82,7 +83,7 @@ def cluster_from(values: dict[str, Any], where: str) -> Cluster:
             likely = difflib.get_close_matches(key[:100], _FIELDS, n=1)
             hint = f"did you mean {likely[0]}?" if likely else f"the fields are {', '.join(sorted(_FIELDS))}"
             raise UsageError(f"{where}: {key[:100]!r} is no field of a cluster; {hint}")
-    missing = sorted(_FIELDS - values.keys())
+    missing = sorted(_FIELDS - _MAY_LACK - values.keys())
     if missing:
         raise UsageError(f"{where}: {missing[0]} is missing")
     return Cluster(**{key: _checked(where, key, value) for key, value in values.items()})
@@ -91,10 +92,12 @@ def cluster_from(values: dict[str, Any], where: str) -> Cluster:
 def _checked(where: str, key: str, value: Any) -> Any:
     if key in _TEXTS:
         return str(value)
-    if key == "peak_flops":
-        if not isinstance(value, dict) or not value or not all(width in ("1", "2", "4", "8") for width in value):
-            raise UsageError(f"{where}: peak_flops must be an object from bytes per element (1, 2, 4 or 8) to FLOPS")
-        return {int(width): _number(where, f"peak_flops[{width}]", flops) for width, flops in value.items()}
+    if key in ("peak_flops", "gemm_shares"):
+        kind, needed = ("FLOPS", True) if key == "peak_flops" else ("shares", False)
+        known = isinstance(value, dict) and all(width in ("1", "2", "4", "8") for width in value)
+        if not known or (needed and not value):
+            raise UsageError(f"{where}: {key} must be an object from bytes per element (1, 2, 4 or 8) to {kind}")
+        return {int(width): _number(where, f"{key}[{width}]", rate) for width, rate in value.items()}
     number = _number(where, key, value)
     if key in _WHOLE:
         if number != int(number):

@@ -7,10 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GroupSpread:
-    """How a group lies over nodes: `inside` of its `ranks` on each of them."""
+    """How a group lies over nodes: `inside` of its `ranks` on each of them.
+
+    copies: of what a rank sends in an all-to-all, the share that crosses between nodes; None: as evenly over all ranks.
+    """
 
     ranks: int
     inside: int
+    copies: float | None = None
 
     @classmethod
     def of(cls, ranks: int, distance: int, ranks_per_node: int) -> GroupSpread:
@@ -43,9 +47,12 @@ class Links:
 
     def all_to_all_s(self, size: float, spread: GroupSpread) -> float:
         """Each rank sends `size` bytes, evenly over the group: within the node and to others at once."""
-        local_s = (spread.inside - 1) / spread.ranks * size / self.intra_bytes_per_s
+        # What comes to a node once goes on from there to all ranks of it that have experts for it.
+        within = spread.ranks if spread.copies is None else spread.inside
+        local_s = (spread.inside - 1) / within * size / self.intra_bytes_per_s
         return (spread.ranks - 1) * self.latency_s + max(local_s, self.all_to_all_network_s(size, spread))
 
     def all_to_all_network_s(self, size: float, spread: GroupSpread) -> float:
         """How much of it goes over the NIC."""
-        return (spread.ranks - spread.inside) / spread.ranks * size / self.inter_bytes_per_s
+        crossing = (spread.ranks - spread.inside) / spread.ranks if spread.copies is None else spread.copies
+        return crossing * size / self.inter_bytes_per_s

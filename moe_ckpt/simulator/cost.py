@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,17 +14,20 @@ from megatron.core.dist_checkpointing.moe.types import Direction, ModelShape, Op
 
 from .collectives import GroupSpread, Links
 from .inputs import Cluster, IterationCost, TrainingJob
+from .roofline import SIXTEEN_BITS, Rates, Work, attention_width, works
 
 
 @dataclass(frozen=True)
 class Utilisation:
     """How much of a cluster's published rates training reaches: one set for all models on it.
 
-    gemm_share: of peak FLOPS, over the whole of a stage's computation. nic_share, nvlink_share: of a GPU's share of the
-    node's NICs, and of its links within the node, by collectives. latency_s: of a collective, for each step of a ring.
-    optimizer_bytes_per_s: of GPU memory, while the optimizer reads and writes its state. imbalance: how much of the
-    difference between the slowest stage and the mean one stays; 1 where stages have equal numbers of layers, as
-    Megatron-Core places them, 0 where all are equally slow. source: where these stand.
+    gemm_share: of peak FLOPS, by matrix products on a cluster that does not say it; where the rate of GPU memory is not
+    known, by the whole of a stage's computation. memory_share: of the rate of GPU memory, by all other kernels.
+    hidden_share: of an all-to-all that overlaps with computation, what it takes no time for. nic_share, nvlink_share:
+    of a GPU's share of the node's NICs, and of its links within the node, by collectives. latency_s: of a collective,
+    for each step of a ring. optimizer_bytes_per_s: of GPU memory, while the optimizer reads and writes its state.
+    imbalance: how much of the difference between the slowest stage and the mean one stays; 1 where stages have equal
+    numbers of layers, as Megatron-Core places them, 0 where all are equally slow. source: where these stand.
     Raises UsageError for rates that are not above 0 and shares above 1.
     """
 
@@ -34,38 +38,38 @@ class Utilisation:
     optimizer_bytes_per_s: float
     imbalance: float
     source: str
+    memory_share: float = 1.0
+    hidden_share: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("gemm_share", "nic_share", "nvlink_share", "optimizer_bytes_per_s"):
+        for name in ("gemm_share", "nic_share", "nvlink_share", "optimizer_bytes_per_s", "memory_share"):
             positive(name, getattr(self, name))
-        for name in ("latency_s", "imbalance"):
+        for name in ("latency_s", "imbalance", "hidden_share"):
             not_negative(name, getattr(self, name))
-        for name in ("gemm_share", "nic_share", "nvlink_share", "imbalance"):
+        for name in ("gemm_share", "memory_share", "hidden_share", "nic_share", "nvlink_share", "imbalance"):
             if getattr(self, name) > 1:
                 raise UsageError(f"{name} is {getattr(self, name)}, but a share is at most 1")
 
 
 MOEVEMENT_UTILISATION = Utilisation(
-    gemm_share=0.55,
-    nic_share=0.72,
+    gemm_share=0.72,
+    memory_share=0.53,
+    nic_share=0.77,
     nvlink_share=0.70,
     latency_s=10e-6,
     optimizer_bytes_per_s=1.5e12,
     imbalance=0.35,
-    source=(
-        "gemm_share and nic_share are fitted to the iteration times that follow from MoEvement Table 3 (overhead in"
-        " seconds by overhead in per cent: 1.70, 2.10, 2.90 s), one value each for all models. nvlink_share and"
-        " latency_s are what NCCL usually reaches on A100, optimizer_bytes_per_s is three quarters of its memory's"
-        " 2.0 TB/s: none of them moves an iteration by more than a few per cent. imbalance: DeepSpeed places whole"
-        " layers by their parameters, which leaves 0.35 of the difference in MoE-LLaVa and 0.38 in DeepSeek-MoE."
-    ),
+    source="MoEvement 5.1: DeepSpeed on 96 A100; one value is fitted, to one iteration time",
 )
 """MoEvement 5.1: DeepSpeed on 96 A100. Samples of 2,048 tokens for all models: that of MoE-LLaVa is not published."""
 
 MEGATRON_UTILISATION = replace(
     MOEVEMENT_UTILISATION,
+    memory_share=0.85,
+    hidden_share=0.27,
+    optimizer_bytes_per_s=2.0e12,
     imbalance=1.0,
-    source="as MoEvement's cluster, but with Megatron-Core's equal numbers of layers per stage",
+    source="published efficiencies of tuned kernels, with Megatron-Core's equal numbers of layers per stage",
 )
 """Where nothing was measured: a profile's figures are better."""
 
@@ -76,9 +80,9 @@ def operator_flops(
     """FLOPs of each operator for one input token, forward and backward, averaged over tokens.
 
     Two per parameter and multiplication, of which there are three: forward, input gradients, weight gradients. With
-    attention come the scores of a sequence of `seq_length`, whole (12 s h), with the output layer its multiplication
-    also where it shares the embedding's weights; the embedding is a look-up. `popularity`: how often each expert is
-    chosen, in any unit; None: all alike.
+    attention come the scores of a sequence of `seq_length`, of which causal kernels compute half (6 s h), with the
+    output layer its multiplication also where it shares the embedding's weights; the embedding is a look-up.
+    `popularity`: how often each expert is chosen, in any unit; None: all alike.
     """
     chosen, found = _chosen(shape, popularity or {}), {}
     for operator, parameters in shape.parameters.items():
@@ -89,7 +93,7 @@ def operator_flops(
         elif operator.is_expert:
             found[operator] = 6.0 * parameters * shape.moe_router_topk * chosen(operator)
         elif operator.kind is OperatorKind.NON_EXPERT:
-            found[operator] = 6.0 * parameters + 12.0 * seq_length * _attention_width(shape)
+            found[operator] = 6.0 * parameters + 6.0 * seq_length * attention_width(shape)
         else:
             found[operator] = 6.0 * parameters
     return found
@@ -106,13 +110,6 @@ def _chosen(shape: ModelShape, popularity: Mapping[OperatorId, float]) -> Callab
         return popularity.get(operator, 0.0) / total if total else 1 / shape.num_experts
 
     return share
-
-
-def _attention_width(shape: ModelShape) -> float:
-    """Channels of all heads together; with latent attention the mean of what scores and values multiply."""
-    if shape.multi_latent_attention:
-        return shape.num_attention_heads * (shape.qk_head_dim + shape.qk_pos_emb_head_dim + shape.v_head_dim) / 2
-    return shape.num_attention_heads * (shape.kv_channels or shape.hidden_size // shape.num_attention_heads)
 
 
 def iteration_cost(job: TrainingJob, cluster: Cluster, utilisation: Utilisation) -> IterationCost:
@@ -148,9 +145,9 @@ def network_busy_s(job: TrainingJob, cluster: Cluster, utilisation: Utilisation)
 
 @dataclass(frozen=True)
 class _Stage:
-    """What a stage has: FLOPs of one token; layers, and how many of them have experts; parameters."""
+    """What a stage has: the work of one token; layers, and how many of them have experts; parameters."""
 
-    flops: float
+    work: tuple[tuple[OperatorId, Work], ...]
     layers: int
     moe_layers: int
     expert_parameters: int
@@ -167,11 +164,12 @@ class _Parts:
 
     @cached_property
     def stages(self) -> tuple[_Stage, ...]:
-        flops = operator_flops(self.job.shape, self.job.seq_length)
+        width = self.cluster.width(self.job.precision.compute_bytes)
+        work = dict(works(self.job.shape, self.job.seq_length, width))
         parameters = self.job.shape.parameters
         return tuple(
             _Stage(
-                sum(flops[one] for one in operators),
+                tuple((one, work[one]) for one in operators),
                 sum(one.kind is OperatorKind.NON_EXPERT for one in operators),
                 sum(one.kind is OperatorKind.ROUTER for one in operators),
                 sum(parameters[one] for one in operators if one.is_expert),
@@ -209,12 +207,50 @@ class _Parts:
 
     def stage_s(self, stage: _Stage) -> float:
         """t_s: forward and backward of one microbatch."""
-        peak = self.cluster.flops(self.job.precision.compute_bytes) * self.utilisation.gemm_share
-        return self.tokens * stage.flops / peak + self.exchange_s(stage) + self.tensor_s(stage)
+        compute_s, exchange_s = self.compute_s(stage), self.exchange_s(stage)
+        if self.job.exchange.overlaps:
+            exchange_s -= self.utilisation.hidden_share * min(compute_s, exchange_s)
+        return compute_s + exchange_s + self.tensor_s(stage)
+
+    def compute_s(self, stage: _Stage) -> float:
+        """What the GPU computes in a microbatch, by the roofline."""
+        topology = self.job.topology
+        seconds = 0.0
+        for operator, work in stage.work:
+            ranks = topology.ep * topology.expert_tp if operator.is_expert else topology.tp
+            seconds += work.seconds(self.tokens, self.rates, ranks)
+        return seconds
+
+    @cached_property
+    def rates(self) -> Rates:
+        """What a GPU reaches."""
+        width, reached = self.job.precision.compute_bytes, self.utilisation
+        known = self.cluster.gpu_memory_bytes_per_s
+        return Rates(
+            self._product_flops(width),
+            self._product_flops(max(width, SIXTEEN_BITS)),
+            known * reached.memory_share if known else math.inf,
+        )
+
+    def _product_flops(self, element_bytes: int) -> float:
+        width = self.cluster.width(element_bytes)
+        return self.cluster.peak_flops[width] * self.cluster.gemm_shares.get(width, self.utilisation.gemm_share)
 
     def exchange_s(self, stage: _Stage) -> float:
         """The experts' all-to-all: out and back, forward and backward."""
-        return 4 * stage.moe_layers * self.links.all_to_all_s(self.routed_bytes, self.expert_spread)
+        local_s = self.links.all_to_all_s(self.routed_bytes, replace(self.expert_spread, copies=self.copies))
+        return 4 * stage.moe_layers * local_s
+
+    @property
+    def copies(self) -> float | None:
+        """Share of what is routed that crosses between nodes: where a token goes to a node once, however many of its
+        experts are there, that of the nodes that its experts lie on; None: as many as experts."""
+        exchange, nodes = self.job.exchange, self.expert_spread.nodes
+        topk = max(1, self.job.shape.moe_router_topk)
+        if not exchange.once_per_node:
+            return None
+        reached = min(nodes * (1 - (1 - 1 / nodes) ** topk), exchange.nodes_per_token or nodes)
+        return reached * (nodes - 1) / nodes / topk
 
     @property
     def routed_bytes(self) -> float:
@@ -234,7 +270,8 @@ class _Parts:
     def network_s(self, number: int, stage: _Stage) -> float:
         """See `network_busy_s`."""
         sync = sum(self.links.ring_network_s(size, spread) for size, spread in self._state(stage))
-        exchange = 4 * stage.moe_layers * self.links.all_to_all_network_s(self.routed_bytes, self.expert_spread)
+        spread = replace(self.expert_spread, copies=self.copies)
+        exchange = 4 * stage.moe_layers * self.links.all_to_all_network_s(self.routed_bytes, spread)
         return sync + exchange * self.job.microbatches + self._boundary_network_s(number)
 
     @property

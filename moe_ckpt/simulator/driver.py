@@ -196,13 +196,14 @@ def strategy_job(
     *,
     tokens: int = 1,
     iterations: int = ENDLESS,
+    frozen_experts: bool = False,
 ) -> Job:
-    """What a strategy is told of a job, of `tokens` per iteration.
+    """What a strategy is told of a job, of `tokens` per iteration, which trains routed experts unless they are frozen.
 
     One rank stands for all at the same pipeline stage and expert-parallel rank. In a job the distributed optimizer cuts
     shards at any byte, so operators of a rank may differ from these by a few bytes.
     """
-    sizes = shard_sizes(shape, topology, precision)
+    sizes = shard_sizes(shape, topology, precision, frozen_experts=frozen_experts)
     lanes = owned_operators(shape, topology).values()
     return Job(
         config,
@@ -213,6 +214,7 @@ def strategy_job(
         topk=max(1, shape.moe_router_topk),
         tied_embeddings=tied_embeddings(shape, topology),
         sizes={rank: {operator: sizes[operator] for operator in operators} for rank, operators in enumerate(lanes)},
+        unchanging=frozenset(one for one in shape.operators if one.is_expert and frozen_experts),
     )
 
 

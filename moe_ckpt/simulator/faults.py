@@ -47,10 +47,12 @@ def poisson(mtbf_s: float, duration_s: float, nodes: int, seed: int) -> tuple[Fa
         faults.append(Fault(at_s, frozenset((node,))))
 
 
-def load_trace(path: Path) -> tuple[Fault, ...]:
+def load_trace(path: Path, nodes: int | None = None) -> tuple[Fault, ...]:
     """Faults from a CSV file with the columns `at_s` and `nodes` (numbers, with blanks between), in order of time.
 
-    Raises UsageError, with the line, for what is no number, and for a file that cannot be read.
+    nodes: of the job; None: any number may be named.
+    Raises UsageError, with the line, for what is no number and for nodes that the job has not, and for a file that
+    cannot be read.
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -60,14 +62,18 @@ def load_trace(path: Path) -> tuple[Fault, ...]:
                 raise UsageError(
                     f"{path}: the first line must name the columns at_s and nodes; {min(missing)} is missing"
                 )
-            faults = [_fault(path, number, row) for number, row in enumerate(reader, start=2)]
+            faults = [_fault(path, number, row, nodes) for number, row in enumerate(reader, start=2)]
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: cannot be read as a trace of faults: {error}") from error
     return tuple(sorted(faults, key=lambda fault: fault.at_s))
 
 
-def _fault(path: Path, line: int, row: dict[str, str | None]) -> Fault:
+def _fault(path: Path, line: int, row: dict[str, str | None], nodes: int | None) -> Fault:
     try:
-        return Fault(float(row["at_s"] or ""), frozenset(int(node) for node in (row["nodes"] or "").split()))
+        named = frozenset(int(node) for node in (row["nodes"] or "").split())
+        unknown = sorted(node for node in named if node < 0 or (nodes is not None and node >= nodes))
+        if unknown:
+            raise UsageError(f"the job has no node {unknown[0]}: its nodes are 0 to {(nodes or 1) - 1}")
+        return Fault(float(row["at_s"] or ""), named)
     except (ValueError, UsageError) as error:
         raise UsageError(f"{path}, line {line}: {error}") from error

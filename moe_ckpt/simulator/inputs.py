@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
@@ -16,9 +16,11 @@ from .shards import owned_operators, sharing_ranks
 class Cluster:
     """Machines of one kind. Bandwidths are in bytes per second and, but for storage, those of one GPU.
 
-    peak_flops: dense, by bytes per element of what is multiplied (2: fp16 or bf16, 1: fp8). host_link: GPU to host
-    memory. intra_node: NVLink or alike. inter_node: its share of the node's NICs. storage: of the whole cluster.
-    host_memory_bytes: of one node. source: where the figures stand. Raises UsageError for figures no cluster has.
+    peak_flops: dense, by bytes per element of what is multiplied (2: fp16 or bf16, 1: fp8). gpu_memory: that of the GPU
+    itself; 0 where it is not known, so that nothing waits for it. gemm_shares: of the peak, by bytes per element, what
+    tuned matrix products reach there; empty where it is not known. host_link: GPU to host memory. intra_node: NVLink
+    or alike. inter_node: its share of the node's NICs. storage: of the whole cluster. host_memory_bytes: of one node.
+    source: where the figures stand. Raises UsageError for figures no cluster has.
     """
 
     name: str
@@ -30,6 +32,8 @@ class Cluster:
     storage_bytes_per_s: float
     host_memory_bytes: int
     source: str
+    gpu_memory_bytes_per_s: float = 0.0
+    gemm_shares: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         whole("gpus_per_node", self.gpus_per_node, 1)
@@ -41,18 +45,44 @@ class Cluster:
             "host_memory_bytes",
         ):
             positive(f"cluster {self.name}: {name}", getattr(self, name))
+        not_negative(f"cluster {self.name}: gpu_memory_bytes_per_s", self.gpu_memory_bytes_per_s)
         for width, flops in self.peak_flops.items():
             positive(f"cluster {self.name}: peak_flops[{width}]", flops)
+        for width, share in self.gemm_shares.items():
+            if positive(f"cluster {self.name}: gemm_shares[{width}]", share) > 1:
+                raise UsageError(f"cluster {self.name}: gemm_shares[{width}] is {share}, but a share is at most 1")
 
     def flops(self, compute_bytes: int) -> float:
         """Peak operations per second with this element size; a wider type where it has none so narrow.
 
         Raises UsageError when it has none.
         """
+        return self.peak_flops[self.width(compute_bytes)]
+
+    def width(self, compute_bytes: int) -> int:
+        """Bytes per element with which such elements are multiplied here. Raises UsageError as `flops`."""
         for width in sorted(self.peak_flops):
             if width >= compute_bytes:
-                return self.peak_flops[width]
+                return width
         raise UsageError(f"cluster {self.name} has no peak_flops for elements of {compute_bytes} bytes")
+
+
+@dataclass(frozen=True)
+class TokenDispatch:
+    """How tokens come to their experts.
+
+    overlaps: computation of another microbatch goes on meanwhile (Megatron's --overlap-moe-expert-parallel-comm).
+    once_per_node: a token crosses to a node once for all of its experts there (DeepEP). nodes_per_token: at most;
+    None: any number. Raises UsageError for a limit below 1.
+    """
+
+    overlaps: bool = False
+    once_per_node: bool = False
+    nodes_per_token: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.nodes_per_token is not None:
+            whole("nodes_per_token", self.nodes_per_token, 1)
 
 
 @dataclass(frozen=True)
@@ -69,6 +99,7 @@ class TrainingJob:
     global_batch: int
     microbatches: int
     seq_length: int
+    exchange: TokenDispatch = TokenDispatch()
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "microbatches", "seq_length"):
@@ -130,3 +161,17 @@ class IterationCost:
     def iteration_s(self) -> float:
         """T_iter."""
         return self.pipeline_s + self.sync_s + self.update_s
+
+    def lasting(self, iteration_s: float) -> IterationCost:
+        """The same with an iteration of this length, all of its parts stretched alike.
+
+        Raises UsageError for a length that is not above 0.
+        """
+        scale = positive("iteration_s", iteration_s) / self.iteration_s
+        return replace(
+            self,
+            stage_s=tuple(seconds * scale for seconds in self.stage_s),
+            sync_s=self.sync_s * scale,
+            update_s=self.update_s * scale,
+            network_busy_s=min(self.network_busy_s, iteration_s),
+        )

@@ -23,19 +23,28 @@ def owned_operators(shape: ModelShape, topology: Topology) -> dict[tuple[int, in
     return owned
 
 
-def shard_sizes(shape: ModelShape, topology: Topology, precision: Precision) -> dict[OperatorId, OperatorSize]:
+def shard_sizes(
+    shape: ModelShape, topology: Topology, precision: Precision, *, frozen_experts: bool = False
+) -> dict[OperatorId, OperatorSize]:
     """Bytes of the shard that each rank holding the operator owns, rounded up.
 
     Experts are split over their expert-tensor and expert-data-parallel ranks, all else over tensor, context and
     data-parallel ranks, as the distributed optimizer does; what tensor parallelism replicates (norms) counts as split.
+    Frozen experts are weights and nothing else, which no optimizer shares out.
     """
-    return {
+    sizes = {
         operator: OperatorSize(
             -(-size.full_bytes // sharing_ranks(operator, topology)),
             -(-size.weights_bytes // sharing_ranks(operator, topology)),
         )
         for operator, size in shape.sizes(precision).items()
     }
+    if frozen_experts:
+        for operator, count in shape.parameters.items():
+            if operator.is_expert:
+                weights = -(-count * precision.compute_bytes // topology.expert_tp)
+                sizes[operator] = OperatorSize(weights, weights)
+    return sizes
 
 
 def sharing_ranks(operator: OperatorId, topology: Topology) -> int:

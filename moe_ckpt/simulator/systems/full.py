@@ -88,7 +88,7 @@ class Gemini:
         """See `CheckpointSystem`."""
         count = setting.constants.replicas if self.replicas is None else self.replicas
         copy_s = setting.whole_bytes / setting.peer_bytes_per_s(count)
-        stall_s = max(0.0, copy_s - setting.free_s) + setting.constants.copy_slowdown * setting.iteration_s
+        stall_s = max(0.0, copy_s - setting.free_s) + setting.slowed_s(setting.whole_bytes, count)
         dense = _Dense(stall_s, 1, setting.load_s)
         interval = self.interval or _oracle(dense, setting, mtbf_s)
         return dense.behaviour(self.name, setting, interval, Replicas(setting, count))

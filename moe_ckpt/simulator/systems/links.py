@@ -55,8 +55,28 @@ class SystemSetting:
     @property
     def free_s(self) -> float:
         """Seconds of an iteration in which the NIC is not training's."""
-        given_s = self.constants.network_busy_s
-        return max(0.0, self.iteration_s - (self.cost.network_busy_s if given_s is None else given_s))
+        return max(0.0, self.iteration_s - self.cost.network_busy_s)
+
+    def slowed_s(self, nbytes: float, replicas: int) -> float:
+        """What training loses beside a copy of a rank's snapshot: it crosses the GPU's link to the host once, and the
+        host's links to the NIC once for each replica, which training uses too."""
+        busy_s = nbytes * (1 + replicas) / self.cluster.host_link_bytes_per_s
+        return self.constants.contention * busy_s
+
+    @property
+    def launch_s(self) -> float:
+        """Until all processes run again, with their model."""
+        return self.constants.launch_s(self.job.topology.world_size)
+
+    @property
+    def meet_s(self) -> float:
+        """Until all ranks are connected."""
+        return self.constants.meet_s(self.job.topology.world_size)
+
+    @property
+    def stage_restart_s(self) -> tuple[float, float]:
+        """Until what replaces the ranks of some stages runs, and until it is connected with all others."""
+        return (self.launch_s, self.meet_s) if self.constants.restarts_all else (self.constants.local_restart_s, 0.0)
 
     @property
     def nodes(self) -> int:
@@ -101,12 +121,13 @@ class SystemSetting:
         constants = self.constants
         return RecoveryCost(
             constants.detect_s,
-            constants.global_restart_s,
+            self.launch_s,
             load_s,
             replay_s,
             iterations,
             from_storage=from_storage,
-            refill_s=constants.detect_s + constants.stage_restart_s + load_s,
+            refill_s=constants.detect_s + sum(self.stage_restart_s) + load_s,
+            rendezvous_s=self.meet_s,
         )
 
     def rewind(self, iteration: int, interval: int, latency: int, load_s: float) -> RecoveryCost:

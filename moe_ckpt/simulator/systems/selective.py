@@ -17,6 +17,7 @@ from ..behaviour import Behaviour, Nodes, RecoveryCost
 from ..shards import owned_operators, shard_sizes
 from .links import Replicas, SystemSetting, needs_experts
 from .lossy import LossyBehaviour
+from .pec import PecCosts
 
 _UNIT = 1_000_000
 """Tokens of a layer in one iteration, where only shares matter: selection counts whole ones."""
@@ -73,6 +74,11 @@ class SelectiveLosses:
     popularity: tuple[float, ...]
     replicas: Replicas
 
+    @property
+    def copied_bytes(self) -> float:
+        """Of the busiest rank in an iteration: the non-experts, and the selected share of the experts."""
+        return max(dense + self.share * experts for dense, experts in PecCosts(self.setting, self.share).rank_bytes)
+
     @cached_property
     def mean(self) -> float:
         """Iterations' worth of tokens that a fault costs on average: those that experts have not saved.
@@ -101,7 +107,7 @@ class SelectiveBehaviour(LossyBehaviour):
 
     def __init__(self, name: str, losses: SelectiveLosses) -> None:
         setting = losses.setting
-        overhead_s = losses.stall_s + setting.constants.copy_slowdown * setting.iteration_s
+        overhead_s = losses.stall_s + setting.slowed_s(losses.copied_bytes, setting.constants.replicas)
         super().__init__(name, setting, losses.replicas, overhead_s=overhead_s, k_share=losses.share)
         self._losses = losses
         self._restored = 0

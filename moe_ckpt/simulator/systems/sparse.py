@@ -52,7 +52,8 @@ class MoEvement:
         stall_s = max(map(_late_bytes, schedules.values())) / setting.peer_bytes_per_s(count) / size
         replay = ReplayCost(self, setting, schedules, shares)
         recover = _Recover(setting, replay, Replicas(setting, count), self.local)
-        overhead_s = stall_s + constants.copy_slowdown * setting.iteration_s
+        copied = max(sum(schedule.load_bytes) for schedule in schedules.values()) / size
+        overhead_s = stall_s + setting.slowed_s(copied, count)
         joint = recover.meet if self.local and not constants.restarts_all else None
         return Behaviour(self.name, setting.iteration_s, size, size, overhead_s, recover.expected_s, recover, joint)
 
@@ -226,9 +227,16 @@ class _Recover:
         window, again = self._rewind(iteration)
         replays = [self._replay.seconds(run) for run in self._runs(nodes)]
         seconds = max(whole_s * (window > 0) + again * one_s for whole_s, one_s in replays)
-        restart_s = constants.stage_restart_s if self._local else constants.global_restart_s
-        refill_s = constants.detect_s + constants.stage_restart_s + self._load_s
-        return RecoveryCost(constants.detect_s, restart_s, self._load_s, seconds, window + again, refill_s=refill_s)
+        launch_s, meet_s = setting.stage_restart_s if self._local else (setting.launch_s, setting.meet_s)
+        return RecoveryCost(
+            constants.detect_s,
+            launch_s,
+            self._load_s,
+            seconds,
+            window + again,
+            refill_s=constants.detect_s + sum(setting.stage_restart_s) + self._load_s,
+            rendezvous_s=meet_s,
+        )
 
     def meet(self, ongoing: Nodes, nodes: Nodes) -> bool:
         """Whether two faults strike the same stages or adjacent ones (MoEvement App. A)."""

@@ -17,7 +17,7 @@ from moe_ckpt.simulator.cost import (
     network_busy_s,
     operator_flops,
 )
-from moe_ckpt.simulator.inputs import Cluster, IterationCost, TrainingJob
+from moe_ckpt.simulator.inputs import Cluster, IterationCost, TokenDispatch, TrainingJob
 from moe_ckpt.simulator.models import PRESETS, preset
 from reproduce.jobs import azure_job, h100_job, scale_out_job
 
@@ -35,12 +35,14 @@ def job(**degrees: int) -> TrainingJob:
 
 
 @pytest.mark.parametrize(("model", "published_s"), [("MoE-LLaVa", 1.70), ("GPT-MoE", 2.10), ("DeepSeek-MoE", 2.90)])
-def test_one_set_of_shares_gives_the_published_iteration_times(model: str, published_s: float) -> None:
-    assert cost(azure_job(model)).iteration_s == pytest.approx(published_s, rel=0.02)
+def test_published_efficiencies_and_one_fitted_share_give_the_published_iteration_times(
+    model: str, published_s: float
+) -> None:
+    assert cost(azure_job(model)).iteration_s == pytest.approx(published_s, rel=0.08)
 
 
 def test_the_iteration_time_that_is_not_published_is_predicted_near_the_largest() -> None:
-    assert 2.3 < cost(azure_job("QWen-MoE")).iteration_s < 3.0
+    assert 2.3 < cost(azure_job("QWen-MoE")).iteration_s < 3.2
 
 
 def test_the_flops_of_a_token_are_six_for_each_active_parameter_and_those_of_attention() -> None:
@@ -49,7 +51,7 @@ def test_the_flops_of_a_token_are_six_for_each_active_parameter_and_those_of_att
     # The embedding is a look-up: 0.3 of the 2.7 G active parameters have no operations.
     assert without_attention / 6 == pytest.approx(2.7e9 - shape.vocab_size * shape.hidden_size, rel=0.03)
     scores = sum(operator_flops(shape, 2048).values()) - without_attention
-    assert scores == pytest.approx(12 * 2048 * shape.hidden_size * shape.num_layers)
+    assert scores == pytest.approx(6 * 2048 * shape.hidden_size * shape.num_layers)
 
 
 def test_an_output_layer_that_shares_its_weights_multiplies_all_the_same() -> None:
@@ -107,12 +109,43 @@ def test_tensor_parallel_ranks_pay_for_their_sums() -> None:
     assert max(with_sums.stage_s) > 1.05 * max(without.stage_s)
 
 
-def test_fp8_halves_computation_where_the_device_has_it() -> None:
+def test_fp8_halves_matrix_products_and_not_what_waits_for_memory() -> None:
     h100 = cluster("h100-private")
     fp16, fp8 = (max(cost(h100_job(PRECISIONS[name]), h100).stage_s) for name in ("fp16-fp16", "fp8-fp32"))
-    assert 0.5 < fp8 / fp16 < 0.65
+    assert 0.6 < fp8 / fp16 < 0.95
+    no_wait = replace(h100, gpu_memory_bytes_per_s=0.0, gemm_shares={})
+    fp16, fp8 = (max(cost(h100_job(PRECISIONS[name]), no_wait).stage_s) for name in ("fp16-fp16", "fp8-fp32"))
+    assert 0.5 < fp8 / fp16 < 0.75
     a100 = [max(cost(h100_job(PRECISIONS[name])).stage_s) for name in ("fp16-fp16", "fp8-fp32")]
     assert a100[0] == a100[1]
+
+
+def test_slower_memory_makes_narrow_experts_slower_than_wide_ones() -> None:
+    def slower(model: str) -> float:
+        one = TrainingJob(preset(model), Topology(8, ep=8), FP16_FP32, 8, 1, 4096)
+        half = replace(AZURE, gpu_memory_bytes_per_s=AZURE.gpu_memory_bytes_per_s / 2)
+        return max(cost(one, half).stage_s) / max(cost(one).stage_s)
+
+    assert slower("Qwen3-30B-A3B") > slower("Mixtral-8x7B") > 1.05
+
+
+def test_an_exchange_that_overlaps_hides_the_measured_share_of_itself_and_no_more() -> None:
+    apart = replace(job(world_size=16, ep=8), topology=Topology(16, ep=8, ranks_per_node=4))
+    beside = replace(apart, exchange=TokenDispatch(overlaps=True))
+    alone = replace(apart, topology=Topology(16, ep=1))
+    reached = replace(MEGATRON_UTILISATION, hidden_share=0.25)
+    times = [max(iteration_cost(one, AZURE, reached).stage_s) for one in (apart, beside, alone)]
+    assert times[2] < times[1] < times[0]
+    assert times[0] - times[1] <= 0.25 * (times[0] - times[2]) + 1e-9
+
+
+def test_a_token_that_goes_to_a_node_once_takes_less_of_the_network_than_one_for_each_expert() -> None:
+    shape = preset("DeepSeek-V3-671B")
+    each = TrainingJob(shape, Topology(64, ep=64), FP16_FP32, 64, 1, 1024)
+    once = replace(each, exchange=TokenDispatch(once_per_node=True))
+    few = replace(each, exchange=TokenDispatch(once_per_node=True, nodes_per_token=4))
+    times = [max(cost(one).stage_s) for one in (each, once, few)]
+    assert times == sorted(times, reverse=True) and len(set(times)) == 3
 
 
 def test_one_node_has_no_use_for_its_nics() -> None:
@@ -155,7 +188,15 @@ def test_a_group_of_one_has_nothing_to_send() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("gemm_share", 1.1), ("nic_share", 0.0), ("imbalance", 2), ("latency_s", -1)]
+    ("name", "value"),
+    [
+        ("gemm_share", 1.1),
+        ("memory_share", 0.0),
+        ("hidden_share", 2),
+        ("nic_share", 0.0),
+        ("imbalance", 2),
+        ("latency_s", -1),
+    ],
 )
 def test_shares_that_no_machine_reaches_are_refused(name: str, value: float) -> None:
     with pytest.raises(UsageError, match=name):

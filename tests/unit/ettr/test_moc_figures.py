@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from moe_ckpt.simulator.ettr import moc_save_overhead_s
-from reproduce import moc_fig10, moc_fig13
+from reproduce import moc_fig10, moc_fig12, moc_fig13
 from reproduce.figure import published
 from reproduce.moc_iteration import MocIteration, compute_s, cost_of, exchanges_s, machines
 
@@ -114,7 +114,40 @@ def test_figures_that_were_not_at_hand_stay_empty() -> None:
     assert [given[key] for key in given if key.startswith(("equal", "adaptive"))] == [None, None, None]
 
 
-@pytest.mark.parametrize("module", [moc_fig10, moc_fig13])
+def test_blocking_checkpoints_are_as_long_as_the_published_speedups_need() -> None:
+    given = published("moc")["fig12"]
+    least, most = ((1 + x) / (1 + (1 - given["overhead_reduction"][1]) * x) for x in moc_fig12.checkpoint())
+    assert least == pytest.approx(given["speedup"][0])
+    assert most > given["speedup"][1]
+
+
+def test_methods_that_hide_more_of_a_checkpoint_have_shorter_iterations() -> None:
+    for case in CASES:
+        bars = [one for one in moc_fig12.bars() if one.case == case]
+        assert [one.method for one in bars] == [moc_fig12.BASELINE, moc_fig12.BASE_ASYNC, moc_fig12.MOC_ASYNC]
+        for low, high in zip(bars[1:], bars, strict=False):
+            assert low.said < high.said
+            assert 1 <= low.least <= high.least
+            assert high.most is None or (low.most is not None and low.most <= high.most)
+
+
+def test_what_the_passes_can_hide_explains_all_methods_but_base_async() -> None:
+    far = {(one.case, one.method) for one in moc_fig12.bars() if one.apart > 0.08}
+    assert far == {("Case1", moc_fig12.BASE_ASYNC), ("Case3", moc_fig12.BASE_ASYNC)}
+
+
+def test_without_sharding_the_snapshot_of_the_first_case_exceeds_the_passes_by_what_sharding_saves() -> None:
+    (base,) = (one for one in moc_fig12.bars() if (one.case, one.method) == ("Case1", moc_fig12.BASE_ASYNC))
+    of = moc_fig10.bottlenecks()["Case1"][16]
+    assert base.most == pytest.approx(of["none"] / of["adaptive"])
+
+
+def test_the_published_gain_lies_within_what_the_said_bars_allow() -> None:
+    (least, most), said = moc_fig12.gains(), published("moc")["fig12"]["gain_over_base_async"]
+    assert least <= said[0] < said[1] <= most
+
+
+@pytest.mark.parametrize("module", [moc_fig10, moc_fig12, moc_fig13])
 def test_the_figures_draw_themselves(module: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "figure.png"

@@ -7,10 +7,10 @@ import pytest
 from reproduce import table6
 
 
-def test_totals_are_within_five_per_cent_of_all_published_ones() -> None:
+def test_totals_are_within_seven_per_cent_of_all_published_ones() -> None:
     found = [one for one in table6.differences("total_bytes").values() if one is not None]
     assert len(found) == 3
-    assert max(map(abs, found)) <= 0.05
+    assert max(map(abs, found)) <= 0.07
 
 
 def test_geminis_memory_is_within_three_per_cent() -> None:

@@ -9,16 +9,21 @@ from typing import Any
 import psutil
 import pytest
 from click.testing import CliRunner, Result
-from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError, UsageError
 from megatron.core.dist_checkpointing.moe.types import FP32, ModelShape, Topology
+from megatron.pretrain.config import parse_config
+from megatron.pretrain.flops import shape_of
+from megatron.pretrain.model import build_transformer_config
 from moe_ckpt.commands.profile import profile, report
-from moe_ckpt.commands.profiling.layer import Layer, layer_flops
+from moe_ckpt.commands.profiling import layers
+from moe_ckpt.commands.profiling.layers import LayerSettings, model_flags, patterns_of
 from moe_ckpt.commands.profiling.links import affine_law, collective_seconds, storage_bytes_per_s
 from moe_ckpt.simulator.clusters import load_cluster
+from moe_ckpt.simulator.constants import THIS_PROJECT
 from moe_ckpt.simulator.cost import iteration_cost
 from moe_ckpt.simulator.inputs import TrainingJob
+from moe_ckpt.simulator.models import preset
 from moe_ckpt.simulator.profiles import load_profile
 
 TINY = {
@@ -39,7 +44,7 @@ SHAPE = ModelShape(**TINY)  # type: ignore[arg-type]
 def run(folder: Path, *arguments: str) -> Result:
     (folder / "tiny.json").write_text(json.dumps(TINY))
     given = ["--out", str(folder / "machine.json"), "--model", str(folder / "tiny.json"), "--megabytes", "2"]
-    return CliRunner().invoke(profile, [*given, "--tokens", "64", "--timeout", "250", *arguments])
+    return CliRunner().invoke(profile, [*given, "--seq-length", "32", "--timeout", "250", *arguments])
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +67,32 @@ def test_a_profile_is_a_cluster_and_gives_costs(measured: Path) -> None:
 def test_a_profile_says_with_what_it_was_measured(measured: Path) -> None:
     values = load_profile(measured).measured
     assert values["model"] == "tiny"
-    assert values["layer_tokens"] == 64
     assert len(values["all_gather_s"]) == 4
     assert {"torch", "threads", "layer"} <= values.keys()
+
+
+def test_layers_are_timed_in_jobs_of_one_and_two_of_them_for_each_size_of_a_microbatch(measured: Path) -> None:
+    rows = load_profile(measured).measured["layers"]
+    assert [(row["layers"], row["micro_batch_size"]) for row in rows] == [
+        ([1], 1), ([1], 2), ([1, 1], 1), ([1, 1], 2)
+    ]  # fmt: skip
+    for row in rows:
+        shape = ModelShape(**TINY | {"num_layers": len(row["layers"])})  # type: ignore[arg-type]
+        assert row["parameters"] == shape.total_parameters
+        assert row["memory_bytes"] > 4 * row["parameters"]
+
+
+def test_a_job_of_these_layers_is_predicted_by_what_they_took(measured: Path) -> None:
+    found = load_profile(measured)
+    assert found.layers is not None
+    assert found.layers.moe is not None
+    job = TrainingJob(SHAPE, Topology(2, ranks_per_node=2), FP32, 4, 2, 32)
+    cost = found.setting(job, THIS_PROJECT).cost
+    assert cost.stage_s == pytest.approx((4 * found.layers.moe.seconds(1) + found.layers.ends.seconds(1),))
+    assert cost.update_s == found.layers.step.seconds(SHAPE.total_parameters)
+    constants = found.setting(job, THIS_PROJECT).constants
+    assert constants.detect_s + constants.launch_s(2) + constants.meet_s(2) == pytest.approx(found.layers.restart_s)
+    assert 1 < found.layers.restart_s < 100
 
 
 def test_nothing_but_the_profile_is_left_behind(measured: Path) -> None:
@@ -86,12 +114,13 @@ def test_a_person_reads_the_same_figures(measured: Path) -> None:
     ("change", "message"),
     [
         ({"format": "other"}, "is no profile"),
-        ({"version": 2}, "version 2"),
+        ({"version": 1}, "version 1"),
         ({"utilisation": {}}, "utilisation must have the fields gemm_share"),
         ({"frozen_saves": 1.5}, "frozen_saves is 1.5"),
         ({"frozen_saves": "much"}, "frozen_saves is 'much'"),
         ({"measured": None}, "must be objects"),
         ({"cluster": {}}, "missing"),
+        ({"layers": {"moe": 1}}, "layers must be null or have the fields"),
     ],
 )
 def test_a_file_that_is_no_profile_is_refused(
@@ -106,10 +135,11 @@ def test_a_file_that_is_no_profile_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--out", "absent/machine.json"), "there is no directory absent"),
+        (("--out", "absent/machine.json"), "--out absent/machine.json cannot be written"),
         (("--storage", "/proc"), "/proc cannot be written"),
-        (("--inter-node-gbps", "nan"), "--inter-node-gbps is nan"),
         (("--model", "Mixtral-9x7B"), "did you mean Mixtral-8x7B"),
+        (("--out", "/proc"), "--out /proc cannot be written"),
+        (("--tp", "3"), "--ranks 2 is not a multiple of --tp 3"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -119,20 +149,62 @@ def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path, arguments: tupl
     assert "\n" not in str(error)
 
 
-def counted(frozen: bool) -> int:
-    layer = Layer(SHAPE, 0)
-    layer.freeze(frozen)
-    with FlopCounterMode(display=False) as counter:
-        layer.step(64, 2)
-    return counter.get_total_flops()
+def test_a_rate_that_is_none_is_refused_with_its_flag(tmp_path: Path) -> None:
+    result = run(tmp_path, "--inter-node-gbps", "nan")
+    assert result.exit_code == 2
+    assert "--inter-node-gbps" in result.output
+    assert "nan" in result.output
 
 
-def test_the_measured_layer_multiplies_as_often_as_the_model_of_costs_says() -> None:
-    assert counted(frozen=False) == pytest.approx(layer_flops(SHAPE, 0, 2) * 128, rel=0.03)
+SLOW_S = 0.1
+SLOWED = f"""
+import sys, time
+import megatron.pretrain.core_import
+from megatron.pretrain import layer_timing
+from megatron.pretrain.initialize import use_cpu
+use_cpu()
+from megatron.core.transformer.moe.moe_layer import MoELayer
+forward = MoELayer.forward
+def slowly(*arguments, **named):
+    time.sleep({SLOW_S})
+    return forward(*arguments, **named)
+MoELayer.forward = slowly
+sys.exit(layer_timing.main(sys.argv[1:]))
+"""
 
 
-def test_a_frozen_layer_does_two_thirds_of_the_work() -> None:
-    assert counted(frozen=True) == pytest.approx(counted(frozen=False) * 2 / 3, rel=0.02)
+def test_what_is_timed_are_the_layers_of_megatron_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slowed.py").write_text(SLOWED)
+    monkeypatch.setattr(layers, "worker_script", lambda: str(tmp_path / "slowed.py"))
+    monkeypatch.setattr(layers, "REPEATS", 1)
+    settings = LayerSettings(1, 1, 1, 1, (1,), 32, "cpu", 250)
+    calls: list[int] = []
+    found = layers.timed(SHAPE, settings, lambda: calls.append(1))
+    times = layers.layer_times(SHAPE, settings, found, host_rate=1e9)
+    assert times.moe is not None
+    assert SLOW_S < times.moe.seconds(1) < 2 * SLOW_S
+    assert times.ends.seconds(1) < SLOW_S
+    assert len(calls) == layers.count_of(SHAPE, settings)
+
+
+@pytest.mark.parametrize("name", ["Mixtral-8x7B", "Qwen3-30B-A3B", "GPT-125M-8E", "DeepSeek-MoE"])
+def test_flags_of_the_timed_jobs_make_layers_of_the_models_shape(name: str) -> None:
+    shape = preset(name)
+    flags = [*model_flags(shape), "--num-layers", str(shape.num_layers), "--moe-layer-freq", "1"]
+    config = parse_config([*flags, "--micro-batch-size", "1", "--mock-data"])
+    built = shape_of(
+        build_transformer_config(config), shape.vocab_size, tied=not shape.untie_embeddings_and_output_weights
+    )
+    for field in ("hidden_size", "num_experts", "moe_router_topk", "moe_ffn_hidden_size", "gated_linear_unit",
+                  "moe_shared_expert_intermediate_size", "normalization", "qk_layernorm", "kv_channels"):  # fmt: skip
+        ours, theirs = getattr(shape, field), getattr(built, field)
+        assert theirs == ours or ours is None, field
+
+
+def test_a_model_with_dense_layers_has_one_of_each_kind_timed() -> None:
+    assert patterns_of(SHAPE) == [[1], [1, 1]]
+    assert patterns_of(ModelShape(**TINY | {"moe_layer_freq": (0, 1, 1, 1)})) == [[1], [1, 1], [1, 0]]  # type: ignore[arg-type]
+    assert patterns_of(ModelShape(**TINY | {"num_experts": 0})) == [[0], [0, 0]]  # type: ignore[arg-type]
 
 
 def test_a_straight_line_gives_back_its_latency_and_rate() -> None:

@@ -63,6 +63,15 @@ def test_a_suffix_that_stands_for_nothing_is_refused(words: tuple[str, str]) -> 
     assert words[1] in str(error)
 
 
+def test_what_cannot_be_written_is_refused_before_anything_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def computed() -> None:
+        raise AssertionError("was computed")
+
+    monkeypatch.setattr("reproduce.fig1.figure", computed)
+    for words in (("--out", "fig1.txt"), ("--plot", "none/fig1.png")):
+        assert isinstance(invoke("fig1", *words).exception, UsageError)
+
+
 def test_a_file_that_cannot_be_written_is_named_in_one_line(tmp_path: Path) -> None:
     result = run("fig1", "--out", str(tmp_path / "none" / "fig1.md"))
     (said,) = [line for line in result.stderr.splitlines() if not line.startswith("import time")]

@@ -1,0 +1,100 @@
+"""MoC Fig. 14 (a) and Table 3: validation loss over training and downstream accuracy by what PEC leaves out.
+
+From real training under SIGKILLs: docs/results/accuracy-campaign.json, which `python examples/accuracy/campaign.py`
+makes.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    from _script import run
+
+    run(__file__)
+
+from collections.abc import Sequence
+from functools import cache
+from statistics import fmean
+from typing import Any
+
+from moe_ckpt.report import Table, table
+
+from .figure import Figure, measured
+
+FILE, COMMAND = "accuracy-campaign.json", "python examples/accuracy/campaign.py"
+SERIES = {"fault-free": "without faults", "full": "baseline", "pec K=1 W": "W", "pec K=1 O": "O", "pec K=1": "WO"}
+"""Runs of the campaign, and what the paper calls them."""
+
+TASKS = ("cloze", "original")
+
+
+@cache
+def runs() -> tuple[dict[str, Any], ...]:
+    """All of the campaign. Raises UsageError where there was none."""
+    return tuple(measured(FILE, COMMAND)["runs"])
+
+
+def curve(name: str) -> list[tuple[int, float]]:
+    """Validation loss over iterations, the mean over seeds."""
+    own = [dict((at, loss) for at, loss in run["validation"]) for run in runs() if run["name"] == name]
+    return [(at, fmean(one[at] for one in own)) for at in sorted(set.intersection(*map(set, own)))]
+
+
+def means(name: str) -> dict[str, float]:
+    """Of the runs of one name: final loss, lost tokens, bytes of a snapshot as a share of a full one, tasks."""
+    own = [run for run in runs() if run["name"] == name]
+    return {what: fmean(run[what] for run in own) for what in ("loss", "plt", "snapshot", *TASKS)}
+
+
+def deviation() -> tuple[float, float]:
+    """Least and most by which a partial run's mean of both tasks is above the baseline's."""
+
+    def score(name: str) -> float:
+        return fmean(means(name)[task] for task in TASKS)
+
+    off = [score(name) - score("full") for name in present() if SERIES[name] in ("W", "O", "WO")]
+    return min(off), max(off)
+
+
+def present() -> Sequence[str]:
+    """Of the series, what was trained."""
+    known = {run["name"] for run in runs()}
+    return [name for name in SERIES if name in known]
+
+
+def figure() -> Figure:
+    """Curves and table."""
+    low, high = deviation()
+    return Figure(
+        "MoC Fig. 14 (a) and Table 3: accuracy by what partial checkpoints leave out, real runs",
+        {
+            "runs": {name: means(name) for name in present()},
+            "curves": {name: curve(name) for name in present()},
+            "deviation": [low, high],
+        },
+        (_table(),),
+        _draw,
+        (),
+        (
+            "The paper's averages over eight tasks are 0.62 to 1.08 points above the baseline (Table 3); here those of"
+            f" two tasks are {100 * low:+.2f} to {100 * high:+.2f} points above it.",
+            "snapshot: mean bytes of one rank, of the largest snapshot of the run.",
+        ),
+    )
+
+
+def _table() -> Table:
+    rows = []
+    for name in present():
+        found = means(name)
+        tasks = (f"{100 * found[task]:.2f}" for task in TASKS)
+        rows.append((SERIES[name], found["snapshot"], found["plt"], f"{found['loss']:.4f}", *tasks))
+    columns = "run | snapshot:share | lost tokens:share | validation loss | cloze, % | original, %"
+    return table("Means over seeds", columns, rows)
+
+
+def _draw(axes: list[Any]) -> None:
+    for name in present():
+        points = curve(name)
+        axes[0].plot([at for at, _ in points], [loss for _, loss in points], label=SERIES[name])
+    axes[0].set(xlabel="iteration", ylabel="validation loss (nats/byte)")
+    axes[0].legend()

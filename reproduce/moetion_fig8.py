@@ -1,0 +1,127 @@
+"""MOETION Fig. 8: validation loss over iterations with faults under selective checkpoints, and without faults.
+
+From real training under SIGKILLs: docs/results/accuracy-campaign.json, which `python examples/accuracy/campaign.py`
+makes.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    from _script import run
+
+    run(__file__)
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+from moe_ckpt.report import Table, table
+
+from .figure import Figure, measured, published
+from .moc_fig14 import COMMAND, FILE, curve, runs
+
+FAULT_FREE, SELECTIVE = "fault-free", "selective"
+
+
+@dataclass(frozen=True)
+class AfterFault:
+    """What the evaluations between a fault and the next one say: (iterations after the fault, loss above that of the
+    run without faults, nats per byte), in order."""
+
+    iteration: int
+    above: tuple[tuple[int, float], ...]
+
+    @property
+    def highest(self) -> float:
+        """Of all evaluations."""
+        return max(loss for _, loss in self.above)
+
+
+@cache
+def faults() -> tuple[int, ...]:
+    """The iterations in which a rank was killed."""
+    return tuple(int(kill.partition("@")[2].partition(":")[0]) for kill in measured(FILE, COMMAND)["kills"])
+
+
+def above() -> list[tuple[int, float]]:
+    """By iteration, how far the mean loss is above that of the runs without faults.
+
+    Raises:
+        UsageError: Where none was trained under `selective`.
+    """
+    if SELECTIVE not in {run["name"] for run in runs()}:
+        raise UsageError(f"{FILE} has no run of {SELECTIVE}: `{COMMAND}` without --only makes it")
+    reference = dict(curve(FAULT_FREE))
+    return [(at, loss - reference[at]) for at, loss in curve(SELECTIVE)]
+
+
+@cache
+def after_faults() -> tuple[AfterFault, ...]:
+    """Faults after which there was an evaluation before the next one."""
+    ends = (*faults()[1:], max(at for at, _ in above()) + 1)
+    found = (
+        AfterFault(fault, tuple((at - fault, loss) for at, loss in above() if fault <= at < end))
+        for fault, end in zip(faults(), ends, strict=True)
+    )
+    return tuple(one for one in found if one.above)
+
+
+def figure() -> Figure:
+    """The curves, and what the text says of them."""
+    given, last = published("moetion")["fig8"], above()[-1]
+    highest = max(one.highest for one in after_faults())
+    return Figure(
+        "MOETION Fig. 8: validation loss with faults under selective checkpoints, real runs",
+        {
+            "curves": {name: curve(name) for name in (FAULT_FREE, SELECTIVE)},
+            "faults": [{"iteration": one.iteration, "above": one.above} for one in after_faults()],
+            "highest": highest,
+            "published": given,
+        },
+        (_faults(), _compared(highest, last)),
+        _draw,
+        (),
+        (
+            "Means over seeds of a small model; losses are nats per byte. The paper's faults are 2,000 iterations"
+            f" apart, and {_share():.0%} of them make up for one; evaluations here are too far apart for its first"
+            " spike.",
+        ),
+        (1, 2),
+        (11, 4),
+    )
+
+
+def _share() -> float:
+    given = published("moetion")["fig8"]
+    first, second = given["faults"][:2]
+    return float(given["recovered_after_iterations"] / (second - first))
+
+
+def _faults() -> Table:
+    rows = (
+        (one.iteration, ", ".join(f"{loss:+.4f} ({later} later)" for later, loss in one.above))
+        for one in after_faults()
+    )
+    return table("After each fault", "fault in iteration:count | loss above the run without faults", rows)
+
+
+def _compared(highest: float, last: tuple[int, float]) -> Table:
+    given = published("moetion")["fig8"]
+    rows = (
+        ("loss above the run without faults, at most", f"{highest:+.4f}", f"{given['above_at_most']:g}"),
+        (f"at the end, {last[0] - faults()[-1]} iterations after the last fault", f"{last[1]:+.4f}", "comparable"),
+    )
+    return table("Published", "what | ours | published", rows)
+
+
+def _draw(axes: list[Any]) -> None:
+    for name, label in ((FAULT_FREE, "without faults"), (SELECTIVE, "selective, with faults")):
+        axes[0].plot(*zip(*curve(name), strict=True), label=label)
+    axes[1].plot(*zip(*above(), strict=True), color="tab:orange")
+    axes[0].set(xlabel="iteration", ylabel="validation loss (nats/byte)")
+    axes[1].set(xlabel="iteration", ylabel="above the run without faults")
+    for axis in axes:
+        for fault in faults():
+            axis.axvline(fault, color="tab:red", linestyle=":", linewidth=0.8)
+    axes[0].legend()

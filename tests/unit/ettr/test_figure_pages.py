@@ -1,0 +1,75 @@
+"""Each figure has its page, which is what its script writes now, with data and a picture beside it."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+from reproduce import figure
+from reproduce._script import command
+
+SCRIPTS = sorted(
+    path.stem for path in (figure.ROOT / "reproduce").glob("*.py") if "run(__file__)" in path.read_text("utf-8")
+)
+LONG = {"cross_validation", "large_scale", "public_reports", "table3"}
+"""Of 5 to 45 seconds each."""
+
+
+def test_scripts_are_found() -> None:
+    assert len(SCRIPTS) > 25
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full) if name in LONG else name for name in SCRIPTS]
+)
+def test_the_page_is_what_the_script_writes(name: str) -> None:
+    page, found = figure.page(name), figure_of(name)
+    if found is None:
+        assert not page.exists()
+        return
+    picture, data = page.with_suffix(".png"), page.with_suffix(".json")
+    told = found.markdown(f"python reproduce/{name}.py --docs", picture, data)
+    assert page.read_text(encoding="utf-8") == told, f"run python reproduce/{name}.py --docs"
+    assert picture.stat().st_size > 1000
+    assert rounded(json.loads(data.read_text(encoding="utf-8"))) == rounded(json.loads(json.dumps(found.data)))
+
+
+def figure_of(name: str) -> figure.Figure | None:
+    """None where the runs that it is made of are not there."""
+    try:
+        return import_module(f"reproduce.{name}").figure()  # type: ignore[no-any-return]
+    except UsageError:
+        return None
+
+
+def rounded(value: Any) -> Any:
+    """Without the digits in which machines may differ."""
+    if isinstance(value, dict):
+        return {key: rounded(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [rounded(one) for one in value]
+    return f"{value:.6g}" if isinstance(value, float) else value
+
+
+def test_a_page_is_written_with_data_and_picture_and_links_to_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figure, "RESULTS", tmp_path)
+    result = CliRunner().invoke(command("moc_fig11"), ["--docs"])
+    assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["moc-fig11.json", "moc-fig11.md", "moc-fig11.png"]
+    text = (tmp_path / "moc-fig11.md").read_text()
+    assert "Made by `python reproduce/moc_fig11.py --docs`." in text
+    assert "](moc-fig11.png)" in text and "](moc-fig11.json)" in text
+
+
+def test_pages_are_named_by_paper() -> None:
+    named = {name: figure.page(name).stem for name in ("fig1", "table3", "moc_fig5", "large_scale")}
+    assert named == {"fig1": "moevement-fig1", "table3": "moevement-table3", "moc_fig5": "moc-fig5",
+                     "large_scale": "large-scale"}  # fmt: skip
