@@ -56,9 +56,11 @@ class WithoutCheckpoints:
 
 
 def install_nvrx(folder: Path) -> str:
-    """Unpack NVRx alone, without what it depends on, unless that was done; why it cannot be, else an empty text."""
-    if not (folder / "nvidia_resiliency_ext").is_dir():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), NVRX]
+    """Unpack NVRx with what its imports need, not with all that it depends on, unless that was done; why it cannot be,
+    else an empty text."""
+    if not ((folder / "nvidia_resiliency_ext").is_dir() and (folder / "defusedxml").is_dir()):
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", str(folder)]
+        command += [NVRX, "defusedxml"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             return (done.stderr.strip().splitlines() or ["pip failed"])[-1]

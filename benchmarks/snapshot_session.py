@@ -40,7 +40,7 @@ class Ours:
         from torch.distributed import PrefixStore
         from torch.distributed.distributed_c10d import _get_default_store
 
-        from megatron.core.dist_checkpointing.moe.runtime import session as sessions
+        from megatron.core.dist_checkpointing.moe.runtime import session_parts
         from megatron.pretrain.checkpoint.protect import resume
 
         strategy, _, window = name.partition("/")
@@ -59,14 +59,14 @@ class Ours:
         launch = dataclasses.replace(job.launch, place=place)
         # Sessions name their connections alike, as a job has only one: here each gets a part of the store for itself.
         own = PrefixStore(f"benchmark-{own_name}-{interval}", _get_default_store())
-        with mock.patch.object(sessions, "_get_default_store", return_value=own):
+        with mock.patch.object(session_parts, "_get_default_store", return_value=own):
             manager = resume(dataclasses.replace(job.state, config=config), launch)
         manager.detach()  # the loop makes a manager of its own around this session
         self.session = session = manager._session
         self._newest_bytes = 0
         self._windows: dict[range, list[int]] = {}
         self._span = range(0)
-        self._note_spans(session._strategy)
+        self._note_spans(session._parts.strategy)
 
     def __getattr__(self, name: str) -> Any:
         """All other calls of the loop."""
@@ -94,8 +94,8 @@ class Ours:
 
     def begin_turn(self) -> None:
         """What others did since the last turn is no time of an iteration of this training."""
-        coordinator = self.session._coordinator
-        coordinator._step_ended_s = self.session._clock.now_s()
+        coordinator = self.session._protection.coordinator
+        coordinator._step_ended_s = self.session._parts.clock.now_s()
 
     def settle(self) -> None:
         """What was copied goes to the lanes beside training; the turn waits until those rest."""

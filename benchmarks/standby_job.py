@@ -1,8 +1,10 @@
 """`pretrain_gpt_moe.py` where an injected fault waits until as many standbys as $READY_STANDBYS wait for a seat.
 
 For tests and benchmarks. In the folder $SEATS each standby leaves `ready-PID` while it waits and `seated-RANK` once it
-trains, and each rank `START-RANK` once all stand at one iteration after the START-th start of training, with its pid
-and the addresses of its weights. $KILLS are faults that strike while training is brought back, such as
+trains, and each rank `START-RANK` once all stand at one iteration after the START-th start of training, with its pid,
+the addresses of its weights, and how often its state was filled from a snapshot. Each process that begins with a rank
+leaves `process-RANK-PID`.
+$KILLS are faults that strike while training is brought back, such as
 `2@1:replay,3@2:connect`: rank 2 in the first recovery, once it has run an iteration again, and rank 3 in the second,
 before it connects. With KEEP=0 no rank keeps its process. With $LOST_MEMORY an injected fault takes the whole node
 along, and what it has in that folder.
@@ -11,6 +13,7 @@ along, and what it has in that folder.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import shutil
@@ -80,6 +83,23 @@ def training(seat: Seat, done: object = Seat.training) -> None:
         (FOLDER / f"seated-{os.environ['RANK']}").touch()
 
 
+class Allocated(ctypes.Structure):
+    """glibc's `struct mallinfo2`: bytes that its allocator has, and has given out."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    )
+
+
+def allocated_bytes() -> int:
+    """What this process has allocated in C and not freed; the resident memory has holes, too."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = Allocated
+    counts = mallinfo2()
+    return int(counts.uordblks + counts.hblkhd)
+
+
 def held() -> dict[str, int]:
     """What this process has of the system."""
     kinds = []
@@ -93,6 +113,7 @@ def held() -> dict[str, int]:
         "threads": len(list(Path("/proc/self/task").iterdir())),
         "mappings": Path("/proc/self/maps").read_text().count("\n"),
         "resident_kb": int(resident.split()[1]),
+        "allocated_kb": allocated_bytes() // 1024,
     }
 
 
@@ -116,12 +137,13 @@ def struck(owner: Any, name: str, before: str, after: str) -> None:
     setattr(owner, name, called)
 
 
-def initialize(*arguments: Any, done: Callable[..., None] = pretrain_gpt_moe.initialize) -> None:
+def initialize(*arguments: Any, done: Callable[..., Any] = pretrain_gpt_moe.initialize) -> Any:
     """That of the driver; the modules that are changed want the device to be chosen."""
     use_cpu()
+    (FOLDER / f"process-{os.environ['RANK']}-{os.getpid()}").touch()
     instrument()
     strike("connect")
-    done(*arguments)
+    return done(*arguments)
 
 
 def instrument() -> None:
@@ -150,7 +172,10 @@ def use_cpu_in_stock_loop(**options: bool) -> None:
 
 def instrument_manager(kind: Any) -> None:
     """Those of them that are in a `MoECheckpointManager`."""
-    rejoin, after_step = kind.rejoin, kind.after_step
+    from megatron.core.dist_checkpointing.moe.megatron_state.restore import LiveRestorer
+
+    rejoin, after_step, poison = kind.rejoin, kind.after_step, LiveRestorer.poison
+    filled: list[int] = []
 
     def rejoined(manager: Any) -> bool:
         strike("rejoin")
@@ -158,7 +183,7 @@ def instrument_manager(kind: Any) -> None:
         left = FOLDER / f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{os.environ['RANK']}"
         groups = manager._trainer._optimizer.param_groups
         weights = [weight.data_ptr() for group in groups for weight in group["params"]]
-        left.write_text(json.dumps({"pid": os.getpid(), "weights": weights, "held": held()}))
+        left.write_text(json.dumps({"pid": os.getpid(), "weights": weights, "held": held(), "filled": len(filled)}))
         strike("rejoined")
         return done
 
@@ -168,7 +193,12 @@ def instrument_manager(kind: Any) -> None:
             strike("replay")
         return done
 
+    def poisoned(restorer: LiveRestorer) -> None:
+        filled.append(1)
+        poison(restorer)
+
     kind.rejoin, kind.after_step = rejoined, after
+    LiveRestorer.poison = poisoned  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
