@@ -65,7 +65,7 @@ def read(run: Path) -> ComparedRun:
     steps = (
         (report["iteration"], report["lm_loss"], report["grad_norm"], report["replayed"])
         for report in reports
-        if "recovery" not in report
+        if "iteration" in report  # other lines are facts of the run, and recoveries
     )
     return ComparedRun(tuple(steps), run.with_suffix(".log").read_text())
 

@@ -11,18 +11,24 @@
 #   HEAD               without Slurm: name of the first node. Run the script on every node
 #   JOB                without Slurm: name of the job (default: the model's); the same whenever it is started again
 #   MAX_RESTARTS (20)  restarts after failures
+#   LOOP (own)         stock: the loop of Megatron-LM, for the flags that both have
 #   PYTHON             interpreter (default: .venv of the repository, else python3)
 : "${DATA:?is needed: the prefix of a tokenized corpus (.bin/.idx)}"
 : "${SAVE:?is needed: a folder for checkpoints that all nodes see}"
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 name=$(basename "$(cd "$(dirname "${BASH_SOURCE[1]}")" && pwd)")
 
+# Newer releases of Megatron-Core would take their own loop, which has not all of these flags.
+export LOOP=${LOOP:-own}
+keep=(--keep-last 2)
+[ "$LOOP" != stock ] || keep=()
+
 # What all models share. Transformer Engine's grouped experts take biases, which Megatron-Core's sequential ones do not.
 flags=(--device cuda --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
        --moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 --moe-router-dtype fp32
        --attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer
        --lr-decay-style cosine --lr-warmup-fraction 0.01 --log-interval 10 --exit-signal-handler
-       --data-path "$DATA" --save "$SAVE" --load "$SAVE" --save-interval 1000 --async-save --keep-last 2
+       --data-path "$DATA" --save "$SAVE" --load "$SAVE" --save-interval 1000 --async-save "${keep[@]}"
        --moe-ckpt-persist-dir "$SAVE/snapshots" --metrics-jsonl "$SAVE/metrics.jsonl" "${flags[@]}" "$@")
 
 if [ -z "${HEAD:-}" ]; then

@@ -21,7 +21,8 @@ train tuned-killed "${model[@]}" "${pec[@]}" --moe-ckpt-memory-dir "$memory"
 compare tuned tuned-killed --lossy 0.02
 
 echo "The same with frozen experts, of which nothing can be lost."
-export SCRIPT=$root/examples/finetune/frozen_experts.py
+model+=(--freeze-experts)
+full=(--moe-ckpt-strategy full --moe-ckpt-inject-fault 1@10:forward-backward)
 train frozen "${model[@]}"
-train frozen-killed "${model[@]}" "${pec[@]}" --moe-ckpt-memory-dir "$memory"
+train frozen-killed "${model[@]}" "${full[@]}" --moe-ckpt-memory-dir "$memory"
 compare frozen frozen-killed

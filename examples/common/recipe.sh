@@ -1,0 +1,33 @@
+# shellcheck shell=bash
+# Starts a job whose flags are those of Megatron-LM; sourced by the train.sh of a model, beside which `model.flags` has one
+# flag a line. Arguments of that script are flags too, and win. Run it on every node, or as a task of each in Slurm.
+#
+# Environment:
+#   NODES          nodes of 8 GPUs
+#   HEAD           name of the first node
+#   DATA           prefix of the tokenized corpus (.bin/.idx)
+#   TOKENIZER      folder or name of the model's Hugging Face tokenizer
+#   SAVE           folder for checkpoints and snapshots that all nodes see
+#   SCRIPT         entry script with the two lines of docs/stock_loop.md (default: examples/stock_loop/pretrain_gpt.py)
+#   STANDBYS (1), MAX_RESTARTS (20), JOB, PYTHON
+: "${NODES:?is needed: how many nodes}" "${HEAD:?is needed: the first node}" "${DATA:?is needed: a tokenized corpus}"
+: "${TOKENIZER:?is needed: the model\'s tokenizer}" "${SAVE:?is needed: a folder for checkpoints that all nodes see}"
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+folder=$(cd "$(dirname "${BASH_SOURCE[1]}")" && pwd)
+mapfile -t lines < <(grep -v -e '^#' -e '^$' "$folder/model.flags")
+flags=()
+for line in "${lines[@]}"; do
+    flags+=("${line%% *}")
+    if [ "$line" != "${line%% *}" ]; then flags+=("${line#* }"); fi
+done
+# The settings that survivors of a lost peer need; see docs/gpu.md.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-0}"
+export TORCH_NCCL_RETHROW_CUDA_ERRORS="${TORCH_NCCL_RETHROW_CUDA_ERRORS:-0}"
+export MOE_CKPT_PATIENCE_S=120
+exec "${PYTHON:-python3}" -m megatron.pretrain.seats.run --moe-ckpt-standbys "${STANDBYS:-1}" --nnodes "$NODES" \
+    --nproc-per-node 8 --max-restarts "${MAX_RESTARTS:-20}" --shutdown-timeout "$MOE_CKPT_PATIENCE_S" \
+    --rdzv-backend c10d --rdzv-id "${JOB:-$(basename "$folder")}" --rdzv-endpoint "$HEAD:29500" \
+    "${SCRIPT:-$root/examples/stock_loop/pretrain_gpt.py}" "${flags[@]}" \
+    --tokenizer-model "$TOKENIZER" --data-path "$DATA" --save "$SAVE" --load "$SAVE" \
+    --moe-ckpt-persist-dir "$SAVE/snapshots" "$@"
