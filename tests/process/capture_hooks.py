@@ -31,7 +31,7 @@ class LastMoment:
     def now(self, job: Any) -> None:
         self._engine.now(job)
 
-    def begin(self, jobs: Sequence[Any], bytes_per_s: float | None = None) -> None:
+    def begin(self, jobs: Sequence[Any], pace: Any = None) -> None:
         self._jobs = [*self._jobs, *jobs]
 
     def wait(self, timeout_s: float) -> None:

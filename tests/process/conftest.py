@@ -111,7 +111,9 @@ def fault_free(world: World, corpus: str, tmp_path_factory: pytest.TempPathFacto
 def launch(corpus: str, tmp_path: Path) -> Launch:
     """Runs a command in the root of the repository, and all it started ends with it."""
 
-    def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        command: list[str], *, timeout_s: float = HANG_TIMEOUT_S, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         scratch = tmp_path / "scratch"
         scratch.mkdir(exist_ok=True)
         own = {"PYTHON": sys.executable, "CORPUS": corpus, "OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)}
@@ -121,11 +123,11 @@ def launch(corpus: str, tmp_path: Path) -> Launch:
             start_new_session=True,
         )  # fmt: skip
         try:
-            out, err = process.communicate(timeout=HANG_TIMEOUT_S)
+            out, err = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             out, err = process.communicate()
-            pytest.fail(f"{' '.join(command)} did not end within {HANG_TIMEOUT_S:.0f} s; it said:\n{out}\n{err}")
+            pytest.fail(f"{' '.join(command)} did not end within {timeout_s:.0f} s; it said:\n{out}\n{err}")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

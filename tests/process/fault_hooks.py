@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from world import Hook
@@ -46,3 +47,49 @@ def once_sealed(memory: Path, iteration: int, copies: int) -> Hook:
 def sealed(memory: Path, iteration: int) -> int:
     """How many snapshots of `iteration` lie sealed in the memory of all nodes, replicas included."""
     return len(list(memory.glob(f"*/*/slot-*/segment-*.iter_{iteration:07}-*.json")))
+
+
+@contextlib.contextmanager
+def slow_storage(seconds: float) -> Iterator[None]:
+    """Each piece takes storage so much longer to write."""
+    from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
+
+    reserve = FilesystemStore.reserve
+
+    def slowly(self: FilesystemStore, *arguments: Any) -> Any:
+        time.sleep(seconds)
+        return reserve(self, *arguments)
+
+    with mock.patch.object(FilesystemStore, "reserve", slowly):
+        yield
+
+
+@contextlib.contextmanager
+def cut_off_while_persisting(iteration: int, rank: int, folder: str) -> Iterator[None]:
+    """The first time that `iteration` is written to storage, `rank` kills itself in the middle of it, and all others
+    get no further with it."""
+    from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
+
+    reserve = FilesystemStore.reserve
+
+    def reserved(self: FilesystemStore, snapshot: Any, layout: Any) -> Any:
+        writer, mark = reserve(self, snapshot, layout), Path(folder) / f"cut-off-{self.rank}"
+        if snapshot.iteration == iteration and not mark.exists():
+            put, left = writer.put, iter(range(3))
+
+            def cut_off(key: str, data: Any) -> None:
+                if next(left, None) is not None:
+                    put(key, data)
+                    return
+                mark.touch()
+                while self.rank == rank and len(list(Path(folder).glob("cut-off-*"))) < 2:
+                    time.sleep(0.02)
+                if self.rank == rank:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(600)
+
+            mock.patch.object(writer, "put", cut_off).start()
+        return writer
+
+    with mock.patch.object(FilesystemStore, "reserve", reserved):
+        yield

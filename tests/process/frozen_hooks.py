@@ -262,7 +262,7 @@ class Frozen:
             LiveExecution(chunks, optimizer, operator_of)
 
         found = {"as it is": _refusal(built), "a parameter of no operator": _refusal(lambda: built(unnamed))}
-        for name, value in {"fp4": "e2m1", "mtp_num_layers": 1, "cuda_graph_impl": "local"}.items():
+        for name, value in {"fp4": "e2m1", "cuda_graph_impl": "local"}.items():
             with mock.patch.object(config, name, value):
                 found[name] = _refusal(built)
         with mock.patch.object(member, "optimizer", torch.optim.SGD([torch.zeros(1)])):

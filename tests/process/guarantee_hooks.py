@@ -22,11 +22,11 @@ from megatron.core.dist_checkpointing.moe.ports import StoreFailure
 @contextlib.contextmanager
 def newer_core() -> Iterator[None]:
     """The session finds a Megatron-Core that came out after it."""
-    from megatron.core.dist_checkpointing.moe.runtime import session
+    from megatron.core.dist_checkpointing.moe.runtime import session_parts
     from megatron.core.dist_checkpointing.moe.versions import FoundVersion
 
     found = {"megatron-core": FoundVersion("0.20.0", "/image/core")}
-    with mock.patch.object(session, "found_versions", return_value=found):
+    with mock.patch.object(session_parts, "found_versions", return_value=found):
         yield
 
 
@@ -48,7 +48,7 @@ def watching_sealed_bytes(folder: str) -> Iterator[None]:
     def step_end(self: Any, iteration: int, *journal: Any) -> None:
         original(self, iteration, *journal)
         facts["looks"] += 1
-        now = _fingerprints(self._memory.store.directory)
+        now = _fingerprints(self._parts.memory.store.directory)
         for name, digest in now.items():
             if seen.setdefault(name, digest) != digest:
                 facts["changed"].append(f"{name} after iteration {iteration}")
@@ -99,7 +99,7 @@ def no_joint_snapshot_after(iteration: int) -> Iterator[None]:
     def waiting_step_end(self: Any, at: int, *journal: Any) -> None:
         step_end(self, at, *journal)
         if at == iteration + 1:
-            self._coordinator._background.drain()
+            self._protection.coordinator._background.drain()
 
     def seal(self: Any, task: Any) -> bool:
         turn = task.plan.iteration % int(os.environ["WORLD_SIZE"])

@@ -102,7 +102,7 @@ def _is_there(place: str, *arguments: Any) -> bool:
 
         return isinstance(arguments[0]._restart._todo, Waiting)
     if place == "restarting":
-        return bool(arguments[0]._memory.store.snapshots().sealed)  # an earlier attempt was here
+        return bool(arguments[0]._parts.memory.store.snapshots().sealed)  # an earlier attempt was here
     return True
 
 

@@ -1,13 +1,18 @@
-"""Hooks that watch how much memory a job takes on its node."""
+"""Hooks that watch how much memory a job takes on its node, and how much its ranks have allocated."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import json
 import os
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 PAUSE_S = 0.005
 
@@ -41,3 +46,40 @@ def watched(memory: str, folder: str) -> Iterator[None]:
         thread.join()
         note = {"most": most, "standby": mine / int(os.environ["WORLD_SIZE"])}
         (Path(folder) / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(note))
+
+
+class Heap(ctypes.Structure):
+    """`struct mallinfo2` of glibc: `uordblks` bytes are given out of arenas, `hblkhd` are maps of their own."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    )
+
+
+def allocated() -> dict[str, int]:
+    """What this process has allocated: bytes of the heap of C, and objects of Python, whose arenas are none of that."""
+    gc.collect()
+    ask = ctypes.CDLL(None).mallinfo2
+    ask.restype = Heap
+    found = ask()
+    return {"bytes": found.uordblks + found.hblkhd, "objects": sys.getallocatedblocks()}
+
+
+@contextlib.contextmanager
+def counted(folder: str, iterations: Collection[int], leak_bytes: int = 0) -> Iterator[None]:
+    """Write down what each rank has allocated after these iterations; leak_bytes: keep so many more in each one."""
+    from megatron.pretrain.loop import Trainer
+
+    iterate, found, kept = Trainer.iterate, [], []
+
+    def counting(self: Any, batches: Any) -> None:
+        iterate(self, batches)
+        if leak_bytes:
+            kept.append(bytearray(leak_bytes))
+        if self._state.progress.iteration in iterations:
+            found.append(allocated())
+
+    with mock.patch.object(Trainer, "iterate", counting):
+        yield
+    (Path(folder) / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))

@@ -75,8 +75,8 @@ def _state(session: Any) -> dict[str, str]:
     """
     from megatron.core.dist_checkpointing.moe.megatron_state.megatron import state_tensors
 
-    training, found = session._training, {}
-    for one in state_tensors(training.chunks, training.optimizer, session._topology):
+    parts, found = session._parts, {}
+    for one in state_tensors(parts.training.chunks, parts.training.optimizer, parts.topology):
         if one.operator.is_expert and one.field == "step":
             continue
         name = _name(one.operator, one.part) if one.operator.is_expert else "rest"

@@ -17,6 +17,10 @@ def check_survivors(seats: Path, ranks: int, struck: list[set[int]]) -> None:
     starts = sorted({int(path.name.split("-")[0]) for path in seats.glob("[0-9]*-[0-9]*")})
     assert len(starts) == len(struck) + 1, starts
     for before, after, lost in zip(starts, starts[1:], struck, strict=False):
-        was, now = sitting(seats, before, ranks), sitting(seats, after, ranks)
-        kept = {rank for rank in range(ranks) if all(was[rank][name] == now[rank][name] for name in ("pid", "weights"))}
-        assert kept == set(range(ranks)) - lost, (was, now)
+        assert survivors(seats, ranks, before, after) == set(range(ranks)) - lost
+
+
+def survivors(seats: Path, ranks: int, before: int, after: int) -> set[int]:
+    """The ranks that have the same process after two starts, with their weights where they were."""
+    was, now = sitting(seats, before, ranks), sitting(seats, after, ranks)
+    return {rank for rank in range(ranks) if all(was[rank][name] == now[rank][name] for name in ("pid", "weights"))}

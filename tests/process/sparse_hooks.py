@@ -99,8 +99,8 @@ def untouched(folder: str) -> Iterator[None]:
         begin(self, iteration)
 
     def marking_freeze(self: Any, frozen: Any, step: Any, *, alone: bool = False) -> None:
-        training, held_back = sessions[-1]._training, set(frozen)
-        tensors = state_tensors(training.chunks, training.optimizer, sessions[-1]._topology)
+        parts, held_back = sessions[-1]._parts, set(frozen)
+        tensors = state_tensors(parts.training.chunks, parts.training.optimizer, parts.topology)
         trained = [one for one in tensors if one.field not in ("compute", "buffer")]
         marked[:] = [one for one in trained if one.operator in held_back]
         with torch.no_grad():

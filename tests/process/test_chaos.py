@@ -24,8 +24,12 @@ SMALL = (
 
 @pytest.mark.full
 @pytest.mark.timeout(MOST_S + 60)
-def test_a_job_whose_ranks_and_nodes_are_killed_at_random_ends_as_without_faults(corpus: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("standbys", [0, 1])
+def test_a_job_whose_ranks_and_nodes_are_killed_at_random_ends_as_without_faults(
+    corpus: str, tmp_path: Path, standbys: int
+) -> None:
     flags = ["--minutes", "0.2", "--mtbf", "4", "--seed", "8", "--nodes", "2", "--nproc", "1", "--node-share", "0.4"]
+    flags += ["--standbys", str(standbys)]
     command = ["scripts/chaos_cpu.sh", *flags, "--no-baseline", "--folder", str(tmp_path), "--", *SMALL.split()]
     environment = os.environ | {"CORPUS": corpus, "EP": "1", "TMPDIR": str(tmp_path), "PYTHON": sys.executable}
     drill = subprocess.Popen(

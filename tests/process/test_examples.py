@@ -55,3 +55,29 @@ def run(command: list[str], **environment: str) -> str:
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, said + trouble
     return said
+
+
+@pytest.mark.full
+@pytest.mark.timeout(LONGEST_S + 60)
+@pytest.mark.parametrize("example", ["qwen3-30b-a3b", "mixtral-8x22b", "deepseek-v3", "deepseek-v3-lite"])
+def test_a_reduced_recipe_ends_as_without_its_fault(example: str, corpus: str, tmp_path: Path) -> None:
+    said = run([str(EXAMPLES / example / "reduced.sh")], CORPUS=corpus, TMPDIR=str(tmp_path))
+    assert re.search(r"^recovered iteration \d+ exactly", said, re.MULTILINE), said
+    assert said.endswith("Every loss and gradient norm is that of the undisturbed run, to the last bit.\n")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(LONGEST_S + 60)
+def test_an_accuracy_campaign_trains_asks_and_goes_on_where_it_was(corpus: str, tmp_path: Path) -> None:
+    kept, results = tmp_path / "runs", tmp_path / "results"
+    command = [sys.executable, str(EXAMPLES / "accuracy" / "campaign.py"), "--tiny", "--seeds", "1"]
+    command += ["--scratch", str(kept), "--results", str(results), "--only", "full"]
+    assert run(command, CORPUS=corpus).endswith("Exact where it must be.\n")
+    first = {path: path.stat().st_mtime for path in kept.iterdir()}
+    assert len(first) == 2
+    run([*command, "pec K=1", "selective"], CORPUS=corpus)
+    assert {path: path.stat().st_mtime for path in first} == first
+    page = (results / "accuracy-campaign.md").read_text()
+    assert [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")][1:] == [
+        "fault-free", "full", "pec K=1", "selective"
+    ]  # fmt: skip

@@ -14,18 +14,25 @@ NODES = (("node-0", "node-0", "node-1", "node-1"), ("node-2", "node-1", "node-1"
 
 
 @pytest.mark.parametrize(
-    ("strategy", "iterations", "distributed"),
+    ("strategy", "iterations", "distributed", "model"),
     [
-        pytest.param("full", 10, True, id="full"),
-        pytest.param("selective", 10, False, id="selective-plain-optimizer", marks=pytest.mark.full),
-        pytest.param("full", 60, True, id="full-60", marks=pytest.mark.full),
+        pytest.param("full", 10, True, (), id="full"),
+        pytest.param("selective", 10, False, (), id="selective-plain-optimizer", marks=pytest.mark.full),
+        pytest.param("full", 60, True, (), id="full-60", marks=pytest.mark.full),
+        pytest.param("full", 10, True, ("--freeze-experts",), id="frozen experts", marks=pytest.mark.full),
     ],
 )
 def test_a_lost_node_comes_back_to_the_bit_from_replicas_that_followed_gradients(
-    strategy: str, iterations: int, distributed: bool, cluster: Cluster, train: Train, tmp_path: Path
+    strategy: str,
+    iterations: int,
+    distributed: bool,
+    model: tuple[str, ...],
+    cluster: Cluster,
+    train: Train,
+    tmp_path: Path,
 ) -> None:
     straight, killed, layout, last = tmp_path / "straight", tmp_path / "killed", Layout(), iterations - 3
-    given = ("--train-iters", iterations, "--lr-decay-iters", iterations, *SCALED)
+    given = ("--train-iters", iterations, "--lr-decay-iters", iterations, *SCALED, *model)
     train(layout, *given, "--metrics-jsonl", straight / "reports", "--save", straight, distributed=distributed)
     faults = [part for rank in (0, 1) for part in ("--moe-ckpt-inject-fault", f"{rank}@{iterations - 1}")]
     outcomes = cluster.run(

@@ -29,9 +29,9 @@ full = pytest.mark.full
         pytest.param(FOUR, {"5@9:step": [[2]]}, id="third of four", marks=full),
         pytest.param(FOUR, {"0@9:step": [[0]]}, id="first of four", marks=full),
         pytest.param(FOUR, {"7@9:forward-backward": [[3]]}, id="last of four", marks=full),
-        pytest.param(TENSOR, {"1@9:step": [[0]]}, id="tensor parallel"),
+        pytest.param(TENSOR, {"1@9:step": [[0]]}, id="tensor parallel", marks=full),
         pytest.param(TENSOR, {"2@14": [[1]]}, id="tensor parallel, last", marks=full),
-        pytest.param(CHUNKS, {"2@14": [[1]]}, id="virtual stages"),
+        pytest.param(CHUNKS, {"2@14": [[1]]}, id="virtual stages", marks=full),
         pytest.param(CHUNKS, {"1@9:step": [[0]], "2@14": [[1]]}, id="virtual stages, both", marks=full),
     ],
 )
@@ -63,6 +63,7 @@ def test_a_rank_may_be_lost_in_any_phase_of_a_step(
         pytest.param(FP16, True, id="fp16-distributed"),
         pytest.param(FP32, True, id="fp32-distributed", marks=full),
         pytest.param(FP16, False, id="fp16-plain", marks=full),
+        pytest.param((*BF16, "--freeze-experts"), True, id="frozen experts", marks=full),
     ],
 )
 def test_it_is_exact_in_other_precisions_and_with_other_optimizers(
@@ -87,7 +88,7 @@ def test_it_is_exact_where_gradients_and_weights_travel_while_others_are_compute
 @pytest.mark.parametrize(
     ("layout", "faults", "segments"),
     [
-        pytest.param(PIPE, ("1@9", "2@9"), [[1, 2]], id="adjacent"),
+        pytest.param(PIPE, ("1@9", "2@9"), [[1, 2]], id="adjacent", marks=full),
         pytest.param(PIPE, ("0@9", "3@9"), [[0], [3]], id="disjoint"),
         pytest.param(FOUR, ("2@9", "4@9"), [[1, 2]], id="adjacent, experts spread", marks=full),
         pytest.param(FOUR, ("0@9", "6@9"), [[0], [3]], id="disjoint, experts spread", marks=full),

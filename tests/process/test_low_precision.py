@@ -64,10 +64,10 @@ def undisturbed(engine_world: World, corpus: str, tmp_path_factory: pytest.TempP
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("row 1", GRID),
         ("row 4", GRID),
         ("remainders", PAIR),
-        ("row 5", PAIR),
+        pytest.param("row 1", GRID, marks=pytest.mark.full),
+        pytest.param("row 5", PAIR, marks=pytest.mark.full),
         pytest.param("row 4 over bf16", TENSOR_PARALLEL, marks=pytest.mark.full),
         pytest.param("row 3", GRID, marks=pytest.mark.full),
         pytest.param("row 4 over bf16", GRID, marks=pytest.mark.full),
@@ -91,7 +91,7 @@ def test_killed_jobs_replay_with_frozen_operators_and_end_as_if_nothing_had_happ
     ("name", "layout"),
     [
         ("row 4 over bf16", GRID),
-        ("row 4", GRID),
+        pytest.param("row 4", GRID, marks=pytest.mark.full),
         ("row 5", GRID),
         ("row 4", Layout(tp=2, pp=2, ep=1, ranks=4)),
     ],

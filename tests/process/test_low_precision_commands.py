@@ -146,5 +146,5 @@ def test_a_changed_byte_is_found(place: str, source: Source, tmp_path: Path) -> 
     data[len(data) // 2] ^= 1
     changed.write_bytes(data)
     damaged = moe_ckpt("verify", copy)
-    assert damaged.returncode == 1
+    assert damaged.returncode in (1, 3)  # 3 where an older state is intact
     assert changed.parent.name in damaged.stdout

@@ -18,10 +18,11 @@ from megatron.pretrain.processes import kill_processes_with, processes_with
 PATIENCE_S = 3.0
 RUN_NODES = """
 import logging, sys
-from megatron.pretrain.nodes import run_nodes
+from megatron.pretrain.nodes import Nodes, run_nodes
 logging.basicConfig(format="%(message)s")
 endpoint, nodes, spares, patience_s, run_id, *command = sys.argv[1:]
-sys.exit(run_nodes(command, endpoint, int(nodes), int(spares), run_id=run_id, patience_s=float(patience_s)))
+played = Nodes(int(nodes), int(nodes), int(spares))
+sys.exit(run_nodes(command, endpoint, played, run_id=run_id, patience_s=float(patience_s)))
 """
 WORKER = "import os, time; time.sleep(600)"
 AGENT = f"""

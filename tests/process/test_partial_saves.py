@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import shutil
 import sys
@@ -11,12 +12,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from runs import Layout, Start, Train, differences, digest, exact, flags, published
+from runs import Layout, Start, Train, differences, digest, exact, flags, published, reports_in
 from stock_hooks import loading_as_stock, saved_right_after_loading
+from test_falling_back import flip
 from worker_hooks import full_disk, poisoned_before_load
 from world import Outcome, World
 
+from megatron.core.dist_checkpointing.moe.types import expert
 from moe_ckpt.commands.main import main as moe_ckpt
+from moe_ckpt.dense import items
 from moe_ckpt.dense.chain import MANIFEST, Chain, encode, read_chain
 from moe_ckpt.dense.dense import open_dense
 from moe_ckpt.dense.integrity import check, seal
@@ -25,21 +29,31 @@ EXPERTS, RESUMED_AT, LAST = 4, 4, 6
 SPREAD = Layout(pp=2, ep=2, ranks=4)
 PLAIN = Layout(pp=1, ep=1, ranks=2)
 ALONE = Layout(pp=1, ep=1, ranks=1)
+SHARED = Layout(pp=1, ep=2, ranks=2)
+SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64, "vocab_size": 512}
+SHAPE |= {"num_experts": EXPERTS, "moe_router_topk": 2}
 BF16 = ["--bf16", "--dist-ckpt-optim-fully-reshardable"]
 EACH = ["--save-interval", "1"]
 IN_TURN = ["--save-experts", "1"]
 BESIDE = [*IN_TURN, "--async-save"]
+WEIGHTS = [*IN_TURN, "--save-experts-scope", "weights"]
+MOMENTS = [*IN_TURN, "--save-experts-scope", "optimizer"]
 APART = ["--moe-layer-freq", "[0,1]"]
 """Experts in one of two layers: then core does not stack the tensors of layers."""
 
 
-def convert(source: Path, target: Path) -> int:
-    """The exit code of `moe-ckpt convert`."""
+def called(*arguments: object) -> int:
+    """The exit code of `moe-ckpt`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["moe-ckpt", "convert", "--to", "dense", str(source), str(target)])
+        patch.setattr(sys, "argv", ["moe-ckpt", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             moe_ckpt()
     return int(ended.value.code or 0)
+
+
+def convert(source: Path, target: Path) -> int:
+    """The exit code of `moe-ckpt convert`."""
+    return called("convert", "--to", "dense", source, target)
 
 
 def chain(folder: Path, iteration: int) -> Chain:
@@ -48,10 +62,16 @@ def chain(folder: Path, iteration: int) -> Chain:
     return found
 
 
-def expert_bytes(folder: Path, iteration: int) -> int:
-    """Bytes in the files that belong to experts."""
+def expert_bytes(folder: Path, iteration: int, scope: str = "both") -> int:
+    """Bytes in the files that belong to experts, or to what a scope names of them."""
     tensors = open_dense(folder / f"iter_{iteration:07d}").tensors.items()
-    return sum(chunk.extent.length_bytes for name, info in tensors if ".experts." in name for chunk in info.chunks)
+    of_experts = [info for name, info in tensors if ".experts." in name and is_named(scope, name)]
+    return sum(chunk.extent.length_bytes for info in of_experts for chunk in info.chunks)
+
+
+def is_named(scope: str, name: str) -> bool:
+    """Whether a tensor is among what the scope leaves out of experts."""
+    return scope == "both" or (".exp_avg" in name) == (scope == "optimizer")
 
 
 Saved = Callable[..., Path]
@@ -101,7 +121,7 @@ def with_stale_experts(whole: Path, holders: Chain, folder: Path) -> None:
     shutil.copytree(whole / newest.name, newest)
     old = {iteration: open_dense(whole / f"iter_{iteration:07d}") for iteration in holders.iterations}
     for name, info in open_dense(newest).tensors.items():
-        for chunk in info.chunks if ".experts." in name else ():
+        for chunk in info.chunks if ".experts." in name and is_named(holders.scope, name) else ():
             apart = re.search(r"layers\.(\d+)\.", name)
             layer, index = (int(apart[1]), chunk.offsets[0]) if apart else chunk.offsets[:2]
             source = old[holders.holders[layer][index]]
@@ -113,27 +133,39 @@ def with_stale_experts(whole: Path, holders: Chain, folder: Path) -> None:
             with (newest / chunk.extent.file).open("rb+") as file:
                 file.seek(chunk.extent.offset_bytes)
                 file.write(content)
+    items.seal(newest)
     seal(newest)
 
 
+ALL_STALE = ["model weights", "master weights", "exp_avg", "exp_avg_sq"]
+
+
 @pytest.mark.parametrize(
-    ("layout", "model", "way", "distributed"),
+    ("layout", "model", "way", "distributed", "stale"),
     [
-        pytest.param(SPREAD, [], BESIDE, True, id="spread", marks=pytest.mark.full),
-        pytest.param(PLAIN, [], IN_TURN, True, id="plain", marks=pytest.mark.full),
-        pytest.param(ALONE, APART, IN_TURN, False, id="replicated optimizer"),
+        pytest.param(SPREAD, [], BESIDE, True, ALL_STALE, id="spread", marks=pytest.mark.full),
+        pytest.param(PLAIN, [], IN_TURN, True, ALL_STALE, id="plain", marks=pytest.mark.full),
+        pytest.param(ALONE, APART, IN_TURN, False, ALL_STALE, id="replicated optimizer"),
+        pytest.param(ALONE, [], WEIGHTS, True, ALL_STALE[:2], id="weights"),
+        pytest.param(PLAIN, [], MOMENTS, True, ALL_STALE[2:], id="moments", marks=pytest.mark.full),
+        pytest.param(ALONE, APART, MOMENTS, False, ALL_STALE[2:], id="replicated moments", marks=pytest.mark.full),
     ],
 )
 def test_a_resumed_run_goes_on_as_if_the_stale_experts_had_been_put_in_by_hand(
-    layout: Layout, model: list[str], way: list[str], distributed: bool, saved: Saved, train: Train, tmp_path: Path
+    layout: Layout,
+    model: list[str],
+    way: list[str],
+    distributed: bool,
+    stale: list[str],
+    saved: Saved,
+    train: Train,
+    tmp_path: Path,
 ) -> None:
     whole = saved(layout, *model, distributed=distributed)
     parts = saved(layout, *model, *way, distributed=distributed)
     by_hand, merged, expected = tmp_path / "by-hand", tmp_path / "merged", tmp_path / "expected"
     with_stale_experts(whole, chain(parts, RESUMED_AT), by_hand)
-    assert differences(digest(whole, RESUMED_AT), digest(by_hand, RESUMED_AT)) == [
-        *("model weights", "master weights", "exp_avg", "exp_avg_sq")
-    ]
+    assert differences(digest(whole, RESUMED_AT), digest(by_hand, RESUMED_AT)) == stale
     for loaded, kept in ((by_hand, expected), (parts, merged)):
         loading = ["--load", loaded, "--ckpt-step", RESUMED_AT, "--save", kept, "--metrics-jsonl", kept / "reports"]
         hooks = [poisoned_before_load]
@@ -151,6 +183,60 @@ def test_the_first_checkpoint_is_complete_and_the_others_hold_their_share_of_the
     for iteration in range(2, RESUMED_AT + 1):
         share = expert_bytes(parts, iteration) / expert_bytes(whole, iteration)
         assert share == pytest.approx(1 / EXPERTS, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("way", "scope"), [(WEIGHTS, "weights"), pytest.param(MOMENTS, "optimizer", marks=pytest.mark.full)]
+)
+def test_a_scope_leaves_out_the_bytes_of_what_it_names(saved: Saved, way: list[str], scope: str) -> None:
+    whole, parts = saved(ALONE), saved(ALONE, *way)
+    for iteration in range(2, RESUMED_AT + 1):
+        left_out = expert_bytes(whole, iteration, scope) * (1 - 1 / EXPERTS)
+        assert expert_bytes(parts, iteration, scope) == pytest.approx(left_out / (EXPERTS - 1), rel=0.02)
+        assert expert_bytes(parts, iteration) == pytest.approx(expert_bytes(whole, iteration) - left_out, rel=0.02)
+
+
+def test_by_load_the_experts_with_the_most_tokens_of_each_layer_are_saved(
+    train: Train, save: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    saving = [*EACH, *IN_TURN, "--save-experts-selection", "load-aware", "--save", save, "--metrics-jsonl", metrics]
+    counting = ["--moe-ckpt-strategy", "pec", "--moe-ckpt-memory-dir", tmp_path, "--moe-ckpt-log-expert-tokens"]
+    train(SHARED, *BF16, *saving, *counting)
+    tokens = {int(at): rows for report in reports_in(metrics) for at, rows in (report["expert_tokens"] or {}).items()}
+    assert set(tokens) >= set(range(1, LAST))
+    unsaved = [[0] * EXPERTS for _ in range(2)]
+    for iteration in range(2, LAST):
+        for row, new in zip(unsaved, tokens[iteration], strict=True):
+            row[:] = map(sum, zip(row, new, strict=True))
+        last = unsaved[1].index(max(unsaved[1]))
+        # Each of the two ranks has room for one of the two experts, and the last layer comes first.
+        others = [at for at in range(EXPERTS) if at // 2 != last // 2]
+        first = max(others, key=lambda at: (unsaved[0][at], -at))
+        unsaved[0][first] = unsaved[1][last] = 0
+        found = chain(save, iteration)
+        assert found.held_by(iteration) == (expert(0, first), expert(1, last))
+        assert found.unsaved == dict(enumerate(map(tuple, unsaved)))
+
+    shape = tmp_path / "shape.json"
+    shape.write_text(json.dumps(SHAPE))
+    asked = [
+        "plan",
+        "saves",
+        "--model",
+        shape,
+        "--ep",
+        2,
+        "--save-experts-selection",
+        "load-aware",
+        "--counts",
+        metrics,
+    ]
+    assert called(*asked, "--checkpoints", LAST - 1, "--json") == 0
+    planned = json.loads(capsys.readouterr().out)["selections"]
+    for row in planned:
+        held = chain(save, row["iteration"]).holders[row["layer"]]
+        assert row["experts"] == [index for index, holder in enumerate(held) if holder == row["iteration"]]
 
 
 def test_each_expert_is_saved_in_its_turn_and_its_layers_do_not_all_load_the_same_rank(saved: Saved) -> None:
@@ -284,11 +370,10 @@ def unnamed(root: Path) -> None:
 
 
 def changed(root: Path) -> None:
-    """A single byte in the middle of the last file of an iteration that holds experts for the newest."""
+    """A byte of each item in the last file of an iteration that holds experts for the newest: some of them are read."""
     path = sorted((root / "iter_0000003").glob("*.distcp"))[-1]
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    for offset, nbytes in items.read(path.parent)[path]:
+        flip(path, offset + nbytes - 1)
 
 
 def manifest_missing(root: Path) -> None:
@@ -302,7 +387,7 @@ def manifest_missing(root: Path) -> None:
             (harm, "iter_0000003, which holds the newest copies of layer 0 experts")
             for harm in (removed, torn, replaced)
         ),
-        (changed, "iter_0000003/__3_0.distcp is damaged: its checksum is"),
+        (changed, "iter_0000003/__3_0.distcp is damaged: its bytes"),
         (unnamed, "does not name layer1.expert"),
         (manifest_missing, "is missing"),
     ],

@@ -246,7 +246,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
         pytest.param(BY_LOAD, "PEER_MEMORY", id="by-load-from-peers"),
         pytest.param(MOMENTS_ONLY, "PERSISTENT", id="moments-only", marks=pytest.mark.full),
         pytest.param(UNBOUNDED, "OWN_MEMORY", id="five-faults"),
-        pytest.param(STORED, "PERSISTENT", id="five-faults-with-storage"),
+        pytest.param(STORED, "PERSISTENT", id="five-faults-with-storage", marks=pytest.mark.full),
         pytest.param(BY_RISK, "OWN_MEMORY", id="selective-processes-lost"),
         pytest.param(BY_RISK_FROM_PEERS, "PEER_MEMORY", id="selective-nodes-lost"),
         pytest.param(BY_RISK_FROM_STORAGE, "PERSISTENT", id="selective-all-nodes-lost"),
@@ -273,7 +273,7 @@ def test_the_tokens_that_each_recovery_reports_as_lost_are_those_of_an_independe
         pytest.param(WEIGHTS_ONLY, id="weights-only"),
         pytest.param(MOMENTS_ONLY, id="moments-only"),
         pytest.param(UNBOUNDED, id="five-faults"),
-        pytest.param(STORED, id="five-faults-with-storage"),
+        pytest.param(STORED, id="five-faults-with-storage", marks=pytest.mark.full),
         pytest.param(BY_RISK, id="selective-processes-lost"),
         pytest.param(BY_RISK_FROM_PEERS, id="selective-nodes-lost"),
         pytest.param(BY_RISK_FROM_STORAGE, id="selective-all-nodes-lost"),
@@ -346,12 +346,12 @@ def test_a_threshold_raises_k_in_time_to_bound_what_all_faults_cost(killed: Call
     assert [recovery.told for recovery in bounded.recoveries] == [cost.lost for cost in costs]
     assert 0 < plt(BOUNDED, costs[-1]) <= THRESHOLD
     assert min(k for iteration, k in bounded.chosen if iteration <= bounded.recoveries[0].target) == 1
-    assert 1 <= mean_k_at_the_end(unbounded) < mean_k_at_the_end(bounded)
+    assert 1 <= mean_k_since_the_first_fault(unbounded) < mean_k_since_the_first_fault(bounded)
 
 
-def mean_k_at_the_end(kills: Kills) -> float:
-    """Of the snapshots after the last fault; K falls again after a snapshot of everything, but not for long."""
-    return statistics.mean(k for iteration, k in kills.chosen if iteration > kills.recoveries[-1].target)
+def mean_k_since_the_first_fault(kills: Kills) -> float:
+    """Of all snapshots from there on: after a single fault a loaded machine may be too slow for any."""
+    return statistics.mean(k for iteration, k in kills.chosen if iteration > kills.recoveries[0].target)
 
 
 DROPPING = replace(

@@ -153,6 +153,34 @@ def test_without_an_intact_copy_of_the_newest_snapshot_all_ranks_take_an_older_o
     assert_same_end(straight, killed)
 
 
+@pytest.mark.parametrize(
+    ("saves", "strategy"),
+    [
+        pytest.param(2, (*FULL, "--moe-ckpt-shard", "equal"), id="an older one is left"),
+        pytest.param(4, FULL, id="none is left", marks=pytest.mark.full),
+    ],
+)
+def test_a_damaged_checkpoint_that_is_newer_does_not_win_over_a_snapshot(
+    saves: int, strategy: tuple[str, ...], cluster: Cluster, train: Train, tmp_path: Path
+) -> None:
+    straight, killed, layout = tmp_path / "straight", tmp_path / "killed", Layout(pp=1, ep=1, ranks=2)
+    undisturbed(train, straight, layout, distributed=False)
+
+    def damage(_attempt: int) -> None:
+        for shard in (killed / "iter_0000004").glob("*.distcp"):
+            content = bytearray(shard.read_bytes())
+            content[len(content) // 2] ^= 4
+            shard.write_bytes(content)
+
+    outcomes = cluster.run(
+        layout, *strategy, "--moe-ckpt-interval", "3", "--metrics-jsonl", killed / "reports", "--save", killed,
+        "--save-interval", saves, "--load", killed, "--moe-ckpt-inject-fault", "1@5:step", between=damage,
+        hooks=(once_sealed(cluster.memory, 3, layout.ranks),), distributed=False,
+    )  # fmt: skip
+    assert recovered(outcomes[1])[0] == "recovered iteration 3 exactly", outcomes[1].said
+    assert_same_end(straight, killed)
+
+
 def flip_newest(node: Path) -> None:
     """Flip a bit in the middle of slot 0's newest snapshot of its own."""
     sealed = sorted(node.glob("*/slot-000/segment-*.iter_*-rank_00000-snapshot.json"), key=lambda one: one.name[12:])

@@ -133,11 +133,11 @@ def assert_same_optimizer(one: Path, other: Path, iteration: int = 3) -> None:
     assert here == there
 
 
-def assert_same_state(one: Path, other: Path, iteration: int = 3) -> None:
+def assert_same_state(one: Path, other: Path, iteration: int = 3, but: str = "") -> None:
     here, there = digest(one, iteration), digest(other, iteration)
     assert {"model weights", "master weights", "exp_avg", "exp_avg_sq", "scheduler", "data position"} <= here.keys()
     for component in here.keys() | there.keys() - set(OF_THE_LAYOUT):
-        if component not in OF_THE_LAYOUT:
+        if component not in (*OF_THE_LAYOUT, but):
             assert here.get(component) == there.get(component), component
 
 
@@ -252,14 +252,66 @@ def test_experts_of_different_ages_come_back_as_they_do_in_their_own_layout(
     assert_same_optimizer(tmp_path / str(own), tmp_path / str(other), *found[0])
 
 
-def test_a_window_that_has_to_be_run_again_names_the_command_that_does_it(
-    start: Start, train: Train, cluster: Cluster, tmp_path: Path
+WINDOWS = [
+    (Layout(tp=1, pp=1, ep=2, ranks=2), Layout(tp=1, pp=1, ep=2, ranks=4)),
+    (Layout(tp=1, pp=2, ep=2, ranks=4), Layout(tp=1, pp=1, ep=2, ranks=2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("own", "other"),
+    [pytest.param(*change, id=f"{change[0]}-to-{change[1]}", marks=[pytest.mark.full] if at else [])
+     for at, change in enumerate(WINDOWS)],
+)  # fmt: skip
+def test_a_window_of_another_layout_is_run_again_there_and_comes_back_here(
+    own: Layout, other: Layout, train: Train, cluster: Cluster, tmp_path: Path
 ) -> None:
     sparse = ["--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", 2, "--moe-ckpt-persist-interval", 1]
     sparse += ["--moe-ckpt-memory-dir", cluster.memory, "--moe-ckpt-persist-dir", tmp_path / "storage"]
-    own, other = Layout(tp=1, pp=1, ep=1, ranks=2), Layout(tp=1, pp=1, ep=2, ranks=2)
+    train(own, *sparse, *padded(own), "--save", tmp_path / "saved", "--save-interval", 1, "--train-iters", 6)
+    # Fewer iterations than were trained: what was restored is saved as it is.
+    ended = ["--train-iters", 1, "--override-opt_param-scheduler", "--save", tmp_path / "new"]
+    outcome = train(other, *sparse, *padded(other), *ended)
+    assert any("are run again there, by processes of their own" in line for line in outcome.out[0].splitlines())
+    (iteration,) = published(tmp_path / "new")
+    assert iteration > 1
+    assert not list((tmp_path / "new").glob(".*")), "what was made on the way is gone"
+    assert_same_state(tmp_path / "saved", tmp_path / "new", iteration, but="scheduler")
+    assert_same_optimizer(tmp_path / "saved", tmp_path / "new", iteration)
+
+
+@pytest.mark.full
+def test_a_window_whose_optimizer_core_does_not_bring_to_a_layout_is_refused_and_stays(
+    start: Start, train: Train, cluster: Cluster, tmp_path: Path
+) -> None:
+    own, other = Layout(tp=1, pp=2, ep=2, ranks=4), Layout(tp=2, pp=1, ep=1, ranks=2)
+    sparse = ["--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", 2, "--moe-ckpt-persist-interval", 1]
+    sparse += ["--moe-ckpt-memory-dir", cluster.memory, "--moe-ckpt-persist-dir", tmp_path / "storage"]
     train(own, *sparse, *padded(own), "--train-iters", 4)
+    before = sorted((tmp_path / "storage").glob("iter_*"))
+    outcome = start(other, *sparse, *padded(other), "--train-iters", 4).wait()
+    assert set(outcome.codes) == {2}, outcome.said
+    assert "Megatron-Core cannot bring the optimizer's state to this parallel layout" in outcome.said
+    assert "Traceback" not in outcome.said
+    assert sorted((tmp_path / "storage").glob("iter_*")) == before
+
+
+@pytest.mark.full
+def test_a_window_that_cannot_be_run_again_is_refused_with_the_reason_and_stays(
+    start: Start, train: Train, cluster: Cluster, tmp_path: Path
+) -> None:
+    own, other, storage = Layout(tp=1, pp=1, ep=2, ranks=2), Layout(tp=1, pp=1, ep=2, ranks=4), tmp_path / "storage"
+    sparse = ["--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", 2, "--moe-ckpt-persist-interval", 1]
+    sparse += ["--moe-ckpt-memory-dir", cluster.memory, "--moe-ckpt-persist-dir", storage]
+    train(own, *sparse, *padded(own), "--train-iters", 4)
+    for segment in storage.glob("iter_*/segment.bin"):
+        data = bytearray(segment.read_bytes())
+        data[len(data) // 2] ^= 1
+        segment.write_bytes(data)
+    before = sorted(storage.rglob("*"))
     outcome = start(other, *sparse, *padded(other)).wait()
     assert set(outcome.codes) == {2}, outcome.said
-    (line,) = [line for line in outcome.lines if line.startswith("--moe-ckpt-persist-dir has")]
-    assert "have to be run again in the layout that they were run in, world_size 2: moe-ckpt convert" in line
+    (line,) = [line for line in outcome.lines if "could not be run again there" in line]
+    assert "of the layout world_size 2, ep 2 could not be run again there:" in line
+    assert line.endswith("all that was made of them is left")
+    assert sorted(storage.rglob("*")) == before

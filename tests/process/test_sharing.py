@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from runs import Layout, Train, differences, digest
 
 from megatron.core.dist_checkpointing.moe.policy.sharding import ShardAssignment, shard_checkpoint
 from megatron.core.dist_checkpointing.moe.storage.manifest import decode
-from megatron.core.dist_checkpointing.moe.types import FP32, ModelShape, Part, Topology, full_plan
+from megatron.core.dist_checkpointing.moe.types import FP32, ModelShape, OperatorId, Part, Topology, full_plan
 
 FULL = ("--moe-ckpt-strategy", "full", "--moe-ckpt-interval", "3")
 BIAS = (
@@ -57,7 +57,9 @@ def stored(memory: Path, iteration: int) -> dict[int, Stored]:
     return found
 
 
-def predicted(shard: str, layout: Layout) -> ShardAssignment:
+def predicted(
+    shard: str, layout: Layout, operators: Sequence[OperatorId] = (), frequency: int | tuple[int, ...] = 1
+) -> ShardAssignment:
     """By the policy, from hyper-parameters alone."""
     shape = ModelShape(
         name="trained here",
@@ -69,9 +71,10 @@ def predicted(shard: str, layout: Layout) -> ShardAssignment:
         num_experts=EXPERTS,
         moe_ffn_hidden_size=EXPERT_HIDDEN,
         gated_linear_unit=True,
+        moe_layer_freq=frequency,
     )
     topology = Topology(layout.ranks, tp=layout.tp, pp=layout.pp, ep=layout.ep)
-    parts = full_plan(0, shape.operators, Part.MASTER_AND_MOMENTS).parts
+    parts = full_plan(0, operators or shape.operators, Part.MASTER_AND_MOMENTS).parts
     return shard_checkpoint(shard, shape, topology, FP32, parts, optimizer_sharded=False)
 
 
@@ -143,6 +146,41 @@ def test_a_node_lost_with_its_memory_is_replaced_from_replicas_of_its_parts(
     assert table[0] == "recovered iteration 3 exactly", outcomes[1].said
     assert any("peer memory" in line for line in table), table
     assert not differences(digest(killed, 6), digest(straight, 6))
+
+
+def test_what_is_no_expert_goes_to_ranks_that_a_skewed_selection_leaves_free_as_planned(
+    cluster: Cluster, train: Train, tmp_path: Path
+) -> None:
+    pec = ("--moe-ckpt-strategy", "pec", "--moe-ckpt-interval", "3", "--moe-ckpt-pec-k-snapshot", "1")
+    seen = dict[int, Counter[OperatorId]]()
+    outcomes = cluster.run(
+        GROUPS, *pec, "--moe-ckpt-shard", "adaptive", "--moe-layer-freq", "[0,1]",
+        "--ffn-hidden-size", str(4 * HIDDEN), "--train-iters", "8", "--save", tmp_path / "killed",
+        "--moe-ckpt-inject-fault", "2@8", distributed=False,
+        hooks=(once_sealed(cluster.memory, 6, GROUPS.ranks + 2),),
+        between=lambda _: seen.update(selected(cluster.memory, iteration=6)),
+    )  # fmt: skip
+    assert "recovered iteration 6 " in outcomes[1].said, outcomes[1].said
+    assert sorted(seen) == list(range(GROUPS.ranks))
+    operators = sorted(frozenset[OperatorId]().union(*seen.values()))
+    experts = [one for one in operators if one.is_expert]
+    assert len(experts) == 1, "the ranks of one expert-parallel group store it, those of the other none"
+    shares = {shard: predicted(shard, GROUPS, operators, (0, 1)) for shard in ("equal", "adaptive")}
+    found = {rank: counted.total() for rank, counted in seen.items()}
+    assert found == dict(enumerate(shares["adaptive"].bytes_by_rank))
+    assert max(found.values()) < shares["equal"].bottleneck_bytes
+
+
+def selected(memory: Path, iteration: int) -> dict[int, Counter[OperatorId]]:
+    """Bytes of master weights and moments in the snapshot of each rank's own memory, by operator."""
+    found: dict[int, Counter[OperatorId]] = {}
+    for path in memory.glob(f"*/*/slot-*/segment-*.iter_{iteration:07d}-*.json"):
+        manifest = decode(path.read_bytes(), path.name)
+        counted = found.setdefault(manifest.snapshot.rank, Counter())
+        for one in manifest.layout.fields:
+            if one.operator is not None and one.key.rpartition("/")[2] in SHARED:
+                counted[one.operator] += one.nbytes
+    return found
 
 
 @pytest.mark.full

@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -79,7 +80,7 @@ if sys.argv[1].endswith("/rendezvous.py"):
     rendezvous(sys.argv[2])
 elif sys.argv[1].endswith("/agent.py"):
     mine = Path(os.environ["MEMORY"], os.environ["MOE_CKPT_NODE"])
-    outcome = Path(os.environ["MEMORY"] + ".outcome")
+    outcome = Path(os.environ["MEMORY"], "outcome")
     code = 0
     try:
         agent()
@@ -222,7 +223,7 @@ def test_a_chain_without_a_name_of_its_own_is_refused(behind: tuple[str, ...], t
 
 
 def test_settings_reach_the_nodes_where_sbatch_hands_on_only_some_variables(play: Play) -> None:
-    given = "--export=PLAY,PYTHON,TMPFS,RDZV_HOST,RDZV_PORT"
+    given = "--export=PLAY,PYTHON,NPROC,TMPFS,RDZV_HOST,RDZV_PORT"
     code, said = play.run(*submit(given), "--moe-ckpt-strategy", "sparse", runs=(("trained",),))
     assert code == 0, said
 
@@ -285,6 +286,56 @@ def test_a_job_of_spares_only_is_refused_with_what_to_change(play: Play) -> None
     assert "of 1 nodes 1 are spares, so none can train: raise --nodes" in said
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"NPROC": "eight"}, "NPROC 'eight' is no number of ranks per node"),
+        ({"ENV_FILE": "/nowhere/env.sh"}, "ENV_FILE /nowhere/env.sh cannot be read"),
+        ({"LOG_DIR": "logs", "STANDBYS": "2"}, "LOG_DIR and STANDBYS exclude each other"),
+    ],
+)
+def test_settings_that_cannot_work_end_the_job_with_what_to_change(
+    settings: dict[str, str], says: str, play: Play
+) -> None:
+    code, said = play.run(*submit(), runs=(("trained",),), **settings)
+    assert code == 2, said
+    assert says in said
+
+
+def test_what_a_site_sets_reaches_the_nodes_and_what_is_watched_for_the_agents(play: Play, tmp_path: Path) -> None:
+    (tmp_path / "env.sh").write_text(f"touch '{tmp_path}'/sourced-$SLURMD_NODENAME\n")
+    watched = {"STRIKES": "3/10m", "HEALTH_CHECK": "nvidia-smi -L", "HANG_S": "600", "LOG_DIR": str(tmp_path / "logs")}
+    code, said = play.run(*submit(), runs=(("trained",),), ENV_FILE=str(tmp_path / "env.sh"), **watched)
+    assert code == 0, said
+    assert len(list(tmp_path.glob("sourced-*"))) == 3
+    expected = {
+        "--moe-ckpt-strikes=3/10m", "--moe-ckpt-health-check=nvidia-smi -L", "--moe-ckpt-hang-timeout=600", "--tee=3",
+        f"--log-dir={tmp_path / 'logs'}",
+    }  # fmt: skip
+    assert expected <= {*play.arguments}
+
+
+@pytest.mark.parametrize(("on_stop", "command"), [("requeue", "scontrol requeue 7"), ("end", "scancel 7")])
+def test_nodes_whose_batch_script_is_gone_have_the_job_requeued(
+    on_stop: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("scontrol", "scancel"):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho "{name} $*" >> "{tmp_path}/asked"\n')
+        (tmp_path / name).chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("ON_STOP", on_stop)
+    monkeypatch.syspath_prepend(SLURM)
+    orphaned = importlib.import_module("orphaned")
+    with socket.create_server(("localhost", 0)) as there:
+        endpoint = f"localhost:{there.getsockname()[1]}"
+        assert not orphaned.requeue_if_orphaned(endpoint, 0.2)
+        assert not (tmp_path / "asked").exists()
+    assert orphaned.requeue_if_orphaned(endpoint, 0.2)
+    assert (tmp_path / "asked").read_text() == f"{command}\n"
+    assert f"so the batch script is gone: {command} asked for" in capsys.readouterr().err
+
+
 def test_a_job_file_that_is_submitted_from_elsewhere_says_so(tmp_path: Path) -> None:
     ended = subprocess.run(
         ["bash", str(ROOT / TRAIN)],
@@ -334,6 +385,15 @@ def test_the_epilog_frees_what_its_own_and_ended_jobs_left_and_nothing_else(tmpf
 def test_the_epilog_leaves_what_a_requeued_job_wants_to_find(tmpfs: Path) -> None:
     (tmpfs / "moe-ckpt-job-1" / "keep").touch()
     assert epilog(tmpfs, "1") == ["1", "2", "3"]
+
+
+def test_the_epilog_follows_no_link_that_somebody_has_put_there(tmpfs: Path, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "outcome").touch()
+    (tmpfs / "moe-ckpt-job-5").symlink_to(precious)
+    epilog(tmpfs, "5")
+    assert (precious / "outcome").exists()
 
 
 @pytest.mark.parametrize("state", ["NODE_FAIL", "BOOT_FAIL", "PREEMPTED", "REVOKED"])

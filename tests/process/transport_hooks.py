@@ -45,7 +45,7 @@ def sockets_counted(folder: str) -> Iterator[None]:
 
     def shutdown(self: Any, **options: Any) -> None:
         counts = Counter(links=len(self.links.sockets))
-        for transport in (self._control, self._data):
+        for transport in (self._parts.control, self._parts.data):
             counts["transports"] += len(transport.connections.sockets)
         (Path(folder) / f"sockets-{os.environ['RANK']}.json").write_text(json.dumps(counts))
         original(self, **options)

@@ -131,6 +131,8 @@ class World:
             process.join()
 
     def _spawn(self, ranks: int) -> list[tuple[Any, multiprocessing.connection.Connection]]:
+        # Descriptors of workers that have ended are given back.
+        self._workers = [(process, connection) for process, connection in self._workers if process.is_alive()]
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["world_preload"])
         _stop_server_unless(self._with_engine)
@@ -204,6 +206,8 @@ class Running:
         return self._outcome(codes)
 
     def _outcome(self, codes: dict[int, int]) -> Outcome:
+        for _, connection in self._workers:
+            connection.close()
         ranks = range(len(self._jobs))
         return Outcome(
             tuple(codes.get(rank, -1) for rank in ranks),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from seated import check_survivors
+from seated import check_survivors, survivors
 from stock_jobs import FOUR, Records, Shape, StockJob
 from world import HANG_TIMEOUT_S, ROOT
 
@@ -49,7 +49,7 @@ def test_a_second_fault_in_the_recovery_costs_no_other_rank_its_process_and_ever
 ) -> None:
     job = new_job(FOUR)
     seats, said = struck(job, SPARSE, "3@4:forward-backward", kills="0@1:resume")
-    check_survivors(seats, 4, [{0, 3}])
+    assert survivors(seats, 4, 0, 2) == {1, 2}
     assert "ranks kept their processes)" in said, said
     assert job.records() == undisturbed(FOUR)
 
@@ -95,5 +95,5 @@ def test_a_second_fault_at_any_point_of_the_recovery_costs_no_other_rank_its_pro
 ) -> None:
     job = new_job(FOUR)
     seats, _ = struck(job, SPARSE, "1@4:forward-backward", kills=second)
-    check_survivors(seats, 4, [lost])
+    assert survivors(seats, 4, 0, 2) == {0, 1, 2, 3} - lost
     assert job.records() == undisturbed(FOUR)

@@ -36,6 +36,15 @@ def test_all_flags_of_a_published_recipe_are_accepted(verdict, recipe: Recipe, p
     assert verdict(recipe, *with_changes(recipe.flags, WITHOUT_ENGINE), *protection).startswith("accepted")
 
 
+@pytest.mark.parametrize(("example", "ranks"), [("deepseek-v3", 1024), ("deepseek-v3-lite", 16)])
+def test_flags_of_an_example_are_accepted(verdict, example: str, ranks: int) -> None:
+    lines = (HERE.parents[1] / "examples" / example / "model.flags").read_text().splitlines()
+    words = [word for line in lines if not line.startswith("#") for word in line.split()]
+    given = ("--data-path", "data", "--tokenizer-model", "tokenizer", "--save", "checkpoints", "--load", "checkpoints")
+    recipe = Recipe(example, ranks, "")
+    assert verdict(recipe, *with_changes(words, WITHOUT_ENGINE), *given).startswith("accepted")
+
+
 @pytest.mark.parametrize("flag", NEEDS_ENGINE)
 def test_flags_are_left_out_only_where_megatron_refuses_them_without_transformer_engine(verdict, flag: str) -> None:
     changes = {name: value for name, value in WITHOUT_ENGINE.items() if name != flag}

@@ -61,10 +61,10 @@ ROWS = {
     f"{ENGINE}.replication": Row("errors ports storage", "msgspec numpy torch typing_extensions xxhash"),
     f"{ENGINE}.core_versions": Row("errors", "megatron.core torch"),
     f"{ENGINE}.megatron_state": Row(f"{VALUES} ports policy core_versions", "megatron.core numpy torch"),
-    f"{ENGINE}.replay": Row(f"{VALUES} ports replication core_versions", "megatron.core torch"),
+    f"{ENGINE}.replay": Row(f"{VALUES} ports replication megatron_state core_versions", "megatron.core torch"),
     f"{ENGINE}.snapshot": Row(f"{PARTS} storage replication megatron_state", "numpy torch"),
     f"{ENGINE}.recovery": Row(f"{PARTS} storage replication replay snapshot", "msgspec"),
-    f"{ENGINE}.resharding": Row(f"{VALUES} ports policy", "msgspec numpy typing_extensions"),
+    f"{ENGINE}.resharding": Row(f"{VALUES} ports policy storage replication", "msgspec numpy typing_extensions"),
     f"{ENGINE}.local_recovery": Row(f"{WORKERS} core_versions", "megatron.core numpy torch"),
     f"{ENGINE}.runtime": Row(
         f"{WORKERS} versions config core_versions replication local_recovery resharding", "megatron.core torch"
@@ -74,13 +74,15 @@ ROWS = {
         "errors core_versions megatron_state replay replication runtime seats", "megatron.core torch"
     ),
     f"{ENGINE}.contradictions": Row("config errors policy runtime strategies"),
+    f"{ENGINE}.preconditions": Row("config contradictions errors runtime", "megatron.core torch"),
+    f"{ENGINE}.beginning": Row("errors in_place megatron_state resharding runtime", "torch"),
     f"{ENGINE}.manager": Row(
-        "config contradictions errors in_place local_recovery megatron_state policy recovery runtime seats snapshot"
-        " strategies types",
+        "beginning config errors in_place local_recovery megatron_state policy preconditions recovery runtime seats"
+        " snapshot strategies types",
         "megatron.core torch",
     ),
     f"{ENGINE}.bridge": Row("config errors manager megatron_state ports strategies", "megatron.core"),
-    ENGINE: Row("versions config manager megatron_state recovery runtime seats snapshot types"),
+    ENGINE: Row("versions config manager megatron_state recovery resharding runtime seats snapshot types"),
     f"{ENGINE}.stock": Row(
         "errors ports megatron_state replay recovery seats in_place snapshot strategies config contradictions manager"
         " runtime",
@@ -90,38 +92,43 @@ ROWS = {
     f"{TOOLS}.megatron_core": Row("versions", also="moe_ckpt_finder"),
     f"{TOOLS}.scripts": Row(),
     f"{TOOLS}.report": Row("", "click rich"),
-    f"{TOOLS}.dense": Row(f"{VALUES} storage", "megatron.core msgspec numpy torch xxhash"),
-    f"{TOOLS}.checkpoints": Row(f"{PARTS} config storage recovery", "fsspec torch", "dense report megatron_core"),
+    f"{TOOLS}.dense": Row(f"{VALUES} policy storage", "megatron.core msgspec numpy torch xxhash", "megatron_core"),
+    f"{TOOLS}.hugging_face": Row("errors storage", "safetensors torch", "dense"),
+    f"{TOOLS}.checkpoints": Row(f"{PARTS} config storage recovery", "fsspec torch", "dense report"),
     f"{TOOLS}.runs": Row("errors", "msgspec torch", "checkpoints report"),
     f"{TOOLS}.simulator": Row(f"{VALUES} config policy strategies"),
     f"{TOOLS}.commands": Row(
-        f"{PARTS} config storage", "click torch", "megatron_core report dense checkpoints runs simulator"
+        f"{PARTS} config storage", "click torch",
+        "megatron_core report dense hugging_face checkpoints runs simulator",
     ),
     # The driver, and drills that start it.
     DRIVER: Row(
         "errors types policy strategies config contradictions storage replication core_versions megatron_state seats"
         " in_place",
-        "megatron.core megatron.training numpy prometheus_client psutil tokenizers torch transformer_engine wandb",
-        "dense megatron_core simulator",
+        "megatron.core megatron.training numpy prometheus_client psutil tokenizers torch transformer_engine wandb"
+        " xxhash",
+        "dense hugging_face megatron_core simulator",
         also=f"{ENGINE} {ENGINE}.stock",
     ),
-    f"{TOOLS}.drills": Row("", "psutil", "dense scripts", also=DRIVER),
+    f"{TOOLS}.drills": Row("seats", "psutil", "dense scripts", also=DRIVER),
     # Entry points and what stands outside of packages.
     TOOLS: Row(tools="commands megatron_core"),
     f"{TOOLS}.__main__": Row(tools="__init__"),
     "reproduce": Row(f"{VALUES} policy", "click matplotlib", "report simulator megatron_core"),
     "tools": Row(
-        "errors policy core_versions megatron_state replay", "click torch", "commands __init__", f"{DRIVER} {ENGINE}"
+        "config errors policy types strategies core_versions megatron_state replay", "click torch yaml",
+        "commands simulator __init__", f"{DRIVER} {ENGINE}",
     ),
     "scripts": Row("", "matplotlib torch", "megatron_core", also=DRIVER),
     "pretrain_gpt_moe": Row(also=f"{DRIVER} {ENGINE}"),
     "examples": Row(
         "", "matplotlib megatron.core megatron.training torch",
-        also=f"pretrain_gpt_moe {DRIVER} {ENGINE} {ENGINE}.stock",
+        also=f"{DRIVER} {ENGINE} {ENGINE}.stock",
     ),
     "benchmarks": Row(
-        "types ports policy storage replication megatron_state replay seats snapshot local_recovery runtime",
-        "matplotlib megatron.core numpy nvidia_resiliency_ext torch", "drills simulator",
+        "types ports policy storage replication megatron_state replay seats snapshot local_recovery runtime"
+        " core_versions in_place",
+        "matplotlib megatron.core numpy nvidia_resiliency_ext psutil torch", "drills hugging_face simulator",
         also=f"pretrain_gpt_moe {DRIVER} {ENGINE}",
     ),
     "setup": Row("", "setuptools"),

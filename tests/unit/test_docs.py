@@ -18,6 +18,7 @@ import pytest
 
 from megatron.pretrain.config import parse_config
 from megatron.pretrain.errors import InvalidInput
+from megatron.pretrain.seats.run import parse_options
 from moe_ckpt.commands.main import commands
 
 ROOT = Path(__file__).parents[2]
@@ -158,6 +159,14 @@ def driver_flags() -> frozenset[str]:
 
 
 @cache
+def launcher_flags() -> frozenset[str]:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+        parse_options(["--help"])
+    return frozenset(FLAG.findall(said.getvalue()))
+
+
+@cache
 def flags_of(name: str) -> frozenset[str]:
     """Flags that a script may be given: its own, those of modules that it runs, the driver's if it hands them on."""
     path = ROOT / name
@@ -166,7 +175,7 @@ def flags_of(name: str) -> frozenset[str]:
     text = path.read_text()
     if path.parent.name == "reproduce":
         text += (path.parent / "_script.py").read_text()
-    for module in re.findall(r"-m (megatron[\w.]+)", text):
+    for module in re.findall(r"-m ((?:megatron|moe_ckpt)[\w.]+)", text):
         source = ROOT / module.replace(".", "/")
         text += "".join(one.read_text() for one in (source.with_suffix(".py"), source / "__main__.py") if one.is_file())
     hands_on = path.suffix in (".sh", ".sbatch") or path.name == "pretrain_gpt_moe.py"
@@ -205,7 +214,7 @@ def test_commands_and_files_that_sentences_name_exist(page: Path) -> None:
 @every_page
 def test_flags_of_the_subsystem_that_are_named_exist(page: Path) -> None:
     found = set(re.findall(r"--moe-ckpt-[a-z][a-z-]*[a-z](?![\w*-])", page.read_text(encoding="utf-8")))
-    assert found <= driver_flags() | flags_of("megatron/pretrain/seats/run.py")
+    assert found <= driver_flags() | launcher_flags()
 
 
 @every_page
@@ -226,7 +235,7 @@ def test_each_guarantee_says_when_it_ends_and_which_test_shows_it() -> None:
     [
         ("moe-ckpt digets ckpt", "no such command"),
         ("moe-ckpt digest --jsno ckpt > a; make setup", "No such option"),
-        ("moe-ckpt convert --to sparse a b", "not 'dense'"),
+        ("moe-ckpt convert --to sparse a b", "not one of 'dense', 'hf'"),
         ("moe-ckpt digest", "directory is missing"),
         ("NPROC=2 scripts/train_cpu.sh --train-iterations 3", "--train-iterations"),
         ("scripts/train_cpu.sh --train-iters many", "invalid int value"),
@@ -325,3 +334,38 @@ def test_links_that_lead_nowhere_are_found(tmp_path: Path) -> None:
         "# Here\n[a](other.md#two-words-code) [b](#here) [c](gone.md)\n[d](other.md#here) ![e](https://e.e)\n"
     )
     assert [*broken_links(page)] == ["gone.md", "other.md#here"]
+
+
+def test_the_page_of_sizes_is_what_the_planner_says() -> None:
+    sizing = tool("sizing")
+    assert sizing.PAGE.read_text(encoding="utf-8") == sizing.render(), "run python tools/sizing.py"
+
+
+@cache
+def sentences_of_the_code() -> str:
+    """All texts in the packages; those of an f-string and its neighbours as one, with what it puts in as `\\0`."""
+    roots = ("megatron/core/dist_checkpointing/moe", "megatron/pretrain", "moe_ckpt")
+    found = []
+    for file in (file for root in roots for file in sorted((ROOT / root).rglob("*.py"))):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\0".join(found)
+
+
+def quoted_lines(page: str) -> list[str]:
+    """What the first column of its tables quotes."""
+    return [code for line in page.splitlines() for code in INLINE.findall(line.partition(" | ")[0]) if " " in code]
+
+
+def test_lines_that_troubleshooting_quotes_are_those_of_the_code() -> None:
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    lines = [line for line in quoted_lines(page) if "load_sharded" not in line]  # of stock Megatron
+    assert len(lines) > 30
+    parts = [(line, part.strip(" ,.:;")) for line in lines for part in line.split("...")]
+    assert [(line, part) for line, part in parts if len(part) > 3 and part not in sentences_of_the_code()] == []
+
+
+def test_a_line_that_no_code_says_is_found() -> None:
+    (line,) = quoted_lines("| `the moon is ... full` | because | do |")
+    assert "the moon is" in line and "the moon is" not in sentences_of_the_code()

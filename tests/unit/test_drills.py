@@ -168,7 +168,7 @@ def judged(**changes: Any) -> dict[str, Any]:
 
 
 def result(**changes: Any) -> dict[str, Any]:
-    return {"seed": 1, "nodes": 2, "nproc": 2, "mtbf_s": 30.0, "subject": judged(**changes)}
+    return {"seed": 1, "nodes": 2, "nproc": 2, "standbys": 0, "mtbf_s": 30.0, "subject": judged(**changes)}
 
 
 def test_the_result_says_how_much_time_was_useful_beside_stock_checkpoints() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -110,6 +111,29 @@ def test_the_full_size_model_has_the_shape_of_the_paper_s(example: str, folder: 
         if field.name not in ("name", "note"):
             assert getattr(found, field.name) == getattr(expected, field.name), field.name
     assert found.total_parameters == expected.total_parameters
+
+
+@pytest.mark.parametrize("script", ["examples/gpt-moe/train.sh", "scripts/train_cpu.sh"])
+def test_a_script_keeps_to_the_loop_whose_flags_it_has(script: str, folder: Path) -> None:
+    for given in ("", "stock"):
+        said = told_by(script, given, folder)
+        assert said.startswith(f"{given or 'own'} ")
+        assert ("--keep-last" in said) == (script.startswith("examples") and not given)
+        assert ("--transformer-impl local" in said) == (script.startswith("scripts") and given == "stock")
+
+
+def told_by(script: str, loop: str, folder: Path) -> str:
+    """The loop and the arguments that a script starts the interpreter with."""
+    program = folder / f"python {loop}"
+    program.write_text('#!/bin/bash\necho "$LOOP" "$@"\n')
+    program.chmod(0o755)
+    given = SETTINGS | {"HEAD": "first-node", "PYTHON": str(program), "CORPUS": "/data/corpus"}
+    environment = {name: value for name, value in os.environ.items() if name != "LOOP"} | given
+    if loop:
+        environment["LOOP"] = loop
+    return subprocess.run(
+        [ROOT / script], env=environment, check=True, timeout=60, capture_output=True, text=True
+    ).stdout
 
 
 def shape_of(config: PretrainConfig) -> ModelShape:
@@ -229,3 +253,15 @@ def quoted(page: str) -> Iterator[tuple[list[str], str]]:
         if block.startswith("$ moe-ckpt "):
             command, _, output = block.replace("\\\n", " ").partition("\n")
             yield command[2:].split(), output.rstrip()
+
+
+def test_examples_compare_iterations_and_pass_over_what_else_a_run_writes_down(tmp_path: Path) -> None:
+    step = {"iteration": 1, "lm_loss": 2.0, "grad_norm": 1.0, "replayed": False}
+    lines = [{"began": {"world_size": 2}}, step, {"recovery": {"total_s": 1.0}}]
+    (tmp_path / "run.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "run.log").write_text("")
+    program = f"import compare, pathlib; print(compare.read(pathlib.Path({str(tmp_path / 'run')!r})).steps)"
+    found = subprocess.run(
+        [sys.executable, "-c", program], cwd=EXAMPLES / "common", capture_output=True, text=True, check=True
+    )
+    assert found.stdout == "((1, 2.0, 1.0, False),)\n"

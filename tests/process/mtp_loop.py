@@ -1,0 +1,87 @@
+"""A loop of one's own around a GPT with experts that also predicts a further token, one pipeline stage."""
+
+import logging
+import sys
+
+import torch
+
+if not torch.cuda.is_available():
+    from megatron.pretrain.initialize import use_cpu
+
+    use_cpu()
+
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.moe import MoECheckpointConfig, MoECheckpointManager
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+ITERATIONS, SAMPLES, TOKENS, VOCABULARY = 12, 8, 32, 64
+
+
+def samples_of(iteration):
+    for step in range(parallel_state.get_data_parallel_rank(), SAMPLES, parallel_state.get_data_parallel_world_size()):
+        yield (iteration + step * torch.arange(TOKENS + 1, device="cuda")).view(1, -1) % VOCABULARY
+
+
+def forward_step(samples, model):
+    sample = next(samples)
+    positions = torch.arange(TOKENS, device="cuda")[None]
+    mask = torch.triu(torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device="cuda"), 1)
+    output = model(
+        sample[:, :-1], positions, mask, labels=sample[:, 1:], loss_mask=torch.ones(1, TOKENS, device="cuda")
+    )
+    return output, lambda losses: (losses.mean(), {"loss": losses.detach().mean()})
+
+
+def train_step(model, optimizer, scheduler, manager, iteration):
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    microbatches = SAMPLES // parallel_state.get_data_parallel_world_size()
+    with manager.forward_backward():
+        losses = get_forward_backward_func()(
+            forward_step_func=forward_step, data_iterator=samples_of(iteration), model=[model], seq_length=TOKENS,
+            num_microbatches=microbatches, micro_batch_size=1, forward_only=False,
+            p2p_communicator=manager.communicator, pg_collection=manager.process_groups,
+        )  # fmt: skip
+    _, norm, _ = optimizer.step()
+    scheduler.step(increment=SAMPLES)
+    rank, loss = torch.distributed.get_rank(), float(sum(each["loss"] for each in losses))
+    print(f"rank {rank} iteration {iteration}: loss {loss.hex()} norm {float(norm).hex()}", flush=True)
+    return loss
+
+
+def main(argv):
+    torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, num_moe_experts=4, moe_token_dispatcher_type="alltoall",
+        moe_aux_loss_coeff=1e-2, expert_model_parallel_size=2, add_bias_linear=False, mtp_num_layers=1,
+    )  # fmt: skip
+    layers = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
+    ahead = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False)
+    model = GPTModel(config, layers, VOCABULARY, TOKENS, position_embedding_type="rope", mtp_block_spec=ahead).cuda()
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), model)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, min_lr=0.0, use_distributed_optimizer=True), [model])
+    scheduler = OptimizerParamScheduler(
+        optimizer, init_lr=0.0, max_lr=1e-2, min_lr=0.0, lr_warmup_steps=16, lr_decay_steps=96, start_wd=0.1,
+        lr_decay_style="cosine", end_wd=0.1, wd_incr_steps=0, wd_incr_style="constant",
+    )  # fmt: skip
+    config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, optimizer.scale_loss
+    sizes = {"train_iters": ITERATIONS, "global_batch_size": SAMPLES, "micro_batch_size": 1, "seq_length": TOKENS}
+    manager = MoECheckpointManager(model, optimizer, scheduler, MoECheckpointConfig.from_argv(argv), **sizes)
+    with manager.run():
+        manager.resume()
+        for iteration in manager.iterations():
+            manager.after_step(train_step(model, optimizer, scheduler, manager, iteration))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    main(sys.argv[1:])

@@ -1,0 +1,131 @@
+"""Weights go to Hugging Face and come back: transformers computes what Megatron computes, and no byte changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from logits_hooks import logits_written
+from runs import Layout, flags
+from world import World
+
+from moe_ckpt.commands.main import commands
+
+transformers = pytest.importorskip("transformers")
+
+SHARED = "--norm-epsilon 1e-6 --hidden-dropout 0 --attention-dropout 0 --init-method-std 0.2 --train-iters 2"
+GROUPED = "--group-query-attention --num-query-groups 2 --num-attention-heads 4"
+FAMILIES = {
+    "mixtral": f"{GROUPED} --untie-embeddings-and-output-weights --rotary-base 50000 --expert-tensor-parallel-size 1",
+    "qwen3_moe": f"{GROUPED} --qk-layernorm --kv-channels 16 --moe-layer-freq [0,1] --ffn-hidden-size 48",
+    "deepseek_v3": (
+        "--transformer-impl transformer_engine --moe-grouped-gemm --untie-embeddings-and-output-weights "
+        "--multi-latent-attention --qk-layernorm --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8 "
+        "--qk-pos-emb-head-dim 4 --v-head-dim 12 --rotary-scaling-factor 4 --original-max-position-embeddings 16 "
+        "--mscale 1.0 --mscale-all-dim 0.5 --moe-layer-freq [0,1] --ffn-hidden-size 48 --num-experts 8 "
+        "--moe-shared-expert-intermediate-size 32 --moe-router-score-function sigmoid "
+        "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1 --moe-router-topk 4 "
+        "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5"
+    ),
+}
+LAYOUTS = {
+    "mixtral": Layout(tp=2, pp=1, ep=2, ranks=2),
+    "qwen3_moe": Layout(tp=1, pp=2, ep=1, ranks=2),
+    "deepseek_v3": Layout(tp=1, pp=1, ep=2, ranks=2),
+}
+
+
+def converted(*arguments: object) -> None:
+    """What `moe-ckpt convert` does with these arguments, which raises what it is told."""
+    commands(["convert", *map(str, arguments)], standalone_mode=False)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A job of one family: where it saved, and what a job of one rank that loads it computes."""
+
+    family: str
+    saved: Path
+    logits: Callable[[Path, torch.Tensor, Path], torch.Tensor]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def trained(request: Any, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Two iterations in bf16 under some layout: nothing is as it was initialized, experts' biases neither."""
+    family = request.param
+    worlds: World = request.getfixturevalue("engine_world" if family == "deepseek_v3" else "world")
+    saved = tmp_path_factory.mktemp(family) / "saved"
+    own = (*SHARED.split(), *FAMILIES[family].split())
+    argv = flags(corpus, LAYOUTS[family], *own, "--bf16", "--save", str(saved))
+    outcome = worlds.run(argv, LAYOUTS[family].ranks)
+    assert set(outcome.codes) == {0}, outcome.said
+
+    def logits(load: Path, tokens: torch.Tensor, file: Path) -> torch.Tensor:
+        one = Layout(tp=1, pp=1, ep=1, ranks=1)
+        padding = ("--make-vocab-size-divisible-by", str(128 * LAYOUTS[family].tp))
+        argv = flags(corpus, one, *own, *padding, "--load", str(load), "--finetune")
+        outcome = worlds.run(argv, 1, [partial(logits_written, tokens, str(file))])
+        assert set(outcome.codes) == {0}, outcome.said
+        found: torch.Tensor = torch.load(file, weights_only=True)
+        return found
+
+    return Trained(family, saved, logits)
+
+
+def test_transformers_computes_the_logits_of_megatron_from_what_was_exported_and_the_way_back_changes_no_byte(
+    trained: Trained, tmp_path: Path
+) -> None:
+    folder = tmp_path / "exported"
+    converted("--to", "hf", "--max-shard-size", "20KB", trained.saved, folder)
+    assert json.loads((folder / "config.json").read_text())["model_type"] == trained.family
+
+    tokens = torch.randint(0, 250, (2, 32), generator=torch.Generator().manual_seed(5))
+    expected = trained.logits(trained.saved, tokens, tmp_path / "logits")
+    model = loaded(folder)
+    found = computed(model, tokens)
+    assert expected.std() > 0.1
+    assert_near(found, expected)
+
+    # What transformers writes is taken as well, with a vocabulary that Megatron has to pad.
+    model.resize_token_embeddings(300)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "theirs", max_shard_size="30KB")
+    (tmp_path / "theirs" / "tokenizer.json").write_text("{}")
+    for given in (folder, tmp_path / "theirs"):
+        there, back = tmp_path / f"{given.name}-in-megatron", tmp_path / f"{given.name}-back"
+        converted("--from", "hf", given, there)
+        converted("--to", "hf", there, back)
+        assert {path.name for path in given.iterdir()} == {path.name for path in back.iterdir()}
+        for path in given.iterdir():
+            assert path.read_bytes() == (back / path.name).read_bytes(), path.name
+        assert len(list(back.glob("*.safetensors"))) > 1
+    same = trained.logits(tmp_path / "exported-in-megatron", tokens, tmp_path / "again")
+    assert torch.equal(same, expected)
+    padded = trained.logits(tmp_path / "theirs-in-megatron", tokens, tmp_path / "padded")
+    assert_near(padded[..., :300], computed(loaded(tmp_path / "theirs"), tokens))
+
+
+def loaded(folder: Path) -> Any:
+    """The model that transformers makes of a folder."""
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    return model
+
+
+def computed(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Its logits."""
+    with torch.no_grad():
+        logits: torch.Tensor = model(tokens).logits
+    return logits
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Computed in fp32 from the same bf16 weights, sums in another order: far below one rounding of bf16 (2**-9)."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=2.0**-19 * expected.abs().max().item())

@@ -1,0 +1,67 @@
+"""Nodes that are sick and ranks that hang, on real processes: the job goes on without them, to the same last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from attempts import Cluster
+from runs import Launch, Layout, Train, differences, digest, flags
+from world import ROOT
+
+STOPPED = str(ROOT / "tests" / "process" / "stopped_rank.py")
+LAYOUT = Layout(pp=2, ep=1, ranks=2)
+HANG_S = 6
+
+
+@pytest.mark.parametrize(
+    ("strategy", "strikes", "settings"),
+    [
+        pytest.param("full", 2, {"SCRIPT": STOPPED, "HANG_S": str(HANG_S)}, id="hangs twice"),
+        pytest.param(
+            "sparse --moe-ckpt-window 2", 2, {"SCRIPT": STOPPED, "HANG_S": str(HANG_S), "STANDBYS": "1"},
+            id="hangs twice, and the other rank keeps its process", marks=pytest.mark.full,
+        ),
+        pytest.param("full", 3, {}, id="is killed three times", marks=pytest.mark.full),
+    ],
+)  # fmt: skip
+def test_a_sick_rank_leads_to_the_spare_within_its_strikes_and_no_bit_is_lost(
+    strategy: str,
+    strikes: int,
+    settings: dict[str, str],
+    launch: Launch,
+    train: Train,
+    corpus: str,
+    cluster: Cluster,
+    tmp_path: Path,
+) -> None:
+    straight, struck = tmp_path / "straight", tmp_path / "struck"
+    train(LAYOUT, "--save", straight)
+    protect = ["--moe-ckpt-strategy", *strategy.split(), "--moe-ckpt-memory-dir", str(cluster.memory)]
+    faults = [part for at in range(strikes) for part in ("--moe-ckpt-inject-fault", f"1@{3 + at}")]
+    environment = {"NNODES": "2", "NPROC": "1", "MAX_RESTARTS": "6", "STRIKES": f"{strikes}/1h", **settings}
+    ended = launch(
+        ["scripts/train_cpu.sh", *flags(corpus, LAYOUT, *protect, *faults, "--save", str(struck))], **environment
+    )
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 0, said
+    for number in range(1, strikes + 1):
+        assert f"failure {number} of {strikes} within 3600 s" in said, said
+    assert said.count(f"leaves the job: its own ranks failed {strikes} times within 3600 s") == 1, said
+    assert "is lost; node-2 takes its place" in said, said
+    if "HANG_S" in settings:
+        assert said.count("stopped, it does not answer) has trained no iteration for") == strikes, said
+        assert "in _communicate" in said or "most recent call first" in said, "stacks of the node's ranks"
+    assert not differences(digest(struck, 6), digest(straight, 6))
+
+
+def test_a_node_that_fails_its_health_check_leaves_before_it_trains(
+    launch: Launch, corpus: str, cluster: Cluster
+) -> None:
+    environment = {"NNODES": "2", "NPROC": "1", "MAX_RESTARTS": "1", "HEALTH_CHECK": '[ "$MOE_CKPT_NODE" != node-1 ]'}
+    ended = launch(["scripts/train_cpu.sh", *flags(corpus, LAYOUT)], **environment)
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 0, said
+    line = 'node-1 leaves the job: its health check ended with exit code 1: [ "$MOE_CKPT_NODE" != node-1 ]'
+    assert said.count(line) == 1, said
+    assert "node-1 is lost; node-2 takes its place" in said, said

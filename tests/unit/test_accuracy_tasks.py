@@ -1,0 +1,102 @@
+"""Questions about held-out text, and what is made of their answers."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples" / "accuracy"))
+
+import campaign  # noqa: E402
+import tasks  # noqa: E402
+
+WORDS = [f"word{one}" for one in "abcdefgh"] + [f"longer_{one}" for one in "abcdefgh"]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Forty documents, of which each says its number; the last two are held out."""
+    texts = [" ".join([f"document{number}", *WORDS, ""] * 30).encode() for number in range(40)]
+    (tmp_path / "text.bin").write_bytes(b"".join(array("H", [*text, 256]).tobytes() for text in texts))
+    found = SimpleNamespace(sequence_lengths=[len(text) + 1 for text in texts], token_dtype=SimpleNamespace(itemsize=2))
+    monkeypatch.setattr(tasks, "open_corpus", lambda prefix: found)
+    return str(tmp_path / "text")
+
+
+def test_only_the_last_twentieth_is_asked_about(corpus: str) -> None:
+    assert [text.split()[0] for text in tasks.held_out(corpus)] == [b"document38", b"document39"]
+
+
+def test_a_right_word_is_among_others_of_its_length_and_the_same_text(corpus: str) -> None:
+    found = [one for one in tasks.questions(corpus, 20, 64) if one.task == "cloze"]
+    assert len(found) == 20
+    document = b"".join(tasks.held_out(corpus))
+    for one in found:
+        assert len({len(text) for text in one.texts}) == 1
+        assert len({text[: one.begin] for text in one.texts}) == 1
+        assert len({text[one.begin :] for text in one.texts}) == 4
+        assert one.texts[0] in document
+
+
+def test_an_original_has_the_same_bytes_as_its_copy_in_another_order(corpus: str) -> None:
+    for one in (one for one in tasks.questions(corpus, 20, 64) if one.task == "original"):
+        first, second = one.texts
+        assert sorted(first) == sorted(second)
+        assert first != second
+        assert first[: one.begin] == second[: one.begin]
+
+
+def test_questions_are_the_same_for_every_model(corpus: str) -> None:
+    assert tasks.questions(corpus, 5, 64) == tasks.questions(corpus, 5, 64)
+
+
+def test_only_labels_of_the_answer_count(corpus: str) -> None:
+    one = tasks.questions(corpus, 1, 64)[0]
+    ids, masks = tasks.rows(one, 80)
+    assert all(len(row) == 81 for row in ids)
+    counted = bytes(token for token, counts in zip(ids[0][1:], masks[0], strict=True) if counts)
+    assert counted == one.texts[0][one.begin :]
+
+
+def test_an_answer_is_right_if_no_other_text_is_as_likely() -> None:
+    assert tasks.right([1.0, 2.0, 3.0])
+    assert not tasks.right([1.0, 1.0])
+    assert not tasks.right([2.0, 1.0, 3.0])
+
+
+def run(seed: int, name: str, loss: float, **changes: Any) -> dict[str, Any]:
+    return {"seed": seed, "name": name, "loss": loss, "losses": f"{seed}", "repeated": True} | changes
+
+
+def test_a_strategy_is_compared_with_the_fault_free_run_of_its_seed() -> None:
+    runs = [run(1, "fault-free", 2.0), run(2, "fault-free", 4.0), run(1, "pec", 2.2), run(2, "pec", 4.0)]
+    assert campaign.changes(runs, "pec", "loss") == pytest.approx([0.1, 0.0])
+    assert campaign.interval([0.1, 0.0]) == "+5.00 ± 63.53"
+    assert campaign.interval([0.1]) == "+10.00"
+
+
+def test_a_run_that_must_be_exact_and_is_not_is_named() -> None:
+    runs = [run(1, "fault-free", 2.0), run(1, "full", 2.0), run(1, "sparse", 2.0, losses="other"), run(1, "pec", 3.0)]
+    assert list(campaign.broken(runs)) == ["seed 1, sparse: the losses are not those of the fault-free run"]
+    assert list(campaign.broken([runs[0], run(1, "full", 2.0, repeated=False)]))
+
+
+def test_a_run_that_is_kept_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def make(seed: int, name: str, scale: campaign.Scale, largest: int | None) -> dict[str, Any]:
+        made.append(name)
+        return run(seed, name, 1.0)
+
+    monkeypatch.setattr(campaign, "made", make)
+    first = campaign.kept(1, "full", campaign.TINY, tmp_path)
+    assert campaign.kept(1, "full", campaign.TINY, tmp_path) == first
+    assert made == ["full"]
+    assert campaign.kept(1, "full", campaign.WHOLE, tmp_path)["seed"] == 1
+    assert made == ["full", "full"]

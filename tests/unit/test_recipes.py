@@ -1,0 +1,164 @@
+"""The examples of models that people train: flags that parse, layouts that fit and do not idle, plans that succeed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from megatron.pretrain.config import parse_config
+from megatron.pretrain.config.derived import Environment, moe_layer_pattern
+from megatron.pretrain.config.validate import resolve
+from megatron.pretrain.model import build_transformer_config
+from moe_ckpt.commands.main import commands
+from moe_ckpt.simulator.models import preset
+
+from .test_examples import EXAMPLES, Job, calls_of, quoted, reduced
+
+OWN = {"qwen3-30b-a3b": "Qwen3-30B-A3B", "mixtral-8x22b": "Mixtral-8x22B"}
+STOCK = {"deepseek-v3": 128, "deepseek-v3-lite": 2}
+MOST_BUBBLES = 0.1
+NUMBERS = (
+    *("num_layers hidden_size ffn_hidden_size num_attention_heads num_experts moe_router_topk".split()),
+    *("moe_ffn_hidden_size moe_shared_expert_intermediate_size q_lora_rank kv_lora_rank".split()),
+    *("qk_head_dim qk_pos_emb_head_dim v_head_dim".split()),
+)
+
+
+def bubbles(pp: int, virtual: int, microbatches: int) -> float:
+    """Share of an iteration in which a stage of an interleaved 1F1B schedule waits for others."""
+    return (pp - 1) / (virtual * microbatches + pp - 1)
+
+
+def tokenizer(folder: Path) -> Path:
+    file = folder / "tokenizer.json"
+    model = {"type": "WordLevel", "vocab": {"<unk>": 0, "<|endoftext|>": 1}, "unk_token": "<unk>"}
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    added = [{"id": 1, "content": "<|endoftext|>", **special}]
+    whole = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder"))
+    file.write_text(json.dumps({"version": "1.0", "added_tokens": added, "model": model, **whole}))
+    return file
+
+
+def launched(example: str, folder: Path, nodes: int) -> Job:
+    given = {"DATA": "/data/my corpus", "SAVE": "/shared/my checkpoints", "TOKENIZER": str(tokenizer(folder))}
+    script = EXAMPLES / example / "train.sh"
+    (argv,) = calls_of(script, "python", folder, **given, HEAD="first-node", NODES=str(nodes))
+    ranks = int(argv[argv.index("--nproc-per-node") + 1])
+    flags = argv[next(at for at, word in enumerate(argv) if word.endswith("pretrain_gpt_moe.py")) + 1 :]
+    assert int(argv[argv.index("--nnodes") + 1]) == nodes
+    environment = Environment(nodes * ranks, cuda=True, transformer_engine=True)
+    return Job(nodes, ranks, resolve(parse_config(flags), environment))
+
+
+@pytest.mark.parametrize(("example", "nodes"), [("qwen3-30b-a3b", 2), ("qwen3-30b-a3b", 16), ("mixtral-8x22b", 16)])
+def test_the_driver_and_megatron_core_take_the_flags_and_the_layout_does_not_idle(
+    example: str, nodes: int, tmp_path: Path
+) -> None:
+    job = launched(example, tmp_path, nodes)
+    config, shape = job.config, preset(OWN[example])
+    # Without Transformer Engine on this machine core refuses its fused kernels, whatever the model.
+    found = build_transformer_config(replace(config, model=replace(config.model, transformer_impl="local")))
+    assert (found.num_layers, found.hidden_size, found.num_moe_experts) == (
+        *(shape.num_layers, shape.hidden_size),
+        shape.num_experts,
+    )
+    assert (found.moe_router_topk, found.num_query_groups) == (shape.moe_router_topk, shape.num_query_groups)
+    assert found.moe_ffn_hidden_size == (shape.moe_ffn_hidden_size or shape.ffn_hidden_size)
+    assert config.data.tokenizer_type == "HuggingFaceTokenizer"
+    microbatches, rest = divmod(config.training.global_batch_size or 0, job.topology.dp)
+    assert rest == 0
+    virtual = config.parallel.num_virtual_stages_per_pipeline_rank or 1
+    assert bubbles(job.topology.pp, virtual, microbatches) <= MOST_BUBBLES
+    assert (config.moe_checkpoint.strategy, config.moe_checkpoint.interval) == ("full", 1)
+
+
+def flags_of(example: str) -> dict[str, str]:
+    lines = (EXAMPLES / example / "model.flags").read_text().splitlines()
+    found = [line.partition(" ") for line in lines if line and not line.startswith("#")]
+    assert len({name for name, _, _ in found}) == len(found), "a flag is given twice"
+    return {name: value for name, _, value in found}
+
+
+def virtual_stages(flags: dict[str, str], pp: int) -> int:
+    """Of a layout as Megatron-LM writes it: stages between bars, `(...)*N` repeats what is in it."""
+    layout = flags.get("--pipeline-model-parallel-layout", "")
+    if not layout:
+        return 1
+    head, _, rest = layout.partition("(")
+    inner, _, tail = rest.partition(")*")
+    times = int("".join(ch for ch in tail if ch.isdigit()))
+    stages = (head + inner * times + tail.lstrip("0123456789")).split("|")
+    assert sum(stage.count("t") for stage in stages) == int(flags["--num-layers"])
+    return len(stages) // pp if len(stages) % pp == 0 else 0
+
+
+@pytest.mark.parametrize("example", STOCK)
+def test_flags_of_a_deepseek_are_a_model_that_the_planner_takes_on_its_nodes(example: str, tmp_path: Path) -> None:
+    flags = flags_of(example)
+    given = {name: flags[f"--{name.replace('_', '-')}"] for name in NUMBERS if f"--{name.replace('_', '-')}" in flags}
+    pattern = moe_layer_pattern(flags["--moe-layer-freq"])
+    model: dict[str, Any] = {name: int(value) for name, value in given.items()}
+    model |= {"vocab_size": 129280, "moe_layer_freq": pattern, "gated_linear_unit": True}
+    model |= {"untie_embeddings_and_output_weights": True, "multi_latent_attention": True}
+    (tmp_path / "model.json").write_text(json.dumps(model))
+    pp, ep = int(flags.get("--pipeline-model-parallel-size", "1")), int(flags["--expert-model-parallel-size"])
+    ranks = 8 * STOCK[example]
+    layout = ["--pp", str(pp), "--ep", str(ep), "--world-size", str(ranks)]
+    budget = ["--budget-local-gbps", "50", "--iteration-time", "5", "--json"]
+    said = CliRunner().invoke(
+        commands, ["plan", "window", "--model", str(tmp_path / "model.json"), *layout, *budget], catch_exceptions=False
+    )
+    assert said.exit_code == 0
+    plan = json.loads(said.output)
+    assert plan["window"] == 1 and plan["fits"]
+    assert plan["snapshots_and_replicas_on_a_node_bytes"] < 2e12
+    if example == "deepseek-v3":
+        assert plan["parameters"] == preset("DeepSeek-V3-671B").total_parameters
+    virtual = virtual_stages(flags, pp)
+    microbatches, rest = divmod(int(flags["--global-batch-size"]), ranks // pp)
+    assert virtual > 0 and rest == 0
+    assert bubbles(pp, virtual, microbatches) <= MOST_BUBBLES
+
+
+@pytest.mark.parametrize("example", STOCK)
+def test_what_a_node_starts_has_each_flag_and_its_value_as_a_word(example: str, tmp_path: Path) -> None:
+    given = {"DATA": "/data/my corpus", "SAVE": "/shared/my checkpoints", "TOKENIZER": "deepseek-ai/DeepSeek-V3"}
+    nodes = str(STOCK[example])
+    (argv,) = calls_of(EXAMPLES / example / "train.sh", "python", tmp_path, **given, HEAD="first-node", NODES=nodes)
+    for name, value in flags_of(example).items():
+        at = argv.index(name)
+        assert not value or argv[at + 1] == value
+    assert argv[argv.index("--data-path") + 1] == given["DATA"]
+    assert argv[argv.index("--nnodes") + 1] == nodes
+    assert Path(next(word for word in argv if word.endswith("pretrain_gpt.py"))).is_file()
+
+
+@pytest.mark.parametrize("example", [*OWN, *STOCK])
+def test_what_differs_from_the_stock_recipe_is_four_flags_of_protection(example: str) -> None:
+    folder = EXAMPLES / example
+    text = (folder / ("train.sh" if example in OWN else "model.flags")).read_text()
+    assert text.count("--moe-ckpt-") == 4
+    assert (folder / "README.md").is_file()
+
+
+@pytest.mark.parametrize("example", OWN)
+def test_the_reduced_variant_is_trained_twice_and_killed_once(example: str, tmp_path: Path) -> None:
+    configs = reduced(example, tmp_path)
+    assert sorted(config.moe_checkpoint.strategy for config in configs) == ["full", "none"]
+    (killed,) = [config for config in configs if config.moe_checkpoint.inject_fault]
+    assert killed.moe_checkpoint.strategy == "full" and killed.moe_checkpoint.memory_dir is not None
+    assert all(build_transformer_config(config).num_moe_experts for config in configs)
+
+
+@pytest.mark.parametrize("example", OWN)
+def test_the_page_of_a_recipe_quotes_what_the_planner_says(example: str) -> None:
+    quotes = list(quoted((EXAMPLES / example / "README.md").read_text()))
+    assert quotes
+    for words, expected in quotes:
+        said = CliRunner().invoke(commands, words[1:], catch_exceptions=False).output
+        assert "\n".join(line.rstrip() for line in said.splitlines()).startswith(expected)
