@@ -39,7 +39,7 @@ WAIT_S = 120
 
 
 def waiting_standbys() -> int:
-    """How many wait for a seat now."""
+    """How many wait for a seat now; of those that can be copied one waits for all."""
     pids = [path.name.removeprefix("ready-") for path in FOLDER.glob("ready-*")]
     return sum(Path(f"/proc/{pid}").exists() for pid in pids)
 

@@ -70,7 +70,7 @@ def recoveries(kind: str) -> list[dict[str, Any]]:
         flags += ["--moe-ckpt-memory-dir", name]
         flags += [part for fault in FAULTS for part in ("--moe-ckpt-inject-fault", fault)]
         environment = os.environ | {"NPROC": str(RANKS), "PP": "2", "EP": "2", "TP": "1", "PYTHON": sys.executable}
-        environment |= {"STANDBYS": str(standbys), "READY_STANDBYS": str(standbys), "SEATS": str(seats)}
+        environment |= {"STANDBYS": str(standbys), "READY_STANDBYS": str(min(standbys, 1)), "SEATS": str(seats)}
         environment["KEEP"] = "1" if kind == "in place" else "0"
         environment |= {"SCRIPT": str(ROOT / "benchmarks" / "standby_job.py"), "TMPDIR": name}
         environment["MAX_RESTARTS"] = str(2 * len(FAULTS))

@@ -1,6 +1,7 @@
 """A worker without torch: `seat_worker.py FOLDER BEHAVIOUR`. In FOLDER it leaves `ready-PID` once it waits for a seat,
-and `ATTEMPT-RANK` with its pid once it sits. The last rank of the first attempt kills itself, when as many standbys as
-BEHAVIOUR says are ready; the second attempt ends well."""
+and `ATTEMPT-RANK` with its pid once it sits, and whether it has done what standbys do before. The last rank of the first
+attempt kills itself, when as many standbys as BEHAVIOUR says are ready; the second attempt ends well, but with `copies`
+only the third."""
 
 import os
 import signal
@@ -16,9 +17,12 @@ from megatron.core.dist_checkpointing.moe.seats import channel, seat  # noqa: E4
 
 folder, behaviour = Path(sys.argv[1]), sys.argv[2]
 WAIT_S = 60
+is_warm = False
 
 
 def warmed_up() -> None:
+    global is_warm
+    is_warm = True
     (folder / f"ready-{os.getpid()}").touch()
     if behaviour == "standbys die" and len(list(folder.glob("ready-*"))) <= 3:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -27,13 +31,13 @@ def warmed_up() -> None:
 if behaviour == "another release":
     channel.VERSION = seat.VERSION = 99
 if behaviour != "no seats":
-    seat.take_seat(warmed_up)
+    seat.take_seat(warmed_up, copies=behaviour == "copies")
 attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], int(os.environ["RANK"])
-(folder / f"{attempt}-{rank}").write_text(str(os.getpid()))
-if attempt == "0":
+(folder / f"{attempt}-{rank}").write_text(f"{os.getpid()} {is_warm}")
+if attempt == "0" or (behaviour == "copies" and attempt == "1"):
     if behaviour != "no seats":
         seat.own_seat().training()
-    wanted = {"two standbys": 2, "one standby": 1, "standbys die": 3}.get(behaviour, 0)
+    wanted = {"two standbys": 2, "one standby": 1, "copies": 1, "standbys die": 3}.get(behaviour, 0)
     until = time.monotonic() + WAIT_S
     while rank == 0 or len(list(folder.glob("ready-*"))) < wanted:
         if time.monotonic() > until:

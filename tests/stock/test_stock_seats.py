@@ -25,13 +25,13 @@ def losses(folder: Path, memory: Path, *extra: str, standbys: int) -> dict[int, 
     launcher += "--standalone --nproc-per-node 2 --max-restarts 2 --monitor-interval 0.1".split()
     reports = folder / "reports.jsonl"
     protect = ["--moe-ckpt-strategy", "full", "--moe-ckpt-memory-dir", str(memory), "--metrics-jsonl", str(reports)]
-    environment = {"LOOP": "stock", "OMP_NUM_THREADS": "1", "SEATS": str(seats), "READY_STANDBYS": str(standbys)}
+    environment = {"LOOP": "stock", "OMP_NUM_THREADS": "1", "SEATS": str(seats), "READY_STANDBYS": "1"}
     ended = subprocess.run(
         [*launcher, str(SCRIPT), *TWO.flags, *protect, *extra],
         cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=HANG_TIMEOUT_S,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert len(list(seats.glob("seated-*"))) == standbys
+    assert len(list(seats.glob("seated-*"))) == (2 if standbys else 0)
     lines = map(json.loads, reports.read_text().splitlines())
     return {line["iteration"]: (line["lm_loss"], line["grad_norm"]) for line in lines if "iteration" in line}
 

@@ -15,7 +15,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron.pretrain.seats.meeting import AgentsMeeting, Place, WorkersPlace
-from megatron.pretrain.seats.process import SeatProcess
+from megatron.pretrain.seats.process import COPY_S, SeatProcess, let_orphans_go
 from megatron.pretrain.warm_up import RANKS
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,8 @@ class SeatAgent(LocalElasticAgent):
     and to new processes where there are too few.
 
     Args:
-        standbys: How many to keep waiting. They are started once training goes on, so that nothing is slower for them.
+        standbys: How many to keep waiting, or one if that can be copied. They are started once training goes on, so that
+            nothing is slower for them.
         arguments, options: As of torch's own agent.
     """
 
@@ -97,7 +98,7 @@ class SeatAgent(LocalElasticAgent):
                 self._seats[seat], how = survivor, "stays"
                 survivor.sit(environment)
             elif self._standbys:
-                self._seats[seat], how = self._standbys.pop(0), "was a standby"
+                self._seats[seat], how = self._standby()
                 self._seats[seat].sit(environment)
             else:
                 self._seats[seat], how = self._started(environment), "is new"
@@ -107,6 +108,7 @@ class SeatAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._hear()
+        let_orphans_go([process.pid for process in (*self._seats.values(), *self._standbys)])
         codes = {seat: process.exit_code for seat, process in self._seats.items()}
         left = {seat: 1 for seat, process in self._seats.items() if process.has_left}
         if failed := left | {seat: code for seat, code in codes.items() if code}:
@@ -200,12 +202,22 @@ class SeatAgent(LocalElasticAgent):
         assert isinstance(spec.entrypoint, str), "the launcher starts a command"
         ranks = str(self._worker_group.workers[0].world_size)
         own = environment or {"TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(), RANKS: ranks}
-        return SeatProcess([spec.entrypoint, *spec.args], {**os.environ, **own}, idle=environment is None)
+        return SeatProcess.started([spec.entrypoint, *spec.args], {**os.environ, **own}, idle=environment is None)
+
+    def _standby(self) -> tuple[SeatProcess, str]:
+        """One for a seat, and what it is: a copy where one of those that wait can be copied, which then waits on."""
+        for standby in self._standbys:
+            if standby.copies:
+                if copy := standby.copy():
+                    return copy, f"is a copy of standby {standby.pid}"
+                log.warning("standby %d did not copy itself within %g s", standby.pid, COPY_S)
+        return self._standbys.pop(0), "was a standby"
 
     def _refill(self) -> None:
-        """Start the standby that is missing; one at a time, and none where they die again and again."""
+        """Start the standby that is missing; one at a time, and none where they die again and again. One that can be
+        copied is enough for all seats."""
         is_settled = self._quick_deaths < QUICK_DEATHS and all(one.is_ready for one in self._standbys)
-        if is_settled and len(self._standbys) < self._wanted:
+        if is_settled and len(self._standbys) < self._wanted and not any(one.copies for one in self._standbys):
             self._standbys.append(self._started())
 
     def _hear(self) -> None:

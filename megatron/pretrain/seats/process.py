@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
-import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Container, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
+import psutil
+
 from megatron.core.dist_checkpointing.moe.seats.channel import DESCRIPTOR, LAUNCHER_VERSION, VERSION, Channel, Message
+
+COPY_S = 5.0
+"""How long a standby may take to copy itself, which takes it some hundredths of a second."""
+_PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 
 
 class SeatProcess:
     """A process of the training script, waiting for a seat or in one.
-
-    Args:
-        command: Starts it.
-        environment: All of it.
-        idle: Run only where nothing else wants to, until it has a seat; as ever where the system would not undo that.
 
     Attributes:
         pid: Its number.
@@ -30,26 +32,53 @@ class SeatProcess:
         stays: It keeps its seat when it loses a peer.
         has_left: It has lost a peer, and waits for the rank that it gets next.
         takes_seats: Its script knows of seats.
+        copies: It waits, and can be copied for each seat.
         problem: Why it cannot be seated; empty if it can.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, idle: bool) -> None:
+    def __init__(self, process: psutil.Process, channel: Channel, *, is_idle: bool = False) -> None:
+        self._process, self._channel, self._is_idle = process, channel, is_idle
+        self.pid = process.pid
+        self.is_ready = self.is_training = self.takes_seats = self.stays = self.has_left = self.copies = False
+        self.problem = ""
+
+    @classmethod
+    def started(cls, command: Sequence[str], environment: Mapping[str, str], *, idle: bool) -> SeatProcess:
+        """A new one. environment: all of it. idle: run only where nothing else wants to, until it has a seat; as ever
+        where the system would not undo that."""
         here, there = socket.socketpair()
         with there:
             own = {DESCRIPTOR: str(there.fileno()), LAUNCHER_VERSION: str(VERSION)}
-            self._process = subprocess.Popen(command, env={**environment, **own}, pass_fds=[there.fileno()])
-        self._channel = Channel(here)
-        self.pid = self._process.pid
-        self._is_idle = idle and may_leave_idle_class()
-        if self._is_idle:
-            os.sched_setscheduler(self.pid, os.SCHED_IDLE, os.sched_param(0))
-        self.is_ready = self.is_training = self.takes_seats = self.stays = self.has_left = False
-        self.problem = ""
+            process = psutil.Popen(command, env={**environment, **own}, pass_fds=[there.fileno()])
+        is_idle = idle and may_leave_idle_class()
+        if is_idle:
+            os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
+        return cls(process, Channel(here), is_idle=is_idle)
+
+    def copy(self) -> SeatProcess | None:
+        """A copy of this standby, which waits as it does; None where there is none within `COPY_S`."""
+        adopt_orphans()
+        self._leave_idle_class()  # it sleeps from here on, but for the moments that a copy takes
+        here, there = socket.socketpair()
+        channel, until = Channel(here), time.monotonic() + COPY_S
+        with there, contextlib.suppress(ConnectionError, psutil.NoSuchProcess):
+            self._channel.send({"copy": True}, there.fileno())
+            there.close()
+            while (left_s := until - time.monotonic()) > 0:
+                for message in channel.receive(left_s):
+                    copy = SeatProcess(psutil.Process(message["pid"]), channel)
+                    copy._note(message)
+                    return copy
+        channel.close()
+        self.copies = False
+        return None
 
     @property
     def exit_code(self) -> int | None:
         """None while it runs; negative: the signal that ended it."""
-        return self._process.poll()
+        with contextlib.suppress(psutil.TimeoutExpired):
+            return self._process.wait(0)
+        return None
 
     def hear(self) -> None:
         """Note what it has said."""
@@ -69,6 +98,7 @@ class SeatProcess:
         self.is_training = self.is_training or "training" in message
         self.stays = self.stays or "stays" in message
         self.has_left = self.has_left or "left" in message
+        self.copies = self.copies or message.get("copies", False)
 
     def sit(self, environment: Mapping[str, str]) -> None:
         """Tell it its rank; it starts training. Its end, if it has ended, is seen by `exit_code`."""
@@ -100,10 +130,27 @@ class SeatProcess:
         """Whether it has ended within that time."""
         try:
             self._process.wait(max(0.0, timeout_s))
-        except subprocess.TimeoutExpired:
+        except psutil.TimeoutExpired:
             return False
         self._channel.close()
         return True
+
+
+@cache
+def adopt_orphans() -> None:
+    """From here on this process is the parent of those whose own has ended, among them copies of standbys."""
+    if (error := ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl(PR_SET_CHILD_SUBREAPER) gives {error}")
+
+
+def let_orphans_go(own: Container[int]) -> None:
+    """Take note of the ends of adopted processes, if any are adopted, so that the system can forget them. own: those
+    whose exit codes are asked for otherwise."""
+    if not adopt_orphans.cache_info().currsize:
+        return
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
+            os.waitpid(ended.si_pid, 0)
 
 
 @cache

@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -23,12 +24,14 @@ from torch.distributed import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from megatron.core.dist_checkpointing.moe.errors import PeerLost
+from megatron.core.dist_checkpointing.moe.seats import copies
 from megatron.core.dist_checkpointing.moe.seats import seat as seat_module
 from megatron.core.dist_checkpointing.moe.seats.channel import DESCRIPTOR, VERSION, Channel
 from megatron.core.dist_checkpointing.moe.seats.channel import LAUNCHER_VERSION as VERSION_OF
 from megatron.core.dist_checkpointing.moe.seats.seat import Seat
 from megatron.core.dist_checkpointing.moe.stock import flags
 from megatron.pretrain import rendezvous
+from megatron.pretrain.seats import process as process_module
 from megatron.pretrain.seats.meeting import AgentsMeeting, Place, settled, workers_store
 from megatron.pretrain.seats.process import SeatProcess, may_leave_idle_class
 from megatron.pretrain.seats.run import parse_options
@@ -104,13 +107,14 @@ def test_a_standby_warms_up_says_so_and_takes_the_rank_that_it_is_told(
 
     with monkeypatch.context() as scratch:
         scratch.setattr(os, "environ", dict(os.environ))
-        seat.take(warm_up)
+        seat.take(warm_up, copies=False)
         assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("3", "4")
     seat.training()
     seat.training()
     assert done == ["warm"]
     assert seat.taken_s is not None
-    assert launcher.receive(1.0) == [{"version": VERSION}, {"ready": True}, {"training": True}]
+    ready = {"version": VERSION, "pid": os.getpid(), "ready": True, "copies": False}
+    assert launcher.receive(1.0) == [{"version": VERSION}, ready, {"training": True}]
 
 
 def test_a_standby_whose_launcher_ends_ends_too(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +143,7 @@ def test_a_negative_number_of_standbys_is_refused(capsys: pytest.CaptureFixture[
 
 @pytest.mark.skipif(not may_leave_idle_class(), reason="this user's processes cannot leave the class for idle time")
 def test_a_standby_runs_where_nothing_else_wants_to_until_it_has_a_seat() -> None:
-    standby = SeatProcess([sys.executable, "-c", "input()"], os.environ, idle=True)
+    standby = SeatProcess.started([sys.executable, "-c", "input()"], os.environ, idle=True)
     try:
         assert os.sched_getscheduler(standby.pid) == os.SCHED_IDLE
         standby.sit({"RANK": "0"})
@@ -148,6 +152,53 @@ def test_a_standby_runs_where_nothing_else_wants_to_until_it_has_a_seat() -> Non
         standby.end(signal.SIGKILL)
         assert standby.wait(10.0)
     assert standby.exit_code == -signal.SIGKILL
+
+
+def test_a_standby_that_does_not_answer_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module, "COPY_S", 0.1)
+    standby = SeatProcess.started([sys.executable, "-c", "input()"], os.environ, idle=False)
+    try:
+        assert standby.copy() is None
+    finally:
+        standby.end(signal.SIGKILL)
+        assert standby.wait(10.0)
+    assert standby.copy() is None, "one that has ended"
+
+
+def test_a_process_with_a_thread_beside_its_own_is_not_copied() -> None:
+    script = "import threading; from megatron.core.dist_checkpointing.moe.seats.copies import may_be_copied as may; "
+    script += "print(may()); threading.Thread(target=input, daemon=True).start(); print(may())"
+    script = f"from moe_ckpt.megatron_core import skip_megatron_core; skip_megatron_core(); {script}"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=-1, stdout=-1, text=True) as process:
+        assert process.communicate("\n", timeout=60)[0].split() == ["True", "False"]
+
+
+def test_a_process_that_uses_a_gpu_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "listdir", lambda _: ["1"])  # one thread
+    assert copies.may_be_copied()
+    monkeypatch.setattr(os, "readlink", lambda _: "/dev/nvidiactl")
+    assert not copies.may_be_copied()
+
+
+def test_ends_of_adopted_processes_are_noted_and_those_of_own_ones_left_to_who_asks() -> None:
+    script = """
+import os, subprocess, sys, time
+from megatron.pretrain.seats.process import adopt_orphans, let_orphans_go
+def ended(pid): return open(f"/proc/{pid}/stat").read().split(")")[1].split()[0] == "Z"
+adopt_orphans()
+orphan = int(subprocess.run(["sh", "-c", "sleep 0.1 >&2 & echo $!"], stdout=-1).stdout)
+own = subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(7)"])
+until = time.monotonic() + 60
+while not (ended(orphan) and ended(own.pid)) and time.monotonic() < until:
+    time.sleep(0.01)
+assert int(open(f"/proc/{orphan}/stat").read().split(")")[1].split()[1]) == os.getpid()
+let_orphans_go([own.pid])  # the one that ended first may hide the other
+assert own.wait() == 7
+let_orphans_go([])
+print(os.path.exists(f"/proc/{orphan}"))
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "False\n", ended.stderr
 
 
 def test_flags_of_the_stock_loop_are_read_once_the_process_has_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:

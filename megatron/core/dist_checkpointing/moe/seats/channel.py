@@ -18,24 +18,37 @@ Message = dict[str, Any]
 
 
 class Channel:
-    """One end. Raises ConnectionError from any call once the other end is gone."""
+    """One end. Raises ConnectionError from any call once the other end is gone.
+
+    Attributes:
+        descriptors: Those that came with messages, oldest first; whoever takes one out closes it.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._text = connection, b""
+        self.descriptors: list[int] = []
         connection.setblocking(False)
         self._poll = select.poll()  # `select` takes no descriptor from 1024 on
         self._poll.register(connection, select.POLLIN)
 
-    def send(self, message: Message) -> None:
-        """Send without waiting; messages are far smaller than what a socket holds. Raises ConnectionError."""
-        self._connection.sendall(json.dumps(message).encode() + b"\n")
+    def send(self, message: Message, descriptor: int | None = None) -> None:
+        """Send without waiting; messages are far smaller than what a socket holds. Raises ConnectionError.
+
+        descriptor: One that the other process gets a copy of.
+        """
+        text = json.dumps(message).encode() + b"\n"
+        if descriptor is None:
+            self._connection.sendall(text)
+        else:
+            socket.send_fds(self._connection, [text], [descriptor])
 
     def receive(self, timeout_s: float = 0.0) -> list[Message]:
         """What has come, oldest first; waits for it `timeout_s` at most. Raises ConnectionError."""
         if not self._poll.poll(timeout_s * 1000):
             return []
         while self._poll.poll(0):
-            part = self._connection.recv(65536)
+            part, descriptors, *_ = socket.recv_fds(self._connection, 65536, 8, socket.MSG_CMSG_CLOEXEC)
+            self.descriptors += descriptors
             if not part:
                 if b"\n" in self._text:
                     break  # first what was said

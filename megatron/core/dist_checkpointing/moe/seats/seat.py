@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ..errors import PeerLost
 from .channel import DESCRIPTOR, LAUNCHER_VERSION, VERSION, Channel, Message
+from .copies import copied, may_be_copied
 from .heartbeat import own_heartbeat
 
 OWN_NAME = Path("/proc/self/comm")
@@ -49,7 +50,7 @@ class Seat:
         os.set_inheritable(int(number), False)
         return cls(Channel(socket.socket(fileno=int(number))), may_stay=version == str(VERSION))
 
-    def take(self, warm_up: Callable[[], None] | None = None) -> None:
+    def take(self, warm_up: Callable[[], None] | None = None, *, copies: bool = True) -> None:
         """See `take_seat`."""
         if self._channel is None:
             return
@@ -57,23 +58,37 @@ class Seat:
         try:
             self._channel.send({"version": VERSION})
             if waits:
-                self._wait(self._channel, warm_up)
+                self._wait(warm_up, copies)
         except ConnectionError as error:
             self._channel, self.may_stay = None, False
             if waits:
                 raise SystemExit(0) from error  # nobody will ever call
 
-    def _wait(self, channel: Channel, warm_up: Callable[[], None] | None) -> None:
+    def _wait(self, warm_up: Callable[[], None] | None, copies: bool) -> None:
         # Ctrl-C goes to all processes of a terminal; the launcher ends those that wait.
         interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
         if warm_up is not None:
             warm_up()
-        channel.send({"ready": True})
-        messages = channel.receive(LOOK_S)
-        while not messages:
-            messages = channel.receive(LOOK_S)
+        self._say_ready(copies=copies and may_be_copied())
+        while "seat" not in (message := self._next_message()):
+            assert self._channel is not None
+            if (channel := copied(self._channel.descriptors.pop(0))) is not None:
+                self._channel.close()  # here is the copy: that one is the original's
+                self._channel = channel
+                self._say_ready(copies=False)
         signal.signal(signal.SIGINT, interrupt)
-        self._sit(messages[0]["seat"])
+        self._sit(message["seat"])
+
+    def _say_ready(self, *, copies: bool) -> None:
+        assert self._channel is not None
+        self._channel.send({"version": VERSION, "pid": os.getpid(), "ready": True, "copies": copies})
+
+    def _next_message(self) -> Message:
+        """The launcher sends one at a time, and waits for what comes of it. Raises ConnectionError."""
+        assert self._channel is not None
+        while not (messages := self._channel.receive(LOOK_S)):
+            pass
+        return messages[0]
 
     def training(self) -> None:
         """New iterations are trained here: from now on standbys are in nobody's way."""
@@ -161,7 +176,7 @@ def own_seat() -> Seat:
     return Seat.from_environment()
 
 
-def take_seat(warm_up: Callable[[], None] | None = None) -> Seat:
+def take_seat(warm_up: Callable[[], None] | None = None, *, copies: bool = True) -> Seat:
     """Wait for a rank if this process was started without one, and put it into the environment as torchrun does.
 
     To be called once imports are done and before anything asks for the rank.
@@ -169,11 +184,13 @@ def take_seat(warm_up: Callable[[], None] | None = None) -> Seat:
     Args:
         warm_up: What else can be done before there is a rank; skipped in a process that has one. What goes wrong in it
             goes wrong again in training, so better let it pass.
+        copies: Whether a standby may be copied (`os.fork`) for each seat that it is needed for, in place of a start for
+            each. None is that has several threads, or a GPU.
 
     Raises:
         SystemExit: The launcher has ended.
     """
-    own_heartbeat()  # its launcher sees from here on that it runs
     seat = own_seat()
-    seat.take(warm_up)
+    seat.take(warm_up, copies=copies)
+    own_heartbeat()  # its launcher sees from here on that it runs
     return seat
