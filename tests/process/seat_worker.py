@@ -1,7 +1,7 @@
 """A worker without torch: `seat_worker.py FOLDER BEHAVIOUR`. In FOLDER it leaves `ready-PID` once it waits for a seat,
-and `ATTEMPT-RANK` with its pid once it sits, and whether it has done what standbys do before. The last rank of the first
-attempt kills itself, when as many standbys as BEHAVIOUR says are ready; the second attempt ends well, but with `copies`
-only the third."""
+and `ATTEMPT-RANK` with its pid once it sits, and whether it has done what standbys do before. The last rank of the
+first attempt kills itself, when as many standbys as BEHAVIOUR says are ready; the second attempt ends well, but with
+`copies` only the third."""
 
 import os
 import signal

@@ -38,8 +38,8 @@ class SeatAgent(LocalElasticAgent):
     and to new processes where there are too few.
 
     Args:
-        standbys: How many to keep waiting, or one if that can be copied. They are started once training goes on, so that
-            nothing is slower for them.
+        standbys: How many to keep waiting, or one if that can be copied. They are started once training goes on, so
+            that nothing is slower for them.
         arguments, options: As of torch's own agent.
     """
 

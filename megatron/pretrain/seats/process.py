@@ -76,9 +76,10 @@ class SeatProcess:
     @property
     def exit_code(self) -> int | None:
         """None while it runs; negative: the signal that ended it."""
+        code: int | None = None
         with contextlib.suppress(psutil.TimeoutExpired):
-            return self._process.wait(0)
-        return None
+            code = self._process.wait(0)
+        return code
 
     def hear(self) -> None:
         """Note what it has said."""
