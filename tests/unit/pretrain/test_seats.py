@@ -154,23 +154,24 @@ def test_a_standby_runs_where_nothing_else_wants_to_until_it_has_a_seat() -> Non
     assert standby.exit_code == -signal.SIGKILL
 
 
-def test_a_standby_that_does_not_answer_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("does", ["time.sleep(60)", "sys.exit()"])
+def test_a_standby_that_does_not_answer_is_not_copied(does: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module, "COPY_S", 0.1)
-    standby = SeatProcess.started([sys.executable, "-c", "input()"], os.environ, idle=False)
+    monkeypatch.setattr(process_module, "adopt_orphans", lambda: None)  # else this process does, for ever
+    standby = SeatProcess.started([sys.executable, "-c", f"import sys, time; {does}"], os.environ, idle=False)
     try:
         assert standby.copy() is None
     finally:
         standby.end(signal.SIGKILL)
         assert standby.wait(10.0)
-    assert standby.copy() is None, "one that has ended"
 
 
 def test_a_process_with_a_thread_beside_its_own_is_not_copied() -> None:
     script = "import threading; from megatron.core.dist_checkpointing.moe.seats.copies import may_be_copied as may; "
-    script += "print(may()); threading.Thread(target=input, daemon=True).start(); print(may())"
+    script += "print(may()); threading.Thread(target=threading.Event().wait, daemon=True).start(); print(may())"
     script = f"from moe_ckpt.megatron_core import skip_megatron_core; skip_megatron_core(); {script}"
-    with subprocess.Popen([sys.executable, "-c", script], stdin=-1, stdout=-1, text=True) as process:
-        assert process.communicate("\n", timeout=60)[0].split() == ["True", "False"]
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert ended.stdout.split() == ["True", "False"], ended.stderr
 
 
 def test_a_process_that_uses_a_gpu_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
