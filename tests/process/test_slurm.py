@@ -138,10 +138,9 @@ def dry_run(*arguments: str, limit_s: float = HANG_TIMEOUT_S, **settings: str) -
     )  # fmt: skip
     try:
         said, _ = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as error:
         os.killpg(process.pid, signal.SIGTERM)
-        said, _ = process.communicate()
-        pytest.fail(f"did not end; it said:\n{said}")
+        pytest.fail(f"did not end; it said:\n{(error.output or b'').decode()}")  # others may hold its output open
     return process.returncode, said
 
 
