@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from descriptors import room_for_open_files
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
@@ -93,13 +93,10 @@ def trainer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Trainer:
 
 @pytest.fixture
 def open_files() -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 2048), before[1]))
-    with ExitStack() as stack:
+    with room_for_open_files(2048), ExitStack() as stack:
         for _ in range(1100):
             stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
         yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def in_storage(tmp_path: Path) -> FilesystemStore:
