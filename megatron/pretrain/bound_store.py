@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 from datetime import timedelta
 
 from torch.distributed import TCPStore
+
+from megatron.pretrain.errors import TrainingFailure
 
 TIMEOUT = timedelta(minutes=5)
 """As torch's own stores wait for a key."""
@@ -21,7 +24,8 @@ def bound_store(host: str, port: int = 0, timeout: timedelta = TIMEOUT) -> TCPSt
         timeout: How long it waits for a key.
 
     Raises:
-        OSError: `host` is none of this machine, or the port is taken.
+        TrainingFailure: The port is taken.
+        OSError: `host` is none of this machine.
     """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     # A name for both, such as localhost: IPv4, which everybody tries.
@@ -31,9 +35,14 @@ def bound_store(host: str, port: int = 0, timeout: timedelta = TIMEOUT) -> TCPSt
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(socket.SOMAXCONN)
-    except OSError:
+    except OSError as error:
         listener.close()
-        raise
+        if not port or error.errno != errno.EADDRINUSE:
+            raise
+        raise TrainingFailure(
+            f"port {port} of {host} is taken: another process listens there; end that one (ss -ltnp shows it), or start"
+            " again with another port (--rdzv-endpoint HOST:PORT of torchrun, without torchrun MASTER_PORT)"
+        ) from error
     name, own_port = listener.getsockname()[:2]
     return TCPStore(
         name, own_port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()

@@ -40,13 +40,15 @@ JOIN_TIMEOUT_S = 300
 def main(argv: Sequence[str]) -> int:
     """Exit code of the job: 0, 2 for flags and inputs that cannot work, 1 when the restarts are used up."""
     options = _parse(argv)
-    if options.rdzv_endpoint is not None:
-        return _run_agent(options)
     try:
-        _check_flags(options)
+        return _run_agent(options) if options.rdzv_endpoint is not None else _run(options)
     except PretrainError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
+
+
+def _run(options: argparse.Namespace) -> int:
+    _check_flags(options)
     with tempfile.TemporaryDirectory(prefix="moe-ckpt-launch-") as folder:
         verdict = Path(folder) / "verdict"
         os.environ[VERDICT_FILE] = str(verdict)

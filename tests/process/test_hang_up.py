@@ -75,6 +75,38 @@ assert again.recv(1) == b"y"
     assert done.returncode == 0, done.stderr
 
 
+def test_connections_are_closed_though_no_descriptor_is_left() -> None:
+    """In a process of its own: it opens as many files as it may, and keeps them."""
+    code = """
+import os, resource, socket
+from megatron.core.dist_checkpointing.moe.runtime.disconnect import close_connections
+listener = socket.create_server(("127.0.0.1", 0))
+caller = socket.create_connection(listener.getsockname())
+called, _ = listener.accept()
+one, two = socket.socketpair()
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+opened = []
+try:
+    while True:
+        opened.append(os.open(os.devnull, os.O_RDONLY))
+except OSError:
+    pass
+assert close_connections() == 2
+assert caller.recv(9) == b""
+one.sendall(b"x")
+assert two.recv(1) == b"x"
+# All that was open still is, and is its owner's to close.
+for kept in (listener, caller, called, one, two):
+    kept.close()
+for descriptor in opened:
+    os.close(descriptor)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_an_error_is_the_loss_of_a_peer_where_a_connection_broke_or_it_came_from_there() -> None:
     lost = RuntimeError("[pair.cc:544] Connection closed by peer [127.0.0.1]:4711")
     assert is_lost_peer(lost)

@@ -130,11 +130,18 @@ def _require(path: Path, extent: Extent, data: bytes, sums: Mapping[Extent, str]
 def report(iteration: int, items: ItemsOfFiles, reads: Reads, seconds: float) -> LoadReport:
     """Of all ranks; a collective over them."""
     stored = sum(nbytes for of in items.values() for _, nbytes in of)
-    largest = max(items, key=lambda path: path.stat().st_size, default=None) if dist.get_rank() == 0 else None
+    largest = max(items, key=_nbytes, default=None) if dist.get_rank() == 0 else None
     own = reads.nbytes, seconds, disk_bytes_per_s(largest) if largest is not None else None
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
     return LoadReport(iteration, stored, sum(row[0] for row in found), max(row[1] for row in found), found[0][2])
+
+
+def _nbytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # removed since it was read, by whoever tidies up: no reason for this rank alone to fail
+        return 0
 
 
 def disk_bytes_per_s(path: Path) -> float | None:

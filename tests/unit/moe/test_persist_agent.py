@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import resource
+import select
 import signal
 import subprocess
 import sys
@@ -14,11 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import psutil
 import pytest
+from descriptors import room_for_open_files
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
-from megatron.core.dist_checkpointing.moe.runtime.persist_agent import LOCK, PersistAgent, wait_for_agent
+from megatron.core.dist_checkpointing.moe.runtime.persist_agent import (
+    LOCK,
+    PersistAgent,
+    last_line,
+    wait_for_agent,
+)
 from megatron.core.dist_checkpointing.moe.snapshot.persisting import CopyOrder, carry_out, line_of, orders_from
 from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
 from megatron.core.dist_checkpointing.moe.storage.manifest import use_secret
@@ -72,9 +79,6 @@ def trainer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Trainer:
                 memory = MemoryStore(tmp_path / "memory", "job", RANK, (LAYOUT.nbytes,) * 2)
                 sealed(memory)
                 agent = PersistAgent(memory.directory, str(tmp_path / "storage"), RANK, limit_s, secret)
-                deadline = time.monotonic() + 20
-                while not (memory.directory / LOCK).exists() and time.monotonic() < deadline:
-                    time.sleep(0.01)
                 does(memory, agent)
                 os.write(told, b"x")
                 signal.pause()
@@ -93,13 +97,10 @@ def trainer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Trainer:
 
 @pytest.fixture
 def open_files() -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 2048), before[1]))
-    with ExitStack() as stack:
+    with room_for_open_files(2048), ExitStack() as stack:
         for _ in range(1100):
             stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
         yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def in_storage(tmp_path: Path) -> FilesystemStore:
@@ -206,18 +207,70 @@ def test_it_ends_after_its_time_and_a_restart_does_not_wait_longer(
     assert "was NOT finished: not within 1 s" in line
 
 
-def test_a_restart_waits_only_so_long(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("moved", [False, True], ids=["", "from another slot"])
+def test_a_restart_waits_only_so_long(moved: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    own = tmp_path / "slot-000"
+    held = tmp_path / "slot-005" if moved else own
+    held.mkdir()
     holder = (
         "import fcntl, os, sys, time\n"
-        f"fcntl.flock(os.open({str(tmp_path / LOCK)!r}, os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)\n"
+        f"fcntl.flock(os.open({str(held / LOCK)!r}, os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)\n"
         "print(flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE) as process, ExitStack() as stack:
         stack.callback(process.kill)
         assert process.stdout is not None
         process.stdout.readline()
-        wait_for_agent(tmp_path, -4.5)
-    assert "another process still persists for this slot after 0.5 s" in caplog.text
+        wait_for_agent(own, -4.5)
+    assert f"{held}: another process still persists for this slot after 0.5 s" in caplog.text
+
+
+def test_a_restart_finds_the_process_of_a_trainer_that_died_as_soon_as_it_had_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "memory").mkdir()
+    memory = MemoryStore(tmp_path / "memory", "job", RANK, (LAYOUT.nbytes,))
+    agent = PersistAgent(memory.directory, str(tmp_path / "storage"), RANK, 30.0, None)
+    wait_for_agent(memory.directory, -5.0)
+    assert "another process still persists for this slot after 0 s" in caplog.text
+    agent.close()
+    caplog.clear()
+    wait_for_agent(memory.directory, 30.0)
+    assert caplog.text == ""
+
+
+def test_the_process_leaves_nothing_in_a_slot_whose_memory_was_given_back(tmp_path: Path) -> None:
+    """It may still be starting when a short job ends: a folder that is removed meanwhile must not get a new file."""
+    slot = tmp_path / "slot-003"
+    slot.mkdir()
+    before = psutil.Process().children()
+    agent = PersistAgent(slot, str(tmp_path / "storage"), RANK, 30.0, None)
+    started = [process for process in psutil.Process().children() if process not in before]
+    for path in slot.iterdir():  # as `MemoryStore.remove` does first
+        path.unlink()
+    agent.close()
+    _, alive = psutil.wait_procs(started, timeout=60.0)
+    assert started
+    assert not alive
+    slot.rmdir()
+
+
+def reading_s(monkeypatch: pytest.MonkeyPatch, pieces: int) -> float:
+    """CPU seconds that it takes to take in one line of so many pieces, at best of three times."""
+
+    def read() -> float:
+        coming = iter([*[bytes(64)] * pieces, b"\n", b""])
+        monkeypatch.setattr(os, "read", lambda descriptor, most: next(coming))
+        begun_s = time.thread_time()
+        assert len(last_line(os.getppid())) == 64 * pieces
+        return time.thread_time() - begun_s
+
+    monkeypatch.setattr(select, "select", lambda reading, *_: ([0], [], []))
+    return min(read() for _ in range(3))
+
+
+def test_a_line_of_eight_times_as_many_orders_takes_about_eight_times_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reading_s(monkeypatch, 40_000) < 24 * reading_s(monkeypatch, 5_000)
 
 
 def test_what_was_closed_is_finished_though_the_trainer_lives_on(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, Sna
 from megatron.core.dist_checkpointing.moe.resharding.generation import LiveLayout, LiveTensor
 from megatron.core.dist_checkpointing.moe.resharding.store import ReshardingStore
 from megatron.core.dist_checkpointing.moe.resharding.trainer import fitted
-from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
+from megatron.core.dist_checkpointing.moe.storage.filesystem import SEGMENT, FilesystemStore
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Part, Topology
 
 OPERATOR = OperatorId(0, OperatorKind.NON_EXPERT)
@@ -311,6 +311,21 @@ def test_what_another_layout_left_is_copied_as_it_is(tmp_path: Path) -> None:
     ]
     assert len(before) == 2 * 2 * OLD.world_size
     assert all(one.read_bytes() == other.read_bytes() for one, other in zip(before, after, strict=True))
+
+
+def test_a_damaged_generation_is_named_and_the_others_are_copied(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    windows(tmp_path / "from", (1, 2), (3, 4))
+    records = tmp_path / "from" / SnapshotId(2, 2).name / SEGMENT
+    records.write_bytes(bytes(records.stat().st_size))
+    view(tmp_path / "from").copy_older(FilesystemStore(tmp_path / "to", 0))
+    found = view(tmp_path / "to").older_window()
+    assert found is not None
+    assert (found.first, found.last) == (3, 4)
+    (warning,) = caplog.messages
+    assert "iteration 2 of the layout world_size 4, tp 2, etp 2 is left out" in warning
+    assert "does not match its checksum" in warning
 
 
 def test_random_draws_are_refused_unless_accepted(folder: Path) -> None:

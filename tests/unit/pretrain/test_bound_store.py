@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from datetime import timedelta
 
 import pytest
 from torch.distributed import TCPStore
 
 from megatron.pretrain.bound_store import bound_store, is_address, is_loopback
+from megatron.pretrain.errors import TrainingFailure
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
@@ -23,12 +26,36 @@ def test_a_store_is_reached_at_its_address_and_at_no_other(host: str) -> None:
     socket.create_connection(("127.0.0.2", everywhere.port), timeout=10).close()  # as torch's own are
 
 
-def test_an_address_of_another_machine_and_a_taken_port_are_errors() -> None:
+def test_an_address_of_another_machine_is_an_error() -> None:
     with pytest.raises(OSError, match="Cannot assign requested address"):
         bound_store("192.0.2.1")
+
+
+def test_a_taken_port_is_named_in_one_line_with_what_to_do() -> None:
     store = bound_store("127.0.0.1")
-    with pytest.raises(OSError, match="Address already in use"):
+    with pytest.raises(TrainingFailure) as refused:
         bound_store("127.0.0.1", store.port)
+    said = str(refused.value)
+    assert said.startswith(f"port {store.port} of 127.0.0.1 is taken: another process listens there;")
+    assert "--rdzv-endpoint" in said
+    assert "MASTER_PORT" in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("nodes", [["--nnodes", "2"], []], ids=["several nodes", "one node"])
+def test_a_launcher_that_finds_its_port_taken_ends_with_that_line(nodes: list[str]) -> None:
+    store = bound_store("127.0.0.1")
+    code = f"""
+import sys
+from megatron.pretrain import launch
+launch._free_port = lambda: {store.port}
+launch._check_flags = lambda options: None
+sys.exit(launch.main(["--nproc-per-node", "1", *{nodes}, "train.py"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == TrainingFailure.exit_code, done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"port {store.port} of 127.0.0.1 is taken")
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

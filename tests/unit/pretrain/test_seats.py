@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import fcntl
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -18,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+from descriptors import room_for_open_files
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore, TCPStore
@@ -50,17 +49,6 @@ def ends() -> Iterator[Ends]:
                 thread.join(5.0)  # a seat that listens to its launcher ends with it
 
 
-@contextlib.contextmanager
-def open_many() -> Iterator[None]:
-    """Descriptors from 1024 on may be used."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if before[1] < 1100:
-        pytest.skip(f"at most {before[1]} open files are allowed here")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 1100), before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
 def test_a_message_that_comes_in_pieces_is_one_message(ends: Ends) -> None:
     channel, other = ends
     other.sendall(b'{"seat": {"RA')
@@ -71,7 +59,7 @@ def test_a_message_that_comes_in_pieces_is_one_message(ends: Ends) -> None:
 
 def test_a_process_with_many_open_files_is_heard_too() -> None:
     one, other = socket.socketpair()
-    with one, other, open_many(), socket.socket(fileno=fcntl.fcntl(one, fcntl.F_DUPFD, 1024)) as high:
+    with one, other, room_for_open_files(1100), socket.socket(fileno=fcntl.fcntl(one, fcntl.F_DUPFD, 1024)) as high:
         other.sendall(b'{"ready": true}\n')
         assert Channel(high).receive(1.0) == [{"ready": True}]
 

@@ -68,11 +68,19 @@ class ReshardingStore:
             return None
 
     def copy_older(self, into: Store) -> None:
-        """Store all that other layouts left once more, as it is. Raises UnreadableCheckpoint, StoreFailure."""
+        """Store all that other layouts left once more, as it is; what is damaged is named in a warning and left out.
+
+        Raises StoreFailure.
+        """
         for generation in self._found().values():
             for snapshot in snapshots_of(generation):
-                with self._open_source(generation, snapshot) as reader:
-                    copy_of(reader, into)
+                try:
+                    with self._open_source(generation, snapshot) as reader:
+                        copy_of(reader, into)
+                except UnreadableCheckpoint as error:
+                    old = described(generation.any.facts.topology)
+                    log.warning("iteration %d of the layout %s is left out: %s", snapshot.iteration, old, error)
+                    break  # of no use without this share
 
     def reserve(self, snapshot: SnapshotId, layout: Layout) -> Writer:
         """As `ports.Store.reserve`."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import resource
 import socket
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -45,13 +48,12 @@ def close_connections() -> int:
     chain of ranks would wait for each other's parking. Gloo has no call for that which peers notice, so all connected
     TCP sockets are shut down, those to the rendezvous too; communicators of NCCL are aborted, which also lets kernels
     on the device go that wait for a lost peer. Transports are told, since they may wait where there is no connection
-    yet. No collective is possible afterwards. What was sent before arrives.
+    yet. No collective is possible afterwards. What was sent before arrives. No file is opened where none may be.
     """
     hang_up()
     stop_waiting()
     _abort_communicators()
-    descriptors = [int(entry.name) for entry in _DESCRIPTORS.iterdir() if entry.name.isdecimal()]
-    return sum(_shut(descriptor) for descriptor in sorted(descriptors) if descriptor > _STDERR)
+    return sum(_shut(descriptor) for descriptor in _open_descriptors() if descriptor > _STDERR)
 
 
 def named_groups() -> dict[str, dist.ProcessGroup]:
@@ -66,25 +68,42 @@ def take_aborted_groups() -> dict[str, dist.ProcessGroup]:
     return groups
 
 
+def _open_descriptors() -> Iterable[int]:
+    """Those of this process; all that it may have where they cannot be listed, which takes one more."""
+    try:
+        return sorted(int(name) for name in os.listdir(_DESCRIPTORS) if name.isdecimal())
+    except OSError:
+        return range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
 def _shut(descriptor: int) -> bool:
     """Whether this was a connected TCP socket."""
     try:
         copy = os.dup(descriptor)
-    except OSError:  # closed by another thread meanwhile
+    except OSError as error:
+        # Without a descriptor for a copy the socket itself has to do, else it was closed by another thread meanwhile.
+        return error.errno in (errno.EMFILE, errno.ENFILE) and _shut_itself(descriptor)
+    try:
+        return _shut_itself(copy)
+    finally:
+        os.close(copy)
+
+
+def _shut_itself(descriptor: int) -> bool:
+    """As `_shut`; the descriptor stays open."""
+    try:
+        connection = socket.socket(fileno=descriptor)
+    except OSError:  # no socket
         return False
     try:
-        connection = socket.socket(fileno=copy)
-    except OSError:  # no socket
-        os.close(copy)
-        return False
-    with connection:
         if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
             return False
-        try:
-            connection.getpeername()
-            connection.shutdown(socket.SHUT_RDWR)
-        except OSError:  # listens, or is gone already
-            return False
+        connection.getpeername()
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:  # listens, or is gone already
+        return False
+    finally:
+        connection.detach()
     return True
 
 

@@ -71,7 +71,7 @@ class OlderLayout:
         return self._storage.older_window() if self._storage is not None else None
 
     def copy_to(self, folder: Path) -> None:
-        """Copy what other layouts left to a folder, as storage has it. Raises UnreadableCheckpoint, StoreFailure."""
+        """Copy what other layouts left to a folder, as `ReshardingStore.copy_older`. Raises StoreFailure."""
         if self._storage is not None:
             self._storage.copy_older(FilesystemStore(folder, 0))
 

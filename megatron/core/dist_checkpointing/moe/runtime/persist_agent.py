@@ -6,8 +6,10 @@ library loaded, for which it is started by its file. When the trainer has died, 
 are open, it carries them out: the snapshots are sealed in shared memory, from which it reads them, and each is
 published by the same code and the same single act as in the trainer. Then, and after `limit_s` at the latest, it ends.
 
-It holds a lock in the trainer's folder of the memory tier for as long as it runs. A restart waits for that lock before
-it looks at storage, so that two processes never write what one rank owns, and all ranks see the same.
+It holds a lock in the trainer's folder of the memory tier for as long as it runs; the trainer takes it and hands it
+over, so that there is no moment without. A restart waits for the locks in all such folders of its node before it looks
+at storage, since a rank may come back in another one: two processes never write what one rank owns, and all ranks see
+the same.
 """
 
 from __future__ import annotations
@@ -57,16 +59,23 @@ class PersistAgent:
 
     def __init__(self, directory: Path, place: str, rank: int, limit_s: float, secret: bytes | None) -> None:
         """Raises OSError where no process can be started."""
-        facts = {"slot": str(directory), "place": place, "rank": rank, "limit_s": limit_s}
-        # In a session of its own: what ends the trainer's group must not end this one.
-        process = subprocess.Popen(
-            [sys.executable, "-P", __file__, str(os.getpid())],
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
+        lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            with suppress(BlockingIOError):  # one of an earlier attempt has it: the process waits for that
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # In a session of its own: what ends the trainer's group must not end this one.
+            process = subprocess.Popen(
+                [sys.executable, "-P", __file__, str(os.getpid())],
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=[lock],
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+        finally:
+            os.close(lock)
+        facts = {"slot": str(directory), "place": place, "rank": rank, "limit_s": limit_s, "lock": lock}
         assert process.stdin is not None
         self._pipe, self._mutex = process.stdin, threading.Lock()
         threading.Thread(target=process.wait, name="moe-ckpt-persist-agent", daemon=True).start()  # no zombie stays
@@ -105,34 +114,42 @@ class PersistAgent:
 
 
 def wait_for_agent(directory: Path, limit_s: float | None) -> None:
-    """Wait until no agent of an earlier attempt works for this slot; bounded, after which a warning says so."""
-    try:
-        descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:  # there never was one
-        return
+    """Wait until no agent of an earlier attempt of the job works on this node.
+
+    For this slot or another one: a restart may give this rank another slot than its agent works for.
+
+    Args:
+        directory: This process's slot of the memory tier, there or not.
+        limit_s: How long agents of this job may take; the wait is `MARGIN_S` longer. None: `LONGEST_WAIT_S`. After it,
+            an error is logged for each slot with an agent.
+    """
     waits_s = LONGEST_WAIT_S if limit_s is None else limit_s + MARGIN_S
     until_s = time.monotonic() + waits_s
-    try:
-        while not _locks(descriptor):
+    for path in sorted(directory.parent.glob(f"*/{LOCK}")):
+        while _is_locked(path):
             if time.monotonic() > until_s:
-                log.error("%s: another process still persists for this slot after %g s; going on", directory, waits_s)
-                return
+                log.error("%s: another process still persists for this slot after %g s; going on", path.parent, waits_s)
+                break
             time.sleep(_TICK_S)
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:  # it was removed meanwhile
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: other ranks of the node look, too
+    except BlockingIOError:
+        return True
     finally:
         os.close(descriptor)
-
-
-def _locks(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+    return False
 
 
 def last_line(parent: int) -> bytes:
     """The last whole line that a trainer said until it was gone, or had closed the connection; empty for none."""
-    last, rest = b"", b""
+    last, rest = b"", bytearray()
     life = os.pidfd_open(os.getppid())
     is_alive = os.getppid() == parent
     while True:
@@ -142,10 +159,14 @@ def last_line(parent: int) -> bytes:
             content = os.read(0, 1 << 20)
             if not content:
                 return last
-            *whole, rest = (rest + content).split(b"\n")
+            ended, newline, begun = content.rpartition(b"\n")
+            if not newline:
+                rest += content
+                continue
+            whole = bytes(rest + ended).split(b"\n")
             if _CLOSED in whole:
                 return [last, *whole][whole.index(_CLOSED)]
-            last = whole[-1] if whole else last
+            last, rest = whole[-1], bytearray(begun)
         elif is_alive:
             is_alive = False  # what it said before may still be on its way
         else:
@@ -162,9 +183,7 @@ def main(parent: int) -> int:
         signal.signal(number, signal.SIG_IGN)
     # The first line is read apart: the lock has to be held before anything is begun.
     facts = json.loads(_first_line())
-    with suppress(FileNotFoundError):
-        held = os.open(Path(facts["slot"]) / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        fcntl.flock(held, fcntl.LOCK_EX)
+    fcntl.flock(facts["lock"], fcntl.LOCK_EX)  # of the trainer, who holds it unless an earlier attempt's process does
     orders = last_line(parent)
     if orders in (b"", b"[]"):
         return 0

@@ -121,7 +121,7 @@ class Session:
         return OlderWindow(**cast("dict[str, Any]", found)) if found is not None else None
 
     def copy_older(self, folder: Path) -> None:
-        """Copy what other layouts left to a folder, as storage has it; on one rank. Raises UnreadableCheckpoint,
+        """Copy what other layouts left and is not damaged to a folder, as storage has it; on one rank. Raises
         StoreFailure."""
         self._parts.older.copy_to(folder)
 
