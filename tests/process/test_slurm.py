@@ -70,6 +70,8 @@ def agent():
         sys.exit(1)
     elif what == "waiting":
         (mine / "left").touch()
+        while len(list(mine.parent.glob("*/left"))) < int(os.environ["SLURM_JOB_NUM_NODES"]):
+            time.sleep(0.05)  # as training does; a task that does not run yet is not told that time is up
         with open(sys.argv[-1], "a") as reports:
             reports.write('{{"iteration": 1}}\\n')
         while True:
