@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import shutil
@@ -128,6 +129,7 @@ def struck(owner: Any, name: str, before: str, after: str) -> None:
     """Have a function of the driver struck before or after what it does."""
     own: Callable[..., Any] = getattr(owner, name)
 
+    @functools.wraps(own)  # Megatron-LM looks at the parameters of some
     def called(*arguments: Any, **options: Any) -> Any:
         strike(before)
         outcome = own(*arguments, **options)
