@@ -17,7 +17,8 @@ NewJob = Callable[..., StockJob]
 Undisturbed = Callable[[Shape], Records]
 
 SPARSE = "sparse --moe-ckpt-window 2"
-INTERLEAVED = Shape(ranks=2, pp=2, ep=1, more=("--num-virtual-stages-per-pipeline-rank", "2", "--num-layers", "4"))
+VIRTUAL = ("--num-virtual-stages-per-pipeline-rank", "2", "--num-layers", "4", "--global-batch-size", "4")
+INTERLEAVED = Shape(ranks=2, pp=2, ep=1, more=VIRTUAL)
 OVERLAPPED = Shape(ranks=2, pp=1, ep=2, more=("--overlap-grad-reduce", "--overlap-param-gather"))
 EVALUATED = Shape(ranks=4, pp=2, ep=2, more=("--eval-iters", "2", "--eval-interval", "2"))
 DEEP = Shape(ranks=4, pp=4, ep=1)
