@@ -57,11 +57,11 @@ class SeatProcess:
 
     def copy(self) -> SeatProcess | None:
         """A copy of this standby, which waits as it does; None where there is none within `COPY_S`."""
-        adopt_orphans()
         self._leave_idle_class()  # it sleeps from here on, but for the moments that a copy takes
         here, there = socket.socketpair()
         channel, until = Channel(here), time.monotonic() + COPY_S
-        with there, contextlib.suppress(ConnectionError, psutil.NoSuchProcess):
+        with there, contextlib.suppress(OSError, psutil.NoSuchProcess):
+            adopt_orphans()
             self._channel.send({"copy": True}, there.fileno())
             there.close()
             while (left_s := until - time.monotonic()) > 0:

@@ -154,6 +154,19 @@ def test_a_standby_that_does_not_answer_is_not_copied(does: str, monkeypatch: py
         assert standby.wait(10.0)
 
 
+def test_a_standby_is_not_copied_where_the_system_lets_nobody_adopt_orphans(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> None:
+        raise PermissionError("prctl")
+
+    monkeypatch.setattr(process_module, "adopt_orphans", refused)
+    standby = SeatProcess.started([sys.executable, "-c", "input()"], os.environ, idle=False)
+    try:
+        assert standby.copy() is None
+    finally:
+        standby.end(signal.SIGKILL)
+        assert standby.wait(10.0)
+
+
 def test_a_process_with_a_thread_beside_its_own_is_not_copied() -> None:
     script = "import threading; from megatron.core.dist_checkpointing.moe.seats.copies import may_be_copied as may; "
     script += "print(may()); threading.Thread(target=threading.Event().wait, daemon=True).start(); print(may())"
