@@ -7,6 +7,7 @@ ones. Where a file carries a checksum, half of the changed ones carry the right 
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
@@ -22,10 +23,11 @@ import numpy as np
 import pytest
 import torch
 from effort import examples
+from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemWriter, save
 from xxhash import xxh3_64_intdigest
 
-from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError, UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.replication import messages
 from megatron.core.dist_checkpointing.moe.seats.heartbeat import read_beat
@@ -38,6 +40,7 @@ from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.indexed_corpus import open_corpus
 from moe_ckpt.dense import chain, integrity, items
 from moe_ckpt.dense.dcp_metadata import parse_index
+from moe_ckpt.hugging_face.folder import INDEX, SINGLE, Folder
 
 INPUTS = examples(10_000)
 MOST_S_EACH, MOST_BYTES = 2.0, 512 << 20
@@ -182,6 +185,28 @@ def keyed_again(content: bytes) -> bytes:
     return b'{"hmac":"%s","manifest":%s}\n' % (signed(b"a secret of some bytes", body).encode(), body)
 
 
+def some_weights(folder: Path) -> bytes:
+    folder.mkdir()
+    save_file({"a.weight": torch.ones(2, 3), "b.weight": torch.zeros(4, dtype=torch.bfloat16)}, folder / SINGLE)
+    return (folder / SINGLE).read_bytes()
+
+
+def read_weights(folder: Path, content: bytes) -> object:
+    (folder / SINGLE).write_bytes(content)
+    found = Folder(folder)
+    return [found.read(name) for name in found.tensors]
+
+
+def a_weight_map(folder: Path) -> bytes:
+    some_weights(folder)
+    return json.dumps({"metadata": {"total_size": 32}, "weight_map": {"a.weight": SINGLE, "b.weight": SINGLE}}).encode()
+
+
+def read_weight_maps(folder: Path, content: bytes) -> object:
+    (folder / INDEX).write_bytes(content)
+    return Folder(folder).tensors
+
+
 def targets(folder: Path) -> dict[str, Target]:
     sums = {Path("__0_0.distcp"): integrity.FileSum(12, "0" * 32), Path("common.pt"): integrity.FileSum(5, "a" * 32)}
     saved = integrity.encode({str(path): one for path, one in sums.items()})  # type: ignore[arg-type]
@@ -213,6 +238,12 @@ def targets(folder: Path) -> dict[str, Target]:
             lambda content: chain.decode(content, "it"), UnreadableCheckpoint, (one,), partial(reframed, "chain")
         ),
         "index of a corpus": Target(partial(opened_corpus, folder), InvalidInput, (a_corpus(folder),)),
+        "weights of Hugging Face": Target(
+            partial(read_weights, folder / "hf"), MoECheckpointError, (some_weights(folder / "hf"),)
+        ),
+        "index of Hugging Face": Target(
+            partial(read_weight_maps, folder / "sharded"), MoECheckpointError, (a_weight_map(folder / "sharded"),)
+        ),
         "heartbeat": Target(partial(beat, folder), NotImplementedError, (struct.pack("<qqq", 1, 2, 1),)),
         "names of files in memory": Target(
             names, NotImplementedError, (b"segment-002.iter_0000012-rank_00003-snapshot.json",)
@@ -223,7 +254,8 @@ def targets(folder: Path) -> dict[str, Target]:
 NAMES = (
     "manifest", "manifest with a key", "message header", "message table", "message answers",
     "index of a dense checkpoint", "checksums of a dense checkpoint", "items of a dense checkpoint",
-    "chain of partial saves", "index of a corpus", "heartbeat", "names of files in memory",
+    "chain of partial saves", "index of a corpus", "weights of Hugging Face", "index of Hugging Face", "heartbeat",
+    "names of files in memory",
 )  # fmt: skip
 
 
