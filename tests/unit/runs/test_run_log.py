@@ -193,6 +193,7 @@ def runs_of(lines: list[bytes], cut: int, folder: Path) -> list[Run] | MoECheckp
         return error
 
 
+@pytest.mark.timeout(1800)  # 10,000 take minutes
 @settings(max_examples=10_000 if FULL else 200)
 @given(lines=st.lists(_LINES, max_size=8), cut=st.integers(0, 30))
 def test_whatever_is_in_a_file_there_are_figures_or_the_named_error(
