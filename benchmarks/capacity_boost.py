@@ -188,8 +188,9 @@ up for them (MOETION 6).
 {rows}
 
 - **MLT** (MOETION eq. 6, all faults) is at most {most:.3%}; MOETION finds up to {limit:.0%} harmless, which
-  {exceeding} of {struck} runs with faults exceed (with four faults in 160 iterations, twice the rate, 2 of 6 did: 2.3 to
-  3.5 %, with final losses -2.75 % to +1.47 % off). With the boost it is lower than without for {lower} of {seeds} seeds.
+  {exceeding} of {struck} runs with faults exceed (with four faults in 160 iterations, twice the rate, 2 of 6 did: 2.3
+  to 3.5 %, with final losses -2.75 % to +1.47 % off).
+  With the boost it is lower than without for {lower} of {seeds} seeds.
 - Final validation loss against the fault-free run of the same seed: {with_boost} with the boost, {without} without. The
   {seeds} fault-free runs, which differ in their weights and in what they evaluate, are {apart:.2%} apart.
 - "made up in iterations" has one number for each fault: how long tokens were owed. Where it is the distance to the next
