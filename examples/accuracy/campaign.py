@@ -71,7 +71,7 @@ class Scale:
         return Size(self.iterations, self.iterations // self.evaluations, self.eval_iters, self.kills)
 
 
-WHOLE = Scale(500, 40, 10, 400, ("1@90:forward-backward", "0@181:step", "1@270:start", "0@361:end", "1@442:step"))
+WHOLE = Scale(320, 40, 8, 400, ("1@60:forward-backward", "0@121:step", "1@190:start", "0@262:end"))
 TINY = Scale(16, 1, 2, 4, ("1@6:forward-backward", "0@11:step"))
 
 
