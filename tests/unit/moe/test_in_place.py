@@ -82,6 +82,16 @@ def test_holders_that_were_found_ahead_of_time_and_those_that_came_later_get_the
 
 
 @pytest.mark.usefixtures("connected")
+def test_what_went_away_after_it_was_found_ahead_of_time_is_no_obstacle() -> None:
+    # A tuple cannot be given the new group: only that nobody keeps it any more saves the process.
+    held = [(parallel_state.get_pipeline_model_parallel_group(), object())]
+    taken = renewed()
+    taken.find_holders()
+    held.clear()
+    taken.replace()
+
+
+@pytest.mark.usefixtures("connected")
 def test_no_search_is_needed_where_all_holders_were_found_ahead_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
     held = Holder(parallel_state.get_pipeline_model_parallel_group())
     taken = renewed()

@@ -70,12 +70,16 @@ class ProcessGroups:
         olds = list(old.values())
         del old
         found: Counter[str] = Counter()
-        # One statement each: a name that is left behind would be a holder, too.
-        for holder in holders:
+        # Names are emptied: what is left behind in one would be a holder, too.
+        holder: Any
+        while holders:
+            holder = holders.pop()
             found[_kind(holder)] += _swapped(holder, swap)
+        holder = None
         if _are_referred_to(olds):
             for holder in _holders_of(olds):
                 found[_kind(holder)] += _swapped(holder, swap)
+            holder = None
         if left := _kinds_of_holders(olds):
             gc.collect()  # what the interrupted iteration left in circles
             left = _kinds_of_holders(olds)
