@@ -45,8 +45,8 @@ FEW, MANY = 1, 3
 class Settings:
     """What to time. patterns: layers of a stage, 1 with experts and 0 without. micro_batch_sizes: ascending. repeats:
     of each, of which the median counts. copied_bytes: of the block that is copied to the host beside training. result,
-    killed, back: files for what was found, and for when a rank was killed and all were back; progress: one that gets a
-    character after each row."""
+    killed, back: files for what was found, and for when a rank was killed and all trained again; progress: one that
+    gets a character after each row."""
 
     patterns: tuple[tuple[int, ...], ...]
     micro_batch_sizes: tuple[int, ...]
@@ -73,23 +73,26 @@ def main(argv: Sequence[str]) -> int:
 def time_layers(
     argv: Sequence[str], settings: Settings, config: PretrainConfig, launch: Launch, _marks: Timestamps
 ) -> None:
-    """Time all patterns and lose a rank; after the restart only note when everything was built."""
+    """Time all patterns and lose a rank; after the restart only note when training goes at its pace."""
     environment = probe_environment(launch.world_size, launch.node_ranks)
     stages = config.parallel.pipeline_model_parallel_size
     configs = [resolve(parse_config([*argv, *_depth(pattern, stages)]), environment) for pattern in settings.patterns]
     initialize(configs[0], launch)
     is_back = launch.attempt > 0
-    found: dict[str, Any] = {"ready_at_s": _back(configs[0])} if is_back else _timed(configs, settings)
+    found: dict[str, Any] = {"ready_at_s": back_at_s(configs[0], settings)} if is_back else _timed(configs, settings)
     if launch.rank == 0:
         Path(settings.back if is_back else settings.result).write_text(json.dumps(found))
     if not is_back:
         _lose_a_rank(launch, settings)
 
 
-def _back(config: PretrainConfig) -> float:
-    """When the last rank of a restarted job had built everything, in seconds since 1970."""
-    TimedJob(config)
-    return _slowest(time.time())
+def back_at_s(config: PretrainConfig, settings: Settings) -> float:
+    """When the last rank of a restarted job had built everything, in seconds since 1970; what its first iteration
+    takes longer than the next one is added."""
+    job = TimedJob(config)
+    built_at_s = _slowest(time.time())
+    first_s, next_s = (job.iteration_s(settings.micro_batch_sizes[-1]) for _ in range(2))
+    return built_at_s + max(0.0, first_s - next_s)
 
 
 def _lose_a_rank(launch: Launch, settings: Settings) -> None:
@@ -133,7 +136,8 @@ def _advance(settings: Settings) -> None:
 
 
 class TimedJob:
-    """One training job, built as the driver does, with batches of chance."""
+    """One training job, built as the driver does, with batches of chance: tokens are as frequent as in text, by Zipf's
+    law, so that experts have unequal loads."""
 
     def __init__(self, config: PretrainConfig) -> None:
         import torch
@@ -145,7 +149,7 @@ class TimedJob:
         self._config, self._torch = config, torch
         tokenizer = build_tokenizer("NullTokenizer", None, config.data.vocab_size)
         self._state, transformer = build_state(config, tokenizer)
-        self._vocab_size = tokenizer.vocab_size
+        self._frequencies = 1 / torch.arange(1, tokenizer.vocab_size + 1)
         transformer.grad_scale_func = self._state.optimizer.scale_loss
         transformer.finalize_model_grads_func = finalize_model_grads
         for chunk in self._state.chunks:
@@ -193,6 +197,10 @@ class TimedJob:
             "copied_bytes": statistics.median(copied),
         }
 
+    def iteration_s(self, size: int) -> float:
+        """Seconds of an iteration of the fewest microbatches, on the slowest rank: a collective."""
+        return _slowest(self.passes(size, FEW) + self._clocked(self._state.optimizer.step))
+
     def passes(self, size: int, count: int) -> float:
         """Seconds of forward and backward of `count` microbatches, with the reduction of gradients."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -216,7 +224,8 @@ class TimedJob:
 
     def _batch(self, size: int) -> dict[str, Any]:
         torch, length = self._torch, self._config.training.seq_length
-        tokens = torch.randint(self._vocab_size, (size, length))
+        assert length is not None
+        tokens = torch.multinomial(self._frequencies, size * length, replacement=True).view(size, length)
         positions = torch.arange(length).expand(size, length)
         mask = torch.ones(size, length)
         return {"tokens": tokens, "labels": tokens, "position_ids": positions, "loss_mask": mask}

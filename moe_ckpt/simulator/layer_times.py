@@ -54,8 +54,8 @@ class LayerTimes:
     shape: of the model, without its depth. ranks, tp, pp, ep, seq_length: of those jobs. moe, dense: of one layer, by
     samples of a microbatch; None where the model has no such layer. ends: of embedding, output layer and loss, which
     the last stage has; likewise. reduce, step: of the reduction of gradients and of the optimizer, by parameters of a
-    rank. restart_s: from the kill of a rank until the launcher had all of them back, ready to train. contention: as in
-    the constants.
+    rank. restart_s: from the kill of a rank until the launcher had all of them back, and what the first iteration took
+    longer then. contention: as in the constants.
     """
 
     shape: Mapping[str, Any]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -12,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError, UsageError
 from megatron.core.dist_checkpointing.moe.types import FP32, ModelShape, Topology
+from megatron.pretrain import layer_timing
 from megatron.pretrain.config import parse_config
 from megatron.pretrain.flops import shape_of
 from megatron.pretrain.model import build_transformer_config
@@ -185,6 +187,16 @@ def test_what_is_timed_are_the_layers_of_megatron_core(tmp_path: Path, monkeypat
     assert SLOW_S < times.moe.seconds(1) < 2 * SLOW_S
     assert times.ends.seconds(1) < SLOW_S
     assert len(calls) == layers.count_of(SHAPE, settings)
+
+
+def test_what_a_first_iteration_takes_longer_is_a_part_of_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    iterations_s = iter([7.0, 2.0])
+    job = SimpleNamespace(iteration_s=lambda size: next(iterations_s))
+    monkeypatch.setattr(layer_timing, "TimedJob", lambda config: job)
+    monkeypatch.setattr(layer_timing, "_slowest", float)
+    monkeypatch.setattr(layer_timing.time, "time", lambda: 1000.0)
+    settings = SimpleNamespace(micro_batch_sizes=(1, 2))
+    assert layer_timing.back_at_s(cast("Any", None), cast("Any", settings)) == 1005.0
 
 
 @pytest.mark.parametrize("name", ["Mixtral-8x7B", "Qwen3-30B-A3B", "GPT-125M-8E", "DeepSeek-MoE"])
