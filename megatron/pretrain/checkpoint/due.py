@@ -14,8 +14,9 @@ class Checkpoints:
 
     def __init__(self, state: TrainingState, manager: MoECheckpointManager) -> None:
         self._state, self._manager = state, manager
-        self._exports = Exports(state.config, state.progress.iteration)
-        self._saver = Saver(state, lambda: self._exports.needed) if state.config.checkpoint.save else None
+        self._exports = exports = Exports(state.config, state.progress.iteration)
+        # Nothing here refers to itself in a circle: what a survivor had before a fault goes at once, with its memory.
+        self._saver = Saver(state, lambda: exports.needed) if state.config.checkpoint.save else None
         self._noted_iteration: int | None = None
 
     @property

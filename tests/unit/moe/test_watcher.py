@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -20,7 +22,7 @@ from megatron.core.dist_checkpointing.moe.policy.parking import Cause
 from megatron.core.dist_checkpointing.moe.runtime import watcher as watchers
 from megatron.core.dist_checkpointing.moe.runtime.peer_links import PeerLinks, stop_waiting
 from megatron.core.dist_checkpointing.moe.runtime.signal_bytes import SignalBytes
-from megatron.core.dist_checkpointing.moe.runtime.watcher import Interrupted, ToldToEnd, Watcher
+from megatron.core.dist_checkpointing.moe.runtime.watcher import Interrupted, MainThread, ToldToEnd, Watcher
 
 PATIENCE_S, LONG_S = 0.2, 20.0
 
@@ -324,3 +326,21 @@ def test_a_stranger_who_calls_first_takes_no_ranks_place() -> None:
     assert sorted(found) == [0, 1]
     for one in found.values():
         one.end()
+
+
+class Kept:
+    """Something that a caller has."""
+
+
+@pytest.mark.parametrize("ask", [lambda thread: thread.place, lambda thread: thread.where], ids=["place", "where"])
+def test_a_thread_that_asks_where_it_is_keeps_nothing_of_its_callers(ask: Callable[[MainThread], object]) -> None:
+    def caller() -> weakref.ref[Kept]:
+        kept = Kept()
+        assert ask(MainThread())
+        return weakref.ref(kept)
+
+    gc.disable()  # circles stay
+    try:
+        assert caller()() is None
+    finally:
+        gc.enable()

@@ -79,15 +79,21 @@ class MainThread:
     def place(self) -> tuple[int, int]:
         """Differs once the thread has moved."""
         frame = self._frame
-        return (id(frame.f_code), frame.f_lasti) if frame is not None else (0, 0)
+        try:
+            return (id(frame.f_code), frame.f_lasti) if frame is not None else (0, 0)
+        finally:
+            del frame  # else a thread that asks for its own place holds on to itself, and to all that its callers have
 
     @property
     def where(self) -> str:
         """For people."""
         frame = self._frame
-        if frame is None:
-            return "no Python code"
-        return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+        try:
+            if frame is None:
+                return "no Python code"
+            return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+        finally:
+            del frame
 
     def throw(self, error: type[BaseException] | None) -> None:
         """Have an error raised in it when it next runs Python code; None takes that back."""
