@@ -54,7 +54,7 @@ run_job() {
     # Others may have made it first, to have us believe what is in it; ranks look at it more closely.
     (umask 077 && mkdir -p "$MEMORY")
     [ -O "$MEMORY" ] && [ ! -L "$MEMORY" ] || end 2 "$MEMORY is not this user's own folder: have it removed, or set TMPFS"
-    rm -f "$outcome"
+    rm -f "$outcome" "$outcome.listens"
     # Agents need what is exported here, also where `sbatch --export` hands on less than all.
     step=(srun --export=ALL --overlap --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none)
     if [ -n "$IMAGE" ]; then
@@ -94,11 +94,12 @@ keep_rendezvous() {
     "${step[@]}" --nodes=1 --ntasks=1 "--nodelist=$SLURMD_NODENAME" \
         "$PYTHON" "$root/scripts/slurm/rendezvous.py" "$RDZV_PORT" "$outcome" &
     rendezvous=$!
-    until answers "$RDZV_HOST"; do
+    # The file is from our own process: another job may have the port, and answer there, too.
+    until [ -f "$outcome.listens" ] && answers "$RDZV_HOST"; do
         [ -z "$stopped" ] || decide
         kill -0 "$rendezvous" 2>/dev/null || end 1 "no rendezvous on $RDZV_HOST:$RDZV_PORT; the lines above say why"
         # A container may take its time to start; a name that leads elsewhere never leads here.
-        if [ -z "$there" ] && answers localhost; then there=$SECONDS; fi
+        if [ -z "$there" ] && [ -f "$outcome.listens" ]; then there=$SECONDS; fi
         [ -z "$there" ] || [ $((SECONDS - there)) -lt "$ANSWER_S" ] || end 1 "$RDZV_HOST:$RDZV_PORT does not answer on\
  this node after $ANSWER_S s: set RDZV_HOST to a name that all nodes resolve"
         [ $((SECONDS - begun)) -lt "$MEET_S" ] || end 1 "no rendezvous on this node after $MEET_S s: nothing listens at\
@@ -158,7 +159,7 @@ leave() {
     trap - EXIT
     # srun hands this signal on, where it would answer SIGTERM with SIGKILL to its step.
     [ -z "$rendezvous" ] || { kill -USR1 "$rendezvous" 2>/dev/null && wait_for "$rendezvous"; } || true
-    rm -f "$outcome"
+    rm -f "$outcome" "$outcome.listens"
     rmdir "$MEMORY" 2>/dev/null || true
 }
 

@@ -8,18 +8,24 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import TCPStore
+from torch.distributed import DistNetworkError, TCPStore
 
 OUTCOME, NOTED = "moe-ckpt/outcome", "moe-ckpt/noted"
+LISTENS = ".listens"
 ANSWER_S, POLL_S = 30.0, 0.5
 
 
 def main(port: int, file: Path) -> None:
-    """Serve until SIGUSR1 comes; the first outcome that an agent reports goes to `file`."""
+    """Serve until SIGUSR1 comes; the first outcome that an agent reports goes to `file`. Beside it, with the suffix of
+    `LISTENS`, is a file from when agents can come. Ends with a line where somebody else has the port."""
     # Slurm signals all steps of a job, and the agents need their store until they have ended.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, lambda _number, _frame: sys.exit())
-    store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+    try:
+        store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+    except DistNetworkError as error:
+        sys.exit(f"nothing can listen at port {port} here, set RDZV_PORT to a free one: {str(error).splitlines()[0]}")
+    file.with_name(file.name + LISTENS).touch()
     while not store.check([OUTCOME]):
         time.sleep(POLL_S)
     file.write_bytes(store.get(OUTCOME))

@@ -40,10 +40,11 @@ sys.path.insert(0, {str(SLURM)!r})
 import memory
 
 
-def rendezvous(port):
+def rendezvous(port, outcome):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, lambda *_: sys.exit())
     listening = socket.create_server(("", int(port)))
+    Path(outcome + ".listens").touch()
     signal.pause()
 
 
@@ -79,7 +80,7 @@ def agent():
 
 
 if sys.argv[1].endswith("/rendezvous.py"):
-    rendezvous(sys.argv[2])
+    rendezvous(*sys.argv[2:])
 elif sys.argv[1].endswith("/agent.py"):
     mine = Path(os.environ["MEMORY"], os.environ["MOE_CKPT_NODE"])
     outcome = Path(os.environ["MEMORY"], "outcome")
@@ -233,6 +234,26 @@ def test_a_name_that_does_not_lead_to_the_first_node_ends_the_job_with_what_to_s
     code, said = play.run(*submit(), runs=(("trained",),), RDZV_HOST="nowhere.invalid", ANSWER_S="1")
     assert code == 1, said
     assert re.search(r"nowhere.invalid:\d+ does not answer on this node after 1 s: set RDZV_HOST to a name", said)
+
+
+def test_whoever_else_listens_at_the_port_is_not_taken_for_the_meeting_point(play: Play) -> None:
+    with socket.create_server(("", 0)) as another:
+        port = str(another.getsockname()[1])
+        code, said = play.run(*submit(), runs=(("trained",),), RDZV_PORT=port)
+    assert code == 1, said
+    assert re.search(rf"no rendezvous on \S+:{port}; the lines above say why", said)
+    assert "Address already in use" in said
+
+
+def test_a_meeting_point_whose_port_is_taken_says_so_in_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as another:
+        port = str(another.getsockname()[1])
+        command = [sys.executable, str(SLURM / "rendezvous.py"), port, str(tmp_path / "outcome")]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_TIMEOUT_S)
+    assert ended.returncode == 1
+    assert "set RDZV_PORT to a free one" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not [*tmp_path.iterdir()]
 
 
 def test_arguments_with_spaces_reach_the_ranks_as_they_are(play: Play) -> None:
