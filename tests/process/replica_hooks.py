@@ -26,7 +26,8 @@ from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, NoRoom, PeerLost, SnapshotId
 from megatron.core.dist_checkpointing.moe.replication import connections, staged
-from megatron.core.dist_checkpointing.moe.replication.replicator import Exchange, Offer, Replicator
+from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
+from megatron.core.dist_checkpointing.moe.replication.round import Exchange, Offer
 from megatron.core.dist_checkpointing.moe.replication.tcp import TcpTransport
 from megatron.core.dist_checkpointing.moe.replication.transports import TRANSPORTS
 from megatron.core.dist_checkpointing.moe.storage.manifest import decode, encode

@@ -21,7 +21,7 @@ from xxhash import xxh3_128_digest
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import ProtectionState
-from megatron.core.dist_checkpointing.moe.replication.replicator import StoreReplica
+from megatron.core.dist_checkpointing.moe.replication.receiver import StoreReplica
 from megatron.core.dist_checkpointing.moe.storage.manifest import checksum, decode
 from megatron.core.dist_checkpointing.moe.types.layout import Manifest, SnapshotId
 

@@ -19,7 +19,7 @@ from xxhash import xxh3_128_digest
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.ports import NoRoom, PeerLost, StoreFailure
-from megatron.core.dist_checkpointing.moe.replication import replicator
+from megatron.core.dist_checkpointing.moe.replication import round as exchange_round
 from megatron.core.dist_checkpointing.moe.replication.meeting import Meeting
 from megatron.core.dist_checkpointing.moe.replication.messages import (
     HEADER_BYTES,
@@ -35,7 +35,8 @@ from megatron.core.dist_checkpointing.moe.replication.messages import (
     encode_header,
     encode_table,
 )
-from megatron.core.dist_checkpointing.moe.replication.replicator import Exchange, Offer, Replicator
+from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
+from megatron.core.dist_checkpointing.moe.replication.round import Exchange, Offer
 
 HANG_TIMEOUT_S = 30.0
 
@@ -459,7 +460,7 @@ class Sending:
 
 
 def test_where_sends_have_a_pace_both_sides_cut_messages_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicator, "SEND_CHUNK_BYTES", 10)
+    monkeypatch.setattr(exchange_round, "SEND_CHUNK_BYTES", 10)
     network, rooms, sends = Network(), [Room(), Room()], [Sending(), Sending()]
     raw = {0: bytes(range(25)), 1: b""}
 

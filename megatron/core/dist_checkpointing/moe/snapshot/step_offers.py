@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from ..policy.transfer import TransferChoice, TransferCost, transfer
 from ..ports import Manifest, MappedReader, RecordedStep
 from ..replication.recomputation import encode, made_by_step
-from ..replication.replicator import Exchange
+from ..replication.round import Exchange
 from ..strategies import Piece
 from ..types import OperatorId
 

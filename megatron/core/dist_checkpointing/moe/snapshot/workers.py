@@ -28,7 +28,8 @@ from ..ports import (
     Transport,
 )
 from ..replication.receiver import ReplicaReceiver
-from ..replication.replicator import Offer, Replicator
+from ..replication.replicator import Replicator
+from ..replication.round import Offer
 from ..storage.manifest import encode
 from ..strategies import Piece
 from ..types import SnapshotPlan
