@@ -330,6 +330,12 @@ def page(result: Mapping[str, Any]) -> Iterator[str]:
         f" {len(rows)}; overhead within 10 % of an iteration {counts['overhead_s']} of {len(rows)};"
         f" all three {len(list(met(result)))} of {len(rows)} (asked: {FEWEST})."
     )
+    lowest = min(row["measured"]["overhead_s"] / row["measured"]["iteration_s"] for row in rows)
+    if lowest < -NEAR / 2:
+        yield (
+            f"Checkpoints make no iteration faster: an overhead of {100 * lowest:.0f} % says how much the same job"
+            " differs here from one minute to the next. No prediction can be nearer than that."
+        )
 
 
 _STORY = """{ranks} ranks on {cores} cores ({cpu}), which others may use too. `moe-ckpt profile` timed layers of each

@@ -195,13 +195,36 @@ def changes(runs: Sequence[Mapping[str, Any]], name: str, what: str) -> list[flo
     return [one / other - 1 if what == "loss" else one - other for one, other in pairs]
 
 
-def interval(values: Sequence[float]) -> str:
-    """The mean in per cent, with half of its 95 % confidence interval where there is more than one value."""
-    mean = 100 * statistics.fmean(values)
+def half_interval(values: Sequence[float]) -> float | None:
+    """Half of the 95 % confidence interval of the mean; None for too few or too many values."""
     if len(values) not in QUANTILES:
-        return f"{mean:+.2f}"
-    half = 100 * QUANTILES[len(values)] * statistics.stdev(values) / len(values) ** 0.5
-    return f"{mean:+.2f} ± {half:.2f}"
+        return None
+    return QUANTILES[len(values)] * statistics.stdev(values) / len(values) ** 0.5
+
+
+def interval(values: Sequence[float]) -> str:
+    """The mean in per cent, with half of its 95 % confidence interval where there is one."""
+    mean, half = 100 * statistics.fmean(values), half_interval(values)
+    return f"{mean:+.2f}" if half is None else f"{mean:+.2f} ± {100 * half:.2f}"
+
+
+def resolved(runs: Sequence[Mapping[str, Any]]) -> str:
+    """What the intervals of validation losses let one say of strategies that lose something; empty without any."""
+    lossy = [name for name in dict.fromkeys(run["name"] for run in runs) if name not in (FAULT_FREE, *EXACT)]
+    found = {name: changes(runs, name, "loss") for name in lossy}
+    halves = {name: half for name, values in found.items() if (half := half_interval(values)) is not None}
+    if not halves:
+        return ""
+    clear = [
+        f"`{name}` ({interval(found[name])} %)"
+        for name, half in halves.items()
+        if abs(statistics.fmean(found[name])) > half
+    ]
+    told = f"beyond its own interval is {', '.join(clear)}" if clear else "no change is beyond its own interval"
+    return (
+        f"- Of strategies that lose something, the mean loss is known to within {100 * min(halves.values()):.1f} to"
+        f" {100 * max(halves.values()):.1f} %; {told}.\n"
+    )
 
 
 def write(runs: Sequence[Mapping[str, Any]], scale: Scale, folder: Path) -> None:
@@ -225,19 +248,23 @@ def page(runs: Sequence[Mapping[str, Any]], scale: Scale) -> str:
         cells += [off[0], f"{100 * means[1]:.1f}", off[1], f"{100 * means[2]:.1f}", off[2]]
         lines.append(f"| {' | '.join(cells)} |")
     seeds = sorted({run["seed"] for run in runs})
+    chosen = "" if names == list(FLAGS) else " --only " + " ".join(f'"{name}"' for name in names if name != FAULT_FREE)
     return _PAGE.format(
-        table="\n".join(lines), iterations=scale.iterations, kills=len(scale.kills), questions=scale.questions,
-        points=", ".join(f"`{point}`" for point in scale.kills), seeds=len(seeds),
+        table="\n".join(lines), chosen=chosen, iterations=scale.iterations, kills=len(scale.kills),
+        questions=scale.questions,
+        points=", ".join(f"`{point}`" for point in scale.kills), seeds=len(seeds), resolved=resolved(runs),
     )  # fmt: skip
 
 
 _PAGE = """# Accuracy after faults, over seeds
 
-Made by `python examples/accuracy/campaign.py`; every run is in [accuracy-campaign.json](accuracy-campaign.json).
+Made by `python examples/accuracy/campaign.py{chosen}`;
+every run is in [accuracy-campaign.json](accuracy-campaign.json).
 
 The demo model (GPT-MoE with 4 layers, 8 experts, top 2; two expert-parallel processes on CPU) is trained for
 {iterations} iterations of 2,048 bytes of Python's standard library, from {seeds} seeds. {kills} times a process gets
-SIGKILL and torchrun restarts the job: {points} (rank@iteration:phase). The memory of the node survives.
+SIGKILL and torchrun restarts the job: {points}
+(rank@iteration:phase). The memory of the node survives.
 
 | strategy | lost tokens, % | validation loss | off fault-free, % | cloze, % | off, points | original, % | off, points |
 |---|---:|---:|---:|---:|---:|---:|---:|
@@ -250,7 +277,7 @@ SIGKILL and torchrun restarts the job: {points} (rank@iteration:phase). The memo
 - Off: mean over seeds of the difference to the fault-free run of the same seed, ± half of its 95 % confidence interval.
 - K: experts per layer in a snapshot; I: iterations between snapshots; W, O: only weights or only moments are left out;
   dynamic: K grows to keep the lost tokens below 3.75 %. `selective` may copy half of the bytes of `full`.
-
+{resolved}
 MoC-System reports losses within noise of the fault-free run below 3.75 % of lost tokens (Fig. 5), and downstream
 accuracy as good as with full checkpoints (Table 3); MOETION (Fig. 8) spikes after a recovery that training makes up.
 `full` and `sparse` equal the fault-free run to the last bit, or the script fails.
