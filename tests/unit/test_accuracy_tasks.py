@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from array import array
 from pathlib import Path
@@ -79,6 +80,22 @@ def test_a_strategy_is_compared_with_the_fault_free_run_of_its_seed() -> None:
     assert campaign.changes(runs, "pec", "loss") == pytest.approx([0.1, 0.0])
     assert campaign.interval([0.1, 0.0]) == "+5.00 ± 63.53"
     assert campaign.interval([0.1]) == "+10.00"
+
+
+def test_the_page_says_which_losses_are_beyond_their_noise() -> None:
+    reference = [run(seed, "fault-free", 2.0) for seed in (1, 2, 3)]
+    clear = [run(seed, "pec K=1", loss) for seed, loss in ((1, 2.20), (2, 2.21), (3, 2.22))]
+    noise = [run(seed, "selective", loss) for seed, loss in ((1, 1.9), (2, 2.0), (3, 2.1))]
+    assert "no change is beyond its own interval" in campaign.resolved([*reference, *noise])
+    told = campaign.resolved([*reference, *clear, *noise])
+    assert "known to within 1.2 to 12.4 %; beyond its own interval is `pec K=1` (+10.50 ± 1.24 %)" in told
+    assert campaign.resolved(reference) == ""
+
+
+def test_the_page_of_the_campaign_is_what_its_runs_say() -> None:
+    data = json.loads((campaign.RESULTS / "accuracy-campaign.json").read_text())
+    assert (data["iterations"], tuple(data["kills"])) == (campaign.WHOLE.iterations, campaign.WHOLE.kills)
+    assert (campaign.RESULTS / "accuracy-campaign.md").read_text() == campaign.page(data["runs"], campaign.WHOLE)
 
 
 def test_a_run_that_must_be_exact_and_is_not_is_named() -> None:
