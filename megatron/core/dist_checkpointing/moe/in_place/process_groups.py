@@ -13,7 +13,7 @@ import itertools
 import sys
 import types
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -64,22 +64,13 @@ class ProcessGroups:
 
         Raises StillConnected.
         """
-        new, old = named_groups(), self._groups
-        holders, self._groups, self._holders = self._holders, {}, []
-        swap = {id(group): new[name] for name, group in old.items() if name in new}
-        olds = list(old.values())
-        del old
-        found: Counter[str] = Counter()
-        # Names are emptied: what is left behind in one would be a holder, too.
-        holder: Any
-        while holders:
-            holder = holders.pop()
-            found[_kind(holder)] += _swapped(holder, swap)
-        holder = None
+        new, olds = named_groups(), list(self._groups.values())
+        swap = {id(group): new[name] for name, group in self._groups.items() if name in new}
+        self._groups = {}
+        found = _exchanged(self._holders, swap)
+        self._holders = []
         if _are_referred_to(olds):
-            for holder in _holders_of(olds):
-                found[_kind(holder)] += _swapped(holder, swap)
-            holder = None
+            found += _exchanged(_holders_of(olds), swap)
         if left := _kinds_of_holders(olds):
             gc.collect()  # what the interrupted iteration left in circles
             left = _kinds_of_holders(olds)
@@ -88,7 +79,7 @@ class ProcessGroups:
                 f"{', '.join(left)} keep process groups of before the fault, which cannot be replaced there: this"
                 " process ends, and another one takes its rank"
             )
-        return +found
+        return found
 
 
 def _kinds_of_holders(groups: Sequence[dist.ProcessGroup]) -> list[str]:
@@ -149,6 +140,17 @@ def _held(holder: Any) -> Sequence[Any]:
     if isinstance(holder, dict):
         return [*holder, *holder.values()]
     return holder if isinstance(holder, (list, tuple)) else list(vars(holder).values())
+
+
+def _exchanged(holders: Iterable[Any], swap: Mapping[int, Any]) -> Counter[str]:
+    """How many references were replaced, by the kind of holder.
+
+    A function of its own: a name that a loop leaves behind in `replace` would be a holder, too.
+    """
+    found: Counter[str] = Counter()
+    for holder in holders:
+        found[_kind(holder)] += _swapped(holder, swap)
+    return +found
 
 
 def _swapped(holder: Any, swap: Mapping[int, Any]) -> int:

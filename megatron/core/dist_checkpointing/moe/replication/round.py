@@ -101,7 +101,6 @@ class ReplicationRound:
         self._ranges: dict[int, list[Ranges]] = {}  # wanted of each offer, of those that are wanted partly
         self._incoming = IncomingReplicas(transport.rank, iteration, receiver, owners)
         self._under_way: list[Transfer] = []
-        self._failures: list[str] = []
         self._sent_bytes = self._received_bytes = self._carried_bytes = 0
         self._not_followed: list[str] = []
 
@@ -164,13 +163,13 @@ class ReplicationRound:
 
     def outcome(self) -> Exchange:
         """The result of the round."""
-        for peer, replies in self._replies.items():
-            self._failures += [
-                f"rank {peer} did not keep {offer.name} of iteration {self._iteration} for rank"
-                f" {self._transport.rank}: {_MEANING[reply]}"
-                for offer, reply in zip(self._offers, replies, strict=True)
-                if reply not in KEPT
-            ]
+        not_kept = (
+            f"rank {peer} did not keep {offer.name} of iteration {self._iteration} for rank"
+            f" {self._transport.rank}: {_MEANING[reply]}"
+            for peer, replies in self._replies.items()
+            for offer, reply in zip(self._offers, replies, strict=True)
+            if reply not in KEPT
+        )
         acknowledged = {
             peer: self._has_offers and all(reply in KEPT for reply in replies)
             for peer, replies in self._replies.items()
@@ -181,7 +180,7 @@ class ReplicationRound:
             self._incoming.kept(),
             self._sent_bytes,
             self._received_bytes,
-            (*self._incoming.failures, *self._failures),
+            (*self._incoming.failures, *not_kept),
             self._carried_bytes,
             tuple(self._not_followed),
         )

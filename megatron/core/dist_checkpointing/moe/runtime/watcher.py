@@ -26,8 +26,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from types import FrameType
-from typing import Protocol
+from types import CodeType
+from typing import NamedTuple, Protocol
 
 from ..errors import PeerLost, Terminated
 from ..policy.parking import Cause
@@ -69,6 +69,14 @@ class Interruptible(Protocol):
         """Forbid that a step begins. False, and nothing is done, while one is in its protected part, unless forced."""
 
 
+class _Spot(NamedTuple):
+    """Where a thread is in its code."""
+
+    code: CodeType
+    instruction: int
+    line: int
+
+
 class MainThread:
     """Where the thread that made this object is, as another thread sees it."""
 
@@ -78,22 +86,16 @@ class MainThread:
     @property
     def place(self) -> tuple[int, int]:
         """Differs once the thread has moved."""
-        frame = self._frame
-        try:
-            return (id(frame.f_code), frame.f_lasti) if frame is not None else (0, 0)
-        finally:
-            del frame  # else a thread that asks for its own place holds on to itself, and to all that its callers have
+        spot = self._spot
+        return (id(spot.code), spot.instruction) if spot is not None else (0, 0)
 
     @property
     def where(self) -> str:
         """For people."""
-        frame = self._frame
-        try:
-            if frame is None:
-                return "no Python code"
-            return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
-        finally:
-            del frame
+        spot = self._spot
+        if spot is None:
+            return "no Python code"
+        return f"{spot.code.co_name} ({os.path.basename(spot.code.co_filename)}:{spot.line})"
 
     def throw(self, error: type[BaseException] | None) -> None:
         """Have an error raised in it when it next runs Python code; None takes that back."""
@@ -101,8 +103,12 @@ class MainThread:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._ident), kind)
 
     @property
-    def _frame(self) -> FrameType | None:
-        return sys._current_frames().get(self._ident)
+    def _spot(self) -> _Spot | None:
+        frame = sys._current_frames().get(self._ident)
+        try:
+            return _Spot(frame.f_code, frame.f_lasti, frame.f_lineno) if frame is not None else None
+        finally:
+            del frame  # else a thread that asks for its own place holds on to itself, and to all that its callers have
 
 
 class Watcher:
