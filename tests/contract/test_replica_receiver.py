@@ -30,7 +30,8 @@ def store(place: Path) -> MemoryStore:
 
 def test_an_intact_replica_is_held_and_need_not_be_sent_again(store: MemoryStore) -> None:
     manifest = encode(write(store, SNAPSHOT))
-    assert ReplicaReceiver(store, SystemClock()).holds(OWNER, manifest)
+    receiver = ReplicaReceiver(store, SystemClock())
+    assert receiver.holds(receiver.manifest(OWNER, manifest))
     assert SNAPSHOT in store.snapshots().sealed
 
 
@@ -42,11 +43,13 @@ def test_a_damaged_replica_is_given_up_so_that_it_is_sent_again(store: MemorySto
     data[at] ^= 1
     with damaged.open("r+b") as file:
         file.write(data)
-    assert not ReplicaReceiver(store, SystemClock()).holds(OWNER, manifest)
+    receiver = ReplicaReceiver(store, SystemClock())
+    assert not receiver.holds(receiver.manifest(OWNER, manifest))
     assert SNAPSHOT not in store.snapshots().sealed
 
 
 def test_a_rank_cannot_send_the_snapshot_of_another(store: MemoryStore) -> None:
     manifest = encode(write(store, SNAPSHOT))
     with pytest.raises(UnreadableCheckpoint, match=f"rank {OWNER + 1} sent the .* not its own"):
-        ReplicaReceiver(store, SystemClock()).begin(OWNER + 1, manifest)
+        ReplicaReceiver(store, SystemClock()).manifest(OWNER + 1, manifest)
+    assert SNAPSHOT in store.snapshots().sealed

@@ -23,7 +23,7 @@ from torch.distributed import HashStore
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import PeerLost, UsageError
 from megatron.core.dist_checkpointing.moe.replication import connections, staged
-from megatron.core.dist_checkpointing.moe.replication.connections import Connections, hang_up
+from megatron.core.dist_checkpointing.moe.replication.connections import AT_ONCE_BYTES, Connections, hang_up
 from megatron.core.dist_checkpointing.moe.replication.staged import StagedTransport
 from megatron.core.dist_checkpointing.moe.replication.tcp import TcpTransport
 from megatron.core.dist_checkpointing.moe.replication.transports import TRANSPORTS
@@ -92,6 +92,45 @@ def test_messages_of_many_sizes_arrive_whole_and_in_order_in_both_directions(con
     assert on_all(connected(2), play) == [True, True]
 
 
+def test_small_messages_are_sent_without_waking_a_thread(connected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = connected(2)
+    one.send(1, b"abc").wait()  # the first one connects
+    (lane,) = one.connections.lanes
+    woken: list[int] = []
+    wake = lane.due.notify
+    monkeypatch.setattr(lane.due, "notify", lambda n=1: (woken.append(n), wake(n)))
+    for _ in range(50):
+        one.send(1, b"abc").wait()
+        time.sleep(0.005)
+    arrived = bytearray(3 * 51)
+    other.receive(0, memoryview(arrived)).wait()
+    assert arrived == b"abc" * 51
+    assert len(woken) < 50
+
+
+def test_small_messages_that_fill_a_connection_arrive_whole_and_in_order(connected: Any) -> None:
+    one, other = connected(2)
+    sizes = [AT_ONCE_BYTES // 2, 3, AT_ONCE_BYTES] * 400
+    under_way = [one.send(1, at.to_bytes(2, "big") * (size // 2) + b"." * (size % 2)) for at, size in enumerate(sizes)]
+    for at, size in enumerate(sizes):
+        arrived = bytearray(size)
+        other.receive(0, memoryview(arrived)).wait()
+        assert arrived == at.to_bytes(2, "big") * (size // 2) + b"." * (size % 2)
+    for transfer in under_way:
+        transfer.wait()
+
+
+def test_ranks_that_compare_and_add_different_numbers_are_told_so(connected: Any) -> None:
+    made = connected(2)
+    texts = on_all(
+        made,
+        lambda transport: lost(
+            lambda: transport.least_and_total([1] * (1 + transport.rank), [1] * (2 - transport.rank))
+        ),
+    )
+    assert "ranks call for different things" in texts[0]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 def test_numbers_and_values_of_all_ranks_come_together(connected: Any, ranks: int) -> None:
     def play(transport: Any) -> Any:
@@ -100,12 +139,14 @@ def test_numbers_and_values_of_all_ranks_come_together(connected: Any, ranks: in
             transport.least([rank, -rank, 2**62 + rank]),
             transport.total([rank, -(2**40)]),
             transport.least([]),
-            transport.gather({"rank": rank, "text": "ä" * rank}),
+            transport.least_and_total([rank], [rank, 1]),
+            transport.gather({"rank": rank, "text": "ä" * rank * 300}),  # some take more than one message
         )
 
     total = (ranks * (ranks - 1) // 2, -ranks * 2**40)
-    values = [{"rank": rank, "text": "ä" * rank} for rank in range(ranks)]
-    assert on_all(connected(ranks), play) == [((0, 1 - ranks, 2**62), total, (), values)] * ranks
+    both = ((0,), (total[0], ranks))
+    values = [{"rank": rank, "text": "ä" * rank * 300} for rank in range(ranks)]
+    assert on_all(connected(ranks), play) == [((0, 1 - ranks, 2**62), total, (), both, values)] * ranks
 
 
 def test_a_rank_has_connections_only_to_those_that_it_talks_to(connected: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,13 +65,15 @@ def shards(rank: int) -> dict[OperatorId, int]:
 
 @dataclass
 class Seen:
-    """What happened in the recoveries of a job: by start, what each rank did."""
+    """What happened in the recoveries of a job: by start, what each rank did. refused: starts at which too many copies
+    proved damaged."""
 
     outcomes: list[tuple[int, int, RecoveryOutcome]] = field(default_factory=list)
     replayed: list[tuple[int, int, range]] = field(default_factory=list)
     waited: list[tuple[int, int]] = field(default_factory=list)
     rolled: list[tuple[int, int]] = field(default_factory=list)
     anew: list[int] = field(default_factory=list)
+    refused: list[int] = field(default_factory=list)
     parked: list[tuple[int, int, int | None, str]] = field(default_factory=list)
 
     def scopes(self) -> list[Scope]:
@@ -240,9 +242,13 @@ class StagedRank:
             self._identity,
             self._owners,
         )  # fmt: skip
-        outcome = self._carried_out(recovery) if recovery.look() is not None else None
+        planned = recovery.look() is not None
+        outcome = self._carried_out(recovery) if planned else None
         if outcome is None:
-            assert model.iteration == 0 and not model.wrong(), "all copies proved damaged"
+            if planned:
+                self._seen.refused.append(ports.start)
+            assert planned or (model.iteration == 0 and not model.wrong())
+            model.build_anew()
             recovery.discard()
             self._strategy = STRATEGIES["sparse"](self._job)
             self._seen.anew.append(ports.start)

@@ -275,7 +275,7 @@ def test_a_kill_while_a_replica_is_replaced_recovers_from_the_older_one(notice_s
     keepers = [rank for rank in (2, 3) if any(one.rank == owner for one in owners_of(job.memory_of(rank)))]
     assert keepers, "a replica of rank 0 is on the other node"
     points = replacing(world, keepers[0], owner, first=2)
-    assert len(points) > 50
+    assert len(points) > 40
     older = 0
     for point in points[::step]:
         simulation = Simulation(config, notice_s=notice_s, wipe=True)

@@ -77,6 +77,11 @@ class FakeModel:
         self._sizes = {key: tensor.field.nbytes for key, tensor in self.tensors.items()} | self.random_sizes
         self._is_exact = True
         self.live = {key: bytearray(nbytes) for key, nbytes in self._sizes.items()}
+        self.build_anew()
+
+    def build_anew(self) -> None:
+        """The state of iteration 0, as in a process that has just started."""
+        self.iteration, self.frozen, self._is_exact = 0, None, True
         for key in self._sizes:
             self._become(key, 0)
 

@@ -74,6 +74,10 @@ class FakeTransport:
         """As `ports.Transport.total`. Raises UsageError for numbers of other sizes."""
         return self._reduced("total", values, sum)
 
+    def least_and_total(self, values: Sequence[int], added: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """As `ports.Transport.least_and_total`. Raises UsageError for numbers of other sizes."""
+        return self.least(values), self.total(added)
+
     def gather(self, value: Json) -> list[Json]:
         """As `ports.Transport.gather`. Raises UsageError for what strict JSON cannot say."""
         try:

@@ -43,12 +43,10 @@ class Others:
         self._least, self._totals = least, totals
         self.sent: list[tuple[int, ...]] = []
 
-    def least(self, values: Sequence[int]) -> tuple[int, ...]:
+    def least_and_total(self, values: Sequence[int], added: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         self.sent.append(tuple(values))
-        return tuple(map(min, values, *self._least)) if self._least else tuple(values)
-
-    def total(self, values: Sequence[int]) -> tuple[int, ...]:
-        return tuple(map(sum, zip(values, *self._totals, strict=True)))
+        least = tuple(map(min, values, *self._least)) if self._least else tuple(values)
+        return least, tuple(map(sum, zip(added, *self._totals, strict=True)))
 
 
 def message(

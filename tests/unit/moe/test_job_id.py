@@ -115,8 +115,9 @@ def test_a_replica_of_another_job_is_not_kept(tmp_path: Path) -> None:
     manifest = encode(writer.seal(Facts("x", "digest", {}, {})))
     (tmp_path / "keeper").mkdir()
     keeper = MemoryStore(tmp_path / "keeper", "y", 0, [4096])
-    assert not ReplicaReceiver(keeper, SystemClock(), "x").holds(1, manifest)
+    receiver = ReplicaReceiver(keeper, SystemClock(), "x")
+    assert not receiver.holds(receiver.manifest(1, manifest))
     with pytest.raises(UsageError, match="belongs to job x, and this rank to job y: no recovery would take it"):
-        ReplicaReceiver(keeper, SystemClock(), "y").holds(1, manifest)
+        ReplicaReceiver(keeper, SystemClock(), "y").holds(receiver.manifest(1, manifest))
     for store in (owner, keeper):
         store.close()

@@ -122,13 +122,17 @@ class Room:
     full: frozenset[str] = frozenset()
     open: list[Slot] = field(default_factory=list)
 
-    def holds(self, owner: int, manifest: bytes) -> bool:
-        return (owner, manifest) in self.sealed
+    def manifest(self, owner: int, data: bytes) -> tuple[int, bytes]:
+        return owner, data
 
-    def lacking(self, owner: int, manifest: bytes) -> None:
+    def holds(self, wanted: tuple[int, bytes]) -> bool:
+        return wanted in self.sealed
+
+    def lacking(self, wanted: tuple[int, bytes]) -> None:
         return None
 
-    def begin(self, owner: int, manifest: bytes) -> Slot | None:
+    def begin(self, wanted: tuple[int, bytes]) -> Slot | None:
+        owner, manifest = wanted
         name, size, _ = manifest.split(b" ", 2)
         if name.decode() in self.refuse:
             raise NoRoom("all segments are in use")
@@ -226,7 +230,7 @@ def test_in_any_graph_what_is_acknowledged_is_sealed_and_nothing_else(world: tup
     for owner, offered in pieces.items():
         for peer in peers[owner]:
             manifests = {name: manifest_of(name, raw) for name, raw in (offered or {}).items()}
-            held = [name for name, manifest in manifests.items() if rooms[peer].holds(owner, manifest)]
+            held = [name for name, manifest in manifests.items() if rooms[peer].holds((owner, manifest))]
             assert results[owner].acknowledged[peer] == (offered is not None and len(held) == len(manifests))
             assert [name for kept, name in results[peer].kept if kept == owner] == held
             declined = rooms[peer].refuse | rooms[peer].full | rooms[peer].unstorable

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 from typing import Generic, TypeVar, cast
 
@@ -121,6 +122,17 @@ def load_of(ordered: Sequence[OperatorId], sizes: Sizes) -> Items:
     return Items([size.full_bytes for size in known], [size.weights_bytes for size in known], range(len(known)))
 
 
+@lru_cache(maxsize=256)  # lanes are alike, and a new order of equal operators gives the same positions
+def _partition(
+    full: tuple[int, ...],
+    weights: tuple[int, ...],
+    budget_bytes: int,
+    window: int | None,
+    pinned: tuple[tuple[int, int], ...],
+) -> Groups:
+    return partition(Items(full, weights, range(len(full))), budget_bytes, window, dict(pinned))
+
+
 @dataclass
 class _Lanes(Generic[AnyLane]):
     """Operators and sizes per lane; lanes of the same shape share one partition."""
@@ -128,14 +140,11 @@ class _Lanes(Generic[AnyLane]):
     ordered: dict[AnyLane, tuple[OperatorId, ...]]
     loads: dict[AnyLane, Items]
     budget_bytes: int
-    found: dict[object, Groups] = field(default_factory=dict)
 
     def groups(self, lane: AnyLane, window: int | None, pinned: Mapping[int, int]) -> Groups:
         load = self.loads[lane]
-        shape = (tuple(load.full), tuple(load.weights), window, tuple(sorted(pinned.items())))
-        if shape not in self.found:
-            self.found[shape] = partition(load, self.budget_bytes, window, pinned)
-        return self.found[shape]
+        pins = tuple(sorted(pinned.items()))
+        return _partition(tuple(load.full), tuple(load.weights), self.budget_bytes, window, pins)
 
     def schedules(self, window: int, first_iteration: int) -> dict[AnyLane, Schedule]:
         """Lanes with the most bytes choose freely; what they anchor is pinned for lanes that share it."""

@@ -45,6 +45,9 @@ class Transport(Protocol):
     def total(self, values: Sequence[int]) -> tuple[int, ...]:
         """Element by element the sum over all ranks; 64-bit integers. Raises PeerLost."""
 
+    def least_and_total(self, values: Sequence[int], added: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """`least` of the ones and `total` of the others, in the time of one of them. Raises PeerLost."""
+
     def gather(self, value: Json) -> list[Json]:
         """The values of all ranks, by rank. Raises PeerLost."""
 

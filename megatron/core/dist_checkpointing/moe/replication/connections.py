@@ -32,6 +32,9 @@ KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 HELLO = struct.Struct("!8s16sIB")  # magic, secret of the listener, rank, purpose
 _MAGIC = b"moe-ckpt"
 _BACKLOG = 1024
+AT_ONCE_BYTES = 16 << 10
+"""Most bytes of a message that whoever posts it sends itself, where it fits the socket's buffer: waking a thread for it
+would cost more than the message."""
 PROBE = 255
 """What a connection is for that carries nothing."""
 PROBE_AFTER_S = 0.2
@@ -236,7 +239,8 @@ class Connections:
 
 
 class MessageLane:
-    """Messages of one direction between this rank and another, moved one after another by a thread."""
+    """Messages of one direction between this rank and another, moved one after another by a thread; small ones are
+    sent by whoever posts them while the thread has nothing to do."""
 
     def __init__(
         self,
@@ -250,6 +254,8 @@ class MessageLane:
         self._connections, self._open, self._other, self._move, self._close = connections, open_, other, move, close
         self._lock, self.due = lock, threading.Condition(lock)
         self._queue: deque[Message] = deque()
+        self._connection: socket.socket | None = None
+        self._is_moving = False
         self.moved_s = time.monotonic()
         """When something moved last."""
         self.thread = threading.Thread(target=self._run, name=f"moe-ckpt {other}", daemon=True)
@@ -260,33 +266,45 @@ class MessageLane:
         message = Message(memory)
         with self._lock:
             is_void = bool(self._connections.why)
-            if not is_void:
+            is_through = not is_void and self._sent_at_once(message)
+            if not is_void and not is_through:
                 self._queue.append(message)
                 self.due.notify()
-        if is_void:
-            message.end(through=False)
+        if is_void or is_through:
+            message.end(through=is_through)
         return message
 
+    def _sent_at_once(self, message: Message) -> bool:
+        """Whether that has sent all of it; what is left then is for the thread, and whatever goes wrong too."""
+        is_small = self._move is send_over and len(message.memory) <= AT_ONCE_BYTES
+        if not is_small or self._connection is None or self._is_moving or self._queue:
+            return False
+        with contextlib.suppress(OSError):
+            message.memory = message.memory[self._connection.send(message.memory, socket.MSG_DONTWAIT) :]
+            self._moved()
+        return not message.memory
+
     def _run(self) -> None:
-        connection: socket.socket | None = None
         while (message := self._next()) is not None:
             through = False
             try:
-                connection = connection or self._open()
-                self._move(connection, message.memory, self._moved)
+                self._connection = self._connection or self._open()
+                self._move(self._connection, message.memory, self._moved)
                 through = True
             except (OSError, RuntimeError, ValueError) as error:
                 self._connections.end(f"{self._other}: {_said(error)}")
             message.end(through=through)  # here, where no traceback refers to its bytes any more
-        if connection is not None:
-            self._connections.close(connection)
+        if self._connection is not None:
+            self._connections.close(self._connection)
         self._close()
 
     def _next(self) -> Message | None:
         """None once the connections have ended; then nothing is left in the queue."""
         with self.due:
+            self._is_moving = False
             self.due.wait_for(lambda: self._queue or self._connections.why)
             if not self._connections.why:
+                self._is_moving = True
                 return self._queue.popleft()
             void, self._queue = self._queue, deque()
         for message in void:

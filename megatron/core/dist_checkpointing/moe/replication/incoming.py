@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..errors import MoECheckpointError, UnreadableCheckpoint
-from ..ports import Transfer, Transport
+from ..ports import Manifest, Transfer, Transport
 from .messages import Ranges, ReplicaPiece, Reply
 from .receiver import ReplicaReceiver, StoreReplica
 
@@ -16,9 +16,10 @@ KEPT = (Reply.HELD, Reply.SEALED)
 
 @dataclass
 class IncomingPiece:
-    """A piece that an owner offers, and where it is received if it is wanted."""
+    """A piece that an owner offers, its manifest once it was read, and where it is received if it is wanted."""
 
     piece: ReplicaPiece
+    manifest: Manifest | None = None
     reply: Reply = Reply.REFUSED
     replica: StoreReplica | None = None
     transfers: list[Transfer] = field(default_factory=list)
@@ -114,26 +115,27 @@ class IncomingReplicas:
 
     def _first_reply(self, owner: int, item: IncomingPiece) -> Reply:
         try:
-            if self._receiver.holds(owner, item.piece.manifest):
+            wanted = item.manifest = self._receiver.manifest(owner, item.piece.manifest)
+            if self._receiver.holds(wanted):
                 return Reply.HELD
         except MoECheckpointError as error:
             self._refuse(owner, item.piece, str(error))
             return Reply.REFUSED
-        if not self._begin(owner, item):
+        if not self._begin(owner, item, wanted):
             return Reply.REFUSED
         cheapest, reply = item.piece.raw_bytes, Reply.WANTED
-        lacking = self._receiver.lacking(owner, item.piece.manifest)
+        lacking = self._receiver.lacking(wanted)
         if lacking is not None and count(lacking) < cheapest:
             cheapest, reply, item.ranges = count(lacking), Reply.PARTLY, lacking
-        can_follow = item.piece.step_bytes and self._receiver.can_follow(owner, item.piece.manifest)
+        can_follow = item.piece.step_bytes and self._receiver.can_follow(wanted)
         if can_follow and item.piece.step_bytes < cheapest:
             reply, item.ranges = Reply.FOLLOWS, ()
         return reply
 
-    def _begin(self, owner: int, item: IncomingPiece) -> bool:
+    def _begin(self, owner: int, item: IncomingPiece, wanted: Manifest) -> bool:
         """Take space for a piece; False, and a failure noted, where that cannot be."""
         try:
-            item.replica = self._receiver.begin(owner, item.piece.manifest)
+            item.replica = self._receiver.begin(wanted)
         except MoECheckpointError as error:
             self._refuse(owner, item.piece, str(error))
             return False
@@ -149,7 +151,7 @@ class IncomingReplicas:
 
     def _taken(self, owner: int, item: IncomingPiece) -> Reply:
         """Wait for a piece, verify and seal it; after damage take space for the second try, of which there is one."""
-        assert item.replica is not None
+        assert item.replica is not None and item.manifest is not None
         item.arrived()
         is_second = item.reply == Reply.DAMAGED
         try:
@@ -157,7 +159,7 @@ class IncomingReplicas:
                 item.replica.follow(item.step)
                 item.step = bytearray()
             elif item.reply is Reply.PARTLY:
-                self._receiver.join(item.replica, item.piece.manifest)
+                self._receiver.join(item.replica, item.manifest)
             item.replica.seal()
             item.replica, item.reply = None, Reply.SEALED
         except UnreadableCheckpoint as error:
@@ -165,7 +167,7 @@ class IncomingReplicas:
             item.reply = Reply.DAMAGED
             if is_second:
                 self._refuse(owner, item.piece, f"it arrived damaged twice: {error}")
-            elif not self._begin(owner, item):
+            elif not self._begin(owner, item, item.manifest):
                 item.reply = Reply.FAILED
         except MoECheckpointError as error:
             item.abandon()

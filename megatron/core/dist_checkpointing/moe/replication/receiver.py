@@ -64,12 +64,18 @@ class ReplicaReceiver:
     def __init__(self, store: MappedStore, clock: Clock, job: str = "", rank: int | None = None) -> None:
         self._store, self._clock, self._job, self._rank = store, clock, job, rank
 
-    def holds(self, owner: int, manifest: bytes) -> bool:
+    def manifest(self, owner: int, data: bytes) -> Manifest:
+        """What an owner says of a snapshot of its own. Raises UnreadableCheckpoint."""
+        wanted = decode(data, f"manifest from rank {owner}")
+        if wanted.snapshot.rank != owner:
+            raise UnreadableCheckpoint(f"rank {owner} sent the {wanted.snapshot}, which is not its own")
+        return wanted
+
+    def holds(self, wanted: Manifest) -> bool:
         """Whether exactly this snapshot is sealed here already; one that differs under its name is given up.
 
         Raises UsageError for a snapshot that no recovery would take from here.
         """
-        wanted = decode(manifest, f"manifest from rank {owner}")
         if self._job and wanted.facts.job != self._job:
             raise UsageError(
                 f"it belongs to job {wanted.facts.job}, and this rank to job {self._job}: no recovery would take it;"
@@ -86,19 +92,18 @@ class ReplicaReceiver:
             self._store.free(wanted.snapshot)  # else the store would refuse the name for the one to come
         return is_held
 
-    def can_follow(self, owner: int, manifest: bytes) -> bool:
+    def can_follow(self, wanted: Manifest) -> bool:
         """Whether the state one iteration before this snapshot is here, so that it can be made from the step."""
-        wanted = decode(manifest, f"manifest from rank {owner}").snapshot
+        snapshot = wanted.snapshot
         try:
-            with self._store.open(replace(wanted, iteration=wanted.iteration - 1)):
+            with self._store.open(replace(snapshot, iteration=snapshot.iteration - 1)):
                 return True
         except (UnreadableCheckpoint, UsageError):
             return False
 
-    def lacking(self, owner: int, manifest: bytes) -> Ranges | None:
+    def lacking(self, wanted: Manifest) -> Ranges | None:
         """What of the snapshot's bytes this rank's own snapshot of that iteration does not have; None where that is
         all of them."""
-        wanted = decode(manifest, f"manifest from rank {owner}")
         own = self._own(wanted)
         if own is None:
             return None
@@ -109,23 +114,17 @@ class ReplicaReceiver:
             return None
         return _ranges(record for record in wanted.records if record.key not in held) if held else None
 
-    def join(self, replica: StoreReplica, manifest: bytes) -> None:
+    def join(self, replica: StoreReplica, wanted: Manifest) -> None:
         """Give a replica what this rank's own snapshot has of it. Raises UnreadableCheckpoint."""
-        own = self._own(decode(manifest, "manifest"))
+        own = self._own(wanted)
         assert own is not None
         replica.join(own)
 
     def _own(self, wanted: Manifest) -> SnapshotId | None:
         return None if self._rank is None else replace(wanted.snapshot, rank=self._rank)
 
-    def begin(self, owner: int, manifest: bytes) -> StoreReplica | None:
-        """Space for the snapshot; None when none becomes free within PATIENCE_S.
-
-        Raises UnreadableCheckpoint, StoreFailure.
-        """
-        wanted = decode(manifest, f"manifest from rank {owner}")
-        if wanted.snapshot.rank != owner:
-            raise UnreadableCheckpoint(f"rank {owner} sent the {wanted.snapshot}, which is not its own")
+    def begin(self, wanted: Manifest) -> StoreReplica | None:
+        """Space for the snapshot; None when none becomes free within PATIENCE_S. Raises StoreFailure."""
         until_s = self._clock.now_s() + PATIENCE_S
         while True:
             try:

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 from torch.distributed import PrefixStore, Store
@@ -37,6 +37,8 @@ MESSAGES = 0
 
 _SIZE = struct.Struct("<q")
 _MOST_BYTES = 1 << 36
+_FRAME_BYTES = 1024
+"""Of a value of all ranks that go in one message with its size: mostly all of it. A message costs more than they do."""
 _LET_GO_S = 10.0
 
 
@@ -47,6 +49,8 @@ class _Transfer:
         self._transport, self._what, self._lane = transport, what, lane
         self._connections = transport.connections
         self._message = Message(memoryview(b"")) if lane is None else lane.post(memory)
+        if lane is None and not memory and self._connections is not None:
+            self._message.end(through=True)  # both sides know that there is nothing to move
 
     def wait(self) -> None:
         """As `ports.Transfer.wait`; the timeout is that of a chunk."""
@@ -114,10 +118,26 @@ class TcpTransport:
         return self._transfer("receive {} bytes from rank {}", source, into, is_send=False)
 
     def least(self, values: Sequence[int]) -> tuple[int, ...]:
-        return self._reduced(values, np.minimum, "find the least")
+        return self.least_and_total(values, ())[0]
 
     def total(self, values: Sequence[int]) -> tuple[int, ...]:
-        return self._reduced(values, np.add, "add up")
+        return self.least_and_total((), values)[1]
+
+    def least_and_total(self, values: Sequence[int], added: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        end = 1 + len(values)
+
+        def combine(own: bytes, others: bytes) -> bytes:
+            numbers, more = np.frombuffer(own, np.int64), np.frombuffer(others, np.int64)
+            if (len(numbers), numbers[0]) != (len(more), more[0]):
+                raise ValueError(f"{len(numbers) - 1} and {len(more) - 1} numbers")
+            return b"".join(
+                [np.minimum(numbers[:end], more[:end]).tobytes(), np.add(numbers[end:], more[end:]).tobytes()]
+            )
+
+        own = np.array([len(values), *values, *added], np.int64)  # how many are compared: the same on all ranks
+        data = self._combined(own.tobytes(), combine, f"compare and add {len(own) - 1} numbers with")
+        numbers = tuple(np.frombuffer(data, np.int64).tolist())
+        return numbers[1:end], numbers[end:]
 
     def gather(self, value: Json) -> list[Json]:
         """As `ports.Transport.gather`. Raises UsageError for what strict JSON cannot say."""
@@ -202,18 +222,9 @@ class TcpTransport:
         if other == self.rank or not 0 <= other < self.world_size:
             raise UsageError(f"rank {self.rank} cannot {what} in a world of {self.world_size} ranks")
         memory = data.cast("B") if data.nbytes else memoryview(b"")
-        lane = self.lane(other, data.nbytes, is_send=is_send) if self.connections is not None else None
+        is_moved = data.nbytes and self.connections is not None
+        lane = self.lane(other, data.nbytes, is_send=is_send) if is_moved else None
         return _Transfer(self, what, lane, memory)
-
-    def _reduced(self, values: Sequence[int], operation: Any, what: str) -> tuple[int, ...]:
-        def combine(own: bytes, others: bytes) -> bytes:
-            if len(own) != len(others):
-                raise ValueError(f"{len(own) // 8} and {len(others) // 8} numbers")
-            result: bytes = operation(np.frombuffer(own, np.int64), np.frombuffer(others, np.int64)).tobytes()
-            return result
-
-        data = self._combined(np.array(values, np.int64).tobytes(), combine, f"{what} of {len(values)} numbers with")
-        return tuple(np.frombuffer(data, np.int64).tolist())
 
     def _combined(self, value: bytes, combine: Callable[[bytes, bytes], bytes], what: str) -> bytes:
         """The values of all ranks combined, on all of them; the second argument of `combine` is of higher ranks."""
@@ -238,18 +249,20 @@ class TcpTransport:
         return value
 
     def _tell(self, to: int, value: bytes) -> None:
-        for transfer in [self.send(to, part) for part in (_SIZE.pack(len(value)), value)]:
+        frame, rest = value[:_FRAME_BYTES], value[_FRAME_BYTES:]
+        frame = _SIZE.pack(len(value)) + frame.ljust(_FRAME_BYTES, b"\0")
+        for transfer in [self.send(to, part) for part in (frame, rest)]:
             transfer.wait()
 
     def _heard(self, source: int) -> bytes:
-        size = bytearray(_SIZE.size)
-        self.receive(source, memoryview(size)).wait()
-        (nbytes,) = _SIZE.unpack(size)
+        frame = bytearray(_SIZE.size + _FRAME_BYTES)
+        self.receive(source, memoryview(frame)).wait()
+        (nbytes,) = _SIZE.unpack_from(frame)
         if not 0 <= nbytes <= _MOST_BYTES:
             raise ValueError(f"rank {source} announces {nbytes} bytes")
-        value = bytearray(nbytes)
-        self.receive(source, memoryview(value)).wait()
-        return bytes(value)
+        rest = bytearray(max(nbytes - _FRAME_BYTES, 0))
+        self.receive(source, memoryview(rest)).wait()
+        return bytes(frame[_SIZE.size : _SIZE.size + nbytes]) + rest
 
 
 def _opened(

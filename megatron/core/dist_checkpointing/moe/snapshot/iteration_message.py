@@ -1,7 +1,7 @@
 """The one message that each rank sends per iteration, and what the messages of all ranks come to.
 
-All of it goes through a single collective that gives, element by element, the smallest value of all ranks
-(`Transport.least`), and one more that adds the token counts up. Minimum is enough for everything that has to be known:
+All of it goes through a single collective that gives, element by element, the smallest value of all ranks, and for the
+token counts the sum (`Transport.least_and_total`). Minimum is enough for everything else that has to be known:
 
 - a minimum (how far all ranks have come with a round, the time that all of them have for a copy) is sent as it is;
 - a maximum (the costs of the slowest rank) is sent negated: max(x) = -min(-x);
@@ -130,9 +130,8 @@ class MessageExchange:
                 # How it ended is looked at by training's thread.
                 with suppress(Exception):
                     task.result(max(0.0, until_s - self._clock.now_s()))
-            least = self._transport.least([*header, *message.statuses()])
-            added = [*message.waits, *message.counts()]
-            return least, self._transport.total(added) if added else ()
+            counts = message.counts()  # may wait for the device; statuses are as late as can be
+            return self._transport.least_and_total([*header, *message.statuses()], [*message.waits, *counts])
 
         self._sent = message.iteration, len(message.waits), self._lane.submit(exchange)
 

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from hmac import compare_digest
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -33,6 +34,7 @@ KEYED = b'{"hmac":'
 """How files begin that are sealed with a secret."""
 _FLOAT = "$float"  # the only key of an object that stands for a float that JSON cannot write
 _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+_PLAIN = frozenset({type(None), bool, int, str})
 _KINDS = {kind.name: kind for kind in OperatorKind}
 
 
@@ -171,11 +173,11 @@ def flat_bytes(data: Buffer, field: Field) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
-def _name_of_part(part: Part) -> str:
-    return "+".join(str(component.name) for component in part) or "NOTHING"
-
-
-_PARTS = {_name_of_part(Part(value)): Part(value) for value in range(Part.EVERYTHING.value + 1)}
+_NAMES = {
+    (part := Part(value)): "+".join(str(component.name) for component in part) or "NOTHING"
+    for value in range(Part.EVERYTHING.value + 1)
+}
+_PARTS = {name: part for part, name in _NAMES.items()}
 
 
 class _Record(Struct, forbid_unknown_fields=True):
@@ -243,13 +245,18 @@ def decode(content: bytes, name: str) -> Manifest:
     """
     body = _unsealed_manifest(content, name)
     try:
-        # json.loads and not msgspec's decoder: it finds members that stand twice, and reads integers of any size.
-        value = json.loads(body, object_pairs_hook=_json_value, parse_constant=_refuse_constant)
-        _check_version(convert(value, _Version).format)
-        return _manifest(convert(value, _Body))
+        return _parsed(body)
     except (MoECheckpointError, ValidationError, ValueError, RecursionError) as error:
         kind = NewerFormat if isinstance(error, NewerFormat) else UnreadableCheckpoint
         raise kind(f"{name}: {error}") from error
+
+
+@lru_cache(maxsize=128)  # a round reads the same few several times, a recovery those of all ranks
+def _parsed(body: bytes) -> Manifest:
+    # json.loads and not msgspec's decoder: it finds members that stand twice, and reads integers of any size.
+    value = json.loads(body, object_pairs_hook=_json_value, parse_constant=_refuse_constant)
+    _check_version(convert(value, _Version).format)
+    return _manifest(convert(value, _Body))
 
 
 def _check_version(version: int) -> None:
@@ -273,7 +280,7 @@ def _manifest(body: _Body) -> Manifest:
 
 
 def _encoded(field: Field, offset: int, xxh3: str) -> _Record:
-    unit, part = field.operator, _name_of_part(field.part)
+    unit, part = field.operator, _NAMES[field.part]
     operator = None if unit is None else (unit.layer, unit.kind.name, unit.expert)
     return _Record(field.key, operator, part, field.dtype, field.shape, offset, field.nbytes, xxh3)
 
@@ -296,17 +303,17 @@ def _field(record: _Record) -> Field:
 def _json_object(value: Mapping[str, Json], where: str) -> dict[str, Any]:
     if not all(type(key) is str and key != _FLOAT for key in value):
         raise UsageError(f"{where} has keys that are no text or {_FLOAT!r}, but a manifest takes only JSON values")
-    return {key: _plain(inner, f"{where}.{key}") for key, inner in value.items()}
+    return {key: inner if type(inner) in _PLAIN else _plain(inner, f"{where}.{key}") for key, inner in value.items()}
 
 
 def _plain(value: object, where: str) -> Json:
     """`value` as strict JSON, with floats that JSON cannot write spelled out."""
-    if value is None or type(value) in (bool, int, str):
+    if type(value) in _PLAIN:
         return value  # type: ignore[return-value]
     if type(value) is float:
         return value if math.isfinite(value) else {_FLOAT: repr(value)}
     if type(value) is list:
-        return [_plain(inner, f"{where}[{at}]") for at, inner in enumerate(value)]
+        return [inner if type(inner) in _PLAIN else _plain(inner, f"{where}[{at}]") for at, inner in enumerate(value)]
     if isinstance(value, Mapping):
         return _json_object(value, where)
     raise UsageError(f"{where} is a {type(value).__name__}, but a manifest takes only JSON values")

@@ -15,6 +15,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from ..errors import UnreadableCheckpoint
@@ -42,12 +43,13 @@ class SlotEntry:
         """The file's name."""
         return f"{self.segment}.{self.snapshot.name}.{self.state}"
 
-    @classmethod
-    def parse(cls, name: str) -> SlotEntry | None:
+    @staticmethod
+    @lru_cache(maxsize=1024)  # a folder is listed several times per iteration, and most of it stays as it was
+    def parse(name: str) -> SlotEntry | None:
         """The entry of this file name, None for other files."""
         found = _ENTRY.fullmatch(name)
         snapshot = SnapshotId.parse(found[2]) if found else None
-        return cls(found[1], snapshot, found[3]) if found and snapshot else None
+        return SlotEntry(found[1], snapshot, found[3]) if found and snapshot else None
 
 
 class MemoryReader(SnapshotReader):
