@@ -18,6 +18,8 @@ from workload import FACTS, LAYOUT, RANK, SEGMENTS, content, new_store, read, wr
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, NoRoom, SnapshotId
+from megatron.core.dist_checkpointing.moe.storage import base, slot_reader
+from megatron.core.dist_checkpointing.moe.storage.manifest import decode
 
 FIRST, SECOND, THIRD = (SnapshotId(iteration, RANK) for iteration in (10, 11, 12))
 SURVIVING = ("memory", "filesystem", "objects in files")  # what does not end with the process
@@ -49,6 +51,30 @@ def die() -> None:
 
 def test_an_empty_store_lists_nothing(store: Any) -> None:
     assert (store.snapshots().sealed, store.snapshots().torn) == ((), ())
+
+
+def test_the_snapshots_of_one_rank_are_listed_alone(store: Any) -> None:
+    other = SnapshotId(FIRST.iteration, RANK + 1)
+    for snapshot in (FIRST, other):
+        write(store, snapshot)
+    assert [store.snapshots(rank).sealed for rank in (RANK, RANK + 1, RANK + 2)] == [(FIRST,), (other,), ()]
+    assert sealed(store) == (FIRST, other)
+
+
+def test_whoever_asks_for_one_rank_reads_no_manifest_of_another(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In storage there are those of all ranks: if each read all of them, a job of N ranks would open N x N files."""
+    for rank in (RANK, RANK + 1, RANK + 2):
+        write(store, SnapshotId(FIRST.iteration, rank))
+    opened: list[str] = []
+
+    def noted(content: bytes, name: str) -> Any:
+        opened.append(name)
+        return decode(content, name)
+
+    for module in (base, slot_reader):
+        monkeypatch.setattr(module, "decode", noted)
+    assert len(store.snapshots(RANK).sealed) == 1
+    assert len(opened) <= 1
 
 
 def test_what_was_sealed_is_read_back_bit_by_bit(store: Any) -> None:

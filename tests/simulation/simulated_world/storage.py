@@ -108,13 +108,15 @@ class FakeStore:
             segment.snapshot, segment.manifest, segment.writer, segment.held = snapshot, b"", self.slot, []
         return FakeWriter(self, snapshot, layout, segment)
 
-    def snapshots(self) -> Listing:
+    def snapshots(self, rank: int | None = None) -> Listing:
         """As `ports.Store.snapshots`."""
         self.operation("list", "snapshots")
         sealed, torn = [], []
         with self.memory.mutex:
             for segment in self.memory.segments.values():
                 if segment.snapshot is None or segment.name in self._writing:
+                    continue
+                if rank not in (None, segment.snapshot.rank):
                     continue
                 try:
                     self._manifest(segment)

@@ -112,8 +112,11 @@ class Store(Protocol):
         freed first; StoreFailure when the storage refuses.
         """
 
-    def snapshots(self) -> Listing:
-        """What is sealed and what is torn. Snapshots that are being written are in neither. Raises StoreFailure."""
+    def snapshots(self, rank: int | None = None) -> Listing:
+        """What is sealed and what is torn, of one rank or of all. Snapshots that are being written are in neither.
+
+        Each manifest is read, so a rank that wants only its own asks for them. Raises StoreFailure.
+        """
 
     def open(self, snapshot: SnapshotId) -> Reader:
         """A reader of a sealed snapshot. Raises UnreadableCheckpoint when it is missing, torn or damaged."""

@@ -121,21 +121,18 @@ def listing(
     Raises:
         StoreFailure: The store cannot be listed.
     """
-    listed, rows = store.snapshots(), []
-    for torn in listed.torn:
-        if owner in (None, torn.snapshot.rank):
-            rows.append(InventoryRow(torn.snapshot, tier, torn.why, torn=_interrupted(torn)))
+    listed = store.snapshots(owner)
+    rows = [InventoryRow(torn.snapshot, tier, torn.why, torn=_interrupted(torn)) for torn in listed.torn]
     for snapshot in listed.sealed:
-        if owner in (None, snapshot.rank):
-            try:
-                with store.open(snapshot) as reader:
-                    facts, places = reader.manifest.facts, reader.manifest.layout.places
-            except UnreadableCheckpoint as error:
-                rows.append(InventoryRow(snapshot, tier, str(error)))
-            else:
-                row = _row(snapshot, tier, facts, _mismatch(facts, accepts, job, strategy))
-                has_fingerprints = snapshot.kind == LOG and any(received_key(way) in places for way in Direction)
-                rows.append(msgspec.structs.replace(row, has_fingerprints=has_fingerprints))
+        try:
+            with store.open(snapshot) as reader:
+                facts, places = reader.manifest.facts, reader.manifest.layout.places
+        except UnreadableCheckpoint as error:
+            rows.append(InventoryRow(snapshot, tier, str(error)))
+        else:
+            row = _row(snapshot, tier, facts, _mismatch(facts, accepts, job, strategy))
+            has_fingerprints = snapshot.kind == LOG and any(received_key(way) in places for way in Direction)
+            rows.append(msgspec.structs.replace(row, has_fingerprints=has_fingerprints))
     return rows
 
 

@@ -86,13 +86,14 @@ class ReshardingStore:
         """As `ports.Store.reserve`."""
         return self._store.reserve(snapshot, layout)
 
-    def snapshots(self) -> Listing:
+    def snapshots(self, rank: int | None = None) -> Listing:
         """As `ports.Store.snapshots`: those of other layouts as this rank's, in place of their ranks'."""
-        listed = self._store.snapshots()
-        foreign = self._found(listed)
+        listed = self._store.snapshots(rank)
+        foreign = self._found(listed if rank is None else None)
         hidden = {snapshot for generation in foreign.values() for snapshot in snapshots_of(generation)}
         sealed = {snapshot for snapshot in listed.sealed if snapshot not in hidden}
-        sealed |= {SnapshotId(iteration, self._rank, kind) for iteration, kind in foreign}
+        if rank in (None, self._rank):
+            sealed |= {SnapshotId(iteration, self._rank, kind) for iteration, kind in foreign}
         return Listing(tuple(sorted(sealed)), listed.torn)
 
     def open(self, snapshot: SnapshotId) -> Reader:
@@ -205,7 +206,7 @@ class NoStorage:
         """As `ports.Store.reserve`."""
         raise UsageError(f"the {snapshot} cannot be stored: this job has no storage (--moe-ckpt-persist-dir)")
 
-    def snapshots(self) -> Listing:
+    def snapshots(self, rank: int | None = None) -> Listing:
         """As `ports.Store.snapshots`."""
         return Listing((), ())
 

@@ -275,8 +275,8 @@ class Persister:
 
     def free(self, iterations: Collection[int]) -> None:
         """Remove this rank's snapshots of these iterations. Raises StoreFailure."""
-        for snapshot in self._storage.snapshots().sealed:
-            if snapshot.rank == self._rank and snapshot.iteration in iterations:
+        for snapshot in self._storage.snapshots(self._rank).sealed:
+            if snapshot.iteration in iterations:
                 self._storage.free(snapshot)
 
     def _write(self, task: PersistTask) -> None:

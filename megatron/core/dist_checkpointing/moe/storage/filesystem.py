@@ -77,12 +77,15 @@ class FilesystemStore:
             raise
         return FilesystemWriter(self, snapshot, layout, aside, descriptor)
 
-    def snapshots(self) -> Listing:
+    def snapshots(self, rank: int | None = None) -> Listing:
         sealed, torn = [], []
         for name in self._names():
             snapshot, path = SnapshotId.parse(name), self.directory / name
             aside = _ASIDE.fullmatch(name)
             unsealed = SnapshotId.parse(aside[2]) if aside and aside[1] == "writing" else None
+            named = snapshot or unsealed
+            if named and rank not in (None, named.rank):
+                continue
             # What is gone by the time it is looked at was freed or sealed meanwhile by another thread or rank.
             if snapshot:
                 try:

@@ -206,8 +206,8 @@ class MemoryStore:
                 raise
         return MemoryWriter(self, snapshot, layout, self._segments[name], lock)
 
-    def snapshots(self) -> Listing:
-        return self._slot.snapshots()
+    def snapshots(self, rank: int | None = None) -> Listing:
+        return self._slot.snapshots(rank)
 
     def open(self, snapshot: SnapshotId) -> MemoryReader:
         return self._slot.open(snapshot)

@@ -64,10 +64,12 @@ class ObjectStore:
             self._writing[segment] = snapshot
         return ObjectWriter(self, snapshot, layout, segment, stream)
 
-    def snapshots(self) -> Listing:
+    def snapshots(self, rank: int | None = None) -> Listing:
         sealed, torn = [], []
         with failing_as(f"list {self.root}"), remote(self.root):
             for snapshot in filter(None, map(SnapshotId.parse, self._names(self.root))):
+                if rank not in (None, snapshot.rank):
+                    continue
                 try:
                     self._manifest(snapshot)
                     sealed.append(snapshot)

@@ -88,9 +88,11 @@ class SlotReader:
             names = self._system.list_directory(self.directory)
         return tuple(entry for entry in map(SlotEntry.parse, names) if entry)
 
-    def snapshots(self) -> Listing:
+    def snapshots(self, rank: int | None = None) -> Listing:
         sealed, torn = [], []
         for entry in self.entries():
+            if rank not in (None, entry.snapshot.rank):
+                continue
             try:
                 found = self._is_sealed(entry)
             except UnreadableCheckpoint as error:
