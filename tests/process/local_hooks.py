@@ -83,14 +83,13 @@ def held_back(folder: str, rank: int, iteration: int) -> Iterator[None]:
 def replicas_refused(owner: int, iterations: range) -> Iterator[None]:
     """Whoever should keep replicas for `owner` has no room for those of these iterations."""
     from megatron.core.dist_checkpointing.moe.replication.receiver import ReplicaReceiver
-    from megatron.core.dist_checkpointing.moe.storage.manifest import decode
 
     begin = ReplicaReceiver.begin
 
-    def crowded(self: Any, source: int, manifest: bytes) -> Any:
-        if source == owner and decode(manifest, "a replica").snapshot.iteration in iterations:
+    def crowded(self: Any, wanted: Any) -> Any:
+        if wanted.snapshot.rank == owner and wanted.snapshot.iteration in iterations:
             return None
-        return begin(self, source, manifest)
+        return begin(self, wanted)
 
     with mock.patch.object(ReplicaReceiver, "begin", crowded):
         yield

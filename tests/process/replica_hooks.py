@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
-from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, NoRoom, PeerLost, SnapshotId
+from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, Manifest, NoRoom, PeerLost, SnapshotId
 from megatron.core.dist_checkpointing.moe.replication import connections, staged
 from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
 from megatron.core.dist_checkpointing.moe.replication.round import Exchange, Offer
@@ -70,9 +70,9 @@ def content(iteration: int, owner: int) -> dict[str, bytes]:
 
 
 class _IncomingReplica:
-    def __init__(self, store: MemoryStore, manifest: bytes) -> None:
-        self._manifest = decode(manifest, "an offer")
-        self._writer = store.reserve(self._manifest.snapshot, self._manifest.layout)
+    def __init__(self, store: MemoryStore, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._writer = store.reserve(manifest.snapshot, manifest.layout)
 
     @property
     def buffer(self) -> memoryview:
@@ -91,15 +91,18 @@ class _Receiver:
     def __init__(self, store: MemoryStore, before: Callable[[], None] = lambda: None) -> None:
         self._store, self._before = store, before
 
-    def holds(self, owner: int, manifest: bytes) -> bool:
-        return decode(manifest, "an offer").snapshot in self._store.snapshots().sealed
+    def manifest(self, owner: int, data: bytes) -> Manifest:
+        return decode(data, f"an offer of rank {owner}")
 
-    def lacking(self, owner: int, manifest: bytes) -> None:
+    def holds(self, wanted: Manifest) -> bool:
+        return wanted.snapshot in self._store.snapshots().sealed
+
+    def lacking(self, wanted: Manifest) -> None:
         return None
 
-    def begin(self, owner: int, manifest: bytes) -> _IncomingReplica:
+    def begin(self, wanted: Manifest) -> _IncomingReplica:
         self._before()
-        return _IncomingReplica(self._store, manifest)
+        return _IncomingReplica(self._store, wanted)
 
 
 class _Tampering:
