@@ -69,19 +69,17 @@ class FakeModel:
     """
 
     def __init__(self, world: World, rank: int, shards: Mapping[OperatorId, int]) -> None:
-        self.rank, self.iteration = rank, 0
-        self.frozen: frozenset[OperatorId] | None = None
-        self._world = world
+        self.rank, self._world = rank, world
         self.tensors: dict[str, FakeTensor] = {tensor.key: tensor for tensor in _tensors(shards)}
         self.random_sizes = {f"{RANDOM}cpu": 48, f"{RANDOM}cuda": 24}
         self._sizes = {key: tensor.field.nbytes for key, tensor in self.tensors.items()} | self.random_sizes
-        self._is_exact = True
         self.live = {key: bytearray(nbytes) for key, nbytes in self._sizes.items()}
         self.build_anew()
 
     def build_anew(self) -> None:
         """The state of iteration 0, as in a process that has just started."""
-        self.iteration, self.frozen, self._is_exact = 0, None, True
+        self.iteration, self._is_exact = 0, True
+        self.frozen: frozenset[OperatorId] | None = None
         for key in self._sizes:
             self._become(key, 0)
 

@@ -307,9 +307,7 @@ def _json_object(value: Mapping[str, Json], where: str) -> dict[str, Any]:
 
 
 def _plain(value: object, where: str) -> Json:
-    """`value` as strict JSON, with floats that JSON cannot write spelled out."""
-    if type(value) in _PLAIN:
-        return value  # type: ignore[return-value]
+    """A value that is not `_PLAIN` as strict JSON, with floats that JSON cannot write spelled out."""
     if type(value) is float:
         return value if math.isfinite(value) else {_FLOAT: repr(value)}
     if type(value) is list:
