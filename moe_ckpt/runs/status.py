@@ -26,6 +26,10 @@ from .run_log import LEVELS, number, read_run
 STATUS_FILE = "status.json"
 STATUS_KEY = "moe-ckpt/status/{}"
 CONNECT_S = 5.0
+"""Until it is known whether anybody listens."""
+ANSWER_S = 60.0
+"""Where somebody does. Torch (2.13) has the address looked up by name before it takes a connection as made: one lost
+answer of a name server takes 5 s."""
 MOST_BYTES = 2**20
 MOST_RANKS = 2**17
 SEARCHED = 256
@@ -239,7 +243,7 @@ def _in_store(address: str, world_size: int = 0) -> Iterator[RankStatus]:
     from torch.distributed import TCPStore
 
     try:
-        patience = timedelta(seconds=CONNECT_S)
+        patience = timedelta(seconds=ANSWER_S)
         client = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=patience)
         for rank in itertools.count():
             if rank >= min(world_size or SEARCHED, MOST_RANKS):

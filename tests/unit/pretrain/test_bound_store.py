@@ -17,7 +17,7 @@ from megatron.pretrain.errors import TrainingFailure
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_a_store_is_reached_at_its_address_and_at_no_other(host: str) -> None:
     store = bound_store(host)
-    client = TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=10))
+    client = TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=60))
     client.set("key", "value")
     assert store.get("key") == b"value"
     with pytest.raises(ConnectionRefusedError):

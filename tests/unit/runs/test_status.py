@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.moe.runtime import status as published
 from megatron.core.dist_checkpointing.moe.runtime.status import StatusBoard, readable
 from megatron.core.dist_checkpointing.moe.snapshot.coordinator import ProtectionReport
 from megatron.core.dist_checkpointing.moe.storage.ownership import OWNER_FILE
+from megatron.pretrain.bound_store import bound_store
 from moe_ckpt.commands.main import commands
 from moe_ckpt.runs import status as read
 from moe_ckpt.runs.status import RankStatus, status_of
@@ -34,7 +35,7 @@ POOR = ProtectionReport(
 
 @pytest.fixture
 def store() -> TCPStore:
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    return bound_store("127.0.0.1", timeout=timedelta(seconds=20))
 
 
 def slot(memory: Path, rank: int, job: str = "job") -> Path:
@@ -98,6 +99,22 @@ def test_a_store_that_is_gone_is_said_in_one_line(tmp_path: Path) -> None:
     result = status("--store", "127.0.0.1:1")
     assert str(result.exception) == "the store at 127.0.0.1:1 cannot be reached: Connection refused"
     assert "no HOST:PORT" in str(status("--store", "nowhere").exception)
+
+
+def test_lost_answers_of_a_name_server_do_not_make_a_store_unreachable(
+    store: TCPStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = []
+
+    class Client(TCPStore):
+        def __init__(self, *place: Any, timeout: timedelta, **settings: Any) -> None:
+            waits.append(timeout)
+            super().__init__(*place, timeout=timeout, **settings)
+
+    shown(slot(tmp_path, 0), store, 0, WELL, ranks=1)
+    monkeypatch.setattr("torch.distributed.TCPStore", Client)
+    assert status("--store", f"127.0.0.1:{store.port}").exit_code == 0
+    assert waits and min(waits) >= timedelta(seconds=3 * 2 * 5), "three names, each asked for twice, for 5 s each"
 
 
 def test_several_jobs_are_told_apart(store: TCPStore, tmp_path: Path) -> None:
