@@ -65,8 +65,9 @@ class DrillSettings:
 
     @property
     def subject(self) -> tuple[str, ...]:
-        """What protects the subject; given flags win over the defaults before them."""
-        return (*SUBJECT, *_flags_of(self.flags, subject=True))
+        """What protects the subject: the usual strategy and window, or the given strategy with its own flags."""
+        own = _flags_of(self.flags, subject=True)
+        return own if "--moe-ckpt-strategy" in own else (*SUBJECT, *own)
 
 
 def _flags_of(flags: Iterable[str], *, subject: bool) -> tuple[str, ...]:

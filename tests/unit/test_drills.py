@@ -16,7 +16,7 @@ import pytest
 
 from megatron.pretrain.processes import processes_with
 from moe_ckpt.drills.__main__ import is_right, page
-from moe_ckpt.drills.drill import UNTIED, DrillSettings
+from moe_ckpt.drills.drill import SUBJECT, UNTIED, DrillSettings
 from moe_ckpt.drills.job import DrillFailure, DrillJob, JobPlan
 from moe_ckpt.drills.processes import TOKEN, Running
 from moe_ckpt.drills.reports import (
@@ -159,6 +159,12 @@ def test_flags_of_checkpoints_go_to_the_job_that_is_examined_only() -> None:
     settings = DrillSettings(Path(), Path(), 2, 2, 60.0, 30.0, 100.0, (), given)
     assert settings.common == ("--train-iters", "1200", *UNTIED, "--hidden-size", "32", "--bf16")
     assert settings.subject[-3:] == ("--moe-ckpt-window", "2", "--moe-ckpt-strict")
+
+
+def test_a_given_strategy_comes_without_the_window_of_another_one() -> None:
+    assert DrillSettings(Path(), Path(), 2, 2, 60.0, 30.0, 100.0, ()).subject == SUBJECT
+    given = ("--moe-ckpt-strategy", "full", "--moe-ckpt-replicas", "2")
+    assert DrillSettings(Path(), Path(), 2, 2, 60.0, 30.0, 100.0, (), given).subject == given
 
 
 def judged(**changes: Any) -> dict[str, Any]:

@@ -144,6 +144,16 @@ def test_where_memory_cannot_grow_windows_go_on_as_they_were() -> None:
     assert strategy.buffer_specs() == before
 
 
+def test_a_window_of_one_iteration_has_no_order_that_could_change() -> None:
+    strategy = Sparse(job_of(replace(CONFIG, ordering="popularity", window="1")))
+    strategy.plan(1)
+    before = strategy.buffer_specs()
+    for iteration, counts in ((2, SKEWED), (3, EVEN)):
+        strategy.counted(iteration - 1, counts)
+        assert strategy.plan(iteration) is not None
+    assert strategy.order_changes == 0 and strategy.buffer_specs() is before
+
+
 def test_slower_replicas_call_for_a_window_once_and_not_for_ever_longer_ones() -> None:
     budget = Budget(is_started=True)
     for _ in range(MEASURED):

@@ -287,19 +287,22 @@ class Sparse(Strategy):
     def _schedule(self) -> None:
         """Between two windows: a new order if experts are used otherwise now, another size if the budget calls for it.
 
-        The one is looked at before the other, so that both take effect together.
+        The one is looked at before the other, so that both take effect together. A window of one iteration has no
+        order.
         """
         if self._gave_up:
             return
         config, table = self._job.config, self._table
         self._former = table
-        reorders = self.counts_tokens and self._popularity.has_changed(
-            config.reorder_threshold, config.reorder_fraction
+        window = table.size if table else None
+        reorders = (
+            self.counts_tokens
+            and window != 1
+            and self._popularity.has_changed(config.reorder_threshold, config.reorder_fraction)
         )
         if reorders:
             self._popularity = self._popularity.reordered()
             self.order_changes += 1
-        window = table.size if table else None
         if self._fixed is None:
             budget_bytes = self._budget.calls_for_another()
             if budget_bytes is not None:
@@ -308,7 +311,7 @@ class Sparse(Strategy):
                 if needed.size != window:
                     self._table, self._log_windows = needed, PLACES
                     return
-        if reorders and table is not None and not table.is_as_full:
+        if reorders and table is not None:
             self._table = self._timetable(table.size)
 
     def _timetable(self, window: int | None) -> Timetable:
