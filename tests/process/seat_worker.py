@@ -1,7 +1,10 @@
-"""A worker without torch: `seat_worker.py FOLDER BEHAVIOUR`. In FOLDER it leaves `ready-PID` once it waits for a seat,
-and `ATTEMPT-RANK` with its pid once it sits, and whether it has done what standbys do before. The last rank of the
-first attempt kills itself, when as many standbys as BEHAVIOUR says are ready; the second attempt ends well, but with
-`copies` only the third."""
+"""A worker without torch: `seat_worker.py FOLDER BEHAVIOUR`.
+
+In FOLDER it leaves `ready-PID` once it waits for a seat (`slow copies`: 3 s before), and `ATTEMPT-RANK` with its pid
+once it sits, and whether it has done what standbys do before. The last rank of the first attempt kills itself, when as
+many standbys as BEHAVIOUR says are ready; the second attempt ends well, but with `copies` only the third. With `spare`
+ranks train until FOLDER has `lost`, and end well from then on.
+"""
 
 import os
 import signal
@@ -24,6 +27,8 @@ def warmed_up() -> None:
     global is_warm
     is_warm = True
     (folder / f"ready-{os.getpid()}").touch()
+    if behaviour == "slow copies":
+        time.sleep(3)
     if behaviour == "standbys die" and len(list(folder.glob("ready-*"))) <= 3:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -31,13 +36,18 @@ def warmed_up() -> None:
 if behaviour == "another release":
     channel.VERSION = seat.VERSION = 99
 if behaviour != "no seats":
-    seat.take_seat(warmed_up, copies=behaviour == "copies")
+    seat.take_seat(warmed_up, copies=behaviour in ("copies", "slow copies", "spare"))
 attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], int(os.environ["RANK"])
 (folder / f"{attempt}-{rank}").write_text(f"{os.getpid()} {is_warm}")
-if attempt == "0" or (behaviour == "copies" and attempt == "1"):
+if behaviour == "spare":
+    seat.own_seat().training()
+    until = time.monotonic() + WAIT_S
+    while not (folder / "lost").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+elif attempt == "0" or (behaviour == "copies" and attempt == "1"):
     if behaviour != "no seats":
         seat.own_seat().training()
-    wanted = {"two standbys": 2, "one standby": 1, "copies": 1, "standbys die": 3}.get(behaviour, 0)
+    wanted = {"two standbys": 2, "one standby": 1, "copies": 1, "slow copies": 1, "standbys die": 3}.get(behaviour, 0)
     until = time.monotonic() + WAIT_S
     while rank == 0 or len(list(folder.glob("ready-*"))) < wanted:
         if time.monotonic() > until:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from attempts import Cluster
 from runs import Launch, Layout, Train, differences, digest, flags
 from world import HANG_TIMEOUT_S, ROOT, free_port
+
+from megatron.pretrain.bound_store import bound_store
 
 WORKER = Path(__file__).with_name("seat_worker.py")
 
@@ -72,6 +80,60 @@ def test_one_standby_that_can_be_copied_is_enough_for_all_seats_and_all_losses(r
     assert len({standby, *pids[0], *pids[1], *pids[2]}) == 7, "each seat of each attempt has a process of its own"
     warm = [(folder / f"{attempt}-{rank}").read_text().endswith("True") for attempt in range(3) for rank in range(2)]
     assert warm == [False, False, True, True, True, True]
+
+
+def test_seats_stay_empty_for_a_standby_that_is_about_to_be_ready_and_will_be_copied(run_workers: Jobs) -> None:
+    folder, ended = run_workers("slow copies", 1)
+    assert ended.returncode == 0, ended.stderr
+    assert [(folder / f"1-{rank}").read_text().endswith("True") for rank in range(2)] == [True, True]
+    assert not {*sitting(folder, 1)} & standbys(folder)
+
+
+def test_the_standby_of_a_spare_node_is_ready_before_a_node_is_lost_and_copied_for_all_its_seats(
+    tmp_path: Path,
+) -> None:
+    store = bound_store("127.0.0.1")
+    with agent(tmp_path, store.port) as first:
+        before = {first.pid, *until(lambda: len(seated(tmp_path)) == 2 and seated(tmp_path))}
+        with agent(tmp_path, store.port) as spare:
+            (standby,) = until(lambda: [pid for pid in standbys(tmp_path) if psutil.Process(pid).ppid() == spare.pid])
+            (tmp_path / "lost").touch()
+            for pid in before:
+                os.kill(pid, signal.SIGKILL)
+            assert spare.wait(HANG_TIMEOUT_S) == 0
+    found = [(tmp_path / f"0-{rank}").read_text().split() for rank in range(2)]
+    assert [is_warm for _, is_warm in found] == ["True", "True"], "new processes have no rank to wait for"
+    assert len({standby, *before, *(int(pid) for pid, _ in found)}) == 6
+
+
+def seated(folder: Path) -> list[int]:
+    """The pids of the ranks that sit."""
+    return [int(text.split()[0]) for path in folder.glob("0-*") if (text := path.read_text())]
+
+
+def until(done: Callable[[], Any]) -> Any:
+    """What `done` gives, once that is anything."""
+    deadline = time.monotonic() + HANG_TIMEOUT_S
+    while not (found := done()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
+
+
+@contextmanager
+def agent(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A node of a job that one node trains at a time."""
+    command = [sys.executable, "-m", "megatron.pretrain.seats.run", "--moe-ckpt-standbys", "1", "--nproc-per-node", "2"]
+    command += f"--nnodes 1 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --rdzv-id {folder.name}".split()
+    command += ["--rdzv-conf", "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=3", "--monitor-interval", "0.05"]
+    with subprocess.Popen([*command, str(WORKER), str(folder), "spare"], cwd=ROOT) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+            for pid in standbys(folder) | {*seated(folder)}:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def test_where_standbys_die_again_and_again_no_more_are_started_and_a_line_says_so(run_workers: Jobs) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from torch.distributed import DistStoreError
@@ -16,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron.pretrain.seats.meeting import AgentsMeeting, Place, WorkersPlace
 from megatron.pretrain.seats.process import COPY_S, SeatProcess, let_orphans_go
+from megatron.pretrain.seats.spares import SeatsWord
 from megatron.pretrain.warm_up import RANKS
 
 log = logging.getLogger(__name__)
@@ -27,8 +29,8 @@ KILL_TIMEOUT_S = 30.0
 """How long the end of a killed process may take: a driver may have to give pages of a device back."""
 QUICK_DEATHS = 3
 """So many standbys in a row that die before they are ready mean that none will ever be."""
-
-
+READY_S = 30.0
+"""How long seats stay empty for a standby that is about to be ready."""
 ANSWER_S = 15.0
 """How long a process that is well may take to hear of a lost peer and to put its state aside."""
 
@@ -39,7 +41,7 @@ class SeatAgent(LocalElasticAgent):
 
     Args:
         standbys: How many to keep waiting, or one if that can be copied. They are started once training goes on, so
-            that nothing is slower for them.
+            that nothing is slower for them, and on a spare node while it waits.
         arguments, options: As of torch's own agent.
     """
 
@@ -53,19 +55,22 @@ class SeatAgent(LocalElasticAgent):
         self._starts = 0
         self._place: Place | None = None
         self._workers: WorkersPlace | None = None
+        self._word = SeatsWord(self._worker_group.spec.rdzv_handler)
 
     # What the base class asks for.
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        for attempts_left in reversed(range(ATTEMPTS)):
-            try:
-                super()._rendezvous(worker_group)
-                self._settle(worker_group)
-                return
-            except DistStoreError as error:
-                if not attempts_left:
-                    raise
-                log.warning("a node was lost while all met (%s); meeting again", error)
+        # A spare node waits here until it is needed.
+        with self._word.heeded(self._refill_before_training) if not self._survivors else nullcontext():
+            for attempts_left in reversed(range(ATTEMPTS)):
+                try:
+                    super()._rendezvous(worker_group)
+                    self._settle(worker_group)
+                    return
+                except DistStoreError as error:
+                    if not attempts_left:
+                        raise
+                    log.warning("a node was lost while all met (%s); meeting again", error)
 
     def _assign_worker_ranks(self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec) -> list[Any]:
         self._is_first = group_rank == 0
@@ -90,9 +95,10 @@ class SeatAgent(LocalElasticAgent):
         self._setup_local_watchdog(envs=environments)
         self._setup_healthcheck()
         self._hear()
+        survivors, self._survivors = self._survivors, {}
+        self._await_standby(len(environments) - sum(one.exit_code is None for one in survivors.values()))
         # One that is not ready yet was started before, so it is ready sooner than a new process.
         self._standbys.sort(key=lambda standby: not standby.is_ready)
-        survivors, self._survivors = self._survivors, {}
         for seat, environment in environments.items():
             if (survivor := survivors.pop(_identity(environment), None)) is not None and survivor.exit_code is None:
                 self._seats[seat], how = survivor, "stays"
@@ -125,7 +131,9 @@ class SeatAgent(LocalElasticAgent):
                 return_values={worker_group.workers[seat].global_rank: None for seat in codes},
             )
         if all(process.is_training and process.takes_seats for process in self._seats.values()):
-            self._refill()
+            ranks = worker_group.workers[0].world_size
+            self._word.tell(ranks)
+            self._refill(ranks)
         return RunResult(state=WorkerState.HEALTHY)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
@@ -196,13 +204,11 @@ class SeatAgent(LocalElasticAgent):
             environments[worker.local_rank] = environment
         return environments
 
-    def _started(self, environment: Mapping[str, str] | None = None) -> SeatProcess:
+    def _started(self, environment: Mapping[str, str], *, idle: bool = False) -> SeatProcess:
         """A new process, with the seat that this environment tells of, or a standby."""
         spec = self._worker_group.spec
         assert isinstance(spec.entrypoint, str), "the launcher starts a command"
-        ranks = str(self._worker_group.workers[0].world_size)
-        own = environment or {"TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(), RANKS: ranks}
-        return SeatProcess.started([spec.entrypoint, *spec.args], {**os.environ, **own}, idle=environment is None)
+        return SeatProcess.started([spec.entrypoint, *spec.args], {**os.environ, **environment}, idle=idle)
 
     def _standby(self) -> tuple[SeatProcess, str]:
         """One for a seat, and what it is: a copy where one of those that wait can be copied, which then waits on."""
@@ -213,12 +219,29 @@ class SeatAgent(LocalElasticAgent):
                 log.warning("standby %d did not copy itself within %g s", standby.pid, COPY_S)
         return self._standbys.pop(0), "was a standby"
 
-    def _refill(self) -> None:
+    def _await_standby(self, empty_seats: int) -> None:
+        """Wait for one that will be copied for several seats: it has done a part of what each new process would do."""
+        until = time.monotonic() + READY_S
+        while empty_seats > 1 and not any(one.copies for one in self._standbys):
+            begun = [one for one in self._standbys if one.will_copy and not one.is_ready]
+            if not begun or time.monotonic() > until:
+                return
+            for standby in begun:
+                standby.hurry()
+            time.sleep(POLL_S)
+            self._hear()
+
+    def _refill(self, ranks: int) -> None:
         """Start the standby that is missing; one at a time, and none where they die again and again. One that can be
-        copied is enough for all seats."""
+        copied is enough for all seats. ranks: of the job."""
         is_settled = self._quick_deaths < QUICK_DEATHS and all(one.is_ready for one in self._standbys)
         if is_settled and len(self._standbys) < self._wanted and not any(one.copies for one in self._standbys):
-            self._standbys.append(self._started())
+            run_id = self._worker_group.spec.rdzv_handler.get_run_id()
+            self._standbys.append(self._started({"TORCHELASTIC_RUN_ID": run_id, RANKS: str(ranks)}, idle=True))
+
+    def _refill_before_training(self, ranks: int) -> None:
+        self._hear()
+        self._refill(ranks)
 
     def _hear(self) -> None:
         for process in self._seats.values():

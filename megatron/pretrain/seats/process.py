@@ -32,14 +32,16 @@ class SeatProcess:
         stays: It keeps its seat when it loses a peer.
         has_left: It has lost a peer, and waits for the rank that it gets next.
         takes_seats: Its script knows of seats.
-        copies: It waits, and can be copied for each seat.
+        will_copy: It has said that it can be copied for each seat once it is ready.
+        copies: It is ready, and can be copied.
         problem: Why it cannot be seated; empty if it can.
     """
 
     def __init__(self, process: psutil.Process, channel: Channel, *, is_idle: bool = False) -> None:
         self._process, self._channel, self._is_idle = process, channel, is_idle
         self.pid = process.pid
-        self.is_ready = self.is_training = self.takes_seats = self.stays = self.has_left = self.copies = False
+        self.is_ready = self.is_training = self.takes_seats = self.stays = self.has_left = False
+        self.will_copy = self.copies = False
         self.problem = ""
 
     @classmethod
@@ -57,7 +59,7 @@ class SeatProcess:
 
     def copy(self) -> SeatProcess | None:
         """A copy of this standby, which waits as it does; None where there is none within `COPY_S`."""
-        self._leave_idle_class()  # it sleeps from here on, but for the moments that a copy takes
+        self.hurry()  # it sleeps from here on, but for the moments that a copy takes
         here, there = socket.socketpair()
         channel, until = Channel(here), time.monotonic() + COPY_S
         with there, contextlib.suppress(OSError, psutil.NoSuchProcess):
@@ -99,11 +101,12 @@ class SeatProcess:
         self.is_training = self.is_training or "training" in message
         self.stays = self.stays or "stays" in message
         self.has_left = self.has_left or "left" in message
+        self.will_copy = self.will_copy or message.get("will_copy", False)
         self.copies = self.copies or message.get("copies", False)
 
     def sit(self, environment: Mapping[str, str]) -> None:
         """Tell it its rank; it starts training. Its end, if it has ended, is seen by `exit_code`."""
-        self._leave_idle_class()
+        self.hurry()
         self.has_left = self.is_training = False
         self._say({"seat": dict(environment)})
 
@@ -115,7 +118,8 @@ class SeatProcess:
         with contextlib.suppress(ConnectionError):
             self._channel.send(message)
 
-    def _leave_idle_class(self) -> None:
+    def hurry(self) -> None:
+        """Let a standby run as everybody does: others wait for it."""
         if self._is_idle:
             for thread in Path(f"/proc/{self.pid}/task").glob("*"):
                 with contextlib.suppress(ProcessLookupError):

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -102,7 +103,8 @@ def test_a_standby_warms_up_says_so_and_takes_the_rank_that_it_is_told(
     assert done == ["warm"]
     assert seat.taken_s is not None
     ready = {"version": VERSION, "pid": os.getpid(), "ready": True, "copies": False}
-    assert launcher.receive(1.0) == [{"version": VERSION}, ready, {"training": True}]
+    begun = {"version": VERSION, "will_copy": False}
+    assert launcher.receive(1.0) == [begun, ready, {"training": True}]
 
 
 def test_a_standby_whose_launcher_ends_ends_too(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,6 +182,16 @@ def test_a_process_that_uses_a_gpu_is_not_copied(monkeypatch: pytest.MonkeyPatch
     assert copies.may_be_copied()
     monkeypatch.setattr(os, "readlink", lambda _: "/dev/nvidiactl")
     assert not copies.may_be_copied()
+
+
+def test_where_there_is_a_gpu_nobody_waits_for_a_standby_to_be_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies, "DEVICES", tmp_path)
+    (tmp_path / "null").touch()
+    assert copies.can_be_copied_later()
+    (tmp_path / "nvidia0").touch()
+    assert not copies.can_be_copied_later()
 
 
 def test_ends_of_adopted_processes_are_noted_and_those_of_own_ones_left_to_who_asks() -> None:

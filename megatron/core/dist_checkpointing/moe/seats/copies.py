@@ -13,12 +13,18 @@ from .channel import Channel
 
 ADOPTED_S = 5.0
 """How long the launcher may take to become the parent of a copy; the system does that as the process between ends."""
+DEVICES = Path("/dev")
 _POLL_S = 0.001
 
 
 def may_be_copied() -> bool:
     """Whether a fork of this process would be whole: no other thread runs in it, and it uses no GPU."""
     return len(os.listdir("/proc/self/task")) == 1 and not any(map(_is_gpu, Path("/proc/self/fd").iterdir()))
+
+
+def can_be_copied_later() -> bool:
+    """Whether that can be expected of a standby that has just begun: this machine has no GPU that it would use."""
+    return not any(DEVICES.glob("nvidia[0-9]*"))
 
 
 def _is_gpu(descriptor: Path) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..errors import PeerLost
 from .channel import DESCRIPTOR, LAUNCHER_VERSION, VERSION, Channel, Message
-from .copies import copied, may_be_copied
+from .copies import can_be_copied_later, copied, may_be_copied
 from .heartbeat import own_heartbeat
 
 OWN_NAME = Path("/proc/self/comm")
@@ -56,7 +56,7 @@ class Seat:
             return
         waits = "RANK" not in os.environ
         try:
-            self._channel.send({"version": VERSION})
+            self._channel.send({"version": VERSION, "will_copy": waits and copies and can_be_copied_later()})
             if waits:
                 self._wait(warm_up, copies)
         except ConnectionError as error:

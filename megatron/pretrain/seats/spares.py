@@ -1,0 +1,67 @@
+"""Word for nodes that wait for a place in a job: that its script takes seats, and how many ranks there are.
+
+A spare node waits in the rendezvous, and so does one that has come for a lost node, whose end the others have not
+noticed yet. Meanwhile either can start standbys; but a script that takes no seats would train by itself if it were
+started without a rank. So agents whose ranks have taken seats leave word in the store of the rendezvous.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch.distributed import DistError
+from torch.distributed.elastic.rendezvous import RendezvousHandler
+
+log = logging.getLogger(__name__)
+
+KEY = "moe-ckpt/seats/{}"
+"""In the store of the rendezvous, with the id of the job: how many ranks it has."""
+LOOK_S = 0.5
+"""How often a node that waits looks for it."""
+
+
+class SeatsWord:
+    """Of one job."""
+
+    def __init__(self, handler: RendezvousHandler) -> None:
+        self._store = getattr(handler, "_store", None)  # none where a single node meets itself
+        self._key, self._told = KEY.format(handler.get_run_id()), 0
+
+    def tell(self, ranks: int) -> None:
+        """The ranks of this node take seats, in a job of so many. Raises DistError."""
+        if self._store is not None and ranks != self._told:
+            self._store.set(self._key, str(ranks))
+            self._told = ranks
+
+    def heard(self) -> int | None:
+        """How many ranks the job has, whose script takes seats; None until somebody has said so. Raises DistError."""
+        if self._store is None or not self._store.check([self._key]):
+            return None
+        return int(self._store.get(self._key))
+
+    @contextmanager
+    def heeded(self, refill: Callable[[int], None]) -> Iterator[None]:
+        """In this block another thread calls `refill` again and again, with the number of ranks, once that is known.
+
+        Where that fails a line says so, and standbys are started once training goes on.
+        """
+        is_over = threading.Event()
+
+        def look() -> None:
+            try:
+                while not is_over.wait(LOOK_S):
+                    if ranks := self.heard():
+                        refill(ranks)
+            except (DistError, OSError) as error:
+                log.warning("no standby is started while this node waits: %s", error)
+
+        thread = threading.Thread(target=look, name="moe-ckpt-standbys", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()

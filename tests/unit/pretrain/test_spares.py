@@ -1,0 +1,76 @@
+"""Nodes that wait for a place in a job start standbys once it is known that its script takes seats."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from torch.distributed import DistNetworkError, HashStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler
+
+from megatron.pretrain.seats import spares
+from megatron.pretrain.seats.spares import SeatsWord
+
+WAIT_S = 30
+
+
+def handler(store: Any, run_id: str = "job") -> RendezvousHandler:
+    return cast(RendezvousHandler, SimpleNamespace(_store=store, get_run_id=lambda: run_id))
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> HashStore:
+    monkeypatch.setattr(spares, "LOOK_S", 0.01)
+    return HashStore()
+
+
+def test_what_one_node_tells_the_others_of_its_job_hear(store: HashStore) -> None:
+    spare = SeatsWord(handler(store))
+    assert spare.heard() is None
+    SeatsWord(handler(store)).tell(8)
+    assert spare.heard() == 8
+    assert SeatsWord(handler(store, "another job")).heard() is None
+
+
+def test_a_job_that_goes_on_with_fewer_ranks_says_so(store: HashStore) -> None:
+    node = SeatsWord(handler(store))
+    node.tell(8)
+    node.tell(4)
+    assert node.heard() == 4
+
+
+def test_a_single_node_has_nobody_to_tell() -> None:
+    alone = SeatsWord(cast(RendezvousHandler, SimpleNamespace(get_run_id=lambda: "job")))
+    alone.tell(8)
+    assert alone.heard() is None
+
+
+def test_a_node_that_waits_starts_standbys_once_ranks_have_taken_seats_and_not_before(store: HashStore) -> None:
+    node, called, looked = SeatsWord(handler(store)), threading.Event(), threading.Event()
+    ranks: list[int] = []
+    heard, node.heard = node.heard, lambda: (looked.set(), heard())[1]  # type: ignore[method-assign]
+    with node.heeded(lambda number: (ranks.append(number), called.set())[1]):
+        assert looked.wait(WAIT_S)
+        assert not ranks, "a script that takes no seats would train by itself"
+        SeatsWord(handler(store)).tell(8)
+        assert called.wait(WAIT_S)
+    assert set(ranks) == {8}
+    assert not [one for one in threading.enumerate() if one.name == "moe-ckpt-standbys"]
+
+
+@pytest.mark.parametrize("error", [OSError("no memory"), DistNetworkError("the store is gone")])
+def test_a_node_that_cannot_start_one_says_so_and_waits_on(
+    error: Exception, store: HashStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    node, tried = SeatsWord(handler(store)), threading.Event()
+    node.tell(8)
+
+    def fail(ranks: int) -> None:
+        tried.set()
+        raise error
+
+    with node.heeded(fail):
+        assert tried.wait(WAIT_S)
+    assert [one.message for one in caplog.records] == [f"no standby is started while this node waits: {error}"]
