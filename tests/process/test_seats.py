@@ -96,7 +96,7 @@ def test_the_standby_of_a_spare_node_is_ready_before_a_node_is_lost_and_copied_f
     with agent(tmp_path, store.port) as first:
         before = {first.pid, *until(lambda: len(seated(tmp_path)) == 2 and seated(tmp_path))}
         with agent(tmp_path, store.port) as spare:
-            (standby,) = until(lambda: [pid for pid in standbys(tmp_path) if psutil.Process(pid).ppid() == spare.pid])
+            (standby,) = until(lambda: standbys(tmp_path) & {one.pid for one in psutil.Process(spare.pid).children()})
             (tmp_path / "lost").touch()
             for pid in before:
                 os.kill(pid, signal.SIGKILL)
