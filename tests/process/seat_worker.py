@@ -1,9 +1,9 @@
 """A worker without torch: `seat_worker.py FOLDER BEHAVIOUR`.
 
-In FOLDER it leaves `ready-PID` once it waits for a seat (`slow copies`: 3 s before), and `ATTEMPT-RANK` with its pid
-once it sits, and whether it has done what standbys do before. The last rank of the first attempt kills itself, when as
-many standbys as BEHAVIOUR says are ready; the second attempt ends well, but with `copies` only the third. With `spare`
-ranks train until FOLDER has `lost`, and end well from then on.
+In FOLDER it leaves `ready-PID` once it waits for a seat (`slow copies`: 3 s before, `standby hangs`: for ever), and
+`ATTEMPT-RANK` with its pid once it sits, and whether it has done what standbys do before. The last rank of the first
+attempt kills itself, when as many standbys as BEHAVIOUR says are ready; the second attempt ends well, but with `copies`
+only the third. With `spare` ranks train until FOLDER has `lost`, and end well from then on.
 """
 
 import os
@@ -27,8 +27,7 @@ def warmed_up() -> None:
     global is_warm
     is_warm = True
     (folder / f"ready-{os.getpid()}").touch()
-    if behaviour == "slow copies":
-        time.sleep(3)
+    time.sleep({"slow copies": 3, "standby hangs": 600}.get(behaviour, 0))
     if behaviour == "standbys die" and len(list(folder.glob("ready-*"))) <= 3:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -36,7 +35,7 @@ def warmed_up() -> None:
 if behaviour == "another release":
     channel.VERSION = seat.VERSION = 99
 if behaviour != "no seats":
-    seat.take_seat(warmed_up, copies=behaviour in ("copies", "slow copies", "spare"))
+    seat.take_seat(warmed_up, copies=behaviour in ("copies", "slow copies", "standby hangs", "spare"))
 attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], int(os.environ["RANK"])
 (folder / f"{attempt}-{rank}").write_text(f"{os.getpid()} {is_warm}")
 if behaviour == "spare":
@@ -47,7 +46,7 @@ if behaviour == "spare":
 elif attempt == "0" or (behaviour == "copies" and attempt == "1"):
     if behaviour != "no seats":
         seat.own_seat().training()
-    wanted = {"two standbys": 2, "one standby": 1, "copies": 1, "slow copies": 1, "standbys die": 3}.get(behaviour, 0)
+    wanted = {"two standbys": 2, "standbys die": 3, "any": 0, "no seats": 0, "another release": 0}.get(behaviour, 1)
     until = time.monotonic() + WAIT_S
     while rank == 0 or len(list(folder.glob("ready-*"))) < wanted:
         if time.monotonic() > until:

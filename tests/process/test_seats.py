@@ -39,8 +39,18 @@ def run_workers(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     return run
 
 
+LAUNCHER = """
+import sys
+from moe_ckpt.megatron_core import skip_megatron_core
+skip_megatron_core()
+from megatron.pretrain.seats import agent, run
+agent.READY_S = 10
+run.main(sys.argv[1:])
+"""
+
+
 def _run_workers(folder: Path, behaviour: str, standbys: int) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megatron.pretrain.seats.run", "--moe-ckpt-standbys", str(standbys)]
+    command = [sys.executable, "-c", LAUNCHER, "--moe-ckpt-standbys", str(standbys)]
     command += f"--nproc-per-node 2 --max-restarts 2 --master-port {free_port()} --monitor-interval 0.05".split()
     return subprocess.run(
         [*command, str(WORKER), str(folder), behaviour],
@@ -87,6 +97,14 @@ def test_seats_stay_empty_for_a_standby_that_is_about_to_be_ready_and_will_be_co
     assert ended.returncode == 0, ended.stderr
     assert [(folder / f"1-{rank}").read_text().endswith("True") for rank in range(2)] == [True, True]
     assert not {*sitting(folder, 1)} & standbys(folder)
+
+
+def test_a_standby_that_hangs_is_killed_and_its_seats_get_new_processes(run_workers: Jobs) -> None:
+    folder, ended = run_workers("standby hangs", 1)
+    assert ended.returncode == 0, ended.stderr
+    assert "is not ready after 10 s, and is killed" in ended.stderr
+    assert [(folder / f"1-{rank}").read_text().endswith("True") for rank in range(2)] == [False, False]
+    assert not [pid for pid in standbys(folder) if Path(f"/proc/{pid}").exists()]
 
 
 def test_the_standby_of_a_spare_node_is_ready_before_a_node_is_lost_and_copied_for_all_its_seats(

@@ -224,7 +224,14 @@ class SeatAgent(LocalElasticAgent):
         until = time.monotonic() + READY_S
         while empty_seats > 1 and not any(one.copies for one in self._standbys):
             begun = [one for one in self._standbys if one.will_copy and not one.is_ready]
-            if not begun or time.monotonic() > until:
+            if not begun:
+                return
+            if time.monotonic() > until:
+                log.warning("standby %d is not ready after %g s, and is killed", begun[0].pid, READY_S)
+                self._end(begun, signal.SIGKILL, KILL_TIMEOUT_S)
+                for standby in begun:
+                    self._standbys.remove(standby)
+                    self._note_death(standby)
                 return
             for standby in begun:
                 standby.hurry()
