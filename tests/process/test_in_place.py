@@ -193,7 +193,8 @@ def test_a_standby_that_connects_when_another_rank_is_lost_keeps_its_process_too
 
 
 RECOVERIES = int(os.environ.get("RECOVERIES", "40"))
-"""With fewer, what a process remembers of the newest 128 manifests, 2 MB once it is full, would pass for a leak."""
+"""What a process remembers of the newest manifests grows for some 40 of them, by 4 MB, and then no more: of 80 the last
+40 add 0.3 MB."""
 
 
 @pytest.mark.full
@@ -208,5 +209,6 @@ def test_recoveries_one_after_the_other_leave_nothing_behind_in_a_survivor(job: 
         "descriptors": 0, "sockets": 0, "threads": 0
     }, survivor  # fmt: skip
     assert last["mappings"] - early["mappings"] < RECOVERIES, survivor
-    assert last["allocated_kb"] - early["allocated_kb"] < 100 * RECOVERIES, survivor
+    halfway = survivor[RECOVERIES // 2]
+    assert last["allocated_kb"] - halfway["allocated_kb"] < 100 * (RECOVERIES // 2), survivor
     assert last["resident_kb"] - early["resident_kb"] < 200_000, survivor  # holes between what is allocated
