@@ -60,8 +60,7 @@ class Running:
         agent, name = agents[number]
         if _kill(agent):
             _gone(agent)  # first, so that it restarts nobody
-        for pid, _ in processes_with({TOKEN: self.token, NODE_NAME: name}):
-            _kill(pid)
+        _end({TOKEN: self.token, NODE_NAME: name})
         shutil.rmtree(self.memory / name, ignore_errors=True)
         return name
 
@@ -73,9 +72,7 @@ class Running:
 
     def kill_all(self) -> None:
         """Kill the job whatever its state, also what a launcher started while it was being killed."""
-        deadline_s = time.monotonic() + GONE_S
-        while kill_processes_with({TOKEN: self.token}) and time.monotonic() < deadline_s:
-            time.sleep(0.02)
+        _end({TOKEN: self.token})
 
 
 def _rank(pid: int, variables: Mapping[str, str]) -> int | None:
@@ -114,6 +111,15 @@ def _gone(pid: int) -> bool:
             raise TimeoutError(f"process {pid} is still there {GONE_S:.0f} s after SIGKILL")
         time.sleep(0.005)
     return True
+
+
+def _end(environment: Mapping[str, str]) -> None:
+    """Kill all processes with these variables, also those that they were just starting, until none is there."""
+    deadline_s = time.monotonic() + GONE_S
+    while left := kill_processes_with(environment):
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"processes {sorted(left)} are still there {GONE_S:.0f} s after SIGKILL")
+        time.sleep(0.005)
 
 
 def _kill(pid: int, number: signal.Signals = signal.SIGKILL) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +235,22 @@ def test_a_node_is_lost_with_its_ranks_and_its_memory(running: Running) -> None:
     assert sorted(running.workers()) == [0, 1]
     assert [path.name for path in running.memory.glob("node-*")] == ["node-0"]
     assert running.lose_node(1) == ""
+
+
+def test_a_node_is_lost_once_its_processes_are_gone_however_slowly_they_die(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill = os.kill
+
+    def kill_late(pid: int, number: int) -> None:
+        time.sleep(0.1)
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, number)
+
+    with ThreadPoolExecutor(64) as dying, monkeypatch.context() as patched:
+        patched.setattr(os, "kill", lambda *target: dying.submit(kill_late, *target))
+        running.lose_node(1)
+        assert sorted(running.workers()) == [0, 1]
 
 
 def fake_job(tmp_path: Path, script: str, **plan: Any) -> DrillJob:
