@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import allocate_adam
+from megatron.core.dist_checkpointing.moe.megatron_state.step_counts import set_steps_aside_in_loads, torch_adams
 from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
@@ -41,12 +41,9 @@ def build_optimizer(config: PretrainConfig, chunks: list[torch.nn.Module]) -> Me
     )
     if config.optimizer.use_precision_aware_optimizer:
         make_low_precision(built, config.optimizer)
-    for inner in torch_optimizers(built):
-        _allocate_state(inner)
-        inner.register_load_state_dict_pre_hook(_count_from_zero)
-        if optimizer.use_distributed_optimizer:
-            inner.register_load_state_dict_post_hook(_set_steps_aside)
-            inner.register_state_dict_pre_hook(_put_steps_back)
+    for adam in torch_adams(built):
+        allocate_adam(adam)
+    set_steps_aside_in_loads(built)
     return built
 
 
@@ -66,57 +63,6 @@ class LossScale:
         if not self._changes:
             self._constant = scale
         return scale
-
-
-def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    """The optimizers of torch inside Megatron's; none where fused ones of Apex or Transformer Engine serve."""
-    members = getattr(optimizer, "chained_optimizers", [optimizer])
-    inner = [getattr(member, "optimizer", None) for member in members]
-    return [found for found in inner if isinstance(found, torch.optim.Adam | torch.optim.AdamW)]
-
-
-def separate_steps(optimizer: MegatronOptimizer) -> None:
-    """Give every parameter its own step count after core loaded a state; Adam refuses to step before that.
-
-    Core 0.16.1 hands one tensor to all parameters, which torch's Adam would count up once for each of them, and its
-    distributed optimizer then overwrites that count with the one before loading (`dp_reshardable`) or fails for want
-    of it (`fully_reshardable`). So the count is out of the way while core loads, and comes back here.
-    """
-    for inner in torch_optimizers(optimizer):
-        _put_steps_back(inner)
-
-
-def _set_steps_aside(optimizer: torch.optim.Optimizer) -> None:
-    """Move the step counts from the parameters to their group, which is where core keeps them in checkpoints."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            group["step"] = float(optimizer.state[parameter].pop("step"))
-
-
-def _put_steps_back(optimizer: torch.optim.Optimizer) -> None:
-    """Give a step count to every parameter that has none."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state[parameter]
-            if "step" not in state:
-                state["step"] = torch.tensor(group["step"], dtype=torch.float32)
-
-
-def _count_from_zero(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Supply the step count of a checkpoint from before the first step: core leaves it out where it is zero."""
-    for state in state_dict["state"].values():
-        state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
-
-
-def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
-    """Allocate Adam's state as its first step would: core cannot save or load what does not exist yet."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.tensor(0.0, dtype=torch.float32),
-                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            }
 
 
 def build_scheduler(config: PretrainConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

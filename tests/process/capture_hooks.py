@@ -210,13 +210,14 @@ def _plain(operator: Any) -> list[int]:
 def allocated_lazily(eagerly: bool) -> Iterator[None]:
     """The driver leaves the state of the optimizer to its first step, or to `allocate_optimizer_state`."""
     from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import allocate_optimizer_state
+    from megatron.core.dist_checkpointing.moe.megatron_state.step_counts import torch_adams
     from megatron.pretrain import optimization
     from megatron.pretrain.loop import Trainer
 
     run = Trainer.run
 
     def states(trainer: Trainer) -> list[Any]:
-        inner = optimization.torch_optimizers(trainer._state.optimizer)
+        inner = torch_adams(trainer._state.optimizer)
         return list(itertools.chain.from_iterable(one.state.values() for one in inner))
 
     def run_with_state(self: Trainer) -> None:
@@ -229,7 +230,7 @@ def allocated_lazily(eagerly: bool) -> Iterator[None]:
             assert [id(one) for one in states(self)] == [id(one) for one in first]
         run(self)
 
-    with mock.patch.object(optimization, "_allocate_state"), mock.patch.object(Trainer, "run", run_with_state):
+    with mock.patch.object(optimization, "allocate_adam"), mock.patch.object(Trainer, "run", run_with_state):
         yield
 
 

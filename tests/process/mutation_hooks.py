@@ -158,10 +158,10 @@ def expert_bias_lost() -> Any:
 
 
 def step_counts_of_adam_one_too_high() -> Any:
-    from megatron.pretrain.optimization import torch_optimizers
+    from megatron.core.dist_checkpointing.moe.megatron_state.step_counts import torch_adams
 
     def change(execution: Any) -> None:
-        for inner in torch_optimizers(execution._optimizer):
+        for inner in torch_adams(execution._optimizer):
             for state in inner.state.values():
                 state["step"] += 1
 

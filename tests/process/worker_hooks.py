@@ -37,7 +37,7 @@ def poisoned_before_load() -> Iterator[None]:
 def poison(state: Any) -> None:
     """Fill weights, master weights, moments, buffers and scalars with values that no training makes."""
     from megatron.core import tensor_parallel
-    from megatron.pretrain.optimization import torch_optimizers
+    from megatron.core.dist_checkpointing.moe.megatron_state.step_counts import torch_adams
 
     with torch.no_grad():
         for chunk in state.chunks:
@@ -48,7 +48,7 @@ def poison(state: Any) -> None:
                 ]
                 for tensor in [*(p for p in module._parameters.values() if p is not None), *kept]:
                     tensor.data.fill_(NAN)
-        for inner in torch_optimizers(state.optimizer):
+        for inner in torch_adams(state.optimizer):
             for group in inner.param_groups:
                 group.update(lr=77.0, weight_decay=77.0)
                 for parameter in group["params"]:

@@ -88,6 +88,23 @@ def test_replayed_iterations_are_not_logged_again(new_job) -> None:
     assert logged == [5, 6], outcome.said
 
 
+def test_a_job_without_a_strategy_goes_on_from_its_checkpoint_where_core_alone_fails(
+    new_job, undisturbed, tmp_path: Path
+) -> None:
+    """Without Transformer Engine core cannot load into an optimizer that has made no step yet."""
+
+    def iterations(records: Records) -> Records:
+        """Without the digest: in the stock loop each start draws seeds for data loaders, which nothing else uses."""
+        return {at: record for at, record in records.items() if "end" not in at}
+
+    job = new_job(FOUR)
+    job.run("--save", tmp_path / "save", "--save-interval", 2, "--exit-interval", 2)
+    job.run("--load", tmp_path / "save", codes={1}, hooks=[unprotected])
+    job.run("--load", tmp_path / "save")
+    assert job.ran(0) == list(range(1, ITERATIONS + 1))
+    assert iterations(job.records()) == iterations(undisturbed(FOUR))
+
+
 @pytest.mark.parametrize("protection", [FULL, SPARSE], ids=["full", "sparse"])
 def test_a_killed_job_that_began_from_a_stock_checkpoint_ends_as_undisturbed(
     new_job, tmp_path: Path, protection
@@ -95,8 +112,7 @@ def test_a_killed_job_that_began_from_a_stock_checkpoint_ends_as_undisturbed(
     save = tmp_path / "save"
     new_job(FOUR).run("--save", save, "--save-interval", 2, "--exit-interval", 2, hooks=[unprotected])
     alone = new_job(FOUR)
-    # Not unprotected: without Transformer Engine core cannot load into an optimizer that has made no step yet.
-    alone.run("--load", save, *FULL)
+    alone.run("--load", save)
     job, fault = new_job(FOUR), ("--moe-ckpt-inject-fault", "3@5:forward-backward")
     job.run("--load", save, *protection, *fault, codes={KILLED, 1})
     job.run("--load", save, *protection, *fault)

@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import gather_compute_weights
 from megatron.core.dist_checkpointing.moe.megatron_state.random_states import DEVICE, TRACKED
+from megatron.core.dist_checkpointing.moe.megatron_state.step_counts import separate_steps
 from megatron.core.dist_checkpointing.moe.megatron_state.trainer_state import load_scheduler
 from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from megatron.core.optimizer import MegatronOptimizer
@@ -26,7 +27,6 @@ from megatron.pretrain.checkpoint import raw_optimizer
 from megatron.pretrain.checkpoint.verified_reads import LoadReport
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.errors import InvalidInput
-from megatron.pretrain.optimization import separate_steps
 from moe_ckpt.dense.chain import Chain
 
 log = logging.getLogger(__name__)

@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.moe.megatron_state.step_counts import (
+    loading_step_counts,
+    separate_steps,
+    torch_adams,
+)
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer import MegatronModule, TransformerConfig
-from megatron.pretrain import cpu_device
+from megatron.pretrain import cpu_device, optimization
 from megatron.pretrain.config import parse_config
-from megatron.pretrain.optimization import build_optimizer, separate_steps, torch_optimizers
+from megatron.pretrain.optimization import build_optimizer
 
 MODEL = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
 FORMATS = ["dp_reshardable", "fully_reshardable"]
@@ -53,7 +59,7 @@ class Training:
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed)
         self.model = DistributedDataParallel(MODEL, ddp, model)
         self.optimizer = build_optimizer(config, [self.model])
-        (self.adam,) = torch_optimizers(self.optimizer)
+        (self.adam,) = torch_adams(self.optimizer)
 
     def step(self, seed: int) -> None:
         self.model.zero_grad_buffer()
@@ -74,12 +80,15 @@ class Training:
         directory.mkdir()
         dist_checkpointing.save(self.sharded(layout), str(directory))
 
-    @torch.no_grad()
     def load(self, directory: Path, layout: str | None) -> None:
+        self.load_by_core(directory, layout)
+        separate_steps(self.optimizer)
+
+    @torch.no_grad()
+    def load_by_core(self, directory: Path, layout: str | None) -> None:
         loaded = dist_checkpointing.load(self.sharded(layout, is_loading=True), str(directory))
         self.model.module.load_state_dict(loaded["model"])
         self.optimizer.load_state_dict(loaded["optimizer"])
-        separate_steps(self.optimizer)
 
     def masters(self) -> list[torch.Tensor]:
         return [parameter for group in self.adam.param_groups for parameter in group["params"]]
@@ -154,6 +163,27 @@ def test_a_loaded_optimizer_steps_on_bit_for_bit(tmp_path: Path, layout: str, pr
     resumed.step(3)
     resumed.step(4)
     assert same(resumed.tensors(), undisturbed)
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+def test_an_optimizer_as_core_builds_it_steps_on_bit_for_bit_from_what_was_loaded_in_the_block(
+    tmp_path: Path, layout: str
+) -> None:
+    training = new_training()
+    for seed in range(3):
+        training.step(seed)
+    training.save(tmp_path / "checkpoint", layout)
+    training.step(3)
+    training.step(4)
+
+    with patch.object(optimization, "allocate_adam"), patch.object(optimization, "set_steps_aside_in_loads"):
+        resumed = new_training()
+    assert not resumed.adam.state
+    with loading_step_counts(resumed.optimizer):
+        resumed.load_by_core(tmp_path / "checkpoint", layout)
+    resumed.step(3)
+    resumed.step(4)
+    assert same(resumed.tensors(), training.tensors())
 
 
 @pytest.mark.parametrize("layout", FORMATS)

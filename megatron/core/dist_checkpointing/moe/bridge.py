@@ -38,6 +38,7 @@ from .config import MoECheckpointConfig, add_flags, from_namespace
 from .errors import UsageError
 from .manager import MoECheckpointManager
 from .megatron_state.random_states import random_states, restore_random
+from .megatron_state.step_counts import loading_step_counts
 from .ports import Json
 from .strategies import STRATEGIES
 
@@ -129,7 +130,8 @@ class BridgeCheckpointManager:
         def load_dense() -> int:
             nonlocal loaded
             loaded = True
-            iteration, _ = self._dense.load(ctx)
+            with loading_step_counts(ctx.optimizer):
+                iteration, _ = self._dense.load(ctx)
             return int(iteration)
 
         newest, asked_for = _newest_dense(cfg, self._dense)

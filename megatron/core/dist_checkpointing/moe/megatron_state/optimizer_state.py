@@ -65,7 +65,7 @@ def allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
     """
     for member in optimizer_members(optimizer):
         if isinstance(member.optimizer, torch.optim.Adam | torch.optim.AdamW):
-            _allocate_adam(member.optimizer)
+            allocate_adam(member.optimizer)
         elif member.config.use_precision_aware_optimizer:
             _allocate_precision_aware(member.optimizer)
         elif member.init_state_fn is not None:
@@ -80,13 +80,14 @@ def _left_to_fused(member: MegatronOptimizer) -> list[torch.nn.Parameter]:
     return [weights for buffer in member.buffers for weights in buffer.params if is_quantized(weights)]
 
 
-def _allocate_adam(adam: torch.optim.Optimizer) -> None:
+def allocate_adam(adam: torch.optim.Optimizer) -> None:
+    """As `allocate_optimizer_state`, for one of torch's."""
     counted: set[int] = set()
     for group in adam.param_groups:
         for parameter in group["params"]:
             state = adam.state[parameter]
             if "step" not in state:
-                state["step"] = _step_count(parameter, group)
+                state["step"] = step_count(parameter, group)
             elif state["step"].data_ptr() in counted:
                 # After core loaded a state, all parameters share one tensor, which each of them would count up.
                 state["step"] = state["step"].clone()
@@ -107,7 +108,7 @@ def _allocate_precision_aware(fused: Any) -> None:
                 fused.initialize_state(parameter, remainders)
 
 
-def _step_count(parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+def step_count(parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
     """Adam compares dtype and device of the count with what its kernels want."""
     on_device = group["capturable"] or group["fused"]
     wide = torch.get_default_dtype() is torch.float64 and not group["fused"]

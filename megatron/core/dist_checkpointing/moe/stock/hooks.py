@@ -32,6 +32,7 @@ from megatron.core import parallel_state
 
 from ..config import MoECheckpointConfig
 from ..megatron_state.random_states import random_states, restore_random
+from ..megatron_state.step_counts import loading_step_counts
 from . import flags
 from .boundary import boundary
 from .catch_up import CatchUp
@@ -159,7 +160,7 @@ class Hooks:
             nonlocal loaded
             assert load is not None
             # Core copies into master weights in place, which autograd refuses for those that are the model's own.
-            with torch.no_grad():
+            with torch.no_grad(), loading_step_counts(optimizer):
                 args.iteration, args.num_floating_point_operations_so_far = load()
             state.counted(args.num_floating_point_operations_so_far)
             loaded = True
