@@ -6,7 +6,7 @@ Beside the share of time that was useful (ETTR) stands that of the same job unde
 asynchronously at the interval that is best under these very faults, which strike it at the same times.
 
 Flags after `--` go to the training script, those that begin with --moe-ckpt- only to the job that is examined;
-TP, PP, EP and the like are those of scripts/train_cpu.sh.
+TP, PP, EP and the like are those of scripts/train_cpu.sh, also LOOP=stock, for the loop of Megatron-LM.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ def run(settings: DrillSettings, arguments: argparse.Namespace) -> dict[str, Any
         "minutes": arguments.minutes,
         "nodes": settings.nodes,
         "nproc": settings.nproc,
+        "loop": "stock" if settings.is_stock_loop else "own",
         "standbys": settings.standbys,
         "flags": list(settings.flags),
         "subject": judged(subject, reference, useful_s),
@@ -95,8 +96,9 @@ def page(result: Mapping[str, Any]) -> Iterator[str]:
     """The result for people."""
     subject, stock = result["subject"], result.get("baseline", {})
     standbys = f" and {result['standbys']} standbys" if result["standbys"] else ""
+    loop = ", in the loop of Megatron-LM" if result.get("loop") == "stock" else ""
     yield (
-        f"seed {result['seed']}, {result['nodes']} nodes x {result['nproc']} ranks{standbys}, a fault every"
+        f"seed {result['seed']}, {result['nodes']} nodes x {result['nproc']} ranks{standbys}{loop}, a fault every"
         f" {result['mtbf_s']:g} s on average:"
     )
     yield _line("this subsystem", subject)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.pretrain.loops import LOOP
 from moe_ckpt.drills.job import ROOT, STOP_SIGNAL, DrillFailure, DrillJob, DrillOutcome, JobPlan
 from moe_ckpt.drills.reports import (
     Journal,
@@ -58,10 +59,19 @@ class DrillSettings:
     standbys: int = 0
 
     @property
+    def is_stock_loop(self) -> bool:
+        """Whether all jobs train in the loop of Megatron-LM: as scripts/train_cpu.sh understands it."""
+        return os.environ.get(LOOP) == "stock"
+
+    @property
+    def iterations(self) -> int:
+        """More than any job reaches."""
+        return max(1000, int(20 * self.run_s))
+
+    @property
     def common(self) -> tuple[str, ...]:
         """Flags of all jobs. Schedules and the order of samples depend on --train-iters, so it is the same for all."""
-        iterations = ("--train-iters", str(max(1000, int(20 * self.run_s))))
-        return (*iterations, *UNTIED, *_flags_of(self.flags, subject=False))
+        return ("--train-iters", str(self.iterations), *UNTIED, *_flags_of(self.flags, subject=False))
 
     @property
     def subject(self) -> tuple[str, ...]:
@@ -90,7 +100,8 @@ class Drill:
         folder = self._settings.folder / "subject"
         memory = ["--moe-ckpt-memory-dir", str(self._settings.memory)]
         persist = ["--moe-ckpt-persist-dir", str(folder / "persistent")]
-        flags = [*memory, *persist, *self._settings.subject, *_kept(folder)]
+        only_at_the_end = ["--save-interval", str(self._settings.iterations)]  # Megatron-LM wants one
+        flags = [*memory, *persist, *self._settings.subject, *only_at_the_end, *_kept(folder)]
         return self._run("subject", flags, struck=True, standbys=self._settings.standbys)
 
     def best_interval(self) -> dict[str, float]:
@@ -110,7 +121,8 @@ class Drill:
     def baseline(self, interval: int) -> DrillOutcome:
         """The same job with stock asynchronous checkpoints under the same faults."""
         folder = self._settings.folder / "baseline"
-        flags = ["--save-interval", str(interval), "--async-save", "--keep-last", "2", *_kept(folder)]
+        keep = [] if self._settings.is_stock_loop else ["--keep-last", "2"]
+        flags = ["--save-interval", str(interval), "--async-save", *keep, *_kept(folder)]
         return self._run("baseline", flags, struck=True)
 
     def reference(self, folder: Path, iterations: int, saved: int) -> Journal:
@@ -153,7 +165,7 @@ class Drill:
 
     def _check_same_flags(self, folder: Path) -> None:
         """A reference belongs to one set of flags only."""
-        names = ("TP", "PP", "EP", "VPP", "CORPUS", "SCRIPT")
+        names = ("TP", "PP", "EP", "VPP", "CORPUS", "SCRIPT", LOOP)
         environment = {name: os.environ[name] for name in names if name in os.environ}
         ranks = self._settings.nodes * self._settings.nproc
         flags = json.dumps({"flags": self._settings.common, "ranks": ranks} | environment, indent=1)

@@ -15,7 +15,8 @@ COMPARED = ("lm_loss", "grad_norm", "learning_rate", "loss_scale", "skipped", "c
 """What must be the same to the last bit in every report of an iteration, repeated and replayed ones too."""
 
 _RECOVERED = re.compile(r"recovered iteration \d+ .* \((\w+) rollback\)")
-_LOADED = "loaded checkpoint of iteration"
+_LOADED = re.compile(r"loaded checkpoint (?:of iteration|from)")
+"""As the driver's own loop says it, and that of Megatron-LM."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def unlike_components(found: Mapping[str, str], expected: Mapping[str, str]) -> 
 def recoveries_in(log: str) -> dict[str, int]:
     """How many recoveries of each scope a log tells of; `checkpoint` where one was loaded from storage instead."""
     scopes = Counter(_RECOVERED.findall(log))
-    scopes["checkpoint"] += log.count(_LOADED)
+    scopes["checkpoint"] += len(_LOADED.findall(log))
     return dict(sorted((scope, count) for scope, count in scopes.items() if count))
 
 

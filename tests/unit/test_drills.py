@@ -153,6 +153,7 @@ def test_recoveries_are_counted_by_their_scope() -> None:
         "recovered iteration 12 exactly in 0.07 s (local rollback):\nloaded checkpoint of iteration 4 from x\n"
     )
     assert recoveries_in(log) == {"checkpoint": 1, "global": 1, "local": 2}
+    assert recoveries_in(" successfully loaded checkpoint from x [ t 1/1 ] at iteration 4\n") == {"checkpoint": 1}
     assert recoveries_in("nothing") == {}
 
 
@@ -279,16 +280,16 @@ def test_the_time_of_a_job_is_that_between_its_first_and_its_last_report(tmp_pat
     script = (
         "import sys, time\n"
         "for line in (1, 2, 3):\n"
-        "    time.sleep(0.7)\n"
+        "    time.sleep(1.5)\n"
         "    open(sys.argv[-1], 'a').write('{\"iteration\": %d}\\n' % line)\n"
-        "time.sleep(2)\n"
+        "time.sleep(3)\n"
     )
     with fake_job(tmp_path, script) as job:
         begun_s = time.monotonic()
         outcome = job.run()
         whole_s = time.monotonic() - begun_s
     assert (outcome.first, outcome.last) == (1, 3)
-    assert 1.3 < outcome.wall_s < whole_s - 1.9
+    assert 1.5 < outcome.wall_s < whole_s - 3.0  # where it is busy, a report is noticed late
 
 
 COSTS = StockCosts(iteration_s=1.0, checkpoint_s=0.5, restart_s=20.0)
