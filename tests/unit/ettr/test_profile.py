@@ -158,7 +158,7 @@ def test_a_rate_that_is_none_is_refused_with_its_flag(tmp_path: Path) -> None:
     assert "nan" in result.output
 
 
-SLOW_S = 0.1
+SLOW_S = 0.5
 SLOWED = f"""
 import sys, time
 import megatron.pretrain.core_import

@@ -79,10 +79,10 @@ def test_a_round_on_the_cpu_is_held_back_until_its_end_is_waited_for(monkeypatch
 def test_pauses_do_not_count_as_slowness_of_the_link() -> None:
     source = torch.zeros(2 * CHUNK_BYTES, dtype=torch.uint8)
     engine = ThreadEngine()
-    engine.begin([([Span(source, 0)], memoryview(bytearray(source.numel())))], Throttle(CHUNK_BYTES / 0.2))
-    time.sleep(0.3)
+    engine.begin([([Span(source, 0)], memoryview(bytearray(source.numel())))], Throttle(CHUNK_BYTES / 5.0))
+    time.sleep(1.0)
     engine.wait(5.0)
-    assert engine.bandwidth_bytes_per_s is not None and engine.bandwidth_bytes_per_s > 2 * CHUNK_BYTES / 0.15
+    assert engine.bandwidth_bytes_per_s is not None and engine.bandwidth_bytes_per_s > 2 * CHUNK_BYTES / 0.8
     engine.close()
 
 
