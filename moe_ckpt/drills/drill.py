@@ -14,7 +14,7 @@ from megatron.pretrain.loops import LOOP
 from moe_ckpt.drills.job import ROOT, STOP_SIGNAL, DrillFailure, DrillJob, DrillOutcome, JobPlan
 from moe_ckpt.drills.reports import (
     Journal,
-    checkpoint_cost_s,
+    checkpoint_costs,
     differences,
     ettr,
     read_journal,
@@ -107,14 +107,14 @@ class Drill:
     def best_interval(self) -> dict[str, float]:
         """What a stock checkpoint and a restart cost, and the interval in iterations that is best under these faults.
 
-        See `checkpoint_cost_s`. A restart takes as long as the start of a job.
+        See `checkpoint_costs`. A restart takes as long as the start of a job.
         """
         plain = self._run("calibration-plain", ["--exit-interval", str(CALIBRATED)])
         folder = self._settings.folder / "calibration-saving"
         often = ["--save-interval", str(CALIBRATION_INTERVAL), "--async-save"]
         saving = self._run(folder.name, ["--exit-interval", str(CALIBRATED), *often, *_kept(folder)])
-        cost_s, training_s = checkpoint_cost_s(plain.journal, saving.journal, CALIBRATION_INTERVAL)
-        costs = StockCosts(training_s, cost_s, plain.start_s)
+        found = checkpoint_costs(plain.journal, saving.journal, CALIBRATION_INTERVAL)
+        costs = StockCosts(found.training_s, found.each_s, plain.start_s, found.first_s)
         interval = best_interval([kill.at_s for kill in self._settings.kills], self._settings.run_s, costs)
         return dataclasses.asdict(costs) | {"interval": interval}
 

@@ -91,18 +91,39 @@ def iteration_s(journal: Journal, warm: int = 3) -> float:
     return statistics.median(times)
 
 
-def checkpoint_cost_s(plain: Journal, saving: Journal, interval: int) -> tuple[float, float]:
-    """Seconds that a checkpoint costs training, and those of an iteration without any.
+@dataclass(frozen=True)
+class CheckpointCosts:
+    """Seconds that training takes longer: for a checkpoint, and for the first one after a start beyond that, since much
+    is imported and allocated for it. training_s: an iteration without any."""
 
-    plain, saving: the same training without checkpoints, and with one every `interval` iterations. The cost is what all
-    iterations from the first checkpoint on took longer, so what is written beside training counts too; at least what
-    training waited for, which a busy machine does not hide.
+    each_s: float
+    first_s: float
+    training_s: float
+
+
+def checkpoint_costs(plain: Journal, saving: Journal, interval: int) -> CheckpointCosts:
+    """From the times between reports, whatever a loop counts as part of an iteration.
+
+    plain, saving: the same training without checkpoints, and with one every `interval` iterations, two at least. What
+    is written beside training counts too; at least what the iterations with a checkpoint took longer than those beside
+    them, which a busy machine does not hide.
     """
-    tails = [[report for report in journal.reports if report["iteration"] >= interval] for journal in (plain, saving)]
-    training_s, slowed_s = (statistics.fmean(report["iteration_time_s"] for report in tail) for tail in tails)
-    saves = sum(report["iteration"] % interval == 0 for report in tails[1])
-    waited_s = sum(report["stall_s"] for report in tails[1]) / saves
-    return max((slowed_s - training_s) * interval, waited_s), training_s
+    training_s = statistics.fmean(between for at, between in _times_between(plain) if at >= interval)
+    with_first_s = dict(_times_between(saving))[interval]
+    later = [(at, between) for at, between in _times_between(saving) if at > interval]
+    slowed_s = statistics.fmean(between for _, between in later)
+    with_one, without = (
+        statistics.median(between for at, between in later if (at % interval == 0) is has_one)
+        for has_one in (True, False)
+    )
+    each_s = max((slowed_s - training_s) * interval, with_one - without, 0.0)
+    return CheckpointCosts(each_s, max(with_first_s - with_one, 0.0), training_s)
+
+
+def _times_between(journal: Journal) -> list[tuple[int, float]]:
+    """Each iteration but the first, and the seconds since the report of the one before."""
+    pairs = zip(journal.reports, journal.reports[1:], strict=False)
+    return [(int(report["iteration"]), report["at_s"] - before["at_s"]) for before, report in pairs]
 
 
 def ettr(iterations: int, useful_iteration_s: float, wall_s: float) -> float:

@@ -10,11 +10,13 @@ LONGEST = 500
 
 @dataclass(frozen=True)
 class StockCosts:
-    """Seconds: of an iteration, of a checkpoint as training feels it, and from a fault until training goes on."""
+    """Seconds: of an iteration, of a checkpoint as training feels it, from a fault until training goes on, and how much
+    longer the first checkpoint after a start takes."""
 
     iteration_s: float
     checkpoint_s: float
     restart_s: float
+    first_checkpoint_s: float = 0.0
 
 
 def best_interval(faults_s: Sequence[float], run_s: float, costs: StockCosts) -> int:
@@ -42,5 +44,7 @@ def reached(faults_s: Sequence[float], run_s: float, costs: StockCosts, interval
 def _trained(seconds: float, costs: StockCosts, interval: int) -> int:
     """Iterations that fit into so much time; a checkpoint's time passes after the last iteration of an interval."""
     round_s = interval * costs.iteration_s + costs.checkpoint_s
-    rounds = int(seconds / round_s)
-    return rounds * interval + min(interval - 1, int((seconds - rounds * round_s) / costs.iteration_s))
+    first_s = round_s + costs.first_checkpoint_s
+    rounds = 1 + int((seconds - first_s) / round_s) if seconds >= first_s else 0
+    left_s = seconds - (first_s + (rounds - 1) * round_s if rounds else 0.0)
+    return rounds * interval + min(interval - 1, int(left_s / costs.iteration_s))

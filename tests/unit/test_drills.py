@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from moe_ckpt.drills.job import DrillFailure, DrillJob, JobPlan
 from moe_ckpt.drills.processes import TOKEN, Running
 from moe_ckpt.drills.reports import (
     Journal,
-    checkpoint_cost_s,
+    checkpoint_costs,
     differences,
     ettr,
     iteration_s,
@@ -130,11 +132,26 @@ def test_the_time_of_an_iteration_is_the_median_after_warming_up_without_replays
 
 
 def test_a_checkpoint_costs_what_iterations_take_longer_and_at_least_what_training_waits() -> None:
-    plain = journal(*(report(at, stall_s=0.0, iteration_time_s=0.5) for at in range(1, 9)))
-    slower = journal(*(report(at, stall_s=0.4 * (at % 4 == 0), iteration_time_s=0.8) for at in range(1, 9)))
-    assert checkpoint_cost_s(plain, slower, 4) == pytest.approx((4 * 0.3, 0.5))
-    noisy = journal(*(report(at, stall_s=0.4 * (at % 4 == 0), iteration_time_s=0.3) for at in range(1, 9)))
-    assert checkpoint_cost_s(plain, noisy, 4) == pytest.approx((0.4, 0.5))
+    plain = timed([0.5] * 16)
+    assert costs_of(plain, timed([0.5, 0.5, 0.5, 0.9] * 4)) == pytest.approx((0.4, 0.0, 0.5))
+    assert costs_of(plain, timed([0.8, 0.8, 0.8, 0.9] * 4)) == pytest.approx((3 * 0.3 + 0.4, 0.0, 0.5))
+    assert costs_of(plain, timed([0.3, 0.3, 0.3, 0.7] * 4)) == pytest.approx((0.4, 0.0, 0.5)), "a machine that was busy"
+    assert costs_of(plain, timed([0.3] * 16)) == pytest.approx((0.0, 0.0, 0.5))
+
+
+def test_what_the_first_checkpoint_costs_beyond_the_others_is_told_apart() -> None:
+    begins = [0.5, 0.5, 0.5, 12.9, 0.5, 0.5, 0.5, 0.9]
+    assert costs_of(timed([0.5] * 16), timed([*begins, *[0.5, 0.5, 0.5, 0.9] * 2])) == pytest.approx((0.4, 12.0, 0.5))
+
+
+def timed(iterations_s: list[float]) -> Journal:
+    """Each iteration takes so long, whatever a loop says of it."""
+    ends = itertools.accumulate(iterations_s)
+    return journal(*(report(number, at_s=end_s) for number, end_s in enumerate(ends, 1)))
+
+
+def costs_of(plain: Journal, saving: Journal) -> tuple[float, float, float]:
+    return astuple(checkpoint_costs(plain, saving, 4))
 
 
 def test_timelines_of_recoveries_are_told_apart_from_reports_and_half_a_line_is_left_out(tmp_path: Path) -> None:
@@ -303,6 +320,13 @@ def test_a_job_without_faults_reaches_what_its_time_allows() -> None:
 def test_a_fault_takes_a_job_back_to_its_newest_checkpoint_and_costs_a_restart() -> None:
     assert reached([25.0], 46.0, COSTS, 10) == 20 + 1
     assert reached([25.0], 46.0, COSTS, 30) == 0 + 1
+
+
+def test_a_job_pays_for_the_first_checkpoint_after_each_start() -> None:
+    costs = StockCosts(iteration_s=1.0, checkpoint_s=0.5, restart_s=20.0, first_checkpoint_s=12.0)
+    assert reached([], 22.4, costs, 10) == 9
+    assert reached([], 22.5 + 10.5 + 3.0, costs, 10) == 23
+    assert reached([25.0], 45.0 + 22.5 + 1.0, costs, 10) == 10 + 11
 
 
 def test_a_fault_during_a_restart_begins_it_anew() -> None:
