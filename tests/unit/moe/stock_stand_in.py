@@ -139,9 +139,10 @@ _ELSEWHERE = {
 
 
 class Optimizer:
-    """Steps, and says so."""
+    """Steps, and says so; a chain of none, with nothing to load into."""
 
     calls: list[str]
+    chained_optimizers = ()
 
     def step(self) -> tuple[bool, float, None]:
         self.calls.append("optimizer")
