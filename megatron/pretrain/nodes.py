@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from types import FrameType
 
 from megatron.pretrain.bound_store import bound_store
-from megatron.pretrain.processes import NODE_LEAVES, NODE_NAME, kill_processes_with
+from megatron.pretrain.processes import NODE_LEAVES, NODE_NAME, end_processes_with
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
+GONE_S = 30.0
+"""How long the end of the processes of a lost node may take."""
 RUN_ID = "TORCHELASTIC_RUN_ID"
 """Environment variable in which an agent hands the job's name to its workers."""
 
@@ -117,9 +119,9 @@ class _Agents:
                 continue
             del self.running[name]
             is_lost = code in (-signal.SIGKILL, NODE_LEAVES)
-            if is_lost:
-                # What a real node takes along when it is lost.
-                kill_processes_with({NODE_NAME: name, RUN_ID: self._run_id})
+            # What a real node takes along when it is lost.
+            if is_lost and (alive := end_processes_with({NODE_NAME: name, RUN_ID: self._run_id}, GONE_S)):
+                log.error("processes %s of %s are still there %g s after SIGKILL", alive, name, GONE_S)
             if is_lost and self._may_replace():
                 after_s = self._nodes.spare_after_s
                 when = f" in {after_s:g} s" if after_s else ""

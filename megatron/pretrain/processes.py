@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -78,6 +79,15 @@ def kill_processes_with(environment: Mapping[str, str]) -> list[int]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return killed
+
+
+def end_processes_with(environment: Mapping[str, str], timeout_s: float) -> list[int]:
+    """Kill all processes that `processes_with` finds, but this one, also those that they were just starting, until none
+    is there; which are left after `timeout_s` seconds."""
+    until = time.monotonic() + timeout_s
+    while (left := kill_processes_with(environment)) and time.monotonic() < until:
+        time.sleep(0.005)
+    return left
 
 
 def started_s(pid: int) -> float:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from megatron.core.dist_checkpointing.moe.seats.seat import PROCESS_NAME
-from megatron.pretrain.processes import NODE_NAME, environment_of, kill_processes_with, processes_with
+from megatron.pretrain.processes import NODE_NAME, end_processes_with, environment_of, processes_with
 
 TOKEN = "MOE_CKPT_CHAOS"
 """Environment variable by which the processes of one job are known."""
@@ -114,12 +114,8 @@ def _gone(pid: int) -> bool:
 
 
 def _end(environment: Mapping[str, str]) -> None:
-    """Kill all processes with these variables, also those that they were just starting, until none is there."""
-    deadline_s = time.monotonic() + GONE_S
-    while left := kill_processes_with(environment):
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"processes {sorted(left)} are still there {GONE_S:.0f} s after SIGKILL")
-        time.sleep(0.005)
+    if left := end_processes_with(environment, GONE_S):
+        raise TimeoutError(f"processes {sorted(left)} are still there {GONE_S:.0f} s after SIGKILL")
 
 
 def _kill(pid: int, number: signal.Signals = signal.SIGKILL) -> bool:
