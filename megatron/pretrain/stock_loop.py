@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import gc
 import logging
 import sys
 import time
@@ -116,11 +117,13 @@ def _train(launch: Launch, device: str, interface: str | None) -> None:
         use_for_gloo(interface, launch.rank)
     parts: dict[str, Any] = {"model_provider": build_model, "model_type": ModelType.encoder_or_decoder}
     if "extra_args_provider" in signature(pretrain).parameters:  # core 0.17 parses the flags itself
+        gc.freeze()
         with reports.closed_at_a_good_end():
             run(build_datasets, forward_step_func=forward_step, extra_args_provider=flags, **parts)
         return
     args = arguments.parse_and_validate_args(extra_args_provider=flags)
     configuration = argument_utils.pretrain_cfg_container_from_args(args)
+    gc.freeze()  # what is imported: after a fault a process that stays looks through all that the collector does
     with reports.closed_at_a_good_end():
         run(configuration, build_datasets, forward_step_func=forward_step, **parts)
 

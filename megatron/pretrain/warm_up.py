@@ -14,6 +14,8 @@ from megatron.pretrain.loops import has_stock_loop
 # Optimizers import torch._dynamo when one is made.
 _OWN_LOOP = "torch._dynamo megatron.pretrain.pretraining"
 _STOCK_LOOP = "torch._dynamo megatron.training megatron.core.dist_checkpointing.moe.stock megatron.pretrain.stock_model"
+_STOCK_TOKENIZERS = "megatron.core.tokenizers.text.models"
+"""Megatron-LM (0.19) imports them, and `transformers` with them, once flags have been parsed."""
 RANKS = "MOE_CKPT_RANKS"
 """Environment variable in which a launcher tells a standby how many ranks the job has."""
 
@@ -29,6 +31,9 @@ def warm_up(argv: Sequence[str]) -> None:
             use_cpu(stock_loop=is_stock)
         for name in (_STOCK_LOOP if is_stock else _OWN_LOOP).split():
             import_module(name)
+        if is_stock:
+            with contextlib.suppress(ImportError):  # which each release keeps elsewhere
+                import_module(_STOCK_TOKENIZERS)
         # On a GPU the model would take memory that belongs to the rank that trains there.
         if device == "cpu" and not is_stock and RANKS in os.environ:
             rehearse(argv, int(os.environ[RANKS]))
