@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ EVALUATED = Shape(ranks=4, pp=2, ep=2, more=("--eval-iters", "2", "--eval-interv
 DEEP = Shape(ranks=4, pp=4, ep=1)
 
 
-def struck(job: StockJob, strategy: str, faults: str, kills: str = "") -> tuple[Path, str]:
+def struck(job: StockJob, strategy: str, faults: str, kills: str = "", more: Sequence[str] = ()) -> tuple[Path, str]:
     """Run a job that is struck, under a launcher with standbys; the folder with what its processes left, and what was
     said."""
     seats = job.folder / "seats"
@@ -37,7 +38,7 @@ def struck(job: StockJob, strategy: str, faults: str, kills: str = "") -> tuple[
     environment = {"RECORDS": str(job.folder), "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
     environment |= {"LOOP": "stock", "OMP_NUM_THREADS": "1", "SEATS": str(seats), "READY_STANDBYS": "1", "KILLS": kills}
     ended = subprocess.run(
-        [sys.executable, *launcher, script, *job.shape.flags, *protect],
+        [sys.executable, *launcher, script, *job.shape.flags, *protect, *more],
         cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=3 * HANG_TIMEOUT_S,
     )  # fmt: skip
     said = ended.stdout + ended.stderr
@@ -49,10 +50,14 @@ def test_a_second_fault_in_the_recovery_costs_no_other_rank_its_process_and_ever
     new_job: NewJob, undisturbed: Undisturbed
 ) -> None:
     job = new_job(FOUR)
-    seats, said = struck(job, SPARSE, "3@4:forward-backward", kills="0@1:resume")
+    reports = job.folder / "reports.jsonl"
+    faults, metrics = "3@4:forward-backward 1@6:forward-backward", ("--metrics-jsonl", str(reports))
+    seats, said = struck(job, SPARSE, faults, "0@1:resume", metrics)
     assert survivors(seats, 4, 0, 2) == {1, 2}
     assert "ranks kept their processes)" in said, said
     assert job.records() == undisturbed(FOUR)
+    told = [line["recovery"] for line in map(json.loads, reports.read_text().splitlines()) if "recovery" in line]
+    assert len(told) == 2, "the process that reports went through both recoveries"
 
 
 @pytest.mark.full

@@ -33,6 +33,7 @@ from megatron.core import parallel_state
 from ..config import MoECheckpointConfig
 from ..megatron_state.random_states import random_states, restore_random
 from ..megatron_state.step_counts import loading_step_counts
+from ..recovery.timeline import RecoveryTimeline
 from . import flags
 from .boundary import boundary
 from .catch_up import CatchUp
@@ -76,7 +77,8 @@ class Hooks:
         self._config: MoECheckpointConfig | None = None
         self._manager: Manager = None
         self._running = contextlib.ExitStack()
-        self._saved, self._told_recovery = -1, False
+        self._saved = -1
+        self._told: RecoveryTimeline | None = None
 
     def __enter__(self) -> Hooks:
         return self
@@ -300,8 +302,9 @@ class Hooks:
         protection = manager.after_step()
         if self._report is not None:
             stall_s = time.monotonic() - started_s if protection is None else protection.stall_s
-            recovery = None if replayed or self._told_recovery else manager.recovery
-            self._told_recovery = self._told_recovery or recovery is not None
+            newest = self._told if replayed else manager.recovery
+            recovery = newest if newest is not self._told else None
+            self._told = newest
             self._report(replace(self._iteration, protection=protection, stall_s=stall_s, recovery=recovery))
         manager.reported()
         if replayed and not manager.is_replaying and call["iteration"] >= self._args.train_iters:
