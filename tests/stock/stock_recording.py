@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import gc
 import hashlib
 import json
 import os
@@ -68,6 +69,22 @@ def unprotected() -> Iterator[None]:
     from megatron.core.dist_checkpointing.moe import stock
 
     with stock.shipped_helpers(), mock.patch.object(stock, "protected", lambda pretrain, *_: pretrain):
+        yield
+
+
+@contextlib.contextmanager
+def counting_objects(path: str) -> Iterator[None]:
+    """Write how many objects the collector looks through when Megatron-LM's `pretrain` is called."""
+    import megatron.training
+
+    original = megatron.training.pretrain
+
+    @functools.wraps(original)
+    def pretrain(*arguments: Any, **options: Any) -> Any:
+        Path(path).write_text(str(len(gc.get_objects())))
+        return original(*arguments, **options)
+
+    with mock.patch.object(megatron.training, "pretrain", pretrain):
         yield
 
 

@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from stock_jobs import Shape, StockJob
+from stock_jobs import ALONE, Shape, StockJob
+from stock_recording import counting_objects
 from world import HANG_TIMEOUT_S, ROOT
 
 NewJob = Callable[..., StockJob]
@@ -41,3 +43,24 @@ def test_standbys_go_on_where_the_ranks_of_a_job_were_lost(tmp_path: Path, new_j
     fault = ["--moe-ckpt-inject-fault", "1@5"]
     assert losses(tmp_path / "killed", new_job(TWO).memory, *fault, standbys=2) == straight
     assert sorted(straight) == list(range(1, 7))
+
+
+def test_a_standby_has_imported_the_tokenizers_before_it_has_a_rank() -> None:
+    code = (
+        "import sys, megatron.pretrain.core_import\n"
+        "from megatron.pretrain.warm_up import warm_up\n"
+        "warm_up(['--device', 'cpu'])\n"
+        "before = set(sys.modules)\n"
+        "import megatron.core.tokenizers.text.models\n"
+        "print(sorted(set(sys.modules) - before))\n"
+    )
+    environment = os.environ | {"LOOP": "stock"}
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines()[-1] == "[]"
+
+
+def test_after_a_fault_nobody_looks_through_what_was_imported(new_job: NewJob, tmp_path: Path) -> None:
+    counted = tmp_path / "counted"
+    new_job(ALONE).run(hooks=[partial(counting_objects, str(counted))])
+    assert int(counted.read_text()) < 10_000, "modules alone are more than 80,000"
