@@ -48,11 +48,12 @@ def test_a_single_node_has_nobody_to_tell() -> None:
 
 
 def test_a_node_that_waits_starts_standbys_once_ranks_have_taken_seats_and_not_before(store: HashStore) -> None:
-    node, called, looked = SeatsWord(handler(store)), threading.Event(), threading.Event()
+    node, called, looks = SeatsWord(handler(store)), threading.Event(), threading.Semaphore(0)
     ranks: list[int] = []
-    heard, node.heard = node.heard, lambda: (looked.set(), heard())[1]  # type: ignore[method-assign]
+    heard, node.heard = node.heard, lambda: (looks.release(), heard())[1]  # type: ignore[method-assign]
     with node.heeded(lambda number: (ranks.append(number), called.set())[1]):
-        assert looked.wait(WAIT_S)
+        assert looks.acquire(timeout=WAIT_S)
+        assert looks.acquire(timeout=WAIT_S), "the second look comes after what the first one led to"
         assert not ranks, "a script that takes no seats would train by itself"
         SeatsWord(handler(store)).tell(8)
         assert called.wait(WAIT_S)
