@@ -25,7 +25,7 @@ FLAGS = (
     "--moe-router-load-balancing-type aux_loss --moe-token-dispatcher-type alltoall "
     "--seq-length 32 --micro-batch-size 1 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-warmup-fraction 0.67 "
     f"--train-iters {ITERATIONS} --lr-decay-iters {ITERATIONS} --clip-grad 0.5 --weight-decay 0.01 "
-    "--use-distributed-optimizer --log-interval 1 --eval-iters 0 --eval-interval 1000 "
+    "--use-distributed-optimizer --eval-iters 0 --eval-interval 1000 "
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --split 90,8,2 --num-workers 0"
 ).split()
 

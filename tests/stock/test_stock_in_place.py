@@ -25,20 +25,30 @@ EVALUATED = Shape(ranks=4, pp=2, ep=2, more=("--eval-iters", "2", "--eval-interv
 DEEP = Shape(ranks=4, pp=4, ep=1)
 
 
-def struck(job: StockJob, strategy: str, faults: str, kills: str = "", more: Sequence[str] = ()) -> tuple[Path, str]:
+def struck(
+    job: StockJob,
+    strategy: str,
+    faults: str,
+    kills: str = "",
+    more: Sequence[str] = (),
+    script: str = "standby_stock_job.py",
+    launch: Sequence[str] = (),
+    **variables: str,
+) -> tuple[Path, str]:
     """Run a job that is struck, under a launcher with standbys; the folder with what its processes left, and what was
     said."""
     seats = job.folder / "seats"
     seats.mkdir()
     launcher = "-m megatron.pretrain.seats.run --moe-ckpt-standbys 1 --standalone --max-restarts 9".split()
-    launcher += ["--monitor-interval", "0.1", "--nproc-per-node", str(job.shape.ranks)]
+    launcher += ["--monitor-interval", "0.1", "--nproc-per-node", str(job.shape.ranks), *launch]
     protect = ["--moe-ckpt-strategy", *strategy.split(), "--moe-ckpt-memory-dir", str(job.memory)]
     protect += [part for fault in faults.split() for part in ("--moe-ckpt-inject-fault", fault)]
-    script = str(ROOT / "tests" / "stock" / "standby_stock_job.py")
+    path = str(ROOT / "tests" / "stock" / script)
     environment = {"RECORDS": str(job.folder), "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
     environment |= {"LOOP": "stock", "OMP_NUM_THREADS": "1", "SEATS": str(seats), "READY_STANDBYS": "1", "KILLS": kills}
+    environment |= variables
     ended = subprocess.run(
-        [sys.executable, *launcher, script, *job.shape.flags, *protect, *more],
+        [sys.executable, *launcher, path, *job.shape.flags, *protect, *more],
         cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=3 * HANG_TIMEOUT_S,
     )  # fmt: skip
     said = ended.stdout + ended.stderr

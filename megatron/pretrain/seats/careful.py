@@ -125,8 +125,9 @@ class _Careful(LocalElasticAgent if TYPE_CHECKING else object):  # type: ignore[
             assert beat is not None
             stood_s = now_s - beat.moved_s
             log.error(
-                "%s: local rank %d (process %d, %s) has trained no iteration for %.0f s", node_name(), ranks[pid], pid,
-                f"{state}, it does not answer" if pid in hung.silent else state, stood_s,
+                "%s: local rank %d (process %d, %s) has trained no iteration for %.0f s%s", node_name(), ranks[pid],
+                pid, f"{state}, it does not answer" if pid in hung.silent else state, stood_s,
+                f"; it is in {beat.place}" if beat.place else "",
             )  # fmt: skip
         for pid, beat in beats.items():
             if beat is not None:  # else it has no handler, and the signal would end it

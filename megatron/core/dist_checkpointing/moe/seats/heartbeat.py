@@ -1,7 +1,8 @@
 """What a worker lets its launcher see: that it moves, that it still runs, and whether it left by a fault of its own.
 
 A file of a few bytes in memory that both have mapped. `moved` is called once for each iteration and costs two stores; a
-thread says every second that the process still runs, which one that is stopped, or holds the GIL for ever, does not.
+thread says every second that the process still runs, which one that is stopped, or holds the GIL for ever, does not, and
+where its main thread is: ranks that wait in different collectives for each other all run, and only that tells them apart.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 FOLDER = "MOE_CKPT_HEARTBEATS"
@@ -25,6 +27,8 @@ FOLDER = "MOE_CKPT_HEARTBEATS"
 BEAT_S = 1.0
 
 _LAYOUT = struct.Struct("<qqq")  # when it moved last, when it was last seen to run, what it does
+_PLACE = struct.Struct("<160s")  # behind it: where the main thread is, UTF-8, padded with zeros
+_SIZE = _LAYOUT.size + _PLACE.size
 
 
 class Doing(IntEnum):
@@ -37,11 +41,33 @@ class Doing(IntEnum):
 
 
 class Beat(NamedTuple):
-    """What a worker has said last; times are those of `time.monotonic`, in seconds."""
+    """What a worker has said last; times are those of `time.monotonic`, in seconds. place: as `place_of` has it."""
 
     moved_s: float
     alive_s: float
     doing: Doing
+    place: str = ""
+
+
+def place_of(frame: FrameType | None) -> str:
+    """Where a thread is: its innermost function, and the line of Megatron that it was called from, if any was.
+
+    Such as `barrier, called by training_log (megatron/training/training.py:2823)`.
+    """
+    if frame is None:
+        return ""
+    innermost, caller = frame.f_code.co_name, frame.f_back
+    while caller is not None:
+        module = str(caller.f_globals.get("__name__", ""))
+        if module.startswith(_CALLERS) and not module.startswith(_FORWARDING):
+            file = module.replace(".", "/")
+            return f"{innermost}, called by {caller.f_code.co_name} ({file}.py:{caller.f_lineno})"
+        caller = caller.f_back
+    return innermost
+
+
+_CALLERS = ("megatron.", "pretrain_gpt", "__main__")
+_FORWARDING = ("megatron.core.timers",)  # its barrier stands in a line that all callers share
 
 
 def stacks_signal() -> int:
@@ -60,8 +86,8 @@ class Heartbeat:
             faulthandler.register(stacks_signal(), file=sys.stderr, all_threads=True)
             descriptor = os.open(Path(folder) / str(os.getpid()), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             try:
-                os.pwrite(descriptor, self._packed(Doing.STARTING), 0)
-                self._memory = mmap.mmap(descriptor, _LAYOUT.size)
+                os.pwrite(descriptor, self._packed(Doing.STARTING) + bytes(_PLACE.size), 0)
+                self._memory = mmap.mmap(descriptor, _SIZE)
             finally:
                 os.close(descriptor)
             threading.Thread(target=self._beat, name="moe-ckpt-heartbeat", daemon=True).start()
@@ -76,11 +102,14 @@ class Heartbeat:
 
     def _say(self, doing: Doing) -> None:
         if self._memory is not None:
-            self._memory[:] = self._packed(doing)
+            self._memory[: _LAYOUT.size] = self._packed(doing)
 
     def _beat(self) -> None:
+        main = threading.main_thread().ident
         while self._memory is not None:
             time.sleep(BEAT_S)
+            place = place_of(sys._current_frames().get(main or 0)).encode()[: _PLACE.size]
+            _PLACE.pack_into(self._memory, _LAYOUT.size, place)
             struct.pack_into("<q", self._memory, 8, time.monotonic_ns())
 
     @staticmethod
@@ -92,8 +121,11 @@ class Heartbeat:
 def read_beat(folder: Path, pid: int) -> Beat | None:
     """What a worker said; None for one that says nothing, or nothing that can be understood."""
     try:
-        moved_ns, alive_ns, doing = _LAYOUT.unpack((folder / str(pid)).read_bytes())
-        return Beat(moved_ns / 1e9, alive_ns / 1e9, Doing(doing))
+        with (folder / str(pid)).open("rb") as file:
+            content = file.read(_SIZE)
+        moved_ns, alive_ns, doing = _LAYOUT.unpack_from(content)
+        place = content[_LAYOUT.size :].rstrip(b"\0").decode(errors="replace")
+        return Beat(moved_ns / 1e9, alive_ns / 1e9, Doing(doing), "".join(filter(str.isprintable, place)))
     except (OSError, struct.error, ValueError):
         return None
 

@@ -37,6 +37,7 @@ from ..recovery.timeline import RecoveryTimeline
 from . import flags
 from .boundary import boundary
 from .catch_up import CatchUp
+from .common_iterations import CommonIterations
 from .dense import newest_checkpoint
 from .iteration import Report, StockIteration, mean_loss
 from .quiet import Quiet
@@ -98,6 +99,7 @@ class Hooks:
             "checkpoint_and_decide_exit": self._checkpoint_and_decide_exit,
             "save_checkpoint_and_time": self._save_checkpoint_and_time,
             "enable_forward_pre_hook": self._enable_forward_pre_hook,
+            "update_pg_timeout": self._update_pg_timeout,
             "logical_and_across_model_parallel_group": self._reduce,
             "reduce_max_stat_across_model_parallel_group": self._reduce,
         }
@@ -179,6 +181,7 @@ class Hooks:
             # May make a step that this rank missed: data iterators are built behind it. A replay begins only in the
             # first iteration: the loop sets up hooks of the model before, which a replay takes out.
             manager.begin()
+        self._common = CommonIterations(args)
         recovered = iteration > 0 and not loaded
         self._catch_up = CatchUp(self._loop, state, manager, recovered=recovered)
         self._catch_up.agree()
@@ -233,6 +236,7 @@ class Hooks:
             self._begin_replay()
         else:
             self._join()
+            self._common.begin()
         replayed, started_s = manager.is_replaying, time.monotonic()
         outcome = call.go_on()
         losses, skipped, _, should_exit, _, grad_norm, *_ = outcome
@@ -285,7 +289,7 @@ class Hooks:
         if self._manager.is_replaying:
             self._quiet.forget_losses()
             return call["report_memory_flag"]
-        return call.go_on()
+        return call.replacing(is_first_iteration=self._common.is_first).go_on()
 
     def _post_training_step_callbacks(self, call: Call) -> Any:
         if self._manager.is_replaying:
@@ -323,6 +327,9 @@ class Hooks:
 
     def _enable_forward_pre_hook(self, call: Call) -> Any:
         return self._quiet.later(call) if self._manager.is_replaying else call.go_on()
+
+    def _update_pg_timeout(self, call: Call) -> None:
+        """A barrier of all ranks, which `CommonIterations` calls where they all stand at the same iteration."""
 
     def _reduce(self, call: Call) -> Any:
         """Over tensor and pipeline ranks: those that replay alone have the result from a record, the others wait."""

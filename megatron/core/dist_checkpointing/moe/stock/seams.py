@@ -50,11 +50,12 @@ _SEAMS_0_19 = (
     Seam("train", (*_DATA, "process_non_loss_data_func", "non_loss_data_func", "config", *_CHECKPOINTED)),
     Seam("get_forward_backward_func", (), "megatron.core.pipeline_parallel.schedules"),
     Seam("train_step", ("data_iterator", *_OBJECTS)),
-    Seam("training_log", ("iteration", "report_memory_flag")),
+    Seam("training_log", ("iteration", "report_memory_flag", "is_first_iteration")),
     Seam("post_training_step_callbacks", ("num_floating_point_operations_since_last_log_event",)),
     Seam("checkpoint_and_decide_exit", ("iteration", "num_floating_point_operations_so_far")),
     Seam("save_checkpoint_and_time", ("iteration", "non_persistent_ckpt")),
     Seam("enable_forward_pre_hook", ("model_chunks",)),
+    Seam("update_pg_timeout", ("timeout",), "megatron.core.parallel_state"),
     *(Seam(name, (), "megatron.training.utils.common_utils") for name in _REDUCTIONS),
 )
 _SEAMS_0_17 = tuple(
@@ -99,6 +100,10 @@ class Call:
             return Call(self._function, (first, *self._arguments[1:]), self._options)
         name = next(iter(inspect.signature(self._function).parameters))
         return Call(self._function, (), {**self._options, name: first})
+
+    def replacing(self, **values: Any) -> Call:
+        """This call with other values for these parameters, however they were given."""
+        return Call(self._function, (), {**self._values, **values})
 
     def __getitem__(self, parameter: str) -> Any:
         """What was given for a parameter, by whatever way, or its default."""
