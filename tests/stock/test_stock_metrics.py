@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 
+import numpy
 from stock_jobs import ALONE, Shape
 
 from moe_ckpt.runs.page import render
 from moe_ckpt.runs.sources import read_runs
 
 PAIR = Shape(ranks=2, pp=2, ep=1)
+SCALED = Shape(ranks=1, pp=1, ep=1, more=("--fp16", "--initial-loss-scale", "4194304", "--hysteresis", "1"))
 SPARSE = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "2")
 
 
@@ -39,6 +42,18 @@ def test_a_killed_job_tells_all_sinks_of_its_recovery(new_job, tmp_path: Path) -
     events = EventAccumulator(str(board))
     events.Reload()
     assert {"checkpoint/protection", "throughput/tokens per s", "lm loss"} <= set(events.Tags()["scalars"])
+
+
+def test_learning_rate_and_loss_scale_are_those_that_the_loop_logs(new_job, tmp_path: Path) -> None:
+    told, job = tmp_path / "metrics.jsonl", new_job(SCALED)
+    outcome = job.run("--moe-ckpt-strategy", "full", "--metrics-jsonl", told)
+    lines = [json.loads(line) for line in told.read_text().splitlines()]
+    reports = [line for line in lines if "lm_loss" in line]
+    # The loop itself rounds the rate to fp32 for its log.
+    found = [(f"{numpy.float32(one['learning_rate']):.6E}", f"{one['loss_scale']:.1f}") for one in reports]
+    logged = re.findall(r"learning rate: (\S+) .* loss scale: (\S+) \|", outcome.said)
+    assert found == logged
+    assert len({rate for rate, _ in found}) > 3 and {scale for _, scale in found} == {"2097152.0", "1048576.0"}
 
 
 def test_a_sink_that_cannot_be_opened_is_one_line_and_training_goes_on(new_job) -> None:

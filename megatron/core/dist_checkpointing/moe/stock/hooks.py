@@ -286,6 +286,7 @@ class Hooks:
         return protected
 
     def _training_log(self, call: Call) -> Any:
+        self._iteration = replace(self._iteration, **call.given("learning_rate", "loss_scale"))
         if self._manager.is_replaying:
             self._quiet.forget_losses()
             return call["report_memory_flag"]

@@ -19,7 +19,7 @@ class StockIteration:
 
     losses: as the loop reports them, on the last pipeline stage. duration_s: of passes and step. stall_s: how long
     training waited for checkpoints. protection: None where nothing is protected, and in a replay. recovery: with the
-    first new iteration after one.
+    first new iteration after one. learning_rate, loss_scale: of the next iteration, as the loop logs them.
     """
 
     iteration: int
@@ -31,6 +31,8 @@ class StockIteration:
     stall_s: float = 0.0
     protection: ProtectionReport | None = None
     recovery: RecoveryTimeline | None = None
+    learning_rate: float | None = None
+    loss_scale: float | None = None
 
 
 Report = Callable[[StockIteration], None]
