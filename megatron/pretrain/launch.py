@@ -60,22 +60,27 @@ def _run(options: argparse.Namespace) -> int:
 def _check_flags(options: argparse.Namespace) -> None:
     """Raises PretrainError for flags of the training script that cannot work; Megatron-LM judges its own later."""
     if has_stock_loop():
+        _refuse_fewer_nodes(options, any(flag.partition("=")[0] == "--moe-ckpt-elastic" for flag in options.flags))
         return
     from megatron.pretrain.config import parse_config
     from megatron.pretrain.config.validate import resolve
     from megatron.pretrain.initialize import probe_environment
 
     config, ranks = parse_config(options.flags), options.nproc_per_node
-    if options.nnodes.least < options.nnodes.most and config.moe_checkpoint.elastic is None:
-        raise InvalidInput(
-            f"--nnodes {options.nnodes}: a job goes on with fewer nodes only as --moe-ckpt-elastic MIN:MAX allows; give"
-            f" that flag, or --nnodes {options.nnodes.most}"
-        )
+    _refuse_fewer_nodes(options, config.moe_checkpoint.elastic is not None)
     environment = probe_environment(ranks * options.nnodes.most, ranks)
     if te_on_cpu.asked_for(options.flags):
         environment = replace(environment, **_engine_of_workers())
     for nodes in range(options.nnodes.least, options.nnodes.most + 1):
         resolve(config, replace(environment, world_size=ranks * nodes))
+
+
+def _refuse_fewer_nodes(options: argparse.Namespace, is_elastic: bool) -> None:
+    if options.nnodes.least < options.nnodes.most and not is_elastic:
+        raise InvalidInput(
+            f"--nnodes {options.nnodes}: a job goes on with fewer nodes only as --moe-ckpt-elastic MIN:MAX allows; give"
+            f" that flag, or --nnodes {options.nnodes.most}"
+        )
 
 
 def _engine_of_workers() -> dict[str, bool]:

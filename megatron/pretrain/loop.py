@@ -24,6 +24,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.moe import MoECheckpointManager, StepJournal
 from megatron.core.dist_checkpointing.moe.core_versions.training import forget_auxiliary_losses
+from megatron.core.dist_checkpointing.moe.seats.joining import joining_here
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -35,7 +36,6 @@ from megatron.pretrain.checkpoint.state import TrainingState, gather_parameters
 from megatron.pretrain.errors import TrainingFailure
 from megatron.pretrain.metrics import IterationReport, Metrics, protection_fields
 from megatron.pretrain.optimization import LossScale
-from megatron.pretrain.seats.growth import joining_here
 from megatron.pretrain.stopping import StopConditions
 
 log = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ from types import FrameType
 import torch
 
 from megatron.core.dist_checkpointing.moe.errors import PeerLost
+from megatron.core.dist_checkpointing.moe.seats.joining import Joining
 from megatron.pretrain.config.training import TrainingConfig
 from megatron.pretrain.errors import TrainingFailure
-from megatron.pretrain.seats.growth import Joining
 
 MAKE_WAY_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.01

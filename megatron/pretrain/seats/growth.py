@@ -16,40 +16,10 @@ from typing import Any
 
 from torch.distributed.launcher import api as launcher
 
-FOLDER = "MOE_CKPT_JOINING"
-"""Environment variable with the folder that the agent of a node and its workers share."""
+from megatron.core.dist_checkpointing.moe.seats.joining import FOLDER, Joining
+
 PATIENCE_S = 600.0
 """How long nodes wait at most: training may be long in an iteration, or in a save."""
-
-
-class Joining:
-    """What the agent of a node and its workers tell each other of nodes that wait."""
-
-    def __init__(self, folder: Path) -> None:
-        self._asked, self._ready = folder / "nodes-wait", folder / "workers-ready"
-
-    @property
-    def is_asked(self) -> bool:
-        """For workers: whether nodes wait."""
-        return self._asked.exists()
-
-    def ready(self) -> None:
-        """For workers: training has come to an end, and everything is protected."""
-        self._ready.touch()
-
-    @property
-    def is_ready(self) -> bool:
-        """For agents: whether workers have said so."""
-        return self._ready.exists()
-
-    def ask(self) -> None:
-        """For agents: nodes wait."""
-        self._asked.touch()
-
-    def forget(self) -> None:
-        """For agents: none wait any more."""
-        for path in (self._asked, self._ready):
-            path.unlink(missing_ok=True)
 
 
 class PatientCount:
@@ -70,12 +40,6 @@ class PatientCount:
             self._joining.ask()
         is_due = self._joining.is_ready or self._now_s() - self._since_s > PATIENCE_S
         return waiting if is_due else 0
-
-
-def joining_here() -> Joining | None:
-    """For workers: what their agent has told them of, if it has."""
-    folder = os.environ.get(FOLDER)
-    return Joining(Path(folder)) if folder else None
 
 
 @contextlib.contextmanager

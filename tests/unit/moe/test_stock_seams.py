@@ -124,6 +124,35 @@ def test_what_cannot_be_frozen_is_refused_by_its_flag_where_iterations_run_again
         flags.check(*given(strategy="sparse", **{name: True}), "0.19.2")
 
 
+SIZES = {"world_size": 4, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2, "num_experts": 4}
+SIZES |= {"context_parallel_size": 1, "expert_model_parallel_size": 1, "global_batch_size": 4, "micro_batch_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "said"),
+    [
+        ({"elastic": "1:2"}, {}, ""),
+        ({"elastic": "3:4"}, {}, "4 ranks make 2 data-parallel replicas"),
+        ({"elastic": "1:3"}, {}, "--global-batch-size 4 does not divide by --micro-batch-size 2 x 3 replicas"),
+        ({"elastic": "1:2"}, {"expert_model_parallel_size": 2}, "do not divide by ETP x EP x PP = 4"),
+        ({"elastic": "1:2"}, {"rampup_batch_size": [2, 2, 4]}, "--rampup-batch-size does not go with"),
+        ({"elastic": "two"}, {}, "must be MIN:MAX"),
+        ({"elastic": "1:2", "replicas": 3}, {}, ""),
+        ({"elastic": "1:2", "replicas": 4}, {}, "--moe-ckpt-replicas 4 needs as many peers.*at most 3"),
+        ({"elastic": "1:2", "inject_fault": ["4@2:step"]}, {}, "--moe-ckpt-inject-fault: .*4"),
+    ],
+)
+def test_sizes_that_a_job_could_not_have_are_refused(
+    settings: dict[str, Any], changes: dict[str, Any], said: str
+) -> None:
+    config = MoECheckpointConfig(strategy="full", **settings)
+    if not said:
+        assert flags.check(config, arguments(**SIZES | changes), "0.19.2") == ""
+        return
+    with pytest.raises(UsageError, match=said):
+        flags.check(config, arguments(**SIZES | changes), "0.19.2")
+
+
 def test_flags_of_a_usual_job_are_accepted() -> None:
     usual = {"dataloader_type": "single", "cuda_graph_impl": "none", "cuda_graph_scope": [], "iterations_to_skip": []}
     assert flags.check(*given(strategy="sparse", **usual), "0.18.2") == ""

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.moe.errors import PeerLost
+from megatron.core.dist_checkpointing.moe.seats.joining import Joining
 from megatron.pretrain.config.training import TrainingConfig
-from megatron.pretrain.seats.growth import PATIENCE_S, Joining, PatientCount
+from megatron.pretrain.seats.growth import PATIENCE_S, PatientCount
 from megatron.pretrain.stopping import StopConditions
 
 

@@ -9,7 +9,7 @@ from .config import MoECheckpointConfig, out_of_range
 from .errors import UsageError
 from .policy.copy_rate import AUTO, CopyRate
 from .policy.determinism import DeviceSettings, obstacles
-from .policy.elastic import ElasticRange
+from .policy.elastic import ElasticRange, unfit
 from .policy.memory_limit import MemoryLimit
 from .runtime.faults import check_fault_ranks, parse_fault
 from .strategies import STRATEGIES
@@ -146,6 +146,50 @@ def _not_elastic(given: MoECheckpointConfig) -> Iterator[str]:
             f"--moe-ckpt-elastic {allowed} goes on without lost nodes, whose state is then nowhere: give"
             " --moe-ckpt-replicas 1, or --moe-ckpt-persist-dir"
         )
+
+
+def inelastic(
+    given: MoECheckpointConfig,
+    *,
+    world_size: int,
+    replica_ranks: int,
+    node_ranks: int,
+    expert_ranks: int,
+    global_batch: int,
+    micro_batch: int,
+) -> Iterator[str]:
+    """A sentence for each reason why this job cannot have all sizes that `--moe-ckpt-elastic` allows.
+
+    Args:
+        given: The settings.
+        world_size, replica_ranks, node_ranks, expert_ranks, global_batch, micro_batch: As of `policy.elastic.unfit`.
+    """
+    if given.elastic is None:
+        return
+    try:
+        allowed = ElasticRange.parse(given.elastic)
+    except UsageError as error:
+        yield str(error)
+        return
+    yield from unfit(
+        allowed,
+        world_size=world_size,
+        replica_ranks=replica_ranks,
+        node_ranks=node_ranks,
+        expert_ranks=expert_ranks,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+    )
+    most = allowed.most * replica_ranks
+    if given.replicas is not None and given.replicas >= most:
+        yield (
+            f"--moe-ckpt-replicas {given.replicas} needs as many peers, but with --moe-ckpt-elastic {allowed} the job"
+            f" has {most} ranks at most: at most {most - 1} are possible"
+        )
+    try:
+        check_fault_ranks([parse_fault(text) for text in given.inject_fault], most)
+    except UsageError as error:
+        yield f"--moe-ckpt-inject-fault: {error}"
 
 
 def must_repeat_itself(given: MoECheckpointConfig) -> bool:

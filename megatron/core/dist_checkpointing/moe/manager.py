@@ -47,7 +47,12 @@ from .local_recovery.survivor import Passes
 from .megatron_state.partitions import random_draws
 from .megatron_state.trainer_state import LiveTrainerState, LoopState, NoLoopState
 from .policy.parking import Cause
-from .preconditions import let_copies_run_beside_sends, refuse_contradictions, refuse_what_cannot_repeat_itself
+from .preconditions import (
+    let_copies_run_beside_sends,
+    refuse_contradictions,
+    refuse_sizes_that_do_not_fit,
+    refuse_what_cannot_repeat_itself,
+)
 from .recovery.timeline import RecoveryTimeline, Timestamps
 from .runtime.disconnect import close_connections, is_lost_peer
 from .runtime.faults import FaultInjector, Phase, parse_fault
@@ -113,6 +118,8 @@ class MoECheckpointManager:
         self._replay_tolerance = config.replay_tolerance
         self._where = "memory of an older layout" if config.persist_dir is None else "--moe-ckpt-persist-dir"
         refuse_contradictions(config, chunks[0], transformer)
+        if config.elastic is not None:
+            refuse_sizes_that_do_not_fit(config, transformer, global_batch_size, micro_batch_size)
         refuse_what_cannot_repeat_itself(config, chunks[0], transformer)
         draws = "" if config.reshard == "inexact" else random_draws(transformer)
         self._trainer = LiveTrainerState(optimizer, scheduler, state or NoLoopState(), chunks, draws)

@@ -10,9 +10,10 @@ import torch
 from megatron.core.utils import get_model_config
 
 from .config import MoECheckpointConfig
-from .contradictions import contradictions, must_repeat_itself, not_repeatable
+from .contradictions import contradictions, inelastic, must_repeat_itself, not_repeatable
 from .errors import UsageError
 from .runtime.device_settings import device_settings
+from .runtime.process_info import ranks_of_node
 
 
 def refuse_contradictions(config: MoECheckpointConfig, chunk: torch.nn.Module, transformer: Any) -> None:
@@ -24,6 +25,33 @@ def refuse_contradictions(config: MoECheckpointConfig, chunk: torch.nn.Module, t
         num_experts=getattr(transformer, "num_moe_experts", None) or 0,
         use_distributed_optimizer=bool(getattr(settings, "use_distributed_optimizer", False)),
         stages=getattr(transformer, "pipeline_model_parallel_size", None),
+    )
+    if sentences := "; ".join(found):
+        raise UsageError(sentences)
+
+
+def refuse_sizes_that_do_not_fit(config: MoECheckpointConfig, transformer: Any, batch: int, microbatch: int) -> None:
+    """Judge `--moe-ckpt-elastic` by the layout of this job.
+
+    Args:
+        config: The settings.
+        transformer: Core's configuration of the model.
+        batch: Samples of an iteration.
+        microbatch: Samples of a microbatch.
+
+    Raises:
+        UsageError: The job cannot have all sizes that the range allows.
+    """
+    tp, pp = transformer.tensor_model_parallel_size, transformer.pipeline_model_parallel_size
+    experts = (transformer.expert_tensor_parallel_size or tp) * transformer.expert_model_parallel_size
+    found = inelastic(
+        config,
+        world_size=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
+        replica_ranks=tp * pp * transformer.context_parallel_size,
+        node_ranks=ranks_of_node(),
+        expert_ranks=experts * pp if transformer.num_moe_experts else 1,
+        global_batch=batch,
+        micro_batch=microbatch,
     )
     if sentences := "; ".join(found):
         raise UsageError(sentences)

@@ -75,6 +75,12 @@ class ProcessInfo:
         return self.job_id or f"agent-{_NO_NAME.sub('-', self.node)[:64]}-{self.launcher}"
 
 
+def ranks_of_node() -> int:
+    """Ranks on each node, as torchrun or Slurm says; 1 where neither does."""
+    text = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or ""
+    return int(text) if text.isdecimal() and int(text) else 1
+
+
 def _patience_s() -> float:
     """Raises UsageError for what is no number of seconds."""
     text = os.environ.get(PATIENCE, str(TORCHRUN_PATIENCE_S))

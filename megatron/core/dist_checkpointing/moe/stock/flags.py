@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..config import MoECheckpointConfig, add_flags, from_namespace
-from ..contradictions import contradictions
+from ..contradictions import contradictions, inelastic
 from ..errors import UsageError
+from ..runtime.process_info import ranks_of_node
 from ..seats.seat import take_seat
 from ..strategies import STRATEGIES
 from .seams import SEAMS, is_known
@@ -71,6 +72,29 @@ def refusals(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[
         if value is not None and applies(value):
             shown = "" if value is True else f" {_shown(value)}"
             yield f"--{name.replace('_', '-')}{shown} does not go with --moe-ckpt-strategy {config.strategy}: {reason}"
+    if config.elastic is not None:
+        yield from _unfit_sizes(config, args)
+
+
+def _unfit_sizes(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[str]:
+    """A sentence for each reason why the job cannot shrink or grow as `--moe-ckpt-elastic` says."""
+    for name in ("rampup_batch_size", "step_batch_size_schedule"):
+        if getattr(args, name, None):
+            yield (
+                f"--{name.replace('_', '-')} does not go with --moe-ckpt-elastic {config.elastic}: each batch would"
+                " have to divide under each number of replicas; train with one --global-batch-size"
+            )
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    experts = (getattr(args, "expert_tensor_parallel_size", None) or tp) * args.expert_model_parallel_size
+    yield from inelastic(
+        config,
+        world_size=args.world_size,
+        replica_ranks=tp * pp * args.context_parallel_size,
+        node_ranks=ranks_of_node(),
+        expert_ranks=experts * pp if args.num_experts else 1,
+        global_batch=args.global_batch_size,
+        micro_batch=args.micro_batch_size,
+    )
 
 
 def _repeats(config: MoECheckpointConfig) -> bool:

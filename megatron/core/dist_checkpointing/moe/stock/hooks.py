@@ -39,6 +39,7 @@ from .boundary import boundary
 from .catch_up import CatchUp
 from .common_iterations import CommonIterations
 from .dense import newest_checkpoint
+from .growth import Growth
 from .iteration import Report, StockIteration, mean_loss
 from .quiet import Quiet
 from .seams import Call, Hook
@@ -118,7 +119,7 @@ class Hooks:
                 return call.go_on()
         else:
             self._check(config)
-        self._config, self._flags = config, shaping_flags(args)
+        self._config, self._flags, self._growth = config, shaping_flags(args), Growth(config, args)
         built = call.go_on()
         if self._manager is None:  # no checkpoint was to be loaded on the way
             self._resume(*built)
@@ -225,7 +226,9 @@ class Hooks:
             result = call.go_on()
         except SystemExit:
             # Told to leave early: what no checkpoint has, only the memory has.
-            self._manager.finish(keep_memory=self._saved != self._manager.iteration)
+            is_needed = self._growth.makes_way or self._saved != self._manager.iteration
+            self._manager.finish(keep_memory=is_needed)
+            self._growth.make_way(lambda: bool(self._manager.is_told_to_end))
             raise
         self._join()  # where no iteration was left
         return result
@@ -314,7 +317,7 @@ class Hooks:
         manager.reported()
         if replayed and not manager.is_replaying and call["iteration"] >= self._args.train_iters:
             self._join()  # the loop begins no further iteration, and takes away what a replay put off
-        return should_exit
+        return should_exit or (not replayed and self._growth.ends_training(call["iteration"]))
 
     def _save_checkpoint_and_time(self, call: Call) -> Any:
         if self._manager.is_replaying:

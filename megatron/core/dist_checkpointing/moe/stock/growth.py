@@ -1,0 +1,87 @@
+"""Nodes that wait to join a job in the stock loop: training ends for them behind an iteration, and starts again.
+
+All ranks vote behind each iteration of which a snapshot is due, see `seats.joining`. The loop then leaves as it does
+for `--exit-interval`, memory is kept, and the launcher starts all ranks again in the larger layout.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..config import MoECheckpointConfig
+from ..errors import NewProcessesNeeded, PeerLost, Terminated
+from ..seats.joining import Joining, joining_here
+
+log = logging.getLogger(__name__)
+
+MAKE_WAY_S = 60.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.01
+
+
+class Growth:
+    """Asks behind each iteration; does nothing without `--moe-ckpt-elastic`, or under a launcher that says nothing.
+
+    Args:
+        config: The settings.
+        args: Of Megatron-LM.
+        joining: What the launcher says of nodes that wait; what the environment names if not given.
+    """
+
+    def __init__(self, config: MoECheckpointConfig, args: Any, joining: Joining | None = None) -> None:
+        self._joining = (joining or joining_here()) if config.elastic is not None else None
+        self._interval, self._args = config.interval, args
+        self.makes_way = False
+
+    def ends_training(self, iteration: int) -> bool:
+        """Whether training ends here for nodes that wait; a collective. Raises PeerLost."""
+        if self._joining is None or iteration % self._interval or iteration >= self._args.train_iters:
+            return False
+        vote = torch.tensor([int(self._joining.is_asked)], device=torch.cuda.current_device())
+        self._agree(vote)
+        self.makes_way = bool(vote.item())
+        if self.makes_way and torch.distributed.get_rank() == 0:
+            log.info("leaving training at iteration %d: nodes wait to join", iteration)
+        return self.makes_way
+
+    def make_way(self, is_told_to_end: Callable[[], bool]) -> None:
+        """Where training ended for nodes: wait for the launcher, which starts all ranks again.
+
+        Args:
+            is_told_to_end: Whether SIGTERM has come.
+
+        Raises:
+            Terminated: It has.
+            NewProcessesNeeded: The launcher did nothing in time.
+        """
+        if self._joining is None or not self.makes_way:
+            return
+        self._joining.ready()
+        until_s = time.monotonic() + MAKE_WAY_S
+        while time.monotonic() < until_s:
+            if is_told_to_end():
+                raise Terminated("told to end by SIGTERM; nodes have joined, and the job is started again with them")
+            time.sleep(_LONGEST_PAUSE_S)
+        raise NewProcessesNeeded(
+            f"training ended for nodes that joined, and was not started again within {MAKE_WAY_S:g} s"
+        )
+
+    def _agree(self, vote: torch.Tensor) -> None:
+        """The most of all ranks' votes."""
+        timeout_s = 60.0 * self._args.distributed_timeout_minutes
+        work = torch.distributed.all_reduce(vote, op=torch.distributed.ReduceOp.MAX, async_op=True)
+        # NCCL's own wait lasts for as long as its kernel, which waits for a lost rank for ever.
+        until_s, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
+        while not work.is_completed():
+            if time.monotonic() > until_s:
+                raise PeerLost(
+                    f"a rank did not say within {timeout_s:g} s (--distributed-timeout-minutes) whether nodes wait to"
+                    " join"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        work.wait()  # raises what went wrong

@@ -1,0 +1,35 @@
+"""`pretrain_gpt_moe.py` in the stock loop where an injected fault takes the whole node along, as in `lost_node`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "process"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from lost_node import lose_node
+
+import pretrain_gpt_moe
+from megatron.core.dist_checkpointing.moe.runtime import faults
+from megatron.core.dist_checkpointing.moe.stock.growth import Growth
+
+
+def take_time() -> None:
+    """A rank that is alone lets other nodes come while it trains."""
+    ends_training = Growth.ends_training
+
+    def late(growth: Growth, iteration: int) -> bool:
+        time.sleep(float(os.environ["ALONE_S"]))
+        return ends_training(growth, iteration)
+
+    Growth.ends_training = late  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    if float(os.environ["ALONE_S"]) and os.environ["WORLD_SIZE"] == "1":
+        take_time()
+    faults.FaultInjector.__init__.__defaults__ = (lose_node,)
+    sys.exit(pretrain_gpt_moe.main(sys.argv[1:]))

@@ -1,0 +1,123 @@
+"""In the stock loop training ends for nodes that wait, on all ranks alike, and only where nothing is lost by that."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from stock_stand_in import Manager, arguments, one_rank, stand_in
+
+from megatron.core.dist_checkpointing.moe import preconditions
+from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
+from megatron.core.dist_checkpointing.moe.errors import NewProcessesNeeded, PeerLost, Terminated, UsageError
+from megatron.core.dist_checkpointing.moe.seats.joining import FOLDER, Joining
+from megatron.core.dist_checkpointing.moe.stock import growth
+from megatron.core.dist_checkpointing.moe.stock.growth import Growth
+from megatron.core.dist_checkpointing.moe.stock.hooks import Hooks
+from megatron.core.dist_checkpointing.moe.stock.seams import installed
+
+SIZES = {"world_size": 1, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "num_experts": 4}
+SIZES |= {"context_parallel_size": 1, "expert_model_parallel_size": 1, "distributed_timeout_minutes": 1}
+ELASTIC = MoECheckpointConfig(strategy="full", elastic="1:2", interval=2)
+
+
+class Work:
+    """A collective that has ended, or never does."""
+
+    def __init__(self, *, ends: bool) -> None:
+        self._ends = ends
+
+    def is_completed(self) -> bool:
+        return self._ends
+
+    def wait(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda vote, **_: Work(ends=True))
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 0)
+
+
+def args(**changes: Any) -> argparse.Namespace:
+    return arguments(**SIZES | {"train_iters": 6} | changes)
+
+
+def test_training_ends_for_nodes_behind_an_iteration_with_a_snapshot(tmp_path: Path) -> None:
+    joining = Joining(tmp_path)
+    own = Growth(ELASTIC, args(), joining)
+    assert not own.ends_training(2)
+    joining.ask()
+    assert not own.ends_training(3), "no snapshot is due"
+    assert not own.ends_training(6), "nothing is left to train"
+    assert own.ends_training(4) and own.makes_way
+
+
+def test_a_node_of_which_another_rank_knows_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda vote, **_: vote.fill_(1) and Work(ends=True))
+    assert Growth(ELASTIC, args(), Joining(tmp_path)).ends_training(2)
+
+
+def test_a_rank_that_does_not_vote_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda vote, **_: Work(ends=False))
+    with pytest.raises(PeerLost, match="--distributed-timeout-minutes"):
+        Growth(ELASTIC, args(distributed_timeout_minutes=0.001), Joining(tmp_path)).ends_training(2)
+
+
+@pytest.mark.parametrize("config", [ELASTIC, MoECheckpointConfig(strategy="full")])
+def test_without_the_flag_or_a_launcher_nobody_votes(
+    config: MoECheckpointConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", None)
+    if config.elastic is None:
+        monkeypatch.setenv(FOLDER, str(tmp_path))
+        Joining(tmp_path).ask()
+    own = Growth(config, args())
+    assert not own.ends_training(2)
+    own.make_way(lambda: False)
+
+
+@pytest.mark.parametrize(("told", "error"), [(True, Terminated), (False, NewProcessesNeeded)])
+def test_workers_that_made_way_wait_to_be_started_again(
+    told: bool, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(growth, "MAKE_WAY_S", 0.05)
+    joining = Joining(tmp_path)
+    joining.ask()
+    own = Growth(ELASTIC, args(), joining)
+    own.make_way(lambda: told)
+    assert not joining.is_ready, "training has not ended"
+    assert own.ends_training(2)
+    with pytest.raises(error):
+        own.make_way(lambda: told)
+    assert joining.is_ready
+
+
+def test_the_loop_leaves_with_its_memory_kept_once_nodes_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth, "MAKE_WAY_S", 0.05)
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    Joining(tmp_path).ask()
+    given = args(moe_ckpt_elastic="1:2", moe_ckpt_interval=2, save="somewhere", save_interval=2)
+    loop = stand_in(given)
+    manager = Manager(loop.calls)
+    manager.is_told_to_end = False
+    hooks = Hooks(loop, "0.19.2", manager)
+    with one_rank(), pytest.raises(NewProcessesNeeded), hooks, installed(loop, hooks.by_name(), "0.19.2"):
+        loop.pretrain()
+    said = " ".join(loop.calls)
+    assert said.count("passes") == 2, said
+    assert "save saved after_step reported finish, memory kept left with NewProcessesNeeded" in said
+
+
+def test_any_loop_is_refused_sizes_that_it_could_not_have() -> None:
+    model = SimpleNamespace(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, context_parallel_size=1)
+    model.expert_model_parallel_size, model.expert_tensor_parallel_size, model.num_moe_experts = 1, None, 4
+    preconditions.refuse_sizes_that_do_not_fit(ELASTIC, model, 4, 1)
+    with pytest.raises(UsageError, match="--global-batch-size 3 does not divide"):
+        preconditions.refuse_sizes_that_do_not_fit(ELASTIC, model, 3, 1)
