@@ -1,6 +1,7 @@
 """Trains in the loop of Megatron-LM: `pretrain` of `megatron.training`, protected, on GPUs or on the CPU.
 
-Its flags are Megatron-LM's, those of checkpoints, and four of the driver's own: `--device` and `--metrics-*`.
+Its flags are Megatron-LM's, those of checkpoints, and five of the driver's own: `--device`, `--freeze-experts` and
+`--metrics-*`.
 """
 
 from __future__ import annotations
@@ -91,6 +92,21 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default=default, help="where to train")
 
 
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Those of the driver and of checkpoints, for Megatron-LM's parser."""
+    from megatron.core.dist_checkpointing.moe import stock
+
+    _add_device(parser)
+    parser.add_argument(
+        "--freeze-experts",
+        action="store_true",
+        default=None,  # as in snapshots of jobs that had no such flag
+        help="train all but routed experts, which stay as they were loaded or initialized (MoC Table 4, FT-w.o.E)",
+    )
+    add_own_flags(parser)
+    return stock.arguments(parser)
+
+
 def _train(launch: Launch, device: str, interface: str | None) -> None:
     if device == "cpu":
         use_cpu(stock_loop=True)
@@ -99,11 +115,6 @@ def _train(launch: Launch, device: str, interface: str | None) -> None:
     from megatron.core.enums import ModelType
     from megatron.pretrain.stock_model import build_datasets, build_model, forward_step
     from megatron.training import argument_utils, arguments, pretrain
-
-    def flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        _add_device(parser)
-        add_own_flags(parser)
-        return stock.arguments(parser)
 
     def connect() -> None:
         """Before the loop does it, which would bind the group to a GPU."""
@@ -119,9 +130,9 @@ def _train(launch: Launch, device: str, interface: str | None) -> None:
     if "extra_args_provider" in signature(pretrain).parameters:  # core 0.17 parses the flags itself
         gc.freeze()
         with reports.closed_at_a_good_end():
-            run(build_datasets, forward_step_func=forward_step, extra_args_provider=flags, **parts)
+            run(build_datasets, forward_step_func=forward_step, extra_args_provider=add_flags, **parts)
         return
-    args = arguments.parse_and_validate_args(extra_args_provider=flags)
+    args = arguments.parse_and_validate_args(extra_args_provider=add_flags)
     configuration = argument_utils.pretrain_cfg_container_from_args(args)
     gc.freeze()  # what is imported: after a fault a process that stays looks through all that the collector does
     with reports.closed_at_a_good_end():

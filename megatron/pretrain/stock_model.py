@@ -17,7 +17,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import get_attr_wrapped_model
+from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.model import with_local_norms
 from megatron.training import arguments, get_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
@@ -42,7 +44,7 @@ def build_model(
     ahead = None
     if config.mtp_num_layers:
         ahead = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=engine, vp_stage=vp_stage)
-    return GPTModel(
+    model = GPTModel(
         config=config,
         transformer_layer_spec=layers,
         vocab_size=args.padded_vocab_size,
@@ -59,6 +61,24 @@ def build_model(
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
+    if getattr(args, "freeze_experts", False):
+        _freeze_experts(model, args)
+    return model
+
+
+def _freeze_experts(model: GPTModel, args: Any) -> None:
+    """Before gradients and the optimizer's state are laid out, which is done for what is trained.
+
+    Raises InvalidInput for a model without experts.
+    """
+    pattern = args.moe_layer_freq
+    if not args.num_experts or (isinstance(pattern, list) and not any(pattern)):
+        raise InvalidInput(
+            "--freeze-experts needs --num-experts and a layer that has them: a dense model has no experts"
+        )
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            module.experts.requires_grad_(False)
 
 
 def forward_step(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Any]:
