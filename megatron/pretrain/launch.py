@@ -22,6 +22,7 @@ from megatron.pretrain import te_on_cpu
 from megatron.pretrain.errors import InvalidInput, PretrainError
 from megatron.pretrain.loops import has_stock_loop
 from megatron.pretrain.nodes import NodeRange, Nodes, run_nodes
+from megatron.pretrain.old_flags import refuse_old_flags
 from megatron.pretrain.processes import NODE_LEAVES, NODE_NAME, VERDICT_FILE
 from megatron.pretrain.rendezvous import BACKEND, register_backend
 from megatron.pretrain.seats.hygiene_options import HygieneOptions
@@ -60,6 +61,7 @@ def _run(options: argparse.Namespace) -> int:
 def _check_flags(options: argparse.Namespace) -> None:
     """Raises PretrainError for flags of the training script that cannot work; Megatron-LM judges its own later."""
     if has_stock_loop():
+        refuse_old_flags(options.flags)
         _refuse_fewer_nodes(options, any(flag.partition("=")[0] == "--moe-ckpt-elastic" for flag in options.flags))
         return
     from megatron.pretrain.config import parse_config

@@ -29,6 +29,7 @@ from megatron.pretrain.initialize import Launch, shut_down, start_process_group,
 from megatron.pretrain.logs import configure_logging
 from megatron.pretrain.metrics import IterationReport, Metrics, MetricsSettings, RunFacts, protection_fields
 from megatron.pretrain.metrics.settings import add_own_flags, from_flags
+from megatron.pretrain.old_flags import refuse_old_flags
 from megatron.pretrain.worker import exit_code_of, final_exit_code
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ def run_stock(argv: Sequence[str]) -> int:
     sys.argv = [sys.argv[0], *_CPU_ENGINE_FLAGS * te_on_cpu.is_loaded(), *argv]  # where Megatron-LM looks for them
     try:
         with driver_errors(), flag_errors():
+            refuse_old_flags(argv)
             _train(launch, device_of(argv), _early(argv).moe_ckpt_interface)
     except SystemExit as ending:
         code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)

@@ -1,0 +1,35 @@
+"""Flags of the loop that is gone are refused with what to use in place of each."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megatron.pretrain.errors import InvalidInput
+from megatron.pretrain.old_flags import OLD_FLAGS, refuse_old_flags
+from megatron.pretrain.stock_loop import run_stock
+
+
+@pytest.mark.parametrize("flag", OLD_FLAGS)
+@pytest.mark.parametrize("form", ["{} 3", "{}=3"])
+def test_an_old_flag_is_refused_in_one_line_with_what_to_use(flag: str, form: str) -> None:
+    with pytest.raises(InvalidInput) as error:
+        refuse_old_flags(["--lr", "1e-3", *form.format(flag).split()])
+    assert str(error.value) == f"{flag} is no flag of Megatron-LM's loop: {OLD_FLAGS[flag]}"
+
+
+def test_each_of_several_old_flags_is_named_once() -> None:
+    with pytest.raises(InvalidInput) as error:
+        refuse_old_flags(["--keep-last", "2", "--hf-model", "there", "--keep-last", "3", "--no-fp8-main-params"])
+    found = re.findall(r"(--\S+) is no flag", str(error.value))
+    assert found == ["--keep-last", "--hf-model", "--no-fp8-main-params"]
+
+
+def test_the_entry_ends_with_the_code_of_usage_errors(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_stock(["--keep-last", "2"]) == 2
+    assert "--keep-last is no flag" in capfd.readouterr().err
+
+
+def test_other_flags_and_values_that_look_like_old_ones_pass() -> None:
+    refuse_old_flags(["--save", "--keep", "hf-model", "--freeze-experts", "--save-retain-interval", "4"])
