@@ -18,10 +18,13 @@ ENGINE = "--transformer-impl transformer_engine --moe-grouped-gemm --bf16"
 EIGHT_BITS = (
     "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max --fp8-param-gather"
 )
+PRECISION_AWARE = "--use-precision-aware-optimizer --main-params-dtype fp16"
 ROWS = {
+    "row 1": "--transformer-impl transformer_engine --moe-grouped-gemm --fp16 --initial-loss-scale 1024"
+    f" --accumulate-allreduce-grads-in-fp32 {PRECISION_AWARE} --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16",
     "row 2": f"{ENGINE} {EIGHT_BITS}",
-    "row 4": f"{ENGINE} {EIGHT_BITS} --use-precision-aware-optimizer --main-params-dtype fp16 --exp-avg-dtype fp8"
-    " --exp-avg-sq-dtype fp16",
+    "row 3": f"{ENGINE} {EIGHT_BITS} {PRECISION_AWARE} --exp-avg-dtype fp32 --exp-avg-sq-dtype fp32",
+    "row 4": f"{ENGINE} {EIGHT_BITS} {PRECISION_AWARE} --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16",
 }
 
 
@@ -37,7 +40,9 @@ def memory() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.parametrize("row", ["row 4", pytest.param("row 2", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[pytest.mark.full] if row in ("row 2", "row 3") else []) for row in ROWS]
+)
 def test_a_killed_job_in_few_bits_ends_as_the_undisturbed_one_to_the_last_bit(
     row: str, engine_world: World, memory: Path, tmp_path: Path
 ) -> None:
