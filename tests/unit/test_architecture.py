@@ -54,6 +54,7 @@ ROWS = {
     f"{ENGINE}.types": Row("errors", standard=PURE),
     f"{ENGINE}.versions": Row("errors", standard=PURE | {"importlib", "pathlib", "platform"}),
     f"{ENGINE}.config": Row(standard=PURE | {"argparse", "types"}),
+    f"{ENGINE}.features": Row("config", standard=PURE),
     f"{ENGINE}.ports": Row(VALUES, "typing_extensions"),
     f"{ENGINE}.policy": Row(VALUES, standard=PURE),
     f"{ENGINE}.strategies": Row(f"{VALUES} config policy", standard=PURE),
@@ -74,18 +75,18 @@ ROWS = {
         "errors core_versions megatron_state replay replication runtime seats", "megatron.core torch"
     ),
     f"{ENGINE}.contradictions": Row("config errors policy runtime strategies"),
-    f"{ENGINE}.preconditions": Row("config contradictions errors runtime", "megatron.core torch"),
+    f"{ENGINE}.preconditions": Row("config contradictions errors features runtime", "megatron.core torch"),
     f"{ENGINE}.beginning": Row("errors in_place megatron_state resharding runtime", "torch"),
     f"{ENGINE}.manager": Row(
         "beginning config errors in_place local_recovery megatron_state policy preconditions recovery runtime seats"
         " snapshot strategies types",
         "megatron.core torch",
     ),
-    f"{ENGINE}.bridge": Row("config errors manager megatron_state ports strategies", "megatron.core"),
+    f"{ENGINE}.bridge": Row("config errors features manager megatron_state ports", "megatron.core"),
     ENGINE: Row("versions config manager megatron_state recovery resharding runtime seats snapshot types"),
     f"{ENGINE}.stock": Row(
-        "errors ports megatron_state replay recovery seats in_place snapshot strategies config contradictions manager"
-        " runtime",
+        "errors ports megatron_state replay recovery seats in_place snapshot strategies config contradictions features"
+        " manager runtime",
         "megatron.core torch",
     ),
     # Offline: what people run beside jobs.
@@ -116,7 +117,7 @@ ROWS = {
     f"{TOOLS}.__main__": Row(tools="__init__"),
     "reproduce": Row(f"{VALUES} policy", "click matplotlib", "report simulator megatron_core"),
     "tools": Row(
-        "config errors policy types strategies core_versions megatron_state replay", "click torch yaml",
+        "config errors features policy types strategies core_versions megatron_state replay", "click torch yaml",
         "commands simulator __init__", f"{DRIVER} {ENGINE}",
     ),
     "scripts": Row("", "matplotlib torch", "megatron_core", also=DRIVER),

@@ -341,6 +341,11 @@ def test_the_page_of_sizes_is_what_the_planner_says() -> None:
     assert sizing.PAGE.read_text(encoding="utf-8") == sizing.render(), "run python tools/sizing.py"
 
 
+def test_the_page_of_features_by_loop_is_the_table_that_flags_are_judged_by() -> None:
+    features = tool("features_by_loop")
+    assert features.PAGE.read_text(encoding="utf-8") == features.render(), "run python tools/features_by_loop.py"
+
+
 @cache
 def sentences_of_the_code() -> str:
     """All texts in the packages; those of an f-string and its neighbours as one, with what it puts in as `\\0`."""

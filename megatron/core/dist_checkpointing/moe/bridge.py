@@ -34,13 +34,13 @@ from typing import Any, ParamSpec, TypeVar
 
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 
+from . import features
 from .config import MoECheckpointConfig, add_flags, from_namespace
 from .errors import UsageError
 from .manager import MoECheckpointManager
 from .megatron_state.random_states import random_states, restore_random
 from .megatron_state.step_counts import loading_step_counts
 from .ports import Json
-from .strategies import STRATEGIES
 
 SETTINGS = "MOE_CKPT_FLAGS"
 """Environment variable with `--moe-ckpt-*` flags, for launch scripts whose text is not to be changed."""
@@ -232,17 +232,8 @@ class _Run:
                 "a strategy is missing: give bridge.protected a MoECheckpointConfig(strategy=...), or set the"
                 f" environment variable {SETTINGS} to flags such as --moe-ckpt-strategy full"
             )
-        if settings.strategy in STRATEGIES and STRATEGIES[settings.strategy].replays:
-            raise UsageError(
-                f"--moe-ckpt-strategy {settings.strategy} runs iterations again after a fault, perhaps on some pipeline"
-                " stages only: Megatron-Bridge has no hook between passes and step and makes its own communicator of"
-                " stages, so that cannot be done in its loop; use full or pec"
-            )
-        if settings.copy_placement != "spread":
-            raise UsageError(
-                f"--moe-ckpt-copy-placement {settings.copy_placement}: Megatron-Bridge makes its own communicator of"
-                " stages, which does not tell when they wait; use spread"
-            )
+        if sentences := "; ".join(features.refusals(features.Loop.BRIDGE, settings)):
+            raise UsageError(sentences)
         self.settings, self._running = settings, contextlib.ExitStack()
         self._owns_errors = False
 

@@ -9,6 +9,7 @@ import torch
 
 from megatron.core.utils import get_model_config
 
+from . import features
 from .config import MoECheckpointConfig
 from .contradictions import contradictions, inelastic, must_repeat_itself, not_repeatable
 from .errors import UsageError
@@ -17,7 +18,7 @@ from .runtime.process_info import ranks_of_node
 
 
 def refuse_contradictions(config: MoECheckpointConfig, chunk: torch.nn.Module, transformer: Any) -> None:
-    """Raises UsageError for settings that contradict each other, or this job."""
+    """Raises UsageError for settings that contradict each other, this job, or what any loop can do."""
     settings = getattr(chunk, "ddp_config", None)
     found = contradictions(
         config,
@@ -26,7 +27,7 @@ def refuse_contradictions(config: MoECheckpointConfig, chunk: torch.nn.Module, t
         use_distributed_optimizer=bool(getattr(settings, "use_distributed_optimizer", False)),
         stages=getattr(transformer, "pipeline_model_parallel_size", None),
     )
-    if sentences := "; ".join(found):
+    if sentences := "; ".join((*found, *features.refusals(features.Loop.API, config))):
         raise UsageError(sentences)
 
 

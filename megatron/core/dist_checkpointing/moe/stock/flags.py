@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from .. import features
 from ..config import MoECheckpointConfig, add_flags, from_namespace
 from ..contradictions import contradictions, inelastic
 from ..errors import UsageError
@@ -64,6 +65,7 @@ def check_unused(config: MoECheckpointConfig) -> None:
 
 def refusals(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[str]:
     """A sentence for each flag of Megatron-LM that would break what is promised."""
+    yield from features.refusals(features.Loop.MEGATRON_LM, config)
     stages = getattr(args, "pipeline_model_parallel_size", 1) or 1
     may_repeat_alone = _repeats(config) and config.recovery != "global" and stages > 1
     rules = (*_ALWAYS, *(_REPEATING if _repeats(config) else ()), *(_REPEATING_ALONE if may_repeat_alone else ()))
@@ -128,11 +130,7 @@ _ALWAYS: tuple[_Rule, ...] = (
     ("use_torch_fsdp2", bool, _SHARDED),
     ("perform_rl_step", bool, "rollouts and the reference model are state that no snapshot has"),
     ("skip_train", bool, "there is nothing to protect"),
-    (
-        "mtp_num_layers",
-        bool,
-        "layers that predict further tokens are protected in loops of one's own only; train without them",
-    ),
+    ("mtp_num_layers", bool, features.reason(features.Loop.MEGATRON_LM, "multi-token prediction")),
     ("moe_use_upcycling", bool, "save the upcycled checkpoint first, and train from it"),
     ("iterations_to_skip", bool, _SAMPLES),
     ("decrease_batch_size_if_needed", bool, _SAMPLES),

@@ -1,0 +1,239 @@
+"""Which feature works in which training loop: the one table that flags are judged by and that docs are made from.
+
+A cell that says `Works` names the test that fails where the feature is cut. Where there is none it is `Untested`, which
+is accepted: nothing is known to stand in its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeAlias
+
+from .config import MoECheckpointConfig
+
+
+class Loop(Enum):
+    """A training loop that is protected."""
+
+    MEGATRON_LM = "Megatron-LM"
+    BRIDGE = "Megatron-Bridge"
+    API = "API"
+
+
+@dataclass(frozen=True)
+class Works:
+    """test: the file and the function, as pytest names them."""
+
+    test: str
+
+
+@dataclass(frozen=True)
+class Untested:
+    """Accepted. note: what is known."""
+
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """reason: what follows the flag in the sentence that refuses it, with what to use in its place."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Absent:
+    """The loop has no such flag. instead: what to use."""
+
+    instead: str
+
+
+Cell: TypeAlias = Works | Untested | Refused | Absent
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A row. cells: of `Loop`, in its order.
+
+    setting: of `MoECheckpointConfig`, which asks for the feature with one of `values`; empty where other flags do.
+    """
+
+    name: str
+    megatron_lm: Cell
+    bridge: Cell
+    api: Cell
+    setting: str = ""
+    values: tuple[Any, ...] = ()
+
+    def cell(self, loop: Loop) -> Cell:
+        """What is known of a loop."""
+        return {Loop.MEGATRON_LM: self.megatron_lm, Loop.BRIDGE: self.bridge, Loop.API: self.api}[loop]
+
+    def is_asked_for(self, config: MoECheckpointConfig) -> bool:
+        """Whether these settings ask for it."""
+        return bool(self.setting) and getattr(config, self.setting) in self.values
+
+
+_STOCK, _BRIDGE = "tests/stock/test_stock_", "tests/process/test_bridge.py::"
+_KILLED = f"{_STOCK}recovery.py::test_a_killed_job_ends_as_the_undisturbed_one_to_the_last_bit"
+_BRIDGE_KILLED = f"{_BRIDGE}test_after_a_kill_every_loss_and_every_count_is_that_of_the_unprotected_loop"
+_OWN_KILLED = (
+    "tests/process/test_own_loop.py::test_after_a_kill_every_loss_of_a_loop_of_ones_own_is_that_of_the_unprotected_loop"
+)
+_TREES = "tests/process/test_module_trees.py::test_a_killed_job_of_another_module_tree_goes_on_to_the_last_bit"
+_NEEDS_SPARSE = Absent("it is of sparse, which is refused: use full or pec")
+_OF_THE_LOOP = Absent("ordinary checkpoints are the loop's own")
+_CONVERT = Absent("run `moe-ckpt convert --to hf` on a saved checkpoint")
+_UNTESTED = Untested()
+
+FEATURES: tuple[Feature, ...] = (
+    Feature("`full`", Works(_KILLED), Works(_BRIDGE_KILLED), Works(_OWN_KILLED), "strategy", ("full",)),
+    Feature(
+        "`sparse`",
+        Works(_KILLED),
+        Refused(
+            "runs iterations again after a fault, perhaps on some pipeline stages only: Megatron-Bridge has no hook"
+            " between passes and step and makes its own communicator of stages, so that cannot be done in its loop;"
+            " use full or pec"
+        ),
+        Works(_OWN_KILLED),
+        "strategy",
+        ("sparse",),
+    ),
+    Feature("`pec`", _UNTESTED, Works(_BRIDGE_KILLED), _UNTESTED, "strategy", ("pec",)),
+    Feature("`selective`", _UNTESTED, _UNTESTED, _UNTESTED, "strategy", ("selective",)),
+    Feature(
+        "local recovery",
+        Works(f"{_STOCK}recovery.py::test_only_the_struck_stage_replays"),
+        _NEEDS_SPARSE,
+        _UNTESTED,
+    ),
+    Feature(
+        "ranks that stay, with standbys",
+        Works(f"{_STOCK}in_place.py::test_survivors_keep_process_and_weights_where_they_are_and_every_bit_is_equal"),
+        Absent("all ranks start from standbys"),
+        _UNTESTED,
+    ),
+    Feature("replicas on other nodes", _UNTESTED, _UNTESTED, _UNTESTED),
+    Feature("`--moe-ckpt-persist-dir`", _UNTESTED, _UNTESTED, _UNTESTED),
+    Feature("`--moe-ckpt-persist-agent-s`", _UNTESTED, _UNTESTED, _UNTESTED),
+    Feature("`--moe-ckpt-replicate gradients`", _UNTESTED, _UNTESTED, _UNTESTED, "replicate", ("gradients",)),
+    Feature("replicas of state that data-parallel ranks hold alike", _UNTESTED, _UNTESTED, _UNTESTED),
+    Feature(
+        "`--moe-ckpt-copy-placement bubbles`",
+        _UNTESTED,
+        Refused(
+            "needs a communicator of stages that tells when they wait, and Megatron-Bridge makes its own; use spread"
+        ),
+        Untested("give `manager.communicator` to the schedule"),
+        "copy_placement",
+        ("bubbles",),
+    ),
+    Feature("`--moe-ckpt-shard`", _UNTESTED, _UNTESTED, _UNTESTED, "shard", ("equal", "adaptive")),
+    Feature("`--moe-ckpt-pec-scope`", _UNTESTED, _UNTESTED, _UNTESTED, "pec_scope", ("weights", "optimizer")),
+    Feature("`--moe-ckpt-pec-adaptive`", _UNTESTED, _UNTESTED, _UNTESTED, "pec_adaptive", (True,)),
+    Feature("`--moe-ckpt-plt-threshold` (Dynamic-K)", _UNTESTED, _UNTESTED, _UNTESTED),
+    Feature("`--moe-ckpt-interval-policy`", _UNTESTED, _UNTESTED, _UNTESTED),
+    Feature("`--moe-ckpt-ordering`", _UNTESTED, _NEEDS_SPARSE, _UNTESTED),
+    Feature("new orders of experts, `--moe-ckpt-reorder-*`", _UNTESTED, _NEEDS_SPARSE, _UNTESTED),
+    Feature("another layout, from storage", _UNTESTED, _UNTESTED, _UNTESTED),
+    Feature("another layout, from memory", _UNTESTED, _UNTESTED, _UNTESTED),
+    Feature(
+        "another layout, from a sparse window",
+        Refused("ends with exit code 2: go on in the layout of before until a checkpoint is saved"),
+        _NEEDS_SPARSE,
+        Refused("ends with UsageError, unless `resume` is given `run_again`"),
+    ),
+    Feature(
+        "`--moe-ckpt-elastic`: fewer nodes",
+        Works(
+            f"{_STOCK}elastic.py::"
+            "test_a_job_that_loses_a_node_for_good_goes_on_as_one_that_was_started_with_what_is_left"
+        ),
+        _UNTESTED,
+        _UNTESTED,
+    ),
+    Feature(
+        "`--moe-ckpt-elastic`: nodes that come back",
+        Works(
+            f"{_STOCK}elastic.py::"
+            "test_a_job_that_takes_a_node_back_repeats_no_iteration_and_goes_on_as_one_of_that_size"
+        ),
+        Untested("an iteration that had begun is trained again"),
+        Untested("an iteration that had begun is trained again"),
+    ),
+    Feature(
+        "low precision, rows 1 to 4",
+        Works(f"{_STOCK}precision.py::test_a_killed_job_in_few_bits_ends_as_the_undisturbed_one_to_the_last_bit"),
+        _UNTESTED,
+        _UNTESTED,
+    ),
+    Feature(
+        "low precision, row 5 (masters in fp8)",
+        Absent("use `--main-params-dtype fp16`"),
+        Absent("use masters in fp16"),
+        _UNTESTED,
+    ),
+    Feature(
+        "`--freeze-experts`",
+        Works(f"{_STOCK}frozen.py::test_frozen_experts_are_copied_once_and_come_back_to_the_bit"),
+        Absent("freeze them in a hook of the model provider"),
+        Absent("call `requires_grad_(False)` before the optimizer is built"),
+    ),
+    Feature(
+        "`--save-experts`",
+        Absent("use `--moe-ckpt-strategy pec` with `--moe-ckpt-persist-dir`"),
+        _OF_THE_LOOP,
+        _OF_THE_LOOP,
+    ),
+    Feature("`--export-hf-interval`", _CONVERT, _CONVERT, _CONVERT),
+    Feature(
+        "checksums and signatures of ordinary checkpoints",
+        Absent("run `moe-ckpt verify`; Megatron-LM loads without a look at checksums"),
+        _OF_THE_LOOP,
+        _OF_THE_LOOP,
+    ),
+    Feature(
+        "multi-token prediction",
+        Refused("layers that predict further tokens are protected in loops of one's own only; train without them"),
+        Untested("on one pipeline stage"),
+        Works(_TREES),
+    ),
+    Feature(
+        "metrics, `--metrics-*`",
+        Works(f"{_STOCK}metrics.py::test_a_killed_job_tells_all_sinks_of_its_recovery"),
+        Absent("Megatron-Bridge has its own"),
+        Untested("`after_step` returns them"),
+    ),
+)
+
+
+def refusals(loop: Loop, config: MoECheckpointConfig) -> Iterator[str]:
+    """What of these settings a loop cannot do.
+
+    Args:
+        loop: The one that trains.
+        config: The settings.
+
+    Yields:
+        A sentence for each feature, with its flag and value.
+    """
+    for feature in FEATURES:
+        cell = feature.cell(loop)
+        if isinstance(cell, Refused) and feature.is_asked_for(config):
+            value = getattr(config, feature.setting)
+            yield f"--{MoECheckpointConfig.PREFIX}{feature.setting.replace('_', '-')} {value} {cell.reason}"
+
+
+def reason(loop: Loop, name: str) -> str:
+    """Why a loop refuses a feature that flags of its own ask for.
+
+    Args:
+        loop: The one that trains.
+        name: Of the feature.
+    """
+    (cell,) = (feature.cell(loop) for feature in FEATURES if feature.name == name)
+    assert isinstance(cell, Refused)
+    return cell.reason

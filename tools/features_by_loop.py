@@ -1,0 +1,74 @@
+#!/usr/bin/env python3
+"""Draw docs/features_by_loop.md: which feature works in which training loop, and which test shows it.
+
+python tools/features_by_loop.py      renews the page from the table that flags are judged by
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "features_by_loop.md"
+sys.path.insert(0, str(ROOT))
+
+from megatron.core.dist_checkpointing.moe.features import (  # noqa: E402
+    FEATURES,
+    Absent,
+    Cell,
+    Feature,
+    Loop,
+    Refused,
+    Untested,
+    Works,
+)
+
+HEADING = """# Features by training loop
+
+Made by `python tools/features_by_loop.py` from the table that flags are judged by,
+`megatron/core/dist_checkpointing/moe/features.py`. **Works**: a test named below fails where the feature is cut.
+**Untested**: accepted, and no test of that loop shows it. **Refused**: ends with exit code 2 before training.
+**Absent**: the loop has no such flag.
+
+"""
+
+
+def shown(cell: Cell) -> str:
+    """What a cell says."""
+    match cell:
+        case Works():
+            return "works"
+        case Untested(note):
+            return f"untested: {note}" if note else "untested"
+        case Refused(reason):
+            return f"**refused**: {reason}"
+        case Absent(instead):
+            return f"absent: {instead}"
+
+
+def line(feature: Feature) -> str:
+    """A row of the page."""
+    return f"| {feature.name} | " + " | ".join(shown(feature.cell(loop)) for loop in Loop) + " |"
+
+
+def tests() -> list[str]:
+    """Each test that a cell names, with what it shows, once."""
+    found: dict[str, list[str]] = {}
+    for feature in FEATURES:
+        for loop in Loop:
+            cell = feature.cell(loop)
+            if isinstance(cell, Works):
+                found.setdefault(cell.test, []).append(f"{feature.name} ({loop.value})")
+    return [f"- {', '.join(shows)}: `{test}`" for test, shows in found.items()]
+
+
+def render() -> str:
+    """The whole page."""
+    head = "| | " + " | ".join(loop.value for loop in Loop) + " |\n|---|" + "---|" * len(Loop)
+    table = "\n".join([head, *map(line, FEATURES)])
+    return f"{HEADING}{table}\n\n## Tests\n\n" + "\n".join(tests()) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")
