@@ -21,6 +21,8 @@ COMMON = {
 def resolved(saved: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments with defaults of Megatron that depend on others filled in."""
     found = dict(saved)
+    if found.get("norm_epsilon") is None and "layernorm_epsilon" in found:  # as newer Megatron-LM records it
+        found["norm_epsilon"] = found["layernorm_epsilon"]
     heads = found.get("num_attention_heads")
     if found.get("kv_channels") is None and heads:
         found["kv_channels"] = found["hidden_size"] // heads
