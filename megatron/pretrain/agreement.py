@@ -3,54 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
-import torch.distributed as dist
-
+from megatron.core.dist_checkpointing.moe.dense_saves.agreement import (
+    RankFailure,
+    all_done,
+    gathered,
+    on_rank_zero,
+    raise_on_all_ranks,
+)
 from megatron.pretrain.errors import InvalidInput
 
+__all__ = ["RankFailure", "all_done", "on_rank_zero", "raise_invalid_input_on_all_ranks", "raise_on_all_ranks"]
+
 T = TypeVar("T")
-
-
-class RankFailure(Exception):
-    """Something failed on at least one rank; the text names the ranks and the first reason."""
-
-
-def on_rank_zero(action: Callable[[], T], errors: tuple[type[Exception], ...] = (OSError,)) -> T:
-    """Run `action` on rank 0 and return its value on every rank.
-
-    If it raises one of `errors`, every rank raises an equal exception: the same type and arguments.
-    """
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = action()
-        except errors as error:
-            outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    value: T = outcome[0]
-    return value
-
-
-def raise_on_all_ranks(problem: str | None) -> None:
-    """Raise RankFailure on every rank if `problem` is given on any; a collective over all ranks."""
-    failed = _gathered(problem)
-    if failed:
-        ranks = ", ".join(map(str, failed))
-        raise RankFailure(f"{next(iter(failed.values()))} (on rank{'s' if len(failed) > 1 else ''} {ranks})")
-
-
-def all_done(is_done: bool) -> bool:
-    """Whether `is_done` holds on every rank; a short collective over all ranks.
-
-    Asked again and again while work goes on beside it, so that no collective waits as long as the slowest rank takes.
-    """
-    unfinished = torch.tensor([int(not is_done)], device=torch.cuda.current_device())
-    dist.all_reduce(unfinished, op=dist.ReduceOp.MAX)
-    return not unfinished.item()
 
 
 def raise_invalid_input_on_all_ranks(action: Callable[[], T]) -> T:
@@ -63,13 +29,6 @@ def raise_invalid_input_on_all_ranks(action: Callable[[], T]) -> T:
         value = action()
     except InvalidInput as error:
         problem = str(error)
-    for text in _gathered(problem).values():
+    for text in gathered(problem).values():
         raise InvalidInput(text)
     return value  # type: ignore[return-value]
-
-
-def _gathered(problem: str | None) -> dict[int, str]:
-    """The problems of all ranks, by rank; a collective."""
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    return {rank: text for rank, text in enumerate(problems) if text is not None}

@@ -87,14 +87,23 @@ def open_dense(directory: Path | str) -> DenseCheckpoint:
     """
     directory = resolve_iteration(Path(directory))
     try:
-        _check_format(directory)
-        index = parse_index((directory / INDEX).read_bytes())
-        _check_files(directory, index)
+        index = require_complete(directory)
         common = _read_common(directory, index)
     except OSError as error:
         raise UnreadableCheckpoint(f"{directory} cannot be read: {error}; take another iteration") from error
     objects = tuple(sorted(name for name in index.objects if name != COMMON_OBJECT))
     return DenseCheckpoint(directory, index.tensors, objects, common, index)
+
+
+def require_complete(directory: Path) -> CheckpointIndex:
+    """Returns the index of an iteration of which every file is there in full length; nothing else is read.
+
+    Raises UnreadableCheckpoint saying what is wrong and what to do, OSError.
+    """
+    _check_format(directory)
+    index = parse_index((directory / INDEX).read_bytes())
+    _check_files(directory, index)
+    return index
 
 
 def resolve_iteration(directory: Path) -> Path:

@@ -10,6 +10,8 @@ import hashlib
 import json
 import os
 import random
+import resource
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -159,6 +161,47 @@ def wrapped_by_another(name: str) -> Iterator[None]:
     original = getattr(training, name)
     with mock.patch.object(training, name, traced):
         yield
+
+
+@contextlib.contextmanager
+def killed_while_it_saves(iteration: int) -> Iterator[None]:
+    """The process is killed when all shards of `iteration` are written, and before the checkpoint is finished."""
+    from megatron.core.dist_checkpointing.moe.dense_saves import saving
+
+    original = saving.take_sums
+
+    def killed(folder: Path, ranks: int) -> Any:
+        if f"iter_{iteration:07d}" in folder.name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(folder, ranks)
+
+    with mock.patch.object(saving, "take_sums", killed):
+        yield
+
+
+@contextlib.contextmanager
+def full_disk(iteration: int, rank: int) -> Iterator[None]:
+    """While the shards of `iteration` are written, files of `rank` cannot grow; where they are written as well."""
+    from megatron.core.dist_checkpointing.moe.dense_saves import saving
+
+    original = saving.summed
+
+    def summed(request: Any, folder: Path, secret: str | None) -> Any:
+        if f"iter_{iteration:07d}" in folder.name and int(os.environ["RANK"]) == rank:
+            request = request._replace(async_fn=functools.partial(_with_small_files, request.async_fn))
+        return original(request, folder, secret)
+
+    with mock.patch.object(saving, "summed", summed):
+        yield
+
+
+def _with_small_files(write: Any, *given: Any) -> Any:
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, unlimited[1]))
+    try:
+        return write(*given)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
 
 
 def digest(args: Any, model: Any, optimizer: Any, scheduler: Any) -> str:

@@ -84,16 +84,18 @@ ROWS = {
     ),
     f"{ENGINE}.bridge": Row("config errors features manager megatron_state ports", "megatron.core"),
     ENGINE: Row("versions config manager megatron_state recovery resharding runtime seats snapshot types"),
-    f"{ENGINE}.stock": Row(
-        "errors ports megatron_state replay recovery seats in_place snapshot strategies config contradictions features"
-        " manager runtime",
-        "megatron.core torch",
-    ),
     # Offline: what people run beside jobs.
     f"{TOOLS}.megatron_core": Row("versions", also="moe_ckpt_finder"),
     f"{TOOLS}.scripts": Row(),
     f"{TOOLS}.report": Row("", "click rich"),
     f"{TOOLS}.dense": Row(f"{VALUES} policy storage", "megatron.core msgspec numpy torch xxhash", "megatron_core"),
+    # Dense checkpoints of jobs, which jobs and tools read and write in one format.
+    f"{ENGINE}.dense_saves": Row("errors replay storage", "torch", "dense"),
+    f"{ENGINE}.stock": Row(
+        "errors ports megatron_state replay recovery seats in_place snapshot strategies config contradictions features"
+        " manager runtime dense_saves",
+        "megatron.core torch",
+    ),
     f"{TOOLS}.hugging_face": Row("errors storage", "safetensors torch", "dense"),
     f"{TOOLS}.checkpoints": Row(f"{PARTS} config storage recovery", "fsspec torch", "dense report"),
     f"{TOOLS}.runs": Row("errors", "msgspec torch", "checkpoints report"),
@@ -105,7 +107,7 @@ ROWS = {
     # The driver, and drills that start it.
     DRIVER: Row(
         "errors types policy strategies config contradictions storage replication core_versions megatron_state seats"
-        " in_place",
+        " in_place dense_saves",
         "megatron.core megatron.training numpy prometheus_client psutil tokenizers torch transformer_engine wandb"
         " xxhash",
         "dense hugging_face megatron_core simulator",

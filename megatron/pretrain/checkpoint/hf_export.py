@@ -21,9 +21,9 @@ from typing import IO, Any
 
 import torch
 
+from megatron.core.dist_checkpointing.moe.dense_saves.directory import CheckpointDirectory
 from megatron.core.dist_checkpointing.moe.storage.job_secret import SECRET_FILE
 from megatron.pretrain.agreement import all_done
-from megatron.pretrain.checkpoint.directory import CheckpointDirectory
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.config.training import CheckpointConfig
 from moe_ckpt.dense.names import ITERATION

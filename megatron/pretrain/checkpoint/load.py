@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.moe.core_versions.checkpoints import load_with_common
+from megatron.core.dist_checkpointing.moe.dense_saves.directory import CheckpointDirectory, Step
+from megatron.core.dist_checkpointing.moe.dense_saves.intact import require_intact
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
@@ -23,8 +25,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.safe_globals import register_safe_globals
 from megatron.pretrain.agreement import RankFailure, on_rank_zero, raise_on_all_ranks
 from megatron.pretrain.checkpoint import raw_optimizer
-from megatron.pretrain.checkpoint.directory import CheckpointDirectory, Step
-from megatron.pretrain.checkpoint.integrity import require_intact
 from megatron.pretrain.checkpoint.partial import MergingLoadStrategy, Sources, content_of, report_staleness
 from megatron.pretrain.checkpoint.state import (
     Parts,

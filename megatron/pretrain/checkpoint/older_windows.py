@@ -25,10 +25,10 @@ import psutil
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.moe import OlderWindow
+from megatron.core.dist_checkpointing.moe.dense_saves.directory import CheckpointDirectory
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError
 from megatron.core.dist_checkpointing.moe.storage.job_secret import SECRET_FILE
 from megatron.pretrain.agreement import all_done, on_rank_zero, raise_invalid_input_on_all_ranks
-from megatron.pretrain.checkpoint.directory import CheckpointDirectory
 from megatron.pretrain.checkpoint.load import load_checkpoint
 from megatron.pretrain.checkpoint.state import TrainingState
 from megatron.pretrain.errors import InvalidInput

@@ -18,10 +18,10 @@ from megatron.core.dist_checkpointing.dict_utils import (
     nested_values,
 )
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.moe.dense_saves.directory import CheckpointDirectory
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.pretrain.agreement import on_rank_zero, raise_on_all_ranks
-from megatron.pretrain.checkpoint.directory import CheckpointDirectory
 from megatron.pretrain.checkpoint.state import Lineage, summed
 from megatron.pretrain.config import PretrainConfig
 from moe_ckpt.dense.chain import Chain, ExpertEntry, expert_entry, object_entry, read_chain, says_partial

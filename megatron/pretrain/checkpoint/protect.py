@@ -8,11 +8,11 @@ from functools import partial
 
 from megatron.core.dist_checkpointing.moe import MoECheckpointManager, Timestamps
 from megatron.core.dist_checkpointing.moe.config import flag_name
+from megatron.core.dist_checkpointing.moe.dense_saves.directory import CheckpointDirectory
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.storage.job_secret import read_secret
 from megatron.core.dist_checkpointing.moe.storage.manifest import use_secret
 from megatron.pretrain.agreement import on_rank_zero, raise_invalid_input_on_all_ranks
-from megatron.pretrain.checkpoint.directory import CheckpointDirectory
 from megatron.pretrain.checkpoint.load import NothingIntact, load_checkpoint
 from megatron.pretrain.checkpoint.loop_state import ProgressState
 from megatron.pretrain.checkpoint.older_windows import load_window

@@ -16,13 +16,13 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
+from megatron.core.dist_checkpointing.moe.dense_saves.directory import CheckpointDirectory
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, format_error
 from megatron.core.dist_checkpointing.moe.megatron_state.popularity import TokenCounter
 from megatron.core.dist_checkpointing.moe.storage.atomic import write_atomically
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.pretrain.agreement import RankFailure, all_done, on_rank_zero, raise_on_all_ranks
-from megatron.pretrain.checkpoint.directory import CheckpointDirectory
 from megatron.pretrain.checkpoint.partial import next_chain, selected_shards
 from megatron.pretrain.checkpoint.state import (
     Parts,

@@ -101,7 +101,7 @@ def checkpoint_and_decide_exit(model, optimizer, opt_param_scheduler, iteration,
 
 def save_checkpoint_and_time(iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far,
                              checkpointing_context, non_persistent_ckpt=False, train_data_iterator=None):
-    calls.append("save")
+    save_checkpoint(iteration, model, optimizer, opt_param_scheduler, 0)
 
 def enable_forward_pre_hook(model_chunks):
     calls.append("hooks of the model")
@@ -121,6 +121,11 @@ _ELSEWHERE = {
         "def load_checkpoint(ddp_model, optimizer, opt_param_scheduler, load_arg='load'):\n"
         "    calls.append('load')\n"
         "    return 2, 7\n"
+    ),
+    "save_checkpoint": (
+        "def save_checkpoint(iteration, model, optimizer, opt_param_scheduler, operations, non_persistent_ckpt=False,\n"
+        "                    release=False):\n"
+        "    calls.append('save')\n"
     ),
     "get_forward_backward_func": (
         "def get_forward_backward_func():\n"
@@ -273,7 +278,9 @@ def one_rank() -> Iterator[None]:
     with (
         mock.patch.object(parallel_state, "get_data_parallel_world_size", return_value=1),
         mock.patch.object(torch.distributed, "get_rank", return_value=0),
+        mock.patch.object(torch.distributed, "get_world_size", return_value=1),
         mock.patch.object(torch.distributed, "broadcast_object_list"),
+        mock.patch.object(torch.distributed, "all_gather_object", lambda found, own: found.__setitem__(0, own)),
         mock.patch.object(torch.distributed, "all_reduce"),
         mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
         mock.patch.object(torch.cuda, "get_rng_state", torch.get_rng_state),

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.core.dist_checkpointing.moe.dense_saves import intact as loading
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.storage.manifest import framed, unframed, use_secret
 from megatron.pretrain import cpu_device
 from megatron.pretrain.agreement import RankFailure
-from megatron.pretrain.checkpoint import integrity as loading
 from moe_ckpt.dense import chain, integrity, items
 from moe_ckpt.dense.integrity import FileSum, check, decode, encode, expected, seal, shares
 

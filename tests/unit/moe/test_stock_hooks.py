@@ -170,6 +170,7 @@ def test_no_seam_can_go_without_a_trace(removed: str) -> None:
         "plain": (arguments(), lambda: Manager([])),
         "loaded": (arguments(load="somewhere"), lambda: Manager([], found=2)),
         "saved": (arguments(exit_interval=2, save="somewhere"), lambda: Manager([])),
+        "not to be written": (arguments(save="/dev/null/save", ckpt_format="torch_dist"), lambda: Manager([])),
         "replayed": (
             arguments(overlap_param_gather=True, do_valid=True, eval_interval=1),
             lambda: Manager([], replays=2, alone=True),

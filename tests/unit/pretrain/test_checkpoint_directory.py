@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.dist_checkpointing.moe.dense_saves.directory import TRACKER, CheckpointDirectory
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
-from megatron.pretrain.checkpoint.directory import TRACKER, CheckpointDirectory
 from moe_ckpt.dense import chain
 
 

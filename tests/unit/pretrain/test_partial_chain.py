@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.dist_checkpointing.moe.dense_saves.directory import CheckpointDirectory
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.storage.manifest import framed, unframed
 from megatron.core.dist_checkpointing.moe.types import expert
-from megatron.pretrain.checkpoint.directory import CheckpointDirectory
 from moe_ckpt.dense.chain import MANIFEST, Chain, decode, encode, expert_entry, read_chain, stacked_name
 from moe_ckpt.dense.merged import open_merged
 

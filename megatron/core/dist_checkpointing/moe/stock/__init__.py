@@ -23,7 +23,7 @@ from ..runtime.nccl_settings import set_for_parking
 from .flags import arguments
 from .hooks import Hooks
 from .iteration import Report, StockIteration
-from .seams import LOOP, installed
+from .seams import LOOP, SAVING, SAVING_SEAMS, installed
 from .survivors import Survivors
 from .wheel import shipped_helpers
 
@@ -56,7 +56,8 @@ def protected(
         core = version("megatron-core")
         survivors = Survivors(loop, core, connect)
         hooks = Hooks(loop, core, MoECheckpointManager, report, survivors)
-        with shipped_helpers(), hooks, survivors.building(), installed(loop, hooks.by_name(), core):
+        saving = installed(importlib.import_module(SAVING), hooks.of_saving(), core, SAVING_SEAMS)
+        with shipped_helpers(), hooks, survivors.building(), installed(loop, hooks.by_name(), core), saving:
             return pretrain(*arguments, **options)
 
     return run

@@ -1,4 +1,4 @@
-"""Which of its own checkpoints the stock loop has, and would load."""
+"""The stock loop's own checkpoints: which it has and would load, and how they are saved whole and loaded as saved."""
 
 from __future__ import annotations
 
@@ -7,7 +7,55 @@ from typing import Any
 
 import torch
 
+from ..dense_saves.choosing import intact_checkpoint
+from ..dense_saves.directory import CheckpointDirectory
+from ..dense_saves.saving import DenseSaves
+from .seams import Call
+
 TRACKER = "latest_checkpointed_iteration.txt"
+
+
+class StockSaves:
+    """What the hooks do around the loop's saving and loading, where training is protected. Methods are collectives.
+
+    Args:
+        args: Of Megatron-LM.
+        secret: Path of the job's secret, if that is not in the environment.
+    """
+
+    def __init__(self, args: Any, secret: str | None) -> None:
+        self._args, self._saves = args, DenseSaves(secret)
+
+    def load(self, call: Call) -> Any:
+        """`load_checkpoint`, of the newest checkpoint that is intact. Raises UnreadableCheckpoint, UsageError."""
+        with intact_checkpoint(self._args, call["load_arg"]):
+            return call.go_on()
+
+    def save(self, call: Call) -> Any:
+        """`save_checkpoint`; a checkpoint that cannot be written is reported, and training goes on."""
+        root = None if call["release"] else self._root(transient=call["non_persistent_ckpt"])
+        return call.go_on() if root is None else self._saves.checkpoint(root, call["iteration"], call.go_on)
+
+    def shards(self, call: Call) -> Any:
+        """Core's `save` inside of it."""
+        return self._saves.shards(call.given_otherwise, call.everything())
+
+    def has(self, iteration: int) -> bool:
+        """Whether this iteration, which was to be saved, was published."""
+        root = self._root(transient=False)
+        return root is None or self._saves.has(root, iteration)
+
+    def _root(self, *, transient: bool) -> str | None:
+        """Where checkpoints go to; None for formats and storage in which nothing is renamed or summed up."""
+        args = self._args
+        if getattr(args, "ckpt_format", None) != "torch_dist" or not args.save:
+            return None
+        root = str(args.save)
+        if transient:
+            if args.non_persistent_ckpt_type != "global":
+                return None
+            root = args.non_persistent_global_ckpt_dir or str(Path(root) / "non_persistent")
+        return None if "://" in root else root
 
 
 def newest_checkpoint(args: Any) -> tuple[int, bool]:
@@ -31,5 +79,7 @@ def _iteration_in(folder: str) -> int:
         text = (Path(folder) / TRACKER).read_text().strip()
     except OSError:
         return -1
+    if not text:  # its writer was killed
+        return max(CheckpointDirectory(folder).iterations(), default=-1)
     # A released model, which training begins from.
     return int(text) if text.isdecimal() else 0

@@ -38,7 +38,7 @@ from . import flags
 from .boundary import boundary
 from .catch_up import CatchUp
 from .common_iterations import CommonIterations
-from .dense import newest_checkpoint
+from .dense import StockSaves, newest_checkpoint
 from .growth import Growth
 from .iteration import Report, StockIteration, mean_loss
 from .quiet import Quiet
@@ -80,6 +80,7 @@ class Hooks:
         self._manager: Manager = None
         self._running = contextlib.ExitStack()
         self._saved = -1
+        self._saves: StockSaves | None = None
         self._told: RecoveryTimeline | None = None
 
     def __enter__(self) -> Hooks:
@@ -99,6 +100,7 @@ class Hooks:
             "post_training_step_callbacks": self._post_training_step_callbacks,
             "checkpoint_and_decide_exit": self._checkpoint_and_decide_exit,
             "save_checkpoint_and_time": self._save_checkpoint_and_time,
+            "save_checkpoint": self._save_checkpoint,
             "enable_forward_pre_hook": self._enable_forward_pre_hook,
             "update_pg_timeout": self._update_pg_timeout,
             "logical_and_across_model_parallel_group": self._reduce,
@@ -106,6 +108,10 @@ class Hooks:
         }
         protected = {name: functools.partial(self._if_protected, hook) for name, hook in within.items()}
         return {"setup_model_and_optimizer": self._setup, "load_checkpoint": self._load_checkpoint, **protected}
+
+    def of_saving(self) -> Mapping[str, Hook]:
+        """For `seams.installed`, of core's functions."""
+        return {"save": functools.partial(self._if_protected, self._save_shards)}
 
     def _if_protected(self, hook: Hook, call: Call) -> Any:
         return call.go_on() if self._manager is None else hook(call)
@@ -120,6 +126,7 @@ class Hooks:
         else:
             self._check(config)
         self._config, self._flags, self._growth = config, shaping_flags(args), Growth(config, args)
+        self._saves = None if config.strategy == "none" else StockSaves(args, config.secret_file)
         built = call.go_on()
         if self._manager is None:  # no checkpoint was to be loaded on the way
             self._resume(*built)
@@ -134,8 +141,11 @@ class Hooks:
         """In place of the checkpoint what is newer in memory or storage, if anything is."""
         if self._config is None or self._manager is not None:
             return call.go_on()
-        self._resume(call["ddp_model"], call["optimizer"], call["opt_param_scheduler"], load=call.go_on)
+        self._resume(call["ddp_model"], call["optimizer"], call["opt_param_scheduler"], load=self._load_of(call))
         return self._args.iteration, self._args.num_floating_point_operations_so_far
+
+    def _load_of(self, call: Call) -> Callable[[], Any]:
+        return call.go_on if self._saves is None else functools.partial(self._saves.load, call)
 
     def _resume(self, model: Any, optimizer: Any, scheduler: Any, load: Callable[[], Any] | None = None) -> None:
         """Bring training to where it goes on, and protect it from here to the end of `pretrain`, or the next fault."""
@@ -226,12 +236,15 @@ class Hooks:
             result = call.go_on()
         except SystemExit:
             # Told to leave early: what no checkpoint has, only the memory has.
-            is_needed = self._growth.makes_way or self._saved != self._manager.iteration
+            is_needed = self._growth.makes_way or not self._is_saved(self._manager.iteration)
             self._manager.finish(keep_memory=is_needed)
             self._growth.make_way(lambda: bool(self._manager.is_told_to_end))
             raise
         self._join()  # where no iteration was left
         return result
+
+    def _is_saved(self, iteration: int) -> bool:
+        return self._saved == iteration and (self._saves is None or self._saves.has(iteration))
 
     def _train_step(self, call: Call) -> Any:
         manager, args = self._manager, self._args
@@ -328,6 +341,12 @@ class Hooks:
             self._saved = call["iteration"]
         self._manager.saved()
         return result
+
+    def _save_checkpoint(self, call: Call) -> Any:
+        return call.go_on() if self._saves is None else self._saves.save(call)
+
+    def _save_shards(self, call: Call) -> Any:
+        return call.go_on() if self._saves is None else self._saves.shards(call)
 
     def _enable_forward_pre_hook(self, call: Call) -> Any:
         return self._quiet.later(call) if self._manager.is_replaying else call.go_on()

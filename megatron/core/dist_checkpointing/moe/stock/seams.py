@@ -1,5 +1,5 @@
 """The places where the stock training loop is taken hold of: functions that `megatron.training.training` looks up by
-name whenever it calls them.
+name whenever it calls them, and the one of core with which its checkpoints are saved.
 
 The loop has no callbacks. So while a protected `pretrain` runs, these names of that module stand for wrappers, and for
 the originals again afterwards; no source is changed. Names may change from release to release. They are checked
@@ -54,6 +54,7 @@ _SEAMS_0_19 = (
     Seam("post_training_step_callbacks", ("num_floating_point_operations_since_last_log_event",)),
     Seam("checkpoint_and_decide_exit", ("iteration", "num_floating_point_operations_so_far")),
     Seam("save_checkpoint_and_time", ("iteration", "non_persistent_ckpt")),
+    Seam("save_checkpoint", ("iteration", "non_persistent_ckpt", "release"), "megatron.training.checkpointing"),
     Seam("enable_forward_pre_hook", ("model_chunks",)),
     Seam("update_pg_timeout", ("timeout",), "megatron.core.parallel_state"),
     *(Seam(name, (), "megatron.training.utils.common_utils") for name in _REDUCTIONS),
@@ -64,6 +65,15 @@ _SEAMS_0_17 = tuple(
 
 SEAMS: Mapping[str, tuple[Seam, ...]] = {"0.17": _SEAMS_0_17, "0.18": _SEAMS_0_19, "0.19": _SEAMS_0_19}
 """By release of Megatron-Core. Checked with 0.17.0, 0.17.1, 0.18.0, 0.18.2, 0.19.0 and 0.19.2."""
+
+
+SAVING = "megatron.core.dist_checkpointing"
+"""The module in which the loop's `save_checkpoint` looks up core's `save`."""
+
+_SAVED = "checkpoint_dir", "async_sharded_save", "async_strategy", "content_metadata"
+
+SAVING_SEAMS: tuple[Seam, ...] = (Seam("save", _SAVED, f"{SAVING}.serialization"),)
+"""Of that module, in all these releases."""
 
 
 def release_of(version: str) -> str:
@@ -113,6 +123,14 @@ class Call:
         """What was given for those of these parameters that the function has."""
         return {name: self._values[name] for name in parameters if name in self._values}
 
+    def given_otherwise(self, **options: Any) -> Any:
+        """What the original returns for these arguments."""
+        return self._function(**options)
+
+    def everything(self) -> dict[str, Any]:
+        """What was given for each parameter, or its default."""
+        return dict(self._values)
+
     @property
     def first(self) -> Any:
         """What was given for the first parameter."""
@@ -130,14 +148,18 @@ Hook = Callable[[Call], Any]
 
 
 @contextlib.contextmanager
-def installed(loop: Any, hooks: Mapping[str, Hook], version: str) -> Iterator[None]:
+def installed(
+    loop: Any, hooks: Mapping[str, Hook], version: str, seams: tuple[Seam, ...] | None = None
+) -> Iterator[None]:
     """Call `hooks`, by the names of seams, around the functions of the module `loop` in this block.
+
+    seams: of that module; by default those of the loop of this version.
 
     Raises:
         UsageError: The loop is not as it was when the hooks were written, or somebody else wrapped a function first.
             Nothing is changed then.
     """
-    seams = seams_of(version)
+    seams = seams_of(version) if seams is None else seams
     check(loop, seams, version)
     originals = {seam.name: getattr(loop, seam.name) for seam in seams}
     wrappers = {name: _wrapper(original, hooks[name]) for name, original in originals.items()}

@@ -57,10 +57,13 @@ class CheckpointDirectory:
         older = [iteration for iteration in self.iterations() if iteration < tracked]
         return [tracked, *older]
 
-    def stage(self, iteration: int) -> Path:
-        """An empty hidden folder to write `iteration` into. Raises OSError."""
+    def stage(self, iteration: int, keep: frozenset[int] = frozenset()) -> Path:
+        """An empty hidden folder to write `iteration` into. Raises OSError.
+
+        What killed saves left behind is removed; keep: iterations that are still being written.
+        """
         self.root.mkdir(parents=True, exist_ok=True)
-        self._sweep()
+        self._sweep(frozenset(self.staging(other).name for other in keep))
         staging = self.staging(iteration)
         staging.mkdir()
         return staging
@@ -71,6 +74,20 @@ class CheckpointDirectory:
 
     def publish(self, iteration: int) -> None:
         """Make the staged `iteration` visible and point the tracker at it. Raises OSError."""
+        replaced = self._placed(iteration)
+        self.track(iteration)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def place(self, iteration: int) -> None:
+        """Make the staged `iteration` visible; the tracker stays as it is. Raises OSError."""
+        shutil.rmtree(self._placed(iteration), ignore_errors=True)
+
+    def track(self, iteration: int) -> None:
+        """Point the tracker at `iteration`. Raises OSError."""
+        write_atomically(self.root / TRACKER, str(iteration).encode())
+
+    def _placed(self, iteration: int) -> Path:
+        """Publish `iteration`; where the one that it replaces is now."""
         staging, final = self.staging(iteration), self.folder(iteration)
         replaced = self._condemned(iteration)
         sync_directory(staging)
@@ -78,8 +95,7 @@ class CheckpointDirectory:
             final.rename(replaced)
         os.rename(staging, final)
         sync_directory(self.root)
-        write_atomically(self.root / TRACKER, str(iteration).encode())
-        shutil.rmtree(replaced, ignore_errors=True)
+        return replaced
 
     def discard(self, iteration: int) -> None:
         """Remove what a failed save of `iteration` left behind, as far as the file system lets us."""
@@ -128,7 +144,7 @@ class CheckpointDirectory:
     def _condemned(self, iteration: int) -> Path:
         return self.root / f".iter_{iteration:07d}.removing"
 
-    def _sweep(self) -> None:
+    def _sweep(self, keep: frozenset[str] = frozenset()) -> None:
         for entry in self.root.iterdir():
-            if STAGED.fullmatch(entry.name):
+            if STAGED.fullmatch(entry.name) and entry.name not in keep:
                 shutil.rmtree(entry, ignore_errors=True)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.pretrain.agreement import all_done, raise_on_all_ranks
 from moe_ckpt.dense.integrity import FileSum, damaged, shares
+
+from .agreement import all_done, raise_on_all_ranks
 
 POLL_INTERVAL_S = 0.05
 

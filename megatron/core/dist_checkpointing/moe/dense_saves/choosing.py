@@ -1,0 +1,187 @@
+"""Which dense checkpoint Megatron-LM is to load: the newest one whose bytes are those that were saved."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moe_ckpt.dense import integrity
+from moe_ckpt.dense.dense import open_dense
+from moe_ckpt.dense.integrity import NAME, UNSIGNED, FileSum
+from moe_ckpt.dense.names import RELEASE, TRACKER
+
+from ..errors import UnreadableCheckpoint, UsageError
+from ..storage.manifest import is_keyed
+from .agreement import RankFailure, on_rank_zero
+from .directory import CheckpointDirectory
+from .intact import require_intact
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Loadable:
+    """A checkpoint that may be loaded.
+
+    settings: arguments with which Megatron-LM loads this one. is_tracker_lost: the tracker has to be written again.
+    """
+
+    root: Path
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    is_tracker_lost: bool = False
+
+    @property
+    def folder(self) -> Path:
+        return self.root / self.name
+
+    def track(self) -> None:
+        """Point the tracker at it. Raises OSError."""
+        CheckpointDirectory(self.root).track(_iteration(self.name))
+
+
+@contextlib.contextmanager
+def intact_checkpoint(args: Any, load_arg: str = "load") -> Iterator[None]:
+    """A block in which Megatron-LM loads the newest checkpoint that is as it was saved. A collective.
+
+    Args:
+        args: Of Megatron-LM. In the block they name that checkpoint, if it is not the one that they named.
+        load_arg: The argument that names the folder.
+
+    Raises:
+        UnreadableCheckpoint: On all ranks: there are checkpoints, and none that was asked for is intact.
+        UsageError: On all ranks: the tracker names no checkpoint.
+    """
+    chosen = _chosen(on_rank_zero(lambda: _candidates(args, load_arg), (UsageError,)), args)
+    if chosen is None:
+        yield
+        return
+    before = {name: getattr(args, name) for name in chosen.settings}
+    try:
+        vars(args).update(chosen.settings)
+        yield
+    finally:
+        vars(args).update(before)
+
+
+def _chosen(candidates: list[_Loadable], args: Any) -> _Loadable | None:
+    """The first that is intact; None if there are none. Raises UnreadableCheckpoint. A collective."""
+    refused: list[str] = []
+    for candidate in candidates:
+        try:
+            _require_intact(candidate, args)
+        except (UnreadableCheckpoint, RankFailure) as error:
+            refused.append(f"{candidate.name}: {error}")
+            continue
+        if refused:
+            _say(log.warning, "loading %s in its place; refused %s", candidate.folder, "; ".join(refused))
+        if candidate.is_tracker_lost:
+            on_rank_zero(candidate.track)
+        return candidate
+    if refused:
+        raise UnreadableCheckpoint(
+            f"--load {candidates[-1].root}: no usable checkpoint; {'; '.join(refused)}; nothing was loaded"
+        )
+    return None
+
+
+def _require_intact(candidate: _Loadable, args: Any) -> None:
+    """Raises UnreadableCheckpoint or RankFailure, on all ranks."""
+    sums = on_rank_zero(lambda: _sums(candidate.folder, args), (UnreadableCheckpoint,))
+    if sums is None:
+        _say(log.warning, "%s has no %s: it is loaded without being verified", candidate.folder, NAME)
+    else:
+        require_intact(sums)
+
+
+def _say(level: Any, *said: object) -> None:
+    def say() -> None:
+        level(*said)
+
+    on_rank_zero(say)
+
+
+def _sums(folder: Path, args: Any) -> Mapping[Path, FileSum] | None:
+    """What the files of a checkpoint were, None if nobody wrote that down. Raises UnreadableCheckpoint."""
+    if not folder.is_dir():
+        raise UnreadableCheckpoint(f"{folder} is missing; take another iteration")
+    sums = integrity.read(folder)
+    if sums is not None:
+        return integrity.expected(folder, {})
+    if is_keyed():
+        raise UnreadableCheckpoint(
+            f"{folder} has no {NAME}, so it is not signed, and anybody may have made it: {UNSIGNED}"
+        )
+    others = any(folder.glob("mp_rank_0*")) or (args.ckpt_format != "torch_dist" and not args.auto_detect_ckpt_format)
+    return None if others else integrity.expected(folder, open_dense(folder).common)
+
+
+def _candidates(args: Any, load_arg: str) -> list[_Loadable]:
+    """What Megatron-LM would load, and what may be taken in its place, best first. Raises UsageError."""
+    root, asked = _root(args, load_arg), getattr(args, "ckpt_step", None)
+    transient = _transient(args, root)
+    found: list[_Loadable] = []
+    if asked:
+        found = [_Loadable(root, f"iter_{asked:07d}")] if root is not None else []
+    elif root is not None:
+        found = _tracked(CheckpointDirectory(root))
+    if transient is None or (found and _iteration(found[0].name) > _iteration(transient.name)):
+        return found
+    without = {"non_persistent_ckpt_type": None}
+    return [transient, *(_Loadable(each.root, each.name, {**each.settings, **without}) for each in found)]
+
+
+def _tracked(directory: CheckpointDirectory) -> list[_Loadable]:
+    """What the tracker names, and what is older. Nothing without a tracker, as Megatron-LM has it."""
+    root, iterations = directory.root, directory.iterations()
+    text = _tracker(root)
+    if text is None:
+        return []
+    if not text:  # its writer was killed: all that is published was published whole
+        return [_older(root, iteration, is_tracker_lost=True) for iteration in iterations]
+    try:
+        tracked = directory.tracked()
+    except UnreadableCheckpoint as error:
+        raise UsageError(f"--load {root}: {error}; repair the tracker, or remove it to begin anew") from error
+    if tracked == RELEASE or not isinstance(tracked, int):
+        return [_Loadable(root, RELEASE)]
+    named = _Loadable(root, f"iter_{tracked:07d}")
+    return [named, *(_older(root, iteration) for iteration in iterations if 0 < iteration < tracked)]
+
+
+def _older(root: Path, iteration: int, *, is_tracker_lost: bool = False) -> _Loadable:
+    return _Loadable(root, f"iter_{iteration:07d}", {"ckpt_step": iteration}, is_tracker_lost)
+
+
+def _tracker(root: Path) -> str | None:
+    try:
+        with (root / TRACKER).open("rb") as file:
+            return file.read(100).decode(errors="replace").strip()
+    except OSError:
+        return None
+
+
+def _root(args: Any, load_arg: str) -> Path | None:
+    load, pretrained = getattr(args, load_arg), getattr(args, "pretrained_checkpoint", None)
+    if pretrained is not None and (load is None or not (Path(load) / TRACKER).is_file()):
+        return Path(pretrained)
+    return None if load is None else Path(load)
+
+
+def _transient(args: Any, root: Path | None) -> _Loadable | None:
+    """The checkpoint of `--non-persistent-ckpt-type global`, if there is one."""
+    if getattr(args, "non_persistent_ckpt_type", None) != "global":
+        return None
+    folder = args.non_persistent_global_ckpt_dir or (None if root is None else root / "non_persistent")
+    text = None if folder is None else _tracker(Path(folder))
+    if folder is None or text is None or not text.isdecimal():
+        return None
+    return _Loadable(Path(folder), f"iter_{int(text):07d}")
+
+
+def _iteration(name: str) -> int:
+    return -1 if name == RELEASE else int(name.removeprefix("iter_"))

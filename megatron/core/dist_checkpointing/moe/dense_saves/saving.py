@@ -1,0 +1,151 @@
+"""Lets Megatron-LM save a dense checkpoint into a hidden folder, and publishes that when it is whole."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from moe_ckpt.dense.dense import require_complete
+from moe_ckpt.dense.integrity import FORMAT_VERSION, MARK, FileSum, seal
+
+from ..errors import format_error
+from .agreement import RankFailure, agree
+from .directory import CheckpointDirectory
+from .writing import Finishing, finish, summed, take_sums, write_now
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _BegunSave:
+    """One that Megatron-LM has begun."""
+
+    directory: CheckpointDirectory
+    iteration: int
+
+    @property
+    def staging(self) -> Path:
+        return self.directory.staging(self.iteration)
+
+    @property
+    def final(self) -> Path:
+        return self.directory.folder(self.iteration)
+
+
+class DenseSaves:
+    """Around each save of a job: `checkpoint` around `save_checkpoint`, and inside of it `shards` around core's `save`.
+
+    Collectives. A checkpoint that cannot be written is reported; training goes on, and older ones stay as they are.
+
+    Args:
+        secret: Path of the job's secret, if that is not in the environment.
+    """
+
+    def __init__(self, secret: str | None) -> None:
+        self._secret = secret
+        self._begun: _BegunSave | None = None
+        self._in_flight: set[_BegunSave] = set()
+        self._published: dict[Path, int] = {}
+
+    def has(self, root: str | Path, iteration: int) -> bool:
+        """Whether the newest checkpoint that was published to `root` is that of this iteration."""
+        return self._published.get(Path(root)) == iteration
+
+    def checkpoint(self, root: str | Path, iteration: int, save: Callable[[], Any]) -> Any:
+        """What `save` returns, which saves `iteration` below `root`; None where it could not be saved."""
+        begun = _BegunSave(CheckpointDirectory(root), iteration)
+        try:
+            self._prepare(begun)
+            self._begun = begun
+            return save()
+        except RankFailure as failure:
+            self._give_up(begun, str(failure))
+            return None
+        finally:
+            self._begun = None
+
+    def shards(self, save: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+        """In place of core's `save`, which takes these parameters; returns what it returns.
+
+        Raises:
+            RankFailure: On all ranks, if the checkpoint could not be saved.
+        """
+        begun = self._begun
+        if begun is None or Path(given["checkpoint_dir"]) != begun.final:
+            return save(**given)
+        if dist.get_rank() == 0:
+            _remove_if_empty(begun.final)
+        is_async = given["async_sharded_save"]
+        changed = {
+            "checkpoint_dir": str(begun.staging),
+            "async_sharded_save": True,
+            "async_strategy": given["async_strategy"] if is_async else "mcore",  # as core's own strategy saves in place
+            "content_metadata": (given["content_metadata"] or {}) | {MARK: FORMAT_VERSION},
+        }
+        request = summed(save(**{**given, **changed}), begun.staging, self._secret)
+        self._in_flight.add(begun)
+        if not is_async:
+            write_now(request)
+        sums: dict[str, FileSum] = {}
+        steps = [lambda: self._take(begun, sums), *request.finalize_fns, lambda: self._publish(begun, sums)]
+        if is_async:
+            return request._replace(finalize_fns=Finishing(steps, lambda why: self._give_up(begun, why)))
+        for step in steps:
+            finish(step)
+        return None
+
+    def _prepare(self, begun: _BegunSave) -> None:
+        """Raises RankFailure, on all ranks, where one of them cannot write to the folder."""
+        keep = frozenset(other.iteration for other in self._in_flight if other.directory.root == begun.directory.root)
+        problem = None
+        if dist.get_rank() == 0:
+            try:
+                begun.directory.stage(begun.iteration, keep - {begun.iteration})
+            except OSError as error:
+                problem = format_error(error)
+        agree(problem)
+        try:
+            with tempfile.TemporaryFile(dir=begun.staging):
+                pass
+        except OSError as error:
+            problem = format_error(error)
+        agree(problem)
+
+    def _take(self, begun: _BegunSave, sums: dict[str, FileSum]) -> None:
+        if dist.get_rank() == 0:
+            sums |= take_sums(begun.staging, dist.get_world_size())
+
+    def _publish(self, begun: _BegunSave, sums: Mapping[str, FileSum]) -> None:
+        """Raises OSError, UnreadableCheckpoint."""
+        if dist.get_rank() == 0:
+            # Shards that other nodes wrote to disks of their own are missing here: not a checkpoint to be loaded.
+            require_complete(begun.staging)
+            seal(begun.staging, sums)
+            begun.directory.place(begun.iteration)
+        self._in_flight.discard(begun)
+        self._published[begun.directory.root] = begun.iteration
+
+    def _give_up(self, begun: _BegunSave, why: str) -> None:
+        self._in_flight.discard(begun)
+        if dist.get_rank() == 0:
+            begun.directory.discard(begun.iteration)
+            log.error(
+                "checkpoint of iteration %d was NOT saved to %s: %s; training continues, and older checkpoints stay",
+                begun.iteration,
+                begun.directory.root,
+                why,
+            )
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """What Megatron-LM makes to write into: a folder without a checkpoint would look like one that was torn."""
+    try:
+        folder.rmdir()
+    except OSError:
+        return

@@ -1,0 +1,163 @@
+"""A save of Megatron-Core as a request: what is written, summed up where it is written, and what follows once all ranks
+have written.
+
+Core hands out a save as an `AsyncRequest`: a function that writes the shards of this rank, in this process or in
+another one, and functions that finish the checkpoint when all ranks have written. Core runs the same request in place
+where saves are not asynchronous (`execute_sync`, checked: 0.17.1 to 0.19.2). What fails there on one rank alone would
+leave the others in a collective: here each step ends with one that tells all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from moe_ckpt.dense.integrity import FileSum, file_sum
+
+from ..errors import MoECheckpointError, UnreadableCheckpoint, format_error
+from ..replay.patches import replaced
+from ..storage.job_secret import read_secret
+from ..storage.manifest import is_keyed, use_secret
+from .agreement import RankFailure, agree, all_done, raise_on_all_ranks
+
+Step: TypeAlias = Callable[[], None]
+
+_SUMS = ".moe_ckpt_sums_{rank}"
+_SHARD = re.compile(r".*__(\d+)_\d+\.distcp")
+
+
+def summed(request: Any, folder: Path, secret: str | None) -> Any:
+    """The request, whose writing also sums up what it has written to the folder; where it runs, beside training too.
+
+    secret: path of the job's secret, if that is not in the environment.
+    """
+    if request.async_fn is None:  # nothing to write on this rank
+        return request
+    write = functools.partial(_write_and_sum, request.async_fn, str(folder), dist.get_rank(), secret)
+    return request._replace(async_fn=write)
+
+
+def _write_and_sum(write: Callable[..., Any], folder: str, rank: int, secret: str | None, *given: Any) -> Any:
+    """Leave what the files of this rank are beside them. Files of which that is not known are read once more later."""
+    result = write(*given)
+    with contextlib.suppress(OSError, MoECheckpointError):
+        if not is_keyed():  # as in a process that was spawned to write
+            use_secret(read_secret(secret))
+        shards = ((path, _SHARD.fullmatch(path.name)) for path in Path(folder).iterdir())
+        own = [path for path, match in shards if match is not None and int(match[1]) == rank]
+        sums = {path.name: (found.nbytes, found.xxh3) for path in own for found in [file_sum(path)]}
+        Path(folder, _SUMS.format(rank=rank)).write_text(json.dumps(sums), encoding="ascii")
+    return result
+
+
+def take_sums(folder: Path, ranks: int) -> dict[str, FileSum]:
+    """What ranks have said that their files are, by name; removed from the folder."""
+    sums: dict[str, FileSum] = {}
+    for path in (folder / _SUMS.format(rank=rank) for rank in range(ranks)):
+        with contextlib.suppress(OSError, ValueError):
+            sums |= {name: FileSum(*found) for name, found in json.loads(path.read_text(encoding="ascii")).items()}
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return sums
+
+
+def write_now(request: Any) -> None:
+    """Write the shards of this rank in this process; a collective.
+
+    Raises:
+        RankFailure: On all ranks, if any could not write.
+    """
+    problem = _problem(request._replace(finalize_fns=[]).execute_sync)
+    if not all_done(problem is None):
+        with contextlib.suppress(RankFailure):
+            finish(request.finalize_fns[0])  # takes out of core's queue what other ranks have put there
+        raise_on_all_ranks(problem)
+
+
+def finish(step: Step) -> None:
+    """Run one of the functions that finish a save; a collective.
+
+    Raises:
+        RankFailure: On all ranks, if it failed on any.
+    """
+    agree(_problem(step))
+
+
+def _problem(work: Step) -> str | None:
+    """What goes wrong with this on this rank, if anything does; no rank is left in a barrier for another."""
+    problems: list[str] = []
+    try:
+        with _nobody_waits(problems):
+            work()
+    except (OSError, MemoryError, RuntimeError, UnreadableCheckpoint, CheckpointException) as error:
+        problems.append(_reason(error))
+    return problems[0] if problems else None
+
+
+@contextlib.contextmanager
+def _nobody_waits(problems: list[str]) -> Iterator[None]:
+    """Core waits here for rank 0, which writes the index and the format file: who fails there is waited for in vain.
+
+    What ends a block of code is an agreement of all ranks, so barriers before it are not needed.
+    """
+    write_index = FileSystemWriter.finish
+
+    def write_index_or_note(writer: Any, *given: Any) -> None:
+        try:
+            write_index(writer, *given)
+        except OSError as error:
+            problems.append(_reason(error))
+
+    with (
+        replaced(dist, barrier=lambda *unused, **options: None),
+        replaced(FileSystemWriter, finish=write_index_or_note),
+    ):
+        yield
+
+
+def _reason(error: BaseException) -> str:
+    """One line; of those that torch gathers from all ranks, the first inside."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return (format_error(error).splitlines() or [type(error).__name__])[0]
+
+
+class Finishing(list[Step]):
+    """What finishes a save, to be called once by all ranks in this order, when they have written.
+
+    The first functions are of core, collectives: where one has failed on any rank, those that follow do nothing. What
+    is appended is of Megatron-LM and differs from rank to rank: the tracker, and what is told of a success.
+
+    Args:
+        together: Of core.
+        given_up: Gets why the checkpoint is given up, on all ranks.
+    """
+
+    def __init__(self, together: list[Step], given_up: Callable[[str], None]) -> None:
+        super().__init__(functools.partial(self._together, step) for step in together)
+        self._given_up, self._has_failed = given_up, False
+
+    def append(self, step: Step) -> None:
+        """Add what Megatron-LM does after a success."""
+        super().append(functools.partial(self._alone, step))
+
+    def _together(self, step: Step) -> None:
+        if not self._has_failed:
+            try:
+                finish(step)
+            except RankFailure as failure:
+                self._has_failed = True
+                self._given_up(str(failure))
+
+    def _alone(self, step: Step) -> None:
+        if not self._has_failed:
+            step()

@@ -1,0 +1,266 @@
+"""Checkpoints that the stock loop saves while it is protected: published whole, and loaded only as they were saved."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from runs import differences, digest
+from stock_jobs import ALONE, FOUR, Records
+from stock_recording import full_disk, killed_while_it_saves, unprotected
+from world import Outcome
+
+from megatron.core.dist_checkpointing.moe.storage.manifest import KEYED, use_secret
+from moe_ckpt.commands.main import commands
+from moe_ckpt.dense.integrity import NAME, check, seal
+from moe_ckpt.dense.names import TRACKER
+
+FULL = ("--moe-ckpt-strategy", "full")
+KILLED = -signal.SIGKILL
+SECRET = b"the secret of this job, which nobody else knows"
+
+
+@pytest.fixture(scope="module")
+def original(new_job, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with checkpoints of iterations 2 and 4 of a job of one rank."""
+    folder = tmp_path_factory.mktemp("original")
+    new_job(ALONE).run(*FULL, "--save", folder, "--save-interval", 2, "--exit-interval", 4)
+    return folder
+
+
+@pytest.fixture
+def saved(original: Path, tmp_path: Path) -> Path:
+    """A copy of `original` to damage."""
+    return shutil.copytree(original, tmp_path / "saved")
+
+
+@pytest.fixture(scope="module")
+def resumed(new_job, original: Path) -> Records:
+    """What a job comes to that resumes from iteration 2 by name."""
+    job = new_job(ALONE)
+    job.run(*FULL, "--load", original, "--ckpt-step", 2)
+    return job.records()
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Iterator[Path]:
+    file = tmp_path / "secret"
+    file.write_bytes(SECRET)
+    file.chmod(0o600)
+    yield file
+    use_secret(None)
+
+
+def published(save: Path) -> list[str]:
+    return sorted(path.name for path in save.iterdir())
+
+
+def shard(folder: Path) -> Path:
+    return max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    with path.open("rb+") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+def verified(*arguments: object) -> str:
+    result = CliRunner().invoke(commands, ["verify", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def refusal(outcome: Outcome) -> str:
+    """The one line that says that a checkpoint was refused."""
+    (line,) = [line for line in outcome.lines if "refused" in line or "no usable checkpoint" in line]
+    assert "Traceback" not in outcome.said
+    return line
+
+
+WAYS = pytest.mark.parametrize("way", [[], ["--async-save", "--async-strategy", "mcore"]], ids=["in-place", "async"])
+
+
+@WAYS
+def test_what_is_saved_has_sums_of_all_its_files_and_is_that_of_the_unprotected_loop(
+    way: list[str], new_job, tmp_path: Path
+) -> None:
+    plain, save = tmp_path / "plain", tmp_path / "save"
+    flags = (*way, "--save-interval", 2, "--exit-interval", 4, "--ckpt-fully-parallel-save")
+    new_job(FOUR).run(*flags, "--save", plain, hooks=[unprotected])
+    new_job(FOUR).run(*flags, "--save", save, *FULL)
+    assert published(save) == ["iter_0000002", "iter_0000004", TRACKER]
+    for iteration in (2, 4):
+        folder = save / f"iter_{iteration:07d}"
+        assert check(folder) == ()
+        assert {path.name for path in folder.iterdir()} == {path.name for path in plain.glob("iter_0000004/*")} | {NAME}
+        assert differences(digest(plain, iteration), digest(save, iteration)) == []
+    assert "iter_0000004" in verified(save)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "bit-flipped": lambda folder: flip(shard(folder)),
+    "torn": lambda folder: truncate(shard(folder)),
+    "shard-missing": lambda folder: shard(folder).unlink(),
+    "index-flipped": lambda folder: flip(folder / ".metadata"),
+    "sums-missing": lambda folder: (folder / NAME).unlink(),
+    "sums-flipped": lambda folder: flip(folder / NAME),
+    "folder-missing": shutil.rmtree,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_refused_by_file_name_and_the_one_before_is_loaded(
+    damage: str, new_job, saved: Path, resumed: Records
+) -> None:
+    folder = saved / "iter_0000004"
+    before = set(folder.iterdir())
+    DAMAGE[damage](folder)
+    gone = before - set(folder.iterdir()) if folder.exists() else {folder}
+    job = new_job(ALONE)
+    line = refusal(job.run(*FULL, "--load", saved))
+    assert f"loading {saved / 'iter_0000002'} in its place; refused iter_0000004: {folder}" in line
+    assert all(str(path) in line for path in gone)
+    if "flipped" in damage or damage == "torn":
+        named = {"index-flipped": ".metadata", "sums-flipped": NAME}.get(damage, "distcp")
+        assert named in line
+    assert job.ran(0) == [3, 4, 5, 6]
+    assert job.records() == resumed
+
+
+def test_all_ranks_take_the_checkpoint_before_a_damaged_one(new_job, tmp_path: Path) -> None:
+    new_job(FOUR).run(*FULL, "--save", tmp_path, "--save-interval", 2, "--exit-interval", 4)
+    flip(tmp_path / "iter_0000004" / "__3_0.distcp")
+    asked, job = new_job(FOUR), new_job(FOUR)
+    asked.run(*FULL, "--load", tmp_path, "--ckpt-step", 2)
+    assert "iter_0000004/__3_0.distcp is damaged" in refusal(job.run(*FULL, "--load", tmp_path))
+    assert {tuple(job.ran(rank)) for rank in range(4)} == {(3, 4, 5, 6)}
+    assert job.records() == asked.records()
+
+
+def test_without_an_intact_checkpoint_the_job_ends_with_a_line_and_trains_nothing(new_job, saved: Path) -> None:
+    for folder in saved.glob("iter_*"):
+        flip(shard(folder))
+    job = new_job(ALONE)
+    line = refusal(job.run(*FULL, "--load", saved, codes={2}))
+    assert f"--load {saved}: no usable checkpoint; iter_0000004: {shard(saved / 'iter_0000004')} is damaged" in line
+    assert "nothing was loaded" in line
+    assert not (job.folder / "rank-0.jsonl").exists()
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_is_not_replaced(new_job, saved: Path) -> None:
+    flip(shard(saved / "iter_0000004"))
+    job = new_job(ALONE)
+    line = refusal(job.run(*FULL, "--load", saved, "--ckpt-step", 4, codes={2}))
+    assert f"iter_0000004: {shard(saved / 'iter_0000004')} is damaged" in line
+    assert not (job.folder / "rank-0.jsonl").exists()
+
+
+def test_a_checkpoint_of_the_unprotected_loop_is_loaded_and_that_is_said(new_job, tmp_path: Path) -> None:
+    new_job(ALONE).run("--save", tmp_path, "--save-interval", 2, "--exit-interval", 2, hooks=[unprotected])
+    outcome = new_job(ALONE).run(*FULL, "--load", tmp_path)
+    said = f"{tmp_path / 'iter_0000002'} has no {NAME}: it is loaded without being verified"
+    assert len([line for line in outcome.lines if said in line]) == 1
+
+
+def test_without_a_strategy_megatron_saves_and_loads_as_it_is(new_job, saved: Path, tmp_path: Path) -> None:
+    flip(shard(saved / "iter_0000004"))
+    outcome = new_job(ALONE).run("--load", saved, "--save", tmp_path / "save", "--save-interval", 5)
+    assert "successfully loaded checkpoint" in outcome.said
+    assert "damaged" not in outcome.said
+    assert not (tmp_path / "save" / "iter_0000005" / NAME).exists()
+
+
+def test_with_a_secret_only_what_was_made_with_it_is_loaded(new_job, tmp_path: Path, secret: Path) -> None:
+    save, signing = tmp_path / "save", (*FULL, "--moe-ckpt-secret-file", secret)
+    new_job(ALONE).run(*signing, "--save", save, "--save-interval", 2, "--exit-interval", 4)
+    newest = save / "iter_0000004"
+    assert all((save / name / NAME).read_bytes().startswith(KEYED) for name in ("iter_0000002", newest.name))
+    flip(shard(newest))
+    forge(newest, None)
+    assert f"refused iter_0000004: {newest / NAME}: it is not sealed with this job's secret" in refusal(
+        new_job(ALONE).run(*signing, "--load", save)
+    )
+    forge(newest, b"another secret, of somebody else")
+    line = refusal(new_job(ALONE).run(*signing, "--load", save))
+    assert f"refused iter_0000004: {newest / NAME} does not match its checksum: it is damaged, forged, or of" in line
+    (newest / NAME).unlink()
+    assert "it is not signed, and anybody may have made it" in refusal(new_job(ALONE).run(*signing, "--load", save))
+
+
+def forge(folder: Path, secret: bytes | None) -> None:
+    """Checksums that fit, as somebody makes them who can write there and does not have the secret."""
+    (folder / NAME).unlink()
+    use_secret(secret)
+    seal(folder)
+    use_secret(None)
+
+
+@WAYS
+def test_a_save_that_is_killed_leaves_nothing_that_a_reader_takes_for_whole(
+    way: list[str], new_job, tmp_path: Path, resumed: Records
+) -> None:
+    flags = (*FULL, *way, "--save", tmp_path, "--save-interval", 2)
+    new_job(ALONE).run(*flags, hooks=[partial(killed_while_it_saves, 4)], codes={KILLED})
+    assert published(tmp_path) == [".iter_0000004.saving", "iter_0000002", TRACKER]
+    assert "iter_0000004" not in verified(tmp_path)
+    job = new_job(ALONE)
+    job.run(*flags, "--load", tmp_path)
+    assert published(tmp_path) == ["iter_0000002", "iter_0000004", "iter_0000006", TRACKER]
+    assert job.records() == resumed
+
+
+def test_a_tracker_that_a_kill_left_empty_is_written_again(new_job, saved: Path) -> None:
+    (saved / TRACKER).write_bytes(b"")
+    job = new_job(ALONE)
+    job.run(*FULL, "--load", saved)
+    assert job.ran(0) == [5, 6]
+    assert (saved / TRACKER).read_text() == "4"
+
+
+def test_a_tracker_that_names_nothing_is_refused_in_one_line(new_job, saved: Path) -> None:
+    (saved / TRACKER).write_text("soon")
+    outcome = new_job(ALONE).run(*FULL, "--load", saved, codes={2})
+    (line,) = [line for line in outcome.lines if "'soon'" in line]
+    assert "repair the tracker" in line
+
+
+@WAYS
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_full_disk_costs_one_checkpoint_and_nothing_else(
+    rank: int, way: list[str], new_job, undisturbed, tmp_path: Path
+) -> None:
+    job = new_job(FOUR)
+    flags = (*FULL, *way, "--save", tmp_path, "--save-interval", 2)
+    outcome = job.run(*flags, hooks=[partial(full_disk, 4, rank)])
+    (line,) = [line for line in outcome.lines if "was NOT saved" in line]
+    assert f"checkpoint of iteration 4 was NOT saved to {tmp_path}: " in line
+    assert published(tmp_path) == ["iter_0000002", "iter_0000006", TRACKER]
+    assert (tmp_path / TRACKER).read_text() == "6"
+    assert job.records() == undisturbed(FOUR)
+
+
+def test_a_folder_that_cannot_be_written_costs_checkpoints_and_nothing_else(
+    new_job, undisturbed, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    job = new_job(ALONE)
+    outcome = job.run(*FULL, "--save", tmp_path / "file" / "save", "--save-interval", 3)
+    assert len([line for line in outcome.lines if "was NOT saved" in line]) == 2
+    assert job.records() == undisturbed(ALONE)
+
+
+def test_retention_of_megatron_keeps_the_newest_checkpoint(new_job, tmp_path: Path) -> None:
+    new_job(ALONE).run(*FULL, "--save", tmp_path, "--save-interval", 1, "--save-retain-interval", 3)
+    assert published(tmp_path) == ["iter_0000003", "iter_0000006", TRACKER]
+    assert check(tmp_path / "iter_0000003") == check(tmp_path / "iter_0000006") == ()
