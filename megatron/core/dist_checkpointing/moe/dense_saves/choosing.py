@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from moe_ckpt.dense import integrity
 from moe_ckpt.dense.dense import open_dense
 from moe_ckpt.dense.integrity import NAME, UNSIGNED, FileSum
@@ -78,7 +80,7 @@ def _chosen(candidates: list[_Loadable], args: Any) -> _Loadable | None:
             refused.append(f"{candidate.name}: {error}")
             continue
         if refused:
-            _say(log.warning, "loading %s in its place; refused %s", candidate.folder, "; ".join(refused))
+            _warn("loading %s in its place; refused %s", candidate.folder, "; ".join(refused))
         if candidate.is_tracker_lost:
             on_rank_zero(candidate.track)
         return candidate
@@ -93,16 +95,14 @@ def _require_intact(candidate: _Loadable, args: Any) -> None:
     """Raises UnreadableCheckpoint or RankFailure, on all ranks."""
     sums = on_rank_zero(lambda: _sums(candidate.folder, args), (UnreadableCheckpoint,))
     if sums is None:
-        _say(log.warning, "%s has no %s: it is loaded without being verified", candidate.folder, NAME)
+        _warn("%s has no %s: it is loaded without being verified", candidate.folder, NAME)
     else:
         require_intact(sums)
 
 
-def _say(level: Any, *said: object) -> None:
-    def say() -> None:
-        level(*said)
-
-    on_rank_zero(say)
+def _warn(line: str, *values: object) -> None:
+    if dist.get_rank() == 0:
+        log.warning(line, *values)
 
 
 def _sums(folder: Path, args: Any) -> Mapping[Path, FileSum] | None:

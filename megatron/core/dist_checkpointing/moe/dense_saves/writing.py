@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from moe_ckpt.dense.integrity import FileSum, file_sum
+from moe_ckpt.dense.integrity import FileSum, decode, encode, file_sum
 
 from ..errors import MoECheckpointError, UnreadableCheckpoint, format_error
 from ..replay.patches import replaced
@@ -46,16 +45,17 @@ def summed(request: Any, folder: Path, secret: str | None) -> Any:
     return request._replace(async_fn=write)
 
 
-def _write_and_sum(write: Callable[..., Any], folder: str, rank: int, secret: str | None, *given: Any) -> Any:
+def _write_and_sum(
+    write: Callable[..., Any], folder: str, rank: int, secret: str | None, *given: Any, **options: Any
+) -> Any:
     """Leave what the files of this rank are beside them. Files of which that is not known are read once more later."""
-    result = write(*given)
+    result = write(*given, **options)
     with contextlib.suppress(OSError, MoECheckpointError):
         if not is_keyed():  # as in a process that was spawned to write
             use_secret(read_secret(secret))
         shards = ((path, _SHARD.fullmatch(path.name)) for path in Path(folder).iterdir())
         own = [path for path, match in shards if match is not None and int(match[1]) == rank]
-        sums = {path.name: (found.nbytes, found.xxh3) for path in own for found in [file_sum(path)]}
-        Path(folder, _SUMS.format(rank=rank)).write_text(json.dumps(sums), encoding="ascii")
+        Path(folder, _SUMS.format(rank=rank)).write_bytes(encode({path.name: file_sum(path) for path in own}))
     return result
 
 
@@ -63,8 +63,8 @@ def take_sums(folder: Path, ranks: int) -> dict[str, FileSum]:
     """What ranks have said that their files are, by name; removed from the folder."""
     sums: dict[str, FileSum] = {}
     for path in (folder / _SUMS.format(rank=rank) for rank in range(ranks)):
-        with contextlib.suppress(OSError, ValueError):
-            sums |= {name: FileSum(*found) for name, found in json.loads(path.read_text(encoding="ascii")).items()}
+        with contextlib.suppress(OSError, UnreadableCheckpoint):
+            sums |= decode(path.read_bytes(), str(path))
         with contextlib.suppress(OSError):
             path.unlink()
     return sums
