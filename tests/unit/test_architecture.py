@@ -93,7 +93,7 @@ ROWS = {
     f"{ENGINE}.dense_saves": Row("errors replay storage", "torch", "dense"),
     f"{ENGINE}.stock": Row(
         "errors ports megatron_state replay recovery seats in_place snapshot strategies config contradictions features"
-        " manager runtime dense_saves",
+        " manager runtime dense_saves core_versions",
         "megatron.core torch",
     ),
     f"{TOOLS}.hugging_face": Row("errors storage", "safetensors torch", "dense"),

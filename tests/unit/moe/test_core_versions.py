@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,11 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.moe.core_versions import training
-from megatron.core.dist_checkpointing.moe.core_versions.checkpoints import async_options, no_results_queue
+from megatron.core.dist_checkpointing.moe.core_versions.checkpoints import (
+    async_options,
+    no_results_queue,
+    results_in_process,
+)
 from megatron.core.dist_checkpointing.moe.core_versions.seams import SEAMS, changed_seams, core_version, require_seams
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -76,6 +81,19 @@ def test_core_starts_no_manager_for_a_queue_that_is_not_used() -> None:
     with no_results_queue():
         assert getattr(filesystem_async, name)() is None
     assert getattr(filesystem_async, name) is before
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_core_starts_a_manager_for_results_of_a_save_only_where_other_processes_write(
+    monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    name = next(name for name in vars(filesystem_async) if name.endswith("get_write_results_queue"))
+    monkeypatch.setattr(filesystem_async, name, lambda: "a manager's")
+    with results_in_process(lambda: is_async):
+        results = getattr(filesystem_async, name)()
+    assert (results == "a manager's") == is_async
+    assert is_async or isinstance(results, queue.Queue)
+    assert getattr(filesystem_async, name)() == "a manager's"
 
 
 def test_core_is_told_to_write_itself_only_where_it_asks_who_does() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import queue
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,24 @@ def no_results_queue() -> Iterator[None]:
     """
     original = getattr(filesystem_async, _QUEUE)
     setattr(filesystem_async, _QUEUE, lambda *unused: None)
+    try:
+        yield
+    finally:
+        setattr(filesystem_async, _QUEUE, original)
+
+
+@contextlib.contextmanager
+def results_in_process(is_async: Callable[[], bool]) -> Iterator[None]:
+    """Keep core from starting a manager process for the results of a save that this process writes itself.
+
+    Starting one imports torch anew on every rank, at the first save after each start.
+
+    Args:
+        is_async: Whether other processes write, whose results come through that manager.
+    """
+    original = getattr(filesystem_async, _QUEUE)
+    results: queue.Queue[Any] = queue.Queue()
+    setattr(filesystem_async, _QUEUE, lambda *given: original(*given) if is_async() else results)
     try:
         yield
     finally:

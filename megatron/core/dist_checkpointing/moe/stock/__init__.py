@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import torch
 
+from ..core_versions.checkpoints import results_in_process
 from ..errors import UsageError
 from ..manager import MoECheckpointManager
 from ..runtime.nccl_settings import set_for_parking
@@ -57,7 +58,9 @@ def protected(
         survivors = Survivors(loop, core, connect)
         hooks = Hooks(loop, core, MoECheckpointManager, report, survivors)
         saving = installed(importlib.import_module(SAVING), hooks.of_saving(), core, SAVING_SEAMS)
-        with shipped_helpers(), hooks, survivors.building(), installed(loop, hooks.by_name(), core), saving:
+        synchronous = results_in_process(lambda: bool(getattr(loop.get_args(), "async_save", False)))
+        training = installed(loop, hooks.by_name(), core)
+        with shipped_helpers(), synchronous, hooks, survivors.building(), training, saving:
             return pretrain(*arguments, **options)
 
     return run
