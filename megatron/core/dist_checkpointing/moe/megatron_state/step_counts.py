@@ -26,11 +26,17 @@ def torch_adams(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
     return [member.optimizer for member in _members_with_adam(optimizer)]
 
 
+def allocate_step_counts(optimizer: MegatronOptimizer) -> None:
+    """Give each weight the state of Adam before its first step: core cannot save where no step was made yet, as with
+    fp16 whose first iterations are all skipped."""
+    for adam in torch_adams(optimizer):
+        allocate_adam(adam)
+
+
 @contextmanager
 def loading_step_counts(optimizer: MegatronOptimizer) -> Iterator[None]:
     """A block in which core loads a checkpoint into an optimizer, whether that has made a step or not."""
-    for adam in torch_adams(optimizer):
-        allocate_adam(adam)
+    allocate_step_counts(optimizer)
     handles = set_steps_aside_in_loads(optimizer)
     try:
         yield

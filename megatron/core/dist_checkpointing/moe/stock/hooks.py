@@ -32,7 +32,7 @@ from megatron.core import parallel_state
 
 from ..config import MoECheckpointConfig
 from ..megatron_state.random_states import random_states, restore_random
-from ..megatron_state.step_counts import loading_step_counts
+from ..megatron_state.step_counts import allocate_step_counts, loading_step_counts
 from ..recovery.timeline import RecoveryTimeline
 from . import flags
 from .boundary import boundary
@@ -186,6 +186,8 @@ class Hooks:
         if manager.repeats_steps and state.recorded_flags is not None:
             refuse_other_flags(state.recorded_flags, self._flags)
         self._manager, self._quiet = manager, Quiet(self._loop, manager)
+        if optimizer is not None:  # as with --skip-train
+            allocate_step_counts(optimizer)
         self._running.enter_context(manager.run())
         self._begun, self._joined = not manager.is_replaying, False
         if self._begun:
