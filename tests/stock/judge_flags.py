@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from stock_recording import hopper
-
 from megatron.pretrain.initialize import use_cpu
 
 
@@ -21,10 +19,9 @@ def main() -> str:
     from megatron.training import arguments
 
     try:
-        with hopper():
-            args = arguments.parse_args(stock.arguments)
-            arguments.validate_args(args)
-            arguments.core_transformer_config_from_args(args)
+        args = arguments.parse_args(stock.arguments)
+        arguments.validate_args(args)
+        arguments.core_transformer_config_from_args(args)
     except (AssertionError, ValueError) as error:
         return f"refused by Megatron-LM: {error}"
     try:

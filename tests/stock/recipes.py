@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from stock_recording import latent_attention
 from world import Hook
 
 Changes = Mapping[str, str | None]
@@ -153,11 +152,7 @@ class Reduced:
     more: tuple[tuple[str, str | None], ...] = ()
     ranks: int = 4
     script: None = None
-
-    @property
-    def hooks(self) -> tuple[Hook, ...]:
-        """What a worker needs for it."""
-        return (latent_attention,) if "--multi-latent-attention" in self.recipe.flags else ()
+    hooks: tuple[Hook, ...] = ()
 
     @property
     def flags(self) -> list[str]:

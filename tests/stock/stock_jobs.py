@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from stock_recording import hopper, on_the_cpu, recording
+from stock_recording import on_the_cpu, recording
 from world import ROOT, Hook, Outcome, Running, World
 
 ITERATIONS = 6
@@ -83,11 +83,11 @@ class Shape:
 
 ALONE = Shape(ranks=1, pp=1, ep=1)
 FOUR = Shape(ranks=4, pp=2, ep=2)
-TENSOR_PARALLEL = Shape(
-    ranks=4, pp=2, ep=2, tp=2, more=("--sequence-parallel", "--expert-tensor-parallel-size", "1"), hooks=(hopper,)
-)
+TENSOR_PARALLEL = Shape(ranks=4, pp=2, ep=2, tp=2, more=("--sequence-parallel", "--expert-tensor-parallel-size", "1"))
 HALF = Shape(ranks=4, pp=2, ep=2, more=("--fp16", "--initial-loss-scale", "4194304", "--hysteresis", "1"))
 """The first iterations are skipped, until the loss scale is small enough."""
+OVERFLOWING = Shape(ranks=2, pp=2, ep=1, more=("--fp16", "--initial-loss-scale", str(2.0**40), "--hysteresis", "1"))
+"""No iteration makes a step."""
 SCRIPT = Shape(ranks=1, pp=1, ep=1, hooks=(on_the_cpu,), script=ROOT / "examples" / "stock_loop" / "pretrain_gpt.py")
 """The example, which knows nothing of CPUs."""
 
@@ -111,7 +111,7 @@ class StockJob:
         argv = [*self.shape.flags, *map(str, extra)]
         if "--moe-ckpt-strategy" in argv and argv[argv.index("--moe-ckpt-strategy") + 1] != "none":
             argv += ["--moe-ckpt-memory-dir", str(self.memory)]
-        name = {"TORCHELASTIC_RUN_ID": f"stock-{self.memory.name}", "LOOP": "stock"}
+        name = {"TORCHELASTIC_RUN_ID": f"stock-{self.memory.name}"}
         all_hooks = [partial(recording, str(self.folder)), *self.shape.hooks, *hooks]
         return self.world.start(argv, self.shape.ranks, all_hooks, [name] * self.shape.ranks, self.shape.script)
 

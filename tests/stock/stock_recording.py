@@ -14,7 +14,6 @@ import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -91,17 +90,6 @@ def counting_objects(path: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def hopper() -> Iterator[None]:
-    """Megatron-LM asks which GPU there is before it accepts some of its flags."""
-    device = {
-        "get_device_capability": lambda *_: (9, 0),
-        "get_device_properties": lambda *_: SimpleNamespace(major=9, minor=0, name="NVIDIA H100"),
-    }
-    with mock.patch.multiple(torch.cuda, **device), mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1"):
-        yield
-
-
-@contextlib.contextmanager
 def on_the_cpu() -> Iterator[None]:
     """Let a script that knows nothing of CPUs train on one, as the driver does with `--device cpu`."""
     from megatron.pretrain.initialize import Launch, shut_down, start_process_group, use_cpu
@@ -112,22 +100,6 @@ def on_the_cpu() -> Iterator[None]:
         yield
     finally:
         shut_down()
-
-
-@contextlib.contextmanager
-def latent_attention() -> Iterator[None]:
-    """Let core's own attention compute with latent heads, as it can: only Transformer Engine's takes their sizes."""
-    from megatron.core.models.backends import LocalSpecProvider
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    class Attention(DotProductAttention):
-        def __init__(self, *arguments: Any, k_channels: int = 0, v_channels: int = 0, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            if v_channels:
-                self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
-
-    with mock.patch.object(LocalSpecProvider, "core_attention", return_value=Attention):
-        yield
 
 
 @contextlib.contextmanager

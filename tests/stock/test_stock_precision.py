@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from engine import world_with_engine
-from stock_jobs import Shape, StockJob
+from stock_jobs import OVERFLOWING, Shape, StockJob
 from stock_recording import unprotected
 from world import World
 
@@ -58,3 +58,14 @@ def test_a_killed_job_in_few_bits_ends_as_the_undisturbed_one_to_the_last_bit(
     jobs["killed"].run(*protection, codes={KILLED, 1})
     jobs["killed"].run(*protection)
     assert jobs["killed"].records() == jobs["undisturbed"].records()
+
+
+def test_a_job_that_has_made_no_step_yet_is_saved_and_goes_on_exactly(new_job, undisturbed, tmp_path: Path) -> None:
+    """Without Transformer Engine core cannot save the counts of an optimizer that was never stepped."""
+    job, save = new_job(OVERFLOWING), tmp_path / "save"
+    job.run("--save", save, "--save-interval", 2, "--exit-interval", 2)
+    job.run("--load", save)
+    assert job.ran(0) == [1, 2, 3, 4, 5, 6]
+    steps = {at: record for at, record in job.records().items() if "end" not in at}
+    assert all(record["skipped"] for record in steps.values())
+    assert steps == {at: record for at, record in undisturbed(OVERFLOWING).items() if "end" not in at}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from megatron.pretrain.cpu_device import collectives, tensors
+from megatron.pretrain.cpu_device.attention import latent_attention
 from megatron.pretrain.cpu_device.patch import ABSENT, Patch, always, eager, just
 from megatron.pretrain.cpu_device.random_numbers import DeviceGenerators, TorchWithoutHostRng, call_at_once
 from megatron.pretrain.cpu_device.streams import CpuEvent, CpuStream, no_stream_context
@@ -108,6 +109,20 @@ STOCK_LOOP_PATCHES: tuple[Patch, ...] = (
         "initialize_megatron",
         lambda original: functools.partial(original, allow_no_cuda=True),
         "else it asks for CUDA first of all",
+    ),
+    Patch(
+        "megatron.training.arguments",
+        "get_device_arch_version",
+        always(10),
+        "imported by name: tensor parallelism asks for it, and up to 9 for CUDA_DEVICE_MAX_CONNECTIONS too",
+        may_be_absent=True,
+    ),
+    Patch("torch.cuda", "get_device_capability", always((9, 0)), "grouped GEMM is accepted from 8 on"),
+    Patch(
+        "megatron.core.models.backends:LocalSpecProvider",
+        "core_attention",
+        latent_attention,
+        "core's own attention computes with the head sizes of MLA, but takes no parameters for them",
     ),
 )
 """What the training loop of Megatron-LM needs beside them. The process group has to be there before it starts."""
