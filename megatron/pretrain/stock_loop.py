@@ -115,6 +115,7 @@ def _train(launch: Launch, device: str, interface: str | None) -> None:
 
     from megatron.core.dist_checkpointing.moe import stock
     from megatron.core.enums import ModelType
+    from megatron.pretrain.stock_flags import cache_docstrings
     from megatron.pretrain.stock_model import build_datasets, build_model, forward_step
     from megatron.training import argument_utils, arguments, pretrain
 
@@ -122,6 +123,7 @@ def _train(launch: Launch, device: str, interface: str | None) -> None:
         """Before the loop does it, which would bind the group to a GPU."""
         start_process_group("gloo", Launch.from_environment(), datetime.timedelta(minutes=10), interface)
 
+    cache_docstrings()
     reports = _Reports(launch)
     run = stock.protected(pretrain, reports, connect if device == "cpu" else None)
     if device == "cpu":

@@ -32,11 +32,19 @@ def warm_up(argv: Sequence[str]) -> None:
         for name in (_STOCK_LOOP if is_stock else _OWN_LOOP).split():
             import_module(name)
         if is_stock:
-            with contextlib.suppress(ImportError):  # which each release keeps elsewhere
-                import_module(_STOCK_TOKENIZERS)
+            warm_up_stock_flags()
         # On a GPU the model would take memory that belongs to the rank that trains there.
         if device == "cpu" and not is_stock and RANKS in os.environ:
             rehearse(argv, int(os.environ[RANKS]))
+
+
+def warm_up_stock_flags() -> None:
+    """Import and read what Megatron-LM needs from the moment on that it parses its flags."""
+    from megatron.pretrain.stock_flags import read_docstrings
+
+    with contextlib.suppress(ImportError):  # which each release keeps elsewhere
+        import_module(_STOCK_TOKENIZERS)
+    read_docstrings()
 
 
 def rehearse(argv: Sequence[str], ranks: int) -> None:

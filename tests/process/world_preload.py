@@ -11,19 +11,17 @@ if os.environ["WORLD_WITH_TRANSFORMER_ENGINE"]:
 import torch._dynamo  # noqa: F401  # as any optimizer does when it is made
 
 import pretrain_gpt_moe  # noqa: F401
-from megatron.pretrain import cpu_device
+from megatron.pretrain import cpu_device, warm_up
 from megatron.pretrain.loops import has_stock_loop
 
 # Megatron-Core asks for its device while it is imported; the driver installs the mapping anew for each job.
 with cpu_device.installed():
-    import megatron.pretrain.assemble
-    import megatron.pretrain.checkpoint.load
-    import megatron.pretrain.loop
-    import megatron.pretrain.tokenizer
+    pass
 
 if has_stock_loop():
     with cpu_device.installed(stock_loop=True):
-        import megatron.pretrain.stock_model  # noqa: F401
+        pass
+    warm_up.warm_up_stock_flags()
 
 # What was imported stays: a collection in a worker need not look at it, and so does not copy the pages it shares.
 gc.collect()
