@@ -67,7 +67,7 @@ class Cluster:
         """
         nodes, outcomes = nodes or Nodes.one(layout.ranks), []
         places = ["--moe-ckpt-memory-dir", str(self.memory)]
-        argv = flags(self.corpus, layout, *places, *map(str, extra), distributed=distributed)
+        argv = flags(self.corpus, layout, *places, *map(str, extra), distributed=distributed, loop=self.world.loop)
         for attempt in range(MAX_ATTEMPTS):
             environments = [
                 {**one, "TORCHELASTIC_RUN_ID": f"{job}-{self.memory.name}"} for one in nodes.environments(attempt)
@@ -87,5 +87,12 @@ class Cluster:
 
 def recovered(outcome: Outcome) -> list[str]:
     """The lines of the recovery table, without times."""
-    lines = [line for line in outcome.lines if line.startswith(("recovered iteration", "  "))]
-    return [line.split(" in ")[0] for line in lines]
+    table: list[str] = []
+    for line in outcome.lines:
+        if line.startswith("recovered iteration"):
+            table.append(line)
+        elif table and not line.startswith("  "):
+            break
+        elif table:
+            table.append(line)
+    return [line.split(" in ")[0] for line in table]

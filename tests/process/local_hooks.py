@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,17 +14,19 @@ from unittest import mock
 import torch
 
 from megatron.core.dist_checkpointing.moe.runtime.faults import kill_self
+from megatron.pretrain.loops import has_stock_loop
 
 
 @contextlib.contextmanager
 def counted(folder: str) -> Iterator[None]:
     """Write down how many microbatches each rank ran before it rejoined the others, and where it stood then."""
-    import megatron.pretrain.loop as loop
     from megatron.core.dist_checkpointing.moe.runtime.session import Session
 
+    loop = import_module("megatron.pretrain." + ("stock_model" if has_stock_loop() else "loop"))
     forward, rejoin = loop.forward_step, Session.rejoin
     passes = 0
 
+    @functools.wraps(forward)
     def counting_forward(*arguments: Any, **options: Any) -> Any:
         nonlocal passes
         passes += 1
@@ -40,7 +44,8 @@ def counted(folder: str) -> Iterator[None]:
         _note(folder, told)
         return recovered
 
-    with mock.patch.object(loop, "forward_step", counting_forward), mock.patch.object(Session, "rejoin", noting_rejoin):
+    counting = mock.patch.object(loop, "forward_step", counting_forward)
+    with counting, mock.patch.object(Session, "rejoin", noting_rejoin):
         yield
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
-from world import Outcome, Running
+from world import OWN, STOCK, Outcome, Running
 
 from moe_ckpt.dense.dense import open_dense
 from moe_ckpt.dense.digest import digest_components
@@ -65,10 +66,19 @@ _TRAINING = (
     "--lr-warmup-fraction 0.67 --lr-decay-iters 6 --clip-grad 0.5 --start-weight-decay 0.01 --end-weight-decay 0.2 "
     "--weight-decay-incr-style linear --log-interval 1 --split 90,8,2 --num-workers 0"
 )
+# What Megatron-LM has to be told on the CPU, and of ids that are 256 bytes and the end of a document. A run saves at
+# its end, unless `--save-interval` says more.
+_STOCK = (
+    "--distributed-backend gloo --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
+    "--no-rope-fusion --no-masked-softmax-fusion --max-position-embeddings 32 --tokenizer-type NullTokenizer "
+    "--vocab-size 257 --eval-iters 0 --eval-interval 1000 --save-interval 1000"
+)
+_STOCK_EXPERTS = "--moe-router-load-balancing-type aux_loss"
 
 
-def flags(corpus: str, layout: Layout, *extra: str, distributed: bool = True) -> list[str]:
+def flags(corpus: str, layout: Layout, *extra: str, distributed: bool = True, loop: str = STOCK) -> list[str]:
     """The flags of a small run; `extra` ones win."""
+    stock = [*_STOCK.split(), *_STOCK_EXPERTS.split() * (layout.experts is not None)] if loop == STOCK else []
     optimizer = ["--use-distributed-optimizer"] if distributed else []
     data = ["--data-path", corpus]
     return [
@@ -76,10 +86,15 @@ def flags(corpus: str, layout: Layout, *extra: str, distributed: bool = True) ->
         *layout.flags,
         *_MODEL.split(),
         *_TRAINING.split(),
+        *stock,
         *optimizer,
         *data,
         *extra,
     ]
+
+
+flags_of_own_loop = partial(flags, loop=OWN)
+"""For tests that are marked with `own_loop`."""
 
 
 def metrics(path: Path) -> list[dict[str, Any]]:

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from runs import Layout, Start
 
+pytestmark = pytest.mark.own_loop
+
 CASES = {
     "an unknown flag": (["--no-such-flag", "1"], "--no-such-flag"),
     "a value of the wrong type": (["--lr", "fast"], "fast"),

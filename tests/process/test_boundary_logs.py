@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 from boundary_hooks import BASE, ITERATIONS, JOB, KILLED_IN, executed, logged
-from runs import Layout, Start, flags
+from runs import Layout, Start
+from runs import flags_of_own_loop as flags
 from world import World
 
 from megatron.core.dist_checkpointing.moe.storage.ownership import slot_directories
 from megatron.core.dist_checkpointing.moe.storage.slot_reader import SlotReader
 from megatron.core.dist_checkpointing.moe.types import LOG
+
+pytestmark = pytest.mark.own_loop
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 from capture_hooks import BEFORE_SNAPSHOT, allocated_lazily, captured, counted
-from runs import Layout, Train, digest, exact, flags, reports_in
+from runs import Layout, Train, digest, exact, reports_in
+from runs import flags_of_own_loop as flags
 from world import World
+
+pytestmark = pytest.mark.own_loop
 
 BIAS = (
     "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0 --moe-router-score-function sigmoid "

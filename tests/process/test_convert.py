@@ -20,6 +20,8 @@ from world import HANG_TIMEOUT_S, ROOT, World
 from moe_ckpt.checkpoints.comparison import differing_values, structure
 from moe_ckpt.checkpoints.locate import locate
 
+pytestmark = pytest.mark.own_loop
+
 STOPPED_AT, WINDOW = 10, 3
 LAYOUT, MODEL = Layout(1, 1, 2, ranks=2), (*BF16, *EXPERT_BIAS, *SHARED, *DROPOUT)
 

@@ -7,9 +7,13 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+import pytest
 from deterministic_hooks import seems_to_be_on_gpus, told
-from runs import Layout, Train, flags, reports_in
+from runs import Layout, Train, reports_in
+from runs import flags_of_own_loop as flags
 from world import Outcome, World
+
+pytestmark = pytest.mark.own_loop
 
 PAIR = Layout(1, 1, 2, ranks=2)
 SET = {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}

@@ -12,9 +12,12 @@ import pytest
 from attempts import Cluster, recovered
 from diverging_hooks import a_wrong_byte, another_loss, logs_without_fingerprints
 from local_runs import case, recover
-from runs import Layout, flags
+from runs import Layout
+from runs import flags_of_own_loop as flags
 from sparse_runs import BF16, DROPOUT, Case, FaultFree, Run, assert_identical, killed
 from world import Outcome
+
+pytestmark = pytest.mark.own_loop
 
 PAIR, THREE = Layout(1, 1, 2, ranks=2), Layout(1, 3, 1, ranks=3)
 MODEL = (*BF16, *DROPOUT)

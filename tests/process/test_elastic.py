@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 from attempts import Cluster
-from runs import Launch, Layout, Train, flags, reports_in
+from runs import Launch, Layout, Train, reports_in
+from runs import flags_of_own_loop as flags
 from test_torchrun import LOST_NODE
+
+pytestmark = pytest.mark.own_loop
 
 BOTH, ONE = Layout(pp=1, ep=1, ranks=2), Layout(pp=1, ep=1, ranks=1)
 SAME = "--global-batch-size 4 --attention-dropout 0 --dist-ckpt-optim-fully-reshardable".split()

@@ -11,6 +11,8 @@ import pytest
 from runs import Layout, Start, Train, differences, digest, exact, metrics, published
 from world import HANG_TIMEOUT_S
 
+pytestmark = pytest.mark.own_loop
+
 LAYOUT = Layout(pp=2, ep=1, ranks=2)
 
 

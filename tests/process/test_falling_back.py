@@ -8,11 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import Layout, Start, Train, exact, flags
+from runs import Layout, Start, Train, exact
+from runs import flags_of_own_loop as flags
 from stock_hooks import saving_as_stock
 from world import World
 
 from moe_ckpt.dense.integrity import NAME, check
+
+pytestmark = pytest.mark.own_loop
 
 TRACKER = "latest_checkpointed_iteration.txt"
 LAYOUT = Layout(pp=2, ep=1, ranks=2)

@@ -16,9 +16,12 @@ import fp8_hooks as hooks
 import pytest
 from attempts import Cluster
 from local_runs import assert_only_replayed, recover
-from runs import Layout, flags
+from runs import Layout
+from runs import flags_of_own_loop as flags
 from sparse_runs import LENGTH, UNTIED, Case, Run, assert_replayed, killed, weighed
 from world import Hook, World
+
+pytestmark = pytest.mark.own_loop
 
 ENGINE = ("--bf16", "--transformer-impl", "transformer_engine", "--fp8-format", "hybrid")
 WEIGHTS = ("--fp8-param-gather",)

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 from frozen_hooks import begun_frozen, frozen
-from runs import Layout, Train, digest, exact, flags
+from runs import Layout, Train, digest, exact
+from runs import flags_of_own_loop as flags
 from world import World
+
+pytestmark = pytest.mark.own_loop
 
 UNTIED = "--untie-embeddings-and-output-weights"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"

@@ -8,10 +8,13 @@ import pytest
 import torch
 from attempts import Cluster, Nodes, recovered
 from fault_hooks import once_sealed
-from runs import Layout, flags
+from runs import Layout
+from runs import flags_of_own_loop as flags
 from sparse_runs import BF16, LENGTH, SAVE_INTERVAL, Case, FaultFree, Run, assert_identical, assert_replayed, killed
 
 from moe_ckpt.dense.dense import open_dense
+
+pytestmark = pytest.mark.own_loop
 
 LAYOUT = Layout(1, 1, 2, ranks=2)
 FROZEN = (*BF16, "--freeze-experts")

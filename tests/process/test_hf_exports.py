@@ -19,6 +19,8 @@ from world import HANG_TIMEOUT_S
 
 from moe_ckpt.dense.dense import open_dense
 
+pytestmark = pytest.mark.own_loop
+
 LAYOUT = Layout(tp=1, pp=2, ep=1, ranks=2)
 MODEL = ("--untie-embeddings-and-output-weights", "--attention-dropout", "0")
 

@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 from logits_hooks import logits_written
-from runs import Layout, flags
+from runs import Layout
+from runs import flags_of_own_loop as flags
 from world import World
 
 from moe_ckpt.commands.main import commands
+
+pytestmark = pytest.mark.own_loop
 
 transformers = pytest.importorskip("transformers")
 

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 from low_precision_rows import model
-from runs import Launch, Layout, Train, differences, digest, flags
+from runs import Launch, Layout, Train, differences, digest
+from runs import flags_of_own_loop as flags
 from seated import check_survivors, sitting, survivors
 from world import HANG_TIMEOUT_S, ROOT, World
+
+pytestmark = pytest.mark.own_loop
 
 FLAT = Layout(pp=2, ep=1, ranks=2)
 RECOVERY_TIMEOUT_S = 40

@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 from attempts import Cluster
-from runs import Layout, Train, differences, digest, flags
+from runs import Layout, Train, differences, digest
+from runs import flags_of_own_loop as flags
 from torch.distributed import TCPStore
 from world import HANG_TIMEOUT_S, ROOT
+
+pytestmark = pytest.mark.own_loop
 
 LOST_NODE = Path(__file__).with_name("lost_node.py")
 LAYOUT = Layout(pp=2, ep=1, ranks=2)

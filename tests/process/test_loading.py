@@ -18,6 +18,8 @@ from test_falling_back import flip, shards
 from moe_ckpt.dense import items
 from moe_ckpt.dense.integrity import NAME, seal
 
+pytestmark = pytest.mark.own_loop
+
 LAYOUT = Layout(tp=1, pp=1, ep=2, ranks=4)
 PARALLEL = "--ckpt-fully-parallel-load --dist-ckpt-optim-fully-reshardable".split()
 WIDE = ["--hidden-size", 256, "--moe-ffn-hidden-size", 256]

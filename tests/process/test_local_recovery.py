@@ -12,6 +12,8 @@ from local_runs import MODEL, PAIR, PIPE, TWO, assert_only_replayed, case, recov
 from runs import Layout
 from sparse_runs import BF16, DROPOUT, FP16, FP32, UNTIED, FaultFree, assert_identical
 
+pytestmark = pytest.mark.own_loop
+
 TWO_WIDE = Layout(1, 2, 2, ranks=8)
 FOUR = Layout(1, 4, 2, ranks=8)
 CHUNKS = Layout(1, 2, 2, ranks=4, vpp=2)

@@ -16,12 +16,15 @@ import pytest
 from attempts import Cluster
 from local_runs import assert_only_replayed, recover
 from low_precision_rows import ROWS, model
-from runs import Layout, differences, digest, flags, published
+from runs import Layout, differences, digest, published
+from runs import flags_of_own_loop as flags
 from sparse_runs import LENGTH, UNTIED, Case, Run, assert_identical, assert_replayed, killed
 from sparse_runs import fault_free as run_fault_free
 from world import Hook, World
 
 from megatron.core.package_info import __version__ as core_version
+
+pytestmark = pytest.mark.own_loop
 
 BYTES = {
     "row 1": 2 + 2 + 4,

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 from parking_hooks import KINDS, interrupted
-from runs import Layout, flags
+from runs import Layout
+from runs import flags_of_own_loop as flags
 from world import World
+
+pytestmark = pytest.mark.own_loop
 
 BIAS = (
     "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0 --moe-router-score-function sigmoid "

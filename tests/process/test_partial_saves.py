@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from runs import Layout, Start, Train, differences, digest, exact, flags, published, reports_in
+from runs import Layout, Start, Train, differences, digest, exact, published, reports_in
+from runs import flags_of_own_loop as flags
 from stock_hooks import loading_as_stock, saved_right_after_loading
 from test_falling_back import flip
 from worker_hooks import full_disk, poisoned_before_load
@@ -24,6 +25,8 @@ from moe_ckpt.dense import items
 from moe_ckpt.dense.chain import MANIFEST, Chain, encode, read_chain
 from moe_ckpt.dense.dense import open_dense
 from moe_ckpt.dense.integrity import check, seal
+
+pytestmark = pytest.mark.own_loop
 
 EXPERTS, RESUMED_AT, LAST = 4, 4, 6
 SPREAD = Layout(pp=2, ep=2, ranks=4)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runs import Layout, Start, Train, flags, metrics
+from runs import Layout, Start, Train, metrics
+from runs import flags_of_own_loop as flags
 from world import World
+
+pytestmark = pytest.mark.own_loop
 
 # 192 pads the vocabulary of bytes to 384 whether it is shared by one rank or two.
 SAME = "--global-batch-size 8 --attention-dropout 0 --make-vocab-size-divisible-by 192".split()

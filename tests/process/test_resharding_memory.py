@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 from attempts import Cluster
 from fault_hooks import once_sealed
-from runs import Layout, flags, published
+from runs import Layout, published
+from runs import flags_of_own_loop as flags
 from test_resharding_snapshots import BIAS, UNTIED, assert_same_optimizer, assert_same_state, padded
 from world import Hook, Outcome
+
+pytestmark = pytest.mark.own_loop
 
 FULL = "--moe-ckpt-strategy full --moe-ckpt-interval 2".split()
 SEALED = 4

@@ -17,6 +17,8 @@ from runs import Layout, Start, Train, digest, published, reports_in
 from moe_ckpt.dense.dense import open_dense
 from moe_ckpt.dense.digest import state_entries
 
+pytestmark = pytest.mark.own_loop
+
 SAME = (
     "--global-batch-size 24 --num-layers 4 --attention-dropout 0 --train-iters 3 --dist-ckpt-optim-fully-reshardable"
 ).split()

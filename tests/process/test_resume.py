@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Layout, Start, Train, differences, digest, exact, flags, metrics
+from runs import Layout, Start, Train, differences, digest, exact, metrics
+from runs import flags_of_own_loop as flags
 from worker_hooks import poisoned_before_load, without_restoring
 from world import Hook, World
+
+pytestmark = pytest.mark.own_loop
 
 SAVED, LAST = 3, 6
 RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"

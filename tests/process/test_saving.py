@@ -8,9 +8,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from runs import Layout, Train, differences, digest, exact, flags, metrics, published
+from runs import Layout, Train, differences, digest, exact, metrics, published
+from runs import flags_of_own_loop as flags
 from worker_hooks import full_disk, no_access_to_folder, no_memory_to_stage, stuck_writer, writing_after_report
 from world import World
+
+pytestmark = pytest.mark.own_loop
 
 full = pytest.mark.full
 SMALL = Layout(pp=2, ep=1, ranks=2)

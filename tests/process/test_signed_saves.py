@@ -13,6 +13,8 @@ from megatron.core.dist_checkpointing.moe.storage.manifest import KEYED, use_sec
 from moe_ckpt.commands.main import commands
 from moe_ckpt.dense.integrity import NAME, check, seal
 
+pytestmark = pytest.mark.own_loop
+
 SMALL = Layout(pp=2, ep=1, ranks=2)
 SECRET = b"the secret of this job, which nobody else knows"
 

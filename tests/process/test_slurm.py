@@ -17,12 +17,15 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from runs import Layout, Train, differences, digest, flags, reports_in
+from runs import Layout, Train, differences, digest, reports_in
+from runs import flags_of_own_loop as flags
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from world import HANG_TIMEOUT_S, ROOT, free_port
+
+pytestmark = pytest.mark.own_loop
 
 SLURM = ROOT / "scripts" / "slurm"
 STAND_INS = ROOT / "tests" / "process" / "slurm_stand_ins"

@@ -12,11 +12,17 @@ from attempts import Cluster, Nodes, recovered
 from runs import Layout
 from sparse_hooks import killed_in_replay, paced
 from sparse_runs import BF16, DROPOUT, EXPERT_BIAS, Case, FaultFree, assert_identical, assert_replayed, killed
+from world import Outcome
 
 PAIR, FOUR = Layout(1, 1, 2, ranks=2), Layout(1, 2, 2, ranks=4)
 MODEL = (*BF16, *EXPERT_BIAS, *DROPOUT)
 ONE_FAULT = Case(PAIR, MODEL, faults=("1@8",))
 TWO_NODES = (("node-0", "node-1"),)
+
+
+def loaded(outcome: Outcome, iteration: int) -> list[str]:
+    """The lines in which Megatron-LM says that it loaded the checkpoint of an iteration."""
+    return re.findall(rf"successfully loaded checkpoint from .* at iteration {iteration}\b", outcome.said)
 
 
 @pytest.mark.full
@@ -62,7 +68,7 @@ def test_a_fault_in_the_first_window_after_loading_a_checkpoint_loads_it_again(
     shutil.copytree(expected.folder, copied)
     loading = ("--load", str(copied), "--ckpt-step", "12")
     run = killed(cluster, Case(PAIR, MODEL, faults=("0@14:step",), sparse=loading), tmp_path / "killed")
-    assert [outcome.said.count("loaded checkpoint of iteration 12") for outcome in run.outcomes] == [1, 1]
+    assert [len(loaded(outcome, 12)) for outcome in run.outcomes] == [1, 1]
     assert_identical(run, expected, after=12)
 
 
@@ -71,7 +77,7 @@ def test_the_last_dense_checkpoint_is_taken_where_it_is_newer_than_the_last_whol
 ) -> None:
     loading = ("--load", str(tmp_path / "killed"))
     run = killed(cluster, Case(PAIR, MODEL, window="5", faults=("0@9",), sparse=loading), tmp_path / "killed")
-    assert "loaded checkpoint of iteration 6" in run.outcomes[1].said
+    assert loaded(run.outcomes[1], 6)
     assert not run.replays
     assert_identical(run, fault_free(ONE_FAULT))
 

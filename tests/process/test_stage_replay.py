@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 from frozen_hooks import ITERATIONS
-from runs import Layout, flags
+from runs import Layout
+from runs import flags_of_own_loop as flags
 from stage_hooks import overlapped_sends, replayed_alone
 from world import World
+
+pytestmark = pytest.mark.own_loop
 
 UNTIED = "--untie-embeddings-and-output-weights"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"

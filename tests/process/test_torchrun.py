@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 from attempts import Cluster
-from runs import Launch, Layout, Train, differences, digest, exact, flags, metrics
+from runs import Launch, Layout, Train, differences, digest, exact, metrics
+from runs import flags_of_own_loop as flags
 from world import free_port
+
+pytestmark = pytest.mark.own_loop
 
 LOST_NODE = Path(__file__).with_name("lost_node.py")
 

@@ -15,10 +15,13 @@ from typing import Any
 import pytest
 from attempts import Cluster
 from engine_hooks import configured_as_on_gpus, examined
-from runs import Layout, flags
+from runs import Layout
+from runs import flags_of_own_loop as flags
 from sparse_runs import BF16, LENGTH, SAVE_INTERVAL, Case, Run, assert_identical, assert_replayed, killed
 from sparse_runs import fault_free as run_fault_free
 from world import World
+
+pytestmark = pytest.mark.own_loop
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PUBLISHED = ("gpt-125m-8e", "gpt-350m-16e", "gpt-moe", "moe-llava", "qwen-moe", "deepseek-moe")

@@ -26,6 +26,8 @@ from attempts import Cluster, recovered
 from runs import Layout, Train, digest, exact
 from world import HANG_TIMEOUT_S, ROOT, World
 
+pytestmark = pytest.mark.own_loop
+
 ARCHIVE = Path(__file__).parent / "written_before" / "commit-89056c2.tar.xz"
 RECOVERED, LAST = 6, 10
 COMPUTED = ("iteration", "consumed_train_samples", "lm_loss", "grad_norm", "learning_rate", "loss_scale", "skipped")

@@ -13,6 +13,7 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
 import os
+import re
 import runpy
 import signal
 import socket
@@ -31,8 +32,14 @@ HANG_TIMEOUT_S = 180.0
 SHUTDOWN_TIMEOUT_S = 60.0
 """How long the other ranks may take to end after one was lost."""
 
+STOCK, OWN = "stock", "own"
+"""The loop of Megatron-LM, and what is left of the driver's own one."""
+
 WITH_ENGINE = "WORLD_WITH_TRANSFORMER_ENGINE"
 """Environment variable by which the server is told."""
+
+_OF_LIBRARIES = re.compile(r"\s|$|/\S+:\d+: \w*Warning: |(INFO|WARNING):megatron\.core")
+"""And the source lines below them; loggers that core sets up."""
 
 Hook = Callable[[], AbstractContextManager[object]]
 """Changes something in a worker for the time of one job; pickled, so a module-level function or a partial of one."""
@@ -74,8 +81,8 @@ class Outcome:
 
     @property
     def warnings(self) -> list[str]:
-        """Lines on standard error, of all ranks."""
-        return [line for err in self.err for line in err.splitlines()]
+        """Lines on standard error, of all ranks, but for Python warnings of libraries."""
+        return [line for err in self.err for line in err.splitlines() if not _OF_LIBRARIES.match(line)]
 
 
 class WorkersLost(Exception):
@@ -86,11 +93,11 @@ class World:
     """Runs jobs on fresh processes of this machine.
 
     with_engine: They have Transformer Engine's Python, with kernels for the CPU. That is loaded before all else, so
-    worlds with and without it, which take turns, have a server each.
+    worlds with and without it, which take turns, have a server each. loop: which one the driver trains in.
     """
 
-    def __init__(self, folder: Path, *, with_engine: bool = False) -> None:
-        self._folder, self._with_engine = folder, with_engine
+    def __init__(self, folder: Path, *, with_engine: bool = False, loop: str = STOCK) -> None:
+        self._folder, self._with_engine, self.loop = folder, with_engine, loop
         self._workers: list[tuple[Any, multiprocessing.connection.Connection]] = []
         self._jobs = 0
 
@@ -108,7 +115,7 @@ class World:
         folder = self._folder / f"job-{self._jobs}"
         folder.mkdir()
         port = free_port()
-        jobs = [_job(argv, rank, ranks, port, folder, tuple(hooks)) for rank in range(ranks)]
+        jobs = [_job(argv, rank, ranks, port, folder, tuple(hooks), self.loop) for rank in range(ranks)]
         if script is not None:
             jobs = [replace(job, script=str(script)) for job in jobs]
         for job, changes in zip(jobs, environments, strict=False):
@@ -224,7 +231,9 @@ class Running:
         return WorkersLost(f"{what}\nflags: {' '.join(self._jobs[0].argv)}\n{self._outcome({}).said}")
 
 
-def _job(argv: Sequence[str], rank: int, ranks: int, port: int, folder: Path, hooks: tuple[Hook, ...]) -> Job:
+def _job(
+    argv: Sequence[str], rank: int, ranks: int, port: int, folder: Path, hooks: tuple[Hook, ...], loop: str
+) -> Job:
     environment = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -232,7 +241,7 @@ def _job(argv: Sequence[str], rank: int, ranks: int, port: int, folder: Path, ho
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": f"world-{os.getpid()}-{folder.name}",
-        "LOOP": "own",  # also where Megatron-Core brings another one
+        "LOOP": loop,
     }
     return Job(tuple(argv), environment, folder / f"out-{rank}", folder / f"err-{rank}", hooks)
 
