@@ -2,9 +2,9 @@
 VENV ?= .venv
 # The first that starts: a pyenv has names for versions that are not switched on.
 first_of = $(shell for p in $(1); do "$$p" -c "" 2>/dev/null && echo "$$p" && break; done)
-PYTHON ?= $(call first_of,python3.11 python3.12 python3.13 python3)
-STOCK_PYTHON ?= $(call first_of,python3.12 python3.13 $(wildcard $(HOME)/.pyenv/versions/3.1[23].*/bin/python3))
-STOCK_VENV ?= .venv-stock
+PYTHON ?= $(call first_of,python3.12 python3.13 $(wildcard $(HOME)/.pyenv/versions/3.1[23].*/bin/python3))
+NO_PYTHON = no Python 3.12 or 3.13 found: install one (apt install python3.12, pyenv install 3.12, or uv python install \
+	3.12) and give PYTHON=/path/to/python3.12
 RUN = $(VENV)/bin/python
 # Two files of tests side by side: the ranks of one wait for each other while those of the other compute. In the order of
 # tests/conftest.py: by itself xdist puts files of few tests last, which are the longest ones.
@@ -19,28 +19,26 @@ export PYTHONWARNINGS ?= ignore::FutureWarning
 # LOCKED=1: packages of which every file has the recorded hash, torch apart, whose build follows the machine.
 LOCK = requirements/lock-py$(shell $(RUN) -c 'import sys; print("%d%d" % sys.version_info[:2])').txt
 
-.PHONY: setup setup-stock stock-python demo test test-core test-stock test-full check format docs bench gpu-check wheelhouse lock clean
+.PHONY: setup demo test test-core test-own test-full check format docs bench gpu-check wheelhouse lock clean
 
 setup: $(VENV)/.ready
 
+# Of Megatron-Bridge its wheel alone: what its training modules import besides has stand-ins in the tests.
+BRIDGE ?= 0.6.2
 $(VENV)/.ready: setup.py pyproject.toml scripts/install_torch.py scripts/install_te_python.py
-	@[ -n "$(PYTHON)" ] || { echo "no python3 found: give PYTHON=/path/to/python3.11, 3.12 or 3.13" >&2; exit 2; }
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit("Python %d.%d is not supported, 3.11 to 3.13 are: give PYTHON=/path/to/python3.11, 3.12 or 3.13" % v)'
+	@[ -n "$(PYTHON)" ] || { echo "$(NO_PYTHON)" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; $(OLDEST_PYTHON) <= v <= (3, 13) or sys.exit("Python %d.%d is not supported (expected 3.12 or 3.13): give PYTHON=/path/to/python3.12" % v)'
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade "pip>=24" "setuptools>=77"
-	$(RUN) scripts/install_torch.py $(TORCH_FLAGS)
+	$(RUN) scripts/install_torch.py
 	$(if $(LOCKED),$(RUN) -m pip install --quiet --require-hashes --no-deps -r $(LOCK))
 	$(RUN) -m pip install --quiet --editable ".[dev]"
 	$(RUN) scripts/install_te_python.py
+	$(if $(BRIDGE),$(RUN) -m pip install --quiet --no-deps megatron-bridge==$(BRIDGE))
 	touch $@
+	@echo "$(VENV) is ready. Next: make demo"
 
-# The training loop of newer Megatron-Core wheels, beside our own: Python 3.12 or 3.13, and torch as PyPI has it. Of
-# Megatron-Bridge its wheel alone: what its training modules import besides has stand-ins in the tests.
-BRIDGE = 0.6.2
-setup-stock:
-	@[ -n "$(STOCK_PYTHON)" ] || { echo "no Python 3.12 or 3.13 found: give STOCK_PYTHON=/path/to/python3.12" >&2; exit 2; }
-	$(MAKE) setup VENV=$(STOCK_VENV) PYTHON=$(STOCK_PYTHON) TORCH_FLAGS=--with-cuda
-	$(STOCK_VENV)/bin/python -m pip install --quiet --no-deps megatron-bridge==$(BRIDGE)
+OLDEST_PYTHON = (3, 12)
 
 demo: setup
 	$(RUN) scripts/demo.py
@@ -49,9 +47,9 @@ test: setup
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests $(WORKERS)
 
 test-full: setup
-	OMP_NUM_THREADS=1 $(RUN) -m pytest tests $(WORKERS) -m "full or not full" --hypothesis-profile full
+	OMP_NUM_THREADS=1 $(RUN) -m pytest tests $(WORKERS) -m "not own_loop" --hypothesis-profile full
 
-# What touches Megatron-Core, for another release of it: `make test-core VENV=.venv-stock`.
+# What touches Megatron-Core, for another release of it: `make test-core VENV=...`.
 CORE_TESTS = $(addprefix tests/unit/moe/test_, \
 	core_versions.py versions.py frozen_upstream.py boundary_upstream.py step_guard.py optimizer_state.py \
 	snapshot_capture.py sharing.py token_counter.py fused_adam.py boundary_schedules.py dense_reader.py digest.py) \
@@ -63,16 +61,13 @@ CORE_TESTS = $(addprefix tests/unit/moe/test_, \
 test-core: setup
 	OMP_NUM_THREADS=1 $(RUN) -m pytest $(CORE_TESTS) $(WORKERS)
 
-# On the second stack: that the package installs and imports there, what touches core, the stock loop, Bridge's, and a
-# loop of one's own.
-STOCK_TESTS = tests/stock $(CORE_TESTS) tests/install/test_import.py \
-	$(addprefix tests/process/test_, bridge.py bridge_interface.py own_loop.py)
-
-test-stock: setup-stock
-	OMP_NUM_THREADS=1 $(STOCK_VENV)/bin/python -m pytest $(STOCK_TESTS) $(WORKERS)
-
-stock-python:
-	@[ -n "$(STOCK_PYTHON)" ] && echo "$(STOCK_PYTHON)"
+# What only the driver's own loop does, until it is gone: on Megatron-Core 0.16.1, in an environment of its own.
+OWN_PYTHON ?= $(call first_of,python3.11 $(wildcard $(HOME)/.pyenv/versions/3.11.*/bin/python3))
+OWN_VENV ?= .venv-own
+test-own:
+	@[ -n "$(OWN_PYTHON)" ] || { echo "no Python 3.11 found: give OWN_PYTHON=/path/to/python3.11" >&2; exit 2; }
+	$(MAKE) setup VENV=$(OWN_VENV) PYTHON=$(OWN_PYTHON) OLDEST_PYTHON="(3, 11)" BRIDGE=
+	OMP_NUM_THREADS=1 $(OWN_VENV)/bin/python -m pytest tests/process tests/unit/pretrain $(WORKERS) -m "own_loop and not full"
 
 check: setup
 	$(RUN) -m ruff check .
@@ -93,7 +88,7 @@ docs: $(DOCS_VENV)/.ready
 	@echo "open build/site/index.html"
 
 $(DOCS_VENV)/.ready: tools/site-requirements.txt
-	@[ -n "$(PYTHON)" ] || { echo "no python3 found: give PYTHON=/path/to/python3.11, 3.12 or 3.13" >&2; exit 2; }
+	@[ -n "$(PYTHON)" ] || { echo "$(NO_PYTHON)" >&2; exit 2; }
 	$(PYTHON) -m venv $(DOCS_VENV)
 	$(DOCS_VENV)/bin/python -m pip install --quiet --requirement $<
 	touch $@
@@ -120,7 +115,7 @@ gpu-check: setup
 # All that `make setup` installs, for a machine with a GPU and without internet: made on one with internet, the same
 # Python and the same kind of CPU. GPU_PACKAGES="transformer-engine[pytorch]" is built from source, which takes nvcc.
 wheelhouse:
-	@[ -n "$(PYTHON)" ] || { echo "no python3 found: give PYTHON=/path/to/python3.11, 3.12 or 3.13" >&2; exit 2; }
+	@[ -n "$(PYTHON)" ] || { echo "$(NO_PYTHON)" >&2; exit 2; }
 	$(PYTHON) -m venv build/wheelhouse-venv
 	build/wheelhouse-venv/bin/python -m pip install --quiet --upgrade "pip>=24"
 	build/wheelhouse-venv/bin/python -m pip wheel --quiet --wheel-dir wheelhouse \
@@ -132,4 +127,4 @@ lock: setup
 	$(RUN) tools/lock.py
 
 clean:
-	rm -rf $(VENV) $(STOCK_VENV) .data .demo build dist *.egg-info
+	rm -rf $(VENV) $(OWN_VENV) .data .demo build dist *.egg-info

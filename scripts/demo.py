@@ -44,7 +44,7 @@ Report = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Protection:
+class ProtectedRun:
     """A strategy, how it comes back, and what the demo says of it."""
 
     name: str
@@ -53,13 +53,13 @@ class Protection:
     replays: bool
 
 
-FULL = Protection(
+FULL = ProtectedRun(
     "full",
     ("--moe-ckpt-strategy", "full", "--moe-ckpt-interval", "1"),
     f"all ranks go back to the newest complete snapshot, at most {AT_MOST_AGAIN} iterations",
     replays=False,
 )
-SPARSE = Protection(
+SPARSE = ProtectedRun(
     "sparse",
     ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", str(WINDOW)),
     "only the lost pipeline stage runs iterations again",
@@ -85,7 +85,7 @@ def main() -> int:
     return 0 if last < LOSS_TO_REACH else 1
 
 
-def struck(folder: Path, number: int, kind: Protection, undisturbed: Sequence[Report]) -> list[Report] | None:
+def struck(folder: Path, number: int, kind: ProtectedRun, undisturbed: Sequence[Report]) -> list[Report] | None:
     """Run a protected job and kill a rank of it; its reports, None where it did not come back as it should."""
     say(f"\n{number}. The same with `{kind.name}`; rank {KILLED_RANK} gets SIGKILL: {kind.does}.")
     fault = f"{KILLED_RANK}@{KILL_AT}:forward-backward"

@@ -13,14 +13,13 @@
 #   STANDBYS (0)      processes per node, imports done, that wait to take the seats of lost ranks; with any, the other
 #                     ranks keep their processes
 #   STRIKES, HEALTH_CHECK, HANG_S  when a node leaves the job, and ranks count as hung: docs/operations.md
-#   LOOP (own)        own, or stock: that of Megatron-LM, with its flags, from Megatron-Core 0.17 on
-#   PYTHON            interpreter (default: .venv of this repository, .venv-stock with LOOP=stock, else python3)
+#   PYTHON            interpreter (default: .venv of this repository, else python3)
 #   SCRIPT            another script that takes the same flags
 #   CORPUS            prefix of the .bin/.idx to train on (default: the standard library's sources, made on first use)
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-export LOOP=${LOOP:-own}  # the driver itself would take the other one where Megatron-Core has it
-venv=$root/.venv$([ "$LOOP" != stock ] || echo -stock)
+export LOOP=${LOOP:-stock}
+venv=$root/.venv
 python=${PYTHON:-$([ -x "$venv/bin/python" ] && echo "$venv/bin/python" || echo python3)}
 corpus=${CORPUS:-$root/.data/stdlib}
 

@@ -6,7 +6,7 @@ Beside the share of time that was useful (ETTR) stands that of the same job unde
 asynchronously at the interval that is best under these very faults, which strike it at the same times.
 
 Flags after `--` go to the training script, those that begin with --moe-ckpt- only to the job that is examined;
-TP, PP, EP and the like are those of scripts/train_cpu.sh, also LOOP=stock, for the loop of Megatron-LM.
+TP, PP, EP and the like are those of scripts/train_cpu.sh.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class DrillSettings:
     @property
     def is_stock_loop(self) -> bool:
         """Whether all jobs train in the loop of Megatron-LM: as scripts/train_cpu.sh understands it."""
-        return os.environ.get(LOOP) == "stock"
+        return os.environ.get(LOOP, "stock") == "stock"
 
     @property
     def iterations(self) -> int:

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 MISSING = (
     ""
     if importlib.util.find_spec("megatron.training")
-    else f"Megatron-Core {version('megatron-core')} has no megatron.training; `make setup-stock` installs one that has"
+    else f"Megatron-Core {version('megatron-core')} has no megatron.training; `make setup` installs one that has"
 )
 
 NewJob = Callable[..., StockJob]

@@ -83,9 +83,7 @@ def test_a_job_that_logs_seldom_goes_on_where_ranks_keep_their_processes(
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 12))])
-def test_whatever_is_done_at_intervals_a_recovered_job_does_on_all_ranks_or_on_none(
-    new_job: NewJob, seed: int
-) -> None:
+def test_whatever_is_done_at_intervals_a_recovered_job_does_on_all_ranks_or_on_none(new_job: NewJob, seed: int) -> None:
     flags = drawn(seed)
     whole, job = new_job(FOUR), new_job(FOUR)
     whole.run(*flags, hooks=[unprotected])

@@ -122,7 +122,7 @@ ROWS = {
         "config errors features policy types strategies core_versions megatron_state replay", "click torch yaml",
         "commands simulator __init__", f"{DRIVER} {ENGINE}",
     ),
-    "scripts": Row("", "matplotlib torch", "megatron_core", also=DRIVER),
+    "scripts": Row("", "matplotlib pip torch", "megatron_core", also=DRIVER),
     "pretrain_gpt_moe": Row(also=f"{DRIVER} {ENGINE}"),
     "examples": Row(
         "", "matplotlib megatron.core megatron.training torch",

@@ -90,7 +90,7 @@ class StageSource:
             if not _has_fingerprints(log, way):
                 all_known = False
                 continue
-            received = np.frombuffer(log.read(received_key(way)), np.int64).tolist()
+            received: list[int] = np.frombuffer(log.read(received_key(way)), np.int64).tolist()
             sent = torch.cat(tensors).tolist() if tensors else []
             all_known = all_known and len(received) == len(sent) and UNKNOWN not in received
             for at, (ours, theirs) in enumerate(zip(sent, received, strict=False)):

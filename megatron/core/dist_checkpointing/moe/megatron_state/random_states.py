@@ -72,7 +72,8 @@ def _python_bytes() -> bytes:
 
 
 def _set_python(data: memoryview) -> None:
-    (found,) = numpy.frombuffer(data, _PYTHON)
+    states: numpy.ndarray = numpy.frombuffer(data, _PYTHON)
+    (found,) = states
     words = tuple(int(word) for word in found["words"])
     random.setstate((int(found["version"]), words, float(found["gauss"]) if found["has_gauss"] else None))
 
@@ -84,7 +85,8 @@ def _numpy_bytes() -> bytes:
 
 
 def _set_numpy(data: memoryview) -> None:
-    (found,) = numpy.frombuffer(data, _NUMPY)
+    states: numpy.ndarray = numpy.frombuffer(data, _NUMPY)
+    (found,) = states
     numpy.random.set_state(
         ("MT19937", found["words"], int(found["position"]), int(found["has_gauss"]), float(found["gauss"]))
     )

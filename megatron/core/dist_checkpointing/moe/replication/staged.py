@@ -283,7 +283,7 @@ class _Alias:
     """
 
     def __init__(self, data: Buffer) -> None:
-        self._kept = np.frombuffer(data, np.uint8)
+        self._kept: np.ndarray = np.frombuffer(data, np.uint8)
         self.__array_interface__ = {**self._kept.__array_interface__, "data": (self._kept.ctypes.data, False)}
 
 

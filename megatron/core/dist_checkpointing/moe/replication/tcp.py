@@ -127,7 +127,8 @@ class TcpTransport:
         end = 1 + len(values)
 
         def combine(own: bytes, others: bytes) -> bytes:
-            numbers, more = np.frombuffer(own, np.int64), np.frombuffer(others, np.int64)
+            numbers: np.ndarray = np.frombuffer(own, np.int64)
+            more: np.ndarray = np.frombuffer(others, np.int64)
             if (len(numbers), numbers[0]) != (len(more), more[0]):
                 raise ValueError(f"{len(numbers) - 1} and {len(more) - 1} numbers")
             return b"".join(
@@ -136,7 +137,7 @@ class TcpTransport:
 
         own = np.array([len(values), *values, *added], np.int64)  # how many are compared: the same on all ranks
         data = self._combined(own.tobytes(), combine, f"compare and add {len(own) - 1} numbers with")
-        numbers = tuple(np.frombuffer(data, np.int64).tolist())
+        numbers: tuple[int, ...] = tuple(np.frombuffer(data, np.int64).tolist())
         return numbers[1:end], numbers[end:]
 
     def gather(self, value: Json) -> list[Json]:

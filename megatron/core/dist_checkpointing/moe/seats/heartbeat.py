@@ -1,8 +1,9 @@
 """What a worker lets its launcher see: that it moves, that it still runs, and whether it left by a fault of its own.
 
-A file of a few bytes in memory that both have mapped. `moved` is called once for each iteration and costs two stores; a
-thread says every second that the process still runs, which one that is stopped, or holds the GIL for ever, does not, and
-where its main thread is: ranks that wait in different collectives for each other all run, and only that tells them apart.
+A file of a few bytes in memory that both have mapped. `moved` is called once for each iteration and costs two stores. A
+thread says every second that the process still runs, which one that is stopped, or holds the GIL for ever, does not. It
+also says where the main thread is: ranks that wait in different collectives for each other all run, and only that tells
+them apart.
 """
 
 from __future__ import annotations

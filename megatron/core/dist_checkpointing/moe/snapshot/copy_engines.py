@@ -161,7 +161,7 @@ class _CopyRound:
         if self.error is not None:
             return
         try:
-            target = np.frombuffer(segment, np.uint8)
+            target: np.ndarray = np.frombuffer(segment, np.uint8)
             for span, start, end in chunked(spans, self.pace.chunk_bytes):
                 self.pace.take(end - start)
                 begun_s = time.perf_counter()

@@ -79,7 +79,7 @@ class MemoryWriter(SnapshotWriter):
     def _lend(self, offset: int, nbytes: int) -> memoryview:
         if not nbytes:
             return memoryview(bytearray())
-        lent = np.frombuffer(self._target.memory, np.uint8, nbytes, offset)
+        lent: np.ndarray = np.frombuffer(self._target.memory, np.uint8, nbytes, offset)
         # An array and not the view of it: every view and tensor made from the view keeps the array, but not the view.
         self._target.lent.append(weakref.ref(lent))
         return memoryview(lent)
