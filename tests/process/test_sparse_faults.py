@@ -21,8 +21,9 @@ TWO_NODES = (("node-0", "node-1"),)
 
 
 def loaded(outcome: Outcome, iteration: int) -> list[str]:
-    """The lines in which Megatron-LM says that it loaded the checkpoint of an iteration."""
-    return re.findall(rf"successfully loaded checkpoint from .* at iteration {iteration}\b", outcome.said)
+    """The lines that say that the checkpoint of an iteration was loaded, in the words of either loop."""
+    said = rf"loaded checkpoint (of iteration {iteration}\b|from .* at iteration {iteration}\b)"
+    return re.findall(said, outcome.said)
 
 
 @pytest.mark.full
@@ -61,6 +62,7 @@ def test_a_fault_in_the_first_window_begins_anew_with_the_same_result(
     assert_identical(run, fault_free(case))
 
 
+@pytest.mark.own_loop  # after loading a dense checkpoint the next iteration differs in Megatron-LM's loop
 def test_a_fault_in_the_first_window_after_loading_a_checkpoint_loads_it_again(
     cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:
@@ -72,6 +74,7 @@ def test_a_fault_in_the_first_window_after_loading_a_checkpoint_loads_it_again(
     assert_identical(run, expected, after=12)
 
 
+@pytest.mark.own_loop  # after loading a dense checkpoint the next iteration differs in Megatron-LM's loop
 def test_the_last_dense_checkpoint_is_taken_where_it_is_newer_than_the_last_whole_window(
     cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:
