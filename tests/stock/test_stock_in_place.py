@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -47,12 +49,17 @@ def struck(
     environment = {"RECORDS": str(job.folder), "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
     environment |= {"LOOP": "stock", "OMP_NUM_THREADS": "1", "SEATS": str(seats), "READY_STANDBYS": "1", "KILLS": kills}
     environment |= variables
-    ended = subprocess.run(
-        [sys.executable, *launcher, path, *job.shape.flags, *protect, *more],
-        cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=3 * HANG_TIMEOUT_S,
+    command = [sys.executable, *launcher, path, *job.shape.flags, *protect, *more]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
     )  # fmt: skip
-    said = ended.stdout + ended.stderr
-    assert ended.returncode == 0, said
+    try:
+        said, _ = process.communicate(timeout=HANG_TIMEOUT_S)
+    finally:  # also where this test takes too long: nothing that it started outlives it
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, said
     return seats, said
 
 

@@ -97,7 +97,7 @@ def test_ranks_that_wait_for_each_other_in_different_places_are_named_with_both_
     new_job: NewJob, undisturbed: Undisturbed
 ) -> None:
     job = new_job(FOUR)
-    launch, at = ("--moe-ckpt-hang-timeout", "10"), "4"
+    launch, at = ("--moe-ckpt-hang-timeout", "20"), "4"
     strategy, fault = "sparse --moe-ckpt-window 2", f"1@{at}:forward-backward"
     variables = {"APART_AT": at, "READY_STANDBYS": "0"}  # the fault waits for nothing, which would count as a hang
     _, said = struck(job, strategy, fault, script="apart_job.py", launch=launch, **variables)
