@@ -116,14 +116,53 @@ FEATURES: tuple[Feature, ...] = (
         Absent("all ranks start from standbys"),
         _UNTESTED,
     ),
-    Feature("replicas on other nodes", _UNTESTED, _UNTESTED, _UNTESTED),
-    Feature("`--moe-ckpt-persist-dir`", _UNTESTED, _UNTESTED, _UNTESTED),
-    Feature("`--moe-ckpt-persist-agent-s`", _UNTESTED, _UNTESTED, _UNTESTED),
-    Feature("`--moe-ckpt-replicate gradients`", _UNTESTED, _UNTESTED, _UNTESTED, "replicate", ("gradients",)),
-    Feature("replicas of state that data-parallel ranks hold alike", _UNTESTED, _UNTESTED, _UNTESTED),
+    Feature(
+        "replicas on other nodes",
+        Works(
+            "tests/process/test_transports.py::test_a_lost_node_is_replaced_from_replicas_that_went_over_process_groups"
+        ),
+        _UNTESTED,
+        _UNTESTED,
+    ),
+    Feature(
+        "`--moe-ckpt-persist-dir`",
+        Works(
+            "tests/process/test_persist_agent.py::test_a_snapshot_that_was_cut_off_by_sigkill_is_what_training_comes_back_from_when_all_memory_is_lost"
+        ),
+        _UNTESTED,
+        _UNTESTED,
+    ),
+    Feature(
+        "`--moe-ckpt-persist-agent-s`",
+        Works(
+            "tests/process/test_persist_agent.py::test_a_snapshot_that_was_cut_off_by_sigkill_is_what_training_comes_back_from_when_all_memory_is_lost"
+        ),
+        _UNTESTED,
+        _UNTESTED,
+    ),
+    Feature(
+        "`--moe-ckpt-replicate gradients`",
+        Works(
+            "tests/process/test_following.py::test_a_lost_node_comes_back_to_the_bit_from_replicas_that_followed_gradients"
+        ),
+        _UNTESTED,
+        _UNTESTED,
+        "replicate",
+        ("gradients",),
+    ),
+    Feature(
+        "replicas of state that data-parallel ranks hold alike",
+        Works(
+            "tests/process/test_redundancy.py::test_a_lost_node_comes_back_from_replicas_that_peers_made_of_their_own_state"
+        ),
+        _UNTESTED,
+        _UNTESTED,
+    ),
     Feature(
         "`--moe-ckpt-copy-placement bubbles`",
-        _UNTESTED,
+        Works(
+            "tests/process/test_copy_placement.py::test_copies_and_sends_begin_in_waits_of_each_stage_and_bring_a_killed_job_back_to_the_bit"
+        ),
         Refused(
             "needs a communicator of stages that tells when they wait, and Megatron-Bridge makes its own; use spread"
         ),
@@ -131,11 +170,27 @@ FEATURES: tuple[Feature, ...] = (
         "copy_placement",
         ("bubbles",),
     ),
-    Feature("`--moe-ckpt-shard`", _UNTESTED, _UNTESTED, _UNTESTED, "shard", ("equal", "adaptive")),
+    Feature(
+        "`--moe-ckpt-shard`",
+        Works(
+            "tests/process/test_sharing.py::test_ranks_store_the_predicted_bytes_and_come_back_from_them_to_the_last_bit"
+        ),
+        _UNTESTED,
+        _UNTESTED,
+        "shard",
+        ("equal", "adaptive"),
+    ),
     Feature("`--moe-ckpt-pec-scope`", _UNTESTED, _UNTESTED, _UNTESTED, "pec_scope", ("weights", "optimizer")),
     Feature("`--moe-ckpt-pec-adaptive`", _UNTESTED, _UNTESTED, _UNTESTED, "pec_adaptive", (True,)),
     Feature("`--moe-ckpt-plt-threshold` (Dynamic-K)", _UNTESTED, _UNTESTED, _UNTESTED),
-    Feature("`--moe-ckpt-interval-policy`", _UNTESTED, _UNTESTED, _UNTESTED),
+    Feature(
+        "`--moe-ckpt-interval-policy`",
+        Works(
+            "tests/process/test_interval_policy.py::test_storage_that_takes_many_iterations_for_a_write_is_asked_as_rarely"
+        ),
+        _UNTESTED,
+        _UNTESTED,
+    ),
     Feature("`--moe-ckpt-ordering`", _UNTESTED, _NEEDS_SPARSE, _UNTESTED),
     Feature("new orders of experts, `--moe-ckpt-reorder-*`", _UNTESTED, _NEEDS_SPARSE, _UNTESTED),
     Feature("another layout, from storage", _UNTESTED, _UNTESTED, _UNTESTED),
@@ -191,7 +246,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("`--export-hf-interval`", _CONVERT, _CONVERT, _CONVERT),
     Feature(
         "checksums and signatures of ordinary checkpoints",
-        Absent("run `moe-ckpt verify`; Megatron-LM loads without a look at checksums"),
+        Works(f"{_STOCK}dense.py::test_a_damaged_checkpoint_is_refused_by_file_name_and_the_one_before_is_loaded"),
         _OF_THE_LOOP,
         _OF_THE_LOOP,
     ),
