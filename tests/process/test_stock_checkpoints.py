@@ -14,6 +14,8 @@ from worker_hooks import poisoned_before_load
 
 from moe_ckpt.dense.integrity import check
 
+pytestmark = pytest.mark.own_loop  # what it saves and loads
+
 full = pytest.mark.full
 SAVED, LAST = 3, 6
 EXPERTS = Layout(tp=1, pp=2, ep=2, ranks=4)

@@ -301,13 +301,11 @@ def test_pages_have_no_traces_of_merges() -> None:
     assert [page.name for page in pages if marked.search(page.read_text(encoding="utf-8"))] == []
 
 
-def test_the_second_stack_has_the_bridge_that_its_page_is_about() -> None:
+def test_the_environment_has_the_bridge_that_its_page_is_about() -> None:
     makefile, page = (ROOT / "Makefile").read_text(), (ROOT / "docs/bridge.md").read_text(encoding="utf-8")
-    (version,) = re.findall(r"^BRIDGE = ([\d.]+)$", makefile, re.MULTILINE)
+    (version,) = re.findall(r"^BRIDGE \?= ([\d.]+)$", makefile, re.MULTILINE)
     assert f"Bridge {version}" in page
     assert "--no-deps megatron-bridge==$(BRIDGE)" in makefile
-    (tests,) = re.findall(r"^STOCK_TESTS = ((?:.*\\\n)*.*)$", makefile, re.MULTILINE)
-    assert "bridge_interface.py" in tests
 
 
 def test_the_page_of_commands_is_what_the_commands_say_of_themselves(reference: ModuleType) -> None:
