@@ -7,6 +7,17 @@ from argparse import ArgumentParser
 from typing import Any
 
 
+def with_printable_help(parser: ArgumentParser) -> ArgumentParser:
+    """The same parser; a bare `%` in the help of a flag, which ends `--help` of Megatron-LM 0.19, stands for itself."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        try:
+            formatter._expand_help(action)
+        except (KeyError, TypeError, ValueError):
+            action.help = (action.help or "").replace("%", "%%")
+    return parser
+
+
 def cache_docstrings() -> None:
     """Read the docstrings that become `--help` once per process.
 

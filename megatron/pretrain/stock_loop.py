@@ -30,6 +30,7 @@ from megatron.pretrain.logs import configure_logging
 from megatron.pretrain.metrics import IterationReport, Metrics, MetricsSettings, RunFacts, protection_fields
 from megatron.pretrain.metrics.settings import add_own_flags, from_flags
 from megatron.pretrain.old_flags import refuse_old_flags
+from megatron.pretrain.stock_flags import with_printable_help
 from megatron.pretrain.worker import exit_code_of, final_exit_code
 
 log = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="train all but routed experts, which stay as they were loaded or initialized (MoC Table 4, FT-w.o.E)",
     )
     add_own_flags(parser)
-    return stock.arguments(parser)
+    return with_printable_help(stock.arguments(parser))
 
 
 def _train(launch: Launch, device: str, interface: str | None) -> None:
