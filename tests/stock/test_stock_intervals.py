@@ -102,7 +102,7 @@ def test_ranks_that_wait_for_each_other_in_different_places_are_named_with_both_
     variables = {"APART_AT": at, "READY_STANDBYS": "0"}  # the fault waits for nothing, which would count as a hang
     _, said = struck(job, strategy, fault, script="apart_job.py", launch=launch, **variables)
     hung = [line for line in said.splitlines() if "has trained no iteration for" in line]
-    places = {line.partition("; it is in ")[2] for line in hung}
+    places = {line.partition(" is in ")[2] for line in said.splitlines() if "local rank " in line and " is in " in line}
     assert any("training_log (megatron/training/training.py:" in place for place in places), "\n".join(sorted(places))
     assert any("called by _communicate" in place or "p2p_communication" in place for place in places), hung
     assert job.records() == undisturbed(FOUR)

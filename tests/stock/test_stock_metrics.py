@@ -46,7 +46,7 @@ def test_a_killed_job_tells_all_sinks_of_its_recovery(new_job, tmp_path: Path) -
 
 def test_learning_rate_and_loss_scale_are_those_that_the_loop_logs(new_job, tmp_path: Path) -> None:
     told, job = tmp_path / "metrics.jsonl", new_job(SCALED)
-    outcome = job.run("--moe-ckpt-strategy", "full", "--metrics-jsonl", told)
+    outcome = job.run("--moe-ckpt-strategy", "full", "--metrics-jsonl", told, "--log-interval", 1)
     lines = [json.loads(line) for line in told.read_text().splitlines()]
     reports = [line for line in lines if "lm_loss" in line]
     # The loop itself rounds the rate to fp32 for its log.

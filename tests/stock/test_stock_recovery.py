@@ -81,7 +81,7 @@ def test_only_the_struck_stage_replays(new_job) -> None:
 
 
 def test_replayed_iterations_are_not_logged_again(new_job) -> None:
-    job, fault = new_job(ALONE), ("--moe-ckpt-inject-fault", "0@5:step")
+    job, fault = new_job(ALONE), ("--moe-ckpt-inject-fault", "0@5:step", "--log-interval", 1)
     job.run(*SPARSE, *fault, codes={KILLED})
     outcome = job.run(*SPARSE, *fault)
     logged = [int(line.split("iteration")[1].split("/")[0]) for line in outcome.lines if " iteration   " in line]

@@ -45,12 +45,14 @@ def setup_model_and_optimizer():
 def train(forward_step_func, model, optimizer, opt_param_scheduler, train_data_iterator, valid_data_iterator,
           process_non_loss_data_func, config, checkpointing_context, non_loss_data_func):
     args, reruns, memory_flag = get_args(), list(args_reruns), True
-    iteration, operations = args.iteration, 0
+    iteration, operations, is_first, entered = args.iteration, 0, True, args.iteration
     forward_backward = get_forward_backward_func()
     should_exit = False
     if args.overlap_param_gather:
         enable_forward_pre_hook(model)
     while iteration < args.train_iters and not should_exit:
+        if iteration == entered + 1 and args.distributed_timeout_seconds_after_init is not None:
+            update_pg_timeout(args.distributed_timeout_seconds_after_init)
         args.curr_iteration = iteration
         passes = 2 if iteration + 1 in reruns else 1
         outcome = train_step(None, None, model, optimizer, opt_param_scheduler, None, forward_backward, passes)
@@ -61,7 +63,9 @@ def train(forward_step_func, model, optimizer, opt_param_scheduler, train_data_i
         operations += num_floating_point_operations(args, args.global_batch_size)
         if args.log_params_norm:
             calls.append("norm of parameters")
-        memory_flag = training_log({}, {}, 0.0, iteration, 1.0, memory_flag, 0, None, None, None, None)
+        memory_flag = training_log({}, {}, 0.0, iteration, 1.0, memory_flag, 0, None, None, None, None,
+                                   is_first_iteration=is_first)
+        is_first = False
         if iteration % args.eval_interval == 0 and args.do_valid:
             evaluate_and_print_results("", None, None, model, iteration, None, None)
             forward_backward(forward_only=True)
@@ -83,8 +87,8 @@ def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_sch
     return {}, 0, False, False, 0, grad_norm, zeros, 0
 
 def training_log(loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter,
-                 grad_norm, params_norm, num_zeros_in_grad, max_attention_logit):
-    calls.append("log")
+                 grad_norm, params_norm, num_zeros_in_grad, max_attention_logit, is_first_iteration=False):
+    calls.append("log first" if is_first_iteration and get_args().name_first else "log")
     return False
 
 def post_training_step_callbacks(model, optimizer, opt_param_scheduler, iteration, prof,
@@ -127,6 +131,7 @@ _ELSEWHERE = {
         "                    release=False):\n"
         "    calls.append('save')\n"
     ),
+    "update_pg_timeout": "def update_pg_timeout(timeout, pg=None):\n    calls.append('timeout')\n",
     "get_forward_backward_func": (
         "def get_forward_backward_func():\n"
         "    def forward_backward(forward_only, p2p_communicator=None, pg_collection=None):\n"
@@ -163,6 +168,7 @@ def arguments(**values: Any) -> argparse.Namespace:
     given |= {"consumed_train_samples": 0, "consumed_valid_samples": 0, "skipped_train_samples": 0, "seq_length": 8}
     given |= {"global_batch_size": 4, "micro_batch_size": 2, "overlap_param_gather": False, "broken_iteration": None}
     given |= {"align_param_gather": False, "log_params_norm": False, "no_save_optim": None}
+    given |= {"distributed_timeout_seconds_after_init": None, "name_first": False}
     given |= {
         "data_parallel_size": 1,
         "no_save_rng": None,

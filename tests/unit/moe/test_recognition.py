@@ -203,7 +203,7 @@ def test_dense_checkpoints_are_recognized_with_and_without_common_pt(
     with_common = save(content, tmp_path / "with")
     content.objects["common_state"] = content.common
     without = save(content, tmp_path / "with out")
-    (without / "common.pt").unlink()
+    (without / "common.pt").unlink(missing_ok=True)
     assert kind_of(with_common) is LocationKind.ITERATION
     assert kind_of(without) is LocationKind.ITERATION
 

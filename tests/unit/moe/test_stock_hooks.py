@@ -158,6 +158,15 @@ def test_stages_send_through_the_communicator_of_the_manager() -> None:
     assert "evaluation passes " in said
 
 
+def test_what_the_loop_does_once_after_its_start_is_done_where_all_ranks_train_together() -> None:
+    once = {"name_first": True, "distributed_timeout_seconds_after_init": 300}
+    replayed = train(arguments(train_iters=5, **once), Manager([], replays=2, alone=True)).split()
+    assert replayed.count("timeout") == replayed.count("first") == 1
+    assert replayed.index("rejoin") < replayed.index("first") < replayed.index("timeout")
+    plain = train(arguments(train_iters=5, **once), Manager([])).split()
+    assert plain.index("first") < plain.index("timeout")
+
+
 def test_without_a_strategy_nothing_is_called() -> None:
     said = train(arguments(moe_ckpt_strategy="none", train_iters=1))
     assert said == "data passes optimizer reduce reduce log callbacks"
@@ -172,7 +181,13 @@ def test_no_seam_can_go_without_a_trace(removed: str) -> None:
         "saved": (arguments(exit_interval=2, save="somewhere"), lambda: Manager([])),
         "not to be written": (arguments(save="/dev/null/save", ckpt_format="torch_dist"), lambda: Manager([])),
         "replayed": (
-            arguments(overlap_param_gather=True, do_valid=True, eval_interval=1),
+            arguments(
+                overlap_param_gather=True,
+                do_valid=True,
+                eval_interval=1,
+                name_first=True,
+                distributed_timeout_seconds_after_init=300,
+            ),
             lambda: Manager([], replays=2, alone=True),
         ),
     }

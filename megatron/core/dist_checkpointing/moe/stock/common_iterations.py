@@ -9,28 +9,27 @@ has a table of all that depends on the entry.
 
 from __future__ import annotations
 
+import inspect
 from datetime import timedelta
 from typing import Any
-
-from megatron.core import parallel_state
 
 
 class CommonIterations:
     """Common iterations since this process was restored, or started.
 
     Args:
-        args: Of Megatron-LM.
+        loop: The module that has the loop.
     """
 
-    def __init__(self, args: Any) -> None:
-        self._args, self._begun = args, 0
+    def __init__(self, loop: Any) -> None:
+        self._loop, self._begun = loop, 0
 
     def begin(self) -> None:
         """A common iteration begins. A collective of all ranks in the second one, if a timeout is to be set."""
         self._begun += 1
-        seconds = self._args.distributed_timeout_seconds_after_init
+        seconds = self._loop.get_args().distributed_timeout_seconds_after_init
         if self._begun == 2 and seconds is not None:
-            parallel_state.update_pg_timeout(timedelta(seconds=seconds))
+            inspect.unwrap(self._loop.update_pg_timeout)(timedelta(seconds=seconds))
 
     @property
     def is_first(self) -> bool:

@@ -194,7 +194,7 @@ class Hooks:
             # May make a step that this rank missed: data iterators are built behind it. A replay begins only in the
             # first iteration: the loop sets up hooks of the model before, which a replay takes out.
             manager.begin()
-        self._common = CommonIterations(args)
+        self._common = CommonIterations(self._loop)
         recovered = iteration > 0 and not loaded
         self._catch_up = CatchUp(self._loop, state, manager, recovered=recovered)
         self._catch_up.agree()
