@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-ITERATIONS, WINDOW, KILL_AT, KILLED_RANK = 80, 4, 50, 2
+ITERATIONS, WINDOW, KILL_AT, KILLED_RANK = 60, 4, 40, 2
 LOSS_TO_REACH = 3.4
 AT_MOST_AGAIN = 2
 """Iterations that are trained again after a fault with `full`: the copy of the last one may not have been complete."""

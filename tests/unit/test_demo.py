@@ -56,15 +56,15 @@ def last_bit_changed(killed: list[dict[str, Any]]) -> None:
 
 
 def replayed_otherwise(killed: list[dict[str, Any]]) -> None:
-    killed[50]["lm_loss"] = 1.0
+    killed[40]["lm_loss"] = 1.0
 
 
 def one_lost(killed: list[dict[str, Any]]) -> None:
-    del killed[60]
+    del killed[50]
 
 
 def one_trained_again(killed: list[dict[str, Any]]) -> None:
-    killed[51]["replayed"] = False
+    killed[41]["replayed"] = False
 
 
 @pytest.mark.parametrize("change", [last_bit_changed, replayed_otherwise, one_lost, one_trained_again])
