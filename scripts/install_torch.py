@@ -35,7 +35,8 @@ def main() -> int:
             return 1
         sys.stdout.write(f"torch {present} is installed and stays\n")
         return 0
-    requirement = TORCH if _has_gpu() else _cpu_build() or TORCH
+    has_gpu = _has_gpu()
+    requirement = TORCH if has_gpu else _cpu_build() or TORCH
     found, refused = _resolved(requirement)
     if not found and requirement != TORCH:  # constraints may not allow the CPU build
         requirement = TORCH
@@ -44,7 +45,7 @@ def main() -> int:
         sys.stderr.write(f"{_why_not(refused)}\n")
         return 1
     cuda = [name for name in found if name.startswith(("nvidia-", "cuda-", "triton"))]
-    if cuda and not _has_gpu():
+    if cuda and not has_gpu:
         sys.stdout.write(
             f"installing the CUDA build of torch {found['torch']}, several GB: this machine has no GPU, and the package"
             " index has no CPU build for this Python; TORCH_INDEX_URL names another index\n"

@@ -129,9 +129,8 @@ class _Careful(LocalElasticAgent if TYPE_CHECKING else object):  # type: ignore[
                 pid, f"{state}, it does not answer" if pid in hung.silent else state, stood_s,
                 f"; it is in {beat.place}" if beat.place else "",
             )  # fmt: skip
-        for pid in sorted(
-            ranks.keys() - hung.pids, key=ranks.__getitem__
-        ):  # those in a recovery, which may wait for them
+        others = ranks.keys() - hung.pids  # in a recovery, or at its end: the hung ones may wait for them
+        for pid in sorted(others, key=ranks.__getitem__):
             beat = beats[pid]
             if beat is not None and beat.place:
                 log.error("%s: local rank %d (process %d) is in %s", node_name(), ranks[pid], pid, beat.place)

@@ -34,12 +34,8 @@ def no_results_queue() -> Iterator[None]:
 
     Starting one imports torch anew on every rank, which takes longer than many a save.
     """
-    original = getattr(filesystem_async, _QUEUE)
-    setattr(filesystem_async, _QUEUE, lambda *unused: None)
-    try:
+    with _results_queue(lambda *unused: None):
         yield
-    finally:
-        setattr(filesystem_async, _QUEUE, original)
 
 
 @contextlib.contextmanager
@@ -53,7 +49,15 @@ def results_in_process(is_async: Callable[[], bool]) -> Iterator[None]:
     """
     original = getattr(filesystem_async, _QUEUE)
     results: queue.Queue[Any] = queue.Queue()
-    setattr(filesystem_async, _QUEUE, lambda *given: original(*given) if is_async() else results)
+    with _results_queue(lambda *given: original(*given) if is_async() else results):
+        yield
+
+
+@contextlib.contextmanager
+def _results_queue(make: Callable[..., Any]) -> Iterator[None]:
+    """A block in which core's writer takes its results queue from `make`."""
+    original = getattr(filesystem_async, _QUEUE)
+    setattr(filesystem_async, _QUEUE, make)
     try:
         yield
     finally:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from moe_ckpt.dense import integrity
 from moe_ckpt.dense.dense import open_dense
-from moe_ckpt.dense.integrity import NAME, UNSIGNED, FileSum
+from moe_ckpt.dense.integrity import NAME, FileSum
 from moe_ckpt.dense.names import RELEASE, TRACKER
 
 from ..errors import UnreadableCheckpoint, UsageError
@@ -109,13 +109,8 @@ def _sums(folder: Path, args: Any) -> Mapping[Path, FileSum] | None:
     """What the files of a checkpoint were, None if nobody wrote that down. Raises UnreadableCheckpoint."""
     if not folder.is_dir():
         raise UnreadableCheckpoint(f"{folder} is missing; take another iteration")
-    sums = integrity.read(folder)
-    if sums is not None:
+    if is_keyed() or (folder / NAME).exists():
         return integrity.expected(folder, {})
-    if is_keyed():
-        raise UnreadableCheckpoint(
-            f"{folder} has no {NAME}, so it is not signed, and anybody may have made it: {UNSIGNED}"
-        )
     others = any(folder.glob("mp_rank_0*")) or (args.ckpt_format != "torch_dist" and not args.auto_detect_ckpt_format)
     return None if others else integrity.expected(folder, open_dense(folder).common)
 
@@ -147,7 +142,7 @@ def _tracked(directory: CheckpointDirectory) -> list[_Loadable]:
         tracked = directory.tracked()
     except UnreadableCheckpoint as error:
         raise UsageError(f"--load {root}: {error}; repair the tracker, or remove it to begin anew") from error
-    if tracked == RELEASE or not isinstance(tracked, int):
+    if not isinstance(tracked, int):
         return [_Loadable(root, RELEASE)]
     named = _Loadable(root, f"iter_{tracked:07d}")
     return [named, *(_older(root, iteration) for iteration in iterations if 0 < iteration < tracked)]
