@@ -62,7 +62,6 @@ def test_a_fault_in_the_first_window_begins_anew_with_the_same_result(
     assert_identical(run, fault_free(case))
 
 
-@pytest.mark.own_loop  # after loading a dense checkpoint the next iteration differs in Megatron-LM's loop
 def test_a_fault_in_the_first_window_after_loading_a_checkpoint_loads_it_again(
     cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:
@@ -74,7 +73,6 @@ def test_a_fault_in_the_first_window_after_loading_a_checkpoint_loads_it_again(
     assert_identical(run, expected, after=12)
 
 
-@pytest.mark.own_loop  # after loading a dense checkpoint the next iteration differs in Megatron-LM's loop
 def test_the_last_dense_checkpoint_is_taken_where_it_is_newer_than_the_last_whole_window(
     cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:

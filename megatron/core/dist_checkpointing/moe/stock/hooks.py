@@ -198,7 +198,7 @@ class Hooks:
         recovered = iteration > 0 and not loaded
         self._catch_up = CatchUp(self._loop, state, manager, recovered=recovered)
         self._catch_up.agree()
-        self._random = random_states() if recovered else None
+        self._random = random_states() if iteration > 0 else None
 
     def _build_data(self, call: Call) -> Any:
         with self._catch_up.reading_on():
