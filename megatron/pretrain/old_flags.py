@@ -7,11 +7,7 @@ from collections.abc import Mapping, Sequence
 from megatron.pretrain.errors import InvalidInput
 
 _CONVERT = "run `moe-ckpt convert --to hf` on a saved checkpoint, beside training if you like"
-_PARTIAL = "use --moe-ckpt-strategy pec with --moe-ckpt-persist-dir, which stores some experts at a time"
 OLD_FLAGS: Mapping[str, str] = {
-    "--save-experts": _PARTIAL,
-    "--save-experts-selection": "use --moe-ckpt-strategy pec with --moe-ckpt-pec-selection",
-    "--save-experts-scope": "use --moe-ckpt-strategy pec with --moe-ckpt-pec-scope",
     "--export-hf-interval": _CONVERT,
     "--export-hf": _CONVERT,
     "--hf-model": "give it to `moe-ckpt convert --to hf`, which makes the folder",

@@ -239,7 +239,10 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "`--save-experts`",
-        Absent("use `--moe-ckpt-strategy pec` with `--moe-ckpt-persist-dir`"),
+        Works(
+            "tests/process/test_partial_saves.py::"
+            "test_a_resumed_run_goes_on_as_if_the_stale_experts_had_been_put_in_by_hand"
+        ),
         _OF_THE_LOOP,
         _OF_THE_LOOP,
     ),

@@ -12,8 +12,10 @@ from typing import Any
 import torch.distributed as dist
 
 from moe_ckpt.dense import integrity
+from moe_ckpt.dense.chain import MANIFEST
 from moe_ckpt.dense.dense import open_dense
 from moe_ckpt.dense.integrity import NAME, FileSum
+from moe_ckpt.dense.merged import open_merged
 from moe_ckpt.dense.names import RELEASE, TRACKER
 
 from ..errors import UnreadableCheckpoint, UsageError
@@ -47,12 +49,15 @@ class _Loadable:
 
 
 @contextlib.contextmanager
-def intact_checkpoint(args: Any, load_arg: str = "load") -> Iterator[None]:
+def intact_checkpoint(args: Any, load_arg: str = "load") -> Iterator[Path | None]:
     """A block in which Megatron-LM loads the newest checkpoint that is as it was saved. A collective.
 
     Args:
         args: Of Megatron-LM. In the block they name that checkpoint, if it is not the one that they named.
         load_arg: The argument that names the folder.
+
+    Yields:
+        The folder of that checkpoint; None where there is none.
 
     Raises:
         UnreadableCheckpoint: On all ranks: there are checkpoints, and none that was asked for is intact.
@@ -60,14 +65,19 @@ def intact_checkpoint(args: Any, load_arg: str = "load") -> Iterator[None]:
     """
     chosen = _chosen(on_rank_zero(lambda: _candidates(args, load_arg), (UsageError,)), args)
     if chosen is None:
-        yield
+        yield None
         return
     before = {name: getattr(args, name) for name in chosen.settings}
     try:
         vars(args).update(chosen.settings)
-        yield
+        yield chosen.folder
     finally:
         vars(args).update(before)
+
+
+def has_chain(folder: Path) -> bool:
+    """Whether a checkpoint says which others its experts are loaded from."""
+    return (folder / MANIFEST).exists()
 
 
 def _chosen(candidates: list[_Loadable], args: Any) -> _Loadable | None:
@@ -109,8 +119,13 @@ def _sums(folder: Path, args: Any) -> Mapping[Path, FileSum] | None:
     """What the files of a checkpoint were, None if nobody wrote that down. Raises UnreadableCheckpoint."""
     if not folder.is_dir():
         raise UnreadableCheckpoint(f"{folder} is missing; take another iteration")
-    if is_keyed() or (folder / NAME).exists():
-        return integrity.expected(folder, {})
+    is_sealed = is_keyed() or (folder / NAME).exists()
+    sums = integrity.expected(folder, {}) if is_sealed else None
+    merged = open_merged(folder)
+    if merged is not None:  # its experts are loaded from other checkpoints, too
+        return integrity.sums_of(merged.parts.values())
+    if is_sealed:
+        return sums
     others = any(folder.glob("mp_rank_0*")) or (args.ckpt_format != "torch_dist" and not args.auto_detect_ckpt_format)
     return None if others else integrity.expected(folder, open_dense(folder).common)
 

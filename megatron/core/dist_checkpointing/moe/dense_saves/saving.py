@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -22,12 +22,23 @@ from .writing import Finishing, finish, summed, take_sums, write_now
 log = logging.getLogger(__name__)
 
 
+class Addition(Protocol):
+    """Adds files of its own to checkpoints."""
+
+    def complete(self, staging: Path, iteration: int) -> None:
+        """Before a checkpoint is sealed, on rank 0: add to its folder. Raises OSError."""
+
+    def published(self, iteration: int) -> None:
+        """On all ranks, when the checkpoint is there."""
+
+
 @dataclass(frozen=True)
 class _BegunSave:
     """One that Megatron-LM has begun."""
 
     directory: CheckpointDirectory
     iteration: int
+    addition: Addition | None = None
 
     @property
     def staging(self) -> Path:
@@ -57,9 +68,11 @@ class DenseSaves:
         """Whether the newest checkpoint that was published to `root` is that of this iteration."""
         return self._published.get(Path(root)) == iteration
 
-    def checkpoint(self, root: str | Path, iteration: int, save: Callable[[], Any]) -> Any:
+    def checkpoint(
+        self, root: str | Path, iteration: int, save: Callable[[], Any], addition: Addition | None = None
+    ) -> Any:
         """What `save` returns, which saves `iteration` below `root`; None where it could not be saved."""
-        begun = _BegunSave(CheckpointDirectory(root), iteration)
+        begun = _BegunSave(CheckpointDirectory(root), iteration, addition)
         try:
             self._prepare(begun)
             self._begun = begun
@@ -93,7 +106,12 @@ class DenseSaves:
         if not is_async:
             write_now(request)
         sums: dict[str, FileSum] = {}
-        steps = [lambda: self._take(begun, sums), *request.finalize_fns, lambda: self._publish(begun, sums)]
+        steps = [
+            lambda: self._take(begun, sums),
+            *request.finalize_fns,
+            lambda: self._publish(begun, sums),
+            lambda: self._published_everywhere(begun),
+        ]
         if is_async:
             return request._replace(finalize_fns=Finishing(steps, lambda why: self._give_up(begun, why)))
         for step in steps:
@@ -126,10 +144,17 @@ class DenseSaves:
         if dist.get_rank() == 0:
             # Shards that other nodes wrote to disks of their own are missing here: not a checkpoint to be loaded.
             require_complete(begun.staging)
+            if begun.addition is not None:
+                begun.addition.complete(begun.staging, begun.iteration)
             seal(begun.staging, sums)
             begun.directory.place(begun.iteration)
+
+    def _published_everywhere(self, begun: _BegunSave) -> None:
+        """A step of its own: that of rank 0 before it may have failed, which ends the save on all ranks."""
         self._in_flight.discard(begun)
         self._published[begun.directory.root] = begun.iteration
+        if begun.addition is not None:
+            begun.addition.published(begun.iteration)
 
     def _give_up(self, begun: _BegunSave, why: str) -> None:
         self._in_flight.discard(begun)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..dense_saves.choosing import intact_checkpoint
+from ..dense_saves.choosing import has_chain, intact_checkpoint
 from ..dense_saves.directory import CheckpointDirectory
 from ..dense_saves.saving import DenseSaves
 from .seams import Call
@@ -25,16 +26,45 @@ class StockSaves:
 
     def __init__(self, args: Any, secret: str | None) -> None:
         self._args, self._saves = args, DenseSaves(secret)
+        self._loaded: Path | None = None
+        self._experts: Any = None
+
+    def protect(self, chunks: Any, *, loaded: bool) -> None:
+        """Training goes on here; loaded: from the checkpoint that was loaded last."""
+        if self._experts is not None:
+            self._experts.close()
+            self._experts = None
+        if getattr(self._args, "save_experts", None) is not None:
+            from ..partial_saves.saving import ExpertSaves  # only for jobs that ask for it
+
+            self._experts = ExpertSaves(self._args, chunks, self._loaded if loaded else None)
 
     def load(self, call: Call) -> Any:
         """`load_checkpoint`, of the newest checkpoint that is intact. Raises UnreadableCheckpoint, UsageError."""
-        with intact_checkpoint(self._args, call["load_arg"]):
+        with intact_checkpoint(self._args, call["load_arg"]) as self._loaded:
             return call.go_on()
+
+    def load_shards(self, call: Call) -> Any:
+        """Core's `load` inside of it."""
+        folder = self._loaded
+        if folder is None or Path(call["checkpoint_dir"]) != folder or not has_chain(folder):
+            return call.go_on()
+        from ..partial_saves.loading import merging  # only for checkpoints with some of the experts
+
+        return call.replacing(sharded_strategy=merging(folder, call["sharded_strategy"], call["strict"])).go_on()
 
     def save(self, call: Call) -> Any:
         """`save_checkpoint`; a checkpoint that cannot be written is reported, and training goes on."""
         root = None if call["release"] else self._root(transient=call["non_persistent_ckpt"])
-        return call.go_on() if root is None else self._saves.checkpoint(root, call["iteration"], call.go_on)
+        if root is None:
+            return call.go_on()
+        return self._saves.checkpoint(root, call["iteration"], partial(self._save, call, root), self._experts)
+
+    def _save(self, call: Call, root: str) -> Any:
+        if self._experts is None:
+            return call.go_on()
+        with self._experts.generating(call["optimizer"], CheckpointDirectory(root), call["iteration"]):
+            return call.go_on()
 
     def shards(self, call: Call) -> Any:
         """Core's `save` inside of it."""

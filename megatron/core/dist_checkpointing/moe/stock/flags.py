@@ -10,6 +10,8 @@ from .. import features
 from ..config import MoECheckpointConfig, add_flags, from_namespace
 from ..contradictions import contradictions, inelastic
 from ..errors import UsageError
+from ..partial_saves.settings import ExpertSaveFlags
+from ..partial_saves.settings import refusals as unfit_expert_saves
 from ..runtime.process_info import ranks_of_node
 from ..seats.seat import take_seat
 from ..strategies import STRATEGIES
@@ -24,6 +26,7 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     take_seat()
     choices = {"strategy": ("none", *STRATEGIES)}
     add_flags(parser, MoECheckpointConfig, "checkpoint subsystem", MoECheckpointConfig.PREFIX, choices)
+    add_flags(parser, ExpertSaveFlags, "checkpoints with some of the experts")
     return parser
 
 
@@ -57,9 +60,10 @@ def check(config: MoECheckpointConfig, args: argparse.Namespace, version: str) -
     return f"{known}; training goes on with --moe-ckpt-strategy {config.strategy}, which relies on little of it"
 
 
-def check_unused(config: MoECheckpointConfig) -> None:
+def check_unused(config: MoECheckpointConfig, args: argparse.Namespace) -> None:
     """Raises UsageError for settings that have no effect without a strategy."""
-    if wrong := "; ".join(contradictions(config, world_size=1, num_experts=0, use_distributed_optimizer=False)):
+    unused = contradictions(config, world_size=1, num_experts=0, use_distributed_optimizer=False)
+    if wrong := "; ".join((*unused, *unfit_expert_saves(args, config.strategy))):
         raise UsageError(wrong)
 
 
@@ -74,6 +78,7 @@ def refusals(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[
         if value is not None and applies(value):
             shown = "" if value is True else f" {_shown(value)}"
             yield f"--{name.replace('_', '-')}{shown} does not go with --moe-ckpt-strategy {config.strategy}: {reason}"
+    yield from unfit_expert_saves(args, config.strategy)
     if config.elastic is not None:
         yield from _unfit_sizes(config, args)
 

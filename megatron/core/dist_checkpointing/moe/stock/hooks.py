@@ -111,7 +111,7 @@ class Hooks:
 
     def of_saving(self) -> Mapping[str, Hook]:
         """For `seams.installed`, of core's functions."""
-        return {"save": functools.partial(self._if_protected, self._save_shards)}
+        return {"save": functools.partial(self._if_protected, self._save_shards), "load": self._load_shards}
 
     def _if_protected(self, hook: Hook, call: Call) -> Any:
         return call.go_on() if self._manager is None else hook(call)
@@ -120,7 +120,7 @@ class Hooks:
         args = self._args = self._loop.get_args()
         config = flags.read(args)
         if config.strategy == "none":
-            flags.check_unused(config)
+            flags.check_unused(config, args)
             if not config.inject_fault and self._report is None:
                 return call.go_on()
         else:
@@ -196,6 +196,8 @@ class Hooks:
             manager.begin()
         self._common = CommonIterations(self._loop)
         recovered = iteration > 0 and not loaded
+        if self._saves is not None:
+            self._saves.protect(model, loaded=loaded)
         self._catch_up = CatchUp(self._loop, state, manager, recovered=recovered)
         self._catch_up.agree()
         self._random = random_states() if iteration > 0 else None
@@ -349,6 +351,9 @@ class Hooks:
 
     def _save_shards(self, call: Call) -> Any:
         return call.go_on() if self._saves is None else self._saves.shards(call)
+
+    def _load_shards(self, call: Call) -> Any:
+        return call.go_on() if self._saves is None else self._saves.load_shards(call)
 
     def _enable_forward_pre_hook(self, call: Call) -> Any:
         return self._quiet.later(call) if self._manager.is_replaying else call.go_on()

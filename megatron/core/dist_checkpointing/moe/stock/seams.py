@@ -41,6 +41,7 @@ class Seam:
 _OBJECTS = "model", "optimizer", "opt_param_scheduler"
 _CHECKPOINTED = *_OBJECTS, "checkpointing_context"
 _DATA = "forward_step_func", "train_data_iterator", "valid_data_iterator"
+_SAVES = "iteration", "optimizer", "non_persistent_ckpt", "release"
 _REDUCTIONS = "logical_and_across_model_parallel_group", "reduce_max_stat_across_model_parallel_group"
 
 _SEAMS_0_19 = (
@@ -54,7 +55,11 @@ _SEAMS_0_19 = (
     Seam("post_training_step_callbacks", ("num_floating_point_operations_since_last_log_event",)),
     Seam("checkpoint_and_decide_exit", ("iteration", "num_floating_point_operations_so_far")),
     Seam("save_checkpoint_and_time", ("iteration", "non_persistent_ckpt")),
-    Seam("save_checkpoint", ("iteration", "non_persistent_ckpt", "release"), "megatron.training.checkpointing"),
+    Seam(
+        "save_checkpoint",
+        ("iteration", "optimizer", "non_persistent_ckpt", "release"),
+        "megatron.training.checkpointing",
+    ),
     Seam("enable_forward_pre_hook", ("model_chunks",)),
     Seam("update_pg_timeout", ("timeout",), "megatron.core.parallel_state"),
     *(Seam(name, (), "megatron.training.utils.common_utils") for name in _REDUCTIONS),
@@ -68,11 +73,16 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {"0.17": _SEAMS_0_17, "0.18": _SEAMS_0_1
 
 
 SAVING = "megatron.core.dist_checkpointing"
-"""The module in which the loop's `save_checkpoint` looks up core's `save`."""
+"""The module in which the loop's `save_checkpoint` and `load_checkpoint` look up core's `save` and `load`."""
 
 _SAVED = "checkpoint_dir", "async_sharded_save", "async_strategy", "content_metadata"
 
-SAVING_SEAMS: tuple[Seam, ...] = (Seam("save", _SAVED, f"{SAVING}.serialization"),)
+_LOADED = "checkpoint_dir", "sharded_strategy", "strict"
+
+SAVING_SEAMS: tuple[Seam, ...] = (
+    Seam("save", _SAVED, f"{SAVING}.serialization"),
+    Seam("load", _LOADED, f"{SAVING}.serialization"),
+)
 """Of that module, in all these releases."""
 
 

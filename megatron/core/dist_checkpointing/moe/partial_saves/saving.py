@@ -1,0 +1,205 @@
+"""Which experts a checkpoint holds, and how Megatron-LM comes to generate the state of these alone.
+
+Megatron-LM's `generate_state_dict` asks each model chunk, and then the optimizer, for its `sharded_state_dict`. In the
+block of `generating` these calls leave out what stays in older checkpoints, so that nothing of it is copied from the
+device or written. The optimizer names its state after the shards of all weights: it gets them whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import logging
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
+from megatron.core.utils import unwrap_model
+from moe_ckpt.dense.chain import MANIFEST, PARTIAL_BACKEND_VERSION, Chain, encode, read_chain
+from moe_ckpt.dense.partial_saves import PartialSaves, after_loading
+
+from ..dense_saves.agreement import on_rank_zero
+from ..dense_saves.directory import CheckpointDirectory
+from ..errors import UnreadableCheckpoint
+from ..megatron_state.module_tree import layers_of_routers
+from ..megatron_state.popularity import TokenCounter
+from ..storage.atomic import write_atomically
+from .lineage import Lineage, summed
+from .shards import built, entries, selected
+
+log = logging.getLogger(__name__)
+
+Generate = Callable[..., dict[str, Any]]
+
+
+class ExpertSaves:
+    """Chooses the experts of each checkpoint of a job, and adds the manifest that says where the others are.
+
+    Args:
+        args: Of Megatron-LM, with `ExpertSaveFlags` among them.
+        chunks: The model chunks of this rank, as the loop has them.
+        loaded: The folder of the checkpoint that training goes on from; None if from none.
+    """
+
+    def __init__(self, args: Any, chunks: Sequence[torch.nn.Module], loaded: Path | None) -> None:
+        self._args = args
+        self._chunks = chunks
+        self._lineage = Lineage(on_rank_zero(lambda: _continued(args, loaded)))
+        by_load = args.save_experts_selection == "load-aware"
+        self._counter = TokenCounter(chunks) if by_load else None
+        self._chains: dict[int, Chain] = {}
+
+    def close(self) -> None:
+        """Count tokens no longer."""
+        if self._counter is not None:
+            self._counter.close()
+
+    @contextlib.contextmanager
+    def generating(self, optimizer: Any, directory: CheckpointDirectory, iteration: int) -> Iterator[None]:
+        """A block in which the state that is generated is what the checkpoint of `iteration` holds. A collective."""
+        whole: dict[str, Any] = {}
+
+        def of_chunk(index: int, generate: Generate, *given: Any, **options: Any) -> dict[str, Any]:
+            generated = whole[f"model{index}"] = generate(*given, **options)
+            parts = built(generated)
+            if index == 0:
+                self._chains[iteration] = self._next_chain(parts, directory, iteration)
+            return selected(parts, self._chains[iteration])
+
+        def of_optimizer(generate: Generate, _: Any, *given: Any, **options: Any) -> dict[str, Any]:
+            return selected(built(generate(whole, *given, **options)), self._chains[iteration])
+
+        with contextlib.ExitStack() as stack:
+            for index, chunk in enumerate(unwrap_model(list(self._chunks))):
+                stack.enter_context(_generating(chunk, functools.partial(of_chunk, index)))
+            if optimizer is not None:
+                stack.enter_context(_generating(optimizer, of_optimizer))
+            yield
+
+    def complete(self, staging: Path, iteration: int) -> None:
+        """Add to a checkpoint that is about to be published which experts it holds; on rank 0. Raises OSError."""
+        chain = self._chains[iteration]
+        write_atomically(staging / MANIFEST, encode(chain))
+        if not chain.is_complete:
+            # Releases before 0.19 refuse it then; from 0.19 on core does not find the experts under stock's names.
+            marker = json.dumps(dataclasses.asdict(CheckpointingConfig("torch_dist", PARTIAL_BACKEND_VERSION)))
+            write_atomically(staging / CONFIG_FNAME, marker.encode())
+
+    def published(self, iteration: int) -> None:
+        """The checkpoint of `iteration` is there."""
+        self._lineage.saved(self._chains.pop(iteration))
+
+    def _next_chain(self, generated: dict[str, Any], directory: CheckpointDirectory, iteration: int) -> Chain:
+        """What the checkpoint of `iteration` will hold, the same on every rank; a collective over all ranks."""
+        counted = self._counter.take()() if self._counter is not None else {}
+        experts = _live_experts(generated, self._chunks, counted)
+        self._lineage.count(experts.tokens)
+        args = self._args
+        saves = PartialSaves(
+            experts.stages,
+            experts.num_experts,
+            experts.stacked_layers,
+            args.expert_model_parallel_size,
+            content_of(args),
+            args.save_experts,
+            args.save_experts_selection,
+            args.save_experts_scope,
+        )
+        chain: Chain = on_rank_zero(lambda: _decided(saves, directory, self._lineage, iteration))
+        return chain
+
+
+@contextlib.contextmanager
+def _generating(owner: Any, changed: Callable[..., dict[str, Any]]) -> Iterator[None]:
+    """A block in which `owner.sharded_state_dict` is `changed`, which gets the original first."""
+    original = owner.sharded_state_dict
+    owner.sharded_state_dict = lambda *given, **options: changed(original, *given, **options)
+    try:
+        yield
+    finally:
+        del owner.sharded_state_dict
+
+
+@dataclasses.dataclass(frozen=True)
+class _LiveExperts:
+    """What the model has.
+
+    stages: MoE layers by pipeline stage. stacked_layers: length of the axis that counts layers in the tensors of
+    experts, None where each layer has tensors of its own. tokens: that all ranks counted, by layer and expert.
+    """
+
+    stages: tuple[tuple[int, ...], ...]
+    num_experts: int
+    stacked_layers: int | None
+    tokens: Mapping[int, tuple[int, ...]]
+
+
+def _live_experts(
+    generated: dict[str, Any], chunks: Sequence[torch.nn.Module], counted: Mapping[int, tuple[int, ...]]
+) -> _LiveExperts:
+    shapes = {
+        (shard.global_shape[entry.axes - 1], shard.global_shape[0] if entry.axes == 2 else None)
+        for entry, shard in entries(generated)
+    }
+    layers = sorted(set(layers_of_routers(chunks).values()))
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (parallel_state.get_pipeline_model_parallel_rank(), layers, shapes, dict(counted)))
+    stages: dict[int, set[int]] = {}
+    tokens: dict[int, tuple[int, ...]] = {}
+    for stage, of_rank, _, of_routers in gathered:
+        stages.setdefault(stage, set()).update(of_rank)
+        tokens = summed(tokens, of_routers)
+    ((num_experts, stacked_layers),) = {shape for _, _, of_rank, _ in gathered for shape in of_rank}
+    by_stage = tuple(tuple(sorted(stages[stage])) for stage in sorted(stages))
+    return _LiveExperts(by_stage, num_experts, stacked_layers, tokens)
+
+
+def content_of(args: Any) -> str:
+    """What is saved of the state, and the layout that the rotation of experts follows; compared between iterations."""
+    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+    state = "no optimizer"
+    if not args.no_save_optim:
+        state = "distributed optimizer" if args.use_distributed_optimizer else "replicated optimizer"
+    sizes = f"PP {args.pipeline_model_parallel_size}, EP {args.expert_model_parallel_size}"
+    return f"{precision}, {state}, {sizes}"
+
+
+def _continued(args: Any, loaded: Path | None) -> Chain | None:
+    """The chain that saving goes on with, if `--save` is the directory loaded from and all that it holds was loaded."""
+    in_part = args.finetune or (args.no_load_optim and not args.no_save_optim)
+    if loaded is None or in_part or loaded.parent.resolve() != Path(args.save).resolve():
+        return None
+    chain = read_chain(loaded)
+    return None if chain is None or chain.content != content_of(args) else after_loading(chain)
+
+
+def _decided(saves: PartialSaves, directory: CheckpointDirectory, lineage: Lineage, iteration: int) -> Chain:
+    mark, previous = secrets.token_hex(8), lineage.chain
+    obstacle = None if previous is None else _obstacle(directory, previous, iteration)
+    if obstacle:
+        log.warning("the checkpoint of iteration %d is written with all experts: %s", iteration, obstacle)
+    if previous is None or obstacle or not saves.continues(previous):
+        return saves.complete(iteration, mark)
+    return saves.following(previous, iteration, mark, lineage.counted)
+
+
+def _obstacle(directory: CheckpointDirectory, previous: Chain, iteration: int) -> str | None:
+    """Why `iteration` cannot leave experts to the iterations of `previous`."""
+    if iteration <= previous.iteration:
+        return f"it would replace iteration {previous.iteration}, which holds some of them"
+    for needed, mark in sorted(previous.marks.items()):
+        try:
+            found = read_chain(directory.folder(needed))
+        except UnreadableCheckpoint as error:
+            return str(error)
+        if found is None or found.marks.get(needed) != mark:
+            return f"{directory.folder(needed)}, which holds some of them, is missing or was replaced"
+    return None
