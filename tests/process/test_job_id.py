@@ -12,12 +12,9 @@ from pathlib import Path
 
 import pytest
 from attempts import Cluster
-from runs import Layout, Train, differences, digest
-from runs import flags_of_own_loop as flags
+from runs import Layout, Train, differences, digest, flags
 from torch.distributed import TCPStore
 from world import HANG_TIMEOUT_S, ROOT
-
-pytestmark = pytest.mark.own_loop
 
 LOST_NODE = Path(__file__).with_name("lost_node.py")
 LAYOUT = Layout(pp=2, ep=1, ranks=2)
@@ -39,7 +36,7 @@ class Agents:
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", meeting, "--rdzv-conf", patience]
         environment = os.environ | {
             "MOE_CKPT_NODE": node, "MEMORY": str(self._memory), "TMPDIR": str(self._folder), "OMP_NUM_THREADS": "1",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "LOOP": "own",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }  # fmt: skip
         command = [sys.executable, *torchrun.split(), *rendezvous, str(LOST_NODE), *self._argv]
         with (self._folder / f"{node}.log").open("wb") as log:
