@@ -6,11 +6,8 @@ from pathlib import Path
 
 import pytest
 from attempts import Cluster
-from runs import Launch, Layout, Train, differences, digest
-from runs import flags_of_own_loop as flags
+from runs import Launch, Layout, Train, differences, digest, flags
 from world import ROOT
-
-pytestmark = pytest.mark.own_loop
 
 STOPPED = str(ROOT / "tests" / "process" / "stopped_rank.py")
 LAYOUT = Layout(pp=2, ep=1, ranks=2)
