@@ -5,10 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runs import Launch, Layout
-from runs import flags_of_own_loop as flags
-
-pytestmark = pytest.mark.own_loop
+from runs import Launch, Layout, flags
 
 SCRIPT = Path(__file__).with_name("listening.py")
 
