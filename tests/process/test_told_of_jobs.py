@@ -10,19 +10,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 from attempts import Cluster, Nodes
 from click.testing import CliRunner
 from local_runs import PAIR
-from runs import flags_of_own_loop as flags
-from runs import reports_in
+from runs import flags, reports_in
 from sparse_runs import UNTIED
 
 from moe_ckpt.commands.main import commands
 from moe_ckpt.runs.page import render
 from moe_ckpt.runs.sources import read_runs
-
-pytestmark = pytest.mark.own_loop
 
 SPARSE = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "2", *UNTIED)
 
