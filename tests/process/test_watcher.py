@@ -13,14 +13,11 @@ from typing import Any
 import pytest
 from attempts import Cluster
 from local_runs import PAIR, assert_only_replayed, case, recover
-from runs import Start, metrics, published
-from runs import flags_of_own_loop as flags
+from runs import Start, flags, metrics, published
 from sparse_runs import FaultFree, assert_identical
 from test_ending import wait_for_reports
 from watcher_hooks import PATIENCE_S, standing
 from world import HANG_TIMEOUT_S
-
-pytestmark = pytest.mark.own_loop
 
 SEALED_WITHIN_S = 30.0
 """Seconds on a machine that has nothing else to do; without the watcher a call of C would not end at all."""
