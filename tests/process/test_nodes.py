@@ -15,8 +15,6 @@ from world import HANG_TIMEOUT_S, ROOT, free_port
 
 from megatron.pretrain.processes import kill_processes_with, processes_with
 
-pytestmark = pytest.mark.own_loop
-
 PATIENCE_S = 3.0
 RUN_NODES = """
 import logging, sys
