@@ -16,8 +16,6 @@ from runs import reports_in
 from sparse_runs import BF16, LENGTH
 from world import Outcome
 
-pytestmark = pytest.mark.own_loop
-
 SPARSE = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-recovery", "auto", *BF16, *LENGTH)
 
 
