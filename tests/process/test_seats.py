@@ -16,13 +16,10 @@ from typing import Any
 import psutil
 import pytest
 from attempts import Cluster
-from runs import Launch, Layout, Train, differences, digest
-from runs import flags_of_own_loop as flags
+from runs import Launch, Layout, Train, differences, digest, flags
 from world import HANG_TIMEOUT_S, ROOT, free_port
 
 from megatron.pretrain.bound_store import bound_store
-
-pytestmark = pytest.mark.own_loop
 
 WORKER = Path(__file__).with_name("seat_worker.py")
 
