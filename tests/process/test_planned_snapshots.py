@@ -28,8 +28,6 @@ from moe_ckpt.commands.plan.drive import job_of
 from moe_ckpt.commands.plan.options import PlannedJob
 from moe_ckpt.simulator.driver import Driver
 
-pytestmark = pytest.mark.own_loop
-
 LAYOUT = Layout(tp=1, pp=2, ep=2, ranks=4)
 ITERATIONS = 14
 TOKENS = 32 * LAYOUT.microbatches * LAYOUT.ranks // LAYOUT.pp
