@@ -14,8 +14,6 @@ from runs import Layout
 from sparse_hooks import killed_in_replay
 from sparse_runs import FaultFree, assert_identical
 
-pytestmark = pytest.mark.own_loop
-
 full = pytest.mark.full
 
 
