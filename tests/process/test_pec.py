@@ -27,8 +27,6 @@ from megatron.core.dist_checkpointing.moe.types import FP32, ModelShape
 from moe_ckpt.commands.main import main
 from moe_ckpt.simulator.paper_sizes import eq_5_full_bytes, eq_6_pec_bytes
 
-pytestmark = pytest.mark.own_loop
-
 ITERATIONS, LAYERS, EXPERTS, TOPK = 30, 2, 4, 2
 THRESHOLD = Fraction(15, 100)
 PEC = ("--moe-ckpt-strategy", "pec", "--moe-ckpt-pec-k-snapshot", "1", "--moe-ckpt-log-expert-tokens")
