@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from runs import Layout, Train, metrics
 
-pytestmark = pytest.mark.own_loop
-
 PIPELINE = Layout(pp=2, ep=1, ranks=2)
 EXPERTS = Layout(pp=1, ep=2, ranks=2)
 TENSOR = Layout(tp=2, pp=1, ep=1, ranks=2)
