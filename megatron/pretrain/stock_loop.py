@@ -30,7 +30,7 @@ from megatron.pretrain.logs import configure_logging
 from megatron.pretrain.metrics import IterationReport, Metrics, MetricsSettings, RunFacts, protection_fields
 from megatron.pretrain.metrics.settings import add_own_flags, from_flags
 from megatron.pretrain.old_flags import refuse_old_flags
-from megatron.pretrain.stock_flags import with_printable_help
+from megatron.pretrain.stock_flags import refuse, with_printable_help
 from megatron.pretrain.worker import exit_code_of, final_exit_code
 
 log = logging.getLogger(__name__)
@@ -57,12 +57,17 @@ def run_stock(argv: Sequence[str]) -> int:
 
 _CPU_ENGINE_FLAGS = ["--attention-backend", "unfused"]
 """Before those that were given: of Transformer Engine's attentions the one that the CPU has kernels for."""
-_FLAG_CHECKS = {"megatron.training.arguments", "megatron.training.argument_utils"}
+_CHECKS = {
+    "megatron.training.arguments",
+    "megatron.training.argument_utils",
+    "megatron.training.datasets.data_samplers",  # of a corpus that has no sample
+    "megatron.core.datasets.indexed_dataset",  # of one that is not there
+}
 
 
 @contextlib.contextmanager
 def flag_errors() -> Iterator[None]:
-    """Turn what Megatron-LM says of its own flags into the driver's error.
+    """Turn what Megatron-LM says of its own flags, and of the corpus they name, into the driver's error.
 
     With core 0.17 it looks at them inside `pretrain`, and with all releases at some of them when the model is built:
     so they are known by the modules that they come from, or through. What core asserts may have no words of its own.
@@ -71,7 +76,7 @@ def flag_errors() -> Iterator[None]:
         yield
     except (AssertionError, ValueError) as error:
         modules = {frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)}
-        if not modules & _FLAG_CHECKS:
+        if not modules & _CHECKS:
             raise
         said = str(error) or traceback.extract_tb(error.__traceback__)[-1].line or "see where in its code"
         raise InvalidInput(f"flags of Megatron-LM that cannot work: {' '.join(said.split())}") from error
@@ -107,12 +112,15 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="train all but routed experts, which stay as they were loaded or initialized (MoC Table 4, FT-w.o.E)",
     )
     add_own_flags(parser)
+    parser.error = refuse  # type: ignore[method-assign]
     return with_printable_help(stock.arguments(parser))
 
 
 def _train(launch: Launch, device: str, interface: str | None) -> None:
     if device == "cpu":
         use_cpu(stock_loop=True)
+    elif not torch.cuda.is_available():
+        raise InvalidInput("no CUDA device on this machine; pass --device cpu to train without one")
 
     from megatron.core.dist_checkpointing.moe import stock
     from megatron.core.enums import ModelType
