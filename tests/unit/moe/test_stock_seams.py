@@ -169,7 +169,7 @@ def test_an_unknown_release_is_refused_by_name_where_iterations_run_again() -> N
 
 def test_flags_that_have_no_effect_are_refused() -> None:
     with pytest.raises(UsageError, match="--moe-ckpt-interval has no effect with --moe-ckpt-strategy none"):
-        flags.check_unused(MoECheckpointConfig(interval=3), argparse.Namespace())
+        flags.check_unused(MoECheckpointConfig(interval=3), argparse.Namespace(world_size=1))
 
 
 def test_flags_go_through_the_parser_of_megatron_and_back() -> None:

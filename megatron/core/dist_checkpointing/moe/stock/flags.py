@@ -61,8 +61,8 @@ def check(config: MoECheckpointConfig, args: argparse.Namespace, version: str) -
 
 
 def check_unused(config: MoECheckpointConfig, args: argparse.Namespace) -> None:
-    """Raises UsageError for settings that have no effect without a strategy."""
-    unused = contradictions(config, world_size=1, num_experts=0, use_distributed_optimizer=False)
+    """Raises UsageError for settings that have no effect without a strategy, and for faults of missing ranks."""
+    unused = contradictions(config, world_size=args.world_size, num_experts=0, use_distributed_optimizer=False)
     if wrong := "; ".join((*unused, *unfit_expert_saves(args, config.strategy))):
         raise UsageError(wrong)
 
