@@ -17,15 +17,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from runs import Layout, Train, differences, digest, reports_in
-from runs import flags_of_own_loop as flags
+from runs import Layout, Train, differences, digest, flags, reports_in
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from world import HANG_TIMEOUT_S, ROOT, free_port
-
-pytestmark = pytest.mark.own_loop
 
 SLURM = ROOT / "scripts" / "slurm"
 STAND_INS = ROOT / "tests" / "process" / "slurm_stand_ins"
@@ -595,7 +592,7 @@ def test_a_lost_node_and_a_requeue_leave_every_loss_and_the_last_checkpoint_as_t
     assert "is lost; node-0 and the others go on" in said
     assert said.count("recovered iteration") == 1, said
     assert "job 1 is requeued" in said
-    assert said.count("loaded checkpoint of iteration") == 1, said
+    assert said.count("successfully loaded checkpoint") == 1, said
     expected = {report["iteration"]: weighed(report) for report in reports_in(tmp_path / "straight.jsonl")}
     struck = reports_in(tmp_path / "reports.jsonl")
     assert {report["iteration"] for report in struck} == expected.keys()
