@@ -14,8 +14,6 @@ from world import ROOT
 
 from megatron.pretrain.processes import processes_with
 
-pytestmark = pytest.mark.own_loop
-
 MOST_S = 800.0
 """A drill of this length waits for something that will not come."""
 SMALL = (
