@@ -9,12 +9,9 @@ from pathlib import Path
 
 import pytest
 from low_precision_rows import model
-from runs import Launch, Layout, Train, differences, digest
-from runs import flags_of_own_loop as flags
-from seated import check_survivors, sitting, survivors
+from runs import Launch, Layout, Train, differences, digest, flags
+from seated import check_survivors, sitting
 from world import HANG_TIMEOUT_S, ROOT, World
-
-pytestmark = pytest.mark.own_loop
 
 FLAT = Layout(pp=2, ep=1, ranks=2)
 RECOVERY_TIMEOUT_S = 40
@@ -58,41 +55,6 @@ def check_state(train: Train, layout: Layout, tmp_path: Path, iterations: int = 
     straight = tmp_path / "straight"
     train(layout, "--save", straight, "--train-iters", str(iterations))
     assert not differences(digest(tmp_path / "struck", iterations), digest(straight, iterations))
-
-
-@pytest.mark.parametrize(
-    ("layout", "strategy", "faults"),
-    [
-        pytest.param(
-            Layout(), "sparse --moe-ckpt-window 2", "1@4:forward-backward 2@5:step 0@6:start", id="sparse, PP=2 x EP=2"
-        ),
-        pytest.param(
-            FLAT, "full", "0@3:forward-backward 1@4:step 0@6:start", id="full, PP=2", marks=pytest.mark.full
-        ),
-        pytest.param(
-            Layout(pp=4, ep=1), "sparse --moe-ckpt-window 2", "0@4:start 1@5:step 3@6:forward-backward", id="PP=4",
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            Layout(tp=2, ep=1), "sparse --moe-ckpt-window 2", "0@4:step 3@5:start 1@6:forward-backward", id="TP=2",
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            Layout(ep=1, ranks=2, vpp=2), "sparse --moe-ckpt-window 2", "0@4:start 1@5:forward-backward", id="VPP=2",
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            Layout(pp=1, ranks=2), "full", "0@3:forward-backward 1@5:step", id="full, data parallel",
-            marks=pytest.mark.full,
-        ),
-    ],
-)  # fmt: skip
-def test_survivors_keep_process_and_weights_where_they_are_and_every_bit_is_equal(
-    layout: Layout, strategy: str, faults: str, job: Job, train: Train, tmp_path: Path
-) -> None:
-    seats = job(layout, strategy, faults=faults)
-    check_survivors(seats, layout.ranks, [{int(fault.split("@")[0])} for fault in faults.split()])
-    check_state(train, layout, tmp_path)
 
 
 def test_ranks_of_other_stages_keep_their_state_where_it_is_and_nothing_is_copied_back(job: Job) -> None:
@@ -158,34 +120,6 @@ def test_survivors_that_train_in_few_bits_keep_process_and_weights_and_every_bit
     outcome = engine_world.run(flags(corpus, layout, *model(row), "--save", str(straight)), layout.ranks)
     assert set(outcome.codes) == {0}, outcome.said
     assert not differences(digest(tmp_path / "struck", 6), digest(straight, 6))
-
-
-SECOND = [
-    ("2@1:connect", {1, 2}),
-    ("0@1:replay", {0, 1}),
-    ("3@1:connected", {1, 3}),
-    ("1@1:build", {1}),
-    ("1@1:built", {1}),
-    ("0@1:resume", {0, 1}),
-    ("3@1:resumed", {1, 3}),
-    ("2@1:rejoin", {1, 2}),
-    ("1@1:rejoined", {1}),
-]
-"""A second fault while training is brought back from the loss of rank 1: where, and who has another process then."""
-
-
-@pytest.mark.parametrize(
-    ("second", "lost"),
-    [pytest.param(*one, marks=[] if at < 1 else [pytest.mark.full], id=one[0]) for at, one in enumerate(SECOND)],
-)
-def test_a_second_fault_while_training_is_brought_back_costs_no_other_rank_its_process(
-    second: str, lost: set[int], job: Job, train: Train, tmp_path: Path
-) -> None:
-    layout = Layout()
-    seats = job(layout, "sparse --moe-ckpt-window 2", faults="1@4:forward-backward", kills=second)
-    # Of the start between, none, some or all ranks have trained, as the second fault comes early or late in it.
-    assert survivors(seats, layout.ranks, 0, 2) == set(range(layout.ranks)) - lost
-    check_state(train, layout, tmp_path)
 
 
 @pytest.mark.full

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from seated import check_survivors, survivors
-from stock_jobs import FOUR, Records, Shape, StockJob
+from stock_jobs import FOUR, TENSOR_PARALLEL, Records, Shape, StockJob
 from world import HANG_TIMEOUT_S, ROOT
 
 NewJob = Callable[..., StockJob]
@@ -85,6 +85,7 @@ def test_a_second_fault_in_the_recovery_costs_no_other_rank_its_process_and_ever
         pytest.param(FOUR, "full", "2@4:forward-backward 0@5:step 3@5:end", id="full, PP=2 x EP=2"),
         pytest.param(FOUR, f"{SPARSE} --moe-ckpt-recovery global", "1@4:step", id="sparse, all stages replay"),
         pytest.param(DEEP, SPARSE, "1@4:forward-backward 3@5:step", id="PP=4"),
+        pytest.param(TENSOR_PARALLEL, SPARSE, "0@4:step 3@5:start 1@6:forward-backward", id="TP=2"),
         pytest.param(INTERLEAVED, SPARSE, "0@4:step 1@6:forward-backward", id="interleaved"),
         pytest.param(OVERLAPPED, "full", "0@4:forward-backward 1@5:step", id="overlapped, data parallel"),
         pytest.param(EVALUATED, SPARSE, "1@4:step 3@5:forward-backward", id="evaluated"),
@@ -106,6 +107,7 @@ def test_survivors_keep_process_and_weights_where_they_are_and_every_bit_is_equa
         ("2@1:connect", {1, 2}),
         ("3@1:connected", {1, 3}),
         ("1@1:build", {1}),
+        ("1@1:built", {1}),
         ("1@1:data", {1}),
         ("1@1:resumed", {1}),
         ("0@1:replay", {0, 1}),
