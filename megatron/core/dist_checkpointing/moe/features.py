@@ -83,6 +83,9 @@ _OWN_KILLED = (
     "tests/process/test_own_loop.py::test_after_a_kill_every_loss_of_a_loop_of_ones_own_is_that_of_the_unprotected_loop"
 )
 _TREES = "tests/process/test_module_trees.py::test_a_killed_job_of_another_module_tree_goes_on_to_the_last_bit"
+_PEC = "tests/process/test_pec.py::"
+_RECOUNTED = f"{_PEC}test_the_tokens_that_each_recovery_reports_as_lost_are_those_of_an_independent_recount"
+_PLANNED = "tests/process/test_planned_snapshots.py::test_the_planner_plans_each_snapshot_of_a_job_from_its_counts"
 _NEEDS_SPARSE = Absent("it is of sparse, which is refused: use full or pec")
 _OF_THE_LOOP = Absent("ordinary checkpoints are the loop's own")
 _CONVERT = Absent("run `moe-ckpt convert --to hf` on a saved checkpoint")
@@ -102,8 +105,8 @@ FEATURES: tuple[Feature, ...] = (
         "strategy",
         ("sparse",),
     ),
-    Feature("`pec`", _UNTESTED, Works(_BRIDGE_KILLED), _UNTESTED, "strategy", ("pec",)),
-    Feature("`selective`", _UNTESTED, _UNTESTED, _UNTESTED, "strategy", ("selective",)),
+    Feature("`pec`", Works(_RECOUNTED), Works(_BRIDGE_KILLED), _UNTESTED, "strategy", ("pec",)),
+    Feature("`selective`", Works(_RECOUNTED), _UNTESTED, _UNTESTED, "strategy", ("selective",)),
     Feature(
         "local recovery",
         Works(f"{_STOCK}recovery.py::test_only_the_struck_stage_replays"),
@@ -180,9 +183,28 @@ FEATURES: tuple[Feature, ...] = (
         "shard",
         ("equal", "adaptive"),
     ),
-    Feature("`--moe-ckpt-pec-scope`", _UNTESTED, _UNTESTED, _UNTESTED, "pec_scope", ("weights", "optimizer")),
-    Feature("`--moe-ckpt-pec-adaptive`", _UNTESTED, _UNTESTED, _UNTESTED, "pec_adaptive", (True,)),
-    Feature("`--moe-ckpt-plt-threshold` (Dynamic-K)", _UNTESTED, _UNTESTED, _UNTESTED),
+    Feature(
+        "`--moe-ckpt-pec-scope`",
+        Works(f"{_PEC}test_only_what_the_scope_leaves_out_comes_back_older_and_it_is_named"),
+        _UNTESTED,
+        _UNTESTED,
+        "pec_scope",
+        ("weights", "optimizer"),
+    ),
+    Feature(
+        "`--moe-ckpt-pec-adaptive`",
+        Works(f"{_PEC}test_adaptive_snapshots_have_the_experts_that_there_is_time_for_and_storage_as_many_as_it_takes"),
+        _UNTESTED,
+        _UNTESTED,
+        "pec_adaptive",
+        (True,),
+    ),
+    Feature(
+        "`--moe-ckpt-plt-threshold` (Dynamic-K)",
+        Works(f"{_PEC}test_a_threshold_raises_k_in_time_to_bound_what_all_faults_cost"),
+        _UNTESTED,
+        _UNTESTED,
+    ),
     Feature(
         "`--moe-ckpt-interval-policy`",
         Works(
@@ -191,8 +213,8 @@ FEATURES: tuple[Feature, ...] = (
         _UNTESTED,
         _UNTESTED,
     ),
-    Feature("`--moe-ckpt-ordering`", _UNTESTED, _NEEDS_SPARSE, _UNTESTED),
-    Feature("new orders of experts, `--moe-ckpt-reorder-*`", _UNTESTED, _NEEDS_SPARSE, _UNTESTED),
+    Feature("`--moe-ckpt-ordering`", Works(_PLANNED), _NEEDS_SPARSE, _UNTESTED),
+    Feature("new orders of experts, `--moe-ckpt-reorder-*`", Works(_PLANNED), _NEEDS_SPARSE, _UNTESTED),
     Feature("another layout, from storage", _UNTESTED, _UNTESTED, _UNTESTED),
     Feature("another layout, from memory", _UNTESTED, _UNTESTED, _UNTESTED),
     Feature(
