@@ -66,21 +66,33 @@ def killed_at(folder: str, rank: int, place: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def held_back(folder: str, rank: int, iteration: int) -> Iterator[None]:
-    """In the first attempt `rank` loses its peers in the norm of an iteration, which the others come to know."""
+def held_back(folder: str, rank: int, iteration: int, victim: int) -> Iterator[None]:
+    """In the first attempt `rank` loses its peers in the norm of an iteration, which the others come to know; of these
+    `victim` is killed when it has made the step."""
     from megatron.core.optimizer import ChainedOptimizer
 
-    original, marker, norms = ChainedOptimizer.get_grad_norm, Path(folder) / f"held-back-{rank}", 0
+    norm, step, norms = ChainedOptimizer.get_grad_norm, ChainedOptimizer.step, 0
+    marker, killed = Path(folder) / "held-back", Path(folder) / "victim"
 
     def struck(self: Any) -> Any:
         nonlocal norms
-        norm, norms = original(self), norms + 1
+        found, norms = norm(self), norms + 1
         if torch.distributed.get_rank() == rank and norms == iteration and not marker.exists():
             marker.touch()
             raise RuntimeError("Connection closed by peer, as far as this rank knows")
-        return norm
+        return found
 
-    with mock.patch.object(ChainedOptimizer, "get_grad_norm", struck):
+    def stepped(self: Any) -> Any:
+        made = step(self)
+        if torch.distributed.get_rank() == victim and norms == iteration and not killed.exists():
+            killed.touch()
+            kill_self()
+        return made
+
+    with (
+        mock.patch.object(ChainedOptimizer, "get_grad_norm", struck),
+        mock.patch.object(ChainedOptimizer, "step", stepped),
+    ):
         yield
 
 

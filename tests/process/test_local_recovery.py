@@ -130,7 +130,6 @@ def test_logs_are_told_apart_by_microbatch(
     assert_identical(run, fault_free(one))
 
 
-@pytest.mark.own_loop  # its hook holds back the norm of the driver's own loop
 @pytest.mark.parametrize(
     ("rank", "distributed"),
     [
@@ -144,14 +143,13 @@ def test_a_rank_that_did_not_hear_the_norm_makes_the_step_from_its_kept_gradient
     rank: int, distributed: bool, cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:
     """Its stage runs nothing again, and it reads the same batches as its peers afterwards."""
-    one = case(TWO, "3@10:end", distributed=distributed)
-    run = recover(cluster, one, tmp_path, hooks=(partial(held_back, str(tmp_path), rank, 10),))
+    one = case(TWO, distributed=distributed)
+    run = recover(cluster, one, tmp_path, hooks=(partial(held_back, str(tmp_path), rank, 10, 3),))
     assert_only_replayed(run, TWO, [[1]])
     assert rejoined(run, rank)[0]["rolled"] == [rank], run.outcomes[1].said
     assert_identical(run, fault_free(one))
 
 
-@pytest.mark.own_loop  # not run in Megatron-LM's loop yet
 @pytest.mark.parametrize(
     ("layout", "faults", "segments"),
     [

@@ -16,6 +16,7 @@ import torch
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
+from ..core_versions.training import gathers_after_step
 from ..errors import UsageError
 from ..megatron_state.operators import StateTensor
 from ..megatron_state.optimizer_state import SteppedTensor, optimizer_members
@@ -188,8 +189,9 @@ def roll_forward(optimizer: MegatronOptimizer, stepped: Sequence[SteppedTensor],
             "count_zeros": lambda: None,
         }
         stack.enter_context(replaced(optimizer, **alone))
-        for chunk in optimizer.model_chunks:
-            stack.enter_context(replaced(chunk, start_param_sync=_nothing))
+        for member in optimizer_members(optimizer):
+            for owner, name in gathers_after_step(member):
+                stack.enter_context(replaced(owner, **{name: _nothing}))
         ChainedOptimizer.step(optimizer)
     optimizer.zero_grad()
 
