@@ -6,14 +6,14 @@ Each rank leaves a JSON file; the tests judge what is in them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from stock_trainer import instead_of_training
 
 NAN = float("nan")
 GARBAGE = 77
@@ -27,39 +27,36 @@ def examined(folder: str, frozen: str = "") -> Iterator[None]:
 
     frozen: parameters whose name contains this are not trained.
     """
-    from megatron.pretrain import model
-    from megatron.pretrain.loop import Trainer
+    from megatron.pretrain import stock_model
 
-    build_chunk = model._build_chunk
+    build_model = stock_model.build_model
 
-    def run(self: Trainer) -> None:
-        facts = examine(self._state, self._datasets, self.iterate)
-        (Path(folder) / f"rank-{torch.distributed.get_rank()}.json").write_text(json.dumps(facts))
-
-    def build(*arguments: Any) -> torch.nn.Module:
-        chunk = build_chunk(*arguments)
+    @functools.wraps(build_model)
+    def build(*arguments: Any, **options: Any) -> torch.nn.Module:
+        chunk = build_model(*arguments, **options)
         for name, parameter in chunk.named_parameters():
             if frozen and frozen in name:
                 parameter.requires_grad_(False)
         return chunk
 
-    with mock.patch.object(Trainer, "run", run), mock.patch.object(model, "_build_chunk", build):
+    with instead_of_training(examine, folder), mock.patch.object(stock_model, "build_model", build):
         yield
 
 
-def examine(state: Any, datasets: Any, iterate: Callable[[Any], Any]) -> dict[str, Any]:
-    """What is found in a state that trains a few iterations meanwhile."""
+def examine(state: Any, datasets: Any = None, iterate: Callable[[Any], Any] | None = None) -> dict[str, Any]:
+    """What is found in a state that trains a few iterations meanwhile.
+
+    state: a `Trainer` of `stock_trainer`; a training state of the driver's own loop where `iterate` is given.
+    """
     from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import gather_compute_weights
     from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology, state_tensors
-    from megatron.pretrain.batches import training_iterators
+    from megatron.core.utils import unwrap_model
 
     chunks, optimizer, topology = state.chunks, state.optimizer, read_topology(8)
     fresh = state_tensors(chunks, optimizer, topology)
-    for chunk in chunks:
-        chunk.train()
-    batches = training_iterators(state.config, datasets, state.progress)
+    advance = state.iterate if iterate is None else _in_own_loop(state, datasets, iterate)
     for _ in range(BEFORE_SNAPSHOT):
-        iterate(batches)
+        advance()
 
     tensors = state_tensors(chunks, optimizer, topology)
     facts = {
@@ -67,15 +64,23 @@ def examine(state: Any, datasets: Any, iterate: Callable[[Any], Any]) -> dict[st
         "views_from_before_training_are_live": _same_views(fresh, tensors),
         "verdicts": _verdicts(state, tensors),
         "refusals": _refusals(state, topology),
-        "vocab": state.config.flat.padded_vocab_size,
+        "vocab": unwrap_model(chunks[0]).vocab_size,
     }
     # What a rank owns is current as soon as the step has ended; the rest of the compute weights may be on its way.
     copies = [tensor.tensor.clone() for tensor in tensors]
     gather_compute_weights(chunks)
     reference = _complete_state(state)
     for _ in range(AFTER_SNAPSHOT):
-        iterate(batches)
+        advance()
     return facts | _restorations(state, tensors, copies, reference)
+
+
+def _in_own_loop(state: Any, datasets: Any, iterate: Callable[[Any], Any]) -> Callable[[], Any]:
+    from megatron.pretrain.batches import training_iterators
+
+    for chunk in state.chunks:
+        chunk.train()
+    return functools.partial(iterate, training_iterators(state.config, datasets, state.progress))
 
 
 def _described(tensor: Any) -> dict[str, Any]:
@@ -243,7 +248,7 @@ def _restorations(state: Any, tensors: Sequence[Any], copies: Sequence[Any], ref
     differences = {"trained on": _differences(state, reference)}
 
     def restored(chosen: Callable[[Any], bool], finish: Callable[[], None]) -> list[str]:
-        if state.config.parallel.overlap_param_gather:
+        if state.chunks[0].ddp_config.overlap_param_gather:
             for chunk in state.chunks:
                 chunk.start_param_sync()  # under way, as it may be when a failure is noticed
         settle_gathers(state.chunks)
@@ -273,7 +278,6 @@ def _complete_state(state: Any) -> dict[str, torch.Tensor]:
     Without what belongs to the trainer (loss scale), and without the gaps between parameters that checkpoints fill.
     """
     from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
-    from megatron.pretrain.checkpoint.state import Parts, content_metadata, sharded_state_dict
 
     found: dict[str, torch.Tensor] = {}
 
@@ -292,8 +296,7 @@ def _complete_state(state: Any) -> dict[str, torch.Tensor]:
             for index, item in enumerate(value):
                 collect(item, f"{path}/{index}")
 
-    parts = Parts(optimizer=True, rng=None)
-    collect(sharded_state_dict(state, content_metadata(state.config), parts), "")
+    collect(_saved(state), "")
     for index, chunk in enumerate(state.chunks):
         collect(dict(chunk.named_parameters()), f"parameters {index}")
         collect(dict(chunk.named_buffers()), f"buffers {index}")
@@ -301,6 +304,14 @@ def _complete_state(state: Any) -> dict[str, torch.Tensor]:
         for number, kept in enumerate(member.optimizer.state.values()):
             collect(kept, f"inner optimizer {index}, parameter {number}")
     return found
+
+
+def _saved(state: Any) -> dict[str, Any]:
+    if hasattr(state, "sharded_state_dict"):
+        return dict(state.sharded_state_dict())
+    from megatron.pretrain.checkpoint.state import Parts, content_metadata, sharded_state_dict
+
+    return sharded_state_dict(state, content_metadata(state.config), Parts(optimizer=True, rng=None))
 
 
 def _is_gap(value: dict[str, Any]) -> bool:

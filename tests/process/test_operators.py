@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 from operator_hooks import examined
-from runs import Layout
-from runs import flags_of_own_loop as flags
+from runs import Layout, flags
 from world import World
 
 from megatron.core.dist_checkpointing.moe.types import ModelShape, OperatorId, OperatorKind
-
-pytestmark = pytest.mark.own_loop
 
 BIAS = (
     "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0 --moe-router-score-function sigmoid "
