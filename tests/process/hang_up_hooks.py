@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from unittest import mock
 
 import torch
+from stock_trainer import instead_of_training
 
 BUSY_S = 8.0
 
@@ -17,13 +15,7 @@ BUSY_S = 8.0
 @contextlib.contextmanager
 def chained(folder: str, hangs_up: bool) -> Iterator[None]:
     """Instead of training: rank 0 ends, rank 1 notices and is busy for a while, rank 2 waits for rank 1."""
-    from megatron.pretrain.loop import Trainer
-
-    def run(self: Trainer) -> None:
-        facts = waited(hangs_up)
-        (Path(folder) / f"rank-{torch.distributed.get_rank()}.json").write_text(json.dumps(facts))
-
-    with mock.patch.object(Trainer, "run", run):
+    with instead_of_training(lambda trainer: waited(hangs_up), folder):
         yield
 
 

@@ -14,16 +14,13 @@ from typing import Any
 
 import pytest
 from hang_up_hooks import BUSY_S, chained
-from runs import Layout
-from runs import flags_of_own_loop as flags
+from runs import Layout, flags
 from world import ROOT, World
 
 from megatron.core.dist_checkpointing.moe.errors import PeerLost, Terminated
 from megatron.core.dist_checkpointing.moe.runtime.disconnect import is_lost_peer
 from megatron.core.dist_checkpointing.moe.runtime.termination import Termination
 from megatron.pretrain.errors import TrainingFailure
-
-pytestmark = pytest.mark.own_loop
 
 LAYOUT = Layout(pp=1, ep=1, ranks=3)
 
