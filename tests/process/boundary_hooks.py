@@ -6,7 +6,6 @@ Each rank leaves a JSON file; the tests judge what is in them.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import signal
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from trainer_states import communicating
+from stock_trainer import Trainer, instead_of_training
 
 ITERATIONS = 4
 BASE = 1
@@ -30,15 +29,15 @@ def logged(folder: str, killed: int | None = None) -> Iterator[None]:
 
     killed: a rank that dies, as by a signal, in the middle of the passes of iteration KILLED_IN.
     """
-    from megatron.pretrain.loop import Trainer
 
-    def run(self: Trainer) -> None:
-        rank = Logged(self, Path(folder), killed)
+    def examine(trainer: Trainer) -> dict[str, Any]:
+        rank = Logged(trainer, Path(folder), killed)
         rank.train()
-        (Path(folder) / f"rank-{torch.distributed.get_rank()}.json").write_text(json.dumps(rank.facts()))
+        facts = rank.facts()
         rank.close()
+        return facts
 
-    with mock.patch.object(Trainer, "run", run):
+    with instead_of_training(examine, folder):
         yield
 
 
@@ -78,7 +77,7 @@ class Problems(logging.Handler):
 class Logged:
     """Drives one trainer through some iterations with logs around them, and evaluations between them."""
 
-    def __init__(self, trainer: Any, folder: Path, killed: int | None) -> None:
+    def __init__(self, trainer: Trainer, folder: Path, killed: int | None) -> None:
         from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology
 
         self.trainer, self.folder, self.killed = trainer, folder, killed
@@ -106,15 +105,15 @@ class Logged:
         from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
         from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 
-        config, training = self.trainer._transformer, self.trainer._state.config.training
+        config, args = self.trainer.config, self.trainer.args
         shape = tensor_shape(
             self.topology,
-            training.seq_length,
-            training.micro_batch_size,
+            args.seq_length,
+            args.micro_batch_size,
             config.hidden_size,
             sequence_parallel=config.sequence_parallel,
         )
-        self.microbatches = self.trainer._microbatches
+        self.microbatches = self.trainer.microbatches
         dtype = str(config.pipeline_dtype).removeprefix("torch.")
         self.plan = LogPlan(self.topology, self.rank, shape, dtype, 3, config.microbatch_group_size_per_vp_stage)
         sizes = self.plan.sizes(self.microbatches)
@@ -135,19 +134,22 @@ class Logged:
         group = parallel_state.get_pipeline_model_parallel_group()
         self.communicator = Listening(group, config)
         self.communicator.sink = self.recorder
-        communicating(self.trainer, self.communicator)
+        self.trainer.communicate(self.communicator)
 
     def train(self) -> None:
         """Iterations as a session frames them."""
-        trainer, batches = self.trainer, self.trainer._begin()
-        evaluate = trainer._evaluate_if_due
-        trainer._evaluate_if_due = lambda: (self.passed(), evaluate(), self.evaluated())
         for iteration in range(1, ITERATIONS + 1):
             self.logs.begins(iteration, self.microbatches)
             self.received.begin()
             if self.rank == self.killed and iteration == KILLED_IN:
                 self.die_while_sending()
-            trainer.iterate(batches)
+            self.trainer.iterate()
+            self.passed()
+            if self.trainer.args.eval_iters and iteration % self.trainer.args.eval_interval == 0:
+                self.trainer.evaluate(
+                    p2p_communicator=self.communicator, pg_collection=self.trainer.manager.process_groups
+                )
+            self.evaluated()
             self.commit(iteration)
         assert self.logs.drain(60.0) == ""
 
@@ -187,7 +189,7 @@ class Logged:
         from megatron.core.dist_checkpointing.moe.types import LOG
 
         torch.distributed.barrier()
-        item = torch.empty((), dtype=self.trainer._transformer.pipeline_dtype).element_size()
+        item = torch.empty((), dtype=self.trainer.config.pipeline_dtype).element_size()
         predicted = sent_bytes(self.topology, self.stage, self.microbatches, self.plan.shape, item)
         own = [one for one in self.store.snapshots().sealed if one.kind == LOG]
         held = {}
@@ -257,13 +259,3 @@ class Logged:
         """End the use of the store."""
         self.recorder.close()
         self.store.close()
-
-
-@contextlib.contextmanager
-def executed(**changes: Any) -> Iterator[None]:
-    """Run the schedules with other settings of Megatron-Core than the driver takes on this device."""
-    from megatron.pretrain import model
-
-    execution = model._execution
-    with mock.patch.object(model, "_execution", lambda config: execution(config) | changes):
-        yield

@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from boundary_hooks import BASE, ITERATIONS, JOB, KILLED_IN, executed, logged
-from runs import Layout, Start
-from runs import flags_of_own_loop as flags
+from boundary_hooks import BASE, ITERATIONS, JOB, KILLED_IN, logged
+from runs import Layout, Start, flags
+from stock_trainer import configured
 from world import World
 
 from megatron.core.dist_checkpointing.moe.storage.ownership import slot_directories
 from megatron.core.dist_checkpointing.moe.storage.slot_reader import SlotReader
 from megatron.core.dist_checkpointing.moe.types import LOG
-
-pytestmark = pytest.mark.own_loop
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class Run:
         return 32 // self.layout.tp * 1 * 32 * (2 if "--bf16" in self.text else 4)
 
 
-# As the driver does it on GPUs, but for what outputs hold: gloo, unlike NCCL, does not keep it while it sends.
+# As Megatron-LM does it on GPUs, but for what outputs hold: gloo, unlike NCCL, does not keep it while it sends.
 OVERLAPPED = {"overlap_p2p_comm": True, "batch_p2p_comm": False, "deallocate_pipeline_outputs": False}
 EVALUATION = "--eval-iters 1 --eval-interval 2"
 RUNS = {
@@ -91,7 +89,7 @@ def tmpfs() -> Iterator[Path]:
 @pytest.fixture(scope="module", params=CASES)
 def seen(request: pytest.FixtureRequest, world: World, corpus: str, tmpfs: Path) -> Seen:
     run, folder = (RUNS | REST)[request.param], Path(tempfile.mkdtemp(dir=tmpfs))
-    hooks = [partial(logged, str(folder)), partial(executed, **run.settings)]
+    hooks = [partial(logged, str(folder)), partial(configured, **run.settings)]
     outcome = world.run(run.flags(corpus), run.layout.ranks, hooks)
     assert set(outcome.codes) == {0}, outcome.said
     return Seen(run, [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(run.layout.ranks)])
