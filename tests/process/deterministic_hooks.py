@@ -6,10 +6,10 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
+from stock_trainer import Trainer, before_training
 
 
 @contextlib.contextmanager
@@ -22,16 +22,22 @@ def seems_to_be_on_gpus() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def any_algorithm_accepted() -> Iterator[None]:
+    """Megatron-LM takes `Tree`, as its releases before 0.19 do."""
+    from megatron.training import determinism
+
+    accepted = determinism.ACCEPTED_NCCL_ALGO_TOKENS | {"Tree"}
+    with mock.patch.object(determinism, "ACCEPTED_NCCL_ALGO_TOKENS", accepted):
+        yield
+
+
+@contextlib.contextmanager
 def told(folder: str) -> Iterator[None]:
     """Write down how kernels are chosen once training begins."""
-    from megatron.pretrain.loop import Trainer
 
-    run = Trainer.run
-
-    def noting(self: Any) -> None:
-        found = {"torch": torch.are_deterministic_algorithms_enabled(), "core": self._transformer.deterministic_mode}
+    def note(trainer: Trainer) -> None:
+        found = {"torch": torch.are_deterministic_algorithms_enabled(), "core": trainer.config.deterministic_mode}
         (Path(folder) / f"rank-{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
-        run(self)
 
-    with mock.patch.object(Trainer, "run", noting):
+    with before_training(note):
         yield

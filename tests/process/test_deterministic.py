@@ -7,13 +7,9 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-import pytest
-from deterministic_hooks import seems_to_be_on_gpus, told
-from runs import Layout, Train, reports_in
-from runs import flags_of_own_loop as flags
+from deterministic_hooks import any_algorithm_accepted, seems_to_be_on_gpus, told
+from runs import Layout, Train, flags, reports_in
 from world import Outcome, World
-
-pytestmark = pytest.mark.own_loop
 
 PAIR = Layout(1, 1, 2, ranks=2)
 SET = {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -25,7 +21,7 @@ def start_on_gpus(
     """A job under `sparse` that takes itself to be on GPUs; `other` is the environment of its second rank."""
     sparse = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-memory-dir", str(folder), "--train-iters", "2")
     argv = flags(corpus, PAIR, *sparse, *extra)
-    return world.start(argv, PAIR.ranks, (seems_to_be_on_gpus,), (environment, other)).wait()
+    return world.start(argv, PAIR.ranks, (seems_to_be_on_gpus, any_algorithm_accepted), (environment, other)).wait()
 
 
 def test_with_nothing_set_a_job_on_gpus_is_refused_with_one_line_for_each_setting(
