@@ -226,16 +226,15 @@ def random_states_left_as_they_are() -> Any:
 
 
 def data_one_iteration_ahead() -> Any:
-    from megatron.pretrain import loop
+    from megatron.training import get_args, training
 
-    def make(training_iterators: Any) -> Any:
-        def ahead(config: Any, datasets: Any, progress: Any) -> Any:
-            consumed = progress.consumed_train_samples + config.training.global_batch_size
-            return training_iterators(config, datasets, replace(progress, consumed_train_samples=consumed))
+    def make(build: Any) -> Any:
+        def ahead(dataset: Any, consumed: int) -> Any:
+            return build(dataset, consumed and consumed + get_args().global_batch_size)
 
         return ahead
 
-    return patched(loop, "training_iterators", make)
+    return patched(training, "build_pretraining_data_loader", make)
 
 
 def nothing_broken() -> Any:

@@ -13,13 +13,10 @@ from pathlib import Path
 
 import mutation_hooks
 import pytest
-from runs import Layout, differences, digest
-from runs import flags_of_own_loop as flags
+from runs import Layout, differences, digest, flags
 from sparse_hooks import untouched
 from sparse_runs import DROPOUT, EXPERT_BIAS, FP16, Case, FaultFree, Run, weighed
 from world import Hook, Outcome, World
-
-pytestmark = pytest.mark.own_loop
 
 LAST = 12
 # Iterations 6, 7 and 8 are replayed, from a window that began with 5; one of these steps was skipped.
