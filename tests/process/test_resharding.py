@@ -5,18 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runs import Layout, Start, Train, metrics
-from runs import flags_of_own_loop as flags
-from world import World
-
-pytestmark = pytest.mark.own_loop
+from attempts import Cluster
+from runs import Layout, Train, flags, metrics
+from world import Outcome, World
 
 # 192 pads the vocabulary of bytes to 384 whether it is shared by one rank or two.
 SAME = "--global-batch-size 8 --attention-dropout 0 --make-vocab-size-divisible-by 192".split()
 SAVED_WITH = Layout(tp=1, pp=2, ep=2)
-
-
 UNTIED = ("--untie-embeddings-and-output-weights",)
+FULL = ("--moe-ckpt-strategy", "full", "--moe-ckpt-interval", "10")
+"""Checkpoints are verified when they are loaded."""
 
 
 @pytest.fixture(
@@ -28,21 +26,25 @@ def reshardable(
     """A folder with the checkpoint of iteration 3 and the reports of a run, and the flags of its model."""
     folder = tmp_path_factory.mktemp("reshardable")
     saving = ["--save", str(folder), "--save-interval", "3", "--dist-ckpt-optim-fully-reshardable"]
-    argv = flags(corpus, SAVED_WITH, *SAME, *request.param, *saving, "--metrics-jsonl", str(folder / "reports"))
-    outcome = world.run(argv, SAVED_WITH.ranks)
+    saving += [*FULL, "--moe-ckpt-memory-dir", str(folder), "--metrics-jsonl", str(folder / "reports")]
+    outcome = world.run(flags(corpus, SAVED_WITH, *SAME, *request.param, *saving), SAVED_WITH.ranks)
     assert set(outcome.codes) == {0}, outcome.said
     return folder, request.param
 
 
+def loaded(outcome: Outcome, iteration: int) -> bool:
+    return f"at iteration {iteration}\n" in outcome.said and "successfully loaded checkpoint" in outcome.said
+
+
 @pytest.mark.parametrize("layout", [Layout(tp=1, pp=1, ep=4), Layout(tp=2, pp=1, ep=2)], ids=str)
 def test_a_reshardable_checkpoint_continues_under_another_layout(
-    layout: Layout, reshardable: tuple[Path, tuple[str, ...]], train: Train, tmp_path: Path
+    layout: Layout, reshardable: tuple[Path, tuple[str, ...]], train: Train, cluster: Cluster, tmp_path: Path
 ) -> None:
     folder, model = reshardable
-    loading = ["--load", folder, "--ckpt-step", 3, "--metrics-jsonl", tmp_path / "reports"]
+    loading = [*FULL, "--moe-ckpt-memory-dir", cluster.memory, "--load", folder, "--ckpt-step", 3]
+    loading += ["--dist-ckpt-optim-fully-reshardable", "--metrics-jsonl", tmp_path / "reports"]
     outcome = train(layout, *SAME, *model, *loading)
-    (warning,) = outcome.warnings
-    assert "random states" in warning
+    assert loaded(outcome, 3), outcome.said
     expected, reports = metrics(folder / "reports")[3:], metrics(tmp_path / "reports")
     assert [report["iteration"] for report in reports] == [4, 5, 6]
     for one, other in zip(expected, reports, strict=True):
@@ -50,27 +52,11 @@ def test_a_reshardable_checkpoint_continues_under_another_layout(
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
 
 
-def test_a_checkpoint_for_one_layout_only_is_refused_under_another(start: Start, train: Train, save: Path) -> None:
-    train(SAVED_WITH, *SAME, "--save", save, "--train-iters", 2)
-    outcome = start(Layout(tp=1, pp=1, ep=4), *SAME, "--load", save, "--train-iters", 2).wait()
-    assert set(outcome.codes) == {2}, outcome.said
-    (line,) = outcome.lines
-    assert "dp_reshardable" in line
-    assert "--dist-ckpt-optim-fully-reshardable" in line
-
-
-def test_weights_alone_load_under_any_layout(train: Train, save: Path) -> None:
-    train(SAVED_WITH, *SAME, "--save", save, "--train-iters", 2)
-    outcome = train(Layout(tp=1, pp=1, ep=4), *SAME, "--load", save, "--no-load-optim", "--train-iters", 3)
-    assert "loaded checkpoint of iteration 2" in outcome.out[0]
-
-
-def test_a_vocabulary_padded_otherwise_is_refused_with_the_flag_that_pads_it_equally(
-    start: Start, train: Train, save: Path
-) -> None:
-    same = ["--global-batch-size", 8, "--train-iters", 1]
-    train(SAVED_WITH, *same, "--save", save)
-    outcome = start(Layout(tp=2, pp=1, ep=2), *same, "--load", save).wait()
-    assert set(outcome.codes) == {2}, outcome.said
-    (line,) = outcome.lines
-    assert "--make-vocab-size-divisible-by 192" in line
+@pytest.mark.full
+def test_weights_alone_load_under_any_layout(train: Train, save: Path, cluster: Cluster) -> None:
+    protected = (*SAME, *FULL, "--moe-ckpt-memory-dir", cluster.memory)
+    train(SAVED_WITH, *protected, "--save", save, "--train-iters", 2)
+    outcome = train(
+        Layout(tp=1, pp=1, ep=4), *protected, "--load", save, "--no-load-optim", "--no-load-rng", "--train-iters", 3
+    )
+    assert loaded(outcome, 2), outcome.said
