@@ -36,15 +36,18 @@ from megatron.pretrain.worker import exit_code_of, final_exit_code
 log = logging.getLogger(__name__)
 
 
-def run_stock(argv: Sequence[str]) -> int:
-    """Train with these flags; exit code: 0 done or left as asked, 1 failed, 2 flags or inputs that cannot work."""
+def run_stock(argv: Sequence[str], *, recover_only: bool = False) -> int:
+    """Train with these flags; exit code: 0 done or left as asked, 1 failed, 2 flags or inputs that cannot work.
+
+    recover_only: whether training ends, with a checkpoint, once it has come back to where it goes on.
+    """
     launch = Launch.from_environment()
     configure_logging(launch)
     sys.argv = [sys.argv[0], *_CPU_ENGINE_FLAGS * te_on_cpu.is_loaded(), *argv]  # where Megatron-LM looks for them
     try:
         with driver_errors(), flag_errors():
             refuse_old_flags(argv)
-            _train(launch, device_of(argv), _early(argv).moe_ckpt_interface)
+            _train(launch, device_of(argv), _early(argv).moe_ckpt_interface, recover_only=recover_only)
     except SystemExit as ending:
         code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
         return final_exit_code(code) if code == InvalidInput.exit_code else code
@@ -116,7 +119,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return with_printable_help(stock.arguments(parser))
 
 
-def _train(launch: Launch, device: str, interface: str | None) -> None:
+def _train(launch: Launch, device: str, interface: str | None, *, recover_only: bool) -> None:
     if device == "cpu":
         use_cpu(stock_loop=True)
     elif not torch.cuda.is_available():
@@ -134,7 +137,7 @@ def _train(launch: Launch, device: str, interface: str | None) -> None:
 
     cache_docstrings()
     reports = _Reports(launch)
-    run = stock.protected(pretrain, reports, connect if device == "cpu" else None)
+    run = stock.protected(pretrain, reports, connect if device == "cpu" else None, recover_only=recover_only)
     if device == "cpu":
         connect()
     elif interface is not None:

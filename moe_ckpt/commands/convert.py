@@ -81,7 +81,9 @@ _DROPPED = {
     "--save-experts": 1,
     "--save-experts-selection": 1,
     "--save-experts-scope": 1,
-    "--keep-last": 1,
+    "--save-retain-interval": 1,
+    "--non-persistent-save-interval": 1,
+    "--non-persistent-ckpt-type": 1,
     "--async-save": 0,
     "--load": 1,
     "--ckpt-step": 1,
@@ -94,6 +96,7 @@ _DROPPED = {
     "--exit-signal-handler": 0,
     "--log-progress": 0,
     "--tensorboard-dir": 1,
+    "--wandb-project": 1,
     "--metrics-jsonl": 1,
     "--moe-ckpt-memory-dir": 1,
     "--moe-ckpt-persist-dir": 1,
@@ -259,6 +262,10 @@ def densified(source: ConversionSource, persist_dir: PersistDir, out: Path, flag
         tempfile.TemporaryDirectory(prefix="moe-ckpt-convert-") as view,
     ):
         own = ["--device", "cpu", "--save", str(out.absolute()), "--moe-ckpt-replicas", "0"]
+        # Training ends where it was recovered, and saves there; it evaluates nothing.
+        own += ["--save-interval", str(10**9), "--eval-iters", "0"]
+        # No iteration but those of a replay is run, so random states of a GPU go on unchanged: nothing is inexact.
+        own += ["--moe-ckpt-reshard", "inexact"]
         # The snapshots of the source alone, so that nothing is tidied up in a storage that a job may still write to.
         alone = persist_dir.copied_to(Path(view), source.snapshots)
         own += ["--moe-ckpt-memory-dir", memory, "--moe-ckpt-persist-dir", alone]

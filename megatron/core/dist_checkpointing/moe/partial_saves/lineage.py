@@ -9,7 +9,7 @@ from moe_ckpt.dense.chain import Chain
 
 
 @dataclass
-class Lineage:
+class ExpertLineage:
     """Where the copies of experts are that saving can go on from.
 
     Attributes:

@@ -32,7 +32,7 @@ from ..errors import UnreadableCheckpoint
 from ..megatron_state.module_tree import layers_of_routers
 from ..megatron_state.popularity import TokenCounter
 from ..storage.atomic import write_atomically
-from .lineage import Lineage, summed
+from .lineage import ExpertLineage, summed
 from .shards import built, entries, selected
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class ExpertSaves:
     def __init__(self, args: Any, chunks: Sequence[torch.nn.Module], loaded: Path | None) -> None:
         self._args = args
         self._chunks = chunks
-        self._lineage = Lineage(on_rank_zero(lambda: _continued(args, loaded)))
+        self._lineage = ExpertLineage(on_rank_zero(lambda: _continued(args, loaded)))
         by_load = args.save_experts_selection == "load-aware"
         self._counter = TokenCounter(chunks) if by_load else None
         self._chains: dict[int, Chain] = {}
@@ -129,7 +129,7 @@ def _generating(owner: Any, changed: Callable[..., dict[str, Any]]) -> Iterator[
 
 
 @dataclasses.dataclass(frozen=True)
-class _LiveExperts:
+class _ModelExperts:
     """What the model has.
 
     stages: MoE layers by pipeline stage. stacked_layers: length of the axis that counts layers in the tensors of
@@ -144,7 +144,7 @@ class _LiveExperts:
 
 def _live_experts(
     generated: dict[str, Any], chunks: Sequence[torch.nn.Module], counted: Mapping[int, tuple[int, ...]]
-) -> _LiveExperts:
+) -> _ModelExperts:
     shapes = {
         (shard.global_shape[entry.axes - 1], shard.global_shape[0] if entry.axes == 2 else None)
         for entry, shard in entries(generated)
@@ -159,7 +159,7 @@ def _live_experts(
         tokens = summed(tokens, of_routers)
     ((num_experts, stacked_layers),) = {shape for _, _, of_rank, _ in gathered for shape in of_rank}
     by_stage = tuple(tuple(sorted(stages[stage])) for stage in sorted(stages))
-    return _LiveExperts(by_stage, num_experts, stacked_layers, tokens)
+    return _ModelExperts(by_stage, num_experts, stacked_layers, tokens)
 
 
 def content_of(args: Any) -> str:
@@ -181,7 +181,7 @@ def _continued(args: Any, loaded: Path | None) -> Chain | None:
     return None if chain is None or chain.content != content_of(args) else after_loading(chain)
 
 
-def _decided(saves: PartialSaves, directory: CheckpointDirectory, lineage: Lineage, iteration: int) -> Chain:
+def _decided(saves: PartialSaves, directory: CheckpointDirectory, lineage: ExpertLineage, iteration: int) -> Chain:
     mark, previous = secrets.token_hex(8), lineage.chain
     obstacle = None if previous is None else _obstacle(directory, previous, iteration)
     if obstacle:

@@ -34,12 +34,17 @@ Result = TypeVar("Result")
 
 
 def protected(
-    pretrain: Callable[..., Result], report: Report | None = None, connect: Callable[[], object] | None = None
+    pretrain: Callable[..., Result],
+    report: Report | None = None,
+    connect: Callable[[], object] | None = None,
+    *,
+    recover_only: bool = False,
 ) -> Callable[..., Result]:
     """`pretrain` of Megatron-LM, protected as the `--moe-ckpt-*` flags say.
 
     report: gets how each iteration came out, on every rank. connect: starts torch.distributed, in scripts that do not
     leave that to `pretrain`; called before it, unless that is done, and again where this process stays after a fault.
+    recover_only: whether training ends, with a checkpoint, once it has come back to where it goes on.
 
     Raises UsageError when it is called, before training begins, where the loop is not one that is known.
     """
@@ -56,7 +61,7 @@ def protected(
             set_for_parking("nccl")
         core = version("megatron-core")
         survivors = Survivors(loop, core, connect)
-        hooks = Hooks(loop, core, MoECheckpointManager, report, survivors)
+        hooks = Hooks(loop, core, MoECheckpointManager, report, survivors, recover_only=recover_only)
         saving = installed(importlib.import_module(SAVING), hooks.of_saving(), core, SAVING_SEAMS)
         synchronous = results_in_process(lambda: bool(getattr(loop.get_args(), "async_save", False)))
         training = installed(loop, hooks.by_name(), core)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from ..dense_saves.choosing import has_chain, intact_checkpoint
 from ..dense_saves.directory import CheckpointDirectory
 from ..dense_saves.saving import DenseSaves
+from ..megatron_state.random_states import DEVICE, TRACKED
 from .seams import Call
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -22,10 +24,14 @@ class StockSaves:
     Args:
         args: Of Megatron-LM.
         secret: Path of the job's secret, if that is not in the environment.
+
+    Attributes:
+        device_states: Random states of another kind of device, by name, which are saved in place of those of this one.
     """
 
     def __init__(self, args: Any, secret: str | None) -> None:
         self._args, self._saves = args, DenseSaves(secret)
+        self.device_states: Mapping[str, bytes] = {}
         self._loaded: Path | None = None
         self._experts: Any = None
 
@@ -68,7 +74,22 @@ class StockSaves:
 
     def shards(self, call: Call) -> Any:
         """Core's `save` inside of it."""
-        return self._saves.shards(call.given_otherwise, call.everything())
+        given = call.everything()
+        for states in self._random_states(given["sharded_state_dict"]) if self.device_states else ():
+            states["cuda_rng_state"] = self._of_device(DEVICE, states["cuda_rng_state"])
+            tracked = states["rng_tracker_states"]
+            states["rng_tracker_states"] = {
+                name: self._of_device(f"{TRACKED}{name}", own) for name, own in tracked.items()
+            }
+        return self._saves.shards(call.given_otherwise, given)
+
+    def _random_states(self, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
+        shard = state_dict.get("rng_state")
+        return [] if shard is None else list(shard.data)
+
+    def _of_device(self, name: str, own: torch.Tensor) -> torch.Tensor:
+        given = self.device_states.get(name)
+        return own if given is None else torch.frombuffer(bytearray(given), dtype=torch.uint8)
 
     def has(self, iteration: int) -> bool:
         """Whether this iteration, which was to be saved, was published."""

@@ -31,6 +31,7 @@ import torch
 from megatron.core import parallel_state
 
 from ..config import MoECheckpointConfig
+from ..errors import UsageError
 from ..megatron_state.random_states import random_states, restore_random
 from ..megatron_state.step_counts import allocate_step_counts, loading_step_counts
 from ..recovery.timeline import RecoveryTimeline
@@ -64,6 +65,7 @@ class Hooks:
         make_manager: `MoECheckpointManager`.
         report: Gets how each iteration came out.
         survivors: What keeps this process through faults of others; nothing does if not given.
+        recover_only: Whether training ends, with a checkpoint, once it has come back to where it goes on.
     """
 
     def __init__(
@@ -73,8 +75,11 @@ class Hooks:
         make_manager: MakeManager,
         report: Report | None = None,
         survivors: Survivors | None = None,
+        *,
+        recover_only: bool = False,
     ) -> None:
         self._loop, self._version, self._make, self._report = loop, version, make_manager, report
+        self._recover_only = recover_only
         self._survivors = survivors or Survivors(loop, version)
         self._config: MoECheckpointConfig | None = None
         self._manager: Manager = None
@@ -185,6 +190,8 @@ class Hooks:
         iteration = manager.resume(None if load is None else load_checkpoint, newest, asked_for=asked_for)
         if manager.repeats_steps and state.recorded_flags is not None:
             refuse_other_flags(state.recorded_flags, self._flags)
+        if self._recover_only:
+            self._require_recovered(manager)
         self._manager, self._quiet = manager, Quiet(self._loop, manager)
         if optimizer is not None:  # as with --skip-train
             allocate_step_counts(optimizer)
@@ -202,12 +209,24 @@ class Hooks:
         self._catch_up.agree()
         self._random = random_states() if iteration > 0 else None
 
+    def _require_recovered(self, manager: Manager) -> None:
+        if not (manager.is_replaying or manager.iteration):
+            persist_dir = getattr(self._config, "persist_dir", None)
+            raise UsageError(f"no state can be recovered from {persist_dir}; the lines above say why")
+        if self._saves is not None:
+            self._saves.device_states = manager.random_states_of_another_device
+
     def _build_data(self, call: Call) -> Any:
+        if self._recover_only and not self._manager.is_replaying:
+            self._args.do_train, self._args.do_valid, self._args.do_test = True, False, False
+            return None, None, None  # no iteration reads any
         with self._catch_up.reading_on():
             return self._survivors.data(call)
 
     def _train(self, call: Call) -> Any:
         """All of training: again from here, with the same objects, after each fault that this process outlives."""
+        if self._recover_only and not self._manager.is_replaying:
+            self._args.train_iters = self._manager.iteration
         kept = self._survivors.train(call["model"], call["optimizer"])
         while kept is not None:
             try:
@@ -332,6 +351,8 @@ class Hooks:
             self._told = newest
             self._report(replace(self._iteration, protection=protection, stall_s=stall_s, recovery=recovery))
         manager.reported()
+        if self._recover_only and not manager.is_replaying:
+            self._args.train_iters = call["iteration"]
         if replayed and not manager.is_replaying and call["iteration"] >= self._args.train_iters:
             self._join()  # the loop begins no further iteration, and takes away what a replay put off
         return should_exit or (not replayed and self._growth.ends_training(call["iteration"]))

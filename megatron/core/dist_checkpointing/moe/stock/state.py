@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 from ..ports import Json
@@ -10,6 +12,7 @@ _COUNTS = "consumed_train_samples", "consumed_valid_samples", "skipped_train_sam
 _OPERATIONS = "num_floating_point_operations_so_far"
 _EVALUATED = "evaluated_iteration"
 _FLAGS = "flags"
+_COMMAND = "command"
 
 
 class StockCounts:
@@ -33,6 +36,7 @@ class StockCounts:
         self._operations: int | float = getattr(args, _OPERATIONS, 0)
         self._samples_to_come = 0
         self._flags = flags
+        self._command: dict[str, Json] = {"flags": [*sys.argv[1:]], "folder": os.getcwd()}  # for `moe-ckpt convert`
         self.evaluated = int(getattr(args, "iteration", 0))
         self.recorded_flags: dict[str, Any] | None = None
 
@@ -66,7 +70,8 @@ class StockCounts:
         counts: dict[str, Json] = {name: getattr(self._args, name, 0) for name in _COUNTS}
         counts["consumed_train_samples"] = self._args.consumed_train_samples + self._samples_to_come
         # As text: there are soon more of them than 64 bits take.
-        return counts | {_OPERATIONS: repr(self._operations), _EVALUATED: self.evaluated, _FLAGS: self._flags}
+        counts |= {_OPERATIONS: repr(self._operations), _EVALUATED: self.evaluated}
+        return counts | {_FLAGS: self._flags, _COMMAND: self._command}
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
         """As `LoopState.load_state_dict`: let the loop start, or go on, from these counts."""
