@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 from world import HANG_TIMEOUT_S, ROOT
 
-pytestmark = pytest.mark.own_loop
-
 EXAMPLES = ROOT / "examples"
 LONGEST_S = 5 * HANG_TIMEOUT_S
 """An example trains up to five times."""
