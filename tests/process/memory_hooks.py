@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import json
 import os
@@ -11,7 +12,6 @@ import sys
 import threading
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 PAUSE_S = 0.005
@@ -59,7 +59,11 @@ class Heap(ctypes.Structure):
 
 def allocated() -> dict[str, int]:
     """What this process has allocated: bytes of the heap of C, and objects of Python, whose arenas are none of that."""
+    gc.unfreeze()  # else caches of modules are not among the objects
     gc.collect()
+    for one in gc.get_objects():  # what a cache holds that has a bound is no growth
+        if isinstance(one, functools._lru_cache_wrapper) and one.cache_parameters()["maxsize"] is not None:
+            one.cache_clear()
     ask = ctypes.CDLL(None).mallinfo2
     ask.restype = Heap
     found = ask()
@@ -69,17 +73,17 @@ def allocated() -> dict[str, int]:
 @contextlib.contextmanager
 def counted(folder: str, iterations: Collection[int], leak_bytes: int = 0) -> Iterator[None]:
     """Write down what each rank has allocated after these iterations; leak_bytes: keep so many more in each one."""
-    from megatron.pretrain.loop import Trainer
+    from megatron.core.dist_checkpointing.moe import MoECheckpointManager
 
-    iterate, found, kept = Trainer.iterate, [], []
+    reported, found, kept = MoECheckpointManager.reported, [], []
 
-    def counting(self: Any, batches: Any) -> None:
-        iterate(self, batches)
+    def counting(self: MoECheckpointManager) -> None:
+        reported(self)
         if leak_bytes:
             kept.append(bytearray(leak_bytes))
-        if self._state.progress.iteration in iterations:
+        if self.iteration in iterations:
             found.append(allocated())
 
-    with mock.patch.object(Trainer, "iterate", counting):
+    with mock.patch.object(MoECheckpointManager, "reported", counting):
         yield
     (Path(folder) / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))

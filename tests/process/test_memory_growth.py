@@ -12,8 +12,6 @@ from attempts import Cluster
 from memory_hooks import counted
 from runs import Layout, Train
 
-pytestmark = pytest.mark.own_loop
-
 COUNTED = (60, 120, 180, 240)
 """After the first ones all caches are filled: of torch, of gloo's buffers, of message sizes."""
 MOST_BYTES, MOST_OBJECTS = 24_000, 240
