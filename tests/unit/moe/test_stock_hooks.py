@@ -168,7 +168,7 @@ def test_what_the_loop_does_once_after_its_start_is_done_where_all_ranks_train_t
 
 
 def test_without_a_strategy_nothing_is_called() -> None:
-    said = train(arguments(moe_ckpt_strategy="none", train_iters=1))
+    said = train(arguments(moe_ckpt_strategy="none", train_iters=1, world_size=1))
     assert said == "data passes optimizer reduce reduce log callbacks"
 
 
