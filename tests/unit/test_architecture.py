@@ -91,9 +91,12 @@ ROWS = {
     f"{TOOLS}.dense": Row(f"{VALUES} policy storage", "megatron.core msgspec numpy torch xxhash", "megatron_core"),
     # Dense checkpoints of jobs, which jobs and tools read and write in one format.
     f"{ENGINE}.dense_saves": Row("errors replay storage", "torch", "dense"),
+    f"{ENGINE}.partial_saves": Row(
+        "config dense_saves errors megatron_state policy storage", "megatron.core torch", "dense"
+    ),
     f"{ENGINE}.stock": Row(
         "errors ports megatron_state replay recovery seats in_place snapshot strategies config contradictions features"
-        " manager runtime dense_saves core_versions",
+        " manager runtime dense_saves partial_saves core_versions",
         "megatron.core torch",
     ),
     f"{TOOLS}.hugging_face": Row("errors storage", "safetensors torch", "dense"),
