@@ -8,14 +8,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from operator_hooks import _complete_state, _differences
-from trainer_states import trainer_state_of
+from stock_trainer import Trainer, before_training, instead_of_training
 from worker_hooks import poison
 
 BEFORE_SNAPSHOT = 2
@@ -48,26 +49,14 @@ class Careless(LastMoment):
 
 
 @contextlib.contextmanager
-def _instead_of_training(examine: Callable[[Any], Any], folder: str) -> Iterator[None]:
-    from megatron.pretrain.loop import Trainer
-
-    def run(self: Trainer) -> None:
-        facts = examine(self)
-        (Path(folder) / f"rank-{torch.distributed.get_rank()}.json").write_text(json.dumps(facts))
-
-    with mock.patch.object(Trainer, "run", run):
-        yield
-
-
-@contextlib.contextmanager
 def captured(folder: str) -> Iterator[None]:
     """Train a little, with snapshots in a memory store under `folder`; poison everything, restore, train on."""
-    with _instead_of_training(lambda trainer: _Capture(trainer, folder).facts(), folder):
+    with instead_of_training(lambda trainer: _Capture(trainer, folder).facts(), folder):
         yield
 
 
 class _Capture:
-    def __init__(self, trainer: Any, folder: str) -> None:
+    def __init__(self, trainer: Trainer, folder: str) -> None:
         from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology, state_tensors
         from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
         from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
@@ -75,10 +64,10 @@ class _Capture:
         from megatron.core.dist_checkpointing.moe.types import Part
         from megatron.core.dist_checkpointing.moe.types.snapshots import full_plan
 
-        self.trainer, self.state = trainer, trainer._state
+        self.trainer, self.trainer_state = trainer, trainer.state
         self.topology, self.rank = read_topology(8), torch.distributed.get_rank()
-        self.tensors = state_tensors(self.state.chunks, self.state.optimizer, self.topology)
-        self.trainer_state = trainer_state_of(self.state)
+        self.tensors = state_tensors(trainer.chunks, trainer.optimizer, self.topology)
+        self.iterations: list[dict[str, Any]] = []
         engine = ThreadEngine()
         self.capturers = [
             LiveCapturer(self.tensors, self.trainer_state, kind)
@@ -88,32 +77,28 @@ class _Capture:
         self.plan = lambda iteration: full_plan(iteration, operators, Part.EVERYTHING)
         nbytes = self.capturers[0].layout(self.plan(0), trainer=True).nbytes
         self.store = MemoryStore(Path(folder), "job", self.rank, [nbytes] * 3)
-        for chunk in self.state.chunks:
-            chunk.train()
-        self._start_reading()
 
-    def _start_reading(self) -> None:
-        from megatron.pretrain.batches import training_iterators
-
-        state = self.state
-        self.batches = training_iterators(state.config, self.trainer._datasets, state.progress)
+    def iterate(self) -> None:
+        """One iteration, with a note of all that it computed."""
+        journal = self.trainer.iterate()
+        self.iterations.append(journal.to_data() | {"trainer": self.trainer_state.scalars()})
 
     def facts(self) -> dict[str, Any]:
         from megatron.core.dist_checkpointing.moe.megatron_state.model_operators import model_operators
 
         for _ in range(BEFORE_SNAPSHOT):
-            self.trainer.iterate(self.batches)
+            self.iterate()
         references, snapshots = [], []
         for at, capturer in enumerate(self.capturers):
             references.append(self._hashed())
             snapshots.append(self._capture(capturer, first=at == 0))
         facts = {
             "operators": [_plain(operator) for operator in sorted({tensor.operator for tensor in self.tensors})],
-            "of the model": [_plain(operator) for operator in model_operators(self.state.chunks)],
+            "of the model": [_plain(operator) for operator in model_operators(self.trainer.chunks)],
             "wrong records": [self._wrong(*pair) for pair in zip(snapshots, references, strict=True)],
             "buffers": sorted(tensor.key for tensor in self.tensors if tensor.field == "buffer"),
         }
-        return facts | self._restorations(snapshots[0])
+        return facts | self._restorations(snapshots[0]) | {"iterations": self.iterations}
 
     def _hashed(self) -> dict[str, bytes]:
         return {one.key: one.tensor.view(torch.uint8).numpy().tobytes() for one in self.tensors}
@@ -123,24 +108,24 @@ class _Capture:
         from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import gather_compute_weights
         from megatron.core.dist_checkpointing.moe.types.layout import Facts, SnapshotId
 
-        state = self.state
-        plan = self.plan(state.progress.iteration)
+        trainer = self.trainer
+        plan = self.plan(self.trainer_state.iteration)
         layout = capturer.layout(plan, trainer=True)
         snapshot = SnapshotId(plan.iteration, self.rank)
         writer = self.store.reserve(snapshot, layout)
         capturer.begin([(layout, writer)])
         scalars = self.trainer_state.scalars()
         if first:
-            gather_compute_weights(state.chunks)
-            self.reference = _complete_state(state)
-        step = state.optimizer.step
+            gather_compute_weights(trainer.chunks)
+            self.reference = _complete_state(trainer)
+        step = trainer.optimizer.step
 
         def step_after_copies() -> Any:
             capturer.end(TIMEOUT_S)
             return step()
 
-        with mock.patch.object(state.optimizer, "step", step_after_copies):
-            self.trainer.iterate(self.batches)
+        with mock.patch.object(trainer.optimizer, "step", step_after_copies):
+            self.iterate()
         writer.seal(Facts("job", plan.digest(), scalars=scalars))
         return snapshot
 
@@ -156,23 +141,23 @@ class _Capture:
         with self.store.open(snapshot) as reader:
             for name, part in {"full": Part.MASTER_AND_MOMENTS, "everything": Part.EVERYTHING}.items():
                 facts[f"{name} bytes"] = self._restore(reader, part)
-                facts["differences"][name] = _differences(self.state, self.reference)
+                facts["differences"][name] = _differences(self.trainer, self.reference)
             facts["refusals"] = self._refusals(reader)
-        self._start_reading()
+        self.trainer.read_on()
         for _ in self.capturers:
-            self.trainer.iterate(self.batches)
+            self.iterate()
         return facts
 
     def _restore(self, reader: Any, part: Any) -> list[int]:
         from megatron.core.dist_checkpointing.moe.megatron_state.megatron import live_restorer
 
-        state, operators = self.state, self.capturers[0].operators
-        poison(state)
-        state.scheduler.num_steps = 7777
-        for member in getattr(state.optimizer, "chained_optimizers", [state.optimizer]):
+        trainer, operators = self.trainer, self.capturers[0].operators
+        _poison(trainer)
+        trainer.scheduler.num_steps = 7777
+        for member in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer]):
             if hasattr(member.grad_scaler if hasattr(member, "grad_scaler") else None, "_growth_tracker"):
                 member.grad_scaler._growth_tracker = member.grad_scaler._hysteresis_tracker = 99
-        restorer = live_restorer(state.chunks, state.optimizer, self.topology)
+        restorer = live_restorer(trainer.chunks, trainer.optimizer, self.topology)
         restorer.poison()
         restored_bytes = restorer.restore(reader.read, {part: operators})
         self.trainer_state.restore(reader.manifest.facts.scalars, self._random(reader))
@@ -206,31 +191,34 @@ def _plain(operator: Any) -> list[int]:
     return [operator.layer, operator.kind.value, operator.expert]
 
 
+def _poison(trainer: Trainer) -> None:
+    poison(SimpleNamespace(chunks=trainer.chunks, optimizer=trainer.optimizer, progress=trainer.state))
+    trainer.args.consumed_train_samples = trainer.args.consumed_valid_samples = 5
+
+
 @contextlib.contextmanager
 def allocated_lazily(eagerly: bool) -> Iterator[None]:
-    """The driver leaves the state of the optimizer to its first step, or to `allocate_optimizer_state`."""
-    from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import allocate_optimizer_state
-    from megatron.core.dist_checkpointing.moe.megatron_state.step_counts import torch_adams
-    from megatron.pretrain import optimization
-    from megatron.pretrain.loop import Trainer
+    """The loop leaves the state of the optimizer to its first step, or to `allocate_optimizer_state`."""
 
-    run = Trainer.run
+    def examine(trainer: Trainer) -> None:
+        from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import allocate_optimizer_state
+        from megatron.core.dist_checkpointing.moe.megatron_state.step_counts import torch_adams
 
-    def states(trainer: Trainer) -> list[Any]:
-        inner = torch_adams(trainer._state.optimizer)
-        return list(itertools.chain.from_iterable(one.state.values() for one in inner))
+        def states() -> list[Any]:
+            inner = torch_adams(trainer.optimizer)
+            return list(itertools.chain.from_iterable(one.state.values() for one in inner))
 
-    def run_with_state(self: Trainer) -> None:
-        assert not states(self)
+        assert not states()
         if eagerly:
-            allocate_optimizer_state(self._state.optimizer)
-            first = states(self)
+            allocate_optimizer_state(trainer.optimizer)
+            first = states()
             assert first
-            allocate_optimizer_state(self._state.optimizer)
-            assert [id(one) for one in states(self)] == [id(one) for one in first]
-        run(self)
+            allocate_optimizer_state(trainer.optimizer)
+            assert [id(one) for one in states()] == [id(one) for one in first]
 
-    with mock.patch.object(optimization, "allocate_adam"), mock.patch.object(Trainer, "run", run_with_state):
+    from megatron.core.dist_checkpointing.moe.stock import hooks
+
+    with mock.patch.object(hooks, "allocate_step_counts"), before_training(examine):
         yield
 
 
@@ -238,22 +226,19 @@ def allocated_lazily(eagerly: bool) -> Iterator[None]:
 def counted(folder: str) -> Iterator[None]:
     """Train to the end of the flags, and write down what each rank's routers counted in each iteration."""
 
-    def examine(trainer: Any) -> list[dict[int, list[int]]]:
+    def examine(trainer: Trainer) -> list[dict[int, list[int]]]:
         from megatron.core.dist_checkpointing.moe.megatron_state.popularity import TokenCounter
-        from megatron.pretrain.batches import training_iterators
 
-        state = trainer._state
-        counter, counts = TokenCounter(state.chunks), []
-        batches = training_iterators(state.config, trainer._datasets, state.progress)
-        for chunk in state.chunks:
-            chunk.train()
-        for _ in range(state.config.training.train_iters):
-            trainer.iterate(batches)
+        counter, counts = TokenCounter(trainer.chunks), []
+        for _ in range(trainer.args.train_iters):
+            trainer.iterate()
+            trainer.evaluate()
             counts.append(dict(counter.take()()))
         counter.close()
-        trainer.iterate(batches)
+        trainer.read_on()
+        trainer.iterate()
         assert all(not any(row) for row in counter.take()().values())
         return counts
 
-    with _instead_of_training(examine, folder):
+    with instead_of_training(examine, folder):
         yield

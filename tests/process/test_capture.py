@@ -11,11 +11,8 @@ from typing import Any
 
 import pytest
 from capture_hooks import BEFORE_SNAPSHOT, allocated_lazily, captured, counted
-from runs import Layout, Train, digest, exact, reports_in
-from runs import flags_of_own_loop as flags
+from runs import Layout, Train, digest, exact, flags
 from world import World
-
-pytestmark = pytest.mark.own_loop
 
 BIAS = (
     "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0 --moe-router-score-function sigmoid "
@@ -62,11 +59,10 @@ RUNS = {
 
 @dataclass
 class Seen:
-    """What all ranks of one run wrote down, and the reports of its iterations."""
+    """What all ranks of one run wrote down."""
 
     run: Run
     ranks: list[dict[str, Any]]
-    reports: list[dict[str, Any]]
 
 
 def facts_of(folder: Path, ranks: int) -> list[Any]:
@@ -76,11 +72,9 @@ def facts_of(folder: Path, ranks: int) -> list[Any]:
 @pytest.fixture(scope="module", params=RUNS)
 def seen(request: pytest.FixtureRequest, world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     run, folder = RUNS[request.param], tmp_path_factory.mktemp("captured")
-    reports = folder / "metrics.jsonl"
-    argv = run.flags(corpus, "--metrics-jsonl", reports)
-    outcome = world.run(argv, run.layout.ranks, [partial(captured, str(folder))])
+    outcome = world.run(run.flags(corpus), run.layout.ranks, [partial(captured, str(folder))])
     assert set(outcome.codes) == {0}, outcome.said
-    return Seen(run, facts_of(folder, run.layout.ranks), reports_in(reports))
+    return Seen(run, facts_of(folder, run.layout.ranks))
 
 
 def test_a_snapshot_has_the_state_of_its_iteration_however_late_it_is_copied(seen: Seen) -> None:
@@ -108,17 +102,14 @@ def test_a_poisoned_state_is_restored_to_the_last_bit(seen: Seen, parts: str) ->
 
 
 def test_training_goes_on_from_a_restored_snapshot_as_it_did_before(seen: Seen) -> None:
-    runs = defaultdict(list)
-    for report in seen.reports:
-        computed = {key: value for key, value in report.items() if not key.endswith("_s")}
-        runs[report["iteration"]].append(repr(computed))
-    for iteration in range(BEFORE_SNAPSHOT + 1, BEFORE_SNAPSHOT + CAPTURES + 1):
-        first, second = runs[iteration]
-        assert first == second
-    if "--fp16" in seen.run.text:
-        repeated = [report for report in seen.reports if report["iteration"] > BEFORE_SNAPSHOT]
-        assert len({report["loss_scale"] for report in repeated}) > 1
-        assert {report["skipped"] for report in repeated} == {True, False}
+    for facts in seen.ranks:
+        iterations = facts["iterations"]
+        first, again = iterations[BEFORE_SNAPSHOT : BEFORE_SNAPSHOT + CAPTURES], iterations[-CAPTURES:]
+        assert [repr(one) for one in first] == [repr(one) for one in again]
+        assert [one["trainer"]["iteration"] for one in again] == [BEFORE_SNAPSHOT + 1 + at for at in range(CAPTURES)]
+        if "--fp16" in seen.run.text:
+            assert len({repr(one["trainer"]["grad_scalers"]) for one in again}) > 1
+            assert {one["skipped"] for one in again} == {True, False}
 
 
 def test_trainer_state_that_lacks_anything_is_refused_and_nothing_changes(seen: Seen) -> None:

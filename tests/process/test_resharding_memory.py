@@ -10,12 +10,9 @@ from pathlib import Path
 import pytest
 from attempts import Cluster
 from fault_hooks import once_sealed
-from runs import Layout, published
-from runs import flags_of_own_loop as flags
+from runs import Layout, flags, published
 from test_resharding_snapshots import BIAS, UNTIED, assert_same_optimizer, assert_same_state, padded
 from world import Hook, Outcome
-
-pytestmark = pytest.mark.own_loop
 
 FULL = "--moe-ckpt-strategy full --moe-ckpt-interval 2".split()
 SEALED = 4
@@ -27,7 +24,7 @@ def attempt(
 ) -> Outcome:
     """One start of the same job on so many nodes of equal size."""
     places = ["--moe-ckpt-memory-dir", str(cluster.memory)]
-    argv = flags(cluster.corpus, layout, *places, *map(str, extra), distributed=distributed)
+    argv = flags(cluster.corpus, layout, *places, *map(str, extra), distributed=distributed, loop=cluster.world.loop)
     each = layout.ranks // nodes
     environments = [
         {"MOE_CKPT_NODE": f"node-{rank // each}", "LOCAL_RANK": str(rank % each), "TORCHELASTIC_RESTART_COUNT": "0"}

@@ -17,8 +17,6 @@ from runs import Layout, Start, Train, digest, published, reports_in
 from moe_ckpt.dense.dense import open_dense
 from moe_ckpt.dense.digest import state_entries
 
-pytestmark = pytest.mark.own_loop
-
 SAME = (
     "--global-batch-size 24 --num-layers 4 --attention-dropout 0 --train-iters 3 --dist-ckpt-optim-fully-reshardable"
 ).split()
@@ -37,8 +35,9 @@ def padded(layout: Layout) -> tuple[object, ...]:
     return (*SAME, "--make-vocab-size-divisible-by", VOCABULARY // layout.tp)
 
 
-# How Megatron names the groups of an optimizer's parameters, and whose random states there are, depends on the layout.
-OF_THE_LAYOUT = ("optimizer", "rng")
+# How Megatron names the groups of an optimizer's parameters, whose random states there are, and its own arguments
+# depend on the layout.
+OF_THE_LAYOUT = ("optimizer", "rng", "other")
 
 
 @dataclass(frozen=True)

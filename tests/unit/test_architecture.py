@@ -96,8 +96,8 @@ ROWS = {
     ),
     f"{ENGINE}.stock": Row(
         "errors ports megatron_state replay recovery seats in_place snapshot strategies config contradictions features"
-        " manager runtime dense_saves partial_saves core_versions",
-        "megatron.core torch",
+        " manager runtime dense_saves partial_saves core_versions resharding storage",
+        "megatron.core psutil torch",
     ),
     f"{TOOLS}.hugging_face": Row("errors storage", "safetensors torch", "dense"),
     f"{TOOLS}.checkpoints": Row(f"{PARTS} config storage recovery", "fsspec torch", "dense report"),

@@ -15,7 +15,6 @@ from megatron.core.dist_checkpointing.moe.storage.manifest import use_secret
 from megatron.pretrain.agreement import on_rank_zero, raise_invalid_input_on_all_ranks
 from megatron.pretrain.checkpoint.load import NothingIntact, load_checkpoint
 from megatron.pretrain.checkpoint.loop_state import ProgressState
-from megatron.pretrain.checkpoint.older_windows import load_window
 from megatron.pretrain.checkpoint.state import TrainingState
 from megatron.pretrain.config import parse_config
 from megatron.pretrain.config.model import ModelConfig, MoEConfig
@@ -40,7 +39,7 @@ def resume(state: TrainingState, launch: Launch, marks: Timestamps | None = None
         newest = on_rank_zero(lambda: _newest_dense(state), errors=(InvalidInput,))
         # A restart goes on from what its own job did; which checkpoint was asked for matters to the first start.
         asked_for = checkpoint.ckpt_step is not None or checkpoint.finetune
-        manager.resume(load, newest, asked_for=asked_for, run_again=partial(load_window, state))
+        manager.resume(load, newest, asked_for=asked_for)
         _begin_chain_anew_after_snapshot(state, manager)
         if manager.repeats_steps and loop_state.recorded_flags is not None:
             refuse_other_flags(loop_state.recorded_flags, state.config.argv)

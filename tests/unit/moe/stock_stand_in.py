@@ -222,7 +222,7 @@ class Manager:
         self.state = state
         return self
 
-    def resume(self, load: Any, newest: int, *, asked_for: bool) -> int:
+    def resume(self, load: Any, newest: int, *, asked_for: bool, run_again: Any = None) -> int:
         if self.iteration:
             self.calls.append("resume")
             self.state.load_state_dict(self.state.state_dict() | self._recorded)

@@ -86,6 +86,7 @@ _TREES = "tests/process/test_module_trees.py::test_a_killed_job_of_another_modul
 _PEC = "tests/process/test_pec.py::"
 _RECOUNTED = f"{_PEC}test_the_tokens_that_each_recovery_reports_as_lost_are_those_of_an_independent_recount"
 _PLANNED = "tests/process/test_planned_snapshots.py::test_the_planner_plans_each_snapshot_of_a_job_from_its_counts"
+_RESHARDING = "tests/process/test_resharding_"
 _NEEDS_SPARSE = Absent("it is of sparse, which is refused: use full or pec")
 _OF_THE_LOOP = Absent("ordinary checkpoints are the loop's own")
 _CONVERT = Absent("run `moe-ckpt convert --to hf` on a saved checkpoint")
@@ -215,11 +216,21 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature("`--moe-ckpt-ordering`", Works(_PLANNED), _NEEDS_SPARSE, _UNTESTED),
     Feature("new orders of experts, `--moe-ckpt-reorder-*`", Works(_PLANNED), _NEEDS_SPARSE, _UNTESTED),
-    Feature("another layout, from storage", _UNTESTED, _UNTESTED, _UNTESTED),
-    Feature("another layout, from memory", _UNTESTED, _UNTESTED, _UNTESTED),
+    Feature(
+        "another layout, from storage",
+        Works(f"{_RESHARDING}snapshots.py::test_every_bit_comes_back_under_another_layout"),
+        _UNTESTED,
+        _UNTESTED,
+    ),
+    Feature(
+        "another layout, from memory",
+        Works(f"{_RESHARDING}memory.py::test_survivors_of_lost_nodes_bring_every_bit_back_under_another_layout"),
+        _UNTESTED,
+        _UNTESTED,
+    ),
     Feature(
         "another layout, from a sparse window",
-        Refused("ends with exit code 2: go on in the layout of before until a checkpoint is saved"),
+        Works(f"{_RESHARDING}snapshots.py::test_a_window_of_another_layout_is_run_again_there_and_comes_back_here"),
         _NEEDS_SPARSE,
         Refused("ends with UsageError, unless `resume` is given `run_again`"),
     ),
@@ -267,6 +278,15 @@ FEATURES: tuple[Feature, ...] = (
         ),
         _OF_THE_LOOP,
         _OF_THE_LOOP,
+    ),
+    Feature(
+        "`moe-ckpt convert --to dense` of sparse windows",
+        Works(
+            "tests/process/test_convert.py::"
+            "test_a_converted_window_is_the_dense_checkpoint_of_its_last_iteration_and_training_goes_on_from_it"
+        ),
+        _NEEDS_SPARSE,
+        Absent("a conversion starts the driver, which builds a GPT: save a checkpoint in the loop instead"),
     ),
     Feature("`--export-hf-interval`", _CONVERT, _CONVERT, _CONVERT),
     Feature(

@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -47,6 +49,9 @@ from .seams import Call, Hook
 from .shaping import refuse_other_flags, shaping_flags
 from .state import StockCounts
 from .survivors import Survivors
+
+if TYPE_CHECKING:
+    from ..resharding.windows import OlderWindow
 
 log = logging.getLogger(__name__)
 
@@ -176,18 +181,33 @@ class Hooks:
         )
         loaded = False
 
-        def load_checkpoint() -> int:
+        def load_with(load_checkpoint: Callable[[], Any]) -> int:
             nonlocal loaded
-            assert load is not None
             # Core copies into master weights in place, which autograd refuses for those that are the model's own.
             with torch.no_grad(), loading_step_counts(optimizer):
-                args.iteration, args.num_floating_point_operations_so_far = load()
+                args.iteration, args.num_floating_point_operations_so_far = load_checkpoint()
             state.counted(args.num_floating_point_operations_so_far)
             loaded = True
             return int(args.iteration)
 
+        def run_again(window: OlderWindow, copy_older: Callable[[Path], None]) -> int:
+            from .older_windows import made_whole  # brings what starts processes
+
+            assert self._config is not None
+            load_original = inspect.unwrap(self._loop.load_checkpoint)
+            with made_whole(args, self._config, window, copy_older):
+                try:
+                    return load_with(functools.partial(load_original, model, optimizer, scheduler))
+                except KeyError as error:
+                    # Core (0.16 to 0.19) chains its optimizers otherwise where experts have other data-parallel groups.
+                    raise UsageError(
+                        f"Megatron-Core cannot bring the optimizer's state to this parallel layout ({error} is"
+                        f" missing): {window} stay, start in their layout until a checkpoint is saved"
+                    ) from error
+
         newest, asked_for = newest_checkpoint(args) if load is not None else (-1, False)
-        iteration = manager.resume(None if load is None else load_checkpoint, newest, asked_for=asked_for)
+        load_newest = None if load is None else functools.partial(load_with, load)
+        iteration = manager.resume(load_newest, newest, asked_for=asked_for, run_again=run_again)
         if manager.repeats_steps and state.recorded_flags is not None:
             refuse_other_flags(state.recorded_flags, self._flags)
         if self._recover_only:

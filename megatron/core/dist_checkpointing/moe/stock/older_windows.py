@@ -7,10 +7,12 @@ processes of its own and leaves a dense checkpoint, which any layout loads.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,21 +20,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
+import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.moe import OlderWindow
-from megatron.core.dist_checkpointing.moe.dense_saves.directory import CheckpointDirectory
-from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError
-from megatron.core.dist_checkpointing.moe.storage.job_secret import SECRET_FILE
-from megatron.pretrain.agreement import all_done, on_rank_zero, raise_invalid_input_on_all_ranks
-from megatron.pretrain.checkpoint.load import load_checkpoint
-from megatron.pretrain.checkpoint.state import TrainingState
-from megatron.pretrain.errors import InvalidInput
-from megatron.pretrain.processes import die_with_parent
+from ..config import MoECheckpointConfig
+from ..dense_saves.agreement import all_done, gathered, on_rank_zero
+from ..dense_saves.directory import CheckpointDirectory
+from ..errors import MoECheckpointError, UsageError
+from ..resharding.windows import OlderWindow
+from ..storage.job_secret import SECRET_FILE
 
 log = logging.getLogger(__name__)
 
@@ -44,35 +44,49 @@ _OF_THE_LAUNCHER = re.compile(
     r"(MOE_CKPT|TORCHELASTIC|TORCH_NCCL|NCCL_ASYNC|GROUP|ROLE|LOCAL|MASTER)_\w+|RANK|WORLD_SIZE|OMP_NUM_THREADS"
 )
 _RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_WHOLE = {
+    "ckpt_step": None,
+    "finetune": False,
+    "no_load_optim": None,
+    "no_load_rng": None,
+    "pretrained_checkpoint": None,
+    "non_persistent_ckpt_type": None,
+    "ckpt_format": "torch_dist",
+    "exit_on_missing_checkpoint": True,
+}
+"""Arguments with which all of a checkpoint is loaded, and only that one."""
 
 
-def load_window(state: TrainingState, window: OlderWindow, copy_older: Callable[[Path], None]) -> int:
-    """Load the state after `window` into the live state; a collective over all ranks.
+@contextlib.contextmanager
+def made_whole(
+    args: Any, config: MoECheckpointConfig, window: OlderWindow, copy_older: Callable[[Path], None]
+) -> Iterator[None]:
+    """A block in which the arguments of Megatron-LM name a checkpoint of the state after `window`, and all of it.
 
-    When a peer is lost meanwhile, the processes that run the window again are told to end, and killed after
-    `--moe-ckpt-timeout-s`.
+    A collective over all ranks. When a peer is lost meanwhile, the processes that run the window again are told to end,
+    and killed after `--moe-ckpt-timeout-s`.
 
     Args:
-        state: Of this job.
+        args: Of Megatron-LM.
+        config: Of this job.
         window: What another layout left.
         copy_older: Copies that to a folder; used on rank 0 where some of it lies in memory.
 
-    Returns:
-        The iteration after which training stands.
-
     Raises:
-        InvalidInput: On all ranks alike; everything stays where it is.
+        UsageError: On all ranks alike; everything stays where it is.
     """
-    config = state.config
-    if config.parallel.device != "cpu":
-        raise InvalidInput(
+    if torch.cuda.is_available():
+        raise UsageError(
             f"{window} have to be run again in that layout, on as many GPUs: start with it until a checkpoint is saved"
         )
-    with shared_folder(state) as folder:
-        log.info("%s are run again there, by processes of their own on this node", window)
+    with _shared_folder(args.save, config.persist_dir) as folder:
+        if dist.get_rank() == 0:
+            log.info("%s are run again there, by processes of their own on this node", window)
         with ThreadPoolExecutor(1, "older-window") as beside:
             leaving = threading.Event()
-            work = state, window, copy_older, folder, leaving
+            work = config, window, copy_older, folder, leaving
             converting = beside.submit(_converted, *work) if dist.get_rank() == 0 else None
             try:
                 while not all_done(converting is None or converting.done()):
@@ -81,20 +95,22 @@ def load_window(state: TrainingState, window: OlderWindow, copy_older: Callable[
                 leaving.set()  # nobody needs what comes of it
                 raise
             problem = converting.result() if converting is not None else ""
-        raise_invalid_input_on_all_ranks(lambda: _check(window, folder, problem))
-        checkpoint = replace(
-            config.checkpoint, load=str(folder), ckpt_step=None, finetune=False, load_optim=True, load_rng=True
-        )
-        load_checkpoint(replace(state, config=replace(config, checkpoint=checkpoint)))
-    return state.progress.iteration
+        if problems := gathered(_problem(window, folder, problem)):
+            raise UsageError(next(iter(problems.values())))
+        changed = _WHOLE | {"load": str(folder)}
+        before = {name: getattr(args, name) for name in changed if hasattr(args, name)}
+        try:
+            vars(args).update({name: changed[name] for name in before})
+            yield
+        finally:
+            vars(args).update(before)
 
 
 @contextlib.contextmanager
-def shared_folder(state: TrainingState) -> Iterator[Path]:
+def _shared_folder(save: str | None, persist_dir: str | None) -> Iterator[Path]:
     """A folder that all ranks see, for as long as they need it: in `--save`, else in storage, else on this node."""
-    persist_dir = state.config.moe_checkpoint.persist_dir
     storage = persist_dir if persist_dir is not None and Path(persist_dir).is_dir() else None
-    shared = state.config.checkpoint.save or storage
+    shared = save or storage
 
     def make() -> Path:
         if shared is not None:
@@ -111,18 +127,25 @@ def shared_folder(state: TrainingState) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _check(window: OlderWindow, folder: Path, problem: str) -> None:
+def _problem(window: OlderWindow, folder: Path, problem: str) -> str | None:
     if problem:
-        raise InvalidInput(f"{window} could not be run again there: {problem}; all that was made of them is left")
+        return f"{window} could not be run again there: {problem}; all that was made of them is left"
     if not CheckpointDirectory(str(folder)).folder(window.last).is_dir():
-        raise InvalidInput(
+        return (
             f"rank {dist.get_rank()} does not see {folder}, where {window} were made whole: give --save, or"
             " --moe-ckpt-persist-dir, with a folder that all nodes share"
         )
+    return None
+
+
+def _die_with_parent() -> None:
+    """Have this process killed when the one that started it ends; takes no lock, so a `preexec_fn` may call it."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _converted(
-    state: TrainingState,
+    config: MoECheckpointConfig,
     window: OlderWindow,
     copy_older: Callable[[Path], None],
     folder: Path,
@@ -131,13 +154,12 @@ def _converted(
     """Make the checkpoint, unless this rank is `leaving`; why it could not be made, empty if it was."""
     try:
         with tempfile.TemporaryDirectory(prefix="moe-ckpt-window-") as view:
-            settings = state.config.moe_checkpoint
-            source = settings.persist_dir
+            source = config.persist_dir
             if window.in_memory or source is None:
                 copy_older(Path(view))
                 source = view
-            secret_file = settings.secret_file or os.environ.get(SECRET_FILE)
-            problem = _convert(source, folder, window, secret_file, leaving, settings.timeout_s)
+            secret_file = config.secret_file or os.environ.get(SECRET_FILE)
+            problem = _convert(source, folder, window, secret_file, leaving, config.timeout_s)
         if not problem and not CheckpointDirectory(str(folder)).folder(window.last).is_dir():
             return f"iteration {window.last} did not come out of it, since some of what it needs is damaged; see above"
         return problem
@@ -161,7 +183,7 @@ def _convert(
             stdin=subprocess.DEVNULL,
             stdout=said,
             stderr=said,
-            preexec_fn=die_with_parent,
+            preexec_fn=_die_with_parent,
         )
         while process.poll() is None and not leaving.wait(POLL_INTERVAL_S):
             pass
