@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from attempts import Cluster
 from low_precision_rows import model
-from runs import Layout, differences, digest, exact, published
+from runs import Layout
 from runs import flags_of_own_loop as flags
 from sparse_runs import LENGTH
 from world import HANG_TIMEOUT_S, ROOT, World
@@ -80,27 +80,6 @@ def moe_ckpt(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "moe_ckpt", *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_TIMEOUT_S, check=False)
-
-
-def test_a_converted_window_is_the_dense_checkpoint_of_its_last_iteration_and_training_goes_on_from_it(
-    source: Source, engine_world: World, corpus: str, tmp_path: Path
-) -> None:
-    ended = moe_ckpt("convert", "--to", "dense", source.storage, tmp_path / "dense")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert published(tmp_path / "dense") == [source.last]
-    assert not differences(digest(tmp_path / "dense", source.last), digest(source.saved, source.last))
-    same = moe_ckpt("diff", tmp_path / "dense", source.save(source.last))
-    assert (same.returncode, same.stdout) == (0, "")
-    reports = {where: tmp_path / f"from-{where}" for where in ("converted", "saved")}
-    for where, loading in {
-        "converted": [tmp_path / "dense"],
-        "saved": [source.saved, "--ckpt-step", source.last],
-    }.items():
-        given = (*LENGTH, *model(source.row), "--load", *map(str, loading), "--metrics-jsonl", str(reports[where]))
-        outcome = engine_world.run(flags(corpus, LAYOUT, *given), LAYOUT.ranks)
-        assert set(outcome.codes) == {0}, outcome.said
-    assert exact(reports["converted"]) == exact(reports["saved"])
-    assert len(exact(reports["saved"])) == int(LENGTH[1]) - source.last
 
 
 def test_optimizer_state_of_few_bits_is_refused_by_name_under_another_data_parallel_size(
