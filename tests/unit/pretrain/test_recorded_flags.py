@@ -6,8 +6,8 @@ import argparse
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.config import add_flags
-from megatron.pretrain.config import _GROUPS, parse_config
+from megatron.pretrain.config import parse_config
+from megatron.pretrain.stock_loop import add_flags
 from moe_ckpt.commands.convert import _DROPPED, recorded
 
 GIVEN = (
@@ -22,10 +22,10 @@ def test_flags_of_saving_ending_and_faults_are_left_out_with_their_values() -> N
 
 
 @pytest.mark.parametrize("name", _DROPPED)
-def test_each_flag_that_is_left_out_is_one_of_the_driver_with_so_many_values(name: str) -> None:
-    parser = argparse.ArgumentParser()
-    for config, title in _GROUPS.values():
-        add_flags(parser, config, title, prefix=getattr(config, "PREFIX", ""))
+def test_each_flag_that_is_left_out_is_one_of_the_loop_with_so_many_values(name: str) -> None:
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_flags(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     action = parser._option_string_actions[name]
     assert (0 if action.nargs == 0 else 1) == _DROPPED[name]
 

@@ -238,7 +238,7 @@ class Hooks:
 
     def _build_data(self, call: Call) -> Any:
         if self._recover_only and not self._manager.is_replaying:
-            self._args.do_train, self._args.do_valid, self._args.do_test = True, False, False
+            vars(self._args).update(do_train=True, do_valid=False, do_test=False)
             return None, None, None  # no iteration reads any
         with self._catch_up.reading_on():
             return self._survivors.data(call)
