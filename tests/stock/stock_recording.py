@@ -69,7 +69,7 @@ def unprotected() -> Iterator[None]:
     """The stock loop as it is: nothing of ours is wrapped around it."""
     from megatron.core.dist_checkpointing.moe import stock
 
-    with stock.shipped_helpers(), mock.patch.object(stock, "protected", lambda pretrain, *_: pretrain):
+    with stock.shipped_helpers(), mock.patch.object(stock, "protected", lambda pretrain, *_, **__: pretrain):
         yield
 
 
