@@ -55,11 +55,7 @@ _SEAMS_0_19 = (
     Seam("post_training_step_callbacks", ("num_floating_point_operations_since_last_log_event",)),
     Seam("checkpoint_and_decide_exit", ("iteration", "num_floating_point_operations_so_far")),
     Seam("save_checkpoint_and_time", ("iteration", "non_persistent_ckpt")),
-    Seam(
-        "save_checkpoint",
-        ("iteration", "optimizer", "non_persistent_ckpt", "release"),
-        "megatron.training.checkpointing",
-    ),
+    Seam("save_checkpoint", _SAVES, "megatron.training.checkpointing"),
     Seam("enable_forward_pre_hook", ("model_chunks",)),
     Seam("update_pg_timeout", ("timeout",), "megatron.core.parallel_state"),
     *(Seam(name, (), "megatron.training.utils.common_utils") for name in _REDUCTIONS),
