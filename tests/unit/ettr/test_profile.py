@@ -184,8 +184,9 @@ def test_what_is_timed_are_the_layers_of_megatron_core(tmp_path: Path, monkeypat
     found = layers.timed(SHAPE, settings, lambda: calls.append(1))
     times = layers.layer_times(SHAPE, settings, found, host_rate=1e9)
     assert times.moe is not None
-    assert SLOW_S < times.moe.seconds(1) < 2 * SLOW_S
-    assert times.ends.seconds(1) < SLOW_S
+    # The other parts are timed apart and taken off, so what is left may fall a little short.
+    assert 0.8 * SLOW_S < times.moe.seconds(1) < 2 * SLOW_S
+    assert times.ends.seconds(1) < 0.8 * SLOW_S
     assert len(calls) == layers.count_of(SHAPE, settings)
 
 
