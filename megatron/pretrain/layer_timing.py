@@ -1,17 +1,18 @@
 """Times Megatron-Core's own layers in a small job, and how that comes back: what `moe-ckpt profile` starts.
 
     LAYER_TIMING=settings.json python -m megatron.pretrain.launch --nproc-per-node N --max-restarts 1 \\
-        megatron/pretrain/layer_timing.py FLAGS OF THE DRIVER
+        megatron/pretrain/layer_timing.py FLAGS OF MEGATRON-LM
 
-The job has as many layers per pipeline stage as a pattern says, and is built as the driver builds every job: layers of
-Megatron-Core under DistributedDataParallel, its optimizer, its pipeline schedules. All ranks compute at once, as in
-training, so what they take from each other on one machine is in the figures. At last one rank is killed, and what the
-launcher starts then notes when it could train.
+The job has as many layers per pipeline stage as a pattern says, and Megatron-LM builds it as for its training loop:
+layers of Megatron-Core under DistributedDataParallel, its optimizer, its pipeline schedules. All ranks compute at once,
+as in training, so what they take from each other on one machine is in the figures. At last one rank is killed, and what
+the launcher starts then notes when it could train.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import os
 import resource
@@ -23,16 +24,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import megatron.pretrain.core_import  # noqa: F401  # before all that imports Megatron-Core
-from megatron.core.dist_checkpointing.moe import Timestamps
 from megatron.core.dist_checkpointing.moe.storage.manifest import checksum
-from megatron.pretrain.config import PretrainConfig, parse_config
-from megatron.pretrain.config.validate import resolve
-from megatron.pretrain.initialize import Launch, initialize, probe_environment
-from megatron.pretrain.worker import run_worker
+from megatron.pretrain.initialize import Launch, start_process_group, use_cpu
+from megatron.pretrain.stock_loop import add_flags, device_of, in_worker
 
 SETTINGS = "LAYER_TIMING"
 """Environment variable with the file of the settings."""
@@ -66,30 +65,48 @@ class Settings:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code, see `run_worker`."""
-    return run_worker(argv, partial(time_layers, argv, Settings.read(Path(os.environ[SETTINGS]))))
+    """Exit code, see `run_stock`."""
+    return in_worker(argv, partial(time_layers, device_of(argv), Settings.read(Path(os.environ[SETTINGS]))))
 
 
-def time_layers(
-    argv: Sequence[str], settings: Settings, config: PretrainConfig, launch: Launch, _marks: Timestamps
-) -> None:
+def time_layers(device: str, settings: Settings, launch: Launch) -> None:
     """Time all patterns and lose a rank; after the restart only note when training goes at its pace."""
-    environment = probe_environment(launch.world_size, launch.node_ranks)
-    stages = config.parallel.pipeline_model_parallel_size
-    configs = [resolve(parse_config([*argv, *_depth(pattern, stages)]), environment) for pattern in settings.patterns]
-    initialize(configs[0], launch)
+    _initialize(device, launch)
     is_back = launch.attempt > 0
-    found: dict[str, Any] = {"ready_at_s": back_at_s(configs[0], settings)} if is_back else _timed(configs, settings)
+    found: dict[str, Any] = {"ready_at_s": back_at_s(settings)} if is_back else _timed(settings)
     if launch.rank == 0:
         Path(settings.back if is_back else settings.result).write_text(json.dumps(found))
     if not is_back:
         _lose_a_rank(launch, settings)
 
 
-def back_at_s(config: PretrainConfig, settings: Settings) -> float:
+def _initialize(device: str, launch: Launch) -> None:
+    """Megatron-LM, as its loop does: flags, process groups and random states."""
+    import torch
+
+    if device == "cpu":
+        use_cpu(stock_loop=True)
+    else:
+        torch.cuda.set_device(launch.local_rank)
+
+    from megatron.core.dist_checkpointing.moe.stock import shipped_helpers  # once the device is chosen
+    from megatron.training import arguments
+    from megatron.training.training import initialize_megatron
+
+    start_process_group("gloo" if device == "cpu" else "nccl", launch, datetime.timedelta(minutes=10))
+    if "extra_args_provider" in signature(initialize_megatron).parameters:  # core 0.17 parses the flags itself
+        with shipped_helpers():
+            initialize_megatron(extra_args_provider=add_flags)
+        return
+    arguments.parse_and_validate_args(extra_args_provider=add_flags)
+    with shipped_helpers():
+        initialize_megatron()
+
+
+def back_at_s(settings: Settings) -> float:
     """When the last rank of a restarted job had built everything, in seconds since 1970; what its first iteration
     takes longer than the next one is added."""
-    job = TimedJob(config)
+    job = TimedJob(settings.patterns[0])
     built_at_s = _slowest(time.time())
     first_s, next_s = (job.iteration_s(settings.micro_batch_sizes[-1]) for _ in range(2))
     return built_at_s + max(0.0, first_s - next_s)
@@ -106,19 +123,12 @@ def _lose_a_rank(launch: Launch, settings: Settings) -> None:
     torch.distributed.barrier()
 
 
-def _depth(pattern: Sequence[int], stages: int) -> list[str]:
-    """Flags for a job each of whose stages has these layers."""
-    layers = [*pattern] * stages
-    experts = ["--moe-layer-freq", repr(layers)] if any(pattern) else []
-    return ["--num-layers", str(len(layers)), *experts]
-
-
-def _timed(configs: Sequence[PretrainConfig], settings: Settings) -> dict[str, Any]:
+def _timed(settings: Settings) -> dict[str, Any]:
     """Rows for each pattern and size, the largest also with frozen layers; and copies beside training."""
     rows: list[dict[str, Any]] = []
     found: dict[str, Any] = {"rows": rows}
-    for config, pattern in zip(configs, settings.patterns, strict=True):
-        job = TimedJob(config)
+    for pattern in settings.patterns:
+        job = TimedJob(pattern)
         for size in settings.micro_batch_sizes:
             rows.append({"layers": pattern} | job.measured(size, settings.repeats))
             _advance(settings)
@@ -136,23 +146,30 @@ def _advance(settings: Settings) -> None:
 
 
 class TimedJob:
-    """One training job, built as the driver does, with batches of chance: tokens are as frequent as in text, by Zipf's
-    law, so that experts have unequal loads."""
+    """One training job with these layers in each stage, built by Megatron-LM, with batches of chance: tokens are as
+    frequent as in text, by Zipf's law, so that experts have unequal loads."""
 
-    def __init__(self, config: PretrainConfig) -> None:
+    def __init__(self, pattern: Sequence[int]) -> None:
         import torch
 
         from megatron.core.distributed import finalize_model_grads
-        from megatron.pretrain.assemble import build_state
-        from megatron.pretrain.tokenizer import build_tokenizer
+        from megatron.core.enums import ModelType
+        from megatron.core.utils import get_model_config
+        from megatron.pretrain.stock_model import build_model
+        from megatron.training import get_args
+        from megatron.training.training import setup_model_and_optimizer
 
-        self._config, self._torch = config, torch
-        tokenizer = build_tokenizer("NullTokenizer", None, config.data.vocab_size)
-        self._state, transformer = build_state(config, tokenizer)
-        self._frequencies = 1 / torch.arange(1, tokenizer.vocab_size + 1)
-        transformer.grad_scale_func = self._state.optimizer.scale_loss
+        self._torch, self._args = torch, get_args()
+        layers = [*pattern] * self._args.pipeline_model_parallel_size
+        self._args.num_layers, self._args.moe_layer_freq = len(layers), layers
+        self._chunks, self._optimizer, _ = setup_model_and_optimizer(
+            model_provider_func=build_model, model_type=ModelType.encoder_or_decoder
+        )
+        self._frequencies = 1 / torch.arange(1, self._args.vocab_size + 1)
+        transformer = get_model_config(self._chunks[0])
+        transformer.grad_scale_func = self._optimizer.scale_loss
         transformer.finalize_model_grads_func = finalize_model_grads
-        for chunk in self._state.chunks:
+        for chunk in self._chunks:
             chunk.train()
 
     def measured(self, size: int, repeats: int) -> dict[str, Any]:
@@ -163,19 +180,19 @@ class TimedJob:
         for _ in range(repeats):
             few.append(_slowest(self.passes(size, FEW)))
             many.append(_slowest(self.passes(size, MANY)))
-            steps.append(_slowest(self._clocked(self._state.optimizer.step)))
+            steps.append(_slowest(self._clocked(self._optimizer.step)))
         return {
             "micro_batch_size": size,
             "microbatch_s": (statistics.median(many) - statistics.median(few)) / (MANY - FEW),
             "fewest_s": statistics.median(few),
             "step_s": statistics.median(steps),
-            "parameters": int(_slowest(sum(p.numel() for chunk in self._state.chunks for p in chunk.parameters()))),
+            "parameters": int(_slowest(sum(p.numel() for chunk in self._chunks for p in chunk.parameters()))),
             "memory_bytes": int(_slowest(self._peak_bytes())),
         }
 
     def frozen_s(self, size: int, repeats: int) -> float:
         """Seconds of one more microbatch while no layer has weight gradients."""
-        decoders = [one for chunk in self._state.chunks for one in chunk.modules() if _is_decoder(one)]
+        decoders = [one for chunk in self._chunks for one in chunk.modules() if _is_decoder(one)]
         for decoder in decoders:
             decoder.requires_grad_(False)
         found = self.measured(size, repeats)["microbatch_s"]
@@ -199,32 +216,31 @@ class TimedJob:
 
     def iteration_s(self, size: int) -> float:
         """Seconds of an iteration of the fewest microbatches, on the slowest rank: a collective."""
-        return _slowest(self.passes(size, FEW) + self._clocked(self._state.optimizer.step))
+        return _slowest(self.passes(size, FEW) + self._clocked(self._optimizer.step))
 
     def passes(self, size: int, count: int) -> float:
         """Seconds of forward and backward of `count` microbatches, with the reduction of gradients."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
-        from megatron.pretrain.batches import forward_step
+        from megatron.pretrain.stock_model import forward_step
 
-        for chunk in self._state.chunks:
+        for chunk in self._chunks:
             chunk.zero_grad_buffer()
-        self._state.optimizer.zero_grad()
+        self._optimizer.zero_grad()
         batches = iter([self._batch(size) for _ in range(count)])
         return self._clocked(
             lambda: get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=batches,
-                model=self._state.chunks,
+                model=self._chunks,
                 num_microbatches=count,
-                seq_length=self._config.training.seq_length,
+                seq_length=self._args.seq_length,
                 micro_batch_size=size,
                 forward_only=False,
             )
         )
 
     def _batch(self, size: int) -> dict[str, Any]:
-        torch, length = self._torch, self._config.training.seq_length
-        assert length is not None
+        torch, length = self._torch, self._args.seq_length
         tokens = torch.multinomial(self._frequencies, size * length, replacement=True).view(size, length)
         positions = torch.arange(length).expand(size, length)
         mask = torch.ones(size, length)
@@ -239,12 +255,12 @@ class TimedJob:
         return time.perf_counter() - begun_s
 
     def _wait(self) -> None:
-        if self._config.parallel.device == "cuda":
+        if self._args.device == "cuda":
             self._torch.cuda.synchronize()
 
     def _peak_bytes(self) -> int:
         """Of the GPU, or of this process."""
-        if self._config.parallel.device == "cuda":
+        if self._args.device == "cuda":
             return int(self._torch.cuda.max_memory_allocated())
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 

@@ -14,7 +14,7 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from inspect import signature
 from typing import Any
 
@@ -41,13 +41,22 @@ def run_stock(argv: Sequence[str], *, recover_only: bool = False) -> int:
 
     recover_only: whether training ends, with a checkpoint, once it has come back to where it goes on.
     """
+
+    def train(launch: Launch) -> None:
+        _train(launch, device_of(argv), _early(argv).moe_ckpt_interface, recover_only=recover_only)
+
+    return in_worker(argv, train)
+
+
+def in_worker(argv: Sequence[str], work: Callable[[Launch], None]) -> int:
+    """Do `work` in a process whose flags are Megatron-LM's; exit code as of `run_stock`."""
     launch = Launch.from_environment()
     configure_logging(launch)
     sys.argv = [sys.argv[0], *_CPU_ENGINE_FLAGS * te_on_cpu.is_loaded(), *argv]  # where Megatron-LM looks for them
     try:
         with driver_errors(), flag_errors():
             refuse_old_flags(argv)
-            _train(launch, device_of(argv), _early(argv).moe_ckpt_interface, recover_only=recover_only)
+            work(launch)
     except SystemExit as ending:
         code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
         return final_exit_code(code) if code == InvalidInput.exit_code else code

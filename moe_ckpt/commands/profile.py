@@ -38,7 +38,8 @@ a rate. Without a GPU each rank has the threads of OMP_NUM_THREADS, by default 1
 
 Where a job has the same layers, --tp, --ep and --seq-length, its iterations are predicted from what they took here;
 where also --ranks and --pp are the same, so are its gradients and its optimizer. Else they come from the rates. The
-jobs need memory for two layers of the model with gradients and optimizer.
+jobs need memory for two layers of the model with gradients and optimizer. Megatron-LM parses their flags and builds
+them; --tensor-model-parallel-size, --micro-batch-size and the like are its flags.
 """
 
 

@@ -1,4 +1,4 @@
-"""Megatron-Core's own layers, timed by the driver in small jobs of the layout that is asked for."""
+"""Megatron-Core's own layers, timed in small jobs of Megatron-LM of the layout that is asked for."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ PATIENCE_S = 30
 LAUNCHER, WORKER = "megatron.pretrain.launch", "megatron.pretrain.layer_timing"
 COPIED_BYTES = 128 * 2**20
 """More than caches hold, as the state of a rank is."""
+
+
+_UNFUSED = ("--no-persist-layer-norm", "--no-rope-fusion", "--no-masked-softmax-fusion")
+"""Megatron-LM's fusions that need kernels of Transformer Engine or Apex."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ def count_of(shape: ModelShape, settings: LayerSettings) -> int:
 def timed(shape: ModelShape, settings: LayerSettings, done: Callable[[], None]) -> dict[str, Any]:
     """What the jobs found: see `megatron.pretrain.layer_timing`.
 
-    Raises UsageError for a layout that the driver refuses, MoECheckpointError where a job fails or takes too long.
+    Raises UsageError for a layout that Megatron-LM refuses, MoECheckpointError where a job fails or takes too long.
     """
     with tempfile.TemporaryDirectory(prefix="moe-ckpt-profile-") as name:
         folder = Path(name)
@@ -128,14 +132,14 @@ def frozen_saves(found: dict[str, Any]) -> float:
 
 
 def model_flags(shape: ModelShape) -> list[str]:
-    """Flags of the driver for layers of this shape; how many there are is said beside them."""
+    """Megatron-LM's flags for layers of this shape; how many there are is said beside them."""
     sizes = {
         "hidden-size": shape.hidden_size,
         "num-attention-heads": shape.num_attention_heads,
         "ffn-hidden-size": shape.ffn_hidden_size,
         "kv-channels": shape.kv_channels,
         "normalization": shape.normalization,
-        "vocab-size": shape.vocab_size - 1,  # the tokenizer adds the end of a document
+        "vocab-size": shape.vocab_size,
     }
     if shape.num_query_groups is not None:
         sizes["num-query-groups"] = shape.num_query_groups
@@ -180,7 +184,15 @@ def _job_flags(shape: ModelShape, settings: LayerSettings) -> list[str]:
     flags += ["--attention-dropout", "0", "--hidden-dropout", "0"]
     flags += ["--tokenizer-type", "NullTokenizer", "--mock-data", "--use-distributed-optimizer"]
     flags += ["--sequence-parallel"] if settings.tp > 1 else []
-    return [*flags, "--device", settings.device, *(["--bf16"] if settings.device == "cuda" else [])]
+    flags += ["--device", settings.device, "--eval-iters", "0", "--no-gradient-accumulation-fusion"]
+    flags.append("--no-check-for-nan-in-loss-and-grad")  # which is done inside of the loop only
+    if settings.device == "cuda":
+        flags.append("--bf16")
+    else:
+        flags += ["--distributed-backend", "gloo"]
+    if settings.device == "cuda" and importlib.util.find_spec("transformer_engine") is not None:
+        return flags
+    return [*flags, "--transformer-impl", "local", *_UNFUSED]
 
 
 def _started(folder: Path, settings: LayerSettings, flags: Sequence[str]) -> subprocess.Popen[bytes]:
