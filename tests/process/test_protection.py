@@ -153,7 +153,6 @@ def test_without_an_intact_copy_of_the_newest_snapshot_all_ranks_take_an_older_o
     assert_same_end(straight, killed)
 
 
-@pytest.mark.own_loop  # Megatron-LM does not verify the checkpoint that it loads
 @pytest.mark.parametrize(
     ("saves", "strategy"),
     [
