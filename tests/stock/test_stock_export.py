@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,11 +16,18 @@ from world import ROOT
 from moe_ckpt.dense.dense import DenseCheckpoint, open_dense
 
 
-def test_a_checkpoint_of_the_loop_is_converted_with_every_bit(new_job, tmp_path: Path) -> None:
-    new_job(ALONE).run("--save", tmp_path / "save", "--save-interval", 2, "--exit-interval", 2, "--norm-epsilon", 1e-6)
+def test_a_signed_checkpoint_of_the_loop_is_converted_with_every_bit(new_job, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text("a secret of some length")
+    new_job(ALONE).run(
+        "--moe-ckpt-strategy", "full", "--moe-ckpt-secret-file", secret, "--norm-epsilon", 1e-6,
+        "--save", tmp_path / "save", "--save-interval", 2, "--exit-interval", 2,
+    )  # fmt: skip
     source, target = tmp_path / "save" / "iter_0000002", tmp_path / "hf"
     command = [sys.executable, "-m", "moe_ckpt", "convert", "--to", "hf", str(source), str(target)]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    signed = os.environ | {"MOE_CKPT_SECRET_FILE": str(secret)}
+    said = subprocess.run(command, cwd=ROOT, env=signed, capture_output=True, text=True, timeout=200, check=False)
     assert said.returncode == 0, said.stderr
     assert json.loads((target / "config.json").read_text())["rms_norm_eps"] == 1e-6
     native = open_dense(source)

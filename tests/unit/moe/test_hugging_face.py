@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError, UnreadableCheckpoint, UsageError
 from moe_ckpt.commands.main import commands
 from moe_ckpt.dense.dense import open_dense
+from moe_ckpt.dense.integrity import NAME as SUMS
+from moe_ckpt.dense.integrity import seal
 from moe_ckpt.hugging_face.folder import safetensors, sharding
 from moe_ckpt.hugging_face.weights import GroupedHeads, Rows, Vocabulary
 
@@ -129,6 +131,20 @@ def test_a_checkpoint_of_another_model_than_the_template_is_refused_with_the_arg
     change_config(folder, num_key_value_heads=4, num_experts_per_tok=1)
     with pytest.raises(UsageError, match="num_query_groups is 2, not 4; moe_router_topk is 2, not 1"):
         convert("--to", "hf", "--hf-model", folder, tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_that_no_family_computes_is_refused_with_the_argument_that_differs(tmp_path: Path) -> None:
+    convert("--from", "hf", folder_of("mixtral", tmp_path / "folder"), tmp_path / "in")
+    shutil.rmtree(tmp_path / "in" / "hugging_face")
+    release = tmp_path / "in" / "release"
+    common = torch.load(release / "common.pt", weights_only=False)
+    common["args"].normalization, common["args"].max_position_embeddings = "LayerNorm", 64
+    torch.save(common, release / "common.pt")
+    (release / SUMS).unlink()
+    seal(release)
+    with pytest.raises(UsageError, match="normalization is LayerNorm, not RMSNorm"):
+        convert("--to", "hf", tmp_path / "in", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
