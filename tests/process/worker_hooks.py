@@ -1,14 +1,16 @@
-"""What tests change inside workers for the time of one job: poisoned states, restore steps left out, slow disks."""
+"""What tests change inside workers for the time of one job: poisoned states, slow disks."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,15 +24,26 @@ LARGEST_FILE_BYTES = 3000
 @contextlib.contextmanager
 def poisoned_before_load() -> Iterator[None]:
     """Whatever loading does not restore is garbage: a fresh initialization might happen to be right."""
-    from megatron.pretrain.checkpoint import load
+    import megatron.training
+    from megatron.core.dist_checkpointing.moe.megatron_state.step_counts import allocate_step_counts
+    from megatron.training import training
 
-    original = load.load_checkpoint
+    pretrain = megatron.training.pretrain
 
-    def poison_and_load(state: Any) -> bool:
-        poison(state)
-        return original(state)
+    @functools.wraps(pretrain)
+    def poisoned(*arguments: Any, **options: Any) -> Any:
+        # By now the loop has its hooks, which it refuses once this function is replaced.
+        load = training.load_checkpoint
 
-    with mock.patch.object(load, "load_checkpoint", poison_and_load):
+        def poison_and_load(chunks: Any, optimizer: Any, *more: Any, **named: Any) -> Any:
+            allocate_step_counts(optimizer)
+            poison(SimpleNamespace(chunks=chunks, optimizer=optimizer, progress=SimpleNamespace()))
+            return load(chunks, optimizer, *more, **named)
+
+        with mock.patch.object(training, "load_checkpoint", poison_and_load):
+            return pretrain(*arguments, **options)
+
+    with mock.patch.object(megatron.training, "pretrain", poisoned):
         yield
 
 
@@ -67,59 +80,10 @@ def poison(state: Any) -> None:
 
 
 @contextlib.contextmanager
-def without_restoring(step: str) -> Iterator[None]:
-    """Load everything except what `step` names."""
-    from megatron.pretrain.checkpoint import load
-
-    original = load.load_checkpoint
-
-    def load_the_rest(state: Any) -> bool:
-        fresh = _buffers(state, step)
-        position = dict(vars(state.progress))
-        with contextlib.ExitStack() as stack:
-            for patch in _leaving_out(step, state):
-                stack.enter_context(patch)
-            found = original(state)
-        # Core reads straight into the live tensors, so these are put back rather than left out.
-        for buffer, value in fresh:
-            buffer.copy_(value)
-        if step in position:
-            setattr(state.progress, step, position[step])
-        return found
-
-    with mock.patch.object(load, "load_checkpoint", load_the_rest):
+def left_out(function: str) -> Iterator[None]:
+    """A function of this full name does nothing."""
+    with mock.patch(function, return_value=None):
         yield
-
-
-def _leaving_out(step: str, state: Any) -> list[Any]:
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-    from megatron.pretrain.checkpoint import state as state_module
-
-    def nothing(*_: Any, **__: Any) -> None:
-        pass
-
-    match step:
-        case "optimizer":
-            return [mock.patch.object(type(state.optimizer), "load_state_dict", nothing)]
-        case "separate_steps":
-            return [mock.patch.object(state_module, "separate_steps", nothing)]
-        case "scheduler":
-            return [mock.patch.object(type(state.scheduler), "load_state_dict", nothing)]
-        case "rng":
-            return [mock.patch.object(state_module, "_restore_rng", nothing)]
-        case "rng tracker":
-            return [mock.patch.object(CudaRNGStatesTracker, "set_states", nothing)]
-        case "loss scale":
-            members = getattr(state.optimizer, "chained_optimizers", [state.optimizer])
-            scalers = {type(member.grad_scaler) for member in members}
-            return [mock.patch.object(kind, "load_state_dict", nothing) for kind in scalers]
-    return []
-
-
-def _buffers(state: Any, ending: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The buffers with such a name, and copies of their values."""
-    named = [pair for chunk in state.chunks for pair in chunk.named_buffers()]
-    return [(buffer, buffer.clone()) for name, buffer in named if name.endswith(ending)]
 
 
 @contextlib.contextmanager
