@@ -54,6 +54,7 @@ _DEFAULTS: dict[str, Any] = {
     "moe_router_group_topk": 1,
     "multi_latent_attention": False,
     "rope_type": "yarn",
+    "original_max_position_embeddings": 4096,  # for which Megatron-LM has no flag
     "qk_layernorm": False,
     "mtp_num_layers": 0,
 }

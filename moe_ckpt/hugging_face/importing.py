@@ -179,6 +179,7 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
 
 
 _SWITCHES = {"add_bias_linear": ("--disable-bias-linear", False)}
+_LEFT_OUT = {"moe_shared_expert_intermediate_size": 0, "original_max_position_embeddings": 4096}
 _NOT_FLAGS = ("mtp_num_layers", "moe_shared_expert_gate", "add_qkv_bias")
 
 
@@ -190,6 +191,6 @@ def _flag(name: str, value: Any) -> list[str]:
         return [option] if value is when else []
     if name == "num_query_groups":
         return ["--group-query-attention", option, str(value)]
-    if name == "moe_shared_expert_intermediate_size" and not value:
+    if _LEFT_OUT.get(name) == value:
         return []
     return [option, str(value).replace(" ", "")]

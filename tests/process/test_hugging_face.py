@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 import torch
 from logits_hooks import logits_written
-from runs import Layout
-from runs import flags_of_own_loop as flags
+from runs import Layout, flags
 from world import World
 
+from moe_ckpt.commands.convert_hf import from_hugging_face
 from moe_ckpt.commands.main import commands
-
-pytestmark = pytest.mark.own_loop
 
 transformers = pytest.importorskip("transformers")
 
@@ -30,7 +28,7 @@ FAMILIES = {
     "deepseek_v3": (
         "--transformer-impl transformer_engine --moe-grouped-gemm --untie-embeddings-and-output-weights "
         "--multi-latent-attention --qk-layernorm --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8 "
-        "--qk-pos-emb-head-dim 4 --v-head-dim 12 --rotary-scaling-factor 4 --original-max-position-embeddings 16 "
+        "--qk-pos-emb-head-dim 4 --v-head-dim 12 --rotary-scaling-factor 4 "
         "--mscale 1.0 --mscale-all-dim 0.5 --moe-layer-freq [0,1] --ffn-hidden-size 48 --num-experts 8 "
         "--moe-shared-expert-intermediate-size 32 --moe-router-score-function sigmoid "
         "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1 --moe-router-topk 4 "
@@ -49,13 +47,19 @@ def converted(*arguments: object) -> None:
     commands(["convert", *map(str, arguments)], standalone_mode=False)
 
 
+def imported(folder: Path, into: Path) -> list[str]:
+    """The flags that `moe-ckpt convert --from hf` prints, with which a job begins from these weights."""
+    found: list[str] = from_hugging_face(folder, into)[1]["flags"]
+    return found
+
+
 @dataclass(frozen=True)
 class Trained:
     """A job of one family: where it saved, and what a job of one rank that loads it computes."""
 
     family: str
     saved: Path
-    logits: Callable[[Path, torch.Tensor, Path], torch.Tensor]
+    logits: Callable[..., torch.Tensor]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -69,10 +73,10 @@ def trained(request: Any, corpus: str, tmp_path_factory: pytest.TempPathFactory)
     outcome = worlds.run(argv, LAYOUTS[family].ranks)
     assert set(outcome.codes) == {0}, outcome.said
 
-    def logits(load: Path, tokens: torch.Tensor, file: Path) -> torch.Tensor:
+    def logits(load: Path, tokens: torch.Tensor, file: Path, printed: Sequence[str] = ()) -> torch.Tensor:
         one = Layout(tp=1, pp=1, ep=1, ranks=1)
         padding = ("--make-vocab-size-divisible-by", str(128 * LAYOUTS[family].tp))
-        argv = flags(corpus, one, *own, *padding, "--load", str(load), "--finetune")
+        argv = flags(corpus, one, *own, *printed, *padding, "--load", str(load), "--finetune")
         outcome = worlds.run(argv, 1, [partial(logits_written, tokens, str(file))])
         assert set(outcome.codes) == {0}, outcome.said
         found: torch.Tensor = torch.load(file, weights_only=True)
@@ -99,17 +103,18 @@ def test_transformers_computes_the_logits_of_megatron_from_what_was_exported_and
     model.resize_token_embeddings(300)
     model.to(torch.bfloat16).save_pretrained(tmp_path / "theirs", max_shard_size="30KB")
     (tmp_path / "theirs" / "tokenizer.json").write_text("{}")
+    printed = {}
     for given in (folder, tmp_path / "theirs"):
         there, back = tmp_path / f"{given.name}-in-megatron", tmp_path / f"{given.name}-back"
-        converted("--from", "hf", given, there)
+        printed[given.name] = imported(given, there)
         converted("--to", "hf", there, back)
         assert {path.name for path in given.iterdir()} == {path.name for path in back.iterdir()}
         for path in given.iterdir():
             assert path.read_bytes() == (back / path.name).read_bytes(), path.name
         assert len(list(back.glob("*.safetensors"))) > 1
-    same = trained.logits(tmp_path / "exported-in-megatron", tokens, tmp_path / "again")
+    same = trained.logits(tmp_path / "exported-in-megatron", tokens, tmp_path / "again", printed["exported"])
     assert torch.equal(same, expected)
-    padded = trained.logits(tmp_path / "theirs-in-megatron", tokens, tmp_path / "padded")
+    padded = trained.logits(tmp_path / "theirs-in-megatron", tokens, tmp_path / "padded", printed["theirs"])
     assert_near(padded[..., :300], computed(loaded(tmp_path / "theirs"), tokens))
 
 
