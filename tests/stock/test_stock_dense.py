@@ -181,6 +181,23 @@ def test_without_a_strategy_megatron_saves_and_loads_as_it_is(new_job, saved: Pa
     assert not (tmp_path / "save" / "iter_0000005" / NAME).exists()
 
 
+def test_a_release_is_loaded_as_megatron_loads_it_and_a_torn_one_is_refused_by_name(new_job, saved: Path) -> None:
+    released, alone, job = saved / "release", new_job(ALONE), new_job(ALONE)
+    shutil.rmtree(saved / "iter_0000002")
+    (saved / "iter_0000004").rename(released)
+    (saved / TRACKER).write_text("release\n")
+    alone.run("--load", saved, hooks=[unprotected])
+    job.run(*FULL, "--load", saved, "--save", saved, "--save-interval", 6)
+    assert job.ran(0) == [1, 2, 3, 4, 5, 6]
+    assert job.records() == alone.records()
+    assert published(saved) == ["iter_0000006", TRACKER, "release"]
+    assert (saved / TRACKER).read_text() == "6"
+    (saved / TRACKER).write_text("release\n")
+    shard(released).unlink()
+    line = refusal(new_job(ALONE).run(*FULL, "--load", saved, codes={2}))
+    assert "no usable checkpoint; release: " in line and "nothing was loaded" in line
+
+
 def test_with_a_secret_only_what_was_made_with_it_is_loaded(new_job, tmp_path: Path, secret: Path) -> None:
     save, signing = tmp_path / "save", (*FULL, "--moe-ckpt-secret-file", secret)
     new_job(ALONE).run(*signing, "--save", save, "--save-interval", 2, "--exit-interval", 4)
