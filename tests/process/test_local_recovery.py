@@ -150,6 +150,16 @@ def test_a_rank_that_did_not_hear_the_norm_makes_the_step_from_its_kept_gradient
     assert_identical(run, fault_free(one))
 
 
+def test_a_rank_that_is_lost_when_all_have_made_the_step_costs_only_its_stage(
+    cluster: Cluster, fault_free: FaultFree, tmp_path: Path
+) -> None:
+    """The others lose it in what is agreed on behind the update, and their state is whole."""
+    one = case(PAIR)
+    run = recover(cluster, one, tmp_path, hooks=(partial(held_back, str(tmp_path), -1, 10, 1),))
+    assert_only_replayed(run, PAIR, [[1]])
+    assert_identical(run, fault_free(one))
+
+
 @pytest.mark.parametrize(
     ("layout", "faults", "segments"),
     [

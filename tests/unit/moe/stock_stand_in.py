@@ -84,6 +84,7 @@ def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_sch
     updated, grad_norm, zeros = optimizer.step()
     updated = logical_and_across_model_parallel_group(updated)
     grad_norm = reduce_max_stat_across_model_parallel_group(grad_norm)
+    collective("loss")
     return {}, 0, False, False, 0, grad_norm, zeros, 0
 
 def training_log(loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter,
@@ -140,7 +141,10 @@ _ELSEWHERE = {
         "    return forward_backward\n"
     ),
     "logical_and_across_model_parallel_group": (
-        "def logical_and_across_model_parallel_group(input):\n    calls.append('reduce')\n    return input\n"
+        "def logical_and_across_model_parallel_group(input):\n"
+        "    calls.append('reduce')\n"
+        "    collective('verdict')\n"
+        "    return input\n"
     ),
     "reduce_max_stat_across_model_parallel_group": (
         "def reduce_max_stat_across_model_parallel_group(stat):\n    calls.append('reduce')\n    return stat\n"
@@ -168,7 +172,7 @@ def arguments(**values: Any) -> argparse.Namespace:
     given |= {"consumed_train_samples": 0, "consumed_valid_samples": 0, "skipped_train_samples": 0, "seq_length": 8}
     given |= {"global_batch_size": 4, "micro_batch_size": 2, "overlap_param_gather": False, "broken_iteration": None}
     given |= {"align_param_gather": False, "log_params_norm": False, "no_save_optim": None}
-    given |= {"distributed_timeout_seconds_after_init": None, "name_first": False}
+    given |= {"distributed_timeout_seconds_after_init": None, "name_first": False, "lost_in": ""}
     given |= {
         "data_parallel_size": 1,
         "no_save_rng": None,
@@ -182,7 +186,18 @@ def stand_in(args: argparse.Namespace, version: str = "0.19.2", reruns: tuple[in
     """A loop with these arguments, whose passes run twice in the iterations of `reruns`."""
     calls: list[str] = []
     Optimizer.calls = calls
-    shared = {"calls": calls, "get_args": lambda: args, "Optimizer": Optimizer, "args_reruns": reruns}
+
+    def collective(name: str) -> None:
+        if args.lost_in == name:
+            raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+
+    shared = {
+        "collective": collective,
+        "calls": calls,
+        "get_args": lambda: args,
+        "Optimizer": Optimizer,
+        "args_reruns": reruns,
+    }
     loop: Any = ModuleType("megatron.training.training")
     vars(loop).update(shared)
     exec(_LOOP, vars(loop))

@@ -46,6 +46,17 @@ def test_an_iteration_without_a_step_is_not_protected() -> None:
     assert train(arguments(broken_iteration=1)) == "begin data rejoin ( passes ) finish"
 
 
+@pytest.mark.parametrize(("place", "reduced"), [("verdict", "reduce"), ("loss", "reduce reduce")])
+def test_an_iteration_is_counted_though_a_peer_is_lost_in_what_is_agreed_on_behind_its_update(
+    place: str, reduced: str
+) -> None:
+    manager = Manager([])
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        train(arguments(lost_in=place), manager)
+    said = " ".join(manager.calls)
+    assert said == f"begin data rejoin ( passes ) optimizer {reduced} step_done left with RuntimeError"
+
+
 def test_a_job_that_leaves_early_keeps_what_no_checkpoint_has() -> None:
     assert train(arguments(exit_interval=1)).endswith("reported finish, memory kept left with SystemExit")
 

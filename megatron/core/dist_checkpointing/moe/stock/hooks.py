@@ -37,6 +37,7 @@ from ..errors import UsageError
 from ..megatron_state.random_states import random_states, restore_random
 from ..megatron_state.step_counts import allocate_step_counts, loading_step_counts
 from ..recovery.timeline import RecoveryTimeline
+from ..runtime.disconnect import is_lost_peer
 from . import flags
 from .boundary import boundary
 from .catch_up import CatchUp
@@ -92,6 +93,8 @@ class Hooks:
         self._saved = -1
         self._saves: StockSaves | None = None
         self._told: RecoveryTimeline | None = None
+        self._is_in_step = self._is_updated = False
+        self._lost_peer: Exception | None = None
 
     def __enter__(self) -> Hooks:
         return self
@@ -297,7 +300,15 @@ class Hooks:
             self._join()
             self._common.begin()
         replayed, started_s = manager.is_replaying, time.monotonic()
-        outcome = call.go_on()
+        self._is_in_step, self._is_updated, self._lost_peer = True, False, None
+        try:
+            outcome = call.go_on()
+        except Exception as error:
+            if self._is_updated and is_lost_peer(error):
+                self._count()  # all that is missing is the mean loss
+            raise
+        finally:
+            self._is_in_step = False
         losses, skipped, _, should_exit, _, grad_norm, *_ = outcome
         self._iteration = StockIteration(
             args.curr_iteration + 1,
@@ -308,10 +319,16 @@ class Hooks:
             time.monotonic() - started_s,
         )
         if not should_exit:  # else the loop leaves before the step
-            microbatches = self._loop.get_num_microbatches() * parallel_state.get_data_parallel_world_size()
-            self._state.stepped(args.micro_batch_size * microbatches)
-            manager.step_done()
+            self._count()
         return outcome
+
+    def _count(self) -> None:
+        """The optimizer has made its step, and the schedule moved on: the state is that of the next iteration."""
+        microbatches = self._loop.get_num_microbatches() * parallel_state.get_data_parallel_world_size()
+        self._state.stepped(self._args.micro_batch_size * microbatches)
+        self._manager.step_done()
+        if self._lost_peer is not None:
+            raise self._lost_peer
 
     def _begin_replay(self) -> None:
         if not self._begun:
@@ -403,8 +420,21 @@ class Hooks:
         """A barrier of all ranks, which `CommonIterations` calls where they all stand at the same iteration."""
 
     def _reduce(self, call: Call) -> Any:
-        """Over tensor and pipeline ranks: those that replay alone have the result from a record, the others wait."""
+        """Over tensor and pipeline ranks: those that replay alone have the result from a record, the others wait.
+
+        In a step the optimizer is done, and the schedule not yet. Where a peer is lost there, this rank's own value
+        serves, which is the verdict of all, and the error goes up once the iteration is whole and counted.
+        """
         manager, value = self._manager, call.first
-        if not (manager.is_replaying and manager.replays_alone):
+        if manager.is_replaying and manager.replays_alone:
+            return float(torch.tensor(value, dtype=torch.float32)) if isinstance(value, float) else value
+        if manager.is_replaying or not self._is_in_step:
             return call.go_on()
-        return float(torch.tensor(value, dtype=torch.float32)) if isinstance(value, float) else value
+        self._is_updated = True
+        try:
+            return call.go_on() if self._lost_peer is None else value
+        except Exception as error:
+            if not is_lost_peer(error):
+                raise
+            self._lost_peer = error
+            return value
