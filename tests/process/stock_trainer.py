@@ -16,6 +16,8 @@ from unittest import mock
 
 import torch
 
+NORM_REDUCTION = "reduce_max_stat_across_model_parallel_group"
+
 
 @contextlib.contextmanager
 def before_training(examine: Callable[[Trainer], None]) -> Iterator[None]:
@@ -149,15 +151,24 @@ class Trainer:
 
         self.args.curr_iteration = self.state.iteration
         options = {"data_iterator": self.data, "forward_backward_func": self.forward_backward}
-        # Without what is wrapped around it: that is the manager's turn here.
-        losses, skipped, _, _, _, norm, *_ = inspect.unwrap(training.train_step)(
-            **self._given | options | {"iteration": self.state.iteration}
-        )
+        norms, reduce = [], getattr(training, NORM_REDUCTION)
+
+        def noting(norm: float | None, **named: Any) -> float | None:
+            norms.append(norm)
+            reduced: float | None = reduce(norm, **named)
+            return reduced
+
+        with mock.patch.object(training, NORM_REDUCTION, noting):
+            # Without what is wrapped around it: that is the manager's turn here.
+            losses, skipped, *_ = inspect.unwrap(training.train_step)(
+                **self._given | options | {"iteration": self.state.iteration}
+            )
         self.args.consumed_train_samples += self.args.global_batch_size
         self.state.iteration += 1
         self.manager.step_done()
         clear_aux_losses_tracker()
         loss = float(losses["lm loss"]) if losses else None
+        norm = norms[0]  # as gradients were clipped by it: the loop rounds it to fp32
         return StepJournal(None if norm is None else float(norm), bool(skipped), loss)
 
     def forward_backward(self, **options: Any) -> Any:
