@@ -8,8 +8,8 @@ there on nobody reaches anybody. Each rank leaves a JSON file; the tests judge w
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,13 +19,13 @@ from unittest import mock
 
 import torch
 from frozen_hooks import Frozen, Moment
-from trainer_states import manage
+from stock_trainer import Trainer, instead_of_training
 
 BEFORE, ITERATIONS = 1, 3
-KINDS = ("gradients", "finish", "loss", "step", "gather")
+KINDS = ("gradients", "finish", "loss", "step", "gather", "report")
 """The collectives of a step in their order: gradients are reduced over data-parallel ranks; tied embeddings are and
 expert biases updated; the mean loss; what the optimizer compares before it updates (overflows and norms); compute
-weights are gathered."""
+weights are gathered; stages agree on what they report."""
 LOSERS = {"all": lambda rank: True, "odd": lambda rank: rank % 2 == 1, "the first": lambda rank: rank == 0}
 WAIT_S = 60.0
 
@@ -33,14 +33,11 @@ WAIT_S = 60.0
 @contextlib.contextmanager
 def interrupted(folder: str) -> Iterator[None]:
     """Instead of training to the end: a few iterations as ever, then each of them again with each fault."""
-    from megatron.pretrain.loop import Trainer
 
-    def run(self: Trainer) -> None:
-        rank = torch.distributed.get_rank()
-        facts = Parking(self, Path(folder) / f"memory-{rank}").facts()
-        (Path(folder) / f"rank-{rank}.json").write_text(json.dumps(facts))
+    def examine(trainer: Trainer) -> dict[str, Any]:
+        return Parking(trainer, Path(folder) / f"memory-{torch.distributed.get_rank()}").facts()
 
-    with mock.patch.object(Trainer, "run", run):
+    with instead_of_training(examine, folder):
         yield
 
 
@@ -101,6 +98,7 @@ class Network:
     def watched(self) -> Iterator[None]:
         """For the time of one step."""
         from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+        from megatron.training import training
 
         reduce, gather = _ParamAndGradBucketGroup.start_grad_sync, _ParamAndGradBucketGroup.start_param_sync
         all_reduce = torch.distributed.all_reduce
@@ -112,13 +110,30 @@ class Network:
         def gathered(group: Any, *arguments: Any, **options: Any) -> None:
             self.reach("gather", lambda: gather(group, *arguments, **options), list(_foreign(group)))
 
+        def agreed(reduce: Any) -> Any:
+            """As the hooks of the loop: its own verdict serves a rank whose peers are lost behind the update."""
+
+            @functools.wraps(reduce)
+            def own_or_reduced(value: Any, **options: Any) -> Any:
+                with contextlib.suppress(Lost):
+                    return reduce(value, **options)
+                return value
+
+            return own_or_reduced
+
         def summed(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
             kind = self.kind_of_sum()
             if self.within or not kind:
                 return all_reduce(tensor, *arguments, **options)
             return self.reach(kind, lambda: all_reduce(tensor, *arguments, **options), [tensor])
 
+        verdict, norm = (
+            training.logical_and_across_model_parallel_group,
+            training.reduce_max_stat_across_model_parallel_group,
+        )
         with (
+            mock.patch.object(training, verdict.__name__, agreed(verdict)),
+            mock.patch.object(training, norm.__name__, agreed(norm)),
             mock.patch.object(_ParamAndGradBucketGroup, "start_grad_sync", reduced),
             mock.patch.object(_ParamAndGradBucketGroup, "start_param_sync", gathered),
             mock.patch.object(torch.distributed, "all_reduce", summed),
@@ -127,6 +142,8 @@ class Network:
 
     def kind_of_sum(self) -> str:
         """What is being summed up here; empty within forward and backward passes."""
+        if self.guarded.guard.phase.name == "UPDATED":
+            return "report"
         if self.guarded.inside:
             return "step"
         if self.guarded.guard.phase.name == "REDUCED":
@@ -145,7 +162,7 @@ class Network:
         if self.fault is not None and place == self.fault.place and self.fault.is_loser:
             with torch.no_grad():
                 for tensor in results:
-                    tensor.fill_(float("nan"))
+                    tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
             raise Lost
         return outcome
 
@@ -163,7 +180,7 @@ def _foreign(group: Any) -> Iterator[torch.Tensor]:
 class Parking(Frozen):
     """Drives one trainer through faults."""
 
-    def __init__(self, trainer: Any, folder: Path) -> None:
+    def __init__(self, trainer: Trainer, folder: Path) -> None:
         from megatron.core.dist_checkpointing.moe.local_recovery.step_guard import StepGuard
         from megatron.core.dist_checkpointing.moe.megatron_state.megatron import (
             live_restorer,
@@ -175,8 +192,8 @@ class Parking(Frozen):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         self.folder, self.rank = folder, torch.distributed.get_rank()
-        live = (self.state.chunks, self.state.optimizer, read_topology(8))
-        self.guard = StepGuard(self.state.optimizer)
+        live = (self.chunks, self.optimizer, read_topology(8))
+        self.guard = StepGuard(self.optimizer)
         self.guarded = guarded_by(self.guard)
         self.restorer, self.stepped = live_restorer(*live), stepped_parameters(*live)
         self.parker = self._parker()
@@ -192,7 +209,7 @@ class Parking(Frozen):
 
         capturer = LiveCapturer(self.tensors, self.trainer_state, ThreadEngine())
         self.buffers = LiveBuffers(self.tensors)
-        gradients = LiveGradients(self.state.optimizer, self.stepped, lambda: self.guard.prepared)
+        gradients = LiveGradients(self.optimizer, self.stepped, lambda: self.guard.prepared)
         identity = Identity("job", {}, capturer.operators, timeline=(("first", 0),))
         store = MemoryStore(self.folder, "job", self.rank, [1], area="standby")
         ports = ParkPorts(
@@ -212,10 +229,16 @@ class Parking(Frozen):
 
     def train(self, session: Any = None) -> Any:
         """The passes and the step of one iteration, with or without the guard; returns its journal."""
-        manager = manage(self.trainer, session)
-        manager.resume(lambda: self.state.progress.iteration)
+        manager = self.trainer.manager = self.trainer.managed(session)
+        manager.resume(lambda: self.trainer_state.iteration)
         try:
-            return self.trainer._train_step(self.batches)
+            return self.trainer.iterate()
+        except Lost:
+            if self.guarded.inside:  # the schedule moved with the update: as the hooks of the loop, count the iteration
+                self.trainer.args.consumed_train_samples += self.trainer.args.global_batch_size
+                self.trainer_state.iteration += 1
+                manager.step_done()
+            raise
         finally:
             manager.detach()
 
@@ -259,9 +282,12 @@ class Parking(Frozen):
                     yield {"kind": kind, "at": at, "losers": name} | self.fault(fault, before, after)
 
     def prepare(self, before: Moment) -> None:
-        """Stand where an iteration begins."""
+        """Stand where an iteration begins, as a process that stays after a fault."""
+        from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
+
+        get_rerun_state_machine().state = RerunState.NOT_RUNNING_YET
         self.restore(before)
-        iteration = self.state.progress.iteration
+        iteration = self.trainer_state.iteration
         self.guard.stands(iteration)
         self.parker.note(iteration)
 
@@ -332,7 +358,7 @@ class Parking(Frozen):
             self.trainer_state.restore(scalars, {name: reader.read(f"{RANDOM}{name}") for name in names})
         if parked.gradients:
             with self.store.open(SnapshotId(parked.iteration + 1, self.rank, GRADIENTS)) as reader:
-                roll_forward(self.state.optimizer, self.stepped, reader.read, replace(after.journal))
+                roll_forward(self.optimizer, self.stepped, reader.read, replace(after.journal))
                 self.buffers.restore(reader.read)
                 # Scalars of anybody; here, of the run without faults.
                 tensors = {name: reader.read(f"{RANDOM}{name}") for name in names}
@@ -359,6 +385,6 @@ class Parking(Frozen):
         """Let random states, schedules and gradients be something else, as in a new process."""
         torch.manual_seed(1234)
         torch.rand(7)
-        for chunk in self.state.chunks:
+        for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        self.state.optimizer.zero_grad()
+        self.optimizer.zero_grad()
