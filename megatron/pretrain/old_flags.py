@@ -12,9 +12,6 @@ OLD_FLAGS: Mapping[str, str] = {
     "--export-hf": _CONVERT,
     "--hf-model": "give it to `moe-ckpt convert --to hf`, which makes the folder",
     "--keep-last": "use --save-retain-interval N, with which Megatron-LM keeps the newest checkpoint and each N-th",
-    "--fp8-main-params": (
-        "use --use-precision-aware-optimizer --main-params-dtype fp16, the fewest bits that Transformer Engine takes"
-    ),
     "--original-max-position-embeddings": (
         "leave it out for 4096, which Megatron-LM takes, or set it in the model's config in a script of your own"
     ),

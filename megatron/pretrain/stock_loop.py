@@ -1,7 +1,7 @@
 """Trains in the loop of Megatron-LM: `pretrain` of `megatron.training`, protected, on GPUs or on the CPU.
 
-Its flags are Megatron-LM's, those of checkpoints, and five of the driver's own: `--device`, `--freeze-experts` and
-`--metrics-*`.
+Its flags are Megatron-LM's, those of checkpoints, and a few of the driver's own: `--device`, `--freeze-experts`,
+`--fp8-main-params` and `--metrics-*`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from megatron.core.dist_checkpointing.moe.replication.interface import FLAG as INTERFACE
 from megatron.core.dist_checkpointing.moe.replication.interface import use_for_gloo
-from megatron.pretrain import te_on_cpu
+from megatron.pretrain import low_precision, te_on_cpu
 from megatron.pretrain.engine_errors import driver_errors
 from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.initialize import Launch, shut_down, start_process_group, use_cpu
@@ -123,6 +123,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=None,  # as in snapshots of jobs that had no such flag
         help="train all but routed experts, which stay as they were loaded or initialized (MoC Table 4, FT-w.o.E)",
     )
+    low_precision.add_flags(parser)
     add_own_flags(parser)
     parser.error = refuse  # type: ignore[method-assign]
     return with_printable_help(stock.arguments(parser))
@@ -154,13 +155,14 @@ def _train(launch: Launch, device: str, interface: str | None, *, recover_only: 
     parts: dict[str, Any] = {"model_provider": build_model, "model_type": ModelType.encoder_or_decoder}
     if "extra_args_provider" in signature(pretrain).parameters:  # core 0.17 parses the flags itself
         gc.freeze()
-        with reports.closed_at_a_good_end():
+        with low_precision.optimizers_in_few_bits(), reports.closed_at_a_good_end():
             run(build_datasets, forward_step_func=forward_step, extra_args_provider=add_flags, **parts)
         return
     args = arguments.parse_and_validate_args(extra_args_provider=add_flags)
+    low_precision.check(args)
     configuration = argument_utils.pretrain_cfg_container_from_args(args)
     gc.freeze()  # what is imported: after a fault a process that stays looks through all that the collector does
-    with reports.closed_at_a_good_end():
+    with low_precision.optimizers_in_few_bits(), reports.closed_at_a_good_end():
         run(configuration, build_datasets, forward_step_func=forward_step, **parts)
 
 

@@ -18,6 +18,7 @@ ENGINE = "--transformer-impl transformer_engine --moe-grouped-gemm --bf16"
 EIGHT_BITS = (
     "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max --fp8-param-gather"
 )
+IN_FP8 = "--use-precision-aware-optimizer --fp8-main-params"
 PRECISION_AWARE = "--use-precision-aware-optimizer --main-params-dtype fp16"
 ROWS = {
     "row 1": "--transformer-impl transformer_engine --moe-grouped-gemm --fp16 --initial-loss-scale 1024"
@@ -25,6 +26,7 @@ ROWS = {
     "row 2": f"{ENGINE} {EIGHT_BITS}",
     "row 3": f"{ENGINE} {EIGHT_BITS} {PRECISION_AWARE} --exp-avg-dtype fp32 --exp-avg-sq-dtype fp32",
     "row 4": f"{ENGINE} {EIGHT_BITS} {PRECISION_AWARE} --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16",
+    "row 5": f"{ENGINE} {EIGHT_BITS} {IN_FP8} --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16",
 }
 
 

@@ -21,9 +21,9 @@ def test_an_old_flag_is_refused_in_one_line_with_what_to_use(flag: str, form: st
 
 def test_each_of_several_old_flags_is_named_once() -> None:
     with pytest.raises(InvalidInput) as error:
-        refuse_old_flags(["--keep-last", "2", "--hf-model", "there", "--keep-last", "3", "--no-fp8-main-params"])
+        refuse_old_flags(["--keep-last", "2", "--hf-model", "there", "--keep-last", "3", "--no-export-hf"])
     found = re.findall(r"(--\S+) is no flag", str(error.value))
-    assert found == ["--keep-last", "--hf-model", "--no-fp8-main-params"]
+    assert found == ["--keep-last", "--hf-model", "--no-export-hf"]
 
 
 def test_the_entry_ends_with_the_code_of_usage_errors(capfd: pytest.CaptureFixture[str]) -> None:

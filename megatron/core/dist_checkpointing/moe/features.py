@@ -260,7 +260,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "low precision, row 5 (masters in fp8)",
-        Absent("use `--main-params-dtype fp16`"),
+        Works(f"{_STOCK}precision.py::test_a_killed_job_in_few_bits_ends_as_the_undisturbed_one_to_the_last_bit"),
         Absent("use masters in fp16"),
         _UNTESTED,
     ),
