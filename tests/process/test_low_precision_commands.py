@@ -15,12 +15,9 @@ from pathlib import Path
 import pytest
 from attempts import Cluster
 from low_precision_rows import model
-from runs import Layout
-from runs import flags_of_own_loop as flags
+from runs import Layout, flags
 from sparse_runs import LENGTH
 from world import HANG_TIMEOUT_S, ROOT, World
-
-pytestmark = pytest.mark.own_loop
 
 STOPPED_AT, WINDOW = 10, 3
 LAYOUT = Layout(pp=1, ep=2, ranks=2)

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 
 from ..config import MoECheckpointConfig
 from ..errors import UsageError
@@ -38,7 +39,7 @@ from ..megatron_state.random_states import random_states, restore_random
 from ..megatron_state.step_counts import allocate_step_counts, loading_step_counts
 from ..recovery.timeline import RecoveryTimeline
 from ..runtime.disconnect import is_lost_peer
-from . import flags
+from . import flags, raw_saves
 from .boundary import boundary
 from .catch_up import CatchUp
 from .common_iterations import CommonIterations
@@ -90,7 +91,7 @@ class Hooks:
         self._config: MoECheckpointConfig | None = None
         self._manager: Manager = None
         self._running = contextlib.ExitStack()
-        self._saved = -1
+        self._saved, self._in_raw = -1, False
         self._saves: StockSaves | None = None
         self._told: RecoveryTimeline | None = None
         self._is_in_step = self._is_updated = False
@@ -158,7 +159,15 @@ class Hooks:
         return self._args.iteration, self._args.num_floating_point_operations_so_far
 
     def _load_of(self, call: Call) -> Callable[[], Any]:
-        return call.go_on if self._saves is None else functools.partial(self._saves.load, call)
+        load = call.go_on if self._saves is None else functools.partial(self._saves.load, call)
+        if call["optimizer"] is None:
+            return load
+
+        def load_any() -> Any:
+            with raw_saves.loading(self._args, call["ddp_model"], call["optimizer"]):
+                return load()
+
+        return load_any
 
     def _resume(self, model: Any, optimizer: Any, scheduler: Any, load: Callable[[], Any] | None = None) -> None:
         """Bring training to where it goes on, and protect it from here to the end of `pretrain`, or the next fault."""
@@ -405,9 +414,22 @@ class Hooks:
         return result
 
     def _save_checkpoint(self, call: Call) -> Any:
-        return call.go_on() if self._saves is None else self._saves.save(call)
+        save = call.go_on if self._saves is None else functools.partial(self._saves.save, call)
+        to_local = call["non_persistent_ckpt"] and self._args.non_persistent_ckpt_type == "local"
+        if to_local or not raw_saves.saves_raw(self._args, call["optimizer"]):
+            return save()
+        self._in_raw = True
+        try:
+            with raw_saves.generating(call["model"], call["optimizer"]):
+                return save()
+        finally:
+            self._in_raw = False
 
     def _save_shards(self, call: Call) -> Any:
+        if getattr(self._args, "fp8_param_gather", False):
+            force_all_tensors_to_non_fp8(call["sharded_state_dict"])  # core would pickle those of eight bits
+        if self._in_raw:
+            call = call.replacing(content_metadata=raw_saves.content_metadata(call["content_metadata"]))
         return call.go_on() if self._saves is None else self._saves.shards(call)
 
     def _load_shards(self, call: Call) -> Any:

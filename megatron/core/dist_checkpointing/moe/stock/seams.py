@@ -41,7 +41,7 @@ class Seam:
 _OBJECTS = "model", "optimizer", "opt_param_scheduler"
 _CHECKPOINTED = *_OBJECTS, "checkpointing_context"
 _DATA = "forward_step_func", "train_data_iterator", "valid_data_iterator"
-_SAVES = "iteration", "optimizer", "non_persistent_ckpt", "release"
+_SAVES = "iteration", "model", "optimizer", "non_persistent_ckpt", "release"
 _REDUCTIONS = "logical_and_across_model_parallel_group", "reduce_max_stat_across_model_parallel_group"
 
 _SEAMS_0_19 = (
