@@ -14,20 +14,19 @@ from unittest import mock
 import torch
 from engine_hooks import tensors_of
 from operator_hooks import examine
+from stock_trainer import Trainer, after_training, instead_of_training
 
 
 @contextlib.contextmanager
 def examined(folder: str) -> Iterator[None]:
     """Instead of training to the end: the examination of `operator_hooks`, and what of the weights masters tell."""
-    from megatron.pretrain.loop import Trainer
 
-    def run(self: Trainer) -> None:
-        facts = examine(self._state, self._datasets, self.iterate)
-        facts["dtypes"] = sorted({f"{one.field} {one.tensor.dtype}" for one in tensors_of(self._state)})
-        facts["not the cast"] = _share_that_is_not_the_cast_of_its_master(self._state)
-        (Path(folder) / f"rank-{torch.distributed.get_rank()}.json").write_text(json.dumps(facts))
+    def run(trainer: Trainer) -> dict[str, Any]:
+        facts = examine(trainer)
+        facts["dtypes"] = sorted({f"{one.field} {one.tensor.dtype}" for one in tensors_of(trainer)})
+        return facts | {"not the cast": _share_that_is_not_the_cast_of_its_master(trainer)}
 
-    with mock.patch.object(Trainer, "run", run):
+    with instead_of_training(run, folder):
         yield
 
 
@@ -46,34 +45,31 @@ def _share_that_is_not_the_cast_of_its_master(state: Any) -> float:
 def without_tokens_for_one_expert() -> Iterator[None]:
     """Expert 1 of each layer is never chosen, and what it has is looked at when training has ended."""
     from megatron.core.transformer.moe.router import TopKRouter
-    from megatron.pretrain.loop import Trainer
 
-    routing, run = TopKRouter.routing, Trainer.run
+    routing = TopKRouter.routing
 
     def routed(self: TopKRouter, logits: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         hidden = torch.zeros(logits.shape[-1])
         hidden[1] = -1e4
         return routing(self, logits + hidden, *arguments, **options)
 
-    def trained(self: Trainer) -> None:
-        run(self)
-        for chunk in self._state.chunks:
+    def trained(state: Any) -> None:
+        for chunk in state.chunks:
             for name, weights in chunk.named_parameters():
                 assert bool(torch.isfinite(weights).all()), f"{name} is not finite"
-        moments = [one for one in tensors_of(self._state) if one.operator.expert == 1 and one.field == "exp_avg"]
+        moments = [one for one in tensors_of(state) if one.operator.expert == 1 and one.field == "exp_avg"]
         assert moments and not any(bool(one.tensor.any()) for one in moments), "the expert has taken part"
 
-    with mock.patch.object(TopKRouter, "routing", routed), mock.patch.object(Trainer, "run", trained):
+    with mock.patch.object(TopKRouter, "routing", routed), after_training(trained):
         yield
 
 
 @contextlib.contextmanager
 def in_megatron_core_s_ways(folder: str) -> Iterator[None]:
     """Instead of training to the end: what Megatron-Core itself says when it allocates, saves and loads such state."""
-    from megatron.pretrain.loop import Trainer
 
-    def run(self: Trainer) -> None:
-        member = self._state.optimizer.chained_optimizers[0]
+    def run(trainer: Trainer) -> dict[str, str]:
+        member = trainer.optimizer.chained_optimizers[0]
         inner, parameter = member.optimizer, next(iter(member.model_param_group_index_map))
         buckets = member.get_parameter_state_dp_reshardable()
         for pieces in (pieces for index in buckets if isinstance(index, int) for pieces in buckets[index].values()):
@@ -86,10 +82,9 @@ def in_megatron_core_s_ways(folder: str) -> Iterator[None]:
             "fully_reshardable": _raised(_loading(member, parameter, values)),
         }
         inner.state.clear()
-        facts["init_state_fn"] = _raised(lambda: member.init_state_fn(inner, member.config))
-        (Path(folder) / "facts.json").write_text(json.dumps(facts))
+        return facts | {"init_state_fn": _raised(lambda: member.init_state_fn(inner, member.config))}
 
-    with mock.patch.object(Trainer, "run", run):
+    with instead_of_training(run, folder):
         yield
 
 
@@ -110,22 +105,18 @@ def _raised(call: Callable[[], Any]) -> str:
 def scales_of_weights_compared(folder: str, *, leveled: bool = True) -> Iterator[None]:
     """After training: which eight-bit weights have another scale on another rank, and how far they are from theirs."""
     from megatron.core.dist_checkpointing.moe.megatron_state import optimizer_state
-    from megatron.pretrain.loop import Trainer
 
-    train = Trainer.run
-
-    def run(self: Trainer) -> None:
-        train(self)
-        mine = {one.key: one.tensor.item() for one in tensors_of(self._state) if one.field == "compute_scale"}
+    def trained(state: Any) -> None:
+        mine = {one.key: one.tensor.item() for one in tensors_of(state) if one.field == "compute_scale"}
         told: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(told, mine)
         if torch.distributed.get_rank() == 0:
             differ = [key for key in mine if len({of_rank[key] for of_rank in told}) > 1]
-            facts = {"scales": len(mine), "differ": differ, "worst": _worst_error(self._state)}
+            facts = {"scales": len(mine), "differ": differ, "worst": _worst_error(state)}
             (Path(folder) / "facts.json").write_text(json.dumps(facts))
 
     level = contextlib.nullcontext() if leveled else mock.patch.object(optimizer_state, "level_scales")
-    with level, mock.patch.object(Trainer, "run", run):
+    with level, after_training(trained):
         yield
 
 

@@ -11,6 +11,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -70,6 +71,32 @@ def instead_of_training(examine: Callable[[Trainer], Any], folder: str) -> Itera
         raise SystemExit(0)
 
     with before_training(run):
+        yield
+
+
+@contextlib.contextmanager
+def after_training(examine: Callable[[Any], None]) -> Iterator[None]:
+    """Call `examine` behind the last iteration, with `chunks` and `optimizer` as they then are."""
+    import megatron.training
+    from megatron.training import training
+
+    pretrain = megatron.training.pretrain
+
+    @functools.wraps(pretrain)
+    def examined(*arguments: Any, **options: Any) -> Any:
+        train = training.train  # by now training is protected
+
+        @functools.wraps(train)
+        def trained(*given: Any, **named: Any) -> Any:
+            result = train(*given, **named)
+            bound = inspect.signature(train).bind(*given, **named).arguments
+            examine(SimpleNamespace(chunks=bound["model"], optimizer=bound["optimizer"]))
+            return result
+
+        with mock.patch.object(training, "train", trained):
+            return pretrain(*arguments, **options)
+
+    with mock.patch.object(megatron.training, "pretrain", examined):
         yield
 
 
@@ -230,18 +257,21 @@ class Trainer:
         self.data = read if isinstance(self._given["data_iterator"], list) else read[0]
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """What Megatron-LM would save."""
+        """What the loop would save."""
+        from megatron.core.dist_checkpointing.moe.stock import raw_saves
         from megatron.core.utils import unwrap_model
         from megatron.training import checkpointing
 
         metadata = {"metadata": checkpointing._build_sharded_state_dict_metadata(self.args)}
-        found = checkpointing.generate_state_dict(
-            self.args,
-            unwrap_model(self.chunks),
-            self.optimizer,
-            self.scheduler,
-            None,
-            optim_sd_kwargs=metadata,
-            model_sd_kwargs=metadata,
-        )
+        is_raw = raw_saves.saves_raw(self.args, self.optimizer)
+        with raw_saves.generating(self.chunks, self.optimizer) if is_raw else contextlib.nullcontext():
+            found = checkpointing.generate_state_dict(
+                self.args,
+                unwrap_model(self.chunks),
+                self.optimizer,
+                self.scheduler,
+                None,
+                optim_sd_kwargs=metadata,
+                model_sd_kwargs=metadata,
+            )
         return {name: value for name, value in found.items() if name != "args"}

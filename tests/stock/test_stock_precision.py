@@ -43,7 +43,7 @@ def memory() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=[pytest.mark.full] if row in ("row 2", "row 3") else []) for row in ROWS]
+    "row", [pytest.param(row, marks=[pytest.mark.full] if row in ("row 2", "row 3", "row 4") else []) for row in ROWS]
 )
 def test_a_killed_job_in_few_bits_ends_as_the_undisturbed_one_to_the_last_bit(
     row: str, engine_world: World, memory: Path, tmp_path: Path
