@@ -16,6 +16,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tensor_parallel import layers as core_layers
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import get_attr_wrapped_model
@@ -37,6 +38,8 @@ def build_model(
     """The part of the model that this chunk of a stage has, as the flags say."""
     args = get_args()
     config = config or arguments.core_transformer_config_from_args(args)
+    # Of Megatron-Core's own layers, which fail without the kernel of Apex.
+    config.gradient_accumulation_fusion &= core_layers._grad_accum_fusion_available
     engine = args.transformer_impl == "transformer_engine"
     layers = get_gpt_decoder_block_spec(config, engine, normalization=args.normalization, vp_stage=vp_stage)
     if config.sequence_parallel and not engine:
@@ -61,9 +64,18 @@ def build_model(
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
+    if args.gradient_accumulation_fusion:
+        _fuse_weight_gradients(model)
     if getattr(args, "freeze_experts", False):
         _freeze_experts(model, args)
     return model
+
+
+def _fuse_weight_gradients(model: GPTModel) -> None:
+    """Let the layers of Transformer Engine add to the gradient buffers themselves, for which they need no Apex."""
+    for module in model.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
 
 
 def _freeze_experts(model: GPTModel, args: Any) -> None:

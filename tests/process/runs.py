@@ -69,9 +69,9 @@ _TRAINING = (
 # What Megatron-LM has to be told on the CPU, and of ids that are 256 bytes and the end of a document. A run saves at
 # its end, unless `--save-interval` says more.
 _STOCK = (
-    "--distributed-backend gloo --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
-    "--no-rope-fusion --no-masked-softmax-fusion --max-position-embeddings 32 --tokenizer-type NullTokenizer "
-    "--vocab-size 257 --eval-iters 0 --eval-interval 1000 --save-interval 1000"
+    "--distributed-backend gloo --transformer-impl local --no-persist-layer-norm --no-rope-fusion "
+    "--no-masked-softmax-fusion --max-position-embeddings 32 --tokenizer-type NullTokenizer --vocab-size 257 "
+    "--eval-iters 0 --eval-interval 1000 --save-interval 1000"
 )
 _STOCK_EXPERTS = "--moe-router-load-balancing-type aux_loss"
 
