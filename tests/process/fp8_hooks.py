@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 import xxhash
 from engine_hooks import tensors_of
+from stock_trainer import Trainer, after_training, instead_of_training
 
 
 def state_of(state: Any) -> dict[str, torch.Tensor]:
@@ -32,21 +33,17 @@ def state_of(state: Any) -> dict[str, torch.Tensor]:
 @contextlib.contextmanager
 def digested(folder: str) -> Iterator[None]:
     """When training has ended, each rank writes down digests of its state."""
-    from megatron.pretrain.checkpoint.state import gather_parameters
-    from megatron.pretrain.loop import Trainer
+    from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import gather_compute_weights
 
-    run = Trainer.run
-
-    def trained(self: Trainer) -> None:
-        run(self)
-        gather_parameters(self._state)  # with overlap the next forward pass would do it
+    def trained(state: Any) -> None:
+        gather_compute_weights(state.chunks)  # with overlap the next forward pass would do it
         digests = {
             name: xxhash.xxh3_128_hexdigest(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
-            for name, tensor in state_of(self._state).items()
+            for name, tensor in state_of(state).items()
         }
         (Path(folder) / f"state-{torch.distributed.get_rank()}.json").write_text(json.dumps(digests))
 
-    with mock.patch.object(Trainer, "run", trained):
+    with after_training(trained):
         yield
 
 
@@ -112,7 +109,11 @@ LEFT_OUT = {
 @contextlib.contextmanager
 def examined(folder: str) -> Iterator[None]:
     """Instead of training to the end: a few iterations, and a look at the state that they leave."""
-    from megatron.pretrain.loop import Trainer
+    with instead_of_training(_facts, folder):
+        yield
+
+
+def _facts(trainer: Trainer) -> dict[str, Any]:
     from megatron.pretrain.te_on_cpu.kernels import gemm
 
     values: list[int] = []
@@ -124,39 +125,28 @@ def examined(folder: str) -> Iterator[None]:
             values.append(found.unique().numel())
         return found
 
-    def run(self: Trainer) -> None:
-        from megatron.pretrain.batches import training_iterators
-
-        state = self._state
-        batches = training_iterators(state.config, self._datasets, state.progress)
-        with mock.patch.object(gemm, "values_of", counted):
-            for _ in range(3):
-                self.iterate(batches)
-        quantized = [one for chunk in state.chunks for one in chunk.parameters() if hasattr(one, "_scale_inv")]
-        facts = {
-            "weights": sorted({type(one).__name__ for one in quantized}),
-            "values": values,
-            "products": len(values),
-            "missing": {name: _missing(state, name) for name in ("nothing", *LEFT_OUT)},
-            "bytes": _bytes_per_parameter(state),
-            "restored": {
-                name: _differences_once_restored(state, name) for name in ("EVERYTHING", "MASTER_AND_MOMENTS")
-            },
-        }
-        (Path(folder) / f"rank-{torch.distributed.get_rank()}.json").write_text(json.dumps(facts))
-
-    with mock.patch.object(Trainer, "run", run):
-        yield
+    with mock.patch.object(gemm, "values_of", counted):
+        for _ in range(3):
+            trainer.iterate()
+    quantized = [one for chunk in trainer.chunks for one in chunk.parameters() if hasattr(one, "_scale_inv")]
+    return {
+        "weights": sorted({type(one).__name__ for one in quantized}),
+        "values": values,
+        "products": len(values),
+        "missing": {name: _missing(trainer, name) for name in ("nothing", *LEFT_OUT)},
+        "bytes": _bytes_per_parameter(trainer),
+        "restored": {name: _differences_once_restored(trainer, name) for name in ("EVERYTHING", "MASTER_AND_MOMENTS")},
+    }
 
 
 def _differences_once_restored(state: Any, part: str) -> list[str]:
     """What is other than before when all was poisoned and this part of all operators came back, in this process."""
+    from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import gather_compute_weights
     from megatron.core.dist_checkpointing.moe.megatron_state.megatron import live_restorer, read_topology
     from megatron.core.dist_checkpointing.moe.megatron_state.quantization import packed, quantization_tensors, unpack
     from megatron.core.dist_checkpointing.moe.types import Part
-    from megatron.pretrain.checkpoint.state import gather_parameters
 
-    gather_parameters(state)
+    gather_compute_weights(state.chunks)
     before = {name: tensor.detach().clone() for name, tensor in state_of(state).items()}
     scales, tensors = quantization_tensors(state.chunks), tensors_of(state)
     kept = packed(scales)
