@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from attempts import Cluster
 from local_runs import PAIR, assert_only_replayed, case, recover
 from runs import Start, flags, metrics, published
 from sparse_runs import FaultFree, assert_identical
-from test_ending import wait_for_reports
 from watcher_hooks import PATIENCE_S, standing
 from world import HANG_TIMEOUT_S
 
@@ -55,10 +55,7 @@ def test_ranks_inside_a_call_park_within_seconds_of_sigterm(cluster: Cluster, tm
     environment = {"TORCHELASTIC_RUN_ID": f"told-{cluster.memory.name}", "MOE_CKPT_NODE": "node-0"}
     argv = flags(cluster.corpus, PAIR, "--moe-ckpt-memory-dir", str(cluster.memory), *one.flags)
     running = cluster.world.start(argv, PAIR.ranks, [hook], [environment] * PAIR.ranks)
-    deadline = time.monotonic() + HANG_TIMEOUT_S
-    while not (tmp_path / "stood-0").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until((tmp_path / "stood-0").exists)
     told_s = time.time()
     for rank in range(PAIR.ranks):
         os.kill(running.process_id(rank), signal.SIGTERM)
@@ -82,7 +79,7 @@ def test_with_slurms_flags_sigterm_saves_and_leaves_where_no_peer_is_lost(
     memory = ("--moe-ckpt-memory-dir", cluster.memory)
     saving = ("--save", save, "--metrics-jsonl", reports, "--train-iters", 1000)
     running = start(PAIR, *one.flags, *memory, *saving, hooks=[partial(standing, str(tmp_path), 0, (), None)])
-    wait_for_reports(reports, 2)
+    wait_until(lambda: reports.exists() and len(reports.read_text().splitlines()) >= 2)
     for rank in range(PAIR.ranks):
         os.kill(running.process_id(rank), signal.SIGTERM)
     outcome = running.wait()
@@ -92,3 +89,10 @@ def test_with_slurms_flags_sigterm_saves_and_leaves_where_no_peer_is_lost(
     assert published(save) == [last]
     assert not events(tmp_path, "parked"), outcome.said
     assert "giving up all connections" not in outcome.said
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + HANG_TIMEOUT_S
+    while not happened():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)

@@ -9,9 +9,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from stock_jobs import ALONE, ITERATIONS, StockJob
+from runs import published
+from stock_jobs import ALONE, ITERATIONS, Shape, StockJob
 from stock_recording import as_version, without_seam, wrapped_by_another
 
+PAIR = Shape(ranks=2, pp=2, ep=1)
 FULL = ("--moe-ckpt-strategy", "full")
 SPARSE = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "2")
 KILLED = -signal.SIGKILL
@@ -51,6 +53,20 @@ def test_a_job_that_is_told_to_end_goes_on_from_memory(new_job, undisturbed) -> 
     job.run(*FULL)
     assert sorted(set(job.ran(0))) == job.ran(0), "no iteration ran twice"
     assert job.records() == undisturbed(ALONE)
+
+
+def test_a_signal_to_one_rank_makes_all_ranks_save_and_leave(new_job, tmp_path: Path) -> None:
+    job = new_job(PAIR)
+    saving = ("--save", tmp_path, "--save-interval", 1000)
+    running = job.start(*FULL, *saving, "--exit-signal-handler", "--train-iters", 1000)
+    log = job.folder / "rank-1.jsonl"
+    wait_until(lambda: log.exists() and log.read_text().count("\n") >= 2)
+    os.kill(running.process_id(1), signal.SIGTERM)
+    outcome = running.wait()
+    assert outcome.codes == (0, 0), outcome.said
+    last = job.ran(0)[-1]
+    assert job.ran(1)[-1] == last < 1000
+    assert published(tmp_path) == [last]
 
 
 def test_what_a_job_leaves_in_a_checkpoint_is_not_kept_in_memory(new_job, tmp_path: Path) -> None:
