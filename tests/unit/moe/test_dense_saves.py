@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -20,6 +22,7 @@ class Request(NamedTuple):
     """As core's."""
 
     async_fn: Callable[..., Any] | None
+    preload_fn: Callable[[], Any] | None = None
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +48,15 @@ def test_the_writer_sums_up_its_own_files_and_nobody_elses(tmp_path: Path) -> No
 def test_a_rank_that_writes_nothing_sums_up_nothing(tmp_path: Path) -> None:
     assert summed(Request(None), tmp_path, None) == Request(None)
     assert take_sums(tmp_path, 1) == {}
+
+
+def test_a_rank_without_memory_for_its_shards_says_so_among_the_results_and_writes_nothing(tmp_path: Path) -> None:
+    results: queue.Queue[Exception] = queue.Queue()
+    request = summed(Request(full, mock.Mock(side_effect=MemoryError("no memory"))), tmp_path, None)
+    assert request.async_fn is not None and request.preload_fn is not None
+    request.async_fn(0, request.preload_fn(), results)
+    assert str(results.get_nowait()) == "rank 0 could not stage its shards: MemoryError: no memory"
+    assert not list(tmp_path.iterdir())
 
 
 def test_sums_that_are_torn_are_not_believed(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -42,13 +43,32 @@ def summed(request: Any, folder: Path, secret: str | None) -> Any:
     if request.async_fn is None:  # nothing to write on this rank
         return request
     write = functools.partial(_write_and_sum, request.async_fn, str(folder), dist.get_rank(), secret)
-    return request._replace(async_fn=write)
+    stage = request.preload_fn and functools.partial(_stage, request.preload_fn)
+    return request._replace(async_fn=write, preload_fn=stage)
+
+
+@dataclass(frozen=True)
+class _NotStaged:
+    """In place of shards that could not be brought to host memory; reason: why."""
+
+    reason: str
+
+
+def _stage(preload: Callable[[], Any]) -> Any:
+    """The shards in host memory. A rank that has no room for them says so where it would write, as the others wait."""
+    try:
+        return preload()
+    except (OSError, MemoryError, RuntimeError) as error:
+        return _NotStaged(_reason(error))
 
 
 def _write_and_sum(
     write: Callable[..., Any], folder: str, rank: int, secret: str | None, *given: Any, **options: Any
 ) -> Any:
     """Leave what the files of this rank are beside them. Files of which that is not known are read once more later."""
+    for missing in (part for part in given if isinstance(part, _NotStaged)):
+        given[-1].put(RuntimeError(f"rank {rank} could not stage its shards: {missing.reason}"))  # core's results
+        return None
     result = write(*given, **options)
     with contextlib.suppress(OSError, MoECheckpointError):
         if not is_keyed():  # as in a process that was spawned to write
