@@ -69,17 +69,24 @@ def in_worker(argv: Sequence[str], work: Callable[[Launch], None]) -> int:
 
 _CPU_ENGINE_FLAGS = ["--attention-backend", "unfused"]
 """Before those that were given: of Transformer Engine's attentions the one that the CPU has kernels for."""
+_OTHER_MODEL = "; load it into the model that it was saved from"
 _CHECKS = {
-    "megatron.training.arguments",
-    "megatron.training.argument_utils",
-    "megatron.training.datasets.data_samplers",  # of a corpus that has no sample
-    "megatron.core.datasets.indexed_dataset",  # of one that is not there
+    "megatron.training.arguments": "",
+    "megatron.training.argument_utils": "",
+    "megatron.training.datasets.data_samplers": "",  # of a corpus that has no sample
+    "megatron.core.datasets.indexed_dataset": "",  # of one that is not there
+    "megatron.training.checkpointing.check_checkpoint_args": _OTHER_MODEL,
+    "megatron.core.optimizer_param_scheduler._check_and_set": (
+        "; pass --override-opt_param-scheduler to train on with the schedules of the flags, or"
+        " --use-checkpoint-opt_param-scheduler with those of the checkpoint"
+    ),
 }
+"""Modules and functions, with what to do where what they say does not tell it."""
 
 
 @contextlib.contextmanager
 def flag_errors() -> Iterator[None]:
-    """Turn what Megatron-LM says of its own flags, and of the corpus they name, into the driver's error.
+    """Turn what Megatron-LM says of its own flags, and of the corpus and checkpoint they name, into the driver's error.
 
     With core 0.17 it looks at them inside `pretrain`, and with all releases at some of them when the model is built:
     so they are known by the modules that they come from, or through. What core asserts may have no words of its own.
@@ -87,11 +94,35 @@ def flag_errors() -> Iterator[None]:
     try:
         yield
     except (AssertionError, ValueError) as error:
-        modules = {frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)}
-        if not modules & _CHECKS:
+        advice = [_CHECKS[place] for place in _places(error) if place in _CHECKS]
+        if not advice:
             raise
         said = str(error) or traceback.extract_tb(error.__traceback__)[-1].line or "see where in its code"
-        raise InvalidInput(f"flags of Megatron-LM that cannot work: {' '.join(said.split())}") from error
+        raise InvalidInput(f"flags of Megatron-LM that cannot work: {' '.join(said.split())}{advice[-1]}") from error
+
+
+@contextlib.contextmanager
+def load_errors() -> Iterator[None]:
+    """Turn what core says, on all ranks, of a checkpoint of another model into the driver's error."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    try:
+        yield
+    except CheckpointException as error:
+        reasons = [reason for reason, _ in error.failures.values() if isinstance(reason, CheckpointingException)]
+        if not reasons or "megatron.training.checkpointing.load_checkpoint" not in _places(error):
+            raise
+        raise InvalidInput(f"--load: {' '.join(str(reasons[0]).split())}{_OTHER_MODEL}") from error
+
+
+def _places(error: BaseException) -> Iterator[str]:
+    """The modules and functions that an error came through."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+        yield module
+        yield f"{module}.{frame.f_code.co_name}"
 
 
 def device_of(argv: Sequence[str]) -> str:
@@ -155,14 +186,14 @@ def _train(launch: Launch, device: str, interface: str | None, *, recover_only: 
     parts: dict[str, Any] = {"model_provider": build_model, "model_type": ModelType.encoder_or_decoder}
     if "extra_args_provider" in signature(pretrain).parameters:  # core 0.17 parses the flags itself
         gc.freeze()
-        with low_precision.optimizers_in_few_bits(), reports.closed_at_a_good_end():
+        with low_precision.optimizers_in_few_bits(), load_errors(), reports.closed_at_a_good_end():
             run(build_datasets, forward_step_func=forward_step, extra_args_provider=add_flags, **parts)
         return
     args = arguments.parse_and_validate_args(extra_args_provider=add_flags)
     low_precision.check(args)
     configuration = argument_utils.pretrain_cfg_container_from_args(args)
     gc.freeze()  # what is imported: after a fault a process that stays looks through all that the collector does
-    with low_precision.optimizers_in_few_bits(), reports.closed_at_a_good_end():
+    with low_precision.optimizers_in_few_bits(), load_errors(), reports.closed_at_a_good_end():
         run(configuration, build_datasets, forward_step_func=forward_step, **parts)
 
 
