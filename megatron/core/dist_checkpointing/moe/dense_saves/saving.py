@@ -107,8 +107,8 @@ class DenseSaves:
             write_now(request)
         sums: dict[str, FileSum] = {}
         steps = [
-            lambda: self._take(begun, sums),
             *request.finalize_fns,
+            lambda: self._take(begun, sums),  # behind those of core, which wait for the writers of all ranks
             lambda: self._publish(begun, sums),
             lambda: self._published_everywhere(begun),
         ]
