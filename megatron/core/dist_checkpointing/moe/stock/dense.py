@@ -64,7 +64,10 @@ class StockSaves:
         root = None if call["release"] else self._root(transient=call["non_persistent_ckpt"])
         if root is None:
             return call.go_on()
-        return self._saves.checkpoint(root, call["iteration"], partial(self._save, call, root), self._experts)
+        result = self._saves.checkpoint(root, call["iteration"], partial(self._save, call, root), self._experts)
+        if not (getattr(self._args, "async_save", False) or self._saves.has(root, call["iteration"])):
+            self._args.log_progress = False  # or the loop writes down that it was saved
+        return result
 
     def _save(self, call: Call, root: str) -> Any:
         if self._experts is None:

@@ -406,7 +406,11 @@ class Hooks:
     def _save_checkpoint_and_time(self, call: Call) -> Any:
         if self._manager.is_replaying:
             return None
-        result = call.go_on()
+        logs_progress = getattr(self._args, "log_progress", False)
+        try:
+            result = call.go_on()
+        finally:
+            self._args.log_progress = logs_progress
         in_part = getattr(self._args, "no_save_optim", None) or getattr(self._args, "no_save_rng", None)
         if not (in_part or call["non_persistent_ckpt"]):
             self._saved = call["iteration"]
