@@ -1,15 +1,11 @@
-"""What tests change inside workers for the time of one job: poisoned states, slow disks."""
+"""What tests change inside workers for the time of one job: poisoned states, steps left out."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import random
-import resource
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,7 +14,6 @@ import numpy
 import torch
 
 NAN = float("nan")
-LARGEST_FILE_BYTES = 3000
 
 
 @contextlib.contextmanager
@@ -83,93 +78,4 @@ def poison(state: Any) -> None:
 def left_out(function: str) -> Iterator[None]:
     """A function of this full name does nothing."""
     with mock.patch(function, return_value=None):
-        yield
-
-
-@contextlib.contextmanager
-def full_disk(iteration: int, rank: int | None = None) -> Iterator[None]:
-    """While `iteration` is saved, files cannot grow (on `rank`, or anywhere); what is forked then inherits that."""
-    from megatron.pretrain.checkpoint.save import Saver
-
-    original = Saver.save
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def save(self: Saver) -> None:
-        # Whatever is still being written belongs to an iteration of its own.
-        self.wait()
-        if self._state.progress.iteration == iteration and rank in (None, int(os.environ["RANK"])):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE_BYTES, unlimited[1]))
-        try:
-            original(self)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-
-    with mock.patch.object(Saver, "save", save):
-        yield
-
-
-@contextlib.contextmanager
-def writing_after_report(reports: str, iteration: int) -> Iterator[None]:
-    """No shard is written before training has reported `iteration`."""
-    from megatron.pretrain.checkpoint import writer
-
-    original = writer._write_buckets
-
-    def write_late(*arguments: Any) -> Any:
-        deadline = time.monotonic() + 120.0
-        while f'"iteration": {iteration},' not in Path(reports).read_text():
-            if time.monotonic() > deadline:
-                return f"training did not reach iteration {iteration} while this checkpoint was to be written"
-            time.sleep(0.01)
-        return original(*arguments)
-
-    with mock.patch.object(writer, "_write_buckets", write_late):
-        yield
-
-
-@contextlib.contextmanager
-def no_memory_to_stage(iteration: int, rank: int) -> Iterator[None]:
-    """The save of `iteration` finds no memory for its shards on `rank`, after all ranks planned together."""
-    from megatron.pretrain.checkpoint.writer import ShardWriter
-
-    stage = ShardWriter._staged
-
-    def staged(self: ShardWriter) -> list[Any]:
-        if torch.distributed.get_rank() == rank and f"iter_{iteration:07d}" in str(self._writer.checkpoint_dir):
-            raise MemoryError("cannot fork")
-        return stage(self)
-
-    with mock.patch.object(ShardWriter, "_staged", staged):
-        yield
-
-
-@contextlib.contextmanager
-def no_access_to_folder(iteration: int, rank: int) -> Iterator[None]:
-    """The folder of `iteration` cannot be written from `rank`, as with a bad mount on one node."""
-    import tempfile
-
-    temporary = tempfile.TemporaryFile
-
-    def refused(*args: Any, dir: Any = None, **kwargs: Any) -> Any:
-        if dir is not None and f"iter_{iteration:07d}" in str(dir) and torch.distributed.get_rank() == rank:
-            raise PermissionError(13, "Permission denied", str(dir))
-        return temporary(*args, dir=dir, **kwargs)
-
-    with mock.patch.object(tempfile, "TemporaryFile", refused):
-        yield
-
-
-@contextlib.contextmanager
-def stuck_writer(iteration: int, rank: int) -> Iterator[None]:
-    """The background writer of `iteration` on `rank` never ends; waiting for it is cut to a second."""
-    from megatron.pretrain.checkpoint import writer
-
-    write = writer._write_buckets
-
-    def stuck(buckets: list[Any], transforms: list[Any]) -> Any:
-        if torch.distributed.get_rank() == rank and f"iter_{iteration:07d}" in str(buckets):
-            time.sleep(3600)
-        return write(buckets, transforms)
-
-    with mock.patch.object(writer, "_write_buckets", stuck), mock.patch.object(writer, "WRITE_TIMEOUT_S", 3.0):
         yield

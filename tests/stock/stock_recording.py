@@ -12,6 +12,8 @@ import os
 import random
 import resource
 import signal
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -152,6 +154,35 @@ def killed_while_it_saves(iteration: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def forked_writer() -> Iterator[None]:
+    """Save beside training where `--async-save` says so, in a fork of each rank, one save after another.
+
+    Megatron-LM takes that flag back without `--use-persistent-ckpt-worker`, whose processes need a GPU: tensors on the
+    CPU are shared with them, and change while they write.
+    """
+    from megatron.training import arguments, async_utils, checkpointing
+
+    original, schedule = arguments.validate_args, checkpointing.schedule_async_save
+
+    @functools.wraps(original)
+    def validate_args(args: Any, *given: Any, **named: Any) -> Any:
+        asked = args.async_save
+        args = original(args, *given, **named)
+        args.async_save = asked
+        return args
+
+    def schedule_behind_others(request: Any) -> None:
+        async_utils.maybe_finalize_async_save(blocking=True)
+        schedule(request)
+
+    with (
+        mock.patch.object(arguments, "validate_args", validate_args),
+        mock.patch.object(checkpointing, "schedule_async_save", schedule_behind_others),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def full_disk(iteration: int, rank: int) -> Iterator[None]:
     """While the shards of `iteration` are written, files of `rank` cannot grow; where they are written as well."""
     from megatron.core.dist_checkpointing.moe.dense_saves import saving
@@ -174,6 +205,62 @@ def _with_small_files(write: Any, *given: Any) -> Any:
         return write(*given)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+
+
+@contextlib.contextmanager
+def written_late(folder: str, iteration: int) -> Iterator[None]:
+    """No shard of `iteration` is written before the one behind it was recorded in the folder (see `recording`)."""
+    from megatron.core.dist_checkpointing.moe.dense_saves import saving
+
+    original, record = saving.summed, Path(folder) / f"rank-{os.environ['RANK']}.jsonl"
+
+    def summed(request: Any, staging: Path, secret: str | None) -> Any:
+        if f"iter_{iteration:07d}" in staging.name:
+            late = functools.partial(_once_recorded, record, iteration + 1, request.async_fn)
+            request = request._replace(async_fn=late)
+        return original(request, staging, secret)
+
+    with mock.patch.object(saving, "summed", summed):
+        yield
+
+
+def _once_recorded(record: Path, iteration: int, write: Any, *given: Any) -> Any:
+    deadline_s = time.monotonic() + 120.0
+    while f'"iteration": {iteration},' not in record.read_text():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"training did not reach iteration {iteration} while this checkpoint was to be written")
+        time.sleep(0.01)
+    return write(*given)
+
+
+@contextlib.contextmanager
+def no_memory_to_stage(iteration: int, rank: int) -> Iterator[None]:
+    """The save of `iteration` finds no memory for its shards on `rank`, after all ranks planned together."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    original = FileSystemWriterAsync.preload_tensors
+
+    def preload_tensors(buckets: Any, *given: Any) -> Any:
+        if int(os.environ["RANK"]) == rank and f"iter_{iteration:07d}" in str(buckets[0][0]):
+            raise MemoryError("cannot allocate memory")
+        return original(buckets, *given)
+
+    with mock.patch.object(FileSystemWriterAsync, "preload_tensors", staticmethod(preload_tensors)):
+        yield
+
+
+@contextlib.contextmanager
+def no_access_to_folder(iteration: int, rank: int) -> Iterator[None]:
+    """The folder of `iteration` cannot be written from `rank`, as with a bad mount on one node."""
+    temporary = tempfile.TemporaryFile
+
+    def refused(*given: Any, dir: Any = None, **named: Any) -> Any:
+        if dir is not None and f"iter_{iteration:07d}" in str(dir) and int(os.environ["RANK"]) == rank:
+            raise PermissionError(13, "Permission denied", str(dir))
+        return temporary(*given, dir=dir, **named)
+
+    with mock.patch.object(tempfile, "TemporaryFile", refused):
+        yield
 
 
 def digest(args: Any, model: Any, optimizer: Any, scheduler: Any) -> str:

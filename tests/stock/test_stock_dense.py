@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -11,9 +12,17 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from runs import differences, digest
-from stock_jobs import ALONE, FOUR, Records
-from stock_recording import full_disk, killed_while_it_saves, unprotected
-from world import Outcome
+from stock_jobs import ALONE, FOUR, Records, Shape
+from stock_recording import (
+    forked_writer,
+    full_disk,
+    killed_while_it_saves,
+    no_access_to_folder,
+    no_memory_to_stage,
+    unprotected,
+    written_late,
+)
+from world import Hook, Outcome
 
 from megatron.core.dist_checkpointing.moe.storage.manifest import KEYED, use_secret
 from moe_ckpt.commands.main import commands
@@ -21,7 +30,10 @@ from moe_ckpt.dense.integrity import NAME, check, seal
 from moe_ckpt.dense.names import TRACKER
 
 FULL = ("--moe-ckpt-strategy", "full")
+ASYNC = ("--async-save", "--async-strategy", "mcore")
 KILLED = -signal.SIGKILL
+PAIR = Shape(ranks=2, pp=2, ep=1)
+OVERLAPPED = Shape(ranks=4, pp=2, ep=2, more=("--bf16", "--overlap-grad-reduce", "--overlap-param-gather"))
 SECRET = b"the secret of this job, which nobody else knows"
 
 
@@ -88,17 +100,28 @@ def refusal(outcome: Outcome) -> str:
     return line
 
 
-WAYS = pytest.mark.parametrize("way", [[], ["--async-save", "--async-strategy", "mcore"]], ids=["in-place", "async"])
+WAYS = pytest.mark.parametrize("way", [(), ASYNC], ids=["in-place", "async"])
 
 
-@WAYS
-def test_what_is_saved_has_sums_of_all_its_files_and_is_that_of_the_unprotected_loop(
-    way: list[str], new_job, tmp_path: Path
-) -> None:
+def test_what_is_saved_has_sums_of_all_its_files_and_is_that_of_the_unprotected_loop(new_job, tmp_path: Path) -> None:
     plain, save = tmp_path / "plain", tmp_path / "save"
-    flags = (*way, "--save-interval", 2, "--exit-interval", 4, "--ckpt-fully-parallel-save")
+    flags = ("--save-interval", 2, "--exit-interval", 4, "--ckpt-fully-parallel-save")
     new_job(FOUR).run(*flags, "--save", plain, hooks=[unprotected])
     new_job(FOUR).run(*flags, "--save", save, *FULL)
+    assert_saved_as(plain, save)
+
+
+def test_a_background_save_holds_the_step_it_was_asked_for_though_training_went_on(new_job, tmp_path: Path) -> None:
+    plain, save, unprotected_job, job = tmp_path / "plain", tmp_path / "save", new_job(OVERLAPPED), new_job(OVERLAPPED)
+    flags = ("--save-interval", 2, "--exit-interval", 4, "--ckpt-fully-parallel-save")
+    unprotected_job.run(*flags, "--save", plain, hooks=[unprotected])
+    job.run(*flags, *ASYNC, "--save", save, *FULL, hooks=[forked_writer, partial(written_late, str(job.folder), 2)])
+    assert_saved_as(plain, save)
+    assert job.records() == unprotected_job.records()
+
+
+def assert_saved_as(plain: Path, save: Path) -> None:
+    """Iterations 2 and 4 were saved with their sums, and hold what the unprotected loop saved."""
     assert published(save) == ["iter_0000002", "iter_0000004", TRACKER]
     for iteration in (2, 4):
         folder = save / f"iter_{iteration:07d}"
@@ -113,6 +136,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "torn": lambda folder: truncate(shard(folder)),
     "shard-missing": lambda folder: shard(folder).unlink(),
     "index-flipped": lambda folder: flip(folder / ".metadata"),
+    "format-missing": lambda folder: (folder / "metadata.json").unlink(),
     "sums-missing": lambda folder: (folder / NAME).unlink(),
     "sums-flipped": lambda folder: flip(folder / NAME),
     "folder-missing": shutil.rmtree,
@@ -138,12 +162,15 @@ def test_a_damaged_checkpoint_is_refused_by_file_name_and_the_one_before_is_load
     assert job.records() == resumed
 
 
-def test_all_ranks_take_the_checkpoint_before_a_damaged_one(new_job, tmp_path: Path) -> None:
-    new_job(FOUR).run(*FULL, "--save", tmp_path, "--save-interval", 2, "--exit-interval", 4)
+def test_all_ranks_take_the_checkpoint_before_two_damaged_ones(new_job, tmp_path: Path) -> None:
+    new_job(FOUR).run(*FULL, "--save", tmp_path, "--save-interval", 1, "--exit-interval", 4)
     flip(tmp_path / "iter_0000004" / "__3_0.distcp")
+    (tmp_path / "iter_0000003" / ".metadata").unlink()
     asked, job = new_job(FOUR), new_job(FOUR)
     asked.run(*FULL, "--load", tmp_path, "--ckpt-step", 2)
-    assert "iter_0000004/__3_0.distcp is damaged" in refusal(job.run(*FULL, "--load", tmp_path))
+    line = refusal(job.run(*FULL, "--load", tmp_path))
+    assert "iter_0000004/__3_0.distcp is damaged" in line
+    assert f"; iter_0000003: {tmp_path / 'iter_0000003'}" in line
     assert {tuple(job.ran(rank)) for rank in range(4)} == {(3, 4, 5, 6)}
     assert job.records() == asked.records()
 
@@ -159,11 +186,34 @@ def test_without_an_intact_checkpoint_the_job_ends_with_a_line_and_trains_nothin
 
 
 def test_a_damaged_checkpoint_that_was_asked_for_is_not_replaced(new_job, saved: Path) -> None:
-    flip(shard(saved / "iter_0000004"))
-    job = new_job(ALONE)
-    line = refusal(job.run(*FULL, "--load", saved, "--ckpt-step", 4, codes={2}))
-    assert f"iter_0000004: {shard(saved / 'iter_0000004')} is damaged" in line
-    assert not (job.folder / "rank-0.jsonl").exists()
+    def refused() -> str:
+        job = new_job(ALONE)
+        line = refusal(job.run(*FULL, "--load", saved, "--ckpt-step", 4, codes={2}))
+        assert not (job.folder / "rank-0.jsonl").exists()
+        return line
+
+    folder = saved / "iter_0000004"
+    flip(shard(folder))
+    assert f"iter_0000004: {shard(folder)} is damaged" in refused()
+    shutil.rmtree(folder)
+    assert f"iter_0000004: {folder} is missing" in refused()
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        pytest.param(("--hidden-size", 64), "Global shape mismatch for loaded (torch.Size([2, 32]))", id="shapes"),
+        pytest.param(("--num-attention-heads", 8), "num_attention_heads value from checkpoint (4)", id="model"),
+        pytest.param(("--lr-decay-iters", 9), " do not match", id="schedules"),
+    ],
+)
+def test_flags_that_are_not_those_of_the_checkpoint_are_refused_in_one_line(
+    flags: tuple[object, ...], told: str, new_job, original: Path
+) -> None:
+    outcome = new_job(ALONE).run(*FULL, "--load", original, *flags, codes={2})
+    (line,) = [line for line in outcome.lines if told in line]
+    assert "; load it into the model" in line or "; pass --override-opt_param-scheduler" in line
+    assert "Traceback" not in outcome.said
 
 
 def test_a_checkpoint_of_the_unprotected_loop_is_loaded_and_that_is_said(new_job, tmp_path: Path) -> None:
@@ -200,7 +250,9 @@ def test_a_release_is_loaded_as_megatron_loads_it_and_a_torn_one_is_refused_by_n
 
 def test_with_a_secret_only_what_was_made_with_it_is_loaded(new_job, tmp_path: Path, secret: Path) -> None:
     save, signing = tmp_path / "save", (*FULL, "--moe-ckpt-secret-file", secret)
-    new_job(ALONE).run(*signing, "--save", save, "--save-interval", 2, "--exit-interval", 4)
+    new_job(ALONE).run(
+        *signing, *ASYNC, "--save", save, "--save-interval", 2, "--exit-interval", 4, hooks=[forked_writer]
+    )
     newest = save / "iter_0000004"
     assert all((save / name / NAME).read_bytes().startswith(KEYED) for name in ("iter_0000002", newest.name))
     flip(shard(newest))
@@ -215,6 +267,21 @@ def test_with_a_secret_only_what_was_made_with_it_is_loaded(new_job, tmp_path: P
     assert "it is not signed, and anybody may have made it" in refusal(new_job(ALONE).run(*signing, "--load", save))
 
 
+def test_a_job_with_a_secret_loads_what_was_saved_without_one_once_it_is_signed(
+    new_job, saved: Path, secret: Path
+) -> None:
+    loading = (*FULL, "--moe-ckpt-secret-file", secret, "--load", saved)
+    line = refusal(new_job(ALONE).run(*loading, codes={2}))
+    assert "no usable checkpoint" in line
+    assert "moe-ckpt sign it" in line
+    use_secret(SECRET)
+    signed = CliRunner().invoke(commands, ["sign", str(saved)])
+    assert signed.output == "".join(f"{folder} is signed\n" for folder in sorted(saved.glob("iter_*")))
+    job = new_job(ALONE)
+    job.run(*loading)
+    assert job.ran(0) == [5, 6]
+
+
 def forge(folder: Path, secret: bytes | None) -> None:
     """Checksums that fit, as somebody makes them who can write there and does not have the secret."""
     (folder / NAME).unlink()
@@ -225,11 +292,12 @@ def forge(folder: Path, secret: bytes | None) -> None:
 
 @WAYS
 def test_a_save_that_is_killed_leaves_nothing_that_a_reader_takes_for_whole(
-    way: list[str], new_job, tmp_path: Path, resumed: Records
+    way: tuple[str, ...], new_job, tmp_path: Path, resumed: Records
 ) -> None:
     flags = (*FULL, *way, "--save", tmp_path, "--save-interval", 2)
-    new_job(ALONE).run(*flags, hooks=[partial(killed_while_it_saves, 4)], codes={KILLED})
-    assert published(tmp_path) == [".iter_0000004.saving", "iter_0000002", TRACKER]
+    new_job(ALONE).run(*flags, hooks=[forked_writer, partial(killed_while_it_saves, 4)], codes={KILLED})
+    begun = {".iter_0000006.saving"} & set(published(tmp_path)) if way else set()
+    assert set(published(tmp_path)) - begun == {".iter_0000004.saving", "iter_0000002", TRACKER}
     assert f"{tmp_path / '.iter_0000004.saving'} was left by a save that did not finish" in verified(tmp_path)
     job = new_job(ALONE)
     job.run(*flags, "--load", tmp_path)
@@ -252,19 +320,47 @@ def test_a_tracker_that_names_nothing_is_refused_in_one_line(new_job, saved: Pat
     assert "repair the tracker" in line
 
 
-@WAYS
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize(
+    ("rank", "way"),
+    [
+        pytest.param(0, (), id="rank 0"),
+        pytest.param(3, ASYNC, id="rank 3, async"),
+        pytest.param(0, ASYNC, id="rank 0, async", marks=pytest.mark.full),
+        pytest.param(3, (), id="rank 3", marks=pytest.mark.full),
+    ],
+)
 def test_a_full_disk_costs_one_checkpoint_and_nothing_else(
-    rank: int, way: list[str], new_job, undisturbed, tmp_path: Path
+    rank: int, way: tuple[str, ...], new_job, undisturbed, tmp_path: Path
 ) -> None:
     job = new_job(FOUR)
-    flags = (*FULL, *way, "--save", tmp_path, "--save-interval", 2)
-    outcome = job.run(*flags, hooks=[partial(full_disk, 4, rank)])
+    flags = (*FULL, *way, "--save", tmp_path, "--save-interval", 2, "--log-progress")
+    outcome = job.run(*flags, hooks=[forked_writer, partial(full_disk, 4, rank)])
     (line,) = [line for line in outcome.lines if "was NOT saved" in line]
     assert f"checkpoint of iteration 4 was NOT saved to {tmp_path}: " in line
-    assert published(tmp_path) == ["iter_0000002", "iter_0000006", TRACKER]
+    assert published(tmp_path) == ["iter_0000002", "iter_0000006", TRACKER, "progress.txt"]
     assert (tmp_path / TRACKER).read_text() == "6"
+    progress = (tmp_path / "progress.txt").read_text()
+    assert re.findall(r"Saved (?:async )?checkpoint\tIteration: (\d)", progress) == ["2", "6"], progress
     assert job.records() == undisturbed(FOUR)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "way"),
+    [
+        pytest.param(no_access_to_folder, (), id="no access"),
+        pytest.param(no_memory_to_stage, (), id="no memory"),
+        pytest.param(no_memory_to_stage, ASYNC, id="no memory, async"),
+    ],
+)
+def test_what_fails_on_one_rank_alone_strands_no_other(
+    trouble: Callable[[int, int], Hook], way: tuple[str, ...], new_job, tmp_path: Path
+) -> None:
+    flags = (*FULL, *way, "--save", tmp_path, "--save-interval", 2)
+    outcome = new_job(PAIR).run(*flags, hooks=[forked_writer, partial(trouble, 4, 1)])
+    (line,) = [line for line in outcome.lines if "was NOT saved" in line]
+    assert "checkpoint of iteration 4 was NOT saved" in line
+    assert "rank 1" in line
+    assert published(tmp_path) == ["iter_0000002", "iter_0000006", TRACKER]
 
 
 def test_a_folder_that_cannot_be_written_costs_checkpoints_and_nothing_else(
@@ -272,7 +368,8 @@ def test_a_folder_that_cannot_be_written_costs_checkpoints_and_nothing_else(
 ) -> None:
     (tmp_path / "file").touch()
     job = new_job(ALONE)
-    outcome = job.run(*FULL, "--save", tmp_path / "file" / "save", "--save-interval", 3)
+    save = tmp_path / "file" / "save"
+    outcome = job.run(*FULL, "--load", save, "--save", save, "--save-interval", 3)
     assert len([line for line in outcome.lines if "was NOT saved" in line]) == 2
     assert job.records() == undisturbed(ALONE)
 
