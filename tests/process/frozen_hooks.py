@@ -10,12 +10,11 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from trainer_states import trainer_state_of
+from stock_trainer import Trainer, before_training, instead_of_training
 
 NAN = float("nan")
 GARBAGE = 77
@@ -27,37 +26,26 @@ HALVES = 3
 @contextlib.contextmanager
 def frozen(folder: str) -> Iterator[None]:
     """Instead of training to the end: a few iterations as ever, then each of them again with operators frozen."""
-    from megatron.pretrain.loop import Trainer
-
-    def run(self: Trainer) -> None:
-        facts = Frozen(self).facts()
-        (Path(folder) / f"rank-{torch.distributed.get_rank()}.json").write_text(json.dumps(facts))
-
-    with mock.patch.object(Trainer, "run", run):
+    with instead_of_training(lambda trainer: Frozen(trainer).facts(), folder):
         yield
 
 
 @contextlib.contextmanager
 def begun_frozen() -> Iterator[None]:
     """Before training begins, and before anything was ever reduced or gathered: an iteration with operators frozen."""
-    from megatron.pretrain.loop import Trainer
 
-    train = Trainer.run
-
-    def run(self: Trainer) -> None:
+    def examine(trainer: Trainer) -> None:
         from megatron.core.dist_checkpointing.moe.types import StepJournal
 
-        record, driver = self._metrics.record, Frozen(self)
+        driver = Frozen(trainer)
         start = driver.moment()
         for chosen in ("half of them, 0", "half of them, 1"):
             driver.execution.freeze(driver.choices()[chosen], StepJournal(1.0))
             driver.iterate()
         driver.restore(start)
         driver.execution.thaw()
-        self._metrics.record = record
-        train(self)
 
-    with mock.patch.object(Trainer, "run", run):
+    with before_training(examine):
         yield
 
 
@@ -75,7 +63,7 @@ class Moment:
 class Frozen:
     """Drives one trainer back and forth between the states of a few iterations."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         from megatron.core.dist_checkpointing.moe.megatron_state.megatron import (
             operators_of_parameters,
             read_topology,
@@ -84,43 +72,28 @@ class Frozen:
         from megatron.core.dist_checkpointing.moe.megatron_state.model_operators import model_operators
         from megatron.core.dist_checkpointing.moe.replay.execution import LiveExecution
 
-        self.trainer, self.state = trainer, trainer._state
-        chunks, optimizer, topology = self.state.chunks, self.state.optimizer, read_topology(8)
-        self.tensors = state_tensors(chunks, optimizer, topology)
-        self.operators = model_operators(chunks)
-        self.operator_of = operators_of_parameters(chunks, topology)
-        self.trainer_state = trainer_state_of(self.state)
-        self.execution = LiveExecution(chunks, optimizer, self.operator_of)
-        self.reports: list[Any] = []
-        trainer._metrics.record = self.reports.append
-        for chunk in chunks:
-            chunk.train()
-        self.start_reading()
-
-    def start_reading(self) -> None:
-        """Read batches from where training is."""
-        from megatron.pretrain.batches import training_iterators
-
-        self.batches = training_iterators(self.state.config, self.trainer._datasets, self.state.progress)
+        self.trainer = trainer
+        self.chunks, self.optimizer, self.trainer_state = trainer.chunks, trainer.optimizer, trainer.state
+        topology = read_topology(8)
+        self.tensors = state_tensors(self.chunks, self.optimizer, topology)
+        self.operators = model_operators(self.chunks)
+        self.operator_of = operators_of_parameters(self.chunks, topology)
+        self.execution = LiveExecution(self.chunks, self.optimizer, self.operator_of)
 
     def iterate(self) -> Any:
-        """One iteration of the driver, and how it came out."""
-        from megatron.core.dist_checkpointing.moe.types import StepJournal
-
-        self.trainer.iterate(self.batches)
-        report = self.reports[-1]
-        return StepJournal(report.grad_norm, report.skipped, report.lm_loss)
+        """One iteration of the loop, and how it came out."""
+        return self.trainer.iterate()
 
     def named_weights(self) -> dict[str, torch.nn.Parameter]:
         """All compute weights that this rank has, also those of which it owns only a part."""
-        chunks = enumerate(self.state.chunks)
+        chunks = enumerate(self.chunks)
         return {f"{at}/{name}": one for at, chunk in chunks for name, one in chunk.named_parameters()}
 
     def moment(self, journal: Any = None) -> Moment:
         """The state as it is."""
         from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import gather_compute_weights
 
-        gather_compute_weights(self.state.chunks)
+        gather_compute_weights(self.chunks)
         return Moment(
             [one.tensor.clone() for one in self.tensors],
             {name: one.detach().clone() for name, one in self.named_weights().items()},
@@ -137,13 +110,13 @@ class Frozen:
             settle_gathers,
         )
 
-        settle_gathers(self.state.chunks)
+        settle_gathers(self.chunks)
         for one, copy in zip(self.tensors, moment.tensors, strict=True):
             one.tensor.copy_(copy)
         tensors = {name: memoryview(data) for name, data in moment.random.items()}
         self.trainer_state.restore(moment.scalars, tensors)
-        gather_compute_weights(self.state.chunks)
-        self.start_reading()
+        gather_compute_weights(self.chunks)
+        self.trainer.read_on()
 
     @torch.no_grad()
     def poison(self, operators: set[Any]) -> None:
@@ -252,7 +225,7 @@ class Frozen:
         from megatron.core.dist_checkpointing.moe.types import StepJournal
         from megatron.core.utils import unwrap_model
 
-        chunks, optimizer = self.state.chunks, self.state.optimizer
+        chunks, optimizer = self.chunks, self.optimizer
         member, config = optimizer.chained_optimizers[0], unwrap_model(chunks[0]).config
         unnamed = dict(list(self.operator_of.items())[1:])
 
@@ -286,7 +259,7 @@ class Frozen:
         choices = self.choices()
         self.restore(before)
         return {
-            "forward": products(torch.no_grad()(self.forward)),
+            "forward": products(self.trainer.forward),
             "as ever": counted(None),
             "all active": counted(choices["all active"]),
             "only the embedding": counted(choices["only the embedding"]),
@@ -294,10 +267,6 @@ class Frozen:
             "only experts": counted(choices["only experts"]),
             "nothing": counted(set()),
         }
-
-    def forward(self) -> None:
-        """The forward passes of one iteration."""
-        self.trainer._forward_backward(self.batches, forward_only=True)
 
 
 def _refusal(work: Any) -> str:

@@ -7,7 +7,6 @@ Each rank leaves a JSON file; the tests judge what is in them.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from unittest import mock
 
 import torch
 from frozen_hooks import BEFORE, ITERATIONS, Frozen, Moment
-from trainer_states import communicating
+from stock_trainer import Trainer, configured, instead_of_training
 
 PATIENCE_S = 120.0
 
@@ -25,31 +24,18 @@ PATIENCE_S = 120.0
 @contextlib.contextmanager
 def replayed_alone(folder: str, segments: Sequence[Sequence[int]]) -> Iterator[None]:
     """Instead of training to the end: a few iterations as ever, then each segment of stages runs them again alone."""
-    from megatron.pretrain.loop import Trainer
-
-    def run(self: Trainer) -> None:
-        facts = Alone(self, Path(folder)).facts([tuple(one) for one in segments])
-        (Path(folder) / f"rank-{torch.distributed.get_rank()}.json").write_text(json.dumps(facts))
-
-    with mock.patch.object(Trainer, "run", run):
+    stages = [tuple(one) for one in segments]
+    with instead_of_training(lambda trainer: Alone(trainer, Path(folder)).facts(stages), folder):
         yield
 
 
 @contextlib.contextmanager
 def overlapped_sends() -> Iterator[None]:
-    """Send and receive beside computation in the interleaved schedule, as the driver does it on GPUs.
+    """Send and receive beside computation in the interleaved schedule, as Megatron-LM does it on GPUs.
 
     What is being sent stays: gloo, unlike NCCL, reads it from the tensor's memory as long as that takes.
     """
-    from megatron.pretrain import model
-
-    execution = model._execution
-
-    def overlapped(config: Any) -> dict[str, Any]:
-        changes = {"overlap_p2p_comm": True, "batch_p2p_comm": False, "deallocate_pipeline_outputs": False}
-        return execution(config) | changes
-
-    with mock.patch.object(model, "_execution", overlapped):
+    with configured(overlap_p2p_comm=True, batch_p2p_comm=False, deallocate_pipeline_outputs=False):
         yield
 
 
@@ -70,9 +56,11 @@ class Kept:
 class Alone(Frozen):
     """Drives one trainer: what it is in training, and what its stage makes of it alone."""
 
-    def __init__(self, trainer: Any, folder: Path) -> None:
+    def __init__(self, trainer: Trainer, folder: Path) -> None:
         from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology
+        from megatron.core.dist_checkpointing.moe.stock.quiet import Quiet
         from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
+        from megatron.training import training
 
         super().__init__(trainer)
         self.folder, self.rank = folder, torch.distributed.get_rank()
@@ -82,6 +70,7 @@ class Alone(Frozen):
         self.done: Counter[str] = Counter()
         self.replayed_iterations = 0
         self.communicator = self.communicating()
+        self.quiet = Quiet(training, trainer.manager)
         self.count_what_is_done()
         owned: list[Any] = [None] * self.topology.world_size
         torch.distributed.all_gather_object(owned, {one.operator for one in self.tensors})
@@ -93,8 +82,8 @@ class Alone(Frozen):
         from megatron.core.dist_checkpointing.moe.local_recovery.communicator import BoundaryCommunicator
 
         group = parallel_state.get_pipeline_model_parallel_group()
-        communicator = BoundaryCommunicator(group, self.trainer._transformer)
-        self.session = communicating(self.trainer, communicator)
+        communicator = BoundaryCommunicator(group, self.trainer.config)
+        self.session = self.trainer.communicate(communicator)
         communicator.connect()
         return communicator
 
@@ -111,7 +100,7 @@ class Alone(Frozen):
 
             setattr(owner, name, count)
 
-        config, finalize = self.trainer._transformer, self.trainer._transformer.finalize_model_grads_func
+        config, finalize = self.trainer.config, self.trainer.config.finalize_model_grads_func
 
         def finalized(chunks: Any, num_tokens: torch.Tensor | None = None, **options: Any) -> None:
             finalize(chunks, num_tokens, **options)
@@ -121,7 +110,7 @@ class Alone(Frozen):
         counted(schedules, "forward_step")
         counted(schedules, "backward_step")
         counted(self.communicator, "_communicate")
-        for member in self.state.optimizer.chained_optimizers:
+        for member in self.optimizer.chained_optimizers:
             counted(member, "prepare_grads")
 
     def facts(self, segments: list[tuple[int, ...]]) -> dict[str, Any]:
@@ -162,7 +151,7 @@ class Alone(Frozen):
         moment = self.moment(self.iterate())
         self.communicator.sink = None
         tensors = [*kept.tensors["forward"], *kept.tensors["backward"]]
-        keys = log_keys(self.topology, self.stage, self.trainer._microbatches)
+        keys = log_keys(self.topology, self.stage, self.trainer.microbatches)
         named = dict(zip(keys, tensors, strict=True))
         layout = Layout.of(Field(key, str(one.dtype)[6:], tuple(one.shape)) for key, one in named.items())
         snapshot = SnapshotId(moment.scalars["iteration"], self.rank, "log")
@@ -195,7 +184,7 @@ class Alone(Frozen):
         before, found = Counter(self.done), dict[str, Any]()
         self.replayed_iterations = 0
         if self.rank in ranks:
-            with mock.patch.object(self.session, "replays_alone", True):
+            with self.replaying_alone():
                 for name, work in {"confused": self.confused, "dense": self.dense, "sparse": self.sparse}.items():
                     found[name] = work(stages, moments)
         else:
@@ -208,6 +197,19 @@ class Alone(Frozen):
             found["others"] = self.all_differences(self.moment(moments[-1].journal), moments[-1])
         found["rejoined"] = self.all_differences(self.moment(self.iterate()), after)
         return found
+
+    @contextlib.contextmanager
+    def replaying_alone(self) -> Iterator[None]:
+        """As the hooks of the loop know it; no collective of other stages is entered."""
+        from megatron.core.dist_checkpointing.moe import MoECheckpointManager
+
+        alone = {"is_replaying": True, "replays_alone": True}
+        with mock.patch.multiple(MoECheckpointManager, **alone), mock.patch.object(self.session, "replays_alone", True):
+            self.quiet.begin()
+            try:
+                yield
+            finally:
+                self.quiet.end()
 
     def confused(self, stages: tuple[int, ...], moments: list[Moment]) -> list[str]:
         """What differs when an iteration gets what was sent in the one after it."""
@@ -248,10 +250,10 @@ class Alone(Frozen):
             journal = self.replayed_with(stages, iteration, frozen | outside if iteration % 2 else frozen)
             if repr(journal) != repr(after.journal):
                 found.append(f"{iteration}: {journal} instead of {after.journal}")
-            settle_gathers(self.state.chunks)
+            settle_gathers(self.chunks)
             frozen -= part
             self.load(after, part, frozen)
-            gather_compute_weights(self.state.chunks)
+            gather_compute_weights(self.chunks)
         self.execution.thaw()
         return found + self.all_differences(self.moment(journal), moments[-1])
 

@@ -48,7 +48,9 @@ def before_training(examine: Callable[[Trainer], None]) -> Iterator[None]:
             training.train_step = step
             bound = inspect.signature(step).bind(*given, **named).arguments
             of_chunks = isinstance(bound["data_iterator"], list)
-            examine(Trainer(bound, datasets, validation if of_chunks else validation[0]))
+            trainer = Trainer(bound, datasets, validation if of_chunks else validation[0])
+            examine(trainer)
+            trainer.args.curr_iteration = trainer.state.iteration
             return step(*given, **named)
 
         with (

@@ -10,11 +10,8 @@ from typing import Any
 
 import pytest
 from frozen_hooks import begun_frozen, frozen
-from runs import Layout, Train, digest, exact
-from runs import flags_of_own_loop as flags
+from runs import Layout, Train, digest, exact, flags
 from world import World
-
-pytestmark = pytest.mark.own_loop
 
 UNTIED = "--untie-embeddings-and-output-weights"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
@@ -27,6 +24,8 @@ GLOBAL = "--moe-router-load-balancing-type global_aux_loss"
 SHARED = "--moe-shared-expert-intermediate-size 32"
 DROPPING = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity --moe-z-loss-coeff 1e-3"
 DROPOUT = "--hidden-dropout 0.1"
+UNFUSED = "--no-bias-dropout-fusion"
+"""With it compiled, gradients flow everywhere."""
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
@@ -41,7 +40,7 @@ class Run:
 
     def flags(self, corpus: str) -> list[str]:
         """All flags of the job."""
-        given = flags(corpus, self.layout, *self.text.split(), distributed=self.distributed)
+        given = flags(corpus, self.layout, UNFUSED, *self.text.split(), distributed=self.distributed)
         return [flag for flag in given if not (self.biased and flag == "--disable-bias-linear")]
 
 

@@ -10,12 +10,9 @@ from typing import Any
 
 import pytest
 from frozen_hooks import ITERATIONS
-from runs import Layout
-from runs import flags_of_own_loop as flags
+from runs import Layout, flags
 from stage_hooks import overlapped_sends, replayed_alone
 from world import World
-
-pytestmark = pytest.mark.own_loop
 
 UNTIED = "--untie-embeddings-and-output-weights"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
@@ -28,6 +25,7 @@ GLOBAL = "--moe-router-load-balancing-type global_aux_loss"
 DROPOUT = "--hidden-dropout 0.1"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SHARED = "--moe-shared-expert-intermediate-size 32"
+UNFUSED = "--no-bias-dropout-fusion"
 PER_TOKEN = "--calculate-per-token-loss --eod-mask-loss"
 
 Segments = tuple[tuple[int, ...], ...]
@@ -48,7 +46,7 @@ class Run:
         """All flags of the job."""
         replicas = self.layout.ranks // (self.layout.tp * self.layout.pp)
         batch = ["--global-batch-size", str(self.microbatches * replicas)]
-        return flags(corpus, self.layout, *batch, *self.text.split(), distributed=self.distributed)
+        return flags(corpus, self.layout, UNFUSED, *batch, *self.text.split(), distributed=self.distributed)
 
     @property
     def chunks(self) -> int:
