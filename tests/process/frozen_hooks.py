@@ -37,6 +37,7 @@ def begun_frozen() -> Iterator[None]:
     def examine(trainer: Trainer) -> None:
         from megatron.core.dist_checkpointing.moe.types import StepJournal
 
+        trainer.read_on()  # so that the loop still finds the first batches where it reads
         driver = Frozen(trainer)
         start = driver.moment()
         for chosen in ("half of them, 0", "half of them, 1"):

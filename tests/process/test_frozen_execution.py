@@ -13,6 +13,8 @@ from frozen_hooks import begun_frozen, frozen
 from runs import Layout, Train, digest, exact, flags
 from world import World
 
+from moe_ckpt.dense.components import OTHER
+
 UNTIED = "--untie-embeddings-and-output-weights"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 SCALED = "--fp16 --initial-loss-scale 524288 --loss-scale-window 2 --hysteresis 1"
@@ -177,4 +179,6 @@ def test_a_job_that_begins_with_frozen_operators_trains_as_one_that_does_not(
     (reported, saved), (reported_after, saved_after) = found
     for iteration, said in reported.items():
         assert reported_after[iteration] == said
-    assert saved == saved_after
+    # Megatron-LM's rerun state machine has counted the losses of the iterations before, too.
+    assert {name for name in saved if saved[name] != saved_after[name]} <= {OTHER}
+    assert saved.keys() == saved_after.keys()
