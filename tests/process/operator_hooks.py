@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from stock_trainer import instead_of_training
+from stock_trainer import Trainer, instead_of_training
 
 NAN = float("nan")
 GARBAGE = 77
@@ -43,20 +43,16 @@ def examined(folder: str, frozen: str = "") -> Iterator[None]:
         yield
 
 
-def examine(state: Any, datasets: Any = None, iterate: Callable[[Any], Any] | None = None) -> dict[str, Any]:
-    """What is found in a state that trains a few iterations meanwhile.
-
-    state: a `Trainer` of `stock_trainer`; a training state of the driver's own loop where `iterate` is given.
-    """
+def examine(state: Trainer) -> dict[str, Any]:
+    """What is found in a state that trains a few iterations meanwhile."""
     from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import gather_compute_weights
     from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology, state_tensors
     from megatron.core.utils import unwrap_model
 
     chunks, optimizer, topology = state.chunks, state.optimizer, read_topology(8)
     fresh = state_tensors(chunks, optimizer, topology)
-    advance = state.iterate if iterate is None else _in_own_loop(state, datasets, iterate)
     for _ in range(BEFORE_SNAPSHOT):
-        advance()
+        state.iterate()
 
     tensors = state_tensors(chunks, optimizer, topology)
     facts = {
@@ -71,16 +67,8 @@ def examine(state: Any, datasets: Any = None, iterate: Callable[[Any], Any] | No
     gather_compute_weights(chunks)
     reference = _complete_state(state)
     for _ in range(AFTER_SNAPSHOT):
-        advance()
+        state.iterate()
     return facts | _restorations(state, tensors, copies, reference)
-
-
-def _in_own_loop(state: Any, datasets: Any, iterate: Callable[[Any], Any]) -> Callable[[], Any]:
-    from megatron.pretrain.batches import training_iterators
-
-    for chunk in state.chunks:
-        chunk.train()
-    return functools.partial(iterate, training_iterators(state.config, datasets, state.progress))
 
 
 def _described(tensor: Any) -> dict[str, Any]:
@@ -296,7 +284,7 @@ def _complete_state(state: Any) -> dict[str, torch.Tensor]:
             for index, item in enumerate(value):
                 collect(item, f"{path}/{index}")
 
-    collect(_saved(state), "")
+    collect(state.sharded_state_dict(), "")
     for index, chunk in enumerate(state.chunks):
         collect(dict(chunk.named_parameters()), f"parameters {index}")
         collect(dict(chunk.named_buffers()), f"buffers {index}")
@@ -304,14 +292,6 @@ def _complete_state(state: Any) -> dict[str, torch.Tensor]:
         for number, kept in enumerate(member.optimizer.state.values()):
             collect(kept, f"inner optimizer {index}, parameter {number}")
     return found
-
-
-def _saved(state: Any) -> dict[str, Any]:
-    if hasattr(state, "sharded_state_dict"):
-        return dict(state.sharded_state_dict())
-    from megatron.pretrain.checkpoint.state import Parts, content_metadata, sharded_state_dict
-
-    return sharded_state_dict(state, content_metadata(state.config), Parts(optimizer=True, rng=None))
 
 
 def _is_gap(value: dict[str, Any]) -> bool:
