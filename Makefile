@@ -19,7 +19,7 @@ export PYTHONWARNINGS ?= ignore::FutureWarning
 # LOCKED=1: packages of which every file has the recorded hash, torch apart, whose build follows the machine.
 LOCK = requirements/lock-py$(shell $(RUN) -c 'import sys; print("%d%d" % sys.version_info[:2])').txt
 
-.PHONY: setup demo test test-core test-own test-full check format docs bench gpu-check wheelhouse lock clean
+.PHONY: setup demo test test-core test-full check format docs bench gpu-check wheelhouse lock clean
 
 setup: $(VENV)/.ready
 
@@ -47,7 +47,7 @@ test: setup
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests $(WORKERS)
 
 test-full: setup
-	OMP_NUM_THREADS=1 $(RUN) -m pytest tests $(WORKERS) -m "not own_loop" --hypothesis-profile full
+	OMP_NUM_THREADS=1 $(RUN) -m pytest tests $(WORKERS) -m "full or not full" --hypothesis-profile full
 
 # What touches Megatron-Core, for another release of it: `make test-core VENV=...`.
 CORE_TESTS = $(addprefix tests/unit/moe/test_, \
@@ -60,14 +60,6 @@ CORE_TESTS = $(addprefix tests/unit/moe/test_, \
 
 test-core: setup
 	OMP_NUM_THREADS=1 $(RUN) -m pytest $(CORE_TESTS) $(WORKERS)
-
-# What only the driver's own loop does, until it is gone: on Megatron-Core 0.16.1, in an environment of its own.
-OWN_PYTHON ?= $(call first_of,python3.11 $(wildcard $(HOME)/.pyenv/versions/3.11.*/bin/python3))
-OWN_VENV ?= .venv-own
-test-own:
-	@[ -n "$(OWN_PYTHON)" ] || { echo "no Python 3.11 found: give OWN_PYTHON=/path/to/python3.11" >&2; exit 2; }
-	$(MAKE) setup VENV=$(OWN_VENV) PYTHON=$(OWN_PYTHON) OLDEST_PYTHON="(3, 11)" BRIDGE=
-	OMP_NUM_THREADS=1 $(OWN_VENV)/bin/python -m pytest tests/process tests/unit/pretrain $(WORKERS) -m "own_loop and not full"
 
 check: setup
 	$(RUN) -m ruff check .

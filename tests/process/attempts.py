@@ -67,7 +67,7 @@ class Cluster:
         """
         nodes, outcomes = nodes or Nodes.one(layout.ranks), []
         places = ["--moe-ckpt-memory-dir", str(self.memory)]
-        argv = flags(self.corpus, layout, *places, *map(str, extra), distributed=distributed, loop=self.world.loop)
+        argv = flags(self.corpus, layout, *places, *map(str, extra), distributed=distributed)
         for attempt in range(MAX_ATTEMPTS):
             environments = [
                 {**one, "TORCHELASTIC_RUN_ID": f"{job}-{self.memory.name}"} for one in nodes.environments(attempt)

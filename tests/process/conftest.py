@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,33 +18,21 @@ from engine import world_with_engine
 from runs import Launch, Layout, Start, Train, flags
 from sparse_runs import Case, FaultFree, Run
 from sparse_runs import fault_free as run_fault_free
-from world import HANG_TIMEOUT_S, OWN, ROOT, STOCK, Hook, Outcome, Running, World
+from world import HANG_TIMEOUT_S, ROOT, Hook, Outcome, Running, World
 
 from megatron.pretrain.preprocess import PreprocessRequest, preprocess
 
 
-def loop_of(request: pytest.FixtureRequest) -> str:
-    """The loop of Megatron-LM, but for modules and cases that are marked `own_loop`."""
-    return OWN if request.node.get_closest_marker("own_loop") else STOCK
-
-
 @pytest.fixture(scope="session")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, World]]:
-    """By loop."""
-    started = {loop: World(tmp_path_factory.mktemp(f"{loop}-world"), loop=loop) for loop in (STOCK, OWN)}
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    started = World(tmp_path_factory.mktemp("world"))
     yield started
-    for world in started.values():
-        world.kill()
+    started.kill()
 
 
 @pytest.fixture(scope="module")
-def world(worlds: Mapping[str, World], request: pytest.FixtureRequest) -> World:
-    return worlds[loop_of(request)]
-
-
-@pytest.fixture(scope="module")
-def engine_world(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[World]:
-    yield from world_with_engine(tmp_path_factory.mktemp("engine-world"), loop_of(request))
+def engine_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    yield from world_with_engine(tmp_path_factory.mktemp("engine-world"))
 
 
 @pytest.fixture(scope="session")
@@ -71,12 +59,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def start(worlds: Mapping[str, World], corpus: str, request: pytest.FixtureRequest) -> Start:
+def start(world: World, corpus: str) -> Start:
     """Starts a job: `start(layout, *flags, hooks=(), distributed=True)`."""
-    world = worlds[loop_of(request)]
 
     def start_job(layout: Layout, *extra: object, hooks: Sequence[Hook] = (), distributed: bool = True) -> Running:
-        argv = flags(corpus, layout, *map(str, extra), distributed=distributed, loop=world.loop)
+        argv = flags(corpus, layout, *map(str, extra), distributed=distributed)
         return world.start(argv, layout.ranks, hooks)
 
     return start_job
@@ -100,41 +87,38 @@ def save(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def cluster(worlds: Mapping[str, World], corpus: str, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+def cluster(world: World, corpus: str) -> Iterator[Cluster]:
     """Runs jobs that are killed and restarted, with their memory tier on the machine's tmpfs."""
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="moe-ckpt-test-", dir=shared if shared.is_dir() else None) as folder:
-        yield Cluster(worlds[loop_of(request)], corpus, Path(folder))
+        yield Cluster(world, corpus, Path(folder))
 
 
 @pytest.fixture(scope="session")
 def fault_free_runs() -> dict[object, Run]:
-    """By loop and what is trained."""
+    """By what is trained."""
     return {}
 
 
 @pytest.fixture
 def fault_free(
-    worlds: Mapping[str, World],
+    world: World,
     corpus: str,
     fault_free_runs: dict[object, Run],
     tmp_path_factory: pytest.TempPathFactory,
-    request: pytest.FixtureRequest,
 ) -> FaultFree:
     """The run of a case without faults and protection; cases that train the same share it."""
-    world = worlds[loop_of(request)]
 
     def run(case: Case) -> Run:
-        key = (world.loop, case.training)
-        if key not in fault_free_runs:
-            fault_free_runs[key] = run_fault_free(world, corpus, case, tmp_path_factory.mktemp("fault-free"))
-        return fault_free_runs[key]
+        if case.training not in fault_free_runs:
+            fault_free_runs[case.training] = run_fault_free(world, corpus, case, tmp_path_factory.mktemp("fault-free"))
+        return fault_free_runs[case.training]
 
     return run
 
 
 @pytest.fixture
-def launch(corpus: str, tmp_path: Path, request: pytest.FixtureRequest) -> Launch:
+def launch(corpus: str, tmp_path: Path) -> Launch:
     """Runs a command in the root of the repository, and all it started ends with it."""
 
     def run(
@@ -143,7 +127,6 @@ def launch(corpus: str, tmp_path: Path, request: pytest.FixtureRequest) -> Launc
         scratch = tmp_path / "scratch"
         scratch.mkdir(exist_ok=True)
         own = {"PYTHON": sys.executable, "CORPUS": corpus, "OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)}
-        own["LOOP"] = loop_of(request)
         pipe = subprocess.PIPE
         process = subprocess.Popen(
             command, cwd=ROOT, env=os.environ | own | environment, stdout=pipe, stderr=pipe, text=True,

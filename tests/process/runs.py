@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
-from world import OWN, STOCK, Outcome, Running
+from world import Outcome, Running
 
 from moe_ckpt.dense.dense import open_dense
 from moe_ckpt.dense.digest import digest_components
@@ -76,9 +75,9 @@ _STOCK = (
 _STOCK_EXPERTS = "--moe-router-load-balancing-type aux_loss"
 
 
-def flags(corpus: str, layout: Layout, *extra: str, distributed: bool = True, loop: str = STOCK) -> list[str]:
+def flags(corpus: str, layout: Layout, *extra: str, distributed: bool = True) -> list[str]:
     """The flags of a small run; `extra` ones win."""
-    stock = [*_STOCK.split(), *_STOCK_EXPERTS.split() * (layout.experts is not None)] if loop == STOCK else []
+    stock = [*_STOCK.split(), *_STOCK_EXPERTS.split() * (layout.experts is not None)]
     optimizer = ["--use-distributed-optimizer"] if distributed else []
     data = ["--data-path", corpus]
     return [
@@ -91,10 +90,6 @@ def flags(corpus: str, layout: Layout, *extra: str, distributed: bool = True, lo
         *data,
         *extra,
     ]
-
-
-flags_of_own_loop = partial(flags, loop=OWN)
-"""For tests that are marked with `own_loop`."""
 
 
 def metrics(path: Path) -> list[dict[str, Any]]:

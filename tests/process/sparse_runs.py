@@ -13,7 +13,7 @@ from typing import Any
 import sparse_hooks
 from attempts import Between, Cluster, Nodes
 from runs import Layout, differences, digest, flags, published, reports_in
-from world import STOCK, Hook, Outcome, World
+from world import Hook, Outcome, World
 
 ITERATIONS, SAVE_INTERVAL = 18, 6
 LENGTH = ("--train-iters", str(ITERATIONS), "--lr-decay-iters", str(ITERATIONS))
@@ -107,7 +107,7 @@ def fault_free(world: World, corpus: str, case: Case, folder: Path) -> Run:
     """The same training without faults and without any protection."""
     layout, model, distributed = case.training
     saving = ("--save", str(folder), "--save-interval", str(SAVE_INTERVAL), "--metrics-jsonl", str(folder / "reports"))
-    argv = flags(corpus, layout, *LENGTH, *model, *saving, distributed=distributed, loop=world.loop)
+    argv = flags(corpus, layout, *LENGTH, *model, *saving, distributed=distributed)
     outcome = world.run(argv, layout.ranks)
     assert set(outcome.codes) == {0}, outcome.said
     return Run(folder, (outcome,))
@@ -132,7 +132,7 @@ def killed(
     )  # fmt: skip
     events = tuple(tuple(_lines(folder / f"rank-{rank}.jsonl")) for rank in range(case.layout.ranks))
     struck = {int(fault.partition("@")[2].partition(":")[0]) for fault in case.faults}
-    may_lack = struck if case.recovery == "auto" and cluster.world.loop == STOCK else ()
+    may_lack = struck if case.recovery == "auto" else ()
     return Run(folder, tuple(outcomes), events, frozenset(may_lack))
 
 

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from world import ROOT, STOCK, World
+from world import ROOT, World
 
 PUBLISHED = ("gpt-125m-8e", "gpt-350m-16e", "gpt-moe", "moe-llava", "qwen-moe", "deepseek-moe")
 SMALL = (
@@ -38,7 +38,7 @@ def example_flags(example: str, corpus: str, folder: Path) -> list[str]:
     recorder = folder / "python"
     recorder.write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
     recorder.chmod(0o755)
-    environment = {"DATA": corpus, "SAVE": str(folder), "HEAD": "here", "PYTHON": str(recorder), "LOOP": STOCK}
+    environment = {"DATA": corpus, "SAVE": str(folder), "HEAD": "here", "PYTHON": str(recorder), "LOOP": "stock"}
     called = subprocess.run(
         [str(ROOT / "examples" / example / "train.sh")],
         env=os.environ | environment,

@@ -61,7 +61,7 @@ def stored(cluster: Cluster, done: dict[tuple[str, ...], Path], tmp_path_factory
     shared = Path("/dev/shm")
 
     def run(strategy: list[str]) -> Path:
-        job = (cluster.world.loop, *strategy)
+        job = tuple(strategy)
         if job not in done:
             folder = done[job] = tmp_path_factory.mktemp("stored")
             with tempfile.TemporaryDirectory(prefix="moe-ckpt-", dir=shared if shared.is_dir() else None) as memory:

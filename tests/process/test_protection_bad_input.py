@@ -40,7 +40,6 @@ def run(cluster: Cluster) -> Run:
             str(cluster.memory),
             *FULL,
             *map(str, extra),
-            loop=cluster.world.loop,
         )
         environments = [
             {"MOE_CKPT_NODE": NODE, "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": job} for rank in range(layout.ranks)

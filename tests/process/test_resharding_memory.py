@@ -24,7 +24,7 @@ def attempt(
 ) -> Outcome:
     """One start of the same job on so many nodes of equal size."""
     places = ["--moe-ckpt-memory-dir", str(cluster.memory)]
-    argv = flags(cluster.corpus, layout, *places, *map(str, extra), distributed=distributed, loop=cluster.world.loop)
+    argv = flags(cluster.corpus, layout, *places, *map(str, extra), distributed=distributed)
     each = layout.ranks // nodes
     environments = [
         {"MOE_CKPT_NODE": f"node-{rank // each}", "LOCAL_RANK": str(rank % each), "TORCHELASTIC_RESTART_COUNT": "0"}

@@ -33,8 +33,6 @@ HANG_TIMEOUT_S = 180.0
 SHUTDOWN_TIMEOUT_S = 60.0
 """How long the other ranks may take to end after one was lost."""
 
-STOCK, OWN = "stock", "own"
-"""The loop of Megatron-LM, and what is left of the driver's own one."""
 
 WITH_ENGINE = "WORLD_WITH_TRANSFORMER_ENGINE"
 """Environment variable by which the server is told."""
@@ -94,11 +92,11 @@ class World:
     """Runs jobs on fresh processes of this machine.
 
     with_engine: They have Transformer Engine's Python, with kernels for the CPU. That is loaded before all else, so
-    worlds with and without it, which take turns, have a server each. loop: which one the driver trains in.
+    worlds with and without it, which take turns, have a server each.
     """
 
-    def __init__(self, folder: Path, *, with_engine: bool = False, loop: str = STOCK) -> None:
-        self._folder, self._with_engine, self.loop = folder, with_engine, loop
+    def __init__(self, folder: Path, *, with_engine: bool = False) -> None:
+        self._folder, self._with_engine = folder, with_engine
         self._workers: list[tuple[Any, multiprocessing.connection.Connection]] = []
         self._jobs = 0
 
@@ -116,7 +114,7 @@ class World:
         folder = self._folder / f"job-{self._jobs}"
         folder.mkdir()
         port = free_port()
-        jobs = [_job(argv, rank, ranks, port, folder, tuple(hooks), self.loop) for rank in range(ranks)]
+        jobs = [_job(argv, rank, ranks, port, folder, tuple(hooks)) for rank in range(ranks)]
         if script is not None:
             jobs = [replace(job, script=str(script)) for job in jobs]
         for job, changes in zip(jobs, environments, strict=False):
@@ -232,9 +230,7 @@ class Running:
         return WorkersLost(f"{what}\nflags: {' '.join(self._jobs[0].argv)}\n{self._outcome({}).said}")
 
 
-def _job(
-    argv: Sequence[str], rank: int, ranks: int, port: int, folder: Path, hooks: tuple[Hook, ...], loop: str
-) -> Job:
+def _job(argv: Sequence[str], rank: int, ranks: int, port: int, folder: Path, hooks: tuple[Hook, ...]) -> Job:
     environment = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -242,7 +238,6 @@ def _job(
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": f"world-{os.getpid()}-{folder.name}",
-        "LOOP": loop,
     }
     return Job(tuple(argv), environment, folder / f"out-{rank}", folder / f"err-{rank}", hooks)
 
