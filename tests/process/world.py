@@ -33,7 +33,6 @@ HANG_TIMEOUT_S = 180.0
 SHUTDOWN_TIMEOUT_S = 60.0
 """How long the other ranks may take to end after one was lost."""
 
-
 WITH_ENGINE = "WORLD_WITH_TRANSFORMER_ENGINE"
 """Environment variable by which the server is told."""
 
