@@ -19,18 +19,19 @@ from megatron.core.dist_checkpointing.moe.core_versions.checkpoints import load_
 from megatron.core.dist_checkpointing.moe.dense_saves.directory import CheckpointDirectory, Step
 from megatron.core.dist_checkpointing.moe.dense_saves.intact import require_intact
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.megatron_state import raw_state
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.safe_globals import register_safe_globals
 from megatron.pretrain.agreement import RankFailure, on_rank_zero, raise_on_all_ranks
-from megatron.pretrain.checkpoint import raw_optimizer
 from megatron.pretrain.checkpoint.partial import MergingLoadStrategy, Sources, content_of, report_staleness
 from megatron.pretrain.checkpoint.state import (
     Parts,
     TrainingState,
     apply_state_dict,
     random_shape,
+    saves_raw,
     sharded_state_dict,
 )
 from megatron.pretrain.checkpoint.verified_reads import ItemsOfFiles, Reads, report, verified_reads
@@ -244,7 +245,7 @@ def _require_loadable_optimizer(found: _Found, config: PretrainConfig) -> None:
             f"{found.folder} was saved {'with' if was_distributed else 'without'} --use-distributed-optimizer; "
             "train with the same choice, or pass --no-load-optim"
         )
-    if raw_optimizer.saves_raw(config) or kind == raw_optimizer.SHARDING:
+    if saves_raw(config) or kind == raw_state.SHARDING:
         _require_same_precision(found, config, kind)
         return
     if not was_distributed or kind in DistributedOptimizer.checkpoint_fully_reshardable_formats:
@@ -262,7 +263,7 @@ def _require_loadable_optimizer(found: _Found, config: PretrainConfig) -> None:
 def _require_same_precision(found: _Found, config: PretrainConfig, kind: str | None) -> None:
     """State of few bits loads as it is or not at all: to cast it, or to cut it anew, gives it other scales."""
     saved, running = found.arguments, config.flat
-    if kind != raw_optimizer.SHARDING:
+    if kind != raw_state.SHARDING:
         raise InvalidInput(
             f"{found.folder} holds optimizer state as {kind}, not that of this job's precision-aware optimizer or"
             " eight-bit training; leave out --use-precision-aware-optimizer and --fp8-format, or pass --no-load-optim"

@@ -15,6 +15,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.megatron_state import raw_state
 from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import gather_compute_weights
 from megatron.core.dist_checkpointing.moe.megatron_state.random_states import DEVICE, TRACKED
 from megatron.core.dist_checkpointing.moe.megatron_state.step_counts import separate_steps
@@ -23,7 +24,6 @@ from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
-from megatron.pretrain.checkpoint import raw_optimizer
 from megatron.pretrain.checkpoint.verified_reads import LoadReport
 from megatron.pretrain.config import PretrainConfig
 from megatron.pretrain.errors import InvalidInput
@@ -111,6 +111,11 @@ def gather_parameters(state: TrainingState) -> None:
         gather_compute_weights(state.chunks)
 
 
+def saves_raw(config: PretrainConfig) -> bool:
+    """Whether checkpoints of this job have the optimizer's state as it is."""
+    return config.optimizer.use_precision_aware_optimizer or config.fp8.fp8_format is not None
+
+
 def content_metadata(config: PretrainConfig) -> dict[str, Any]:
     """How the state dict is laid out; Megatron stores it in the checkpoint and follows it when loading."""
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
@@ -119,8 +124,8 @@ def content_metadata(config: PretrainConfig) -> dict[str, Any]:
         metadata["distrib_optim_sharding_type"] = "fully_reshardable" if reshardable else "dp_reshardable"
         if reshardable:
             metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
-    if raw_optimizer.saves_raw(config):
-        metadata["distrib_optim_sharding_type"] = raw_optimizer.SHARDING
+    if saves_raw(config):
+        metadata["distrib_optim_sharding_type"] = raw_state.SHARDING
     return metadata
 
 
@@ -133,14 +138,14 @@ def sharded_state_dict(
     if not is_loading:
         result |= _plain_values(state)
     chunks = unwrap_model(state.chunks)
-    with raw_optimizer.without_module_scales(chunks):
+    with raw_state.without_module_scales(chunks):
         for index, chunk in enumerate(chunks):
             result[_chunk_key(index, len(chunks))] = chunk.sharded_state_dict(metadata=metadata)
     force_all_tensors_to_non_fp8(result)
     if parts.optimizer:
         result["optimizer"] = (
-            raw_optimizer.raw_state_dict(state.chunks, state.optimizer, is_loading=is_loading)
-            if raw_optimizer.saves_raw(state.config)
+            raw_state.raw_state_dict(state.chunks, state.optimizer, is_loading=is_loading)
+            if saves_raw(state.config)
             else state.optimizer.sharded_state_dict(result, is_loading=is_loading, metadata=metadata)
         )
         result["opt_param_scheduler"] = state.scheduler.state_dict()
@@ -156,8 +161,8 @@ def apply_state_dict(state: TrainingState, loaded: dict[str, Any], parts: Parts)
     for index, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[_chunk_key(index, len(chunks))])
     if parts.optimizer:
-        if raw_optimizer.saves_raw(state.config):
-            raw_optimizer.load_raw_state_dict(state.chunks, state.optimizer, loaded["optimizer"])
+        if saves_raw(state.config):
+            raw_state.load_raw_state_dict(state.chunks, state.optimizer, loaded["optimizer"])
         else:
             state.optimizer.load_state_dict(loaded["optimizer"])
             separate_steps(state.optimizer)
@@ -168,7 +173,7 @@ def apply_state_dict(state: TrainingState, loaded: dict[str, Any], parts: Parts)
     else:
         # Master weights are still those of the initialization; take them from the loaded compute weights.
         state.optimizer.reload_model_params()
-        raw_optimizer.reload_masters_of(state.optimizer)
+        raw_state.reload_masters_of(state.optimizer)
     if parts.rng:
         _restore_rng(loaded["rng_state"])
     if parts.iteration:
