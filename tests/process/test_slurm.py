@@ -538,7 +538,44 @@ def test_spares_wait_as_long_as_it_takes_and_make_nobody_meet_again(handlers: li
         assert not wait([spare], timeout=JOIN_S + 1).done
         for handler in training:
             handler.shutdown()
-        assert type(spare.exception(HANG_TIMEOUT_S)).__name__ == "NotNeeded"
+        assert name_of_error(spare) == "NotNeeded"
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["at once", "later"])
+def test_a_node_that_has_lost_its_place_is_not_needed_when_the_job_ends(
+    handlers: list[DynamicRendezvousHandler], waits: bool
+) -> None:
+    with ThreadPoolExecutor() as pool:
+        joining = {pool.submit(handler.next_rendezvous): handler for handler in handlers}
+        left, other = two_of(joining)
+        joining[pool.submit(left.next_rendezvous)] = left
+        until(lambda: other.num_nodes_waiting() == 2)  # that one, and the spare that could take its place
+        joining[pool.submit(other.next_rendezvous)] = other
+        training = two_of(joining)
+        ((spare, handler),) = joining.items()
+        if waits:
+            until(lambda: is_redundant(handler))
+        for one in training:
+            one.shutdown()
+        assert name_of_error(spare) == "NotNeeded"
+
+
+def test_a_node_that_comes_when_the_job_has_ended_is_not_needed(handlers: list[DynamicRendezvousHandler]) -> None:
+    with ThreadPoolExecutor() as pool:
+        joining = {pool.submit(handler.next_rendezvous): handler for handler in handlers[:2]}
+        for handler in two_of(joining):
+            handler.shutdown()
+        assert name_of_error(pool.submit(handlers[2].next_rendezvous)) == "NotNeeded"
+
+
+def test_a_node_that_meets_again_when_another_has_failed_for_good_fails_with_it(
+    handlers: list[DynamicRendezvousHandler],
+) -> None:
+    with ThreadPoolExecutor() as pool:
+        joining = {pool.submit(handler.next_rendezvous): handler for handler in handlers[:2]}
+        failed, other = two_of(joining)
+        failed.shutdown()
+        assert name_of_error(pool.submit(other.next_rendezvous)) == "RendezvousClosedError"
 
 
 @pytest.fixture
@@ -564,6 +601,17 @@ def two_of(joining: dict[Future[RendezvousInfo], DynamicRendezvousHandler]) -> l
             future.result()
             joined.append(joining.pop(future))
     return joined
+
+
+def name_of_error(future: Future[RendezvousInfo]) -> str:
+    """Of a class that is imported in one test only."""
+    return type(future.exception(HANG_TIMEOUT_S)).__name__
+
+
+def is_redundant(handler: DynamicRendezvousHandler) -> bool:
+    """Whether the others know that this node waits, and that there is no place for it."""
+    state = handler._state_holder.state
+    return handler._this_node in state.redundancy_list and handler._this_node not in state.wait_list
 
 
 def until(condition: Callable[[], object]) -> None:
