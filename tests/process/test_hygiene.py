@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from attempts import Cluster
 from runs import Launch, Layout, Train, differences, digest, flags
 from world import ROOT
+
+from megatron.pretrain.seats.hygiene import FIRST
 
 STOPPED = str(ROOT / "tests" / "process" / "stopped_rank.py")
 LAYOUT = Layout(pp=2, ep=1, ranks=2)
@@ -52,6 +55,25 @@ def test_a_sick_rank_leads_to_the_spare_within_its_strikes_and_no_bit_is_lost(
     if "HANG_S" in settings:
         assert said.count("stopped, it does not answer) has trained no iteration for") == strikes, said
         assert "in _communicate" in said or "most recent call first" in said, "stacks of the node's ranks"
+    assert not differences(digest(struck, 6), digest(straight, 6))
+
+
+@pytest.mark.full
+def test_ranks_that_hang_in_the_first_iteration_after_a_recovery_are_ended_too(
+    launch: Launch, train: Train, corpus: str, cluster: Cluster, tmp_path: Path
+) -> None:
+    straight, struck = tmp_path / "straight", tmp_path / "struck"
+    train(LAYOUT, "--save", straight)
+    protect = ("--moe-ckpt-strategy", "full", "--moe-ckpt-memory-dir", str(cluster.memory))
+    argv = flags(corpus, LAYOUT, *protect, "--moe-ckpt-inject-fault", "1@3", "--save", str(struck))
+    environment = {"NNODES": "1", "NPROC": "2", "MAX_RESTARTS": "6", "HANG_S": str(HANG_S)}
+    ended = launch(["scripts/train_cpu.sh", *argv], SCRIPT=STOPPED, STOPS="0@1", **environment)
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 0, said
+    stood = re.findall(r"stopped, it does not answer\) has trained no iteration for (\d+) s", said)
+    assert len(stood) == 2, said
+    assert int(stood[0]) >= HANG_S, said
+    assert int(stood[1]) >= FIRST * HANG_S, said
     assert not differences(digest(struck, 6), digest(straight, 6))
 
 

@@ -67,10 +67,10 @@ ROWS = {
     f"{ENGINE}.recovery": Row(f"{PARTS} storage replication replay snapshot", "msgspec"),
     f"{ENGINE}.resharding": Row(f"{VALUES} ports policy storage replication", "msgspec numpy typing_extensions"),
     f"{ENGINE}.local_recovery": Row(f"{WORKERS} core_versions", "megatron.core numpy torch"),
-    f"{ENGINE}.runtime": Row(
-        f"{WORKERS} versions config core_versions replication local_recovery resharding", "megatron.core torch"
-    ),
     f"{ENGINE}.seats": Row("errors"),
+    f"{ENGINE}.runtime": Row(
+        f"{WORKERS} versions config core_versions replication local_recovery resharding seats", "megatron.core torch"
+    ),
     f"{ENGINE}.in_place": Row(
         "errors core_versions megatron_state replay replication runtime seats", "megatron.core torch"
     ),

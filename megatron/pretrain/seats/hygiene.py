@@ -10,6 +10,9 @@ from megatron.core.dist_checkpointing.moe.seats.heartbeat import Beat, Doing
 
 GRACE = 0.5
 """How much longer than the timeout processes may stand that all run: what they wait for may be ended elsewhere."""
+FIRST = 2.0
+"""How many times the timeout the first iteration after a recovery may take: in ranks that are new it also connects and
+compiles, and the others wait for them."""
 SILENT_S = 5.0
 """A process that trains says once a second that it runs; one that has not for so long, does not."""
 
@@ -57,14 +60,17 @@ class Hung(NamedTuple):
 def judge(beats: Mapping[int, Beat | None], now_s: float, hang_s: float) -> Hung:
     """Which processes of a node hang, by what each said last.
 
-    A process that trains and has not moved for `hang_s` stands still; but so do all that wait for it, on this node and
-    on others. Those that do not even run are to blame, and ended at once. Where all run nothing tells who keeps the
-    others waiting: they have half as long again for another node to end its own, then all of them are ended.
+    A process that trains and has not moved for `hang_s` stands still, or for `FIRST` times that in the first iteration
+    after a recovery; but so do all that wait for it, on this node and on others. Those that do not even run are to
+    blame, and ended at once. Where all run nothing tells who keeps the others waiting: they have half of `hang_s` more
+    for another node to end its own, then all of them are ended.
     """
-    training = {pid: beat for pid, beat in beats.items() if beat is not None and beat.doing is Doing.TRAINING}
-    stood = {pid for pid, beat in training.items() if now_s - beat.moved_s > hang_s}
+    may_take_s = {Doing.TRAINING: hang_s, Doing.REJOINED: FIRST * hang_s}
+    due = {pid: beat for pid, beat in beats.items() if beat is not None and beat.doing in may_take_s}
+    over_s = {pid: now_s - beat.moved_s - may_take_s[beat.doing] for pid, beat in due.items()}
+    stood = {pid for pid in due if over_s[pid] > 0}
     if not stood:
         return Hung()
-    silent = frozenset(pid for pid in stood if now_s - training[pid].alive_s > min(SILENT_S, hang_s))
-    late = frozenset(pid for pid in stood if now_s - training[pid].moved_s > (1 + GRACE) * hang_s)
+    silent = frozenset(pid for pid in stood if now_s - due[pid].alive_s > min(SILENT_S, hang_s))
+    late = frozenset(pid for pid in stood if over_s[pid] > GRACE * hang_s)
     return Hung(frozenset(stood), silent or late, silent)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,7 @@ from megatron.core.dist_checkpointing.moe.runtime.step_order import ORDER, LoopC
 from megatron.core.dist_checkpointing.moe.runtime.termination import Termination
 from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected
 from megatron.core.dist_checkpointing.moe.runtime.watcher import Interrupted
+from megatron.core.dist_checkpointing.moe.seats.heartbeat import Doing, Heartbeat, read_beat
 from megatron.core.dist_checkpointing.moe.types import StepJournal
 
 
@@ -40,9 +43,9 @@ class Noting(Unprotected):
 
     protects = True
 
-    def __init__(self, replayed: int = 0) -> None:
+    def __init__(self, replayed: int = 0, *, recovers: bool = False) -> None:
         self.calls: list[Any] = []
-        self.replayed = replayed
+        self.replayed, self.recovers = replayed, recovers
 
     @property
     def is_replaying(self) -> bool:
@@ -53,7 +56,7 @@ class Noting(Unprotected):
 
     def rejoin(self) -> bool:
         self.calls.append("rejoin")
-        return False
+        return self.recovers
 
     def before_optimizer(self) -> float:
         self.calls.append("before_optimizer")
@@ -116,6 +119,22 @@ def test_a_loss_that_is_known_before_the_step_and_the_tokens_of_the_batch_reach_
     loop.hooks.loss = 3.0
     loop.optimizer.step()
     assert ("stepping", 1, 3.0, 96) in loop.session.calls
+
+
+@pytest.mark.parametrize(
+    ("recovers", "doing"), [(True, Doing.REJOINED), (False, Doing.STARTING)], ids=["recovered", "started"]
+)
+def test_a_launcher_that_looks_for_hangs_waits_for_the_first_iteration_after_a_recovery_not_after_a_start(
+    recovers: bool, doing: Doing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Heartbeat(str(tmp_path))
+    monkeypatch.setattr(iteration_hooks, "own_heartbeat", lambda: own)
+    loop = Loop(Noting(recovers=recovers))
+    loop.hooks.begin()
+    said = [read_beat(tmp_path, os.getpid())]
+    loop.hooks.rejoin()
+    said.append(read_beat(tmp_path, os.getpid()))
+    assert [None if beat is None else beat.doing for beat in said] == [Doing.STARTING, doing]
 
 
 def test_replayed_iterations_end_with_their_record_and_ranks_rejoin_behind_them() -> None:

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.moe.seats.heartbeat import (
     stacks_signal,
 )
 from megatron.pretrain.seats.careful import NodeLeaves, check_health
-from megatron.pretrain.seats.hygiene import Strikes, is_to_blame, judge
+from megatron.pretrain.seats.hygiene import FIRST, Strikes, is_to_blame, judge
 from megatron.pretrain.seats.hygiene_options import HygieneOptions
 from megatron.pretrain.seats.run import parse_options
 
@@ -119,12 +119,31 @@ def test_where_all_processes_run_they_have_half_as_long_again_for_another_node_t
     assert (hung.to_kill, hung.silent) == ({1, 2}, frozenset())
 
 
+def test_a_rank_that_hangs_in_its_first_iteration_after_a_recovery_is_ended_though_it_has_longer_for_it() -> None:
+    back = {1: beat(FIRST * T - 1, doing=Doing.REJOINED), 2: beat(FIRST * T - 1, doing=Doing.REJOINED)}
+    assert not judge(back, NOW, T).pids, "it may have to connect and to compile"
+    back = {1: beat(FIRST * T + 1, doing=Doing.REJOINED), 2: beat(FIRST * T + 1, FIRST * T, Doing.REJOINED)}
+    hung = judge(back, NOW, T)
+    assert (hung.pids, hung.to_kill, hung.silent) == ({1, 2}, {2}, {2})
+    hung = judge({1: beat((FIRST + 0.6) * T, doing=Doing.REJOINED)}, NOW, T)
+    assert (hung.to_kill, hung.silent) == ({1}, frozenset())
+
+
+def test_ranks_that_wait_in_their_first_iteration_for_one_that_trains_again_outlive_it() -> None:
+    stood = 1.6 * T
+    hung = judge({1: beat(stood), 2: beat(stood, doing=Doing.REJOINED)}, NOW, T)
+    assert hung.pids == hung.to_kill == {1}
+
+
 @given(st.dictionaries(st.integers(1, 8), st.tuples(st.floats(0, 400), st.floats(0, 400), st.sampled_from(Doing))))
-def test_only_processes_that_train_and_stand_still_are_ever_ended(rows: dict[int, tuple[float, float, Doing]]) -> None:
+def test_only_processes_that_have_to_make_progress_and_stand_still_are_ever_ended(
+    rows: dict[int, tuple[float, float, Doing]],
+) -> None:
     hung = judge({pid: beat(*row) for pid, row in rows.items()}, NOW, T)
     assert hung.silent <= hung.pids
     assert hung.to_kill <= hung.pids
-    assert all(rows[pid][2] is Doing.TRAINING and rows[pid][0] > T - 1e-6 for pid in hung.pids)
+    longest = {Doing.TRAINING: T, Doing.REJOINED: FIRST * T}
+    assert all(rows[pid][2] in longest and rows[pid][0] > longest[rows[pid][2]] - 1e-6 for pid in hung.pids)
 
 
 def test_a_health_check_that_ends_well_lets_the_node_train() -> None:
@@ -155,8 +174,11 @@ def test_a_launcher_sees_what_its_worker_says(tmp_path: Path) -> None:
     assert found is not None
     assert found.doing is Doing.STARTING
     for act, doing in (
+        (own.rejoined, Doing.REJOINED),
         (own.moved, Doing.TRAINING),
+        (own.rejoined, Doing.TRAINING),  # it has run iterations again
         (lambda: own.rest(lost_a_peer=True), Doing.LOST_A_PEER),
+        (own.rejoined, Doing.REJOINED),
         (lambda: own.rest(lost_a_peer=False), Doing.LEFT),
     ):
         act()
@@ -183,6 +205,16 @@ def test_a_place_is_the_innermost_function_and_the_line_of_megatron_that_called_
     exec(compile(source, "training.py", "exec"), space)
     assert place_of(space["found"][0]) == "barrier, called by training_log (megatron/training/training.py:4)"
     assert place_of(None) == ""
+
+
+def test_a_place_in_a_collective_of_checkpoints_is_the_line_that_wants_it() -> None:
+    engine = "megatron.core.dist_checkpointing.moe"
+    transport: dict[str, Any] = {"__name__": f"{engine}.replication.tcp", "sys": sys, "found": []}
+    exec("def wait():\n    found.append(sys._getframe())\ndef gather():\n    wait()\n", transport)
+    taker: dict[str, Any] = {"__name__": f"{engine}.snapshot.memory_limit", "gather": transport["gather"]}
+    exec("def room():\n    gather()\nroom()\n", taker)
+    place = place_of(transport["found"][0])
+    assert place == "wait, called by room (megatron/core/dist_checkpointing/moe/snapshot/memory_limit.py:2)"
 
 
 def test_a_launcher_sees_where_its_worker_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

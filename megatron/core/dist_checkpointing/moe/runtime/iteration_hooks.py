@@ -17,6 +17,7 @@ from ..errors import Terminated, UsageError
 from ..megatron_state.trainer_state import LiveTrainerState
 from ..policy.parking import Cause
 from ..replay.patches import replaced
+from ..seats.heartbeat import own_heartbeat
 from ..snapshot.coordinator import ProtectionReport
 from ..types import StepJournal
 from .disconnect import close_connections, is_lost_peer
@@ -99,6 +100,8 @@ class IterationHooks:
             self.begin()
             self.disarm()
             self._recovered, self._rejoined = self._session.rejoin(), True
+            if self._recovered:
+                own_heartbeat().rejoined()
             self.arm()
         return self._recovered
 

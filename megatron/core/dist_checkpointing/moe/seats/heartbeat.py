@@ -33,12 +33,14 @@ _SIZE = _LAYOUT.size + _PLACE.size
 
 
 class Doing(IntEnum):
-    """What a worker does. Only one that trains has to make progress; one that lost a peer is not to blame."""
+    """What a worker does. Only one that trains, or has come back to where all ranks stand, has to make progress; one
+    that lost a peer is not to blame."""
 
     STARTING = 0
     TRAINING = 1
     LEFT = 2
     LOST_A_PEER = 3
+    REJOINED = 4
 
 
 class Beat(NamedTuple):
@@ -68,7 +70,8 @@ def place_of(frame: FrameType | None) -> str:
 
 
 _CALLERS = ("megatron.", "pretrain_gpt", "__main__")
-_FORWARDING = ("megatron.core.timers",)  # its barrier stands in a line that all callers share
+_FORWARDING = ("megatron.core.timers", "megatron.core.dist_checkpointing.moe.replication")
+"""They wait in a line that all callers share."""
 
 
 def stacks_signal() -> int:
@@ -81,13 +84,14 @@ class Heartbeat:
 
     def __init__(self, folder: str | None) -> None:
         self._memory: mmap.mmap | None = None
+        self._doing = Doing.STARTING
         if folder is None:
             return
         with contextlib.suppress(OSError, ValueError, AttributeError):  # without it a launcher sees less
             faulthandler.register(stacks_signal(), file=sys.stderr, all_threads=True)
             descriptor = os.open(Path(folder) / str(os.getpid()), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             try:
-                os.pwrite(descriptor, self._packed(Doing.STARTING) + bytes(_PLACE.size), 0)
+                os.pwrite(descriptor, self._packed(self._doing) + bytes(_PLACE.size), 0)
                 self._memory = mmap.mmap(descriptor, _SIZE)
             finally:
                 os.close(descriptor)
@@ -97,11 +101,19 @@ class Heartbeat:
         """An iteration was trained; from here on the next one is waited for."""
         self._say(Doing.TRAINING)
 
+    def rejoined(self) -> None:
+        """After a fault all ranks stand at one iteration again; from here on the next one is waited for.
+
+        One that ran iterations again trains already.
+        """
+        self._say(Doing.TRAINING if self._doing is Doing.TRAINING else Doing.REJOINED)
+
     def rest(self, *, lost_a_peer: bool) -> None:
         """Training ends here, or begins anew: no progress is due. lost_a_peer: nothing here is to blame."""
         self._say(Doing.LOST_A_PEER if lost_a_peer else Doing.LEFT)
 
     def _say(self, doing: Doing) -> None:
+        self._doing = doing
         if self._memory is not None:
             self._memory[: _LAYOUT.size] = self._packed(doing)
 
