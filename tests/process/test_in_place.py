@@ -11,10 +11,9 @@ import pytest
 from low_precision_rows import model
 from runs import Launch, Layout, Train, differences, digest, flags
 from seated import check_survivors, sitting
-from world import HANG_TIMEOUT_S, ROOT, World
+from world import HANG_TIMEOUT_S, RECOVERY_TIMEOUT_S, ROOT, World
 
 FLAT = Layout(pp=2, ep=1, ranks=2)
-RECOVERY_TIMEOUT_S = 40
 Job = Callable[..., Path]
 
 

@@ -30,6 +30,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 HANG_TIMEOUT_S = 180.0
 """Far above what any job here takes: whoever waits longer waits for something that will not come."""
+RECOVERY_TIMEOUT_S = 40.0
+"""How much longer a job may take for each fault that it recovers from."""
 SHUTDOWN_TIMEOUT_S = 60.0
 """How long the other ranks may take to end after one was lost."""
 

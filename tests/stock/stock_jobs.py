@@ -82,6 +82,7 @@ class Shape:
 
 
 ALONE = Shape(ranks=1, pp=1, ep=1)
+PAIR = Shape(ranks=2, pp=2, ep=1)
 FOUR = Shape(ranks=4, pp=2, ep=2)
 TENSOR_PARALLEL = Shape(ranks=4, pp=2, ep=2, tp=2, more=("--sequence-parallel", "--expert-tensor-parallel-size", "1"))
 HALF = Shape(ranks=4, pp=2, ep=2, more=("--fp16", "--initial-loss-scale", "4194304", "--hysteresis", "1"))

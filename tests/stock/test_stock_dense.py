@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from runs import differences, digest
-from stock_jobs import ALONE, FOUR, Records, Shape
+from stock_jobs import ALONE, FOUR, PAIR, Records, Shape
 from stock_recording import (
     forked_writer,
     full_disk,
@@ -32,7 +32,6 @@ from moe_ckpt.dense.names import TRACKER
 FULL = ("--moe-ckpt-strategy", "full")
 ASYNC = ("--async-save", "--async-strategy", "mcore")
 KILLED = -signal.SIGKILL
-PAIR = Shape(ranks=2, pp=2, ep=1)
 OVERLAPPED = Shape(ranks=4, pp=2, ep=2, more=("--bf16", "--overlap-grad-reduce", "--overlap-param-gather"))
 SECRET = b"the secret of this job, which nobody else knows"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from seated import check_survivors, survivors
 from stock_jobs import FOUR, TENSOR_PARALLEL, Records, Shape, StockJob
-from world import HANG_TIMEOUT_S, ROOT
+from world import HANG_TIMEOUT_S, RECOVERY_TIMEOUT_S, ROOT
 
 NewJob = Callable[..., StockJob]
 Undisturbed = Callable[[Shape], Records]
@@ -34,29 +34,35 @@ def struck(
     kills: str = "",
     more: Sequence[str] = (),
     script: str = "standby_stock_job.py",
-    launch: Sequence[str] = (),
+    hang_s: float = 0.0,
     **variables: str,
 ) -> tuple[Path, str]:
     """Run a job that is struck, under a launcher with standbys; the folder with what its processes left, and what was
-    said."""
+    said. hang_s: after which the launcher ends ranks that hang, which they do once; 0: it does not, nor do they."""
     seats = job.folder / "seats"
     seats.mkdir()
     launcher = "-m megatron.pretrain.seats.run --moe-ckpt-standbys 1 --standalone --max-restarts 9".split()
-    launcher += ["--monitor-interval", "0.1", "--nproc-per-node", str(job.shape.ranks), *launch]
+    launcher += ["--monitor-interval", "0.1", "--nproc-per-node", str(job.shape.ranks)]
+    launcher += ["--moe-ckpt-hang-timeout", str(hang_s)] * bool(hang_s)
     protect = ["--moe-ckpt-strategy", *strategy.split(), "--moe-ckpt-memory-dir", str(job.memory)]
     protect += [part for fault in faults.split() for part in ("--moe-ckpt-inject-fault", fault)]
     path = str(ROOT / "tests" / "stock" / script)
     environment = {"RECORDS": str(job.folder), "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
     environment |= {"LOOP": "stock", "OMP_NUM_THREADS": "1", "SEATS": str(seats), "READY_STANDBYS": "1", "KILLS": kills}
     environment |= variables
+    recoveries = len(faults.split()) + len([kill for kill in kills.split(",") if kill]) + bool(hang_s)
+    timeout_s = HANG_TIMEOUT_S + RECOVERY_TIMEOUT_S * recoveries + 1.5 * hang_s
     command = [sys.executable, *launcher, path, *job.shape.flags, *protect, *more]
     process = subprocess.Popen(
         command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip
     try:
-        said, _ = process.communicate(timeout=HANG_TIMEOUT_S)
-    finally:  # also where this test takes too long: nothing that it started outlives it
+        said, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        pytest.fail(f"the job did not end within {timeout_s:g} s; it said:\n{process.communicate()[0]}")
+    finally:  # nothing that it started outlives it
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, said

@@ -8,12 +8,11 @@ import signal
 from pathlib import Path
 
 import numpy
-from stock_jobs import ALONE, Shape
+from stock_jobs import ALONE, PAIR, Shape
 
 from moe_ckpt.runs.page import render
 from moe_ckpt.runs.sources import read_runs
 
-PAIR = Shape(ranks=2, pp=2, ep=1)
 SCALED = Shape(ranks=1, pp=1, ep=1, more=("--fp16", "--initial-loss-scale", "4194304", "--hysteresis", "1"))
 SPARSE = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "2")
 
