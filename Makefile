@@ -86,7 +86,6 @@ $(DOCS_VENV)/.ready: tools/site-requirements.txt
 	touch $@
 
 bench: setup
-	$(RUN) benchmarks/driver_overhead.py
 	$(RUN) benchmarks/api_overhead.py
 	$(RUN) -W ignore benchmarks/planning.py --write
 	$(RUN) -W ignore benchmarks/snapshot.py --write

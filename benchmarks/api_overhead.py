@@ -1,8 +1,8 @@
 """What the calls of `MoECheckpointManager` cost a loop that protects nothing: paired, and by themselves.
 
-The same bare Megatron-Core loop trains in turns with and without the calls of a manager whose strategy is `none`. Turns
-differ by far more than these calls cost, so they are also made many times without any training between them: that sum
-over the time of an iteration is the share that is judged.
+The same iterations of Megatron-LM's loop are trained in turns with and without the calls of a manager whose strategy is
+`none`. Turns differ by far more than these calls cost, so they are also made many times without any training between
+them: that sum over the time of an iteration is the share that is judged.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import os
 import statistics
 import sys
 import time
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
-from driver_overhead import ITERATIONS_PER_TURN, bare_loop, timed
-from harness import SETTINGS, Benchmark, build_job, on_ranks, run_ranks
+from harness import ENDLESS, SETTINGS, Benchmark, BenchmarkJob, on_ranks, run_ranks
 
 BENCHMARK = Benchmark("api_overhead")
 ALLOWED_SHARE = 0.005
 CALLS = 20_000
+ITERATIONS_PER_TURN = 5
 
 
 def main() -> int:
@@ -28,7 +30,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--pairs", type=int, default=40, help="pairs of turns (default: 40)")
     pairs = parser.parse_args().pairs
-    result = run_ranks(__file__, {"pairs": pairs}, {}, f"--train-iters {(pairs + 1) * 2 * ITERATIONS_PER_TURN}")
+    result = run_ranks(__file__, {"pairs": pairs}, {}, ENDLESS)
     BENCHMARK.keep(result)
     low, _, high = result["quartiles"]
     print(
@@ -40,11 +42,21 @@ def main() -> int:
     return 0 if result["share"] <= ALLOWED_SHARE else 1
 
 
-def work(config: Any, launch: Any, settings: dict[str, Any]) -> dict[str, Any]:
+def work(job: BenchmarkJob, settings: dict[str, Any]) -> dict[str, Any]:
     """What each rank does: train in turns, then make the calls alone."""
-    job = build_job(config, launch, Path(settings["folder"]))
-    manager = job.trainer()._manager
-    bare, called = bare_loop(job), bare_loop(job, manager)
+    trainer, manager = job.trainer, job.trainer.managed()
+    nobody = SimpleNamespace(communicator=None, forward_backward=nullcontext, step_done=lambda: None)
+
+    def bare() -> None:
+        trainer.manager = nobody
+        trainer.iterate()
+
+    def called() -> None:
+        trainer.manager = manager
+        trainer.iterate()
+        manager.after_step()
+        manager.reported()
+
     for iterate in (bare, called):
         timed(iterate)
     pairs = []
@@ -71,6 +83,18 @@ def work(config: Any, launch: Any, settings: dict[str, Any]) -> dict[str, Any]:
         "share": calls_s / iteration_s,
         "ratios": ratios,
     }
+
+
+def timed(iterate: Callable[[], None]) -> float:
+    """Seconds that a turn takes the slowest rank."""
+    import torch
+
+    torch.distributed.barrier()
+    started = time.perf_counter()
+    for _ in range(ITERATIONS_PER_TURN):
+        iterate()
+    torch.distributed.barrier()
+    return time.perf_counter() - started
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Boundary logs beside training: what an iteration costs with them, and whether they have the bytes that are predicted.
 
-A GPT-MoE of two pipeline stages trains on two processes under the real driver. In each pair of turns it trains a few
+A GPT-MoE of two pipeline stages trains on two processes in Megatron-LM's loop. In each pair of turns it trains a few
 iterations without and as many with logs of all that crosses the stage boundary, one after the other and first one
 first, then the other; so whatever else the machine does hits both. Each rank's processor time is measured too, which
 other work on the machine hardly changes, and what the thread that trains spends in the logs. With --write the result is
@@ -13,10 +13,9 @@ import os
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from harness import ENDLESS, SETTINGS, Benchmark, build_job, machine, on_ranks, run_ranks, spread
+from harness import ENDLESS, SETTINGS, Benchmark, BenchmarkJob, machine, on_ranks, run_ranks, spread
 
 BENCHMARK = Benchmark("boundary_logs", "boundary-logs.md")
 
@@ -31,7 +30,7 @@ COMMON = (
 )
 FULL = (
     "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --moe-ffn-hidden-size 512 --num-experts 8"
-    " --seq-length 256 --micro-batch-size 2 --global-batch-size 16"
+    " --seq-length 256 --max-position-embeddings 256 --micro-batch-size 2 --global-batch-size 16"
 )
 QUICK = "--num-layers 4 --seq-length 64 --micro-batch-size 1 --global-batch-size 4"
 TWO_STAGES = {"NPROC": "2", "TP": "1", "PP": "2", "EP": "1"}
@@ -119,39 +118,37 @@ def verdicts(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def work(config: Any, launch: Any, settings: dict[str, Any]) -> dict[str, Any]:
+def work(job: BenchmarkJob, settings: dict[str, Any]) -> dict[str, Any]:
     """What each rank measures."""
-    return Logged(build_job(config, launch, Path(settings["folder"]))).measured(settings)
+    return Logged(job).measured(settings)
 
 
 class Logged:
     """One training, with real logs that can be left out."""
 
-    def __init__(self, job: Any) -> None:
+    def __init__(self, job: BenchmarkJob) -> None:
         from megatron.core import parallel_state
         from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import BoundaryRecorder
         from megatron.core.dist_checkpointing.moe.local_recovery.boundary_logs import LogPlan
         from megatron.core.dist_checkpointing.moe.local_recovery.communicator import BoundaryCommunicator
         from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology
         from megatron.core.dist_checkpointing.moe.policy.boundary import sent_bytes, tensor_shape
-        from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected
         from megatron.core.dist_checkpointing.moe.snapshot.background import ThreadExecutor
         from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
         from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 
-        self.session = Unprotected()
-        self.trainer = job.trainer(self.session)
-        self.batches, self.rank = job.batches, job.launch.rank
-        training, transformer, topology = job.config.training, job.transformer, read_topology(job.launch.world_size)
-        sizes = (training.seq_length, training.micro_batch_size, transformer.hidden_size)
-        shape = tensor_shape(topology, *sizes, sequence_parallel=transformer.sequence_parallel)
+        self.trainer, self.rank = job.trainer, job.rank
+        args, config, topology = self.trainer.args, self.trainer.config, read_topology(job.world_size)
+        sizes = (args.seq_length, args.micro_batch_size, config.hidden_size)
+        shape = tensor_shape(topology, *sizes, sequence_parallel=config.sequence_parallel)
         self.plan = LogPlan(topology, self.rank, shape, "bfloat16", LOOKBACK)
-        self.microbatches = self.trainer._microbatches
+        self.microbatches = self.trainer.microbatches
         self.predicted_bytes = sent_bytes(topology, topology.stage(self.rank), self.microbatches, shape, 2)
         self.store = MemoryStore(job.folder, "job", self.rank, self.plan.sizes(self.microbatches), area="standby")
         self.recorder, self.lane = BoundaryRecorder(ThreadEngine("boundary-copy")), ThreadExecutor("logs")
-        self.communicator = BoundaryCommunicator(parallel_state.get_pipeline_model_parallel_group(), transformer)
+        self.communicator = BoundaryCommunicator(parallel_state.get_pipeline_model_parallel_group(), config)
         self.communicator.sink = self
+        self.session = self.trainer.communicate(self.communicator)
         self.iteration, self.inside_s = 0, 0.0
         self.begin_logs()
 
@@ -224,7 +221,7 @@ class Logged:
         """Training without logs."""
         self.session.communicator = None
         for _ in range(iterations):
-            self.trainer.iterate(self.batches)
+            self.trainer.iterate()
 
     def logged(self, iterations: int) -> None:
         """Training with logs; only iterations of such turns are counted."""
@@ -236,7 +233,7 @@ class Logged:
             started_s = time.perf_counter()
             self.logs.begins(self.iteration, self.microbatches)
             self.inside_s += time.perf_counter() - started_s
-            self.trainer.iterate(self.batches)
+            self.trainer.iterate()
             started_s = time.perf_counter()
             self.logs.passed()
             base = max(self.iteration - LOOKBACK, 0)

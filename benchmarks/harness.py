@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import platform
@@ -15,13 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = "MOE_CKPT_BENCHMARK"
 """Environment variable in which ranks get what to measure, and where rank 0 leaves the result."""
-ENDLESS = "--train-iters 1000000 --log-interval 1000000 --lr-warmup-iters 0 --lr-decay-style constant"
-"""Flags of a training that lasts as long as it is measured, at a constant rate."""
+ENDLESS = "--train-iters 10000 --log-interval 10000 --lr-warmup-iters 0 --lr-decay-style constant"
+"""Flags of a training that lasts longer than it is measured, at a constant rate."""
 
 
 @dataclass(frozen=True)
@@ -115,73 +114,61 @@ def run_ranks(script: str | Path, settings: Mapping[str, Any], layout: Mapping[s
         return found
 
 
-def on_ranks(argv: Sequence[str], measure: Callable[[Any, Any, dict[str, Any]], dict[str, Any]]) -> None:
-    """What each rank does: start as the driver does, `measure(config, launch, settings)`, leave what rank 0 found."""
-    from megatron.pretrain.config import parse_config
-    from megatron.pretrain.config.validate import resolve
-    from megatron.pretrain.initialize import Launch, initialize, probe_environment, shut_down
+def on_ranks(argv: Sequence[str], measure: Callable[[BenchmarkJob, dict[str, Any]], dict[str, Any]]) -> None:
+    """What each rank does: start training as the driver does, and where its first iteration would be `measure(job,
+    settings)` instead, leave what rank 0 found, and end."""
+    import megatron.pretrain.core_import  # noqa: F401  # before all that imports Megatron-Core
+    from megatron.pretrain.initialize import use_cpu
+    from megatron.pretrain.stock_loop import device_of, run_stock
+
+    if device_of(argv) == "cpu":
+        use_cpu(stock_loop=True)  # before Megatron-LM is imported
+    sys.path.append(str(ROOT / "tests" / "process"))
+    from stock_trainer import Trainer, before_training
 
     settings = json.loads(os.environ[SETTINGS])
-    launch = Launch.from_environment()
-    config = resolve(parse_config(argv), probe_environment(launch.world_size))
-    initialize(config, launch)
-    result = measure(config, launch, settings)
-    if launch.rank == 0:
-        Path(settings["result"]).write_text(json.dumps(result))
-    shut_down()
+
+    def examine(trainer: Trainer) -> NoReturn:
+        job = BenchmarkJob(trainer, Path(settings["folder"]))
+        result = measure(job, settings)
+        if job.rank == 0:
+            Path(settings["result"]).write_text(json.dumps(result))
+        raise SystemExit(0)
+
+    with before_training(examine):
+        sys.exit(run_stock(argv))
 
 
 @dataclass(frozen=True)
 class BenchmarkJob:
-    """The live training that everything is measured on."""
+    """The live training that everything is measured on: model, optimizer, data and iterations of Megatron-LM's loop."""
 
-    config: Any
-    launch: Any
-    state: Any
-    transformer: Any
-    datasets: Any
-    batches: Any
+    trainer: Any
     folder: Path
 
-    def counting_anew(self) -> BenchmarkJob:
-        """The same training, whose iterations are counted apart: a session wants each of its iterations."""
-        from megatron.pretrain.checkpoint.state import Progress
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        import torch
 
-        return dataclasses.replace(self, state=dataclasses.replace(self.state, progress=Progress()))
+        return torch.distributed.get_rank()
 
-    def trainer(self, session: Any = None) -> Any:
-        """The driver's loop around a checkpointing session, or none."""
-        from megatron.core.dist_checkpointing.moe import MoECheckpointManager
-        from megatron.pretrain.assemble import build_metrics
-        from megatron.pretrain.loop import Trainer
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        import torch
 
-        state, training = self.state, self.config.training
-        sizes = {name: getattr(training, name) for name in ("global_batch_size", "micro_batch_size", "seq_length")}
-        live = state.chunks, state.optimizer, state.scheduler
-        manager = MoECheckpointManager(*live, train_iters=training.train_iters, session=session, **sizes)
-        return Trainer(state, self.transformer, self.datasets, build_metrics(self.config), manager)
+        return torch.distributed.get_world_size()
 
-    def iterating(self, session: Any = None) -> Callable[[], None]:
-        """One iteration of that loop."""
-        trainer = self.trainer(session)
+    def iterating(self, manager: Any = None) -> Callable[[], None]:
+        """One iteration of the loop with this manager, which counts its own ones, or with one that does nothing."""
+        manager = manager or self.trainer.managed()
 
         def iterate() -> None:
-            trainer.iterate(self.batches)
-            trainer._manager.detach()  # others train with the same optimizer
+            self.trainer.manager = manager
+            self.trainer.iterate()
+            manager.after_step()
+            manager.reported()
+            manager.detach()  # others train with the same optimizer
 
         return iterate
-
-
-def build_job(config: Any, launch: Any, folder: Path) -> BenchmarkJob:
-    """Everything as the driver builds it."""
-    from megatron.pretrain.assemble import build_state
-    from megatron.pretrain.batches import build_splits, training_iterators
-    from megatron.pretrain.tokenizer import build_tokenizer
-
-    tokenizer = build_tokenizer("ByteTokenizer", None, None)
-    state, transformer = build_state(config, tokenizer)
-    datasets = build_splits(config, tokenizer)
-    batches = training_iterators(config, datasets, state.progress)
-    for chunk in state.chunks:
-        chunk.train()
-    return BenchmarkJob(config, launch, state, transformer, datasets, batches, folder)

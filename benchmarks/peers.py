@@ -1,8 +1,9 @@
 """Savers that `snapshot.py` compares with, behind the calls that the training loop makes to a checkpointing session.
 
-All save the driver's sharded state dict, each as fast as its own options allow: known structures are not checked again,
-data-parallel ranks share the writing. As in stock Megatron, writers are polled after each iteration; a save waits for
-the one before it, so that none piles up. Like ours, each keeps its newest checkpoint only: memory is not endless.
+All save the sharded state dict of Megatron-LM's loop, each as fast as its own options allow: known structures are not
+checked again, data-parallel ranks share the writing. As in that loop, writers are polled after each iteration; a save
+waits for the one before it, so that none piles up. Like ours, each keeps its newest checkpoint only: memory is not
+endless.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any, Protocol
+from unittest import mock
 
 OURS = ("full", "pec")
 """Our strategies that take part."""
 
-NVRX = "nvidia-resiliency-ext==0.4.1"
+NVRX = "nvidia-resiliency-ext==0.6.0"
 
 
 class Contestant(Protocol):
@@ -57,10 +59,15 @@ class WithoutCheckpoints:
 
 def install_nvrx(folder: Path) -> str:
     """Unpack NVRx with what its imports need, not with all that it depends on, unless that was done; why it cannot be,
-    else an empty text."""
-    if not ((folder / "nvidia_resiliency_ext").is_dir() and (folder / "defusedxml").is_dir()):
+    else an empty text.
+
+    What is used of it is Python, which runs with an older glibc than its wheel is built for.
+    """
+    name, _, release = NVRX.partition("==")
+    unpacked = folder / f"{name.replace('-', '_')}-{release}.dist-info"
+    if not (unpacked.is_dir() and (folder / "defusedxml").is_dir()):
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", str(folder)]
-        command += [NVRX, "defusedxml"]
+        command += ["--platform", "manylinux_2_39_x86_64", "--only-binary=:all:", NVRX, "defusedxml"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             return (done.stderr.strip().splitlines() or ["pip failed"])[-1]
@@ -75,13 +82,10 @@ def import_nvrx(folder: Path) -> bool:
 
 
 class _Peer:
-    """A saver at fixed iterations into `folder`; writes in the background go through Megatron-Core's own queue."""
+    """A saver at fixed iterations into `folder`; writes in the background go through `queue`."""
 
-    def __init__(self, state: Any, folder: Path, interval: int) -> None:
-        from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-
-        self._state, self._folder, self._interval = state, folder, interval
-        self._queue = AsyncCallsQueue()
+    def __init__(self, trainer: Any, folder: Path, interval: int, queue: Any) -> None:
+        self._trainer, self._folder, self._interval, self._queue = trainer, folder, interval, queue
         folder.mkdir(parents=True, exist_ok=True)
 
     def before_optimizer(self) -> float:
@@ -109,27 +113,17 @@ class _Peer:
     def _save(self, iteration: int) -> None:
         raise NotImplementedError
 
-    def _state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        from megatron.pretrain.checkpoint.state import (
-            Parts,
-            content_metadata,
-            random_shape,
-            sharded_state_dict,
-        )
-
-        metadata = content_metadata(self._state.config)
-        return sharded_state_dict(self._state, metadata, Parts(optimizer=True, rng=random_shape())), metadata
-
 
 class TorchDistSaver(_Peer):
-    """Megatron-Core's `dist_checkpointing.save` in the format `torch_dist`, in the foreground or in forks."""
+    """Megatron-Core's `dist_checkpointing.save` in the format `torch_dist`, in the foreground or in its own forks."""
 
-    def __init__(self, state: Any, folder: Path, interval: int, *, background: bool) -> None:
+    def __init__(self, trainer: Any, folder: Path, interval: int, *, background: bool) -> None:
         from megatron.core import parallel_state
+        from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
         from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
         from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-        super().__init__(state, folder, interval)
+        super().__init__(trainer, folder, interval, AsyncCallsQueue())
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         inner = TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
         self._strategy = FullyParallelSaveStrategyWrapper(inner, group, True)
@@ -164,28 +158,30 @@ class TorchDistSaver(_Peer):
     def _save(self, iteration: int) -> None:
         from megatron.core import dist_checkpointing
 
-        self._remove_older()
-        state_dict, metadata = self._state_dict()
-        self._newest = self._folder / f"iter_{iteration:07d}"
+        complete, self._newest = self._newest, self._folder / f"iter_{iteration:07d}"
+        self._remove_all_but(complete, self._newest)
         self._newest.mkdir(exist_ok=True)
-        request = dist_checkpointing.save(
-            state_dict,
-            str(self._newest),
-            self._strategy,
-            validate_access_integrity=not self._checked,
-            async_sharded_save=self._background,
-            content_metadata=metadata,
-        )
+        state_dict = self._trainer.sharded_state_dict()
+        # The loop is protected, which asks the flag whether another process has the results of the writer.
+        with mock.patch.object(self._trainer.args, "async_save", self._background):
+            request = dist_checkpointing.save(
+                state_dict,
+                str(self._newest),
+                self._strategy,
+                validate_access_integrity=not self._checked,
+                async_sharded_save=self._background,
+                async_strategy="mcore",
+            )
         self._checked = True
         if request is not None:
             self._queue.schedule_async_request(request)
 
-    def _remove_older(self) -> None:
-        """Remove, beside training, what is older than the newest complete checkpoint."""
+    def _remove_all_but(self, complete: Path, newest: Path) -> None:
+        """Remove what is older than the complete checkpoint, beside training; other ranks may have begun the newest."""
         import torch
 
         if torch.distributed.get_rank() == 0:
-            older = [path for path in self._folder.iterdir() if path != self._newest]
+            older = [path for path in self._folder.iterdir() if path not in (complete, newest)]
             self._removing = threading.Thread(target=lambda: [shutil.rmtree(path) for path in older])
             self._removing.start()
 
@@ -197,10 +193,11 @@ class NvrxLocal(_Peer):
     clones tensors that are on the host.
     """
 
-    def __init__(self, state: Any, folder: Path, interval: int, *, background: bool) -> None:
+    def __init__(self, trainer: Any, folder: Path, interval: int, *, background: bool) -> None:
+        from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
         from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import LocalCheckpointManager
 
-        super().__init__(state, folder, interval)
+        super().__init__(trainer, folder, interval, AsyncCallsQueue(persistent=False))
         self._manager = LocalCheckpointManager(folder, session_id="benchmark")
         self._background, self._distribution = background, None
 
@@ -218,9 +215,8 @@ class NvrxLocal(_Peer):
         from megatron.core import parallel_state
         from megatron.core.dist_checkpointing.tensor_aware_state_dict import MCoreTensorAwareStateDict
 
-        state_dict, metadata = self._state_dict()
         aware, self._distribution = MCoreTensorAwareStateDict.from_state_dict(
-            state_dict | {"content_metadata": metadata},
+            self._trainer.sharded_state_dict(),
             algo="fully_parallel",
             parallelization_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
             cached_metadata=self._distribution,

@@ -1,6 +1,6 @@
 """Iteration time with frozen operators against an iteration of training: how much cheaper a replay is as it thaws.
 
-One GPT-MoE trains on two processes under the real driver. In each pair of turns it trains as usual and with a part of
+One GPT-MoE trains on two processes in Megatron-LM's loop. In each pair of turns it trains as usual and with a part of
 its operators frozen, one after the other and first one first, then the other; so whatever else the machine does hits
 both. Each rank's processor time is measured too, which other work on the machine hardly changes. Parts are taken in two
 orders: scattered over the model, as popularity has it, and from the bottom up, as the windows of dense models have it,
@@ -16,10 +16,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from harness import ENDLESS, SETTINGS, Benchmark, build_job, machine, on_ranks, run_ranks
+from harness import ENDLESS, SETTINGS, Benchmark, BenchmarkJob, machine, on_ranks, run_ranks
 
 BENCHMARK = Benchmark("replay")
 
@@ -68,7 +67,7 @@ def table(result: dict[str, Any]) -> list[str]:
     return [*lines, "", "Relative to an iteration of training in the same pair of turns; medians."]
 
 
-def work(config: Any, launch: Any, settings: dict[str, Any]) -> dict[str, Any]:
+def work(job: BenchmarkJob, settings: dict[str, Any]) -> dict[str, Any]:
     """All parts against training."""
     from megatron.core.dist_checkpointing.moe.megatron_state.megatron import (
         operators_of_parameters,
@@ -78,10 +77,9 @@ def work(config: Any, launch: Any, settings: dict[str, Any]) -> dict[str, Any]:
     from megatron.core.dist_checkpointing.moe.replay.execution import LiveExecution
     from megatron.core.dist_checkpointing.moe.types import StepJournal
 
-    job = build_job(config, launch, Path(settings["folder"]))
-    state, iterate = job.state, job.iterating()
-    operator_of = operators_of_parameters(state.chunks, read_topology(launch.world_size))
-    execution = LiveExecution(state.chunks, state.optimizer, operator_of)
+    chunks, iterate = job.trainer.chunks, job.iterating()
+    operator_of = operators_of_parameters(chunks, read_topology(job.world_size))
+    execution = LiveExecution(chunks, job.trainer.optimizer, operator_of)
 
     def replayed(frozen: Sequence[Any]) -> Callable[[], None]:
         def replay() -> None:
@@ -90,7 +88,7 @@ def work(config: Any, launch: Any, settings: dict[str, Any]) -> dict[str, Any]:
 
         return replay
 
-    parts = {name: replayed(frozen) for name, frozen in parts_of(model_operators(state.chunks)).items()}
+    parts = {name: replayed(frozen) for name, frozen in parts_of(model_operators(chunks)).items()}
     for turn in (iterate, *parts.values(), iterate):
         timed(turn)
         execution.thaw()

@@ -1,6 +1,6 @@
 """Snapshots beside training: bandwidth of the copies, memory over many of them, cost against other checkpoints.
 
-A GPT-MoE with about 1 GB of training state trains on two processes under the real driver. All contestants checkpoint
+A GPT-MoE with about 1 GB of training state trains on two processes in Megatron-LM's loop. All contestants checkpoint
 that one training at the same frequency, in turns of a few iterations and in another order in each round; so whatever
 else the machine does hits all. Everything is written to a tmpfs. With --write the result is kept as data and as a page.
 """

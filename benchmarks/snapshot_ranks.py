@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import SETTINGS, BenchmarkJob, build_job, on_ranks
+from harness import SETTINGS, BenchmarkJob, on_ranks
 from peers import OURS, import_nvrx
 from snapshot_session import Ours, live_tensors, sum_and_max
 from snapshot_turns import PEERS, checkpoints_in_turns, every_iteration
 
 
-def measured(config: Any, launch: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """Build the training, and measure what was asked for."""
-    job = build_job(config, launch, Path(settings["folder"]))
+def measured(job: BenchmarkJob, settings: dict[str, Any]) -> dict[str, Any]:
+    """What was asked for."""
     if settings["part"] == "memory":
         return {"memory": _memory(job, settings["warm"], settings["iterations"])}
     if settings["part"] == "every iteration":
@@ -37,16 +36,16 @@ def _state_facts(job: BenchmarkJob) -> dict[str, Any]:
     """Bytes of the training state, by part: each value once, on the first of the ranks that have it."""
     sizes: dict[str, int] = {}
     for live in live_tensors(job):
-        own = live.holders[0] == job.launch.rank if live.holders else True
+        own = live.holders[0] == job.rank if live.holders else True
         name = live.part.name.lower()
         sizes[name] = sizes.get(name, 0) + own * live.tensor.nbytes
     parts = ("master", "moments", "compute")
     total, _ = sum_and_max([sizes.get(name, 0) for name in parts])
-    parameters = sum(parameter.numel() for chunk in job.state.chunks for parameter in chunk.parameters())
+    parameters = sum(parameter.numel() for chunk in job.trainer.chunks for parameter in chunk.parameters())
     return {f"{name}_bytes": int(size) for name, size in zip(parts, total, strict=True)} | {
         "total_bytes": int(sum(total)),
         "parameters_of_rank_0": parameters,
-        "ranks": job.launch.world_size,
+        "ranks": job.world_size,
     }
 
 
@@ -60,20 +59,21 @@ def _bandwidth(job: BenchmarkJob, copies: int) -> dict[str, Any]:
     from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
     from megatron.core.dist_checkpointing.moe.types.snapshots import full_plan
 
+    trainer = job.trainer
     capturer = LiveCapturer(
-        live_tensors(job), LiveTrainerState(job.state.optimizer, job.state.scheduler, NoLoopState()), ThreadEngine()
+        live_tensors(job), LiveTrainerState(trainer.optimizer, trainer.scheduler, NoLoopState()), ThreadEngine()
     )
     layout = capturer.layout(full_plan(1, sorted(capturer.operators)), trainer=True)
     folder = job.folder / "bandwidth"
     folder.mkdir(exist_ok=True)
-    store = MemoryStore(folder, "bandwidth", job.launch.local_rank, [layout.nbytes] * 2)
+    store = MemoryStore(folder, "bandwidth", job.rank, [layout.nbytes] * 2)
     source, target = np.ones(layout.nbytes, np.uint8), np.zeros(layout.nbytes, np.uint8)
     result: dict[str, Any] = {"bytes": layout.nbytes, "tensors": len(layout.fields)}
     result["glibc_tunables"] = os.environ.get("GLIBC_TUNABLES", "")
-    for name, ranks in (("alone", 1), ("all ranks at once", job.launch.world_size)):
+    for name, ranks in (("alone", 1), ("all ranks at once", job.world_size)):
         torch.distributed.barrier()
         rows = []
-        if job.launch.rank < ranks:
+        if job.rank < ranks:
             rows = [_copied(capturer, store, layout, (target, source), 1 + at) for at in range(copies)][2:]
         torch.distributed.barrier()
         memcpy, capture = ([layout.nbytes / row[at] / 1e9 for row in rows] for at in (0, 1))
@@ -106,11 +106,10 @@ def _copied(capturer: Any, store: Any, layout: Any, arrays: tuple[Any, Any], ite
 def _memory(job: BenchmarkJob, warm: int, iterations: int) -> dict[str, Any]:
     """Resident bytes of each rank without shared ones, after each iteration, with a snapshot at each."""
     found = {}
-    _iterated(job.iterating(None), warm)
+    _iterated(job.iterating(), warm)
     for name in (*OURS, "none"):  # what training itself still grows, the last of them sees least of
-        counted = job.counting_anew()
-        session = None if name == "none" else Ours(counted, name, interval=1)
-        iterate = counted.iterating(session)
+        session = None if name == "none" else Ours(job, name, interval=1)
+        iterate = job.iterating(job.trainer.managed(session))
         _iterated(iterate, warm)
         samples = []
         for _ in range(iterations):

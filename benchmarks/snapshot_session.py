@@ -25,7 +25,7 @@ def live_tensors(job: BenchmarkJob) -> tuple[Any, ...]:
     """All training state of this rank."""
     from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology, state_tensors
 
-    return state_tensors(job.state.chunks, job.state.optimizer, read_topology(job.launch.world_size))
+    return state_tensors(job.trainer.chunks, job.trainer.optimizer, read_topology(job.world_size))
 
 
 class Ours:
@@ -40,28 +40,24 @@ class Ours:
         from torch.distributed import PrefixStore
         from torch.distributed.distributed_c10d import _get_default_store
 
+        from megatron.core.dist_checkpointing.moe import MoECheckpointConfig, ProcessInfo
         from megatron.core.dist_checkpointing.moe.runtime import session_parts
-        from megatron.pretrain.checkpoint.protect import resume
 
         strategy, _, window = name.partition("/")
         own_name = name.replace("/", "-")
         folder = job.folder / own_name
         folder.mkdir(exist_ok=True)
-        flags = dataclasses.replace(
-            job.config.moe_checkpoint,
-            strategy=strategy,
-            interval=interval,
-            window=window or "auto",
-            memory_dir=str(folder),
+        config = MoECheckpointConfig(
+            strategy=strategy, interval=interval, window=window or "auto", memory_dir=str(folder)
         )
-        config = dataclasses.replace(job.config, moe_checkpoint=flags)
-        place = dataclasses.replace(job.launch.place, job_id=f"{job.launch.place.job_here}-{own_name}")
-        launch = dataclasses.replace(job.launch, place=place)
+        place = ProcessInfo.from_environment()
+        place = dataclasses.replace(place, job_id=f"{place.job_here}-{own_name}")
         # Sessions name their connections alike, as a job has only one: here each gets a part of the store for itself.
         own = PrefixStore(f"benchmark-{own_name}-{interval}", _get_default_store())
         with mock.patch.object(session_parts, "_get_default_store", return_value=own):
-            manager = resume(dataclasses.replace(job.state, config=config), launch)
-        manager.detach()  # the loop makes a manager of its own around this session
+            manager = job.trainer.managed(config=config, place=place)
+            manager.resume()
+        manager.detach()  # iterations have a manager of their own around this session
         self.session = session = manager._session
         self._newest_bytes = 0
         self._windows: dict[range, list[int]] = {}
@@ -94,8 +90,8 @@ class Ours:
 
     def begin_turn(self) -> None:
         """What others did since the last turn is no time of an iteration of this training."""
-        coordinator = self.session._protection.coordinator
-        coordinator._step_ended_s = self.session._parts.clock.now_s()
+        if self.session._protection is not None:  # before the first turn nothing is protected yet
+            self.session._protection.coordinator._step_ended_s = self.session._parts.clock.now_s()
 
     def settle(self) -> None:
         """What was copied goes to the lanes beside training; the turn waits until those rest."""

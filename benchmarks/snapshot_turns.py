@@ -68,35 +68,30 @@ def every_iteration(job: BenchmarkJob, settings: dict[str, Any]) -> dict[str, An
     entered = _contestants(job, ("sparse", "sparse/4", "full", "torch_dist async"), interval=1)
     found = _in_turns(job, entered, settings)
     windows: dict[str, list[Any]] = {}
-    for name, (_, contestant) in entered.items():
+    for name, contestant in entered.items():
         if isinstance(contestant, Ours) and name.startswith("sparse"):
-            windows[name] = [None] * job.launch.world_size
+            windows[name] = [None] * job.world_size
             torch.distributed.all_gather_object(windows[name], contestant.windows())
     return {"checkpoints": found, "windows": windows}
 
 
-Entered = dict[str, tuple[BenchmarkJob, Contestant]]
-"""Each contestant with the training as it counts it; `none` checkpoints nothing."""
-
-
-def _contestants(job: BenchmarkJob, names: Sequence[str], interval: int) -> Entered:
-    entered: Entered = {"none": (job.counting_anew(), WithoutCheckpoints())}
+def _contestants(job: BenchmarkJob, names: Sequence[str], interval: int) -> dict[str, Contestant]:
+    """By name; `none` checkpoints nothing."""
+    entered: dict[str, Contestant] = {"none": WithoutCheckpoints()}
     for name in names:
-        own = job.counting_anew()
         if name in PEERS:
-            entered[name] = own, PEERS[name](own.state, job.folder / name.replace(" ", "-"), interval)
+            entered[name] = PEERS[name](job.trainer, job.folder / name.replace(" ", "-"), interval)
         else:
-            entered[name] = own, Ours(own, name, interval)
+            entered[name] = Ours(job, name, interval)
     return entered
 
 
-def _in_turns(job: BenchmarkJob, entered: Entered, settings: dict[str, Any]) -> dict[str, Any]:
+def _in_turns(job: BenchmarkJob, contestants: dict[str, Contestant], settings: dict[str, Any]) -> dict[str, Any]:
     interval, per_turn = settings["interval"], settings["checkpoints_per_turn"]
-    jobs, contestants = ({name: both[at] for name, both in entered.items()} for at in (0, 1))
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in contestants}
     order, shuffled = list(contestants), random.Random(0)
     clocks = {name: Timed(contestant) for name, contestant in contestants.items()}
-    loops = {name: jobs[name].iterating(clock) for name, clock in clocks.items()}
+    loops = {name: job.iterating(job.trainer.managed(clock)) for name, clock in clocks.items()}
     until_s = time.monotonic() + settings["seconds"]
     for at in range(settings["rounds"] + 1):
         _, (late,) = sum_and_max([float(time.monotonic() > until_s)])
@@ -106,7 +101,7 @@ def _in_turns(job: BenchmarkJob, entered: Entered, settings: dict[str, Any]) -> 
             turn = _turn(loops[name], clocks[name], interval, per_turn)
             if at:  # the first round fills caches
                 rows[name].append(turn)
-        if job.launch.rank == 0:
+        if job.rank == 0:
             print(f"round {at}: " + ", ".join(f"{name} {r[-1]['turn_s']:.2f} s" for name, r in rows.items() if r))
         shuffled.shuffle(order)
     for contestant in contestants.values():

@@ -153,14 +153,14 @@ class Trainer:
 
         return int(training.get_num_microbatches())
 
-    def managed(self, session: Any = None) -> Any:
-        """A manager around this session, which does nothing if not given."""
+    def managed(self, session: Any = None, **options: Any) -> Any:
+        """A manager around this session, or as the options say; it does nothing without either."""
         from megatron.core.dist_checkpointing.moe import MoECheckpointManager
 
         sizes = {name: getattr(self.args, name) for name in ("global_batch_size", "micro_batch_size", "seq_length")}
         iterations = self.args.train_iters
         return MoECheckpointManager(
-            self.chunks, self.optimizer, self.scheduler, train_iters=iterations, session=session, **sizes
+            self.chunks, self.optimizer, self.scheduler, train_iters=iterations, session=session, **sizes, **options
         )
 
     def communicate(self, communicator: Any) -> Any:

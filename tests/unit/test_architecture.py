@@ -134,7 +134,8 @@ ROWS = {
     "benchmarks": Row(
         "types ports policy storage replication megatron_state replay seats snapshot local_recovery runtime"
         " core_versions in_place",
-        "matplotlib megatron.core numpy nvidia_resiliency_ext psutil torch", "drills hugging_face simulator",
+        "matplotlib megatron.core numpy nvidia_resiliency_ext psutil stock_trainer torch",
+        "drills hugging_face simulator",
         also=f"pretrain_gpt_moe {DRIVER} {ENGINE}",
     ),
     "setup": Row("", "setuptools"),
