@@ -121,7 +121,7 @@ def train(
         seed,
         name,
         recoveries,
-        tuple((int(at), float(loss)) for at, loss in _VALIDATION.findall(said)),
+        tuple(evaluated(said)),
         tuple((report["iteration"], report["lm_loss"]) for report in reports),
         tuple(
             (report["iteration"], report["snapshot_bytes"] / largest_bytes)
@@ -159,7 +159,10 @@ def _end_all(launcher: int) -> None:
                 one.kill()
 
 
-_VALIDATION = re.compile(r"valid split at iteration (\d+) \| lm loss: (\S+)")
+def evaluated(log: str) -> Iterator[tuple[int, float]]:
+    """Iteration and loss of each evaluation while training; that at the end, of the same iteration, is none of them."""
+    for iteration, loss in re.findall(r"validation loss at iteration (\d+) \| lm loss value: (\S+)", log):
+        yield int(iteration), float(loss)
 
 
 def recovered(log: str) -> Iterator[DemoRecovery]:

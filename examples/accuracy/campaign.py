@@ -144,7 +144,8 @@ def asked(
     """Shares of the questions of each task that the model answers rightly. more: flags of its training; layout:
     environment of the launcher."""
     result = folder / "shares"
-    flags = ["--load", str(checkpoint), "--seed", str(seed), "--train-iters", str(scale.iterations), *more]
+    flags = ["--load", str(checkpoint), "--exit-on-missing-checkpoint", "--no-load-optim", "--no-load-rng"]
+    flags += ["--seed", str(seed), "--train-iters", str(scale.iterations), *more]
     environment = (
         os.environ | dict(layout) | {"PYTHON": sys.executable, "MAX_RESTARTS": "0", "SCRIPT": str(HERE / "score.py")}
     )

@@ -1,60 +1,69 @@
 """Answers the questions of `tasks.py` with a checkpoint: a rank of a job that takes the flags of the training.
 
+Megatron-LM's loop builds the model and loads `--load`; where it would train, the questions are answered.
 `scripts/train_cpu.sh` starts it with SCRIPT; ACCURACY_QUESTIONS says how many of each task, ACCURACY_RESULT where the
 last rank writes the shares that were right.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from unittest import mock
 
 import megatron.pretrain.core_import  # noqa: F401  # before all that imports Megatron-Core
-from megatron.core.dist_checkpointing.moe import Timestamps
-from megatron.pretrain.config import PretrainConfig
-from megatron.pretrain.errors import InvalidInput
-from megatron.pretrain.initialize import Launch, initialize
-from megatron.pretrain.worker import run_worker
+from megatron.pretrain.initialize import use_cpu
+from megatron.pretrain.stock_loop import device_of, run_stock
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from tasks import CHANCE, TextQuestion, questions, right, rows
 
 
-def score(config: PretrainConfig, launch: Launch, _marks: Timestamps) -> None:
-    """Load `--load` and answer every question; all ranks answer all of them, together."""
-    initialize(config, launch)
+def score(argv: Sequence[str]) -> int:
+    """Answer every question, on all ranks together; exit code as of the driver."""
+    if device_of(argv) == "cpu":
+        use_cpu(stock_loop=True)  # Megatron-LM looks at the device while it is imported, so the device comes first
+    import megatron.training
+    from megatron.training import training
 
-    # Core looks at the device while it is imported, so the device comes first.
+    pretrain = megatron.training.pretrain
+
+    @functools.wraps(pretrain)
+    def asking(*given: Any, **named: Any) -> Any:
+        with mock.patch.object(training, "train", answer):
+            return pretrain(*given, **named)
+
+    with mock.patch.object(megatron.training, "pretrain", asking):
+        return run_stock(argv)
+
+
+def answer(_forward_step: Any, chunks: Any, *_others: Any, **_options: Any) -> NoReturn:
+    """In place of training: ask the model, and end."""
     import torch
 
-    from megatron.pretrain.assemble import build_state
-    from megatron.pretrain.checkpoint.load import load_checkpoint
-    from megatron.pretrain.checkpoint.state import gather_parameters
-    from megatron.pretrain.tokenizer import build_tokenizer
+    from megatron.training import get_args
 
-    data, length = config.data, config.training.seq_length
-    state, _ = build_state(config, build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size))
-    if not load_checkpoint(state):
-        raise InvalidInput(f"--load {config.checkpoint.load} has no checkpoint")
-    gather_parameters(state)
-    for chunk in state.chunks:
+    args = get_args()
+    for chunk in chunks:
         chunk.eval()
-    assert length is not None
-    asked = questions(data.data_path[-1], int(os.environ["ACCURACY_QUESTIONS"]), length)
+    asked = questions(args.data_path[-1], int(os.environ["ACCURACY_QUESTIONS"]), args.seq_length)
     with torch.no_grad():
-        answers = [right(_likelihoods(torch, state.chunks, question, length)) for question in asked]
-    if launch.rank == launch.world_size - 1:
+        answers = [right(_likelihoods(torch, chunks, question, args.seq_length)) for question in asked]
+    if args.rank == args.world_size - 1:
         shares = {
             task: sum(good for one, good in zip(asked, answers, strict=True) if one.task == task)
             / sum(one.task == task for one in asked)
             for task in CHANCE
         }
         Path(os.environ["ACCURACY_RESULT"]).write_text(json.dumps(shares))
+    raise SystemExit(0)
 
 
 def _likelihoods(torch: Any, chunks: Any, question: TextQuestion, length: int) -> list[float]:
@@ -88,4 +97,4 @@ def _scored(mask: Any, output: Any) -> tuple[Any, Any, dict[str, list[float]]]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_worker(sys.argv[1:], score))
+    sys.exit(score(sys.argv[1:]))
