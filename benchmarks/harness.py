@@ -84,7 +84,9 @@ def available_gb() -> float:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median, upper quartile."""
+    """Lower quartile, median, upper quartile; of a single value itself."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
     return low, median, high
 

@@ -1,7 +1,7 @@
 """Recovery in place, and NVRx's in-process restart: from the kill of a rank to the next iteration, side by side.
 
 The same training on as many ranks, one of which is killed in the same iteration, in turns. Ours protects each iteration
-with `sparse` and has one standby. NVRx 0.4.1 (`inprocess.Wrapper`) has one process in reserve and calls the function
+with `sparse` and has one standby. NVRx 0.6.0 (`inprocess.Wrapper`) has one process in reserve and calls the function
 that trains again in all processes; the state comes from the newest dense checkpoint. Gloo does not end a wait when
 another thread destroys its groups, so NVRx's own `Abort` leaves ranks waiting here: it is run once as it is, for as
 long as --patience says, and then with closed connections as a further `Abort`.

@@ -3,9 +3,8 @@
 $PROGRESS is a folder: rank 0 appends to `iterations` a line with the number of each iteration and the time at which it
 ended, all leave their pid in `pid-RANK` when training begins, and the rank $VICTIM kills itself in iteration
 $STRIKES_AT, after noting the time in `killed`. With $NVRX, a folder with the package, `inprocess.Wrapper` restarts the
-function that
-trains: all processes but $NPROC are its reserve. It has no seat to fill from outside, and brings back no state: that
-comes from the newest dense checkpoint. $HANG_UP=1 adds what gloo needs to its `Abort`: closed connections.
+function that trains: all processes but $NPROC are its reserve. It has no seat to fill from outside, and brings back no
+state: that comes from the newest dense checkpoint. $HANG_UP=1 adds what gloo needs to its `Abort`: closed connections.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import pretrain_gpt_moe
-from megatron.pretrain.config import parse_config
-from megatron.pretrain.config.validate import resolve
-from megatron.pretrain.initialize import Launch, initialize, marks_of_this_process, probe_environment, use_cpu
+from megatron.pretrain import stock_loop
+from megatron.pretrain.initialize import Launch, use_cpu
 
 PROGRESS = Path(os.environ["PROGRESS"])
 VICTIM, STRIKES_AT = int(os.environ["VICTIM"]), int(os.environ["STRIKES_AT"])
@@ -36,29 +34,31 @@ WAIT_S = 60
 
 def instrument() -> None:
     """Note the iterations, and strike once; once the device is chosen."""
-    from megatron.pretrain.loop import Trainer
+    from megatron.core.dist_checkpointing.moe import MoECheckpointManager as Manager
 
-    run, iterate, train_step = Trainer.run, Trainer.iterate, Trainer._train_step
+    rejoin, passes, reported = Manager.rejoin, Manager.forward_backward, Manager.reported
 
-    def running(trainer: Any) -> None:
+    def rejoining(manager: Manager) -> bool:
         (PROGRESS / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
-        run(trainer)
+        return rejoin(manager)
 
-    def iterating(trainer: Any, batches: Any) -> None:
-        iterate(trainer, batches)
-        if os.environ["RANK"] == "0":
-            with (PROGRESS / "iterations").open("a") as file:
-                file.write(f"{trainer._state.progress.iteration} {time.time()}\n")
-
-    def stepping(trainer: Any, batches: Any) -> Any:
-        due = trainer._state.progress.iteration + 1 == STRIKES_AT and int(os.environ["RANK"]) == VICTIM
+    @contextlib.contextmanager
+    def passing(manager: Manager) -> Iterator[None]:
+        due = manager.iteration + 1 == STRIKES_AT and int(os.environ["RANK"]) == VICTIM
         if due and not (PROGRESS / "killed").exists():
             wait_for_standby()
             (PROGRESS / "killed").write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
-        return train_step(trainer, batches)
+        with passes(manager):
+            yield
 
-    Trainer.run, Trainer.iterate, Trainer._train_step = running, iterating, stepping  # type: ignore[method-assign]
+    def reporting(manager: Manager) -> None:
+        reported(manager)
+        if os.environ["RANK"] == "0":
+            with (PROGRESS / "iterations").open("a") as file:
+                file.write(f"{manager.iteration} {time.time()}\n")
+
+    Manager.rejoin, Manager.forward_backward, Manager.reported = rejoining, passing, reporting  # type: ignore[method-assign]
 
 
 def wait_for_standby() -> None:
@@ -77,25 +77,24 @@ def warm_up(argv: Sequence[str], done: Callable[..., None] = pretrain_gpt_moe.wa
     (PROGRESS / "standby").touch()
 
 
-def start(*arguments: Any, done: Callable[..., None] = initialize) -> None:
+def use_cpu_and_instrument(**options: bool) -> None:
     """That of the driver."""
-    use_cpu()
+    use_cpu(**options)
     instrument()
-    done(*arguments)
 
 
 def train_with_nvrx(argv: Sequence[str]) -> None:
     """What `inprocess.Wrapper` protects: the driver without seats, from its flags to the end of training."""
-    use_cpu()
+    use_cpu(stock_loop=True)
     import logging
 
     import torch.distributed as dist
     from nvidia_resiliency_ext import inprocess
     from nvidia_resiliency_ext.inprocess.rank_assignment import FillGaps, MaxActiveWorldSize
 
-    from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.moe.core_versions.training import drop_auxiliary_losses
     from megatron.core.dist_checkpointing.moe.in_place.building import own_build
+    from megatron.training.training import destroy_global_state
 
     ports = {int(os.environ["NVRX_PORT"]), int(os.environ["MASTER_PORT"])}
 
@@ -107,12 +106,12 @@ def train_with_nvrx(argv: Sequence[str]) -> None:
             return state
 
     class Forget(inprocess.finalize.Finalize):  # type: ignore[misc]
-        """Process groups and what Megatron-Core keeps in globals; the rendezvous of the next round has another name."""
+        """Process groups and what Megatron-LM keeps in globals; the rendezvous of the next round has another name."""
 
         def __call__(self, state: Any) -> Any:
             own_build.cache_clear()  # the model is built again
             drop_auxiliary_losses()
-            parallel_state.destroy_model_parallel()
+            destroy_global_state()
             if dist.is_initialized():
                 dist.destroy_process_group()
             dist.distributed_c10d._world.group_count = 0  # a process from the reserve begins to count, too
@@ -121,13 +120,12 @@ def train_with_nvrx(argv: Sequence[str]) -> None:
 
     def train() -> None:
         logging.getLogger("megatron").setLevel(logging.WARNING)
-        launch = Launch.from_environment()
-        config = resolve(parse_config(argv), probe_environment(launch.world_size))
-        pretrain_gpt_moe.pretrain(config, launch, marks_of_this_process())
+        stock_loop._train(Launch.from_environment(), "cpu", None, recover_only=False)
 
+    instrument()
     hang_up = [HangUp()] if os.environ.get("HANG_UP") == "1" else []
     every = timedelta(seconds=float(os.environ.get("NVRX_INTERVAL_S", "1")))
-    wrapped = inprocess.Wrapper(
+    wrapper = inprocess.Wrapper(
         store_kwargs={"port": int(os.environ["NVRX_PORT"])},
         abort=inprocess.Compose(inprocess.abort.AbortTorchDistributed(), *hang_up),
         finalize=Forget(),
@@ -137,11 +135,12 @@ def train_with_nvrx(argv: Sequence[str]) -> None:
         heartbeat_interval=every,
         progress_watchdog_interval=every,
         last_call_wait=every,
-    )(train)
+    )
+    wrapper.restart_health_check = None  # of a GPU
     if int(os.environ["RANK"]) >= int(os.environ["NPROC"]):
         pretrain_gpt_moe.warm_up(argv)  # a reserve, with all imports done
         (PROGRESS / "standby").touch()
-    wrapped()
+    wrapper(train)()
 
 
 def close_connections_except(ports: set[int]) -> None:
@@ -164,10 +163,10 @@ def _port(connection: socket.socket, end: int) -> int:
 
 
 if __name__ == "__main__":
-    pretrain_gpt_moe.initialize = start  # type: ignore[assignment]
     if "NVRX" in os.environ:
         sys.path.append(os.environ["NVRX"])
         train_with_nvrx(sys.argv[1:])
         sys.exit(0)
     pretrain_gpt_moe.warm_up = warm_up
+    stock_loop.use_cpu = use_cpu_and_instrument
     sys.exit(pretrain_gpt_moe.main(sys.argv[1:]))

@@ -139,29 +139,15 @@ def struck(owner: Any, name: str, before: str, after: str) -> None:
     setattr(owner, name, called)
 
 
-def initialize(*arguments: Any, done: Callable[..., Any] = pretrain_gpt_moe.initialize) -> Any:
+def use_cpu_and_instrument(**options: bool) -> None:
     """That of the driver; the modules that are changed want the device to be chosen."""
-    use_cpu()
+    use_cpu(**options)
     (FOLDER / f"process-{os.environ['RANK']}-{os.getpid()}").touch()
     instrument()
-    strike("connect")
-    return done(*arguments)
 
 
 def instrument() -> None:
     """The points of a recovery at which this process may be killed, and what it leaves when it trains."""
-    from megatron.core.dist_checkpointing.moe import MoECheckpointManager
-    from megatron.pretrain import pretraining
-
-    struck(pretraining, "connect", "connect", "connected")
-    struck(pretraining, "build_state", "build", "built")
-    struck(pretraining, "resume", "resume", "resumed")
-    instrument_manager(MoECheckpointManager)
-
-
-def use_cpu_in_stock_loop(**options: bool) -> None:
-    """As `initialize`, for the loop of Megatron-LM, whose modules want the device to be chosen, too."""
-    use_cpu(**options)
     from megatron.core.dist_checkpointing.moe import MoECheckpointManager
     from megatron.pretrain import stock_model
 
@@ -173,7 +159,7 @@ def use_cpu_in_stock_loop(**options: bool) -> None:
 
 
 def instrument_manager(kind: Any) -> None:
-    """Those of them that are in a `MoECheckpointManager`."""
+    """Those of them in a `MoECheckpointManager` that are in the middle of what it does."""
     from megatron.core.dist_checkpointing.moe.megatron_state.restore import LiveRestorer
 
     rejoin, after_step, poison = kind.rejoin, kind.after_step, LiveRestorer.poison
@@ -206,8 +192,7 @@ def instrument_manager(kind: Any) -> None:
 if __name__ == "__main__":
     faults.FaultInjector.__init__.__defaults__ = (kill_once_standbys_are_ready,)
     pretrain_gpt_moe.warm_up = warm_up
-    pretrain_gpt_moe.initialize = initialize  # type: ignore[assignment]
-    stock_loop.use_cpu = use_cpu_in_stock_loop
+    stock_loop.use_cpu = use_cpu_and_instrument
     Seat.training = training  # type: ignore[method-assign]
     if os.environ.get("KEEP") == "0":
         Seat.keep = lambda *_: None  # type: ignore[method-assign]
