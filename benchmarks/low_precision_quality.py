@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import statistics
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from demo_jobs import evaluated
 from harness import Benchmark
 from low_precision_rows import BASELINE, ROWS, train
 
@@ -66,10 +66,10 @@ def trained(seed: int, row: str, settings: Mapping[str, object]) -> dict[str, An
     with tempfile.TemporaryDirectory(prefix="low-precision-") as folder:
         flags = [part for pair in settings.items() for part in pair]
         reports, said = train(row, [*flags, "--seed", seed], Path(folder) / "metrics.jsonl")
-    (validation,) = re.findall(r"valid split at iteration \d+ \| lm loss: (\S+)", said)
+    ((_, validation),) = evaluated(said)
     losses = [round(report["lm_loss"], 5) for report in reports]
     skipped = sum(report["skipped"] for report in reports)
-    return {"seed": seed, "row": row, "validation": float(validation), "skipped": skipped, "losses": losses}
+    return {"seed": seed, "row": row, "validation": validation, "skipped": skipped, "losses": losses}
 
 
 def broken(runs: Runs) -> Iterator[str]:

@@ -40,9 +40,7 @@ def train(row: str, flags: Sequence[object], metrics: Path) -> tuple[list[dict[s
     """
     environment = os.environ | {"PYTHON": sys.executable, "NPROC": "1", "PP": "1", "EP": "1", "MAX_RESTARTS": "0"}
     command = [str(ROOT / "scripts" / "train_cpu.sh"), *ROWS[row], "--metrics-jsonl", str(metrics), *map(str, flags)]
-    ended = subprocess.run(
-        command, env=environment | {"LOOP": "own"}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    ended = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if ended.returncode:
         raise SystemExit(f"{ended.stdout}\nrow {row} ended with {ended.returncode}")
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
