@@ -15,28 +15,26 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-from harness import SETTINGS, Benchmark, machine, on_ranks, run_ranks
+from harness import ENDLESS, SETTINGS, Benchmark, BenchmarkJob, machine, on_ranks, run_ranks
 
 BENCHMARK = Benchmark("memory_peaks", "memory-peaks.md")
 LAYOUT = {"NPROC": "2", "PP": "1", "EP": "2"}
 LARGE = (
-    "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1024 --moe-ffn-hidden-size 1024 "
-    "--num-experts 8 --train-iters 1000000 --log-interval 1000000 --lr-warmup-iters 0 --lr-decay-style constant"
+    f"{ENDLESS} --num-layers 4 --hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1024"
+    " --moe-ffn-hidden-size 1024 --num-experts 8"
 )
 SMALL = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 64 --moe-ffn-hidden-size 64 "
-    "--num-experts 4 --train-iters 1000000 --log-interval 1000000 --lr-warmup-iters 0 --lr-decay-style constant"
+    f"{ENDLESS} --num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 64 --moe-ffn-hidden-size 64 "
+    "--num-experts 4"
 )
 ITERATIONS, SAMPLES, MB = 600, 12, 1e6
-FULL = " --moe-ckpt-strategy full --moe-ckpt-interval 1"
 JOBS = {
-    "no snapshots": ("", {}),
-    "`full`": (FULL, {}),
-    "`full`, one heap (`MALLOC_ARENA_MAX=1`)": (FULL, {"MALLOC_ARENA_MAX": "1"}),
+    "no snapshots": ("none", {}),
+    "`full`": ("full", {}),
+    "`full`, one heap (`MALLOC_ARENA_MAX=1`)": ("full", {"MALLOC_ARENA_MAX": "1"}),
 }
-"""The jobs whose memory is followed: their flags, and what their environment has besides."""
+"""The jobs whose memory is followed: their strategy, and what their environment has besides."""
 CONFIG = {
     "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_act": "silu", "hidden_size": 1024,
     "head_dim": 64, "intermediate_size": 2048, "max_position_embeddings": 4096, "num_attention_heads": 16,
@@ -84,49 +82,59 @@ def peak_of(work: Callable[[], object]) -> float:
     return _status("VmHWM") - before
 
 
-def measure(config: Any, launch: Any, settings: dict[str, Any]) -> dict[str, Any]:
+def measure(job: BenchmarkJob, settings: dict[str, Any]) -> dict[str, Any]:
     """What each rank does."""
     import torch
 
-    from megatron.core.dist_checkpointing.moe import Timestamps
+    from megatron.core.dist_checkpointing.moe import MoECheckpointConfig
     from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology, state_tensors
-    from megatron.pretrain.checkpoint.load import load_checkpoint
-    from megatron.pretrain.checkpoint.save import Saver
-    from megatron.pretrain.loop import Trainer
-    from megatron.pretrain.pretraining import Pretraining
 
     found: dict[str, Any] = {}
-
-    def run(trainer: Trainer) -> None:
-        state, batches = trainer._state, trainer._recover()
-        for _ in range(3):
-            trainer.iterate(batches)
-        tensors = state_tensors(state.chunks, state.optimizer, read_topology(launch.world_size))
-        found["state_mb"] = sum(each.tensor.nbytes for each in tensors) / MB
-        if settings["grow"]:
-            found["growth"] = []
-            for _ in range(SAMPLES):
-                for _ in range(settings["iterations"] // SAMPLES):
-                    trainer.iterate(batches)
-                gc.collect()
-                found["growth"].append(in_use())
-        else:
-            found["save_mb"] = peak_of(Saver(state).save)
-            found["restore_mb"] = peak_of(lambda: load_checkpoint(state))
-        trainer._manager.finish(keep_memory=False)
-
-    with mock.patch.object(Trainer, "run", run):
-        Pretraining(config).train(launch, Timestamps())
-    ranks: list[Any] = [None] * launch.world_size
+    trainer, strategy = job.trainer, settings["strategy"]
+    own = {} if strategy == "none" else {"interval": 1, "memory_dir": str(job.folder)}
+    manager = trainer.managed(config=MoECheckpointConfig(strategy=strategy, **own))
+    manager.resume()
+    iterate = job.iterating(manager)
+    for _ in range(3):
+        iterate()
+    tensors = state_tensors(trainer.chunks, trainer.optimizer, read_topology(job.world_size))
+    found["state_mb"] = sum(each.tensor.nbytes for each in tensors) / MB
+    if settings["iterations"]:
+        found["growth"] = []
+        for _ in range(SAMPLES):
+            for _ in range(settings["iterations"] // SAMPLES):
+                iterate()
+            gc.collect()
+            found["growth"].append(in_use())
+    else:
+        found |= saved_and_restored(trainer)
+    manager.finish(keep_memory=False)
+    ranks: list[Any] = [None] * job.world_size
     torch.distributed.all_gather_object(ranks, found)
     return {"ranks": ranks}
 
 
-def in_job(flags: str, environment: Mapping[str, str] | None = None, iterations: int = 0) -> list[dict[str, Any]]:
+def saved_and_restored(trainer: Any) -> dict[str, float]:
+    """Peaks of a checkpoint of Megatron-LM's loop: when it is written, and when it is read."""
+    import torch
+
+    from megatron.core.dist_checkpointing.moe.megatron_state.step_counts import loading_step_counts
+    from megatron.training import training
+
+    live = trainer.chunks, trainer.optimizer, trainer.scheduler
+    save_mb = peak_of(lambda: training.save_checkpoint(trainer.state.iteration, *live, 0))
+    # Core copies into master weights in place, which autograd refuses for those that are the model's own.
+    with torch.no_grad(), loading_step_counts(trainer.optimizer):
+        return {"save_mb": save_mb, "restore_mb": peak_of(lambda: training.load_checkpoint(*live))}
+
+
+def in_job(
+    flags: str, strategy: str = "none", environment: Mapping[str, str] | None = None, iterations: int = 0
+) -> list[dict[str, Any]]:
     """The figures of each rank of a job; with iterations, how its memory grows over so many of them."""
     with tempfile.TemporaryDirectory(prefix="moe-ckpt-peaks-") as saved:
-        flags += f" --save {saved} --load {saved} --dist-ckpt-optim-fully-reshardable"
-        settings, given = {"grow": iterations > 0, "iterations": iterations}, LAYOUT | dict(environment or {})
+        flags += f" --save {saved} --load {saved} --save-interval 10000 --dist-ckpt-optim-fully-reshardable"
+        settings, given = {"strategy": strategy, "iterations": iterations}, LAYOUT | dict(environment or {})
         ranks: list[dict[str, Any]] = run_ranks(__file__, settings, given, flags)["ranks"]
         return ranks
 
@@ -245,8 +253,8 @@ def measured(iterations: int = ITERATIONS) -> dict[str, Any]:
 def growth(iterations: int) -> dict[str, Any]:
     """How the memory of each of `JOBS` grows."""
     jobs = {}
-    for name, (flags, environment) in JOBS.items():
-        jobs[name] = [rank["growth"] for rank in in_job(SMALL + flags, environment, iterations)]
+    for name, (strategy, environment) in JOBS.items():
+        jobs[name] = [rank["growth"] for rank in in_job(SMALL, strategy, environment, iterations)]
     return {"iterations": iterations, "jobs": jobs}
 
 
