@@ -94,7 +94,7 @@ def train_with_nvrx(argv: Sequence[str]) -> None:
 
     from megatron.core.dist_checkpointing.moe.core_versions.training import drop_auxiliary_losses
     from megatron.core.dist_checkpointing.moe.in_place.building import own_build
-    from megatron.training.training import destroy_global_state
+    from megatron.training.training import destroy_global_state, set_startup_timestamps
 
     ports = {int(os.environ["NVRX_PORT"]), int(os.environ["MASTER_PORT"])}
 
@@ -120,6 +120,7 @@ def train_with_nvrx(argv: Sequence[str]) -> None:
 
     def train() -> None:
         logging.getLogger("megatron").setLevel(logging.WARNING)
+        set_startup_timestamps(time.time())  # as Megatron-LM's own scripts do: where it is set, ranks agree on it
         stock_loop._train(Launch.from_environment(), "cpu", None, recover_only=False)
 
     instrument()
