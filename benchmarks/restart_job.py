@@ -137,7 +137,7 @@ def train_with_nvrx(argv: Sequence[str]) -> None:
         progress_watchdog_interval=every,
         last_call_wait=every,
     )
-    wrapper.restart_health_check = None  # of a GPU
+    vars(wrapper).update(restart_health_check=None)  # of a GPU
     if int(os.environ["RANK"]) >= int(os.environ["NPROC"]):
         pretrain_gpt_moe.warm_up(argv)  # a reserve, with all imports done
         (PROGRESS / "standby").touch()
