@@ -119,12 +119,12 @@ def run_ranks(script: str | Path, settings: Mapping[str, Any], layout: Mapping[s
 def on_ranks(argv: Sequence[str], measure: Callable[[BenchmarkJob, dict[str, Any]], dict[str, Any]]) -> None:
     """What each rank does: start training as the driver does, and where its first iteration would be `measure(job,
     settings)` instead, leave what rank 0 found, and end."""
-    import megatron.pretrain.core_import  # noqa: F401  # before all that imports Megatron-Core
+    import pretrain_gpt_moe
     from megatron.pretrain.initialize import use_cpu
-    from megatron.pretrain.stock_loop import device_of, run_stock
+    from megatron.pretrain.loop import device_of
 
     if device_of(argv) == "cpu":
-        use_cpu(stock_loop=True)  # before Megatron-LM is imported
+        use_cpu()  # before Megatron-LM is imported
     sys.path.append(str(ROOT / "tests" / "process"))
     from stock_trainer import Trainer, before_training
 
@@ -138,7 +138,7 @@ def on_ranks(argv: Sequence[str], measure: Callable[[BenchmarkJob, dict[str, Any
         raise SystemExit(0)
 
     with before_training(examine):
-        sys.exit(run_stock(argv))
+        sys.exit(pretrain_gpt_moe.train(argv))
 
 
 @dataclass(frozen=True)

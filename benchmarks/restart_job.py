@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import pretrain_gpt_moe
-from megatron.pretrain import stock_loop
+from megatron.pretrain import loop
 from megatron.pretrain.initialize import Launch, use_cpu
 
 PROGRESS = Path(os.environ["PROGRESS"])
@@ -77,15 +77,15 @@ def warm_up(argv: Sequence[str], done: Callable[..., None] = pretrain_gpt_moe.wa
     (PROGRESS / "standby").touch()
 
 
-def use_cpu_and_instrument(**options: bool) -> None:
+def use_cpu_and_instrument() -> None:
     """That of the driver."""
-    use_cpu(**options)
+    use_cpu()
     instrument()
 
 
 def train_with_nvrx(argv: Sequence[str]) -> None:
     """What `inprocess.Wrapper` protects: the driver without seats, from its flags to the end of training."""
-    use_cpu(stock_loop=True)
+    use_cpu()
     import logging
 
     import torch.distributed as dist
@@ -118,10 +118,14 @@ def train_with_nvrx(argv: Sequence[str]) -> None:
             os.environ["TORCHELASTIC_RESTART_COUNT"] = str(int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1)
             return state
 
+    parts = loop.Parts(
+        pretrain_gpt_moe.datasets_provider, pretrain_gpt_moe.model_provider, pretrain_gpt_moe.forward_step
+    )
+
     def train() -> None:
         logging.getLogger("megatron").setLevel(logging.WARNING)
         set_startup_timestamps(time.time())  # as Megatron-LM's own scripts do: where it is set, ranks agree on it
-        stock_loop._train(Launch.from_environment(), "cpu", None, recover_only=False)
+        loop._train(Launch.from_environment(), parts, "cpu", None, recover_only=False)
 
     instrument()
     hang_up = [HangUp()] if os.environ.get("HANG_UP") == "1" else []
@@ -169,5 +173,5 @@ if __name__ == "__main__":
         train_with_nvrx(sys.argv[1:])
         sys.exit(0)
     pretrain_gpt_moe.warm_up = warm_up
-    stock_loop.use_cpu = use_cpu_and_instrument
+    loop.use_cpu = use_cpu_and_instrument
     sys.exit(pretrain_gpt_moe.main(sys.argv[1:]))

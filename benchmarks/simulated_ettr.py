@@ -59,8 +59,9 @@ def _ours(*flags: str) -> tuple[str, ...]:
     return ("--moe-ckpt-strategy", *flags)
 
 
+BEHIND = ("--async-save", "--use-persistent-ckpt-worker")
 SETUPS = {
-    "torch_dist async, every 10": Setup(("--save-interval", "10", "--async-save", "--keep-last", "2"), 10, 1, True),
+    "torch_dist async, every 10": Setup(("--save-interval", "10", *BEHIND), 10, 1, True),
     "full, every 4": Setup(_ours("full", "--moe-ckpt-interval", "4"), 4, 1, True),
     "sparse, W = 4, global": Setup(
         _ours("sparse", "--moe-ckpt-window", "4", "--moe-ckpt-recovery", "global"), 4, 1, False

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import pretrain_gpt_moe
 from megatron.core.dist_checkpointing.moe.runtime import faults
 from megatron.core.dist_checkpointing.moe.seats.seat import Seat
-from megatron.pretrain import stock_loop
+from megatron.pretrain import loop
 from megatron.pretrain.initialize import use_cpu
 
 FOLDER = Path(os.environ["SEATS"])
@@ -139,9 +139,9 @@ def struck(owner: Any, name: str, before: str, after: str) -> None:
     setattr(owner, name, called)
 
 
-def use_cpu_and_instrument(**options: bool) -> None:
+def use_cpu_and_instrument() -> None:
     """That of the driver; the modules that are changed want the device to be chosen."""
-    use_cpu(**options)
+    use_cpu()
     (FOLDER / f"process-{os.environ['RANK']}-{os.getpid()}").touch()
     instrument()
 
@@ -149,11 +149,10 @@ def use_cpu_and_instrument(**options: bool) -> None:
 def instrument() -> None:
     """The points of a recovery at which this process may be killed, and what it leaves when it trains."""
     from megatron.core.dist_checkpointing.moe import MoECheckpointManager
-    from megatron.pretrain import stock_model
 
-    struck(stock_loop, "start_process_group", "connect", "connected")
-    struck(stock_model, "build_model", "build", "built")
-    struck(stock_model, "build_datasets", "data", "data built")
+    struck(loop, "start_process_group", "connect", "connected")
+    struck(pretrain_gpt_moe, "model_provider", "build", "built")
+    struck(pretrain_gpt_moe, "datasets_provider", "data", "data built")
     struck(MoECheckpointManager, "resume", "resume", "resumed")
     instrument_manager(MoECheckpointManager)
 
@@ -192,7 +191,7 @@ def instrument_manager(kind: Any) -> None:
 if __name__ == "__main__":
     faults.FaultInjector.__init__.__defaults__ = (kill_once_standbys_are_ready,)
     pretrain_gpt_moe.warm_up = warm_up
-    stock_loop.use_cpu = use_cpu_and_instrument
+    loop.use_cpu = use_cpu_and_instrument
     Seat.training = training  # type: ignore[method-assign]
     if os.environ.get("KEEP") == "0":
         Seat.keep = lambda *_: None  # type: ignore[method-assign]

@@ -1,8 +1,8 @@
 """Install the Python of Transformer Engine, without its compiled code, for tests and runs on the CPU.
 
 It goes into a folder of its own (`megatron.pretrain.te_on_cpu.wheel`), because Megatron-Core takes a Transformer
-Engine that it can import for one with kernels; and without what it depends on, which is CUDA. The releases are those
-that tests run with: the newest that Megatron-Core 0.16 takes, and the newest.
+Engine that it can import for one with kernels; and without what it depends on, which is CUDA. The release is the one
+that tests run with.
 """
 
 import importlib.metadata
@@ -11,7 +11,7 @@ import sys
 
 from megatron.pretrain.te_on_cpu.wheel import place
 
-VERSION = "2.11.0" if sys.version_info < (3, 12) else "2.20.2"
+VERSION = "2.20.2"
 
 
 def main() -> int:

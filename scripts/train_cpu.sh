@@ -18,7 +18,6 @@
 #   CORPUS            prefix of the .bin/.idx to train on (default: the standard library's sources, made on first use)
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-export LOOP=${LOOP:-stock}
 venv=$root/.venv
 python=${PYTHON:-$([ -x "$venv/bin/python" ] && echo "$venv/bin/python" || echo python3)}
 corpus=${CORPUS:-$root/.data/stdlib}
@@ -32,23 +31,19 @@ layout=(--tensor-model-parallel-size "${TP:-1}" --pipeline-model-parallel-size "
 [ -n "${VPP:-}" ] && layout+=(--num-virtual-stages-per-pipeline-rank "$VPP")
 model=(--num-layers 4 --hidden-size 64 --num-attention-heads 4 --normalization RMSNorm --swiglu --disable-bias-linear
        --position-embedding-type rope --attention-dropout 0.1 --hidden-dropout 0.0
-       --make-vocab-size-divisible-by "$((128 / ${TP:-1}))")  # padded alike under any TP, so that checkpoints fit
+       --max-position-embeddings 128
+       --make-vocab-size-divisible-by "$((128 / ${TP:-1}))"  # padded alike under any TP, so that checkpoints fit
+       # Without the kernels of a GPU.
+       --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-rope-fusion
+       --no-masked-softmax-fusion)
 experts=(--num-experts 8 --moe-ffn-hidden-size 128 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2
-         --moe-token-dispatcher-type alltoall)
+         --moe-router-load-balancing-type aux_loss --moe-token-dispatcher-type alltoall)
 training=(--seq-length 128 --micro-batch-size 2 --global-batch-size 16 --train-iters 100 --lr 3e-3 --min-lr 3e-4
-          --lr-decay-style cosine --log-interval 1)
+          --lr-decay-style cosine --log-interval 1 --distributed-backend gloo --eval-iters 0 --eval-interval 1000)
 # The two ways to give a warmup exclude each other, so the default must not stand beside the other one.
 [[ " $*" == *" --lr-warmup-iters"* ]] || training+=(--lr-warmup-fraction 0.1)
-data=(--data-path "$corpus" --split "90,5,5" --num-workers 0)
-
-# What Megatron-LM has to be told, and the own loop knows: ids are 256 bytes and the end of a document.
-if [ "$LOOP" = stock ]; then
-    model+=(--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-rope-fusion
-            --no-masked-softmax-fusion --max-position-embeddings 128)
-    experts+=(--moe-router-load-balancing-type aux_loss)
-    training+=(--distributed-backend gloo --eval-iters 0 --eval-interval 1000)
-    data+=(--tokenizer-type NullTokenizer --vocab-size 257)
-fi
+data=(--data-path "$corpus" --split "90,5,5" --num-workers 0
+      --tokenizer-type NullTokenizer --vocab-size 257)  # 256 bytes and the end of a document
 
 # One thread per process: several processes share few cores, and sums keep their order.
 export OMP_NUM_THREADS=1

@@ -6,8 +6,8 @@
 
 Measured is what this environment does, with its wheel unchanged: a small MoE model with the distributed optimizer is
 built on the CPU, its training state enumerated and held against the live model, and the names looked for that a replay
-of iterations takes hold of. Where the wheel has a training loop, a test kills a rank in it and compares the end of the
-restarted job with that of the undisturbed one; it takes about a minute.
+of iterations takes hold of. A test kills a rank and compares the end of the restarted job with that of the undisturbed
+one; it takes about a minute.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"
 RESULTS = ROOT / "docs" / "results" / "compatibility.json"
-OF_THE_LOOP = "megatron.pretrain.stock_model"
-"""What an entry script gives to the training loop: imported only where the wheel has one."""
 PACKAGES = ("megatron.core.dist_checkpointing.moe", "megatron.pretrain", "moe_ckpt")
 KILLED = "test_a_killed_job_ends_as_the_undisturbed_one_to_the_last_bit"
 """Of tests/stock, PP 2 and EP 2 with the distributed optimizer; each case names its strategy first."""
 MODEL = (
     "--device cpu --use-distributed-optimizer --bf16 --num-layers 2 --hidden-size 32 --num-attention-heads 4"
-    " --num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
-    " --moe-router-load-balancing-type none --moe-token-dispatcher-type alltoall --swiglu --disable-bias-linear"
-    " --position-embedding-type rope --normalization RMSNorm --seq-length 32 --micro-batch-size 1"
-    " --global-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --vocab-size 64 --tokenizer-type NullTokenizer"
+    " --num-experts 4 --moe-router-topk 2 --distributed-backend gloo --transformer-impl local"
+    " --no-persist-layer-norm --no-gradient-accumulation-fusion --no-rope-fusion --no-masked-softmax-fusion"
+    " --max-position-embeddings 32 --eval-iters 0 --attention-dropout 0 --hidden-dropout 0"
+    " --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-load-balancing-type"
+    " none --moe-token-dispatcher-type alltoall --swiglu --disable-bias-linear --position-embedding-type rope"
+    " --normalization RMSNorm --seq-length 32 --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr"
+    " 1e-3 --mock-data --vocab-size 64 --tokenizer-type NullTokenizer"
 )
 HEADING = """# Compatibility
 
@@ -50,12 +52,11 @@ with the release in question. A release that is not in the table was not looked 
 
 """
 LEGEND = """
-- **Imports**: *all* if every module of this package can be imported, but for what needs a training loop where the wheel
-  has none; else those that cannot.
+- **Imports**: *all* if every module of this package can be imported; else those that cannot.
 - **Tensors of state**: what `state_tensors` enumerates of a small MoE model (bf16, distributed optimizer, expert bias);
   *complete* if `check_complete` finds every byte of the live model and optimizer in exactly one of them.
 - **Seams**: names of `core_versions/seams.py` that the release has with the parameters written there.
-- **Stock loop**: the strategies with which jobs in `megatron.training` of the wheel (PP 2, EP 2, distributed optimizer,
+- **Bit-equal**: the strategies with which jobs in Megatron-LM's loop (PP 2, EP 2, distributed optimizer,
   four processes on the CPU), of which a rank was killed, ended with the bits of the undisturbed job.
 - **Strategies**: `full` and `pec` need complete state; `sparse` also needs all seams and a model that can be frozen.
 
@@ -63,15 +64,12 @@ What differs between the releases is in `megatron/core/dist_checkpointing/moe/co
 
 | From | What changed in Megatron-Core | Where it is met |
 |---|---|---|
-| 0.17 | the classes of `dist_checkpointing` strategies, which take an `async_strategy` | `checkpoints.py` |
-| 0.18 | `get_batch_on_this_cp_rank` takes `is_hybrid_cp`; a tracker has the auxiliary losses | `training.py` |
+| 0.18 | a tracker has the auxiliary losses | `training.py` |
 | 0.18 | the distributed optimizer gathers weights by groups of buckets | `training.py`: `gathers_after_step` |
 | 0.18 | `grad_norm_skip_threshold`: steps with too large gradients are skipped | `training.py`; `StepJournal.skipped` |
 | 0.18 | expert biases are summed up over `pg_collection.tp_dp_cp` | `local_recovery/communicator.py` |
-| 0.19 | the common state is among the shards, there is no `common.pt` | `checkpoints.py`, `moe_ckpt/dense/dense.py` |
+| 0.19 | the common state is among the shards, there is no `common.pt` | `moe_ckpt/dense/dense.py` |
 | 0.19 | groups of parameters with gradient norms of their own | refused by `sparse` by name |
-
-Dense checkpoints that our own driver saves have a `common.pt` with every release: all of them load it.
 """
 
 
@@ -81,25 +79,24 @@ def measure() -> dict[str, Any]:
     import megatron.pretrain.core_import  # noqa: F401  # before all that imports Megatron-Core
     from megatron.core.dist_checkpointing.moe.core_versions.seams import SEAMS, changed_seams, core_version
 
-    broken = _on_a_small_model(_unimportable)
+    found = _on_a_small_model(_state)
     import torch
 
     changed = changed_seams()
     return {
-        "core": core_version,
+        "core": core_version.partition("+")[0],
         "python": ".".join(platform.python_version_tuple()[:2]),
         "torch": torch.__version__.split("+")[0],
-        "broken": broken,
         "seams": sum(map(len, SEAMS.values())),
         "changed": list(changed),
-        "loop": _stock_loop(),
-        **_on_a_small_model(_state),
+        "loop": _ended_equal(),
+        **found,
     }
 
 
 def render() -> str:
     """The whole page."""
-    columns = ("Megatron-Core", "Python", "torch", "Imports", "Tensors of state", "Seams", "Strategies", "Stock loop")
+    columns = ("Megatron-Core", "Python", "torch", "Imports", "Tensors of state", "Seams", "Strategies", "Bit-equal")
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     return HEADING + "\n".join([*lines, *(_row(found) for found in results().values())]) + "\n" + LEGEND
 
@@ -116,7 +113,7 @@ def _row(found: dict[str, Any]) -> str:
     seams = f"{found['seams'] - len(found['changed'])} of {found['seams']}"
     refused = "" if found["refused"] is None else f"; `sparse` refused: {found['refused']}"
     allowed = ", ".join(f"`{name}`" for name in found["strategies"])
-    loop = "not in the wheel" if found["loop"] is None else ", ".join(f"`{name}`" for name in found["loop"]) or "none"
+    loop = ", ".join(f"`{name}`" for name in found["loop"]) or "none"
     cells = (found["core"], found["python"], found["torch"], imports, complete, seams, allowed + refused, loop)
     return f"| {' | '.join(cells)} |"
 
@@ -126,15 +123,11 @@ def _modules() -> list[str]:
         module.name
         for package in PACKAGES
         for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}.")
-        if not module.name.endswith("__main__") and (module.name != OF_THE_LOOP or _has_loop())
+        if not module.name.endswith("__main__")
     ]
 
 
-def _has_loop() -> bool:
-    return importlib.util.find_spec("megatron.training") is not None
-
-
-def _unimportable(arguments: Any) -> list[str]:
+def _unimportable() -> list[str]:
     broken = []
     for name in _modules():
         try:
@@ -144,10 +137,8 @@ def _unimportable(arguments: Any) -> list[str]:
     return broken
 
 
-def _stock_loop() -> list[str] | None:
-    """The strategies that bring a killed job in the loop of the wheel back to the bit; None where it has no loop."""
-    if not _has_loop():
-        return None
+def _ended_equal() -> list[str]:
+    """The strategies that bring a killed job back to the bit."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         tests = ["tests/stock/test_stock_recovery.py", "-k", KILLED, "-m", "full or not full"]
@@ -164,21 +155,23 @@ def _stock_loop() -> list[str] | None:
 
 
 def _on_a_small_model(work: Callable[[Any], Any]) -> Any:
-    """The result of `work`, which gets a training state, in a job of one process on the CPU."""
-    from megatron.core.dist_checkpointing.moe import ProcessInfo
-    from megatron.pretrain.config import parse_config
-    from megatron.pretrain.config.validate import resolve
-    from megatron.pretrain.initialize import Launch, initialize, probe_environment, shut_down
+    """The result of `work`, which gets chunks and optimizer that Megatron-LM built in one process."""
+    from megatron.pretrain.initialize import Launch, shut_down
+    from megatron.pretrain.loop import start_megatron
 
-    config = resolve(parse_config(MODEL.split()), probe_environment(1))
-    initialize(config, Launch(0, 1, 0, ProcessInfo(0, "here", "compatibility")))
+    sys.argv[1:] = MODEL.split()
+    start_megatron("cpu", Launch.from_environment())
     try:
-        from megatron.pretrain.assemble import build_state
-        from megatron.pretrain.tokenizer import build_tokenizer
+        from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import allocate_optimizer_state
+        from megatron.core.enums import ModelType
+        from megatron.training.training import setup_model_and_optimizer
+        from pretrain_gpt_moe import model_provider
 
-        data = config.data
-        state, _ = build_state(config, build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size))
-        return work(state)
+        chunks, optimizer, _ = setup_model_and_optimizer(
+            model_provider_func=model_provider, model_type=ModelType.encoder_or_decoder
+        )
+        allocate_optimizer_state(optimizer)
+        return work(SimpleNamespace(chunks=chunks, optimizer=optimizer))
     finally:
         shut_down()
 
@@ -203,7 +196,13 @@ def _state(state: Any) -> dict[str, Any]:
         refused = str(error)
     copied = ["full", "pec"] if incomplete is None else []
     strategies = [*copied, *(["sparse"] if copied and refused is None else [])]
-    return {"tensors": len(tensors), "incomplete": incomplete, "refused": refused, "strategies": strategies}
+    return {
+        "broken": _unimportable(),
+        "tensors": len(tensors),
+        "incomplete": incomplete,
+        "refused": refused,
+        "strategies": strategies,
+    }
 
 
 def main() -> int:

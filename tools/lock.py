@@ -1,6 +1,6 @@
 """Write the lock file of this environment: every package with its version and the hash of what pip would install.
 
-    python tools/lock.py            # writes requirements/lock-py311.txt, named after the running Python
+    python tools/lock.py            # writes requirements/lock-py312.txt, named after the running Python
 
 torch is left out: its build follows the machine, see `scripts/install_torch.py`. So are packages without a file in the
 package index, such as this one.

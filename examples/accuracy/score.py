@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
-import megatron.pretrain.core_import  # noqa: F401  # before all that imports Megatron-Core
 from megatron.pretrain.initialize import use_cpu
-from megatron.pretrain.stock_loop import device_of, run_stock
+from megatron.pretrain.loop import device_of
+from pretrain_gpt_moe import train
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -29,7 +29,7 @@ from tasks import CHANCE, TextQuestion, questions, right, rows
 def score(argv: Sequence[str]) -> int:
     """Answer every question, on all ranks together; exit code as of the driver."""
     if device_of(argv) == "cpu":
-        use_cpu(stock_loop=True)  # Megatron-LM looks at the device while it is imported, so the device comes first
+        use_cpu()  # Megatron-LM looks at the device while it is imported, so the device comes first
     import megatron.training
     from megatron.training import training
 
@@ -41,7 +41,7 @@ def score(argv: Sequence[str]) -> int:
             return pretrain(*given, **named)
 
     with mock.patch.object(megatron.training, "pretrain", asking):
-        return run_stock(argv)
+        return train(argv)
 
 
 def answer(_forward_step: Any, chunks: Any, *_others: Any, **_options: Any) -> NoReturn:

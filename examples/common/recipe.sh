@@ -8,7 +8,7 @@
 #   DATA           prefix of the tokenized corpus (.bin/.idx)
 #   TOKENIZER      folder or name of the model's Hugging Face tokenizer
 #   SAVE           folder for checkpoints and snapshots that all nodes see
-#   SCRIPT         entry script with the two lines of docs/stock_loop.md (default: examples/stock_loop/pretrain_gpt.py)
+#   SCRIPT         entry script with the two lines of docs/stock_loop.md (default: pretrain_gpt_moe.py)
 #   STANDBYS (1), MAX_RESTARTS (20), JOB, PYTHON
 : "${NODES:?is needed: how many nodes}" "${HEAD:?is needed: the first node}" "${DATA:?is needed: a tokenized corpus}"
 : "${TOKENIZER:?is needed: the model\'s tokenizer}" "${SAVE:?is needed: a folder for checkpoints that all nodes see}"
@@ -28,6 +28,6 @@ export MOE_CKPT_PATIENCE_S=120
 exec "${PYTHON:-python3}" -m megatron.pretrain.seats.run --moe-ckpt-standbys "${STANDBYS:-1}" --nnodes "$NODES" \
     --nproc-per-node 8 --max-restarts "${MAX_RESTARTS:-20}" --shutdown-timeout "$MOE_CKPT_PATIENCE_S" \
     --rdzv-backend c10d --rdzv-id "${JOB:-$(basename "$folder")}" --rdzv-endpoint "$HEAD:29500" \
-    "${SCRIPT:-$root/examples/stock_loop/pretrain_gpt.py}" "${flags[@]}" \
+    "${SCRIPT:-$root/pretrain_gpt_moe.py}" "${flags[@]}" \
     --tokenizer-model "$TOKENIZER" --data-path "$DATA" --save "$SAVE" --load "$SAVE" \
     --moe-ckpt-persist-dir "$SAVE/snapshots" "$@"

@@ -11,28 +11,23 @@
 #   HEAD               without Slurm: name of the first node. Run the script on every node
 #   JOB                without Slurm: name of the job (default: the model's); the same whenever it is started again
 #   MAX_RESTARTS (20)  restarts after failures
-#   LOOP (own)         stock: the loop of Megatron-LM, for the flags that both have
 #   PYTHON             interpreter (default: .venv of the repository, else python3)
 : "${DATA:?is needed: the prefix of a tokenized corpus (.bin/.idx)}"
 : "${SAVE:?is needed: a folder for checkpoints that all nodes see}"
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 name=$(basename "$(cd "$(dirname "${BASH_SOURCE[1]}")" && pwd)")
 
-# Newer releases of Megatron-Core would take their own loop, which has not all of these flags.
-export LOOP=${LOOP:-own}
-of_loop=(--keep-last 2)
-if [ "$LOOP" = stock ]; then
-    of_loop=(--eval-interval 1000)  # Megatron-LM has none of its own
-    # With biases, Transformer Engine's grouped experts refuse fused additions, and a fused GELU.
-    [[ " ${flags[*]} " = *" --disable-bias-linear "* ]] || of_loop+=(--no-bias-dropout-fusion --no-bias-gelu-fusion)
-fi
+# With biases, Transformer Engine's grouped experts refuse fused additions, and a fused GELU.
+fusion=()
+[[ " ${flags[*]} " = *" --disable-bias-linear "* ]] || fusion=(--no-bias-dropout-fusion --no-bias-gelu-fusion)
 
 # What all models share. Transformer Engine's grouped experts take biases, which Megatron-Core's sequential ones do not.
 flags=(--device cuda --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
        --moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 --moe-router-dtype fp32
        --attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer
        --lr-decay-style cosine --lr-warmup-fraction 0.01 --log-interval 10 --exit-signal-handler
-       --data-path "$DATA" --save "$SAVE" --load "$SAVE" --save-interval 1000 --async-save "${of_loop[@]}"
+       --data-path "$DATA" --save "$SAVE" --load "$SAVE" --save-interval 1000 --eval-interval 1000
+       --async-save --use-persistent-ckpt-worker --save-retain-interval 5000 "${fusion[@]}"
        --moe-ckpt-persist-dir "$SAVE/snapshots" --metrics-jsonl "$SAVE/metrics.jsonl" "${flags[@]}" "$@")
 
 if [ -z "${HEAD:-}" ]; then

@@ -9,7 +9,7 @@ model=(--num-layers 2 --num-experts 8 --moe-router-topk 2)
 pec=(--moe-ckpt-strategy pec --moe-ckpt-pec-k-snapshot 1 --moe-ckpt-inject-fault 1@10:forward-backward)
 
 echo "Pretraining: 40 iterations of source text."
-train pretrained "${model[@]}" --train-iters 40 --save "$folder/pretrained"
+train pretrained "${model[@]}" --train-iters 40 --save "$folder/pretrained" --save-interval 40
 
 "$python" "$root/tools/preprocess_data.py" --input "$root/docs/*.md" --output-prefix "$folder/docs" --append-eod \
     >"$folder/preprocess.log" 2>&1

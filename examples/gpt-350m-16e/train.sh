@@ -6,8 +6,8 @@ flags=(
     --expert-model-parallel-size 8
     # Batch and learning rate are not published: those of GPT-3. 1,908 iterations are the published 1 G tokens.
     --micro-batch-size 8 --global-batch-size 512 --seq-length 1024 --train-iters 1908 --lr 3e-4 --min-lr 3e-5
-    # GPT-2's vocabulary: 50,256 ids and one for the end of a document.
-    --vocab-size 50256 --max-position-embeddings 1024
+    # GPT-2's vocabulary, of which the last id stands for the end of a document.
+    --vocab-size 50257 --max-position-embeddings 1024
     --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --ffn-hidden-size 4096
     --num-experts 16 --moe-router-topk 1 --moe-router-pre-softmax --moe-layer-freq '[0,1]*12'
     # Two levels, as in MoC-System Fig. 14: 4 experts per layer to memory, 1 of them to storage.

@@ -2,12 +2,15 @@
 # Train Mixtral-8x22B on 16 nodes of 8 GPUs: TP 2, PP 8 with 7 virtual stages, EP 8. See README.md.
 set -euo pipefail
 nodes=16
+# With tensor parallelism Megatron-LM asks for it on GPUs before Blackwell.
+export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 flags=(
     --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1
     --pipeline-model-parallel-size 8 --num-virtual-stages-per-pipeline-rank 7 --expert-model-parallel-size 8
     --micro-batch-size 1 --global-batch-size 256 --seq-length 4096 --train-iters 10000 --lr 1.2e-5 --min-lr 1.2e-6
-    --tokenizer-type HuggingFaceTokenizer --tokenizer-model "${TOKENIZER:?is needed: the tokenizer.json of the model}"
-    --untie-embeddings-and-output-weights --position-embedding-type rope --rotary-base 1000000
+    --tokenizer-type HuggingFaceTokenizer --tokenizer-model "${TOKENIZER:?is needed: a folder or a name of Hugging Face}"
+    --untie-embeddings-and-output-weights --max-position-embeddings 4096
+    --position-embedding-type rope --rotary-base 1000000
     --num-layers 56 --hidden-size 6144 --ffn-hidden-size 16384 --num-attention-heads 48
     --group-query-attention --num-query-groups 8
     --normalization RMSNorm --swiglu --disable-bias-linear --init-method-std 0.008

@@ -9,7 +9,8 @@ flags=(
     # As the paper's other models; neither tokens per sample nor the learning rate are published.
     --micro-batch-size 4 --global-batch-size 512 --seq-length 2048 --train-iters 10000 --lr 3e-4 --min-lr 3e-5
     # StableLM's vocabulary, of which the last id stands for the end of a document.
-    --vocab-size 100351 --untie-embeddings-and-output-weights --position-embedding-type rope --rotary-percent 0.25
+    --vocab-size 100352 --untie-embeddings-and-output-weights --max-position-embeddings 2048
+    --position-embedding-type rope --rotary-percent 0.25
     --num-layers 24 --hidden-size 2048 --num-attention-heads 32 --ffn-hidden-size 5632
     --normalization LayerNorm --swiglu --disable-bias-linear
     --num-experts 4 --moe-router-topk 2 --moe-layer-freq '[0,1]*12'

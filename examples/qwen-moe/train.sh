@@ -8,7 +8,8 @@ flags=(
     # 32 samples are one pipeline's microbatch, 4 on each of the 8 ranks of a stage. The learning rate is not published.
     --micro-batch-size 4 --global-batch-size 512 --seq-length 2048 --train-iters 10000 --lr 3e-4 --min-lr 3e-5
     # Qwen's vocabulary, of which the last id stands for the end of a document.
-    --vocab-size 151935 --untie-embeddings-and-output-weights --position-embedding-type rope --rotary-base 1000000
+    --vocab-size 151936 --untie-embeddings-and-output-weights --max-position-embeddings 2048
+    --position-embedding-type rope --rotary-base 1000000
     --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --ffn-hidden-size 5632
     --normalization RMSNorm --swiglu --disable-bias-linear --add-qkv-bias
     --num-experts 60 --moe-router-topk 4 --moe-ffn-hidden-size 1408 --moe-shared-expert-intermediate-size 5632

@@ -4,7 +4,8 @@ Core decorates its fused functions with `torch.compile` while it is imported, an
 few jobs need. Here functions are compiled when they are called first, and not at all where a CPU plays the device. And
 Python looks for garbage again and again while a million objects come to be that all stay.
 
-Where Python, torch or Megatron-Core is too old for the driver, the process ends here with a line that says so.
+Where Python, torch or Megatron-Core is too old for the driver, or has no training loop, the process ends here with a
+line that says so.
 """
 
 from __future__ import annotations
@@ -72,6 +73,21 @@ def refuse_half_installed() -> None:
             raise SystemExit(UNUSABLE) from None
 
 
+def refuse_core_without_loop() -> None:
+    """End the process with a line and exit code 2 where Megatron-Core comes without `megatron.training`.
+
+    As a source tree of which only `megatron/core` was taken.
+    """
+    if importlib.util.find_spec("megatron.training") is None:
+        core = importlib.util.find_spec("megatron.core")
+        folders = ", ".join(core.submodule_search_locations or ()) if core is not None else ""
+        sys.stderr.write(
+            f"megatron-core ({folders}) has no training loop beside it: there is no megatron.training; pip install"
+            " 'megatron-core>=0.17,<0.20', or put a whole Megatron-LM on PYTHONPATH\n"
+        )
+        raise SystemExit(UNUSABLE)
+
+
 def _load_engine_for_cpu() -> None:
     """Where flags ask for Transformer Engine on the CPU: Megatron-Core looks for it while it is imported."""
     try:
@@ -84,6 +100,7 @@ def _load_engine_for_cpu() -> None:
 
 def _import() -> None:
     refuse_unsupported_versions()
+    refuse_core_without_loop()
     was_enabled = gc.isenabled()
     gc.disable()
     try:

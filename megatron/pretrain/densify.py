@@ -2,8 +2,7 @@
 
 import sys
 
-import megatron.pretrain.core_import  # noqa: F401  # before all that imports Megatron-Core
-from megatron.pretrain.stock_loop import run_stock
+from pretrain_gpt_moe import train
 
 if __name__ == "__main__":
-    sys.exit(run_stock(sys.argv[1:], recover_only=True))
+    sys.exit(train(sys.argv[1:], recover_only=True))

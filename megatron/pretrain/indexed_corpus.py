@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ from megatron.pretrain.errors import InvalidInput
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _TOKEN_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-_SCANNED_BYTES = 16 * 2**20
 _TOOL = "tools/preprocess_data.py"
 
 
@@ -73,44 +71,6 @@ def open_corpus(prefix: str) -> IndexedCorpus:
             f"make both again with {_TOOL}"
         )
     return IndexedCorpus(prefix=prefix, sequence_lengths=lengths, token_dtype=dtype)
-
-
-def check_token_ids(corpus: IndexedCorpus, vocab_size: int) -> None:
-    """Raise `InvalidInput` when one of the first 16 MiB of tokens is not an id of a vocabulary of `vocab_size`.
-
-    A corpus made with a larger tokenizer shows there; reading all of a large one would cost more than it is worth.
-    """
-    data_path = Path(f"{corpus.prefix}.bin")
-    count = min(_SCANNED_BYTES, data_path.stat().st_size) // corpus.token_dtype.itemsize
-    tokens: np.ndarray[Any, Any] = np.memmap(data_path, mode="r", dtype=corpus.token_dtype, shape=(count,))
-    lowest, highest = int(tokens.min()), int(tokens.max())
-    if lowest < 0 or highest >= vocab_size:
-        wrong = lowest if lowest < 0 else highest
-        raise InvalidInput(
-            f"{corpus.prefix}.bin holds token id {wrong}, the tokenizer has {vocab_size} ids; "
-            "train with the tokenizer that made the corpus"
-        )
-
-
-def fingerprint(corpora: tuple[IndexedCorpus, ...]) -> str:
-    """Hexadecimal digest of all that Megatron's cached sample indices depend on in these corpora."""
-    digest = hashlib.blake2b(digest_size=8)
-    for corpus in corpora:
-        digest.update(len(corpus.sequence_lengths).to_bytes(8, "little"))
-        digest.update(corpus.sequence_lengths.tobytes())
-    return digest.hexdigest()
-
-
-def discard_torn_indices(cache_directory: Path) -> None:
-    """Remove cached `.npy` indices that were cut short while being written.
-
-    Megatron takes a file that exists for a file that is whole, and would fail on it at every later start.
-    """
-    for path in sorted(cache_directory.glob("*.npy")):
-        try:
-            np.lib.format.open_memmap(path, mode="r")
-        except (ValueError, EOFError):
-            path.unlink()
 
 
 def _parse_header(header: bytes, path: Path) -> tuple[np.dtype[np.generic], int, int]:

@@ -10,7 +10,6 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -20,7 +19,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megatron.pretrain import te_on_cpu
 from megatron.pretrain.errors import InvalidInput, PretrainError
-from megatron.pretrain.loops import has_stock_loop
 from megatron.pretrain.nodes import NodeRange, Nodes, run_nodes
 from megatron.pretrain.old_flags import refuse_old_flags
 from megatron.pretrain.processes import NODE_LEAVES, NODE_NAME, VERDICT_FILE
@@ -59,22 +57,15 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _check_flags(options: argparse.Namespace) -> None:
-    """Raises PretrainError for flags of the training script that cannot work; Megatron-LM judges its own later."""
-    if has_stock_loop():
-        refuse_old_flags(options.flags)
-        _refuse_fewer_nodes(options, any(flag.partition("=")[0] == "--moe-ckpt-elastic" for flag in options.flags))
-        return
-    from megatron.pretrain.config import parse_config
-    from megatron.pretrain.config.validate import resolve
-    from megatron.pretrain.initialize import probe_environment
-
-    config, ranks = parse_config(options.flags), options.nproc_per_node
-    _refuse_fewer_nodes(options, config.moe_checkpoint.elastic is not None)
-    environment = probe_environment(ranks * options.nnodes.most, ranks)
+    """Raises PretrainError for what each rank would refuse for a reason that can be seen here; Megatron-LM judges its
+    own flags later."""
+    refuse_old_flags(options.flags)
+    _refuse_fewer_nodes(options, any(flag.partition("=")[0] == "--moe-ckpt-elastic" for flag in options.flags))
     if te_on_cpu.asked_for(options.flags):
-        environment = replace(environment, **_engine_of_workers())
-    for nodes in range(options.nnodes.least, options.nnodes.most + 1):
-        resolve(config, replace(environment, world_size=ranks * nodes))
+        try:
+            te_on_cpu.find()
+        except te_on_cpu.MissingWheel as error:
+            raise InvalidInput(f"--device cpu --transformer-impl transformer_engine: {error}") from None
 
 
 def _refuse_fewer_nodes(options: argparse.Namespace, is_elastic: bool) -> None:
@@ -83,15 +74,6 @@ def _refuse_fewer_nodes(options: argparse.Namespace, is_elastic: bool) -> None:
             f"--nnodes {options.nnodes}: a job goes on with fewer nodes only as --moe-ckpt-elastic MIN:MAX allows; give"
             f" that flag, or --nnodes {options.nnodes.most}"
         )
-
-
-def _engine_of_workers() -> dict[str, bool]:
-    """What each worker finds that loads Transformer Engine's Python for the CPU, which takes seconds: not done here."""
-    try:
-        te_on_cpu.find()
-    except te_on_cpu.MissingWheel as error:
-        raise InvalidInput(f"--device cpu --transformer-impl transformer_engine: {error}") from None
-    return {"transformer_engine": True, "engine_on_cpu": True}
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

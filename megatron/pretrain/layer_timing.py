@@ -12,7 +12,6 @@ the launcher starts then notes when it could train.
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
 import os
 import resource
@@ -24,14 +23,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import megatron.pretrain.core_import  # noqa: F401  # before all that imports Megatron-Core
 from megatron.core.dist_checkpointing.moe.storage.manifest import checksum
-from megatron.pretrain.initialize import Launch, start_process_group, use_cpu
-from megatron.pretrain.stock_loop import add_flags, device_of, in_worker
+from megatron.pretrain.initialize import Launch
+from megatron.pretrain.loop import device_of, in_worker, start_megatron
 
 SETTINGS = "LAYER_TIMING"
 """Environment variable with the file of the settings."""
@@ -65,42 +63,19 @@ class Settings:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code, see `run_stock`."""
+    """Exit code, see `pretrain_gpt_moe.train`."""
     return in_worker(argv, partial(time_layers, device_of(argv), Settings.read(Path(os.environ[SETTINGS]))))
 
 
 def time_layers(device: str, settings: Settings, launch: Launch) -> None:
     """Time all patterns and lose a rank; after the restart only note when training goes at its pace."""
-    _initialize(device, launch)
+    start_megatron(device, launch)
     is_back = launch.attempt > 0
     found: dict[str, Any] = {"ready_at_s": back_at_s(settings)} if is_back else _timed(settings)
     if launch.rank == 0:
         Path(settings.back if is_back else settings.result).write_text(json.dumps(found))
     if not is_back:
         _lose_a_rank(launch, settings)
-
-
-def _initialize(device: str, launch: Launch) -> None:
-    """Megatron-LM, as its loop does: flags, process groups and random states."""
-    import torch
-
-    if device == "cpu":
-        use_cpu(stock_loop=True)
-    else:
-        torch.cuda.set_device(launch.local_rank)
-
-    from megatron.core.dist_checkpointing.moe.stock import shipped_helpers  # once the device is chosen
-    from megatron.training import arguments
-    from megatron.training.training import initialize_megatron
-
-    start_process_group("gloo" if device == "cpu" else "nccl", launch, datetime.timedelta(minutes=10))
-    if "extra_args_provider" in signature(initialize_megatron).parameters:  # core 0.17 parses the flags itself
-        with shipped_helpers():
-            initialize_megatron(extra_args_provider=add_flags)
-        return
-    arguments.parse_and_validate_args(extra_args_provider=add_flags)
-    with shipped_helpers():
-        initialize_megatron()
 
 
 def back_at_s(settings: Settings) -> float:
@@ -155,15 +130,15 @@ class TimedJob:
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.enums import ModelType
         from megatron.core.utils import get_model_config
-        from megatron.pretrain.stock_model import build_model
         from megatron.training import get_args
         from megatron.training.training import setup_model_and_optimizer
+        from pretrain_gpt_moe import model_provider
 
         self._torch, self._args = torch, get_args()
         layers = [*pattern] * self._args.pipeline_model_parallel_size
         self._args.num_layers, self._args.moe_layer_freq = len(layers), layers
         self._chunks, self._optimizer, _ = setup_model_and_optimizer(
-            model_provider_func=build_model, model_type=ModelType.encoder_or_decoder
+            model_provider_func=model_provider, model_type=ModelType.encoder_or_decoder
         )
         self._frequencies = 1 / torch.arange(1, self._args.vocab_size + 1)
         transformer = get_model_config(self._chunks[0])
@@ -221,7 +196,7 @@ class TimedJob:
     def passes(self, size: int, count: int) -> float:
         """Seconds of forward and backward of `count` microbatches, with the reduction of gradients."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
-        from megatron.pretrain.stock_model import forward_step
+        from pretrain_gpt_moe import forward_step
 
         for chunk in self._chunks:
             chunk.zero_grad_buffer()

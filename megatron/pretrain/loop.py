@@ -1,262 +1,305 @@
-"""The training loop: iterations, evaluation, checkpoints, the end.
+"""Runs `pretrain` of `megatron.training`, protected, on GPUs or on the CPU, with what an entry script gives to it.
 
-An iteration, and what the checkpoint manager does on the way:
-
-    forward_backward    around all passes and the reduction of gradients: frozen operators in a replay, boundary logs
-    optimizer.step      is the manager's: it waits until snapshots have copied what the step is going to change
-    step_done           the scheduler has stepped, the loop has counted: the state after the iteration is complete
-    after_step          after evaluation and dense checkpoint: the snapshot, if one is due; in a replay its record
-    reported            when the numbers of the iteration are written
-
-Faults are injected, and SIGTERM is acted on, in these calls only.
+Its flags are Megatron-LM's, those of checkpoints, and a few of the driver's own: `--device`, `--freeze-experts`,
+`--fp8-main-params` and `--metrics-*`.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import dataclasses
+import datetime
+import gc
 import logging
-import math
+import sys
 import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
 
-from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.moe import MoECheckpointManager, StepJournal
-from megatron.core.dist_checkpointing.moe.core_versions.training import forget_auxiliary_losses
-from megatron.core.dist_checkpointing.moe.seats.joining import joining_here
-from megatron.core.distributed import finalize_model_grads
-from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.pretrain.auxiliary import auxiliary_losses
-from megatron.pretrain.batches import Datasets, evaluation_iterators, forward_step, training_iterators
-from megatron.pretrain.checkpoint.due import Checkpoints
-from megatron.pretrain.checkpoint.state import TrainingState, gather_parameters
-from megatron.pretrain.errors import TrainingFailure
-from megatron.pretrain.metrics import IterationReport, Metrics, protection_fields
-from megatron.pretrain.optimization import LossScale
-from megatron.pretrain.stopping import StopConditions
+from megatron.core.dist_checkpointing.moe.replication.interface import FLAG as INTERFACE
+from megatron.core.dist_checkpointing.moe.replication.interface import use_for_gloo
+from megatron.pretrain import low_precision, te_on_cpu
+from megatron.pretrain.engine_errors import driver_errors
+from megatron.pretrain.errors import InvalidInput
+from megatron.pretrain.flags import refuse, with_printable_help
+from megatron.pretrain.initialize import Launch, shut_down, start_process_group, use_cpu
+from megatron.pretrain.logs import configure_logging
+from megatron.pretrain.metrics import IterationReport, Metrics, MetricsSettings, RunFacts, protection_fields
+from megatron.pretrain.metrics.settings import add_flags as add_metrics_flags
+from megatron.pretrain.metrics.settings import from_flags
+from megatron.pretrain.old_flags import refuse_old_flags
+from megatron.pretrain.worker import exit_code_of, final_exit_code
 
 log = logging.getLogger(__name__)
 
 
-class Trainer:
-    """Trains to `--train-iters`; all methods are collectives over all ranks.
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What Megatron-LM's `pretrain` takes from an entry script."""
 
-    Args:
-        manager: Protects the training.
+    datasets_provider: Callable[..., Any]
+    model_provider: Callable[..., Any]
+    forward_step: Callable[..., Any]
+
+
+def run(argv: Sequence[str], parts: Parts, *, recover_only: bool = False) -> int:
+    """Train with these flags; exit code: 0 done or left as asked, 1 failed, 2 flags or inputs that cannot work.
+
+    recover_only: whether training ends, with a checkpoint, once it has come back to where it goes on.
     """
 
-    def __init__(
-        self,
-        state: TrainingState,
-        transformer: TransformerConfig,
-        datasets: Datasets,
-        metrics: Metrics,
-        manager: MoECheckpointManager,
-    ) -> None:
-        training = state.config.training
-        self._state, self._transformer, self._datasets = state, transformer, datasets
-        self._metrics, self._manager = metrics, manager
-        self._checkpoints, self._loss_scale = Checkpoints(state, manager), LossScale(state.config, state.optimizer)
-        protected = state.config.moe_checkpoint
-        joining = joining_here() if protected.elastic is not None else None
-        waits = state.config.parallel.distributed_timeout_minutes
-        self._stop = StopConditions(training, waits, joining, protected.interval)
-        assert training.global_batch_size and training.micro_batch_size
-        data_parallel = parallel_state.get_data_parallel_world_size()
-        self._microbatches = training.global_batch_size // (training.micro_batch_size * data_parallel)
-        transformer.grad_scale_func = state.optimizer.scale_loss
-        transformer.finalize_model_grads_func = finalize_model_grads
+    def train(launch: Launch) -> None:
+        _train(launch, parts, device_of(argv), _early(argv).moe_ckpt_interface, recover_only=recover_only)
 
-    def run(self) -> None:
-        """Train from the current progress to the end, or to an exit condition."""
-        state, progress = self._state, self._state.progress
-        batches, reason = self._recover(), None
-        while progress.iteration < (state.config.training.train_iters or 0) and reason is None:
-            self.iterate(batches)
-            reason = self._stop.reason(progress.iteration)
-        if reason is not None:
-            log.info("leaving training at iteration %d: %s", progress.iteration, reason)
-        self._checkpoints.finish(early=reason is not None)
-        # Left early without a checkpoint of this iteration, only the memory has it.
-        is_needed = self._stop.makes_way or not self._checkpoints.has_newest
-        self._manager.finish(keep_memory=reason is not None and is_needed)
-        if self._stop.makes_way:
-            self._stop.make_way()
-        if reason is None:
-            self._evaluate("test", self._datasets.test, 0)
+    return in_worker(argv, train)
 
-    def replay(self) -> None:
-        """Run the iterations that make the recovered state dense, save it, and end."""
-        self._recover()
-        self._checkpoints.finish()
-        self._manager.finish(keep_memory=False)
 
-    def abandon(self) -> None:
-        """Training ended with an error: nothing is written any more."""
-        self._checkpoints.abandon()
+def in_worker(argv: Sequence[str], work: Callable[[Launch], None]) -> int:
+    """Do `work` in a process whose flags are Megatron-LM's; exit code as of `run`."""
+    launch = Launch.from_environment()
+    configure_logging(launch)
+    sys.argv = [sys.argv[0], *_CPU_ENGINE_FLAGS * te_on_cpu.is_loaded(), *argv]  # where Megatron-LM looks for them
+    try:
+        with driver_errors(), flag_errors():
+            refuse_old_flags(argv)
+            work(launch)
+    except SystemExit as ending:
+        code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+        return final_exit_code(code) if code == InvalidInput.exit_code else code
+    except Exception as error:
+        return exit_code_of(error, launch)
+    finally:
+        shut_down()
+    return 0
 
-    def _recover(self) -> Any:
-        """Make this rank's state dense by replaying iterations, wait for the stages that still do, and finish the
-        iteration that all have reached; returns the batches that follow."""
-        manager = self._manager
-        manager.begin()  # may make a step: batches are counted from behind it
-        batches = self._begin()
-        while manager.is_replaying:
-            # In the middle of a replay there is no state to leave behind, so no stop is asked for.
-            self.iterate(batches)
-        if manager.rejoin():
-            self._catch_up()
-        return batches
 
-    def _catch_up(self) -> None:
-        """What the fault kept from following the last iteration's step: its report, evaluation and checkpoint."""
-        progress, manager = self._state.progress, self._manager
-        if manager.recovery is not None:
-            self._metrics.recovered(manager.recovery.to_data(), progress.iteration)
-        if manager.unreported is not None:
-            self._metrics.record(self._report(manager.unreported, replayed=True))
-        # Some ranks were parked before the evaluation, others after it.
-        agreed = torch.tensor(
-            [progress.evaluated_iteration, progress.consumed_valid_samples], device=torch.cuda.current_device()
-        )
-        torch.distributed.all_reduce(agreed, op=torch.distributed.ReduceOp.MIN)
-        progress.evaluated_iteration, progress.consumed_valid_samples = map(int, agreed.tolist())
-        if progress.evaluated_iteration < progress.iteration:
-            self._evaluate_if_due()
-        self._checkpoints.save_if_missed()
+_CPU_ENGINE_FLAGS = ["--attention-backend", "unfused"]
+"""Before those that were given: of Transformer Engine's attentions the one that the CPU has kernels for."""
+_OTHER_MODEL = "; load it into the model that it was saved from"
+_CHECKS = {
+    "megatron.training.arguments": "",
+    "megatron.training.argument_utils": "",
+    "megatron.training.datasets.data_samplers": "",  # of a corpus that has no sample
+    "megatron.core.datasets.indexed_dataset": "",  # of one that is not there
+    "megatron.training.checkpointing.check_checkpoint_args": _OTHER_MODEL,
+    "megatron.core.optimizer_param_scheduler._check_and_set": (
+        "; pass --override-opt_param-scheduler to train on with the schedules of the flags, or"
+        " --use-checkpoint-opt_param-scheduler with those of the checkpoint"
+    ),
+}
+"""Modules and functions, with what to do where what they say does not tell it."""
 
-    def _begin(self) -> Any:
-        """The batches from the current progress on, with the model in training mode."""
-        for chunk in self._state.chunks:
-            chunk.train()
-        return training_iterators(self._state.config, self._datasets, self._state.progress)
 
-    def iterate(self, batches: Any) -> None:
-        """One iteration with all that belongs to it: faults, checkpoint, report, evaluation."""
-        started_at = time.monotonic()
-        replayed = self._manager.is_replaying
-        journal = self._train_step(batches)
-        trained_at = time.monotonic()
-        if not replayed:
-            # Before the checkpoint, as in stock Megatron: a resumed run must not read this evaluation's samples again.
-            self._evaluate_if_due()
-        evaluated_at = time.monotonic()
-        if not replayed:
-            self._checkpoints.save_if_due()
-        saved_at = time.monotonic()
-        done = self._manager.after_step()
-        now = time.monotonic()
-        report = dataclasses.replace(
-            self._report(journal, replayed=replayed),
-            iteration_time_s=now - evaluated_at + trained_at - started_at,
-            stall_s=saved_at - evaluated_at + (now - saved_at if done is None else done.stall_s),
-            **protection_fields(done, with_tokens=self._state.config.moe_checkpoint.log_expert_tokens),
-        )
-        self._metrics.record(report)
-        self._manager.reported()
-        self._log(report)
+@contextlib.contextmanager
+def flag_errors() -> Iterator[None]:
+    """Turn what Megatron-LM says of its own flags, and of the corpus and checkpoint they name, into the driver's error.
 
-    def _report(self, journal: StepJournal, *, replayed: bool) -> IterationReport:
-        """The report of the newest iteration, without times and checkpoints."""
-        state, progress = self._state, self._state.progress
-        return IterationReport(
-            iteration=progress.iteration,
-            consumed_train_samples=progress.consumed_train_samples,
-            lm_loss=journal.lm_loss,
-            grad_norm=journal.grad_norm,
-            learning_rate=get_canonical_lr_for_logging(state.optimizer.param_groups),
-            loss_scale=self._loss_scale.now(),
-            skipped=journal.skipped,
-            iteration_time_s=0.0,
-            stall_s=0.0,
-            replayed=replayed,
-        )
+    With core 0.17 it looks at them inside `pretrain`, and with all releases at some of them when the model is built:
+    so they are known by the modules that they come from, or through. What core asserts may have no words of its own.
+    """
+    try:
+        yield
+    except (AssertionError, ValueError) as error:
+        advice = [_CHECKS[place] for place in _places(error) if place in _CHECKS]
+        if not advice:
+            raise
+        said = str(error) or traceback.extract_tb(error.__traceback__)[-1].line or "see where in its code"
+        raise InvalidInput(f"flags of Megatron-LM that cannot work: {' '.join(said.split())}{advice[-1]}") from error
 
-    def _evaluate_if_due(self) -> None:
-        training, progress = self._state.config.training, self._state.progress
-        if training.eval_iters and progress.iteration % training.eval_interval == 0:
-            self._evaluate("valid", self._datasets.valid, progress.consumed_valid_samples)
-            progress.consumed_valid_samples += training.eval_iters * (training.global_batch_size or 0)
-        progress.evaluated_iteration = progress.iteration
 
-    def _train_step(self, batches: Any) -> StepJournal:
-        state, progress, manager = self._state, self._state.progress, self._manager
-        samples, replayed = state.config.training.global_batch_size or 0, manager.is_replaying
-        with manager.forward_backward():
-            for chunk in state.chunks:
-                chunk.zero_grad_buffer()
-            state.optimizer.zero_grad()
-            losses = self._forward_backward(batches, forward_only=False)
-        # Known before the step: whoever is parked after it can still tell the loss.
-        manager.loss = loss = _mean_loss(losses)
-        updated, grad_norm, _ = state.optimizer.step()
-        if updated:
-            state.scheduler.step(increment=samples)
-        progress.iteration += 1
-        progress.consumed_train_samples += samples
-        manager.step_done()
-        checked = state.config.training.check_for_nan_in_loss_and_grad and not replayed
-        if loss is not None and math.isnan(loss) and checked:
-            raise TrainingFailure(
-                f"the loss of iteration {progress.iteration} is NaN; lower --lr or resume from an earlier checkpoint "
-                "with --ckpt-step, or pass --no-check-for-nan-in-loss-and-grad to train on"
+@contextlib.contextmanager
+def load_errors() -> Iterator[None]:
+    """Turn what core says, on all ranks, of a checkpoint of another model into the driver's error."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    try:
+        yield
+    except CheckpointException as error:
+        reasons = [reason for reason, _ in error.failures.values() if isinstance(reason, CheckpointingException)]
+        if not reasons or "megatron.training.checkpointing.load_checkpoint" not in _places(error):
+            raise
+        raise InvalidInput(f"--load: {' '.join(str(reasons[0]).split())}{_OTHER_MODEL}") from error
+
+
+def _places(error: BaseException) -> Iterator[str]:
+    """The modules and functions that an error came through."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+        yield module
+        yield f"{module}.{frame.f_code.co_name}"
+
+
+def device_of(argv: Sequence[str]) -> str:
+    """That of the flags: it has to be known before Megatron-LM is imported."""
+    return str(_early(argv).device)
+
+
+def _early(argv: Sequence[str]) -> argparse.Namespace:
+    """Flags that count before Megatron-LM parses them all."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_device(parser)
+    parser.add_argument(INTERFACE)
+    return parser.parse_known_args(list(argv))[0]
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=default, help="where to train")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Those of the driver and of checkpoints, for Megatron-LM's parser."""
+    from megatron.core.dist_checkpointing.moe import stock
+
+    _add_device(parser)
+    parser.add_argument(
+        "--freeze-experts",
+        action="store_true",
+        default=None,  # as in snapshots of jobs that had no such flag
+        help="train all but routed experts, which stay as they were loaded or initialized (MoC Table 4, FT-w.o.E)",
+    )
+    low_precision.add_flags(parser)
+    add_metrics_flags(parser)
+    parser.error = refuse  # type: ignore[method-assign]
+    return with_printable_help(stock.arguments(parser))
+
+
+def start_megatron(device: str, launch: Launch) -> None:
+    """Bring up Megatron-LM as its loop does, without training: flags, process groups and random states."""
+    _choose(device)
+    if device == "cuda":
+        torch.cuda.set_device(launch.local_rank)
+
+    from megatron.core.dist_checkpointing.moe.stock import shipped_helpers  # once the device is chosen
+    from megatron.training import arguments
+    from megatron.training.training import initialize_megatron
+
+    start_process_group("gloo" if device == "cpu" else "nccl", launch, _GROUP_TIMEOUT)
+    if "extra_args_provider" in signature(initialize_megatron).parameters:  # core 0.17 parses the flags itself
+        with shipped_helpers():
+            initialize_megatron(extra_args_provider=add_flags)
+        return
+    arguments.parse_and_validate_args(extra_args_provider=add_flags)
+    with shipped_helpers():
+        initialize_megatron()
+
+
+_GROUP_TIMEOUT = datetime.timedelta(minutes=10)
+
+
+def _choose(device: str) -> None:
+    """Before Megatron-LM is imported. Raises InvalidInput for a device that is not there."""
+    if device == "cpu":
+        use_cpu()
+    elif not torch.cuda.is_available():
+        raise InvalidInput("no CUDA device on this machine; pass --device cpu to train without one")
+
+
+def _train(launch: Launch, parts: Parts, device: str, interface: str | None, *, recover_only: bool) -> None:
+    _choose(device)
+
+    from megatron.core.dist_checkpointing.moe import stock
+    from megatron.core.enums import ModelType
+    from megatron.pretrain.flags import cache_docstrings
+    from megatron.training import argument_utils, arguments, pretrain
+
+    def connect() -> None:
+        """Before the loop does it, which would bind the group to a GPU."""
+        start_process_group("gloo", Launch.from_environment(), _GROUP_TIMEOUT, interface)
+
+    cache_docstrings()
+    reports = _Reports(launch)
+    protected = stock.protected(pretrain, reports, connect if device == "cpu" else None, recover_only=recover_only)
+    if device == "cpu":
+        connect()
+    elif interface is not None:
+        use_for_gloo(interface, launch.rank)
+    given: list[Any] = [parts.datasets_provider]
+    options: dict[str, Any] = {"model_provider": parts.model_provider, "model_type": ModelType.encoder_or_decoder}
+    if "extra_args_provider" in signature(pretrain).parameters:  # core 0.17 parses the flags itself
+        options["extra_args_provider"] = add_flags
+    else:
+        args = arguments.parse_and_validate_args(extra_args_provider=add_flags)
+        low_precision.check(args)
+        given.insert(0, argument_utils.pretrain_cfg_container_from_args(args))
+    gc.freeze()  # what is imported: after a fault a process that stays looks through all that the collector does
+    with low_precision.optimizers_in_few_bits(), load_errors(), reports.closed_at_a_good_end():
+        protected(*given, forward_step_func=parts.forward_step, **options)
+
+
+class _Reports:
+    """Hands the numbers to all sinks. The flags are known when the first iteration ends."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._metrics: Metrics | None = None
+
+    @contextlib.contextmanager
+    def closed_at_a_good_end(self) -> Iterator[None]:
+        """A block around training, which the loop may also leave by exiting with code 0."""
+        try:
+            yield
+        except SystemExit as ending:
+            if not ending.code and self._metrics is not None:
+                self._metrics.close()
+            raise
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def __call__(self, done: Any) -> None:
+        from megatron.training import get_args
+
+        args = get_args()
+        if self._metrics is None:
+            self._metrics = self._opened(args, done.iteration - 1)
+        if done.recovery is not None:
+            self._metrics.recovered(done.recovery.to_data(), done.iteration - 1)
+        self._metrics.record(
+            IterationReport(
+                iteration=done.iteration,
+                consumed_train_samples=args.consumed_train_samples,
+                lm_loss=done.losses.get("lm loss"),
+                grad_norm=done.grad_norm,
+                learning_rate=done.learning_rate,
+                loss_scale=done.loss_scale,
+                skipped=done.skipped,
+                iteration_time_s=done.duration_s,
+                stall_s=done.stall_s,
+                replayed=done.replayed,
+                **protection_fields(done.protection, with_tokens=args.moe_ckpt_log_expert_tokens),
             )
-        return StepJournal(None if grad_norm is None else float(grad_norm), not updated, loss)
-
-    def _forward_backward(self, batches: Any, *, forward_only: bool) -> list[dict[str, torch.Tensor]]:
-        training = self._state.config.training
-        losses: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=batches,
-            model=self._state.chunks,
-            num_microbatches=self._microbatches,
-            seq_length=training.seq_length,
-            micro_batch_size=training.micro_batch_size,
-            forward_only=forward_only,
-            p2p_communicator=self._manager.communicator,
-            pg_collection=self._manager.process_groups,
         )
-        return losses
 
-    def _log(self, report: IterationReport) -> None:
-        config, losses = self._state.config, {}
-        due = report.iteration % config.training.log_interval == 0
-        if config.moe.num_experts is not None:
-            # Stages that replay alone have no others to sum these losses up with.
-            if due and not self._manager.replays_alone:
-                board = self._metrics.board
-                losses = auxiliary_losses(config.moe, self._transformer, self._microbatches, report.iteration, board)
-            else:
-                forget_auxiliary_losses()
-        if due:
-            self._metrics.show(report, losses)
+    def _opened(self, args: Any, iteration: int) -> Metrics:
+        from megatron.training import global_vars
+        from megatron.training.training import num_floating_point_operations
 
-    def _evaluate(self, split: str, dataset: Any, consumed_samples: int) -> None:
-        state = self._state
-        if not state.config.training.eval_iters or split not in self._datasets.present:
-            return
-        gather_parameters(state)
-        batches = evaluation_iterators(state.config, dataset, consumed_samples)
-        for chunk in state.chunks:
-            chunk.eval()
-        with torch.no_grad():
-            losses = [
-                part
-                for _ in range(state.config.training.eval_iters)
-                for part in self._forward_backward(batches, forward_only=True)
-            ]
-        for chunk in state.chunks:
-            chunk.train()
-        self._metrics.show_evaluation(split, state.progress.iteration, _mean_loss(losses))
-
-
-def _mean_loss(losses: list[dict[str, torch.Tensor]]) -> float | None:
-    """Mean loss per unmasked token over microbatches and data-parallel ranks; None off the last pipeline stage."""
-    if not losses:
-        return None
-    total = torch.stack([part["lm loss"] for part in losses]).sum(dim=0)
-    torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
-    return float(total[0] / total[1])
+        board, run = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()
+        settings = from_flags(args, tensorboard=board, wandb=run)
+        is_last = self._launch.rank == self._launch.world_size - 1
+        try:
+            metrics = Metrics(is_last_rank=is_last, settings=settings)
+        except (OSError, InvalidInput) as error:
+            # The flags are known on the way only, and here other ranks train already.
+            log.critical("%s; training goes on without any of --metrics-*", error)
+            metrics = Metrics(is_last_rank=False, settings=MetricsSettings())
+        metrics.began(
+            RunFacts(
+                job=self._launch.place.job_here,
+                strategy=args.moe_ckpt_strategy,
+                world_size=self._launch.world_size,
+                train_iters=args.train_iters,
+                iteration=iteration,
+                tokens_per_iteration=args.global_batch_size * args.seq_length,
+                flops_per_iteration=float(num_floating_point_operations(args, args.global_batch_size)),
+                at_s=time.time(),
+            )
+        )
+        return metrics

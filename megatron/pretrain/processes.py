@@ -1,4 +1,4 @@
-"""Processes of a job: helpers of a trainer, such as data loaders and writers of checkpoints, and how any are found."""
+"""Processes of a job: how one ends with its parent, and how any are found."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import psutil
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-_SHIELDED = (signal.SIGTERM, signal.SIGINT)
 
 VERDICT_FILE = "MOE_CKPT_LAUNCH_VERDICT"
 """Environment variable with the file in which a worker leaves an exit code that restarts cannot change."""
@@ -25,34 +24,6 @@ NODE_NAME = "MOE_CKPT_NODE"
 
 NODE_LEAVES = 75
 """Exit code of a launcher whose node leaves the job to a spare (EX_TEMPFAIL)."""
-
-
-@contextlib.contextmanager
-def starting_helpers() -> Iterator[None]:
-    """Hold back signals in helpers that are forked meanwhile, until `live_and_die_with_parent` protects them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SHIELDED)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def live_and_die_with_parent(_worker_id: int = 0) -> None:
-    """Tie this process to its trainer: signals do not end it, the trainer's death does, at once.
-
-    Schedulers signal whole process groups, and a trainer that wants to save before it ends needs its helpers until
-    then. A helper that outlived a killed trainer would hold its sockets open, and so hide the death from its peers.
-    """
-    for number in _SHIELDED:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SHIELDED)
-    die_with_parent()
-
-
-def die_with_parent() -> None:
-    """Have this process killed when the one that started it ends; takes no lock, so a `preexec_fn` may call it."""
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def processes_with(environment: Mapping[str, str]) -> Iterator[tuple[int, dict[str, str]]]:

@@ -157,17 +157,6 @@ def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None, vocab_size
     return NullTokenizer(vocab_size)
 
 
-def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) -> int:
-    """`vocab_size` rounded up to a multiple of `divisible_by * tensor_parallel`, as Megatron pads its embedding."""
-    if min(vocab_size, divisible_by, tensor_parallel) < 1:
-        raise InvalidInput(
-            f"vocabulary of {vocab_size}, --make-vocab-size-divisible-by {divisible_by}, "
-            f"--tensor-model-parallel-size {tensor_parallel}: each must be at least 1"
-        )
-    multiple = divisible_by * tensor_parallel
-    return -(-vocab_size // multiple) * multiple
-
-
 def _refuse_other_size(tokenizer: Tokenizer, vocab_size: int | None) -> Tokenizer:
     if vocab_size is not None and vocab_size != tokenizer.vocab_size:
         raise InvalidInput(

@@ -1,36 +1,18 @@
-"""A worker process from its flags to its exit code: what it says, and how it ends, when it cannot do its work."""
+"""How a worker process ends that cannot do its work: what it says, and its exit code."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.moe import Timestamps, is_lost_peer
+from megatron.core.dist_checkpointing.moe import is_lost_peer
 from megatron.core.dist_checkpointing.moe.seats.heartbeat import own_heartbeat
-from megatron.core.dist_checkpointing.moe.seats.seat import own_seat
-from megatron.pretrain.config import PretrainConfig, parse_config
-from megatron.pretrain.config.validate import resolve
 from megatron.pretrain.errors import PretrainError, TrainingFailure
-from megatron.pretrain.initialize import Launch, marks_of_this_process, probe_environment, shut_down
-from megatron.pretrain.logs import configure_logging
+from megatron.pretrain.initialize import Launch
 from megatron.pretrain.processes import VERDICT_FILE
 
 log = logging.getLogger(__name__)
-
-
-def run_worker(argv: Sequence[str], work: Callable[[PretrainConfig, Launch, Timestamps], None]) -> int:
-    """Do `work` with these flags; exit code: 0 done or left as asked, 1 failed, 2 flags or inputs that cannot work."""
-    marks, launch = marks_of_this_process(own_seat().taken_s), Launch.from_environment()
-    configure_logging(launch)
-    try:
-        work(resolve(parse_config(argv), probe_environment(launch.world_size, launch.node_ranks)), launch, marks)
-    except Exception as error:
-        return exit_code_of(error, launch)
-    finally:
-        shut_down()
-    return 0
 
 
 def exit_code_of(error: Exception, launch: Launch) -> int:

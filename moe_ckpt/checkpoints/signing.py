@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.storage.job_secret import SECRET_FILE
 from megatron.core.dist_checkpointing.moe.storage.manifest import KEYED, is_keyed, unkeyed
-from moe_ckpt.dense import integrity, items
+from moe_ckpt.dense import integrity
 from moe_ckpt.dense.dense import open_dense
 from moe_ckpt.dense.integrity import Advance, unwatched
 from moe_ckpt.dense.names import read_if_there
@@ -51,16 +50,14 @@ def sign(folder: Path, advance: Advance = unwatched) -> bool:
         _refuse_damage(folder, advance)
         integrity.expected(folder, open_dense(folder).common)
         return False
-    cut_off = (items.NAME,) if items.has_key(folder) else ()  # between the two files that signing writes
     with unkeyed():
-        _refuse_damage(folder, advance, cut_off)
+        _refuse_damage(folder, advance)
         integrity.expected(folder, open_dense(folder).common)
-    integrity.seal(folder, items.seal(folder))
+    integrity.seal(folder)
     return True
 
 
-def _refuse_damage(folder: Path, advance: Advance, but: Collection[str] = ()) -> None:
-    """Raises UnreadableCheckpoint for files that are not what was saved, but for these."""
-    damage = [found for found in integrity.check(folder, advance=advance) or () if found.path.name not in but]
-    if damage:
+def _refuse_damage(folder: Path, advance: Advance) -> None:
+    """Raises UnreadableCheckpoint for files that are not what was saved."""
+    if damage := integrity.check(folder, advance=advance):
         raise UnreadableCheckpoint(f"{damage[0]}; it is not signed: restore the file or take another iteration")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -25,7 +25,7 @@ from .windows import StoredSnapshot, read_stored, restorable, stored_snapshots
 # What a manifest has of the job that made the snapshot, and not of the state that it is a part of.
 _OF_THE_JOB = frozenset({"made_by", "operators", "strategy", "timeline", "window"})
 _COMMAND = "trainer.command."
-_Stacked: TypeAlias = tuple[OperatorId, ExpertTensor, DenseCheckpoint]
+type _Stacked = tuple[OperatorId, ExpertTensor, DenseCheckpoint]
 """A tensor of one expert, and the iteration that it is loaded from."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from megatron.core.dist_checkpointing.moe.errors import (
     NewerFormat,
@@ -12,10 +12,8 @@ from megatron.core.dist_checkpointing.moe.errors import (
     UsageError,
 )
 
-T = TypeVar("T")
 
-
-def decoded(
+def decoded[T](
     content: bytes,
     name: str,
     *,

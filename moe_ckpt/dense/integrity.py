@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -48,8 +48,6 @@ _Xxh3 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 Advance = Callable[[int], None]
 """Is called with the number of bytes that were read since its last call."""
 
-FileKey = TypeVar("FileKey", str, Path)
-
 
 @dataclass(frozen=True, slots=True)
 class FileSum:
@@ -79,13 +77,8 @@ def unwatched(nbytes: int) -> None:
     """An Advance for work whose progress nobody watches."""
 
 
-def file_sum(
-    path: Path, advance: Advance = unwatched, look: Callable[[int, memoryview], None] = lambda at, data: None
-) -> FileSum:
-    """Length and checksum of a file; the next block is read while one is summed up. Raises OSError.
-
-    look: is called with each block and where it begins; it must not keep it.
-    """
+def file_sum(path: Path, advance: Advance = unwatched) -> FileSum:
+    """Length and checksum of a file; the next block is read while one is summed up. Raises OSError."""
     digest, nbytes = RunningChecksum(), 0
     blocks = [memoryview(bytearray(_BLOCK_BYTES)) for _ in range(2)]
     with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1, "read-ahead") as ahead:
@@ -95,10 +88,8 @@ def file_sum(
             blocks.reverse()
             coming = ahead.submit(file.readinto, blocks[0])
             digest.update(block)
-            look(nbytes, block)
             nbytes += count
             advance(count)
-        look(nbytes, blocks[1][:0])
     return FileSum(nbytes, digest.hexdigest())
 
 
@@ -237,24 +228,17 @@ def check(
     return damaged({path: saved for path, saved in sums.items() if files is None or path.name in files}, advance)
 
 
-def damaged(
-    sums: Mapping[Path, FileSum], advance: Advance = unwatched, by_length: Collection[Path] = ()
-) -> tuple[Damage, ...]:
-    """Those of these files that are missing, unreadable or changed. What has another length is not read.
-
-    by_length: files of which the length is enough, as their bytes are compared when they are loaded.
-    """
-    found = (_damage(path, saved, advance, only_length=path in by_length) for path, saved in sorted(sums.items()))
+def damaged(sums: Mapping[Path, FileSum], advance: Advance = unwatched) -> tuple[Damage, ...]:
+    """Those of these files that are missing, unreadable or changed. What has another length is not read."""
+    found = (_damage(path, saved, advance) for path, saved in sorted(sums.items()))
     return tuple(damage for damage in found if damage is not None)
 
 
-def _damage(path: Path, saved: FileSum, advance: Advance, *, only_length: bool) -> Damage | None:
+def _damage(path: Path, saved: FileSum, advance: Advance) -> Damage | None:
     try:
         nbytes = path.stat().st_size
         if nbytes != saved.nbytes:
             return Damage(path, f"{saved.nbytes} bytes", f"it has {nbytes} bytes")
-        if only_length:
-            return None
         found = file_sum(path, advance)
     except FileNotFoundError:
         return Damage(path, f"{saved.nbytes} bytes", "it is missing")
@@ -263,7 +247,7 @@ def _damage(path: Path, saved: FileSum, advance: Advance, *, only_length: bool) 
     return None if found == saved else Damage(path, f"checksum {saved.xxh3}", f"its checksum is {found.xxh3}")
 
 
-def shares(sums: Mapping[FileKey, FileSum], count: int) -> tuple[tuple[FileKey, ...], ...]:
+def shares[FileKey: (str, Path)](sums: Mapping[FileKey, FileSum], count: int) -> tuple[tuple[FileKey, ...], ...]:
     """The files, shared out among `count` readers so that each has about as many bytes to read."""
     shared: list[list[FileKey]] = [[] for _ in range(count)]
     loads_bytes = [0] * count

@@ -76,7 +76,6 @@ def run(settings: DrillSettings, arguments: argparse.Namespace) -> dict[str, Any
         "minutes": arguments.minutes,
         "nodes": settings.nodes,
         "nproc": settings.nproc,
-        "loop": "stock" if settings.is_stock_loop else "own",
         "standbys": settings.standbys,
         "flags": list(settings.flags),
         "subject": judged(subject, reference, useful_s),
@@ -96,9 +95,8 @@ def page(result: Mapping[str, Any]) -> Iterator[str]:
     """The result for people."""
     subject, stock = result["subject"], result.get("baseline", {})
     standbys = f" and {result['standbys']} standbys" if result["standbys"] else ""
-    loop = ", in the loop of Megatron-LM" if result.get("loop") == "stock" else ""
     yield (
-        f"seed {result['seed']}, {result['nodes']} nodes x {result['nproc']} ranks{standbys}{loop}, a fault every"
+        f"seed {result['seed']}, {result['nodes']} nodes x {result['nproc']} ranks{standbys}, a fault every"
         f" {result['mtbf_s']:g} s on average:"
     )
     yield _line("this subsystem", subject)

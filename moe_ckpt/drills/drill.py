@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.pretrain.loops import LOOP
 from moe_ckpt.drills.job import ROOT, STOP_SIGNAL, DrillFailure, DrillJob, DrillOutcome, JobPlan
 from moe_ckpt.drills.reports import (
     Journal,
@@ -57,11 +56,6 @@ class DrillSettings:
     kills: tuple[PlannedKill, ...]
     flags: tuple[str, ...] = ()
     standbys: int = 0
-
-    @property
-    def is_stock_loop(self) -> bool:
-        """Whether all jobs train in the loop of Megatron-LM: as scripts/train_cpu.sh understands it."""
-        return os.environ.get(LOOP, "stock") == "stock"
 
     @property
     def iterations(self) -> int:
@@ -121,8 +115,7 @@ class Drill:
     def baseline(self, interval: int) -> DrillOutcome:
         """The same job with stock asynchronous checkpoints under the same faults."""
         folder = self._settings.folder / "baseline"
-        keep = [] if self._settings.is_stock_loop else ["--keep-last", "2"]
-        flags = ["--save-interval", str(interval), "--async-save", *keep, *_kept(folder)]
+        flags = ["--save-interval", str(interval), "--async-save", *_kept(folder)]
         return self._run("baseline", flags, struck=True)
 
     def reference(self, folder: Path, iterations: int, saved: int) -> Journal:
@@ -165,7 +158,7 @@ class Drill:
 
     def _check_same_flags(self, folder: Path) -> None:
         """A reference belongs to one set of flags only."""
-        names = ("TP", "PP", "EP", "VPP", "CORPUS", "SCRIPT", LOOP)
+        names = ("TP", "PP", "EP", "VPP", "CORPUS", "SCRIPT")
         environment = {name: os.environ[name] for name in names if name in os.environ}
         ranks = self._settings.nodes * self._settings.nproc
         flags = json.dumps({"flags": self._settings.common, "ranks": ranks} | environment, indent=1)

@@ -15,8 +15,7 @@ COMPARED = ("lm_loss", "grad_norm", "learning_rate", "loss_scale", "skipped", "c
 """What must be the same to the last bit in every report of an iteration, repeated and replayed ones too."""
 
 _RECOVERED = re.compile(r"recovered iteration \d+ .* \((\w+) rollback\)")
-_LOADED = re.compile(r"loaded checkpoint (?:of iteration|from)")
-"""As the driver's own loop says it, and that of Megatron-LM."""
+_LOADED = re.compile(r"loaded checkpoint from")
 
 
 @dataclass(frozen=True)

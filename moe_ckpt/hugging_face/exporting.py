@@ -17,7 +17,7 @@ from ..dense.dense import DenseCheckpoint, open_dense
 from ..dense.integrity import damaged, sums_of
 from ..dense.merged import open_merged
 from .config import Config
-from .families import Model, read_model, written_config
+from .families import read_model, written_config
 from .folder import (
     CONFIG,
     INDEX,
@@ -119,15 +119,6 @@ def _config(checkpoint: DenseCheckpoint, like: Path | None) -> Config:
     dtype = str(embedding.dtype).removeprefix("torch.")
     written = written_config(_arguments(checkpoint), embedding.shape[0], dtype)
     return Config(written, f"the model of {checkpoint.directory}")
-
-
-def check_arguments(saved: Mapping[str, Any], like: Path | None = None) -> Model:
-    """The model that a job with these arguments would export. Raises UsageError, UnreadableCheckpoint."""
-    safetensors()
-    config = Config(written_config(saved, 1, "float32"), "the model") if like is None else read_config(like)
-    model = read_model(config)
-    model.require(saved)
-    return model
 
 
 def _files(sizes: list[tuple[str, int]], like: Path | None, most_bytes: int | None) -> dict[str, str]:

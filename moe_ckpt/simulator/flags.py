@@ -58,7 +58,7 @@ def _selective(question: Question, choice: Choice) -> str:
 
 
 def _dense(question: Question, choice: Choice) -> str:
-    behind = " --async-save" if choice.system == "torch_dist_async" else ""
+    behind = " --async-save --use-persistent-ckpt-worker" if choice.system == "torch_dist_async" else ""
     return f"--save DIR --save-interval {choice.interval}{behind}"
 
 

@@ -25,7 +25,7 @@ NBYTES = 2 << 30
 WAIT_S = 60.0
 LARGE = """
 --num-layers 8 --hidden-size 1024 --num-attention-heads 16 --num-experts 16 --moe-ffn-hidden-size 2048
---seq-length 1024 --global-batch-size 16 --train-iters 16
+--seq-length 1024 --max-position-embeddings 1024 --global-batch-size 16 --train-iters 16
 """.split()
 """About 1.1 billion parameters; 13 GB of state."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_driver import ENGINE, LOCAL, Job, corpus, deterministic, needs_engine
+from gpu_driver import DETERMINISTIC, ENGINE, LOCAL, Job, corpus, needs_engine
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -29,7 +29,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_killed_job_comes_back_where_it_was(name: str, engine: str, tmp_path: Path, shm: Path, data: str) -> None:
     if engine != "local":
         needs_engine()
-    model = (*(LOCAL if engine == "local" else ENGINE), *deterministic())
+    model = (*(LOCAL if engine == "local" else ENGINE), *DETERMINISTIC)
     straight = Job(tmp_path / "straight", shm, data, model)
     assert straight.run() == 0, straight.said[-1]
     protected = (*STRATEGIES[name], "--moe-ckpt-memory-dir", str(shm))
@@ -47,7 +47,7 @@ def test_a_killed_job_comes_back_where_it_was(name: str, engine: str, tmp_path: 
 
 
 def test_a_protected_job_trains_as_an_unprotected_one(tmp_path: Path, shm: Path, data: str) -> None:
-    model = (*LOCAL, *deterministic())
+    model = (*LOCAL, *DETERMINISTIC)
     plain = Job(tmp_path / "plain", shm, data, model)
     protected = Job(tmp_path / "protected", shm, data, (*model, *STRATEGIES["full"], "--moe-ckpt-memory-dir", str(shm)))
     assert [plain.run(), protected.run()] == [0, 0], protected.said[-1]

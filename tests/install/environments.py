@@ -86,12 +86,7 @@ def source_tree(folder: Path) -> Path:
     ignored = shutil.ignore_patterns("moe") if (CORE / "dist_checkpointing" / "moe").exists() else None
     shutil.copytree(CORE / "dist_checkpointing", folder / "megatron" / "core" / "dist_checkpointing", ignore=ignored)
     shutil.copytree(CORE, folder / "megatron" / "core", dirs_exist_ok=True, ignore=lambda *_: ["dist_checkpointing"])
-    training = CORE.parent / "training"
-    if training.exists():
-        shutil.copytree(training, folder / "megatron" / "training")
-    else:  # Megatron-Core 0.16
-        (folder / "megatron" / "training").mkdir()
-        (folder / "megatron" / "training" / "__init__.py").touch()
+    shutil.copytree(CORE.parent / "training", folder / "megatron" / "training")
     return folder
 
 

@@ -14,7 +14,6 @@ from unittest import mock
 import torch
 
 from megatron.core.dist_checkpointing.moe.runtime.faults import kill_self
-from megatron.pretrain.loops import has_stock_loop
 
 
 @contextlib.contextmanager
@@ -22,7 +21,7 @@ def counted(folder: str) -> Iterator[None]:
     """Write down how many microbatches each rank ran before it rejoined the others, and where it stood then."""
     from megatron.core.dist_checkpointing.moe.runtime.session import Session
 
-    loop = import_module("megatron.pretrain." + ("stock_model" if has_stock_loop() else "loop"))
+    loop = import_module("pretrain_gpt_moe")
     forward, rejoin = loop.forward_step, Session.rejoin
     passes = 0
 

@@ -7,14 +7,12 @@ import os
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import pretrain_gpt_moe
 from megatron.core.dist_checkpointing.moe.runtime import faults
-from megatron.pretrain import stopping
 
 
 def lose_node() -> None:
@@ -30,19 +28,6 @@ def lose_node() -> None:
     os.kill(me, signal.SIGKILL)
 
 
-def take_time() -> None:
-    """A rank that is alone lets other nodes come while it trains."""
-    reason = stopping.StopConditions.reason
-
-    def late(conditions: stopping.StopConditions, iteration: int) -> str | None:
-        time.sleep(float(os.environ["ALONE_S"]))
-        return reason(conditions, iteration)
-
-    stopping.StopConditions.reason = late  # type: ignore[method-assign]
-
-
 if __name__ == "__main__":
-    if "ALONE_S" in os.environ and os.environ["WORLD_SIZE"] == "1":
-        take_time()
     faults.FaultInjector.__init__.__defaults__ = (lose_node,)
     sys.exit(pretrain_gpt_moe.main(sys.argv[1:]))

@@ -27,9 +27,9 @@ def examined(folder: str, frozen: str = "") -> Iterator[None]:
 
     frozen: parameters whose name contains this are not trained.
     """
-    from megatron.pretrain import stock_model
+    import pretrain_gpt_moe
 
-    build_model = stock_model.build_model
+    build_model = pretrain_gpt_moe.model_provider
 
     @functools.wraps(build_model)
     def build(*arguments: Any, **options: Any) -> torch.nn.Module:
@@ -39,7 +39,7 @@ def examined(folder: str, frozen: str = "") -> Iterator[None]:
                 parameter.requires_grad_(False)
         return chunk
 
-    with instead_of_training(examine, folder), mock.patch.object(stock_model, "build_model", build):
+    with instead_of_training(examine, folder), mock.patch.object(pretrain_gpt_moe, "model_provider", build):
         yield
 
 

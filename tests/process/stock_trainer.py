@@ -105,9 +105,9 @@ def after_training(examine: Callable[[Any], None]) -> Iterator[None]:
 @contextlib.contextmanager
 def configured(**settings: Any) -> Iterator[None]:
     """Run the schedules with other settings of Megatron-Core than Megatron-LM takes on this device."""
-    from megatron.pretrain import stock_model
+    import pretrain_gpt_moe
 
-    build_model = stock_model.build_model
+    build_model = pretrain_gpt_moe.model_provider
 
     @functools.wraps(build_model)
     def build(*given: Any, **named: Any) -> Any:
@@ -115,7 +115,7 @@ def configured(**settings: Any) -> Iterator[None]:
         vars(model.config).update(settings)
         return model
 
-    with mock.patch.object(stock_model, "build_model", build):
+    with mock.patch.object(pretrain_gpt_moe, "model_provider", build):
         yield
 
 

@@ -36,7 +36,7 @@ def attempt(
 
 FOUR = Layout(tp=1, pp=2, ep=1, ranks=4)
 EIGHT = Layout(tp=1, pp=2, ep=2, ranks=8)
-# Untied where three replicas share the optimizer: Megatron-Core 0.16.1 saves tied masters 128 elements off there.
+# Untied where three replicas share the optimizer: Megatron-Core 0.16 saved tied masters 128 elements off there.
 CHANGES = [
     (FOUR, 2, ("--bf16",), Layout(tp=1, pp=2, ep=1, ranks=2), 1),
     (Layout(tp=1, pp=1, ep=2, ranks=2), 1, UNTIED, FOUR, 2),

@@ -143,7 +143,8 @@ class World:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["world_preload"])
         _stop_server_unless(self._with_engine)
-        paths = {"PYTHONPATH": f"{Path(__file__).parent}:{ROOT}"}
+        given = os.environ.get("PYTHONPATH", "")  # perhaps another release of Megatron-Core
+        paths = {"PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parent), str(ROOT), given)))}
         with _environment({**paths, "OMP_NUM_THREADS": "1", WITH_ENGINE: "1" if self._with_engine else ""}):
             spawned = []
             for _ in range(ranks):

@@ -12,16 +12,11 @@ import torch._dynamo  # noqa: F401  # as any optimizer does when it is made
 
 import pretrain_gpt_moe  # noqa: F401
 from megatron.pretrain import cpu_device, warm_up
-from megatron.pretrain.loops import has_stock_loop
 
 # Megatron-Core asks for its device while it is imported; the driver installs the mapping anew for each job.
 with cpu_device.installed():
     pass
-
-if has_stock_loop():
-    with cpu_device.installed(stock_loop=True):
-        pass
-    warm_up.warm_up_stock_flags()
+warm_up.warm_up_flags()
 
 # What was imported stays: a collection in a worker need not look at it, and so does not copy the pages it shares.
 gc.collect()

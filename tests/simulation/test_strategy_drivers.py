@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,11 @@ from seldom import Nothing, Seldom
 from simulated import EXPERTS, LAYERS, Simulation
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
+from megatron.core.dist_checkpointing.moe.contradictions import contradictions
 from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.stock import flags as stock_flags
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Strategy
 from megatron.core.dist_checkpointing.moe.types import ModelShape, SnapshotPlan
-from megatron.pretrain.config import parse_config
-from megatron.pretrain.config.checks import protection
-from megatron.pretrain.config.derived import Environment
 from moe_ckpt.commands.plan.counts_file import load_counts
 from moe_ckpt.simulator.driver import Driver
 
@@ -53,8 +53,8 @@ def routed(rank: int, iteration: int) -> dict[int, tuple[int, ...]]:
 
 
 def judged(*flags: str) -> list[str]:
-    config = parse_config(["--num-experts", "4", *flags])
-    return list(protection(config, Environment(4, cuda=False, transformer_engine=False)))
+    config = stock_flags.read(stock_flags.arguments(ArgumentParser()).parse_args(flags))
+    return list(contradictions(config, world_size=4, num_experts=4, use_distributed_optimizer=False))
 
 
 @pytest.mark.usefixtures("registry")

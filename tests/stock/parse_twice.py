@@ -13,9 +13,9 @@ from megatron.pretrain.initialize import use_cpu
 
 def main() -> dict[str, object]:
     """Whether both have the same flags and help, and how often each parser had sources parsed."""
-    use_cpu(stock_loop=True)
+    use_cpu()
 
-    from megatron.pretrain.stock_flags import cache_docstrings
+    from megatron.pretrain.flags import cache_docstrings
     from megatron.training import argument_utils, arguments
 
     factory, name = argument_utils.ArgumentGroupFactory, "_get_field_docstrings"

@@ -1,4 +1,4 @@
-"""`benchmarks/standby_job.py` in the stock loop; what each iteration came to is recorded in the folder $RECORDS."""
+"""`benchmarks/standby_job.py`; what each iteration came to is recorded in the folder $RECORDS."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ STANDBY_JOB = Path(__file__).parents[2] / "benchmarks" / "standby_job.py"
 
 
 def record() -> None:
-    """Have the driver record what it runs in the stock loop."""
-    from megatron.pretrain import stock_loop
+    """Have the driver record what it runs."""
+    import pretrain_gpt_moe
     from megatron.pretrain.initialize import use_cpu
 
-    run = stock_loop.run_stock
+    run = pretrain_gpt_moe.run
 
-    def run_recorded(argv: Sequence[str]) -> int:
-        use_cpu(stock_loop=True)  # before Megatron-LM is imported
+    def run_recorded(argv: Sequence[str], parts: pretrain_gpt_moe.Parts, **options: bool) -> int:
+        use_cpu()  # before Megatron-LM is imported
         from stock_recording import recording
 
         with recording(os.environ["RECORDS"]):
-            return run(argv)
+            return run(argv, parts, **options)
 
-    stock_loop.run_stock = run_recorded
+    pretrain_gpt_moe.run = run_recorded
 
 
 if __name__ == "__main__":

@@ -89,8 +89,8 @@ HALF = Shape(ranks=4, pp=2, ep=2, more=("--fp16", "--initial-loss-scale", "41943
 """The first iterations are skipped, until the loss scale is small enough."""
 OVERFLOWING = Shape(ranks=2, pp=2, ep=1, more=("--fp16", "--initial-loss-scale", str(2.0**40), "--hysteresis", "1"))
 """No iteration makes a step."""
-SCRIPT = Shape(ranks=1, pp=1, ep=1, hooks=(on_the_cpu,), script=ROOT / "examples" / "stock_loop" / "pretrain_gpt.py")
-"""The example, which knows nothing of CPUs."""
+SCRIPT = Shape(ranks=1, pp=1, ep=1, hooks=(on_the_cpu,), script=ROOT / "tests" / "stock" / "users_script.py")
+"""Of a user's own, which knows nothing of CPUs."""
 
 Records = dict[tuple[int, Any], Any]
 

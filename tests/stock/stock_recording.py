@@ -96,7 +96,7 @@ def on_the_cpu() -> Iterator[None]:
     """Let a script that knows nothing of CPUs train on one, as the driver does with `--device cpu`."""
     from megatron.pretrain.initialize import Launch, shut_down, start_process_group, use_cpu
 
-    use_cpu(stock_loop=True)
+    use_cpu()
     start_process_group("gloo", Launch.from_environment(), datetime.timedelta(minutes=10))
     try:
         yield

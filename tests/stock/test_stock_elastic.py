@@ -53,7 +53,7 @@ class Elastic:
         command += ["--moe-ckpt-memory-dir", str(self.memory), "--moe-ckpt-inject-fault", "1@4:step"]
         command += ["--save", str(self.folder), "--save-interval", "1", "--train-iters", str(self.iterations)]
         command += ["--metrics-jsonl", str(self.folder / "reports")]
-        own = {"MEMORY": str(self.memory), "ALONE_S": str(self.alone_s), "OMP_NUM_THREADS": "1", "LOOP": "stock"}
+        own = {"MEMORY": str(self.memory), "ALONE_S": str(self.alone_s), "OMP_NUM_THREADS": "1"}
         ended = subprocess.run(
             command, env=os.environ | own, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )

@@ -48,7 +48,7 @@ def struck(
     protect += [part for fault in faults.split() for part in ("--moe-ckpt-inject-fault", fault)]
     path = str(ROOT / "tests" / "stock" / script)
     environment = {"RECORDS": str(job.folder), "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
-    environment |= {"LOOP": "stock", "OMP_NUM_THREADS": "1", "SEATS": str(seats), "READY_STANDBYS": "1", "KILLS": kills}
+    environment |= {"OMP_NUM_THREADS": "1", "SEATS": str(seats), "READY_STANDBYS": "1", "KILLS": kills}
     environment |= variables
     recoveries = len(faults.split()) + len([kill for kill in kills.split(",") if kill]) + bool(hang_s)
     timeout_s = HANG_TIMEOUT_S + RECOVERY_TIMEOUT_S * recoveries + 1.5 * hang_s

@@ -62,7 +62,7 @@ def test_a_killed_job_of_another_layout_or_precision_ends_as_the_undisturbed_one
     assert skipped == ({True, False} if shape is HALF else {False})
 
 
-def test_the_example_script_ends_as_undisturbed_after_a_kill(new_job, undisturbed) -> None:
+def test_a_script_of_a_users_own_ends_as_undisturbed_after_a_kill(new_job, undisturbed) -> None:
     job, fault = new_job(SCRIPT), ("--moe-ckpt-inject-fault", "0@4:step")
     job.run(*FULL, *fault, codes={KILLED})
     job.run(*FULL, *fault)

@@ -12,12 +12,12 @@ from workload import content, new_store, write
 
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId
 from megatron.core.dist_checkpointing.moe.storage import manifest
-from moe_ckpt.dense import chain, integrity, items
+from moe_ckpt.dense import chain, integrity
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("module", [manifest, chain, integrity, items], ids=lambda one: one.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("module", [manifest, chain, integrity], ids=lambda one: one.__name__.rpartition(".")[2])
 def test_the_page_of_formats_has_the_versions_that_are_written(module: ModuleType) -> None:
     assert f"`{module.__name__.rpartition('.')[2]}` | {module.FORMAT_VERSION} |" in PAGE
 
@@ -47,9 +47,7 @@ def test_files_beside_dense_checkpoints_are_read_as_the_page_of_formats_says(
     described: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / chain.MANIFEST).write_bytes(chain.encode(chain.Chain(7, {0: (7, 7)}, {7: "0f" * 8}, 2, None, "all")))
-    (tmp_path / items.NAME).write_bytes(items.encode({"__0_0.distcp": {(0, 4): "0f" * 16, (4, 2): "f0" * 16}}))
     integrity.seal(tmp_path)
-    assert described["body"](tmp_path / items.NAME, "items")["files"]["__0_0.distcp"][1] == [4, 2, "f0" * 16]
     assert described["body"](tmp_path / chain.MANIFEST, "chain")["holders"] == {"0": [7, 7]}
     length, _ = described["body"](tmp_path / integrity.NAME, "integrity")["files"][chain.MANIFEST]
     assert length == (tmp_path / chain.MANIFEST).stat().st_size

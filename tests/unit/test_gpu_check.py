@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from gpu_driver import DETERMINISTIC, ENGINE, LOCAL, SMALL
+from megatron_flags import judged
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -52,3 +55,9 @@ def test_a_wheelhouse_keeps_pip_from_any_index() -> None:
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
     assert "PIP_NO_INDEX = 1" in said
     assert f"PIP_FIND_LINKS = {ROOT / 'wheels'}" in said or "PIP_FIND_LINKS = $(abspath $(WHEELHOUSE))" in said
+
+
+@pytest.mark.parametrize("layers", [LOCAL, ENGINE], ids=["local", "transformer engine"])
+def test_megatron_lm_takes_the_flags_of_the_jobs_that_it_starts(layers: Sequence[str]) -> None:
+    args = judged([*SMALL, *layers, *DETERMINISTIC, "--data-path", "corpus"], 1)
+    assert (args.device, args.deterministic_mode) == ("cuda", True)

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from megatron_flags import judged, model_of, parser
 
-from megatron.pretrain.config import parse_config
-from megatron.pretrain.config.derived import Environment, moe_layer_pattern
-from megatron.pretrain.config.validate import resolve
-from megatron.pretrain.model import build_transformer_config
 from moe_ckpt.commands.main import commands
 from moe_ckpt.simulator.models import preset
 
-from .test_examples import EXAMPLES, Job, calls_of, quoted, reduced
+from .test_examples import EXAMPLES, Job, calls_of, flags_in, quoted, ranks_of, reduced
 
-OWN = {"qwen3-30b-a3b": "Qwen3-30B-A3B", "mixtral-8x22b": "Mixtral-8x22B"}
-STOCK = {"deepseek-v3": 128, "deepseek-v3-lite": 2}
+ON_DRIVER = {"qwen3-30b-a3b": "Qwen3-30B-A3B", "mixtral-8x22b": "Mixtral-8x22B"}
+ON_SCRIPT = {"deepseek-v3": 128, "deepseek-v3-lite": 2}
 MOST_BUBBLES = 0.1
 NUMBERS = (
     *("num_layers hidden_size ffn_hidden_size num_attention_heads num_experts moe_router_topk".split()),
@@ -34,47 +32,44 @@ def bubbles(pp: int, virtual: int, microbatches: int) -> float:
     return (pp - 1) / (virtual * microbatches + pp - 1)
 
 
-def tokenizer(folder: Path) -> Path:
-    file = folder / "tokenizer.json"
-    model = {"type": "WordLevel", "vocab": {"<unk>": 0, "<|endoftext|>": 1}, "unk_token": "<unk>"}
-    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    added = [{"id": 1, "content": "<|endoftext|>", **special}]
-    whole = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder"))
-    file.write_text(json.dumps({"version": "1.0", "added_tokens": added, "model": model, **whole}))
-    return file
-
-
 def launched(example: str, folder: Path, nodes: int) -> Job:
-    given = {"DATA": "/data/my corpus", "SAVE": "/shared/my checkpoints", "TOKENIZER": str(tokenizer(folder))}
+    given = {"DATA": "/data/my corpus", "SAVE": "/shared/my checkpoints", "TOKENIZER": "/models/my tokenizer"}
+    given |= {"HEAD": "first-node", "NODES": str(nodes)}
     script = EXAMPLES / example / "train.sh"
-    (argv,) = calls_of(script, "python", folder, **given, HEAD="first-node", NODES=str(nodes))
-    ranks = int(argv[argv.index("--nproc-per-node") + 1])
-    flags = argv[next(at for at, word in enumerate(argv) if word.endswith("pretrain_gpt_moe.py")) + 1 :]
+    (argv,) = calls_of(script, "python", folder, **given)
     assert int(argv[argv.index("--nnodes") + 1]) == nodes
-    environment = Environment(nodes * ranks, cuda=True, transformer_engine=True)
-    return Job(nodes, ranks, resolve(parse_config(flags), environment))
+    queues = hardware_queues(script, folder, given)
+    return Job(nodes, flags_in(argv), judged(flags_in(argv), ranks_of(argv), CUDA_DEVICE_MAX_CONNECTIONS=queues))
+
+
+def hardware_queues(script: Path, folder: Path, given: dict[str, str]) -> str:
+    """How many a rank has, which Megatron-LM judges with tensor parallelism."""
+    program = folder / "tells its queues"
+    program.write_text('#!/bin/bash\nprintf "%s" "${CUDA_DEVICE_MAX_CONNECTIONS:-8}"\n')
+    program.chmod(0o755)
+    environment = os.environ | given | {"PYTHON": str(program)}
+    return subprocess.run([script], env=environment, check=True, timeout=60, capture_output=True, text=True).stdout
 
 
 @pytest.mark.parametrize(("example", "nodes"), [("qwen3-30b-a3b", 2), ("qwen3-30b-a3b", 16), ("mixtral-8x22b", 16)])
-def test_the_driver_and_megatron_core_take_the_flags_and_the_layout_does_not_idle(
+def test_megatron_lm_and_the_driver_take_the_flags_and_the_layout_does_not_idle(
     example: str, nodes: int, tmp_path: Path
 ) -> None:
     job = launched(example, tmp_path, nodes)
-    config, shape = job.config, preset(OWN[example])
-    # Without Transformer Engine on this machine core refuses its fused kernels, whatever the model.
-    found = build_transformer_config(replace(config, model=replace(config.model, transformer_impl="local")))
+    args, shape = job.args, preset(ON_DRIVER[example])
+    found = model_of(args)
     assert (found.num_layers, found.hidden_size, found.num_moe_experts) == (
         *(shape.num_layers, shape.hidden_size),
         shape.num_experts,
     )
     assert (found.moe_router_topk, found.num_query_groups) == (shape.moe_router_topk, shape.num_query_groups)
     assert found.moe_ffn_hidden_size == (shape.moe_ffn_hidden_size or shape.ffn_hidden_size)
-    assert config.data.tokenizer_type == "HuggingFaceTokenizer"
-    microbatches, rest = divmod(config.training.global_batch_size or 0, job.topology.dp)
+    assert (args.tokenizer_type, args.tokenizer_model) == ("HuggingFaceTokenizer", "/models/my tokenizer")
+    microbatches, rest = divmod(args.global_batch_size, job.topology.dp)
     assert rest == 0
-    virtual = config.parallel.num_virtual_stages_per_pipeline_rank or 1
+    virtual = args.virtual_pipeline_model_parallel_size or 1
     assert bubbles(job.topology.pp, virtual, microbatches) <= MOST_BUBBLES
-    assert (config.moe_checkpoint.strategy, config.moe_checkpoint.interval) == ("full", 1)
+    assert (args.moe_ckpt_strategy, args.moe_ckpt_interval) == ("full", 1)
 
 
 def flags_of(example: str) -> dict[str, str]:
@@ -97,17 +92,17 @@ def virtual_stages(flags: dict[str, str], pp: int) -> int:
     return len(stages) // pp if len(stages) % pp == 0 else 0
 
 
-@pytest.mark.parametrize("example", STOCK)
+@pytest.mark.parametrize("example", ON_SCRIPT)
 def test_flags_of_a_deepseek_are_a_model_that_the_planner_takes_on_its_nodes(example: str, tmp_path: Path) -> None:
     flags = flags_of(example)
     given = {name: flags[f"--{name.replace('_', '-')}"] for name in NUMBERS if f"--{name.replace('_', '-')}" in flags}
-    pattern = moe_layer_pattern(flags["--moe-layer-freq"])
+    pattern = parser().parse_args(["--moe-layer-freq", flags["--moe-layer-freq"]]).moe_layer_freq
     model: dict[str, Any] = {name: int(value) for name, value in given.items()}
     model |= {"vocab_size": 129280, "moe_layer_freq": pattern, "gated_linear_unit": True}
     model |= {"untie_embeddings_and_output_weights": True, "multi_latent_attention": True}
     (tmp_path / "model.json").write_text(json.dumps(model))
     pp, ep = int(flags.get("--pipeline-model-parallel-size", "1")), int(flags["--expert-model-parallel-size"])
-    ranks = 8 * STOCK[example]
+    ranks = 8 * ON_SCRIPT[example]
     layout = ["--pp", str(pp), "--ep", str(ep), "--world-size", str(ranks)]
     budget = ["--budget-local-gbps", "50", "--iteration-time", "5", "--json"]
     said = CliRunner().invoke(
@@ -125,37 +120,37 @@ def test_flags_of_a_deepseek_are_a_model_that_the_planner_takes_on_its_nodes(exa
     assert bubbles(pp, virtual, microbatches) <= MOST_BUBBLES
 
 
-@pytest.mark.parametrize("example", STOCK)
+@pytest.mark.parametrize("example", ON_SCRIPT)
 def test_what_a_node_starts_has_each_flag_and_its_value_as_a_word(example: str, tmp_path: Path) -> None:
     given = {"DATA": "/data/my corpus", "SAVE": "/shared/my checkpoints", "TOKENIZER": "deepseek-ai/DeepSeek-V3"}
-    nodes = str(STOCK[example])
+    nodes = str(ON_SCRIPT[example])
     (argv,) = calls_of(EXAMPLES / example / "train.sh", "python", tmp_path, **given, HEAD="first-node", NODES=nodes)
     for name, value in flags_of(example).items():
         at = argv.index(name)
         assert not value or argv[at + 1] == value
     assert argv[argv.index("--data-path") + 1] == given["DATA"]
     assert argv[argv.index("--nnodes") + 1] == nodes
-    assert Path(next(word for word in argv if word.endswith("pretrain_gpt.py"))).is_file()
+    assert Path(next(word for word in argv if word.endswith("pretrain_gpt_moe.py"))).is_file()
 
 
-@pytest.mark.parametrize("example", [*OWN, *STOCK])
+@pytest.mark.parametrize("example", [*ON_DRIVER, *ON_SCRIPT])
 def test_what_differs_from_the_stock_recipe_is_four_flags_of_protection(example: str) -> None:
     folder = EXAMPLES / example
-    text = (folder / ("train.sh" if example in OWN else "model.flags")).read_text()
+    text = (folder / ("train.sh" if example in ON_DRIVER else "model.flags")).read_text()
     assert text.count("--moe-ckpt-") == 4
     assert (folder / "README.md").is_file()
 
 
-@pytest.mark.parametrize("example", OWN)
+@pytest.mark.parametrize("example", ON_DRIVER)
 def test_the_reduced_variant_is_trained_twice_and_killed_once(example: str, tmp_path: Path) -> None:
-    configs = reduced(example, tmp_path)
-    assert sorted(config.moe_checkpoint.strategy for config in configs) == ["full", "none"]
-    (killed,) = [config for config in configs if config.moe_checkpoint.inject_fault]
-    assert killed.moe_checkpoint.strategy == "full" and killed.moe_checkpoint.memory_dir is not None
-    assert all(build_transformer_config(config).num_moe_experts for config in configs)
+    jobs = reduced(example, tmp_path)
+    assert sorted(args.moe_ckpt_strategy for args in jobs) == ["full", "none"]
+    (killed,) = [args for args in jobs if args.moe_ckpt_inject_fault]
+    assert killed.moe_ckpt_strategy == "full" and killed.moe_ckpt_memory_dir is not None
+    assert all(model_of(args).num_moe_experts for args in jobs)
 
 
-@pytest.mark.parametrize("example", OWN)
+@pytest.mark.parametrize("example", ON_DRIVER)
 def test_the_page_of_a_recipe_quotes_what_the_planner_says(example: str) -> None:
     quotes = list(quoted((EXAMPLES / example / "README.md").read_text()))
     assert quotes

@@ -1,4 +1,4 @@
-"""Lets unmodified Megatron-Core 0.16.1 train on the CPU with gloo: one table of reversible mappings.
+"""Lets unmodified Megatron-LM train on the CPU with gloo: one table of reversible mappings.
 
 Megatron-Core asks CUDA for devices, streams and random numbers in some 350 places and writes `device="cuda"` as a
 literal. `install()` maps exactly those names to the CPU, `uninstall()` puts every original back. Each row of
@@ -31,7 +31,7 @@ Optimizer. Megatron-Core takes Adam from Transformer Engine or Apex wherever one
 GPU: neither may be importable in a process that calls `install()`, but for the Transformer Engine of `te_on_cpu`, whose
 kernels are made for the CPU.
 
-Checked against megatron-core 0.16.1 with torch 2.13.0.
+Checked against megatron-core 0.19.2 with torch 2.14.1.
 """
 
 from megatron.pretrain.cpu_device.switch import install, installed, is_installed, uninstall

@@ -9,16 +9,14 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron.pretrain.cpu_device.table import PATCHES, STOCK_LOOP_PATCHES
+from megatron.pretrain.cpu_device.table import LOOP_PATCHES, PATCHES
 from megatron.pretrain.te_on_cpu import is_loaded
 
 _undo: contextlib.ExitStack | None = None
 
 
-def install(*, stock_loop: bool = False) -> None:
-    """Map CUDA to the CPU for this process; a second call does nothing.
-
-    stock_loop: also what the training loop of Megatron-LM asks a GPU for; it is imported by this.
+def install() -> None:
+    """Map CUDA to the CPU for this process, for Megatron-LM too, which this imports; a second call does nothing.
 
     Compiled functions (`torch.compile`, which Megatron-Core decorates its fusions with) run eagerly from here on; what
     is decorated while this is in effect stays as it is.
@@ -37,10 +35,9 @@ def install(*, stock_loop: bool = False) -> None:
 
             for patch in OF_TRANSFORMER_ENGINE:
                 patch.apply(stack)
-        if stock_loop:
-            importlib.import_module("megatron.training.training")  # says what is missing, where something is
-            for patch in STOCK_LOOP_PATCHES:
-                patch.apply(stack)
+        importlib.import_module("megatron.training.training")  # says what is missing, where something is
+        for patch in LOOP_PATCHES:
+            patch.apply(stack)
         if "torch._dynamo" in sys.modules:  # else nothing was compiled before, and it takes seconds to load
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         torch.set_flush_denormal(True)
@@ -62,10 +59,10 @@ def is_installed() -> bool:
 
 
 @contextlib.contextmanager
-def installed(*, stock_loop: bool = False) -> Iterator[None]:
+def installed() -> Iterator[None]:
     """Install for the duration of the block, unless it was installed before: then it stays."""
     before = is_installed()
-    install(stock_loop=stock_loop)
+    install()
     try:
         yield
     finally:

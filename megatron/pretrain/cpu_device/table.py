@@ -102,7 +102,7 @@ _GLOO = (
 PATCHES: tuple[Patch, ...] = (*_COMPILER, *_DEVICE, *_STREAMS, *_RANDOM, *_TENSORS, *_MEGATRON, *_GLOO)
 """Everything that `install()` replaces, in order: the compiler before Megatron-Core is imported for the first time."""
 
-STOCK_LOOP_PATCHES: tuple[Patch, ...] = (
+LOOP_PATCHES: tuple[Patch, ...] = (
     Patch("torch.cuda", "device_count", always(1), "groups and seeds are set up only where a device is counted"),
     Patch(
         "megatron.training.training",
@@ -125,4 +125,4 @@ STOCK_LOOP_PATCHES: tuple[Patch, ...] = (
         "core's own attention computes with the head sizes of MLA, but takes no parameters for them",
     ),
 )
-"""What the training loop of Megatron-LM needs beside them. The process group has to be there before it starts."""
+"""Then what the training loop of Megatron-LM needs. The process group has to be there before it starts."""

@@ -153,21 +153,6 @@ LEVELS = {"unprotected": 0, "degraded": 1, "protected": 2}
 """What a state of protection is as a number."""
 
 
-def loop_scalars(report: IterationReport) -> dict[str, float]:
-    """What a loop shows in its log, by the names that TensorBoard has had for it."""
-    return _known(
-        {
-            "lm loss": report.lm_loss,
-            "grad norm": report.grad_norm,
-            "learning rate": report.learning_rate,
-            "loss scale": report.loss_scale,
-            "iteration time (s)": report.iteration_time_s,
-            "stall (s)": report.stall_s,
-            "samples": float(report.consumed_train_samples),
-        }
-    )
-
-
 def checkpoint_scalars(report: IterationReport) -> dict[str, float]:
     """All other numbers of a report, for boards; tokens of experts are in the JSON lines only."""
     return _known(

@@ -41,10 +41,6 @@ class JsonLines(MetricsSink):
         """A line `{"recovery": {...}}`."""
         self._append({"recovery": dict(timeline)})
 
-    def loaded(self, load: Mapping[str, Any]) -> None:
-        """A line `{"load": {...}}`."""
-        self._append({"load": dict(load)})
-
     def close(self) -> None:
         """See `MetricsSink`."""
         os.close(self._file)

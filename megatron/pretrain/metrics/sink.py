@@ -34,14 +34,6 @@ class MetricsSink(ABC):
         """A recovery ended, see `RecoveryTimeline.to_data`; training stands behind `iteration`."""
         return
 
-    def loaded(self, load: Mapping[str, Any]) -> None:
-        """A checkpoint was loaded before training began, see `LoadReport.to_data`."""
-        return
-
-    def evaluated(self, split: str, iteration: int, loss: float) -> None:
-        """An evaluation ended."""
-        return
-
     def close(self) -> None:
         """The end of training."""
         return

@@ -18,7 +18,6 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from megatron.pretrain.seats.meeting import AgentsMeeting, Place, WorkersPlace
 from megatron.pretrain.seats.process import COPY_S, SeatProcess, let_orphans_go
 from megatron.pretrain.seats.spares import SeatsWord
-from megatron.pretrain.warm_up import RANKS
 
 log = logging.getLogger(__name__)
 
@@ -131,9 +130,8 @@ class SeatAgent(LocalElasticAgent):
                 return_values={worker_group.workers[seat].global_rank: None for seat in codes},
             )
         if all(process.is_training and process.takes_seats for process in self._seats.values()):
-            ranks = worker_group.workers[0].world_size
-            self._word.tell(ranks)
-            self._refill(ranks)
+            self._word.tell()
+            self._refill()
         return RunResult(state=WorkerState.HEALTHY)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
@@ -238,17 +236,17 @@ class SeatAgent(LocalElasticAgent):
             time.sleep(POLL_S)
             self._hear()
 
-    def _refill(self, ranks: int) -> None:
+    def _refill(self) -> None:
         """Start the standby that is missing; one at a time, and none where they die again and again. One that can be
-        copied is enough for all seats. ranks: of the job."""
+        copied is enough for all seats."""
         is_settled = self._quick_deaths < QUICK_DEATHS and all(one.is_ready for one in self._standbys)
         if is_settled and len(self._standbys) < self._wanted and not any(one.copies for one in self._standbys):
             run_id = self._worker_group.spec.rdzv_handler.get_run_id()
-            self._standbys.append(self._started({"TORCHELASTIC_RUN_ID": run_id, RANKS: str(ranks)}, idle=True))
+            self._standbys.append(self._started({"TORCHELASTIC_RUN_ID": run_id}, idle=True))
 
-    def _refill_before_training(self, ranks: int) -> None:
+    def _refill_before_training(self) -> None:
         self._hear()
-        self._refill(ranks)
+        self._refill()
 
     def _hear(self) -> None:
         for process in self._seats.values():

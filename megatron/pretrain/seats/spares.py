@@ -1,4 +1,4 @@
-"""Word for nodes that wait for a place in a job: that its script takes seats, and how many ranks there are.
+"""Word for nodes that wait for a place in a job: that its script takes seats.
 
 A spare node waits in the rendezvous, and so does one that has come for a lost node, whose end the others have not
 noticed yet. Meanwhile either can start standbys; but a script that takes no seats would train by itself if it were
@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 log = logging.getLogger(__name__)
 
 KEY = "moe-ckpt/seats/{}"
-"""In the store of the rendezvous, with the id of the job: how many ranks it has."""
+"""In the store of the rendezvous, with the id of the job."""
 LOOK_S = 0.5
 """How often a node that waits looks for it."""
 
@@ -28,23 +28,21 @@ class SeatsWord:
 
     def __init__(self, handler: RendezvousHandler) -> None:
         self._store = getattr(handler, "_store", None)  # none where a single node meets itself
-        self._key, self._told = KEY.format(handler.get_run_id()), 0
+        self._key, self._told = KEY.format(handler.get_run_id()), False
 
-    def tell(self, ranks: int) -> None:
-        """The ranks of this node take seats, in a job of so many. Raises DistError."""
-        if self._store is not None and ranks != self._told:
-            self._store.set(self._key, str(ranks))
-            self._told = ranks
+    def tell(self) -> None:
+        """The ranks of this node take seats. Raises DistError."""
+        if self._store is not None and not self._told:
+            self._store.set(self._key, "taken")
+            self._told = True
 
-    def heard(self) -> int | None:
-        """How many ranks the job has, whose script takes seats; None until somebody has said so. Raises DistError."""
-        if self._store is None or not self._store.check([self._key]):
-            return None
-        return int(self._store.get(self._key))
+    def heard(self) -> bool:
+        """Whether somebody has said that the script of the job takes seats. Raises DistError."""
+        return self._store is not None and self._store.check([self._key])
 
     @contextmanager
-    def heeded(self, refill: Callable[[int], None]) -> Iterator[None]:
-        """In this block another thread calls `refill` again and again, with the number of ranks, once that is known.
+    def heeded(self, refill: Callable[[], None]) -> Iterator[None]:
+        """In this block another thread calls `refill` again and again once the script is known to take seats.
 
         Where that fails a line says so, and standbys are started once training goes on.
         """
@@ -53,8 +51,8 @@ class SeatsWord:
         def look() -> None:
             try:
                 while not is_over.wait(LOOK_S):
-                    if ranks := self.heard():
-                        refill(ranks)
+                    if self.heard():
+                        refill()
             except (DistError, OSError) as error:
                 log.warning("no standby is started while this node waits: %s", error)
 

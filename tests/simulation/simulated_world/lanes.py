@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from .world import World
-
-Value = TypeVar("Value")
 
 
 class FakeClock:
@@ -28,7 +26,7 @@ class FakeClock:
         self._world.sleep(seconds)
 
 
-class FakeTask(Generic[Value]):
+class FakeTask[Value]:
     """A `ports.Task`; one that was dropped raises CancelledError."""
 
     def __init__(self, world: World, lane: str, work: Callable[[], Value]) -> None:
@@ -72,7 +70,7 @@ class FakeLane:
         self._tasks: deque[FakeTask[Any]] = deque()
         self._works, self._open = False, True
 
-    def submit(self, work: Callable[[], Value], /) -> FakeTask[Value]:
+    def submit[Value](self, work: Callable[[], Value], /) -> FakeTask[Value]:
         """As `ports.Executor.submit`. Raises RuntimeError after `shutdown`, as `concurrent.futures` does."""
         self._world.event(f"submit work to lane {self._name}")
         if not self._open:

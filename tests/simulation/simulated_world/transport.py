@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.moe.ports import Json, PeerLost
 from .network import Collective, Connection, Message, Network
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    from collections.abc import Buffer
 
 _INT64 = range(-(1 << 63), 1 << 63)
 

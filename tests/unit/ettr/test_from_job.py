@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from megatron_flags import parser
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.pretrain.config import parse_config
 from moe_ckpt.commands.advise import advise
 from moe_ckpt.commands.from_job import measured
 from moe_ckpt.commands.simulate import simulate
@@ -69,7 +69,7 @@ def test_flags_come_first_and_the_driver_takes_them() -> None:
     data = json.loads(run("--mtbf", "30m").output)
     assert list(data)[1] == "flags"
     assert data["flags"].startswith("--moe-ckpt-strategy full --moe-ckpt-interval ")
-    assert parse_config(data["flags"].split()).moe_checkpoint.strategy == "full"
+    assert parser().parse_args(data["flags"].split()).moe_ckpt_strategy == "full"
 
 
 def test_the_recommendation_is_explained_in_three_sentences() -> None:

@@ -163,7 +163,7 @@ import sys, time
 import megatron.pretrain.core_import
 from megatron.pretrain import layer_timing
 from megatron.pretrain.initialize import use_cpu
-use_cpu(stock_loop=True)
+use_cpu()
 from megatron.core.transformer.moe.moe_layer import MoELayer
 forward = MoELayer.forward
 def slowly(*arguments, **named):
@@ -203,7 +203,7 @@ PARSER = """
 import json, sys
 import megatron.pretrain.core_import
 from megatron.pretrain.initialize import use_cpu
-use_cpu(stock_loop=True)
+use_cpu()
 from megatron.training.arguments import parse_args
 print(json.dumps(vars(parse_args()), default=repr))
 """

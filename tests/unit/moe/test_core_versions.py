@@ -10,11 +10,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.moe.core_versions import training
-from megatron.core.dist_checkpointing.moe.core_versions.checkpoints import (
-    async_options,
-    no_results_queue,
-    results_in_process,
-)
+from megatron.core.dist_checkpointing.moe.core_versions.checkpoints import results_in_process
 from megatron.core.dist_checkpointing.moe.core_versions.seams import SEAMS, changed_seams, core_version, require_seams
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -75,14 +71,6 @@ def test_gathers_of_an_optimizer_go_through_its_chunks_and_where_it_has_one_its_
     ]
 
 
-def test_core_starts_no_manager_for_a_queue_that_is_not_used() -> None:
-    name = next(name for name in vars(filesystem_async) if name.endswith("get_write_results_queue"))
-    before = getattr(filesystem_async, name)
-    with no_results_queue():
-        assert getattr(filesystem_async, name)() is None
-    assert getattr(filesystem_async, name) is before
-
-
 @pytest.mark.parametrize("is_async", [False, True])
 def test_core_starts_a_manager_for_results_of_a_save_only_where_other_processes_write(
     monkeypatch: pytest.MonkeyPatch, is_async: bool
@@ -94,11 +82,6 @@ def test_core_starts_a_manager_for_results_of_a_save_only_where_other_processes_
     assert (results == "a manager's") == is_async
     assert is_async or isinstance(results, queue.Queue)
     assert getattr(filesystem_async, name)() == "a manager's"
-
-
-def test_core_is_told_to_write_itself_only_where_it_asks_who_does() -> None:
-    assert async_options(lambda shards, folder: None) == {}
-    assert async_options(lambda shards, folder, async_strategy="nvrx": None) == {"async_strategy": "mcore"}
 
 
 @pytest.mark.parametrize("members", [1, 2])

@@ -38,7 +38,7 @@ from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind,
 from megatron.core.dist_checkpointing.moe.types.layout import Manifest
 from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.indexed_corpus import open_corpus
-from moe_ckpt.dense import chain, integrity, items
+from moe_ckpt.dense import chain, integrity
 from moe_ckpt.dense.dcp_metadata import parse_index
 from moe_ckpt.hugging_face.folder import INDEX, SINGLE, Folder
 
@@ -212,7 +212,6 @@ def targets(folder: Path) -> dict[str, Target]:
     saved = integrity.encode({str(path): one for path, one in sums.items()})  # type: ignore[arg-type]
     holders = {1: (2, 4), 2: (4, 4)}
     wanted = b"".join(messages.encode_answers([(messages.Reply.PARTLY, ((0, 3), (5, 9))), (messages.Reply.HELD, ())]))
-    parts = items.encode({"__0_0.distcp": {(0, 1641): "0" * 32, (1641, 1961): "a" * 32}, "__1_0.distcp": {}})
     one = chain.encode(chain.Chain(4, holders, {2: "0" * 16, 4: "a" * 16}, 1, None, "all"))
     return {
         "manifest": Target(
@@ -230,9 +229,6 @@ def targets(folder: Path) -> dict[str, Target]:
         "checksums of a dense checkpoint": Target(
             lambda content: integrity.decode(content, "it"), UnreadableCheckpoint, (saved,),
             partial(reframed, "integrity"),
-        ),
-        "items of a dense checkpoint": Target(
-            lambda content: items.decode(content, "it"), UnreadableCheckpoint, (parts,), partial(reframed, "items")
         ),
         "chain of partial saves": Target(
             lambda content: chain.decode(content, "it"), UnreadableCheckpoint, (one,), partial(reframed, "chain")
@@ -253,7 +249,7 @@ def targets(folder: Path) -> dict[str, Target]:
 
 NAMES = (
     "manifest", "manifest with a key", "message header", "message table", "message answers",
-    "index of a dense checkpoint", "checksums of a dense checkpoint", "items of a dense checkpoint",
+    "index of a dense checkpoint", "checksums of a dense checkpoint",
     "chain of partial saves", "index of a corpus", "weights of Hugging Face", "index of Hugging Face", "heartbeat",
     "names of files in memory",
 )  # fmt: skip

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.moe.dense_saves import intact as loading
+from megatron.core.dist_checkpointing.moe.dense_saves.agreement import RankFailure
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.storage.manifest import framed, unframed, use_secret
 from megatron.pretrain import cpu_device
-from megatron.pretrain.agreement import RankFailure
-from moe_ckpt.dense import chain, integrity, items
+from moe_ckpt.dense import chain, integrity
 from moe_ckpt.dense.integrity import FileSum, check, decode, encode, expected, seal, shares
 
 SUMS = {"__0_0.distcp": FileSum(7, "0" * 32), "common.pt": FileSum(0, "f" * 32)}
@@ -125,7 +125,7 @@ def test_a_checkpoint_that_says_that_it_has_the_file_must_have_it(folder: Path) 
         expected(folder, {"content_metadata": {integrity.MARK: 1}})
 
 
-@pytest.mark.parametrize("name", [chain.MANIFEST, items.NAME, "common.pt"])
+@pytest.mark.parametrize("name", [chain.MANIFEST, "common.pt"])
 def test_with_a_secret_a_file_that_changes_what_is_loaded_cannot_be_added(name: str, folder: Path) -> None:
     try:
         use_secret(b"sixteen bytes or more")

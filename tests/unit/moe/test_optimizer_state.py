@@ -92,7 +92,7 @@ def test_a_precision_aware_optimizer_allocates_as_in_its_own_first_step() -> Non
     wide, narrow, trained = (torch.nn.Parameter(torch.ones(2).to(dtype)) for dtype in DTYPES)
     inner = PrecisionAware([wide, narrow, trained])
     inner.state[trained] = {"exp_avg": torch.ones(2)}
-    # Megatron-Core 0.16 and 0.19 pass one argument, which is a TypeError.
+    # Megatron-Core passes one argument, which is a TypeError.
     core = FP32Optimizer(inner, OptimizerConfig(), lambda optimizer, config: optimizer.initialize_state(wide))
     core.config.use_precision_aware_optimizer = True
     allocate_optimizer_state(core)

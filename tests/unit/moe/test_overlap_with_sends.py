@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron_flags import judged, model_of
 
 from megatron.core.dist_checkpointing.moe import MoECheckpointManager
 from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer import TransformerConfig
-from megatron.pretrain.config import parse_config
-from megatron.pretrain.config.validate import Environment, resolve
-from megatron.pretrain.model import build_transformer_config
 
-FOUR_GPUS = Environment(world_size=4, cuda=True, transformer_engine=False)
 FLAGS = """--device cuda --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
---global-batch-size 8 --train-iters 10 --lr 1e-3 --mock-data --num-experts 4 --disable-bias-linear
---pipeline-model-parallel-size 2 --bf16""".split()
+--max-position-embeddings 32 --global-batch-size 8 --train-iters 10 --lr 1e-3 --mock-data --num-experts 4
+--disable-bias-linear --pipeline-model-parallel-size 2 --bf16""".split()
 
 
 class Protecting(Unprotected):
@@ -50,14 +48,17 @@ def managed(config: TransformerConfig, session: Unprotected) -> None:
     MoECheckpointManager(chunk, SimpleNamespace(), session=session, **numbers)  # type: ignore[arg-type]
 
 
-def test_the_driver_asks_core_for_batched_sends_without_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = build_transformer_config(resolve(parse_config(FLAGS), FOUR_GPUS))
+def of_megatron_lm() -> TransformerConfig:
+    """As its loop configures a pipeline on GPUs."""
+    return model_of(judged(FLAGS, 4))
+
+
+@pytest.mark.parametrize("configured", [stock, of_megatron_lm])
+def test_a_loop_sends_without_waits_once_it_is_protected(
+    configured: Callable[[], TransformerConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured()
     assert config.batch_p2p_comm
-    assert waits_for_the_device(config, monkeypatch) == 0
-
-
-def test_any_other_loop_sends_without_waits_once_it_is_protected(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = stock()
     assert waits_for_the_device(config, monkeypatch) == 1
     managed(config, Protecting())
     assert waits_for_the_device(config, monkeypatch) == 0

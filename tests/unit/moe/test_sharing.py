@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from megatron_flags import judged
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.megatron_state import sharing
@@ -29,9 +30,6 @@ from megatron.core.dist_checkpointing.moe.types import (
     Topology,
     full_plan,
 )
-from megatron.pretrain.config import parse_config
-from megatron.pretrain.config.validate import Environment, resolve
-from megatron.pretrain.errors import InvalidInput
 
 SHAPE = ModelShape("small", 2, 8, 2, 24, 16, num_experts=4, moe_ffn_hidden_size=7, gated_linear_unit=True)
 FIELDS = ("master", "exp_avg", "exp_avg_sq")
@@ -175,11 +173,11 @@ def test_a_model_that_the_policy_counts_otherwise_is_refused(monkeypatch: pytest
 
 def test_the_distributed_optimizer_which_shards_already_is_refused() -> None:
     given = (
-        "--device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
-        "--global-batch-size 8 --train-iters 10 --lr 1e-3 --mock-data --moe-ckpt-strategy full "
-        "--moe-ckpt-shard adaptive"
+        "--device cpu --transformer-impl local --no-rope-fusion --distributed-backend gloo --num-layers 2"
+        " --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1"
+        " --global-batch-size 8 --train-iters 10 --lr 1e-3 --mock-data --moe-ckpt-strategy full"
+        " --moe-ckpt-shard adaptive"
     ).split()
-    machine = Environment(world_size=2, cuda=False, transformer_engine=False)
-    assert resolve(parse_config(given), machine).moe_checkpoint.shard == "adaptive"
-    with pytest.raises(InvalidInput, match=r"--moe-ckpt-shard adaptive .* sharded already"):
-        resolve(parse_config([*given, "--use-distributed-optimizer"]), machine)
+    assert judged(given, 2).moe_ckpt_shard == "adaptive"
+    with pytest.raises(UsageError, match=r"--moe-ckpt-shard adaptive .* sharded already"):
+        judged([*given, "--use-distributed-optimizer"], 2)

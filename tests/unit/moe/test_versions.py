@@ -46,8 +46,8 @@ def test_what_is_installed_here_is_supported_without_a_word() -> None:
 @pytest.mark.parametrize(
     ("name", "version"),
     [
-        ("Python", "3.11.0rc1"), ("Python", "3.13.9"), ("torch", "2.6.0"), ("torch", "2.10.0a0+b4e4ee81d3.nv25.12"),
-        ("torch", "3.0"), ("megatron-core", "0.16.1"), ("megatron-core", "0.17.0"), ("megatron-core", "0.19.99"),
+        ("Python", "3.12.0rc1"), ("Python", "3.13.9"), ("torch", "2.6.0"), ("torch", "2.10.0a0+b4e4ee81d3.nv25.12"),
+        ("torch", "3.0"), ("megatron-core", "0.17.0"), ("megatron-core", "0.19.99"),
     ],
 )  # fmt: skip
 def test_versions_of_the_ranges_pass(name: str, version: str) -> None:
@@ -57,9 +57,9 @@ def test_versions_of_the_ranges_pass(name: str, version: str) -> None:
 @pytest.mark.parametrize(
     ("name", "version", "supported"),
     [
-        ("Python", "3.10.13", "3.11 to 3.13"),
+        ("Python", "3.11.9", "3.12 to 3.13"),
         ("torch", "2.5.1", "2.6 and newer"),
-        ("megatron-core", "0.16.0", "0.16.1 to 0.19"),
+        ("megatron-core", "0.16.1", "0.17 to 0.19"),
     ],
 )
 def test_what_is_too_old_is_refused_with_what_was_found_what_is_supported_and_what_to_do(
@@ -73,13 +73,13 @@ def test_what_is_too_old_is_refused_with_what_was_found_what_is_supported_and_wh
 
 def test_what_is_missing_is_named() -> None:
     assert refused("megatron-core", None).startswith(
-        "megatron-core is missing; 0.16.1 to 0.19 are supported: pip install"
+        "megatron-core is missing; 0.17 to 0.19 are supported: pip install"
     )
 
 
 def test_a_newer_core_is_refused_where_iterations_are_replayed_and_the_strategy_named() -> None:
     line = refused("megatron-core", "0.20.0", "sparse")
-    assert "megatron-core 0.20.0 (/env/megatron/core) is newer than what is supported, 0.16.1 to 0.19" in line
+    assert "megatron-core 0.20.0 (/env/megatron/core) is newer than what is supported, 0.17 to 0.19" in line
     assert "--moe-ckpt-strategy sparse" in line
     assert "use full or pec, or pip install" in line
 
@@ -138,7 +138,7 @@ def test_every_start_refuses_a_source_tree_that_is_too_old_in_a_line(start: tupl
     result = start_behind(tmp_path, *start)
     assert result.returncode == 2, result.stderr
     (line,) = result.stderr.splitlines()
-    assert line.startswith(f"megatron-core 0.15.3 ({core}) is too old; 0.16.1 to 0.19 are supported: pip install")
+    assert line.startswith(f"megatron-core 0.15.3 ({core}) is too old; 0.17 to 0.19 are supported: pip install")
 
 
 def test_a_loop_of_a_users_own_gets_no_manager_but_that_line(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layou
 from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import expert
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.pretrain import cpu_device
-from megatron.pretrain.checkpoint.writer import plan_shards
-from moe_ckpt.dense import chain, integrity, items
+from moe_ckpt.dense import chain, integrity
 from moe_ckpt.dense.names import COMMON, FORMAT, TRACKER
 
 WORLD_SIZE = 2
@@ -107,7 +107,7 @@ def drawn(draw: random.Random) -> dict[str, torch.Tensor]:
 
 
 def save(root: Path, iteration: int, tensors: dict[str, torch.Tensor], *, pieces: int = 1, seal: bool = True) -> Path:
-    """An iteration, written by what the driver writes with, that says that it has an integrity file.
+    """An iteration as Megatron-Core up to 0.18 writes it, that says that it has an integrity file.
 
     pieces: of each tensor whose first axis can be cut into so many. seal: make the file.
     """
@@ -119,15 +119,12 @@ def save(root: Path, iteration: int, tensors: dict[str, torch.Tensor], *, pieces
         for at, piece in enumerate(value.chunk(count)):
             state[f"{name}#{at}"] = ShardedTensor.from_rank_offsets(name, piece.clone(), (0, at, count))
     with cpu_device.installed():
-        shards = plan_shards(state, folder, fully_parallel_group=None)
-        shards.run()
-        sums, parts = shards.finish()
+        TorchDistSaveShardedStrategy(thread_count=2).save(state, folder)
     marked = {integrity.MARK: integrity.FORMAT_VERSION}
     torch.save({"iteration": iteration, "checkpoint_version": 3.0, "content_metadata": marked}, folder / COMMON)
     (folder / FORMAT).write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     if seal:
-        (folder / items.NAME).write_bytes(items.encode(parts))
-        integrity.seal(folder, sums)
+        integrity.seal(folder)
     return folder
 
 

@@ -8,8 +8,10 @@ import pytest
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.contradictions import not_repeatable
-from megatron.core.dist_checkpointing.moe.policy.determinism import ENVIRONMENT, DeviceSettings, obstacles, wrong_values
+from megatron.core.dist_checkpointing.moe.policy.determinism import DeviceSettings, obstacles
 
+ENVIRONMENT = {"NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""What `--deterministic-mode` of Megatron-LM sets where nothing is set."""
 DETERMINISTIC = DeviceSettings("cuda", 8, ENVIRONMENT, True, True, True)
 NOTHING_SET = DeviceSettings("cuda", 8, {}, transformer_engine=True)
 SPARSE = MoECheckpointConfig(strategy="sparse")
@@ -53,7 +55,6 @@ def test_with_nothing_set_each_setting_has_a_line_of_its_own() -> None:
 def test_a_variable_with_another_value_is_named_with_what_to_set(name: str, value: str | None, said: str) -> None:
     (line,) = obstacles(with_variable(name, value))
     assert line.startswith(said)
-    assert list(wrong_values(with_variable(name, value).environment)) == ([line] if value is not None else [])
 
 
 @pytest.mark.parametrize("value", ["Ring", "^NVLS", "CollnetDirect, CollnetChain"])

@@ -25,6 +25,22 @@ def test_the_compiler_is_not_imported_with_megatron_core_and_is_there_for_all_ot
     assert result.stdout.split() == ["True", "False", "True", "torch", "<lambda>"]
 
 
+WITHOUT_LOOP = """
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "megatron.training" else found(name, package)
+import pretrain_gpt_moe
+"""
+
+
+def test_a_megatron_core_that_comes_without_the_training_loop_is_refused_in_a_line() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_LOOP]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert "has no training loop beside it: there is no megatron.training; pip install" in line
+
+
 def test_functions_are_compiled_once_with_their_options_at_their_first_call() -> None:
     compiled: list[tuple[str, dict[str, Any]]] = []
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
+from megatron_flags import options
 
 from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.old_flags import OLD_FLAGS, refuse_old_flags
-from megatron.pretrain.stock_loop import run_stock
+from pretrain_gpt_moe import train
 
 
 @pytest.mark.parametrize("flag", OLD_FLAGS)
@@ -19,6 +20,13 @@ def test_an_old_flag_is_refused_in_one_line_with_what_to_use(flag: str, form: st
     assert str(error.value) == f"{flag} is no flag of Megatron-LM's loop: {OLD_FLAGS[flag]}"
 
 
+def test_no_old_flag_is_one_of_the_loop_and_those_to_use_are() -> None:
+    known = options().keys()
+    assert not OLD_FLAGS.keys() & known
+    to_use = set(re.findall(r"--[a-z][\w-]+", " ".join(OLD_FLAGS.values())))
+    assert to_use - known == {"--to"}, "which is one of moe-ckpt convert"
+
+
 def test_each_of_several_old_flags_is_named_once() -> None:
     with pytest.raises(InvalidInput) as error:
         refuse_old_flags(["--keep-last", "2", "--hf-model", "there", "--keep-last", "3", "--no-export-hf"])
@@ -27,7 +35,7 @@ def test_each_of_several_old_flags_is_named_once() -> None:
 
 
 def test_the_entry_ends_with_the_code_of_usage_errors(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run_stock(["--keep-last", "2"]) == 2
+    assert train(["--keep-last", "2"]) == 2
     assert "--keep-last is no flag" in capfd.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""The manifest that says where the newest copy of each expert is, what it keeps, and which flags allow it."""
+"""The manifest that says where the newest copy of each expert is, and which flags allow it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.dense_saves.directory import CheckpointDirectory
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.storage.manifest import framed, unframed
 from megatron.core.dist_checkpointing.moe.types import expert
@@ -182,27 +181,3 @@ def test_a_complete_iteration_may_be_published_under_another_name_but_not_a_part
     (tmp_path / "release" / MANIFEST).write_bytes(encode(SECOND))
     with pytest.raises(UnreadableCheckpoint, match="is of iteration 5, not of this folder"):
         open_merged(tmp_path / "release")
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> CheckpointDirectory:
-    """Iterations 2, 5, 7, 9 of one chain, where 7 needs 2 no more, and 9 was saved after going back to 5."""
-    third = SECOND.followed_by(7, MARK, [expert(0, 0), expert(3, 1)], 0)
-    back = SECOND.followed_by(9, MARK, [expert(0, 0), expert(3, 1)], 0)
-    directory = CheckpointDirectory(tmp_path)
-    for chain in (FIRST, SECOND, third, back):
-        (directory.stage(chain.iteration) / MANIFEST).write_bytes(encode(chain))
-        directory.publish(chain.iteration)
-    return directory
-
-
-def test_retention_keeps_the_iterations_that_kept_ones_need(directory: CheckpointDirectory) -> None:
-    assert directory.retain(1) == [7, 2]
-    assert directory.iterations() == [9, 5]
-
-
-def test_retention_removes_nothing_while_it_is_not_known_what_is_needed(directory: CheckpointDirectory) -> None:
-    (directory.folder(9) / MANIFEST).write_bytes(b"{}")
-    with pytest.raises(UnreadableCheckpoint, match="what else has to stay is not known"):
-        directory.retain(1)
-    assert directory.iterations() == [9, 7, 5, 2]

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.core.dist_checkpointing.moe.partial_saves.lineage import ExpertLineage
 from megatron.core.dist_checkpointing.moe.types import OperatorId
-from megatron.pretrain.checkpoint.state import Lineage
 from moe_ckpt.dense.chain import Chain
 from moe_ckpt.dense.partial_saves import PartialSaves, after_loading
 
@@ -93,7 +93,7 @@ def test_only_checkpoints_of_the_same_state_are_gone_on_from() -> None:
 
 
 def test_tokens_of_a_checkpoint_that_failed_count_for_the_next_one() -> None:
-    lineage = Lineage()
+    lineage = ExpertLineage()
     lineage.count({0: (1, 2)})
     lineage.count({0: (3, 4), 2: (5, 6)})
     assert lineage.counted == {0: (4, 6), 2: (5, 6)}

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
+from megatron_flags import options
 
-from megatron.pretrain.config import parse_config
-from megatron.pretrain.stock_loop import add_flags
 from moe_ckpt.commands.convert import _DROPPED, recorded
 
 GIVEN = (
@@ -23,12 +20,5 @@ def test_flags_of_saving_ending_and_faults_are_left_out_with_their_values() -> N
 
 @pytest.mark.parametrize("name", _DROPPED)
 def test_each_flag_that_is_left_out_is_one_of_the_loop_with_so_many_values(name: str) -> None:
-    from megatron.training.arguments import add_megatron_arguments
-
-    parser = add_flags(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
-    action = parser._option_string_actions[name]
+    action = options()[name]
     assert (0 if action.nargs == 0 else 1) == _DROPPED[name]
-
-
-def test_a_configuration_knows_the_flags_it_was_made_from() -> None:
-    assert parse_config(["--num-layers", "4"]).argv == ("--num-layers", "4")

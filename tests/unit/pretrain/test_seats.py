@@ -215,7 +215,7 @@ print(os.path.exists(f"/proc/{orphan}"))
     assert ended.stdout == "False\n", ended.stderr
 
 
-def test_flags_of_the_stock_loop_are_read_once_the_process_has_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_of_the_loop_are_read_once_the_process_has_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
     monkeypatch.setattr(flags, "take_seat", lambda: taken.append("a seat"))
     flags.arguments(argparse.ArgumentParser())

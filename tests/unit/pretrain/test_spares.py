@@ -28,36 +28,27 @@ def store(monkeypatch: pytest.MonkeyPatch) -> HashStore:
 
 def test_what_one_node_tells_the_others_of_its_job_hear(store: HashStore) -> None:
     spare = SeatsWord(handler(store))
-    assert spare.heard() is None
-    SeatsWord(handler(store)).tell(8)
-    assert spare.heard() == 8
-    assert SeatsWord(handler(store, "another job")).heard() is None
-
-
-def test_a_job_that_goes_on_with_fewer_ranks_says_so(store: HashStore) -> None:
-    node = SeatsWord(handler(store))
-    node.tell(8)
-    node.tell(4)
-    assert node.heard() == 4
+    assert not spare.heard()
+    SeatsWord(handler(store)).tell()
+    assert spare.heard()
+    assert not SeatsWord(handler(store, "another job")).heard()
 
 
 def test_a_single_node_has_nobody_to_tell() -> None:
     alone = SeatsWord(cast(RendezvousHandler, SimpleNamespace(get_run_id=lambda: "job")))
-    alone.tell(8)
-    assert alone.heard() is None
+    alone.tell()
+    assert not alone.heard()
 
 
 def test_a_node_that_waits_starts_standbys_once_ranks_have_taken_seats_and_not_before(store: HashStore) -> None:
     node, called, looks = SeatsWord(handler(store)), threading.Event(), threading.Semaphore(0)
-    ranks: list[int] = []
     heard, node.heard = node.heard, lambda: (looks.release(), heard())[1]  # type: ignore[method-assign]
-    with node.heeded(lambda number: (ranks.append(number), called.set())[1]):
+    with node.heeded(called.set):
         assert looks.acquire(timeout=WAIT_S)
         assert looks.acquire(timeout=WAIT_S), "the second look comes after what the first one led to"
-        assert not ranks, "a script that takes no seats would train by itself"
-        SeatsWord(handler(store)).tell(8)
+        assert not called.is_set(), "a script that takes no seats would train by itself"
+        SeatsWord(handler(store)).tell()
         assert called.wait(WAIT_S)
-    assert set(ranks) == {8}
     assert not [one for one in threading.enumerate() if one.name == "moe-ckpt-standbys"]
 
 
@@ -66,9 +57,9 @@ def test_a_node_that_cannot_start_one_says_so_and_waits_on(
     error: Exception, store: HashStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     node, tried = SeatsWord(handler(store)), threading.Event()
-    node.tell(8)
+    node.tell()
 
-    def fail(ranks: int) -> None:
+    def fail() -> None:
         tried.set()
         raise error
 

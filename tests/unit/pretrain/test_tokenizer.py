@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pretrain.errors import InvalidInput
-from megatron.pretrain.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, padded_vocab_size
+from megatron.pretrain.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
 
 WORDS = {"<unk>": 0, "hello": 1, "world": 2, "<|endoftext|>": 3}
 
@@ -132,15 +132,3 @@ def test_a_tokenizer_is_built_without_a_deprecation_warning(caplog: pytest.LogCa
     with caplog.at_level(logging.WARNING):
         build_tokenizer("ByteTokenizer", None, None)
     assert caplog.records == []
-
-
-@given(st.integers(1, 300_000), st.integers(1, 256), st.integers(1, 16))
-def test_a_padded_vocabulary_is_the_next_multiple_every_tensor_rank_can_share(size: int, by: int, ranks: int) -> None:
-    padded = padded_vocab_size(size, by, ranks)
-    assert padded % (by * ranks) == 0
-    assert 0 <= padded - size < by * ranks
-
-
-def test_a_vocabulary_cannot_be_padded_to_a_multiple_of_nothing() -> None:
-    with pytest.raises(InvalidInput, match="at least 1"):
-        padded_vocab_size(257, 0, 1)

@@ -6,29 +6,31 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from megatron_flags import judged, model_of
 
+import pretrain_gpt_moe
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.moe import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology, state_tensors
 from megatron.core.dist_checkpointing.moe.stock.flags import refusals
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.pretrain import cpu_device
-from megatron.pretrain.config import parse_config
-from megatron.pretrain.config.derived import Environment
-from megatron.pretrain.config.validate import resolve
-from megatron.pretrain.model import build_model, build_transformer_config
 
 MODEL = (
-    "--device cpu --num-layers 1 --hidden-size 8 --num-attention-heads 1 --num-experts 2 --moe-ffn-hidden-size 8 "
-    "--disable-bias-linear --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data"
+    "--device cpu --transformer-impl local --no-rope-fusion --no-persist-layer-norm --distributed-backend gloo "
+    "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --num-experts 2 --moe-ffn-hidden-size 8 "
+    "--disable-bias-linear --seq-length 8 --max-position-embeddings 8 --micro-batch-size 1 --train-iters 1 --lr 1 "
+    "--mock-data"
 )
 
 
@@ -71,6 +73,13 @@ def muon_and_adam(parameters: list[torch.nn.Parameter]) -> Any:
     return ChainedOptimizer([wrapped(Muon([first], momentum=0.9)), wrapped(torch.optim.AdamW(others))])
 
 
+def built(args: Namespace) -> list[torch.nn.Module]:
+    """The model of these flags, as Megatron-LM has it from the driver."""
+    args.padded_vocab_size, config = 16, model_of(args)
+    with mock.patch.object(pretrain_gpt_moe, "get_args", return_value=args):
+        return [DistributedDataParallel(config, DistributedDataParallelConfig(), pretrain_gpt_moe.model_provider())]
+
+
 @pytest.mark.parametrize(
     ("build", "name"),
     [(offloaded, "HybridDeviceOptimizer"), (layer_wise, "LayerWiseDistributedOptimizer"), (muon_and_adam, "Muon")],
@@ -78,8 +87,7 @@ def muon_and_adam(parameters: list[torch.nn.Parameter]) -> Any:
 def test_their_state_is_refused_by_the_name_of_the_optimizer(
     build: Callable[[list[torch.nn.Parameter]], Any], name: str
 ) -> None:
-    config = resolve(parse_config(MODEL.split()), Environment(1, cuda=False, transformer_engine=False))
-    chunks = build_model(config, build_transformer_config(config), vocab_size=16)
+    chunks = built(judged(MODEL.split(), 1))
     optimizer = build(list(chunks[0].parameters()))
     with pytest.raises(UsageError, match=f"cannot be protected with the optimizer {name}: use --moe-ckpt-strategy"):
         list(state_tensors(chunks, optimizer, read_topology(8)))

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 
@@ -19,7 +18,7 @@ from .runtime.unprotected import Unprotected
 
 log = logging.getLogger(__name__)
 
-RunAgain: TypeAlias = Callable[[OlderWindow, Callable[[Path], None]], int]
+type RunAgain = Callable[[OlderWindow, Callable[[Path], None]], int]
 """Loads the state after a window of another layout."""
 
 

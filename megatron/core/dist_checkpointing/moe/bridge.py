@@ -30,7 +30,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from importlib import import_module
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 
@@ -52,13 +52,10 @@ _COUNTS = (
     "floating_point_operations_so_far",
 )
 
-_Given = ParamSpec("_Given")
-_Returned = TypeVar("_Returned")
 
-
-def protected(
-    pretrain: Callable[_Given, _Returned], settings: MoECheckpointConfig | None = None
-) -> Callable[_Given, _Returned]:
+def protected[**Given, Returned](
+    pretrain: Callable[Given, Returned], settings: MoECheckpointConfig | None = None
+) -> Callable[Given, Returned]:
     """Bridge's `pretrain`, or `finetune` of all weights, with training protected from its load to its end.
 
     Where it ends with an error other ranks are told at once. With strategy `none` it is given back as it is.
@@ -76,7 +73,7 @@ def protected(
     run = _Run(settings)
 
     @functools.wraps(pretrain)
-    def protected_pretrain(*given: _Given.args, **named: _Given.kwargs) -> _Returned:
+    def protected_pretrain(*given: Given.args, **named: Given.kwargs) -> Returned:
         config: Any = named["config"] if "config" in named else given[0]
         name = f"{BridgeCheckpointManager.__module__}.{BridgeCheckpointManager.__qualname__}"
         other = config.checkpoint.custom_manager_class

@@ -8,9 +8,7 @@ import math
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
-
-Config = TypeVar("Config")
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +63,7 @@ def add_flags(
             group.add_argument(flag_name(field, prefix), dest=_destination(field.name, prefix), **options)
 
 
-def from_namespace(config: type[Config], namespace: argparse.Namespace, prefix: str = "") -> Config:
+def from_namespace[Config](config: type[Config], namespace: argparse.Namespace, prefix: str = "") -> Config:
     """Build the dataclass `config` from the values that its flags got on the command line."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(config):  # type: ignore[arg-type]

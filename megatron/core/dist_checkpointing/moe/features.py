@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any
 
 from .config import MoECheckpointConfig
 
@@ -50,7 +50,7 @@ class Absent:
     instead: str
 
 
-Cell: TypeAlias = Works | Untested | Refused | Absent
+type Cell = Works | Untested | Refused | Absent
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ _RECOUNTED = f"{_PEC}test_the_tokens_that_each_recovery_reports_as_lost_are_thos
 _PLANNED = "tests/process/test_planned_snapshots.py::test_the_planner_plans_each_snapshot_of_a_job_from_its_counts"
 _RESHARDING = "tests/process/test_resharding_"
 _NEEDS_SPARSE = Absent("it is of sparse, which is refused: use full or pec")
-_OF_THE_LOOP = Absent("ordinary checkpoints are the loop's own")
+_LEFT_TO_IT = Absent("ordinary checkpoints are the loop's own")
 _CONVERT = Absent("run `moe-ckpt convert --to hf` on a saved checkpoint")
 _UNTESTED = Untested()
 
@@ -276,8 +276,8 @@ FEATURES: tuple[Feature, ...] = (
             "tests/process/test_partial_saves.py::"
             "test_a_resumed_run_goes_on_as_if_the_stale_experts_had_been_put_in_by_hand"
         ),
-        _OF_THE_LOOP,
-        _OF_THE_LOOP,
+        _LEFT_TO_IT,
+        _LEFT_TO_IT,
     ),
     Feature(
         "`moe-ckpt convert --to dense` of sparse windows",
@@ -292,8 +292,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "checksums and signatures of ordinary checkpoints",
         Works(f"{_STOCK}dense.py::test_a_damaged_checkpoint_is_refused_by_file_name_and_the_one_before_is_loaded"),
-        _OF_THE_LOOP,
-        _OF_THE_LOOP,
+        _LEFT_TO_IT,
+        _LEFT_TO_IT,
     ),
     Feature(
         "multi-token prediction",

@@ -7,7 +7,7 @@ dw = dy^T x; `a` is the weight, or with (False, True) the input.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -16,7 +16,7 @@ from megatron.pretrain.te_on_cpu.kernels.numbers import torch_dtype
 
 __all__ = ["generic_gemm", "te_general_grouped_gemm"]
 
-MaybeTensor: TypeAlias = torch.Tensor | None
+type MaybeTensor = torch.Tensor | None
 
 
 def generic_gemm(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import torch
 
 from megatron.pretrain.te_on_cpu.kernels.casts import quantize
@@ -11,7 +9,7 @@ from megatron.pretrain.te_on_cpu.kernels.numbers import torch_dtype
 
 __all__ = ["layernorm_bwd", "layernorm_fwd", "rmsnorm_bwd", "rmsnorm_fwd"]
 
-Output: TypeAlias = torch.Tensor | None
+type Output = torch.Tensor | None
 
 
 def layernorm_fwd(

@@ -1,6 +1,6 @@
 """How Megatron-Core casts master weights to weights of eight bits: together on all data-parallel ranks.
 
-Whoever casts only some of them has to choose the same ones on all of these ranks. Checked against 0.16.1 and 0.19.2.
+Whoever casts only some of them has to choose the same ones on all of these ranks. Checked against 0.17.1 and 0.19.2.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ taken from logs (`local_recovery`), and follows how far a step came. Each name b
 where the installed core lacks one, or has it with other parameters, nothing can be said about what a replay would
 compute, so `sparse` is refused. `full` and `pec` copy state between steps and need none of them.
 
-The parameters are the same in all releases from 0.16.1 to 0.19.2; what differs behind them, and was read in each
+The parameters are the same in all releases from 0.17.1 to 0.19.2; what differs behind them, and was read in each
 release, is pinned by digest in `tests/unit/moe/test_frozen_upstream.py` and `test_boundary_upstream.py`.
 """
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from megatron.core import parallel_state, utils
 from megatron.core.optimizer import ChainedOptimizer, clip_grads
 from megatron.core.transformer.moe import moe_utils
 
@@ -17,32 +15,6 @@ try:  # from 0.18 on
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 except ImportError:
     get_moe_metrics_tracker = None
-
-_SPLIT_PARAMETERS = inspect.signature(utils.get_batch_on_this_cp_rank).parameters
-_SPLIT_OPTIONS = {"is_hybrid_cp": False} if "is_hybrid_cp" in _SPLIT_PARAMETERS else {}
-"""From 0.18 on the caller says whether sequences of one batch are split over different numbers of ranks."""
-
-
-def batch_on_this_cp_rank(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The part of each sequence that this rank of the context-parallel group computes."""
-    # Named, because some releases take all ranks where it is not.
-    group = parallel_state.get_context_parallel_group()
-    split: dict[str, torch.Tensor] = utils.get_batch_on_this_cp_rank(batch, cp_group=group, **_SPLIT_OPTIONS)
-    return split
-
-
-def auxiliary_losses(names: Sequence[str], **options: Any) -> dict[str, Any]:
-    """The mean auxiliary losses of an iteration by name, which are forgotten then; a collective.
-
-    Args:
-        names: Of core's losses, the same on all ranks.
-        **options: What core's `track_moe_metrics` took, and its tracker's `report` takes from 0.18 on: `loss_scale`,
-            `iteration`, `writer`, `per_layer_logging`, `num_layers`, `moe_layer_freq`.
-    """
-    losses: dict[str, Any] = {}
-    report = moe_utils.track_moe_metrics if get_moe_metrics_tracker is None else get_moe_metrics_tracker().report
-    report(total_loss_dict=losses, force_initialize=True, track_names=list(names), **options)
-    return losses
 
 
 def forget_auxiliary_losses() -> None:
@@ -111,7 +83,7 @@ def has_norm_of_its_own(parameter: torch.nn.Parameter) -> bool:
 def norm_as_in_training(optimizer: ChainedOptimizer, norm: float | None) -> float | torch.Tensor | None:
     """A gradient norm from a journal as the optimizer's step had it when it clipped by it.
 
-    Newer releases (0.19.2, not 0.16.1) leave it on the device where Transformer Engine can scale by what is there: the
+    Newer releases (0.19.2) leave it on the device where Transformer Engine can scale by what is there: the
     scale is then computed in single precision, else in double. Gradients differ in the last bit.
     """
     if norm is None or getattr(clip_grads, "multi_tensor_scale_tensor_impl", None) is None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-
-T = TypeVar("T")
 
 
 class RankFailure(Exception):
     """Something failed on at least one rank; the text names the ranks and the first reason."""
 
 
-def on_rank_zero(action: Callable[[], T], errors: tuple[type[Exception], ...] = (OSError,)) -> T:
+def on_rank_zero[T](action: Callable[[], T], errors: tuple[type[Exception], ...] = (OSError,)) -> T:
     """Run `action` on rank 0 and return its value on every rank.
 
     If it raises one of `errors`, every rank raises an equal exception: the same type and arguments.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -15,16 +15,14 @@ from .agreement import all_done, raise_on_all_ranks
 POLL_INTERVAL_S = 0.05
 
 
-def require_intact(sums: Mapping[Path, FileSum], by_length: Collection[Path] = ()) -> None:
+def require_intact(sums: Mapping[Path, FileSum]) -> None:
     """Compare all files with their sums, each rank its share of them; a collective over all ranks.
-
-    by_length: files of which only the length is compared, as their bytes are when they are loaded.
 
     Raises RankFailure on every rank, which names the file, if any has changed.
     """
     own = shares(sums, dist.get_world_size())[dist.get_rank()]
     with ThreadPoolExecutor(1, "integrity") as beside:
-        summing = beside.submit(damaged, {path: sums[path] for path in own}, by_length=by_length)
+        summing = beside.submit(damaged, {path: sums[path] for path in own})
         # A single huge file may take one rank longer than a collective may last.
         while True:
             wait([summing], POLL_INTERVAL_S)

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -29,7 +29,7 @@ from ..storage.job_secret import read_secret
 from ..storage.manifest import is_keyed, use_secret
 from .agreement import RankFailure, agree, all_done, raise_on_all_ranks
 
-Step: TypeAlias = Callable[[], None]
+type Step = Callable[[], None]
 
 _SUMS = ".moe_ckpt_sums_{rank}"
 _SHARD = re.compile(r".*__(\d+)_\d+\.distcp")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
 
 from ..runtime.disconnect import close_connections, is_lost_peer
 from ..seats.seat import own_seat
@@ -11,10 +10,8 @@ from .called_off import unless_called_off
 from .kept_process import SEAT_S
 from .process_groups import ProcessGroups
 
-T = TypeVar("T")
 
-
-def connected(connect: Callable[[], T]) -> T:
+def connected[T](connect: Callable[[], T]) -> T:
     """What `connect` returns, which makes process groups with the rank that the environment says.
 
     A standby that has got a rank is still as good as any other where a rank is lost meanwhile: it keeps its process,

@@ -2,7 +2,7 @@
 
 Kept is what the optimizer's step has in hand when it asks for the norm: the gradient of each master weight that the
 rank steps, reduced, divided by the loss scale, not clipped yet. Whoever knows the norm and the verdict takes the step
-from there with nobody else, to the same bit. Checked against Megatron-Core 0.16.1.
+from there with nobody else, to the same bit. Checked against Megatron-Core 0.19.2.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ On a device the host runs ahead: it may be past the reduction while that still w
 are aborted (`interrupt`) what was under way ends with garbage in its results. So an update does not begin after that,
 and gradients count as reduced only where the device was behind the reduction before.
 
-Checked against Megatron-Core 0.16.1's `ChainedOptimizer.step`: every member prepares its gradients (with a loss scale,
+Checked against Megatron-Core 0.19.2's `ChainedOptimizer.step`: every member prepares its gradients (with a loss scale,
 a collective each), the norm is computed (collectives), gradients are clipped, zeros may be counted (collectives), then
 every member updates its own part, each followed by a gather of compute weights.
 """

@@ -2,7 +2,7 @@
 
 Core's routers drop what is beyond one capacity of all experts, in `apply_router_token_dropping`, which
 `transformer/moe/router.py` calls by that name. There is no seam for a capacity of each expert, so while tokens are
-owed that name stands for a function here (checked against core 0.16.1 and 0.19.2), which has core's own result where
+owed that name stands for a function here (checked against core 0.17.1 and 0.19.2), which has core's own result where
 the layer owes nothing. A hook on each router says whose tokens are routed.
 """
 

@@ -1,6 +1,6 @@
 """Makes a rank's compute weights whole again after its master weights, or its share of the compute weights, changed.
 
-All of it is what Megatron-Core 0.16.1 does at the end of an optimizer's step, in the same order and over the same
+All of it is what Megatron-Core 0.19.2 does at the end of an optimizer's step, in the same order and over the same
 buckets, so that no bit differs from training.
 """
 

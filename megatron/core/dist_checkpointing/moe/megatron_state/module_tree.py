@@ -2,7 +2,7 @@
 
 A GPT without further parts goes by the names of its parameters (`operators.locate`), also over pipeline stages. What is
 said here is for the rest, on one pipeline stage: vision encoders, several blocks one after the other with something
-between them, layers that predict further tokens. Checked: core 0.16.1, 0.19.2.
+between them, layers that predict further tokens. Checked: core 0.17.1, 0.19.2.
 
     layers       the outermost modules that are layers, numbered in the order in which they were registered
     in a layer   what an MoE layer calls `router` and `experts`; all else is the layer's non-expert operator

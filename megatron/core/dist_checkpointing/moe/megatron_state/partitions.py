@@ -22,7 +22,7 @@ _GATED_SHARED = ("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.lin
 def tensor_grids(chunks: Sequence[torch.nn.Module], topology: Topology) -> Mapping[str, Grid]:
     """Of every tensor of this rank that tensor parallelism cuts, the whole of it as a matrix; others are missing.
 
-    Checked against Megatron-Core 0.16.1: column-parallel layers are cut along their first dimension, row-parallel ones
+    Checked against Megatron-Core 0.19.2: column-parallel layers are cut along their first dimension, row-parallel ones
     along the second; a gated first layer keeps on each rank its part of the gates before its part of the values.
 
     Raises:

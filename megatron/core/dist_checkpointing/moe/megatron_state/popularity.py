@@ -41,7 +41,7 @@ class TokenCounter:
         gate_unit: If given, each token counts for each expert of its layer, routed there or not, as many times as its
             gating probability has this unit, rounded (MoEvement App. B, Soft-Count). The probabilities are those of the
             router's score function over all experts. Core gives only those of the chosen ones away, so that they are
-            taken from what `TopKRouter.routing` is called with (checked: core 0.16.1, 0.19.2).
+            taken from what `TopKRouter.routing` is called with (checked: core 0.17.1, 0.19.2).
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], *, gate_unit: float | None = None) -> None:

@@ -1,6 +1,6 @@
 """The step counts of torch's Adam while core loads a checkpoint: without Transformer Engine and Apex it loses them.
 
-Core (0.16 to 0.19) keeps one count in checkpoints, in the groups of an optimizer, and asks an optimizer that has made
+Core (0.17 to 0.19) keeps one count in checkpoints, in the groups of an optimizer, and asks an optimizer that has made
 no step for it in vain. What it loads it hands to all weights as one tensor, which torch's Adam would count up once for
 each of them; its distributed optimizer then overwrites that with the count from before loading (`dp_reshardable`), or
 fails for want of it (`fully_reshardable`). So counts are out of the way while core loads, and come back afterwards.

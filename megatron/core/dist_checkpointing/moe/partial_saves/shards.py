@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 from megatron.core.dist_checkpointing.dict_utils import (
     dict_list_map_inplace,
@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.dict_utils import (
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 from moe_ckpt.dense.chain import Chain, ExpertEntry, expert_entry, object_entry
 
-Shard: TypeAlias = Any
+type Shard = Any
 """A `ShardedTensor` or a `ShardedObject` of Megatron-Core."""
 
 
@@ -80,7 +80,7 @@ def under_own_name(value: Any) -> Any:
 def with_all_axes(shard: Shard) -> Shard:
     """The same piece with the axes that count layers and experts in its own shape.
 
-    Where these are left out, core (checked: 0.16.1 to 0.19.2) assumes that all pieces that are not asked for here are
+    Where these are left out, core (checked: 0.17.1 to 0.19.2) assumes that all pieces that are not asked for here are
     on another rank, and a job of one rank has none.
     """
     if isinstance(shard, ShardedObject):

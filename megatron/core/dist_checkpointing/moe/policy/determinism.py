@@ -11,9 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 NCCL_ALGORITHMS = ("Ring", "CollnetDirect", "CollnetChain", "^NVLS")
-ENVIRONMENT = {"NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""What `--deterministic-mode` sets where nothing is set; libraries read it when they are first used."""
-
 _WORKSPACES = (":4096:8", ":16:8")
 
 
@@ -69,11 +66,6 @@ def obstacles(settings: DeviceSettings) -> Iterator[str]:
         "CUBLAS_WORKSPACE_CONFIG": True,
     }
     yield from _wrong(settings.environment, [name for name, is_needed in needed.items() if is_needed])
-
-
-def wrong_values(environment: Mapping[str, str]) -> Iterator[str]:
-    """A sentence for each variable that is set, and not to what `--deterministic-mode` needs."""
-    yield from _wrong(environment, [name for name in ENVIRONMENT if name in environment])
 
 
 def _wrong(environment: Mapping[str, str], names: list[str]) -> Iterator[str]:

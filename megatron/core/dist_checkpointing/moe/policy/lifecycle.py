@@ -10,12 +10,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from ..errors import MoECheckpointError
-
-S = TypeVar("S", bound=enum.Enum)
-E = TypeVar("E", bound=enum.Enum)
 
 
 class UnexpectedEvent(MoECheckpointError):
@@ -31,7 +28,7 @@ class UnexpectedEvent(MoECheckpointError):
 
 
 @dataclass(frozen=True)
-class TransitionTable(Generic[S, E]):
+class TransitionTable[S: enum.Enum, E: enum.Enum]:
     """What may happen to one kind of thing.
 
     Args:

@@ -8,11 +8,10 @@ the first one back. So each snapshot carries its timeline: the attempts of the j
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeAlias
 
 from ..errors import UsageError
 
-Lineage: TypeAlias = tuple[tuple[str, int], ...]
+type Lineage = tuple[tuple[str, int], ...]
 """Attempts, oldest first: a name, which sorts by the time of its start, and the iteration after which it went on."""
 
 MAX_ATTEMPTS = 64

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from operator import attrgetter
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from ..errors import UsageError
 from ..types import OperatorId, OperatorKind
 
-Counts: TypeAlias = Mapping[OperatorId, int] | Mapping[OperatorId, float]
+type Counts = Mapping[OperatorId, int] | Mapping[OperatorId, float]
 """Tokens, or sums of gating probabilities, that each expert received; an expert that is not named received none."""
 
 _BY_ID = attrgetter("layer", "kind", "expert")

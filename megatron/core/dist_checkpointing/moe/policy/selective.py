@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from ..errors import UsageError
 from ..types import OperatorId, OperatorSize, SnapshotPlan, full_plan
 from .checks import budget_bytes, positive, whole
-
-ExpertKey = TypeVar("ExpertKey", int, OperatorId)
 
 
 def total_experts(available_bytes: int, non_expert_bytes: int, expert_bytes: int, experts: int) -> int:
@@ -228,7 +225,9 @@ def capacity_boost(
     return CapacityBoost(boosted, {operator: tokens for operator, tokens in debt.items() if tokens})
 
 
-def _apportion(weights: Mapping[ExpertKey, int], total: int, limits: Mapping[ExpertKey, int]) -> dict[ExpertKey, int]:
+def _apportion[ExpertKey: (int, OperatorId)](
+    weights: Mapping[ExpertKey, int], total: int, limits: Mapping[ExpertKey, int]
+) -> dict[ExpertKey, int]:
     """Shares of `total` in proportion to weights, none above its limit; exact. `total` is at most the sum of limits."""
     shares = dict.fromkeys(sorted(limits), 0)
     unfilled = list(shares)

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
-from typing import Generic, TypeVar, cast
+from typing import cast
 
 from ..errors import UsageError
 from ..types import OperatorId, OperatorSize, Window
@@ -33,7 +33,6 @@ Sizes = Mapping[OperatorId, OperatorSize]
 
 Lane = tuple[int, int]
 """Pipeline stage and expert-parallel rank."""
-AnyLane = TypeVar("AnyLane", bound=tuple[int, ...])
 """A Lane, or a rank alone."""
 Groups = tuple[tuple[int, ...], ...]
 
@@ -134,7 +133,7 @@ def _partition(
 
 
 @dataclass
-class _Lanes(Generic[AnyLane]):
+class _Lanes[AnyLane: tuple[int, ...]]:
     """Operators and sizes per lane; lanes of the same shape share one partition."""
 
     ordered: dict[AnyLane, tuple[OperatorId, ...]]
@@ -159,7 +158,7 @@ class _Lanes(Generic[AnyLane]):
         return {lane: scheduled[lane] for lane in sorted(scheduled)}
 
 
-def joint_schedules(
+def joint_schedules[AnyLane: tuple[int, ...]](
     lanes: Mapping[AnyLane, Sequence[OperatorId]],
     sizes: Sizes | Mapping[AnyLane, Sizes],
     budget_bytes: int,
@@ -204,12 +203,12 @@ def joint_schedules(
     return job.schedules(needed, first_iteration)
 
 
-def _sizes_of(lane: AnyLane, sizes: Sizes | Mapping[AnyLane, Sizes]) -> Sizes:
+def _sizes_of[AnyLane: tuple[int, ...]](lane: AnyLane, sizes: Sizes | Mapping[AnyLane, Sizes]) -> Sizes:
     own = sizes.get(lane)  # type: ignore[call-overload]
     return cast("Sizes", sizes) if own is None else own
 
 
-def merge(schedules: Mapping[AnyLane, Schedule]) -> Window:
+def merge[AnyLane: tuple[int, ...]](schedules: Mapping[AnyLane, Schedule]) -> Window:
     """The window of the whole job: each operator once, in the step in which its lanes anchor it.
 
     Raises UsageError for no schedules, for windows that differ in size or first iteration, and for an operator that

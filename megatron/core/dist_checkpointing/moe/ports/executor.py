@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeVar
-
-T = TypeVar("T", covariant=True)
+from typing import Protocol
 
 
 class Clock(Protocol):
@@ -74,7 +72,7 @@ class WaitObserver(Protocol):
         """A block in which the thread that trains, or on a device its stream, does nothing else. Never raises."""
 
 
-class Task(Protocol[T]):
+class Task[T](Protocol):
     """Work that was submitted to a lane."""
 
     def done(self) -> bool:
@@ -87,7 +85,7 @@ class Task(Protocol[T]):
 class Executor(Protocol):
     """Runs work beside training, one piece after the other in the order of submission; as `concurrent.futures`."""
 
-    def submit(self, work: Callable[[], T], /) -> Task[T]:
+    def submit[T](self, work: Callable[[], T], /) -> Task[T]:
         """Run `work` after all that was submitted before."""
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 from ..types.layout import Facts, Layout, Listing, Manifest, Record, SnapshotId
 
 if TYPE_CHECKING:
+    from collections.abc import Buffer
     from typing import Self
-
-    from typing_extensions import Buffer
 
 
 class Writer(Protocol):

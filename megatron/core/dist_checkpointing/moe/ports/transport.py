@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from ..types.layout import Json
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    from collections.abc import Buffer
 
 
 class Transfer(Protocol):

@@ -1,6 +1,6 @@
 """What is changed on live objects of Megatron-Core while operators are frozen, and put back afterwards.
 
-Each is a context manager that sets attributes of instances, never of classes. Checked against Megatron-Core 0.16.1
+Each is a context manager that sets attributes of instances, never of classes. Checked against Megatron-Core 0.19.2
 to 0.19.2: `core_versions/seams.py` lists the names, `tests/unit/moe/test_frozen_upstream.py` compares the source of
 all that is relied on here with what was read.
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, cast
 
 from ..errors import MoECheckpointError, UsageError
 from ..ports import Json
-
-T = TypeVar("T")
 
 
 class Group(Protocol):
@@ -18,7 +16,7 @@ class Group(Protocol):
         """The values of all ranks of the group, in the order of ranks. Raises PeerLost."""
 
 
-def raise_on_all_ranks(
+def raise_on_all_ranks[T](
     group: Group,
     work: Callable[[], T],
     errors: Sequence[type[MoECheckpointError]] = (UsageError,),

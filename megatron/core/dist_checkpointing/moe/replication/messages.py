@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from xxhash import xxh3_64_intdigest
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    from collections.abc import Buffer
 
 MAGIC = b"moe-repl"
 VERSION = 2

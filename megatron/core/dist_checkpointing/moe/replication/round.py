@@ -32,7 +32,7 @@ from .messages import (
 from .receiver import ReplicaReceiver
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    from collections.abc import Buffer
 
 SEND_CHUNK_BYTES = 1 << 20
 """Of a message where sends have a pace."""

@@ -33,7 +33,7 @@ from .connections import Connections, MessageLane, check_open
 from .tcp import TcpTransport
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    from collections.abc import Buffer
 
 BULK = 1
 """What connections of this module are for."""

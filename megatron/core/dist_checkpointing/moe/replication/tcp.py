@@ -27,8 +27,7 @@ from .meeting import FIRST_PAUSE_S, LONGEST_PAUSE_S, Meeting
 
 if TYPE_CHECKING:
     import socket
-
-    from typing_extensions import Buffer
+    from collections.abc import Buffer
 
     from ..ports import Json
 

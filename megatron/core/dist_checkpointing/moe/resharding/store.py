@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TypeAlias
 
 from ..errors import UnreadableCheckpoint, UsageError
 from ..policy.lineage import newest_first
@@ -22,7 +21,7 @@ from .windows import OlderWindow, copy_of, newest_window
 
 log = logging.getLogger(__name__)
 
-Piece: TypeAlias = tuple[int, str]
+type Piece = tuple[int, str]
 """Iteration and kind: what all ranks of a layout store under the same name."""
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch.distributed.distributed_c10d import _get_default_store
@@ -48,8 +47,6 @@ from .restart_sequence import RestartSequence
 from .stage_waits import StageWaits
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class SessionParts:
@@ -218,5 +215,5 @@ class SessionParts:
         except Exception as error:  # connections may be lost: whoever speaks through them fails
             log.debug("while a session was given up: %s", format_error(error))
 
-    def _together(self, work: Callable[[], T]) -> T:
+    def _together[T](self, work: Callable[[], T]) -> T:
         return raise_on_all_ranks(self.control, work)

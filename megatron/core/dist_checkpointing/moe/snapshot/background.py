@@ -7,12 +7,10 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 from ..errors import CheckpointFailure, MoECheckpointError
 from ..ports import Executor, StoreFailure, Task
-
-T = TypeVar("T")
 
 CLOSING_S = 60.0
 """How long `shutdown` waits; the thread ends with the process at the latest."""
@@ -27,7 +25,7 @@ class ThreadExecutor:
         self._thread = threading.Thread(target=self._run, name=f"moe-ckpt-{name}", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[], T], /) -> Future[T]:
+    def submit[T](self, work: Callable[[], T], /) -> Future[T]:
         """As `ports.Executor.submit`. Raises MoECheckpointError after `shutdown`."""
         if self._closed:
             raise MoECheckpointError(f"the lane {self._name} was shut down and takes no more work")

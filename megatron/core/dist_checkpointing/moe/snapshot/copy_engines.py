@@ -27,7 +27,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -59,7 +58,7 @@ class Span:
         return array
 
 
-CopyJob: TypeAlias = tuple[Sequence[Span], memoryview]
+type CopyJob = tuple[Sequence[Span], memoryview]
 """Spans, and the segment that they go to."""
 
 

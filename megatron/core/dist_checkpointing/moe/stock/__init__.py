@@ -13,7 +13,6 @@ import functools
 import importlib
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import TypeVar
 
 import torch
 
@@ -24,16 +23,14 @@ from ..runtime.nccl_settings import set_for_parking
 from .flags import arguments
 from .hooks import Hooks
 from .iteration import Report, StockIteration
-from .seams import LOOP, SAVING, SAVING_SEAMS, installed
+from .seams import SAVING, SAVING_SEAMS, TRAINING, installed
 from .survivors import Survivors
 from .wheel import shipped_helpers
 
 __all__ = ["StockIteration", "arguments", "protected", "shipped_helpers"]
 
-Result = TypeVar("Result")
 
-
-def protected(
+def protected[Result](
     pretrain: Callable[..., Result],
     report: Report | None = None,
     connect: Callable[[], object] | None = None,
@@ -52,10 +49,11 @@ def protected(
     @functools.wraps(pretrain)
     def run(*arguments: object, **options: object) -> Result:
         try:
-            loop = importlib.import_module(LOOP)
+            loop = importlib.import_module(TRAINING)
         except ModuleNotFoundError as error:
             raise UsageError(
-                f"there is no {LOOP}: Megatron-Core {version('megatron-core')} has no training loop; 0.17 and later do"
+                f"there is no {TRAINING} beside Megatron-Core {version('megatron-core')}: install its wheel, or put a"
+                " whole Megatron-LM on PYTHONPATH"
             ) from error
         if torch.cuda.is_available() and not torch.distributed.is_initialized():
             set_for_parking("nccl")

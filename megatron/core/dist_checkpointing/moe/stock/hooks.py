@@ -211,7 +211,7 @@ class Hooks:
                 try:
                     return load_with(functools.partial(load_original, model, optimizer, scheduler))
                 except KeyError as error:
-                    # Core (0.16 to 0.19) chains its optimizers otherwise where experts have other data-parallel groups.
+                    # Core (0.17 to 0.19) chains its optimizers otherwise where experts have other data-parallel groups.
                     raise UsageError(
                         f"Megatron-Core cannot bring the optimizer's state to this parallel layout ({error} is"
                         f" missing): {window} stay, start in their layout until a checkpoint is saved"

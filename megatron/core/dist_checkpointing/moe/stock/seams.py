@@ -19,7 +19,7 @@ from typing import Any
 
 from ..errors import UsageError
 
-LOOP = "megatron.training.training"
+TRAINING = "megatron.training.training"
 """The module that has the loop."""
 
 
@@ -35,7 +35,7 @@ class Seam:
 
     name: str
     parameters: tuple[str, ...] = ()
-    home: str = LOOP
+    home: str = TRAINING
 
 
 _OBJECTS = "model", "optimizer", "opt_param_scheduler"

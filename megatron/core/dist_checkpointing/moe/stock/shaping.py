@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from ..errors import UsageError
 from ..ports import Json
 
-_OF_THE_LOOP = """
+_SHAPES = """
 seq_length micro_batch_size global_batch_size seed data_parallel_random_init split mock_data dataloader_type sft
 reset_position_ids reset_attention_mask eod_mask_loss vocab_size make_vocab_size_divisible_by max_position_embeddings
 position_embedding_type rope_scaling_factor use_rope_scaling rotary_seq_len_interpolation_factor num_experts
@@ -59,7 +59,7 @@ def _defaults() -> dict[str, Json]:
         for field in fields(kind)
         if field.name not in _ONLY_TOLD
     }
-    return dict[str, Json].fromkeys(_OF_THE_LOOP) | settings
+    return dict[str, Json].fromkeys(_SHAPES) | settings
 
 
 def _plain(value: Any) -> Json:

@@ -23,9 +23,8 @@ from ..types.layout import MANIFEST, Facts, Field, Layout, Manifest, Record, Sna
 from .manifest import checksum, decode, encode, flat_bytes, verified
 
 if TYPE_CHECKING:
+    from collections.abc import Buffer
     from typing import Self
-
-    from typing_extensions import Buffer
 
     from .filesystem import FilesystemStore
     from .objects import ObjectStore

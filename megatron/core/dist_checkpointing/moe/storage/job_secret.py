@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ..errors import UsageError
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    from collections.abc import Buffer
 
 SECRET_FILE = "MOE_CKPT_SECRET_FILE"
 """Environment variable with the path of the secret's file, for jobs and for tools that read what they left."""

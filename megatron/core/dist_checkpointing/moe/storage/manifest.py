@@ -25,7 +25,7 @@ from ..types.layout import Facts, Field, Json, Layout, Manifest, Record, Snapsho
 from .job_secret import DIGITS, SECRET_FILE, keyed_digest, signed
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    from collections.abc import Buffer
 
 FORMAT_VERSION = 1
 _KEY = "manifest"

@@ -7,12 +7,11 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeAlias
 
 from ..errors import UsageError
 from .operators import OperatorId, Part
 
-Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+type Json = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 MANIFEST = "manifest.json"
 """In a snapshot's folder in storage, written last."""

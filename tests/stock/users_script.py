@@ -1,7 +1,4 @@
-"""Pretrain a GPT, dense or with experts, in the loop of Megatron-LM: an entry script for Megatron-Core 0.19.
-
-What protects it are the three lines that say `stock`.
-"""
+"""A user's entry script for Megatron-Core 0.19, protected by the three lines that say `stock`."""
 
 from functools import partial
 

@@ -1,1 +1,0 @@
-"""Dense checkpoints in Megatron's own `torch_dist` format."""
