@@ -120,8 +120,8 @@ def on_ranks(argv: Sequence[str], measure: Callable[[BenchmarkJob, dict[str, Any
     """What each rank does: start training as the driver does, and where its first iteration would be `measure(job,
     settings)` instead, leave what rank 0 found, and end."""
     import pretrain_gpt_moe
+    from megatron.pretrain.device import device_of
     from megatron.pretrain.initialize import use_cpu
-    from megatron.pretrain.loop import device_of
 
     if device_of(argv) == "cpu":
         use_cpu()  # before Megatron-LM is imported

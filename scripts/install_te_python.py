@@ -1,15 +1,15 @@
 """Install the Python of Transformer Engine, without its compiled code, for tests and runs on the CPU.
 
-It goes into a folder of its own (`megatron.pretrain.te_on_cpu.wheel`), because Megatron-Core takes a Transformer
-Engine that it can import for one with kernels; and without what it depends on, which is CUDA. The release is the one
-that tests run with.
+It goes into a folder of its own (`megatron.pretrain.testing.te_on_cpu.wheel`), because Megatron-Core takes a
+Transformer Engine that it can import for one with kernels; and without what it depends on, which is CUDA. The release
+is the one that tests run with.
 """
 
 import importlib.metadata
 import subprocess
 import sys
 
-from megatron.pretrain.te_on_cpu.wheel import place
+from megatron.pretrain.testing.te_on_cpu.wheel import place
 
 VERSION = "2.20.2"
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
+from megatron.pretrain.device import device_of
 from megatron.pretrain.initialize import use_cpu
-from megatron.pretrain.loop import device_of
 from pretrain_gpt_moe import train
 
 sys.path.insert(0, str(Path(__file__).parent))

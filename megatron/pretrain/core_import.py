@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from megatron.pretrain import te_on_cpu
+from megatron.pretrain.device import wants_engine_on_cpu
 from moe_ckpt.megatron_core import UNUSABLE, load_megatron_core, refuse_unsupported_versions
 
 KERNELS = {"transformer_engine": "transformer_engine.pytorch", "apex": "apex"}
@@ -90,9 +90,12 @@ def refuse_core_without_loop() -> None:
 
 def _load_engine_for_cpu() -> None:
     """Where flags ask for Transformer Engine on the CPU: Megatron-Core looks for it while it is imported."""
+    if not wants_engine_on_cpu(sys.argv[1:]):
+        return
+    from megatron.pretrain.testing import te_on_cpu
+
     try:
-        if te_on_cpu.asked_for(sys.argv[1:]):
-            te_on_cpu.load()
+        te_on_cpu.load()
     except te_on_cpu.MissingWheel as error:
         sys.stderr.write(f"--device cpu --transformer-impl transformer_engine: {error}\n")
         raise SystemExit(UNUSABLE) from None

@@ -49,7 +49,7 @@ _LAUNCH_DEFAULTS = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT"
 
 def use_cpu() -> None:
     """Let the CPU play the device; before Megatron-LM is imported, which this does."""
-    from megatron.pretrain import cpu_device
+    from megatron.pretrain.testing import cpu_device
 
     # Core advises on the queues of a GPU.
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")
@@ -74,7 +74,7 @@ def shut_down() -> None:
     if scales is not None:
         scales.FP8GlobalStateManager.reset()
     # Looked up, not imported: a run on GPUs never loads it.
-    cpu_device = sys.modules.get("megatron.pretrain.cpu_device")
+    cpu_device = sys.modules.get("megatron.pretrain.testing.cpu_device")
     if cpu_device is not None:
         cpu_device.uninstall()
 

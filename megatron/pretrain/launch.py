@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from megatron.pretrain import te_on_cpu
+from megatron.pretrain.device import wants_engine_on_cpu
 from megatron.pretrain.errors import InvalidInput, PretrainError
 from megatron.pretrain.nodes import NodeRange, Nodes, run_nodes
 from megatron.pretrain.old_flags import refuse_old_flags
@@ -61,7 +61,9 @@ def _check_flags(options: argparse.Namespace) -> None:
     own flags later."""
     refuse_old_flags(options.flags)
     _refuse_fewer_nodes(options, any(flag.partition("=")[0] == "--moe-ckpt-elastic" for flag in options.flags))
-    if te_on_cpu.asked_for(options.flags):
+    if wants_engine_on_cpu(options.flags):
+        from megatron.pretrain.testing import te_on_cpu
+
         try:
             te_on_cpu.find()
         except te_on_cpu.MissingWheel as error:

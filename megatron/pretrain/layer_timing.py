@@ -28,8 +28,9 @@ from typing import Any
 
 import megatron.pretrain.core_import  # noqa: F401  # before all that imports Megatron-Core
 from megatron.core.dist_checkpointing.moe.storage.manifest import checksum
+from megatron.pretrain.device import device_of
 from megatron.pretrain.initialize import Launch
-from megatron.pretrain.loop import device_of, in_worker, start_megatron
+from megatron.pretrain.loop import in_worker, start_megatron
 
 SETTINGS = "LAYER_TIMING"
 """Environment variable with the file of the settings."""

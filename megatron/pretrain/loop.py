@@ -23,7 +23,8 @@ import torch
 
 from megatron.core.dist_checkpointing.moe.replication.interface import FLAG as INTERFACE
 from megatron.core.dist_checkpointing.moe.replication.interface import use_for_gloo
-from megatron.pretrain import low_precision, te_on_cpu
+from megatron.pretrain import low_precision
+from megatron.pretrain.device import add_device, device_of
 from megatron.pretrain.engine_errors import driver_errors
 from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.flags import refuse, with_printable_help
@@ -63,7 +64,7 @@ def in_worker(argv: Sequence[str], work: Callable[[Launch], None]) -> int:
     """Do `work` in a process whose flags are Megatron-LM's; exit code as of `run`."""
     launch = Launch.from_environment()
     configure_logging(launch)
-    sys.argv = [sys.argv[0], *_CPU_ENGINE_FLAGS * te_on_cpu.is_loaded(), *argv]  # where Megatron-LM looks for them
+    sys.argv = [sys.argv[0], *_flags_of_engine(), *argv]  # where Megatron-LM looks for them
     try:
         with driver_errors(), flag_errors():
             refuse_old_flags(argv)
@@ -78,8 +79,12 @@ def in_worker(argv: Sequence[str], work: Callable[[Launch], None]) -> int:
     return 0
 
 
-_CPU_ENGINE_FLAGS = ["--attention-backend", "unfused"]
-"""Before those that were given: of Transformer Engine's attentions the one that the CPU has kernels for."""
+def _flags_of_engine() -> list[str]:
+    """Before those that were given: of Transformer Engine's attentions the one that the CPU has kernels for."""
+    on_cpu = sys.modules.get("megatron.pretrain.testing.te_on_cpu")  # looked up: a job on GPUs never imports it
+    return ["--attention-backend", "unfused"] if on_cpu is not None and on_cpu.is_loaded() else []
+
+
 _OTHER_MODEL = "; load it into the model that it was saved from"
 _CHECKS = {
     "megatron.training.arguments": "",
@@ -136,29 +141,18 @@ def _places(error: BaseException) -> Iterator[str]:
         yield f"{module}.{frame.f_code.co_name}"
 
 
-def device_of(argv: Sequence[str]) -> str:
-    """That of the flags: it has to be known before Megatron-LM is imported."""
-    return str(_early(argv).device)
-
-
 def _early(argv: Sequence[str]) -> argparse.Namespace:
     """Flags that count before Megatron-LM parses them all."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    _add_device(parser)
     parser.add_argument(INTERFACE)
     return parser.parse_known_args(list(argv))[0]
-
-
-def _add_device(parser: argparse.ArgumentParser) -> None:
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cuda", "cpu"), default=default, help="where to train")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Those of the driver and of checkpoints, for Megatron-LM's parser."""
     from megatron.core.dist_checkpointing.moe import stock
 
-    _add_device(parser)
+    add_device(parser)
     parser.add_argument(
         "--freeze-experts",
         action="store_true",

@@ -16,8 +16,8 @@ _TOKENIZERS = "megatron.core.tokenizers.text.models"
 
 def warm_up(argv: Sequence[str]) -> None:
     """Choose the device and import what these flags need; flags that cannot work are for the ranks to refuse."""
+    from megatron.pretrain.device import device_of
     from megatron.pretrain.initialize import use_cpu
-    from megatron.pretrain.loop import device_of
 
     with contextlib.suppress(PretrainError, SystemExit):
         if device_of(argv) == "cpu":

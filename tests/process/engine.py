@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from world import World
 
-from megatron.pretrain import te_on_cpu
+from megatron.pretrain.testing import te_on_cpu
 
 
 def world_with_engine(folder: Path) -> Iterator[World]:

@@ -114,7 +114,7 @@ def examined(folder: str) -> Iterator[None]:
 
 
 def _facts(trainer: Trainer) -> dict[str, Any]:
-    from megatron.pretrain.te_on_cpu.kernels import gemm
+    from megatron.pretrain.testing.te_on_cpu.kernels import gemm
 
     values: list[int] = []
     product = gemm.values_of

@@ -3,7 +3,7 @@
 import gc
 import os
 
-from megatron.pretrain import te_on_cpu
+from megatron.pretrain.testing import te_on_cpu
 
 if os.environ["WORLD_WITH_TRANSFORMER_ENGINE"]:
     te_on_cpu.load()  # before Megatron-Core, which looks for it once
@@ -11,7 +11,8 @@ if os.environ["WORLD_WITH_TRANSFORMER_ENGINE"]:
 import torch._dynamo  # noqa: F401  # as any optimizer does when it is made
 
 import pretrain_gpt_moe  # noqa: F401
-from megatron.pretrain import cpu_device, warm_up
+from megatron.pretrain import warm_up
+from megatron.pretrain.testing import cpu_device
 
 # Megatron-Core asks for its device while it is imported; the driver installs the mapping anew for each job.
 with cpu_device.installed():

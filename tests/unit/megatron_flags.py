@@ -19,9 +19,11 @@ import torch
 from megatron.core.dist_checkpointing.moe.contradictions import contradictions
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.stock import flags
-from megatron.pretrain import cpu_device, low_precision
+from megatron.pretrain import low_precision
+from megatron.pretrain.device import device_of
 from megatron.pretrain.flags import cache_docstrings
-from megatron.pretrain.loop import add_flags, device_of, flag_errors
+from megatron.pretrain.loop import add_flags, flag_errors
+from megatron.pretrain.testing import cpu_device
 from megatron.training import arguments
 
 HOPPER = (9, 0)

@@ -249,12 +249,15 @@ def test_no_training_package_shadows_the_one_of_newer_wheels() -> None:
     assert not (ROOT / "megatron" / "training").exists()
 
 
-def test_the_cpu_device_is_imported_only_where_a_cpu_run_starts_and_not_when_that_is_imported() -> None:
-    device, start = f"{DRIVER}.cpu_device", ROOT / "megatron" / "pretrain" / "initialize.py"
-    users = {path for path in FILES if any(name.startswith(device) for name in imports_of(path))}
-    assert {path for path in users if not module_of(path).startswith(device)} == {start}
-    top_level = [ast.unparse(node) for node in tree_of(start).body if isinstance(node, ast.Import | ast.ImportFrom)]
-    assert not [line for line in top_level if "cpu_device" in line]
+def test_what_a_cpu_run_needs_is_imported_only_where_one_starts_and_not_when_that_is_imported() -> None:
+    testing, driver = f"{DRIVER}.testing", ROOT / "megatron" / "pretrain"
+    users = {path for path in FILES if any(name.startswith(testing) for name in imports_of(path))}
+    starts = {driver / f"{name}.py" for name in ("core_import", "initialize", "launch")}
+    install = ROOT / "scripts" / "install_te_python.py"
+    assert {path for path in users if not module_of(path).startswith(testing)} == starts | {install}
+    for start in starts:
+        top = [ast.unparse(node) for node in tree_of(start).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        assert not [line for line in top if testing in line], start
 
 
 def test_library_code_neither_prints_nor_exits() -> None:

@@ -17,7 +17,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from megatron.pretrain import cpu_device
+from megatron.pretrain.testing import cpu_device
 
 
 @dataclass

@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func, get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
-from megatron.pretrain import cpu_device
+from megatron.pretrain.testing import cpu_device
 
 SHAPE = (2, 1, 3)
 SIDES = ("prev", "next")

@@ -15,7 +15,7 @@ import torch
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
-from megatron.pretrain import cpu_device
+from megatron.pretrain.testing import cpu_device
 from moe_ckpt.dense.chain import says_partial
 from moe_ckpt.dense.dense import DenseCheckpoint, open_dense
 

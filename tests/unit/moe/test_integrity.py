@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.moe.dense_saves import intact as loading
 from megatron.core.dist_checkpointing.moe.dense_saves.agreement import RankFailure
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.storage.manifest import framed, unframed, use_secret
-from megatron.pretrain import cpu_device
+from megatron.pretrain.testing import cpu_device
 from moe_ckpt.dense import chain, integrity
 from moe_ckpt.dense.integrity import FileSum, check, decode, encode, expected, seal, shares
 

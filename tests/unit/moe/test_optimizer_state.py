@@ -11,7 +11,7 @@ import torch
 from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import allocate_optimizer_state
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import FP32Optimizer
-from megatron.pretrain import cpu_device
+from megatron.pretrain.testing import cpu_device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float32)
 

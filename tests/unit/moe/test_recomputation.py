@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.moe.strategies import Piece
 from megatron.core.dist_checkpointing.moe.types import Part, expert, full_plan
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import FP32Optimizer
-from megatron.pretrain import cpu_device
+from megatron.pretrain.testing import cpu_device
 
 SIZES = (1031, 4, 65536 + 7)
 OPERATORS = tuple(expert(0, index) for index in range(len(SIZES)))

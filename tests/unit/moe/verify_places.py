@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemSt
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import expert
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from megatron.pretrain import cpu_device
+from megatron.pretrain.testing import cpu_device
 from moe_ckpt.dense import chain, integrity
 from moe_ckpt.dense.names import COMMON, FORMAT, TRACKER
 

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.moe.types import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig, multi_latent_attention
-from megatron.pretrain import cpu_device
+from megatron.pretrain.testing import cpu_device
 from moe_ckpt.simulator.models import PRESETS, PUBLISHED, preset
 
 SMALL = ModelShape("small", 3, 16, 4, 32, 24, 4, moe_layer_freq=(0, 1, 1))

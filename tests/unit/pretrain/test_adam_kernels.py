@@ -10,7 +10,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.pretrain.te_on_cpu.kernels import adam
+from megatron.pretrain.testing.te_on_cpu.kernels import adam
 
 HYPER = (0.05, 0.9, 0.95, 1e-8)
 E4M3, E5M2 = 7, 8

@@ -19,11 +19,11 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from megatron import pretrain
-from megatron.pretrain import cpu_device
-from megatron.pretrain.cpu_device import switch
-from megatron.pretrain.cpu_device.patch import ABSENT, Patch
-from megatron.pretrain.cpu_device.table import PATCHES
+from megatron.pretrain import testing
+from megatron.pretrain.testing import cpu_device
+from megatron.pretrain.testing.cpu_device import switch
+from megatron.pretrain.testing.cpu_device.patch import ABSENT, Patch
+from megatron.pretrain.testing.cpu_device.table import LOOP_PATCHES, PATCHES
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -48,7 +48,7 @@ def tracker(on_cpu: None) -> random.CudaRNGStatesTracker:
 
 def attributes() -> list[object]:
     """What stands under each name of the table now, in its owner's own namespace."""
-    return [vars(pkgutil.resolve_name(patch.owner)).get(patch.name, ABSENT) for patch in PATCHES]
+    return [vars(pkgutil.resolve_name(patch.owner)).get(patch.name, ABSENT) for patch in (*PATCHES, *LOOP_PATCHES)]
 
 
 # The table
@@ -56,7 +56,7 @@ def attributes() -> list[object]:
 
 def test_importing_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     before = attributes()
-    monkeypatch.setattr(pretrain, "cpu_device", cpu_device)
+    monkeypatch.setattr(testing, "cpu_device", cpu_device)
     for name in [name for name in sys.modules if name.startswith(cpu_device.__name__)]:
         monkeypatch.delitem(sys.modules, name)
     assert importlib.import_module(cpu_device.__name__) is not cpu_device
@@ -70,7 +70,7 @@ def test_uninstall_puts_back_every_object() -> None:
     cpu_device.uninstall()
     # What may be absent may also be what replaces it already.
     changed = [now is not old for now, old in zip(while_installed, before, strict=True)]
-    assert all(is_new or patch.may_be_absent for is_new, patch in zip(changed, PATCHES, strict=True))
+    assert all(is_new or patch.may_be_absent for is_new, patch in zip(changed, (*PATCHES, *LOOP_PATCHES), strict=True))
     assert all(now is old for now, old in zip(attributes(), before, strict=True))
 
 

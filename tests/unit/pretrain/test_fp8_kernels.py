@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from megatron.pretrain.cpu_device.collectives import one_dtype_at_a_time
-from megatron.pretrain.te_on_cpu.kernels import casts, gemm, norms, scales
+from megatron.pretrain.testing.cpu_device.collectives import one_dtype_at_a_time
+from megatron.pretrain.testing.te_on_cpu.kernels import casts, gemm, norms, scales
 
 E4M3, E5M2 = 7, 8
 FORMATS = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}

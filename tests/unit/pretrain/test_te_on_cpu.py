@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.pretrain import te_on_cpu
-from megatron.pretrain.cpu_device import engine
-from megatron.pretrain.te_on_cpu.kernels import adam, gemm, norms, optimizers
-from megatron.pretrain.te_on_cpu.module import compiled_module
-from megatron.pretrain.te_on_cpu.wheel import FOLDER
+from megatron.pretrain.device import wants_engine_on_cpu
+from megatron.pretrain.testing import te_on_cpu
+from megatron.pretrain.testing.cpu_device import engine
+from megatron.pretrain.testing.te_on_cpu.kernels import adam, gemm, norms, optimizers
+from megatron.pretrain.testing.te_on_cpu.module import compiled_module
+from megatron.pretrain.testing.te_on_cpu.wheel import FOLDER
 
 ROOT = Path(__file__).parents[3]
 DTYPES = {4: torch.float32, 6: torch.bfloat16}
@@ -194,7 +195,7 @@ def thread_of(work: Any) -> None:
     ],
 )
 def test_only_a_run_on_the_cpu_that_names_it_asks_for_it(flags: str, asked: bool) -> None:
-    assert te_on_cpu.asked_for(flags.split()) is asked
+    assert wants_engine_on_cpu(flags.split()) is asked
 
 
 def test_it_is_not_loaded_behind_megatron_core_s_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

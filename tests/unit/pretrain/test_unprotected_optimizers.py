@@ -24,7 +24,7 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.pretrain import cpu_device
+from megatron.pretrain.testing import cpu_device
 
 MODEL = (
     "--device cpu --transformer-impl local --no-rope-fusion --no-persist-layer-norm --distributed-backend gloo "

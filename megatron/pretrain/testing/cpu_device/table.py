@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 
-from megatron.pretrain.cpu_device import collectives, tensors
-from megatron.pretrain.cpu_device.attention import latent_attention
-from megatron.pretrain.cpu_device.patch import ABSENT, Patch, always, eager, just
-from megatron.pretrain.cpu_device.random_numbers import DeviceGenerators, TorchWithoutHostRng, call_at_once
-from megatron.pretrain.cpu_device.streams import CpuEvent, CpuStream, no_stream_context
+from megatron.pretrain.testing.cpu_device import collectives, tensors
+from megatron.pretrain.testing.cpu_device.attention import latent_attention
+from megatron.pretrain.testing.cpu_device.patch import ABSENT, Patch, always, eager, just
+from megatron.pretrain.testing.cpu_device.random_numbers import DeviceGenerators, TorchWithoutHostRng, call_at_once
+from megatron.pretrain.testing.cpu_device.streams import CpuEvent, CpuStream, no_stream_context
 
 _FACTORIES = (
     *("tensor", "as_tensor", "empty", "empty_strided", "zeros", "ones", "full", "eye", "arange", "linspace"),

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from megatron.pretrain.te_on_cpu.kernels.casts import quantize, values_of
-from megatron.pretrain.te_on_cpu.kernels.numbers import torch_dtype
+from megatron.pretrain.testing.te_on_cpu.kernels.casts import quantize, values_of
+from megatron.pretrain.testing.te_on_cpu.kernels.numbers import torch_dtype
 
 __all__ = ["generic_gemm", "te_general_grouped_gemm"]
 

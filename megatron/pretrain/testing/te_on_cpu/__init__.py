@@ -16,7 +16,7 @@ Transformer Engine then and never again; the driver calls it where the flags are
 transformer_engine`.
 """
 
-from megatron.pretrain.te_on_cpu.loading import asked_for, is_loaded, load
-from megatron.pretrain.te_on_cpu.wheel import MissingWheel, find
+from megatron.pretrain.testing.te_on_cpu.loading import is_loaded, load
+from megatron.pretrain.testing.te_on_cpu.wheel import MissingWheel, find
 
-__all__ = ["MissingWheel", "asked_for", "find", "is_loaded", "load"]
+__all__ = ["MissingWheel", "find", "is_loaded", "load"]

@@ -6,7 +6,7 @@ import enum
 from types import ModuleType
 from typing import Any
 
-from megatron.pretrain.te_on_cpu.kernels import adam, casts, gemm, norms, optimizers, scales
+from megatron.pretrain.testing.te_on_cpu.kernels import adam, casts, gemm, norms, optimizers, scales
 
 KERNELS = (norms, gemm, adam, optimizers, casts, scales)
 """Modules whose public functions are kernels, under their own names."""

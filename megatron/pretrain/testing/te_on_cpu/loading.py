@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Sequence
 
-from megatron.pretrain.te_on_cpu.wheel import find
+from megatron.pretrain.testing.te_on_cpu.wheel import find
 
 # Its own switch for building without a GPU: no CUDA libraries are loaded. Functions stay uncompiled, and the softmax is
 # that of torch's operators.
@@ -19,18 +17,6 @@ _SETTINGS = {
     "NVTE_TORCH_COMPILE": "0",
     "NVTE_MASKED_SOFTMAX_FUSION": "0",
 }
-
-
-def asked_for(argv: Sequence[str]) -> bool:
-    """Whether these flags are of a run on the CPU with Transformer Engine; others than the two are not judged."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--device")
-    parser.add_argument("--transformer-impl")
-    try:
-        flags, _ = parser.parse_known_args(list(argv))
-    except (argparse.ArgumentError, SystemExit):
-        return False  # the driver's own parser says what is wrong
-    return bool(flags.device == "cpu" and flags.transformer_impl == "transformer_engine")
 
 
 def is_loaded() -> bool:
@@ -55,8 +41,8 @@ def load() -> None:
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
 
-    from megatron.pretrain.te_on_cpu import absent
-    from megatron.pretrain.te_on_cpu.module import compiled_module
+    from megatron.pretrain.testing.te_on_cpu import absent
+    from megatron.pretrain.testing.te_on_cpu.module import compiled_module
 
     sys.modules["transformer_engine_torch"] = compiled_module()
     absent.fill_in()

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.pretrain.cpu_device.collectives import one_dtype_at_a_time
-from megatron.pretrain.cpu_device.patch import Patch, always
+from megatron.pretrain.testing.cpu_device.collectives import one_dtype_at_a_time
+from megatron.pretrain.testing.cpu_device.patch import Patch, always
 
 _H100 = SimpleNamespace(
     name="the CPU in place of an H100", major=9, minor=0, multi_processor_count=132, total_memory=80 << 30

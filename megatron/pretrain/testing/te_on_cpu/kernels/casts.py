@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron.pretrain.te_on_cpu.kernels.numbers import LARGEST, torch_dtype
+from megatron.pretrain.testing.te_on_cpu.kernels.numbers import LARGEST, torch_dtype
 
 __all__ = [
     "bgrad_quantize",

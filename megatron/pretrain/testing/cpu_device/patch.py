@@ -37,7 +37,7 @@ class Patch:
         if original is ABSENT and not self.may_be_absent:
             raise AttributeError(
                 f"{self.owner} has no {self.name} to map to the CPU: "
-                "use a megatron-core and a torch that megatron.pretrain.cpu_device was checked with"
+                "use a megatron-core and a torch that megatron.pretrain.testing.cpu_device was checked with"
             )
         own = vars(owner).get(self.name, ABSENT)
         undo.callback(_restore, owner, self.name, own)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron.pretrain.cpu_device.table import LOOP_PATCHES, PATCHES
-from megatron.pretrain.te_on_cpu import is_loaded
+from megatron.pretrain.testing.cpu_device.table import LOOP_PATCHES, PATCHES
+from megatron.pretrain.testing.te_on_cpu import is_loaded
 
 _undo: contextlib.ExitStack | None = None
 
@@ -31,7 +31,7 @@ def install() -> None:
         for patch in PATCHES:
             patch.apply(stack)
         if is_loaded():
-            from megatron.pretrain.cpu_device.engine import PATCHES as OF_TRANSFORMER_ENGINE
+            from megatron.pretrain.testing.cpu_device.engine import PATCHES as OF_TRANSFORMER_ENGINE
 
             for patch in OF_TRANSFORMER_ENGINE:
                 patch.apply(stack)

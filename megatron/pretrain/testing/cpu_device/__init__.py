@@ -34,6 +34,6 @@ kernels are made for the CPU.
 Checked against megatron-core 0.19.2 with torch 2.14.1.
 """
 
-from megatron.pretrain.cpu_device.switch import install, installed, is_installed, uninstall
+from megatron.pretrain.testing.cpu_device.switch import install, installed, is_installed, uninstall
 
 __all__ = ["install", "installed", "is_installed", "uninstall"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron.pretrain.te_on_cpu.kernels.casts import quantize
-from megatron.pretrain.te_on_cpu.kernels.numbers import torch_dtype
+from megatron.pretrain.testing.te_on_cpu.kernels.casts import quantize
+from megatron.pretrain.testing.te_on_cpu.kernels.numbers import torch_dtype
 
 __all__ = ["layernorm_bwd", "layernorm_fwd", "rmsnorm_bwd", "rmsnorm_fwd"]
 

@@ -1,0 +1,33 @@
+"""Where a job trains, as its flags say: known before Megatron-LM is imported, which looks at the device."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """The flag."""
+    import torch  # once it is known to be there
+
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=default, help="where to train")
+
+
+def device_of(argv: Sequence[str]) -> str:
+    """That of the flags, of which others are not judged."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_device(parser)
+    return str(parser.parse_known_args(list(argv))[0].device)
+
+
+def wants_engine_on_cpu(argv: Sequence[str]) -> bool:
+    """Whether these flags are of a run on the CPU with Transformer Engine; others than the two are not judged."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--device")
+    parser.add_argument("--transformer-impl")
+    try:
+        flags, _ = parser.parse_known_args(list(argv))
+    except (argparse.ArgumentError, SystemExit):
+        return False  # the driver's own parser says what is wrong
+    return bool(flags.device == "cpu" and flags.transformer_impl == "transformer_engine")
