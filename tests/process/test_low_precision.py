@@ -60,18 +60,19 @@ def undisturbed(engine_world: World, corpus: str, tmp_path_factory: pytest.TempP
     return run
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
         ("row 4", GRID),
         ("remainders", PAIR),
-        pytest.param("row 1", GRID, marks=pytest.mark.full),
-        pytest.param("row 5", PAIR, marks=pytest.mark.full),
-        pytest.param("row 4 over bf16", TENSOR_PARALLEL, marks=pytest.mark.full),
-        pytest.param("row 3", GRID, marks=pytest.mark.full),
-        pytest.param("row 4 over bf16", GRID, marks=pytest.mark.full),
-        pytest.param("row 5", GRID, marks=pytest.mark.full),
-        pytest.param("row 4", TENSOR_PARALLEL, marks=pytest.mark.full),
+        ("row 1", GRID),
+        ("row 5", PAIR),
+        ("row 4 over bf16", TENSOR_PARALLEL),
+        ("row 3", GRID),
+        ("row 4 over bf16", GRID),
+        ("row 5", GRID),
+        ("row 4", TENSOR_PARALLEL),
     ],
 )
 def test_killed_jobs_replay_with_frozen_operators_and_end_as_if_nothing_had_happened(
@@ -105,6 +106,7 @@ def test_only_the_stage_of_the_lost_rank_runs_iterations_again(
     assert_identical(run, undisturbed(case))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["full", "pec"])
 def test_other_strategies_bring_back_what_they_have(
     strategy: str, undisturbed: Callable[[Case], Run], engine_cluster: Cluster, tmp_path: Path
@@ -127,11 +129,10 @@ def test_other_strategies_bring_back_what_they_have(
 @pytest.mark.parametrize(
     "mutation",
     [
-        partial(hooks.a_scale_left_as_it_was, "exp_avg"),
-        partial(hooks.a_scale_left_as_it_was, "master"),
-        hooks.weights_recast_from_masters,
+        pytest.param(partial(hooks.a_scale_left_as_it_was, "exp_avg"), id="first moments", marks=pytest.mark.full),
+        pytest.param(partial(hooks.a_scale_left_as_it_was, "master"), id="masters"),
+        pytest.param(hooks.weights_recast_from_masters, id="recast"),
     ],
-    ids=["first moments", "masters", "recast"],
 )
 def test_a_scale_that_is_lost_or_weights_that_are_recast_are_noticed(
     mutation: Hook, engine_cluster: Cluster, tmp_path: Path

@@ -35,6 +35,7 @@ def undisturbed(engine_world: World, corpus: str, tmp_path_factory: pytest.TempP
     return run_fault_free(engine_world, corpus, CASE, tmp_path_factory.mktemp("undisturbed"))
 
 
+@pytest.mark.full
 def test_killed_jobs_replay_with_frozen_grouped_experts_and_end_as_if_nothing_had_happened(
     engine_cluster: Cluster, undisturbed: Run, tmp_path: Path
 ) -> None:
