@@ -53,12 +53,12 @@ OVERLAPPED = {"overlap_p2p_comm": True, "batch_p2p_comm": False, "deallocate_pip
 EVALUATION = "--eval-iters 1 --eval-interval 2"
 RUNS = {
     "two stages, experts on two ranks each, bf16, 4 microbatches": Run(Layout(), 4, "--bf16"),
-    "two stages, 8 microbatches": Run(Layout(ep=1, ranks=2), 8),
-    "four stages, 8 microbatches": Run(Layout(pp=4, ep=1), 8),
     "two stages of two virtual ones, 4 microbatches": Run(Layout(vpp=2, ep=1, ranks=2), 4),
     "tensor and sequence parallel, bf16, 4 microbatches": Run(Layout(tp=2, ep=1), 4, "--bf16"),
 }
 REST = {
+    "two stages, 8 microbatches": Run(Layout(ep=1, ranks=2), 8),
+    "four stages, 8 microbatches": Run(Layout(pp=4, ep=1), 8),
     "two stages, 4 microbatches": Run(Layout(ep=1, ranks=2), 4),
     "four stages, bf16, 4 microbatches": Run(Layout(pp=4, ep=1), 4, "--bf16"),
     "two stages of two virtual ones, sends overlapped, 8 microbatches": Run(

@@ -48,9 +48,6 @@ class Run:
 
 SAMPLE = {
     "expert parallel, bf16, untied, deep": Run(Layout(pp=1, ranks=2), f"--bf16 {UNTIED} {DROPOUT} --num-layers 3"),
-    "two tensor partitions, fp32, tied, selectively recomputed": Run(
-        Layout(tp=2, pp=1, ep=1, ranks=2), f"--recompute-granularity selective --recompute-modules core_attn {SHARED}"
-    ),
     "virtual stages, fp16, plain, untied, recomputed": Run(
         Layout(vpp=2, ep=1, ranks=2),
         f"{SCALED} {UNTIED} --recompute-granularity selective --recompute-modules moe {BIAS}",
@@ -58,6 +55,9 @@ SAMPLE = {
     ),
 }
 REST = {
+    "two tensor partitions, fp32, tied, selectively recomputed": Run(
+        Layout(tp=2, pp=1, ep=1, ranks=2), f"--recompute-granularity selective --recompute-modules core_attn {SHARED}"
+    ),
     "pipeline and experts, bf16, tied, bias": Run(Layout(), f"--bf16 {BIAS} {SHARED}"),
     "four tensor partitions, fp32, tied, selectively recomputed": Run(
         Layout(tp=4, pp=1, ep=1), f"--recompute-granularity selective --recompute-modules core_attn {SHARED}"

@@ -56,14 +56,15 @@ def test_a_rank_may_be_lost_in_any_phase_of_a_step(
     assert_identical(run, fault_free(one))
 
 
+@full
 @pytest.mark.parametrize(
     ("model", "distributed"),
     [
-        pytest.param(FP32, False, id="fp32-plain", marks=full),
+        pytest.param(FP32, False, id="fp32-plain"),
         pytest.param(FP16, True, id="fp16-distributed"),
-        pytest.param(FP32, True, id="fp32-distributed", marks=full),
-        pytest.param(FP16, False, id="fp16-plain", marks=full),
-        pytest.param((*BF16, "--freeze-experts"), True, id="frozen experts", marks=full),
+        pytest.param(FP32, True, id="fp32-distributed"),
+        pytest.param(FP16, False, id="fp16-plain"),
+        pytest.param((*BF16, "--freeze-experts"), True, id="frozen experts"),
     ],
 )
 def test_it_is_exact_in_other_precisions_and_with_other_optimizers(
@@ -75,6 +76,7 @@ def test_it_is_exact_in_other_precisions_and_with_other_optimizers(
     assert_identical(run, fault_free(one))
 
 
+@full
 def test_it_is_exact_where_gradients_and_weights_travel_while_others_are_computed(
     cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:
@@ -85,15 +87,16 @@ def test_it_is_exact_where_gradients_and_weights_travel_while_others_are_compute
     assert_identical(run, fault_free(one))
 
 
+@full
 @pytest.mark.parametrize(
     ("layout", "faults", "segments"),
     [
-        pytest.param(PIPE, ("1@9", "2@9"), [[1, 2]], id="adjacent", marks=full),
+        pytest.param(PIPE, ("1@9", "2@9"), [[1, 2]], id="adjacent"),
         pytest.param(PIPE, ("0@9", "3@9"), [[0], [3]], id="disjoint"),
-        pytest.param(FOUR, ("2@9", "4@9"), [[1, 2]], id="adjacent, experts spread", marks=full),
-        pytest.param(FOUR, ("0@9", "6@9"), [[0], [3]], id="disjoint, experts spread", marks=full),
-        pytest.param(FOUR, ("1@9", "4@9"), [[0], [2]], id="one apart", marks=full),
-        pytest.param(FOUR, ("0@9", "2@9", "5@9"), [[0, 1, 2]], id="three", marks=full),
+        pytest.param(FOUR, ("2@9", "4@9"), [[1, 2]], id="adjacent, experts spread"),
+        pytest.param(FOUR, ("0@9", "6@9"), [[0], [3]], id="disjoint, experts spread"),
+        pytest.param(FOUR, ("1@9", "4@9"), [[0], [2]], id="one apart"),
+        pytest.param(FOUR, ("0@9", "2@9", "5@9"), [[0, 1, 2]], id="three"),
     ],
 )
 def test_several_lost_stages_recover_together_where_they_touch_and_alone_where_they_do_not(
@@ -110,11 +113,12 @@ def test_several_lost_stages_recover_together_where_they_touch_and_alone_where_t
     assert_identical(run, fault_free(one))
 
 
+@full
 @pytest.mark.parametrize(
     ("layout", "rank", "microbatches"),
     [
         (PAIR, 1, 8),
-        *(pytest.param(TWO, rank, count, marks=full) for rank in (0, 3) for count in (4, 8)),
+        *((TWO, rank, count) for rank in (0, 3) for count in (4, 8)),
     ],
     ids=str,
 )
@@ -150,6 +154,7 @@ def test_a_rank_that_did_not_hear_the_norm_makes_the_step_from_its_kept_gradient
     assert_identical(run, fault_free(one))
 
 
+@full
 def test_a_rank_that_is_lost_when_all_have_made_the_step_costs_only_its_stage(
     cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:
@@ -160,11 +165,12 @@ def test_a_rank_that_is_lost_when_all_have_made_the_step_costs_only_its_stage(
     assert_identical(run, fault_free(one))
 
 
+@full
 @pytest.mark.parametrize(
     ("layout", "faults", "segments"),
     [
         pytest.param(Layout(1, 3, 1, ranks=3), ("0@9:step", "1@14"), [[[0, 2]], [[1]]], id="of three"),
-        pytest.param(FOUR, ("1@9:step", "3@14"), [[[0, 3]], [[1]]], id="of four, experts spread", marks=full),
+        pytest.param(FOUR, ("1@9:step", "3@14"), [[[0, 3]], [[1]]], id="of four, experts spread"),
     ],
 )
 def test_tied_ends_of_the_pipeline_recover_together(

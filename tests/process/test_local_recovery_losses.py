@@ -21,8 +21,8 @@ full = pytest.mark.full
     ("layout", "victim", "rank", "place"),
     [
         (PAIR, 1, 0, "parking"),
-        (PAIR, 1, 1, "restarting"),
-        (PAIR, 1, 0, "waiting"),
+        pytest.param(PAIR, 1, 1, "restarting", marks=full),
+        pytest.param(PAIR, 1, 0, "waiting", marks=full),
         pytest.param(TWO, 2, 1, "parking", marks=full),
         pytest.param(TWO, 2, 3, "restarting", marks=full),
         pytest.param(TWO, 2, 2, "restarting", marks=full),
@@ -50,6 +50,7 @@ def test_a_loss_in_the_replaying_stage_begins_its_replay_anew(
     assert_identical(run, fault_free(one))
 
 
+@full
 def test_many_losses_in_one_run_in_all_phases_cost_nothing(
     cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:
@@ -59,6 +60,7 @@ def test_many_losses_in_one_run_in_all_phases_cost_nothing(
     assert_identical(run, fault_free(one))
 
 
+@full
 def test_global_recovery_may_be_asked_for(cluster: Cluster, fault_free: FaultFree, tmp_path: Path) -> None:
     one = replace(case(PAIR, "1@10:step"), recovery="global")
     run = recover(cluster, one, tmp_path)

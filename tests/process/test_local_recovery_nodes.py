@@ -5,12 +5,14 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import pytest
 from attempts import Cluster, Nodes
 from local_hooks import killed_at, replicas_refused
 from local_runs import PAIR, TWO, WINDOW, assert_only_replayed, case, recover, rejoined, restored
 from sparse_runs import FaultFree, assert_identical
 
 
+@pytest.mark.full
 def test_a_lost_node_is_replaced_and_its_stage_replays_from_the_newest_window_of_which_all_its_ranks_have_replicas(
     cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:
@@ -26,6 +28,7 @@ def test_a_lost_node_is_replaced_and_its_stage_replays_from_the_newest_window_of
         assert_identical(run, fault_free(one))
 
 
+@pytest.mark.full
 def test_ranks_that_come_back_elsewhere_find_their_parked_state(
     cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:
@@ -45,6 +48,7 @@ def test_when_the_node_with_the_logs_is_lost_too_the_scope_widens(
     assert_identical(run, fault_free(one))
 
 
+@pytest.mark.full
 def test_a_peer_that_dies_while_it_sends_what_others_need_is_gone_around(
     cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:

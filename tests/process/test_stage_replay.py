@@ -58,18 +58,18 @@ SAMPLE = {
     "two stages, expert parallel, bf16, untied, overlap, 4 microbatches": Run(
         Layout(), ((0,), (1,)), f"--bf16 {UNTIED} {OVERLAP} {DROPOUT}"
     ),
-    "four stages, fp16, tied, expert bias, 8 microbatches": Run(
-        Layout(pp=4, ep=1), ((1,), (2,), (1, 2), (0, 3)), f"{SCALED} {BIAS}", microbatches=8
-    ),
-    "virtual stages, fp32, plain, per token": Run(
-        Layout(vpp=2, ep=1, ranks=2), ((0,), (1,)), f"{UNTIED} {PER_TOKEN} {DROPOUT}", distributed=False
-    ),
     "virtual stages, bf16, overlapped sends, 8 microbatches": Run(
         Layout(vpp=2, ep=1, ranks=2), ((0,), (1,)), f"--bf16 {UNTIED} {OVERLAP}", microbatches=8, overlapped=True
     ),
     "tensor and sequence parallel, bf16": Run(Layout(tp=2, ep=1), ((0,), (1,)), f"--bf16 {UNTIED} {GLOBAL}"),
 }
 REST = {
+    "four stages, fp16, tied, expert bias, 8 microbatches": Run(
+        Layout(pp=4, ep=1), ((1,), (2,), (1, 2), (0, 3)), f"{SCALED} {BIAS}", microbatches=8
+    ),
+    "virtual stages, fp32, plain, per token": Run(
+        Layout(vpp=2, ep=1, ranks=2), ((0,), (1,)), f"{UNTIED} {PER_TOKEN} {DROPOUT}", distributed=False
+    ),
     "four stages, bf16, untied, per token, 4 microbatches": Run(
         Layout(pp=4, ep=1),
         ((0,), (1,), (2,), (3,), (0, 1), (2, 3), (0, 2), (0, 1, 2)),
