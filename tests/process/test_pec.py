@@ -243,13 +243,13 @@ def lines(path: Path) -> list[dict[str, Any]]:
     ("case", "tier"),
     [
         pytest.param(IN_TURN, "PERSISTENT", id="in-turn-from-storage", marks=pytest.mark.full),
-        pytest.param(BY_LOAD, "PEER_MEMORY", id="by-load-from-peers"),
+        pytest.param(BY_LOAD, "PEER_MEMORY", id="by-load-from-peers", marks=pytest.mark.full),
         pytest.param(MOMENTS_ONLY, "PERSISTENT", id="moments-only", marks=pytest.mark.full),
         pytest.param(UNBOUNDED, "OWN_MEMORY", id="five-faults"),
         pytest.param(STORED, "PERSISTENT", id="five-faults-with-storage", marks=pytest.mark.full),
         pytest.param(BY_RISK, "OWN_MEMORY", id="selective-processes-lost"),
-        pytest.param(BY_RISK_FROM_PEERS, "PEER_MEMORY", id="selective-nodes-lost"),
-        pytest.param(BY_RISK_FROM_STORAGE, "PERSISTENT", id="selective-all-nodes-lost"),
+        pytest.param(BY_RISK_FROM_PEERS, "PEER_MEMORY", id="selective-nodes-lost", marks=pytest.mark.full),
+        pytest.param(BY_RISK_FROM_STORAGE, "PERSISTENT", id="selective-all-nodes-lost", marks=pytest.mark.full),
     ],
 )
 def test_the_tokens_that_each_recovery_reports_as_lost_are_those_of_an_independent_recount(
@@ -269,14 +269,14 @@ def test_the_tokens_that_each_recovery_reports_as_lost_are_those_of_an_independe
     "case",
     [
         pytest.param(IN_TURN, id="in-turn", marks=pytest.mark.full),
-        pytest.param(BY_LOAD, id="by-load"),
+        pytest.param(BY_LOAD, id="by-load", marks=pytest.mark.full),
         pytest.param(WEIGHTS_ONLY, id="weights-only"),
-        pytest.param(MOMENTS_ONLY, id="moments-only"),
+        pytest.param(MOMENTS_ONLY, id="moments-only", marks=pytest.mark.full),
         pytest.param(UNBOUNDED, id="five-faults"),
         pytest.param(STORED, id="five-faults-with-storage", marks=pytest.mark.full),
         pytest.param(BY_RISK, id="selective-processes-lost"),
-        pytest.param(BY_RISK_FROM_PEERS, id="selective-nodes-lost"),
-        pytest.param(BY_RISK_FROM_STORAGE, id="selective-all-nodes-lost"),
+        pytest.param(BY_RISK_FROM_PEERS, id="selective-nodes-lost", marks=pytest.mark.full),
+        pytest.param(BY_RISK_FROM_STORAGE, id="selective-all-nodes-lost", marks=pytest.mark.full),
     ],
 )
 def test_after_each_recovery_all_but_experts_is_as_it_was_and_each_expert_as_its_copy(
@@ -317,7 +317,7 @@ def test_inspect_says_of_the_storage_what_all_faults_have_cost(
     ("case", "lost", "kept"),
     [
         pytest.param(WEIGHTS_ONLY, "weights", "moments", id="weights"),
-        pytest.param(MOMENTS_ONLY, "moments", "weights", id="optimizer"),
+        pytest.param(MOMENTS_ONLY, "moments", "weights", id="optimizer", marks=pytest.mark.full),
     ],
 )
 def test_only_what_the_scope_leaves_out_comes_back_older_and_it_is_named(

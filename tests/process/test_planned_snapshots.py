@@ -62,7 +62,7 @@ def sizes_in(recorded: dict[str, Any]) -> dict[int, dict[OperatorId, OperatorSiz
     return found
 
 
-REPEATED = {"pec, experts in turn", "sparse"}
+REPEATED = {"pec, experts in turn", "sparse", "sparse, by capacity", "sparse, by gates of all tokens"}
 """Settings of which another one shows the same and more."""
 
 

@@ -83,7 +83,7 @@ CASES = [
     pytest.param(REPLICATED, "adaptive", "--bf16", id="2-replicas-adaptive-bf16", marks=pytest.mark.full),
     pytest.param(GROUPS, "equal", "--bf16", id="2-expert-groups-equal-bf16", marks=pytest.mark.full),
     pytest.param(GROUPS, "adaptive", "", id="2-expert-groups-adaptive-fp32"),
-    pytest.param(STAGES, "adaptive", f"--bf16 {BIAS}", id="2-stages-tied-adaptive-bf16"),
+    pytest.param(STAGES, "adaptive", f"--bf16 {BIAS}", id="2-stages-tied-adaptive-bf16", marks=pytest.mark.full),
 ]
 
 
@@ -116,6 +116,7 @@ def test_ranks_store_the_predicted_bytes_and_come_back_from_them_to_the_last_bit
         assert len({seen[rank].bytes_by_field["buffer"] for rank in range(first, first + per_stage)}) == 1
 
 
+@pytest.mark.full
 def test_without_sharing_every_rank_stores_all_that_it_holds_which_is_more(cluster: Cluster) -> None:
     seen = dict[int, Stored]()
     cluster.run(
@@ -130,6 +131,7 @@ def test_without_sharing_every_rank_stores_all_that_it_holds_which_is_more(clust
         assert predicted(shard, GROUPS).bottleneck_bytes < 0.6 * held_bytes
 
 
+@pytest.mark.full
 def test_a_node_lost_with_its_memory_is_replaced_from_replicas_of_its_parts(
     cluster: Cluster, train: Train, tmp_path: Path
 ) -> None:
