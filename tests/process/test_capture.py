@@ -135,7 +135,7 @@ def test_every_rank_knows_all_operators_of_the_model(seen: Seen) -> None:
     ("layout", "text", "distributed"),
     [
         (Layout(pp=1, ranks=2), "--bf16", True),
-        (Layout(pp=1, ep=1, ranks=1), "--bf16", False),
+        pytest.param(Layout(pp=1, ep=1, ranks=1), "--bf16", False, marks=pytest.mark.full),
         (Layout(pp=1, ep=1, ranks=1), "", False),
     ],
     ids=["distributed", "mixed precision", "fp32"],
@@ -164,7 +164,9 @@ COUNTED = {
 }
 
 
-@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize(
+    "name", ["pipeline parallel", pytest.param("tensor parallel, recomputed", marks=pytest.mark.full)]
+)
 def test_routed_tokens_are_counted_once_for_each_of_their_experts(
     name: str, world: World, corpus: str, tmp_path: Path
 ) -> None:

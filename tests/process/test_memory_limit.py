@@ -70,6 +70,7 @@ def test_a_fixed_window_gives_up_logs_then_the_window_then_protection(
         assert protection(outcome, folder)[-1] == ("unprotected" if name == "all" else "protected")
 
 
+@pytest.mark.full
 def test_an_automatic_window_that_wants_more_later_gives_up_what_does_not_fit(
     cluster: Cluster, tmp_path: Path, whole: dict[str, int]
 ) -> None:

@@ -65,6 +65,7 @@ ELSEWHERE = {
     "shared experts and a dense first layer",
     "several auxiliary losses at once",
     "sinkhorn",
+    "expert tensor parallelism",
 }
 """Other tests train with these too."""
 

@@ -34,12 +34,18 @@ def attempt(cluster: Cluster, loop: Path, *strategy: str) -> Outcome:
     return cluster.world.start(argv, RANKS, (), environments, loop).wait_or_restart()
 
 
+FULL, SPARSE = ("full", "--moe-ckpt-interval", "2"), ("sparse", "--moe-ckpt-window", "3")
+
+
 @pytest.mark.parametrize(
-    "strategy",
-    [("full", "--moe-ckpt-interval", "2"), ("sparse", "--moe-ckpt-window", "3")],
-    ids=["full", "sparse"],
+    ("loop", "strategy"),
+    [
+        pytest.param(VISION, FULL, id="vision-full"),
+        pytest.param(AHEAD, SPARSE, id="mtp-sparse"),
+        pytest.param(VISION, SPARSE, id="vision-sparse", marks=pytest.mark.full),
+        pytest.param(AHEAD, FULL, id="mtp-full", marks=pytest.mark.full),
+    ],
 )
-@pytest.mark.parametrize("loop", [VISION, AHEAD], ids=["vision", "mtp"])
 def test_a_killed_job_of_another_module_tree_goes_on_to_the_last_bit(
     loop: Path, strategy: tuple[str, ...], cluster: Cluster
 ) -> None:

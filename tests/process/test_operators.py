@@ -53,6 +53,15 @@ RUNS = {
     "fp16, plain, four-way experts": Run(Layout(pp=1, ep=4), f"--fp16 {UNTIED} {BIAS}", distributed=False),
     "fp32, plain, tensor parallel, a dense layer": Run(Layout(tp=2, pp=1), LEARNED, distributed=False),
 }
+SAMPLE = {
+    "fp32, distributed, tied, shared experts",
+    "bf16, distributed, tied, virtual stages, overlap",
+    "bf16, distributed, experts whole on tensor ranks, some frozen",
+    "fp16, plain, four-way experts",
+    "fp32, plain, tensor parallel, a dense layer",
+}
+"""Each precision, optimizer, kind of parallelism and of layer; the others combine them in further ways."""
+CASES = [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.full) for name in RUNS]
 
 
 @dataclass
@@ -117,7 +126,7 @@ def operator_of(tensor: dict[str, Any]) -> OperatorId:
     return OperatorId(layer, OperatorKind(kind), expert)
 
 
-@pytest.fixture(scope="module", params=RUNS)
+@pytest.fixture(scope="module", params=CASES)
 def seen(
     request: pytest.FixtureRequest, world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Examination:

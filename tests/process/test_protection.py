@@ -13,7 +13,7 @@ FULL = ("--moe-ckpt-strategy", "full", "--moe-ckpt-interval", "2")
 
 LAYOUTS = [
     pytest.param(Layout(tp=1, pp=2, ep=2, ranks=4), ("--bf16",), True, id="pp2-ep2-bf16", marks=pytest.mark.full),
-    pytest.param(Layout(tp=1, pp=1, ep=4, ranks=4), (), True, id="ep4-fp32"),
+    pytest.param(Layout(tp=1, pp=1, ep=4, ranks=4), (), True, id="ep4-fp32", marks=pytest.mark.full),
     pytest.param(Layout(tp=2, pp=1, ep=2, ranks=4), ("--bf16",), True, id="tp2-ep2-bf16"),
     pytest.param(Layout(tp=1, pp=2, ep=2, ranks=8), (), True, id="pp2-ep2-on-8-fp32", marks=pytest.mark.full),
     pytest.param(
@@ -136,6 +136,7 @@ def test_a_damaged_copy_is_refused_and_the_peers_copy_is_taken(cluster: Cluster,
     assert_same_end(straight, killed)
 
 
+@pytest.mark.full
 def test_without_an_intact_copy_of_the_newest_snapshot_all_ranks_take_an_older_one(
     cluster: Cluster, train: Train, tmp_path: Path
 ) -> None:

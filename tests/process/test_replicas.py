@@ -21,7 +21,9 @@ def placement(replicas: int) -> Placement:
     return place_replicas(Topology(RANKS, ranks_per_node=1), replicas)
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=() if name == "tcp" else pytest.mark.full) for name in TRANSPORTS]
+)
 def facts(
     request: pytest.FixtureRequest, world: World, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:

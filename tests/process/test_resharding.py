@@ -36,7 +36,9 @@ def loaded(outcome: Outcome, iteration: int) -> bool:
     return f"at iteration {iteration}\n" in outcome.said and "successfully loaded checkpoint" in outcome.said
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=1, pp=1, ep=4), Layout(tp=2, pp=1, ep=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(Layout(tp=1, pp=1, ep=4), marks=pytest.mark.full), Layout(tp=2, pp=1, ep=2)], ids=str
+)
 def test_a_reshardable_checkpoint_continues_under_another_layout(
     layout: Layout, reshardable: tuple[Path, tuple[str, ...]], train: Train, cluster: Cluster, tmp_path: Path
 ) -> None:

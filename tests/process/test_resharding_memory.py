@@ -53,7 +53,7 @@ CHANGES = [
 @pytest.mark.parametrize(
     ("source", "nodes", "model", "layout", "left"),
     [
-        pytest.param(*change, id=f"{change[0]}-to-{change[3]}", marks=[pytest.mark.full] if at > 1 else [])
+        pytest.param(*change, id=f"{change[0]}-to-{change[3]}", marks=[pytest.mark.full] if at else [])
         for at, change in enumerate(CHANGES)
     ],
 )

@@ -72,13 +72,13 @@ def assert_resumed_exactly(straight: Straight, train: Train, tmp_path: Path) -> 
     return check
 
 
-# A sample has every kind of parallelism and every flag.
+# Tensor parallelism and a replicated optimizer are loaded in `test_resharding.py` and `test_partial_saves.py` too.
 SAMPLE: list[tuple[Layout, list[str], bool]] = [
     (Layout(tp=1, pp=2, ep=2), ["--bf16", *ASYNC, RESHARDABLE, *BIAS], DISTRIBUTED),
-    (Layout(tp=2, pp=1, ep=2), ["--bf16", *EVALUATION], REPLICATED),
     (Layout(tp=1, pp=2, ep=1, vpp=2), [*APART, *UNTIED, *OVERLAP], DISTRIBUTED),
 ]
 OTHERS: list[tuple[Layout, list[str], bool]] = [
+    (Layout(tp=2, pp=1, ep=2), ["--bf16", *EVALUATION], REPLICATED),
     (Layout(tp=2, pp=1, ep=2), [RESHARDABLE], DISTRIBUTED),
     (Layout(tp=1, pp=2, ep=2, vpp=2), ["--bf16", *ASYNC, *UNTIED, *OVERLAP], DISTRIBUTED),
     (Layout(tp=1, pp=1, ep=4), [*ASYNC, *OVERLAP, *UNTIED], DISTRIBUTED),

@@ -83,6 +83,7 @@ def assert_exact(case: Case, cluster: Cluster, fault_free: FaultFree, folder: Pa
     return run
 
 
+@pytest.mark.full
 def test_with_a_window_of_one_iteration_nothing_is_replayed(
     cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:

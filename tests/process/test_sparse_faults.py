@@ -51,6 +51,7 @@ def test_a_fault_in_the_middle_of_a_replay_begins_it_anew(
     assert_identical(run, fault_free(ONE_FAULT))
 
 
+@pytest.mark.full
 def test_a_fault_in_the_first_window_begins_anew_with_the_same_result(
     cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:
@@ -164,6 +165,7 @@ def damage(node: Path, iteration: int) -> None:
         segment.write(bytes([byte ^ 4]))
 
 
+@pytest.mark.full
 def test_all_ranks_plan_the_same_windows_in_a_new_order_after_each_reorder(
     cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from attempts import Cluster, Nodes
 from click.testing import CliRunner
 from local_runs import PAIR
@@ -23,6 +24,7 @@ from moe_ckpt.runs.sources import read_runs
 SPARSE = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "2", *UNTIED)
 
 
+@pytest.mark.full
 def test_a_job_that_was_struck_tells_of_itself_in_every_attempt(cluster: Cluster, tmp_path: Path) -> None:
     reports, textfile = tmp_path / "metrics.jsonl", tmp_path / "job.prom"
     left: list[str] = []

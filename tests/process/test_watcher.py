@@ -32,7 +32,13 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [one for one in found if one["event"] == kind]
 
 
-@pytest.mark.parametrize("handling", [(), SLURM_FLAGS], ids=["plain", "with Slurm's flags"])
+@pytest.mark.parametrize(
+    "handling",
+    [
+        pytest.param((), id="plain"),
+        pytest.param(SLURM_FLAGS, id="with Slurm's flags", marks=pytest.mark.full),
+    ],
+)
 def test_a_rank_inside_a_call_parks_within_seconds_of_the_death_of_its_peer(
     handling: tuple[str, ...], cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:
