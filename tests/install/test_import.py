@@ -35,7 +35,9 @@ class Place:
         return found(self.made, FIND if self.has_core else FIND_PACKAGES, path)
 
 
-@pytest.fixture(scope="module", params=PLACES)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.full if name == "wheel" else ()) for name in PLACES]
+)
 def place(request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Place:
     folder, has_core = tmp_path_factory.mktemp("place"), request.param == "wheel"
     first = None if has_core else bare_tree(folder / "image")

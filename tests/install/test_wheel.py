@@ -113,8 +113,10 @@ def test_its_tools_run_outside_of_the_sources_behind_a_source_tree(installed: En
 
 @pytest.mark.parametrize(
     ("driver", "behind_a_tree"),
-    [(("-m", "pretrain_gpt_moe"), False), (("--no-python", "moe-ckpt-pretrain"), True)],
-    ids=["module", "command"],
+    [
+        pytest.param(("-m", "pretrain_gpt_moe"), False, id="module", marks=pytest.mark.full),
+        pytest.param(("--no-python", "moe-ckpt-pretrain"), True, id="command"),
+    ],
 )
 def test_its_driver_is_what_torchrun_starts(
     installed: Environment, megatron_tree: Path, driver: tuple[str, str], behind_a_tree: bool
@@ -125,6 +127,7 @@ def test_its_driver_is_what_torchrun_starts(
     assert "--moe-ckpt-strategy" in result.stdout
 
 
+@pytest.mark.full
 def test_its_scripts_work_where_they_are_copied_to(
     installed: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

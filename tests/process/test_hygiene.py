@@ -77,6 +77,7 @@ def test_ranks_that_hang_in_the_first_iteration_after_a_recovery_are_ended_too(
     assert not differences(digest(struck, 6), digest(straight, 6))
 
 
+@pytest.mark.full
 def test_a_node_that_fails_its_health_check_leaves_before_it_trains(
     launch: Launch, corpus: str, cluster: Cluster
 ) -> None:

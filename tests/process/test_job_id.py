@@ -77,6 +77,7 @@ def agents(corpus: str, cluster: Cluster, tmp_path: Path) -> Iterator[Agents]:
     made.kill()
 
 
+@pytest.mark.full
 def test_a_node_that_is_lost_comes_back_from_the_memory_of_its_peer(
     agents: Agents, train: Train, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).with_name("listening.py")
 @pytest.mark.parametrize(
     ("nodes", "standbys", "launchers"),
     [
-        pytest.param("1", "0", 1, id="one node"),
+        pytest.param("1", "0", 1, id="one node", marks=pytest.mark.full),
         pytest.param("2", "1", 2, id="two nodes with standbys"),
         pytest.param("2", "0", 2, id="two nodes", marks=pytest.mark.full),
     ],

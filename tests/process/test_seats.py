@@ -70,7 +70,13 @@ def standbys(folder: Path) -> set[int]:
 
 @pytest.mark.parametrize(
     ("behaviour", "number", "seated"),
-    [("two standbys", 2, 2), ("one standby", 1, 1), ("standbys die", 2, 0), ("no seats", 2, 0), ("any", 0, 0)],
+    [
+        ("two standbys", 2, 2),
+        pytest.param("one standby", 1, 1, marks=pytest.mark.full),
+        ("standbys die", 2, 0),
+        ("no seats", 2, 0),
+        pytest.param("any", 0, 0, marks=pytest.mark.full),
+    ],
 )
 def test_after_a_loss_standbys_take_the_seats_and_new_processes_those_that_are_left(
     behaviour: str, number: int, seated: int, run_workers: Jobs
@@ -173,7 +179,7 @@ def test_no_standby_is_left_when_the_job_has_ended(run_workers: Jobs) -> None:
     assert not [pid for pid in standbys(folder) if Path(f"/proc/{pid}").exists()]
 
 
-@pytest.mark.parametrize("wrong", [["--tee", "3"], ["--redirects", "1"]])
+@pytest.mark.parametrize("wrong", [["--tee", "3"], pytest.param(["--redirects", "1"], marks=pytest.mark.full)])
 def test_what_torchrun_does_at_the_start_of_a_rank_is_refused_with_standbys(wrong: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megatron.pretrain.seats.run", "--moe-ckpt-standbys", "1", *wrong, str(WORKER)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_TIMEOUT_S)
@@ -185,9 +191,10 @@ def test_what_torchrun_does_at_the_start_of_a_rank_is_refused_with_standbys(wron
     ("strategy", "layout"),
     [
         pytest.param("sparse --moe-ckpt-window 2", Layout(pp=2, ep=1, ranks=2), id="sparse"),
-        pytest.param("full", Layout(), id="full", marks=pytest.mark.full),
+        pytest.param("full", Layout(), id="full"),
     ],
 )
+@pytest.mark.full
 def test_a_job_that_a_copy_of_a_standby_goes_on_with_ends_in_the_state_of_one_without_faults(
     strategy: str,
     layout: Layout,

@@ -267,8 +267,8 @@ def test_arguments_with_spaces_reach_the_ranks_as_they_are(play: Play) -> None:
     [
         (("--moe-ckpt-strategy", "sparse"), 1),
         (("--moe-ckpt-strategy=pec",), 1),
-        (("--moe-ckpt-strategy", "none"), 0),
-        (("--moe-ckpt-strategy=none", "--moe-ckpt-strategy", "full"), 1),
+        pytest.param(("--moe-ckpt-strategy", "none"), 0, marks=pytest.mark.full),
+        pytest.param(("--moe-ckpt-strategy=none", "--moe-ckpt-strategy", "full"), 1, marks=pytest.mark.full),
         (("--moe-ckpt-strategy", "full", "--moe-ckpt-strategy=none"), 0),
     ],
 )

@@ -89,10 +89,11 @@ def test_a_node_that_is_lost_with_its_memory_is_replaced_by_a_spare_and_nothing_
 @pytest.mark.parametrize(
     ("wrong", "part"),
     [
-        (["--keep-last", "3"], "--keep-last is no flag"),
-        (["--num-layers", "3"], "flags of Megatron-LM that cannot work"),
+        pytest.param(["--keep-last", "3"], "--keep-last is no flag", id="seen by the launcher"),
+        pytest.param(
+            ["--num-layers", "3"], "flags of Megatron-LM that cannot work", id="seen by the workers", marks=full
+        ),
     ],
-    ids=["seen by the launcher", "seen by the workers"],
 )
 def test_what_cannot_work_is_said_once_and_not_restarted(
     wrong: list[str], part: str, launch: Launch, corpus: str
