@@ -74,6 +74,7 @@ def test_what_a_job_leaves_in_a_checkpoint_is_not_kept_in_memory(new_job, tmp_pa
     assert not kept(job)
 
 
+@pytest.mark.full
 def test_an_evaluation_in_the_killed_iteration_reads_its_samples_once(new_job) -> None:
     flags = ("--eval-iters", 2, "--eval-interval", 2)
     job, whole = new_job(ALONE), new_job(ALONE)
@@ -127,7 +128,7 @@ def test_a_flag_that_megatron_refuses_is_told_in_one_line(new_job, flags, told: 
     assert "Traceback" not in outcome.said
 
 
-@pytest.mark.parametrize("name", ["train", "checkpoint_and_decide_exit"])
+@pytest.mark.parametrize("name", ["train", pytest.param("checkpoint_and_decide_exit", marks=pytest.mark.full)])
 def test_without_a_seam_a_killed_job_does_not_end_as_the_undisturbed_one(new_job, undisturbed, name: str) -> None:
     job, hooks = new_job(ALONE), [partial(without_seam, name)]
     job.start(*FULL, "--moe-ckpt-inject-fault", "0@5:forward-backward", hooks=hooks).wait_or_restart()

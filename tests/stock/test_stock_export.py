@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors import safe_open
 from stock_jobs import ALONE
@@ -16,6 +17,7 @@ from world import ROOT
 from moe_ckpt.dense.dense import DenseCheckpoint, open_dense
 
 
+@pytest.mark.full
 def test_a_signed_checkpoint_of_the_loop_is_converted_with_every_bit(new_job, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.touch(mode=0o600)

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import numpy
+import pytest
 from stock_jobs import ALONE, PAIR, Shape
 
 from moe_ckpt.runs.page import render
@@ -55,6 +56,7 @@ def test_learning_rate_and_loss_scale_are_those_that_the_loop_logs(new_job, tmp_
     assert len({rate for rate, _ in found}) > 3 and {scale for _, scale in found} == {"2097152.0", "1048576.0"}
 
 
+@pytest.mark.full
 def test_a_sink_that_cannot_be_opened_is_one_line_and_training_goes_on(new_job) -> None:
     outcome = new_job(ALONE).run("--moe-ckpt-strategy", "none", "--metrics-jsonl", "/dev/null/metrics")
     (line,) = [line for line in outcome.said.splitlines() if "--metrics-" in line]

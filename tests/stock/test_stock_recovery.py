@@ -29,7 +29,7 @@ def test_without_a_strategy_each_iteration_is_that_of_the_unwrapped_loop(new_job
     ("protection", "fault"),
     [
         pytest.param(FULL, "3@4:forward-backward", id="full-before-the-step"),
-        pytest.param(FULL, "0@4:end", id="full-after-the-iteration"),
+        pytest.param(FULL, "0@4:end", id="full-after-the-iteration", marks=pytest.mark.full),
         pytest.param(GLOBAL, "3@5:step", id="sparse-all-stages-replay"),
         pytest.param(SPARSE, "3@5:step", id="sparse-one-stage-replays"),
     ],
@@ -41,13 +41,14 @@ def test_a_killed_job_ends_as_the_undisturbed_one_to_the_last_bit(new_job, undis
     assert job.records() == undisturbed(FOUR)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "protection"),
     [
         pytest.param(TENSOR_PARALLEL, SPARSE, id="tensor-parallel-sparse"),
         pytest.param(HALF, SPARSE, id="fp16-sparse"),
-        pytest.param(TENSOR_PARALLEL, FULL, id="tensor-parallel-full", marks=pytest.mark.full),
-        pytest.param(HALF, FULL, id="fp16-full", marks=pytest.mark.full),
+        pytest.param(TENSOR_PARALLEL, FULL, id="tensor-parallel-full"),
+        pytest.param(HALF, FULL, id="fp16-full"),
     ],
 )
 def test_a_killed_job_of_another_layout_or_precision_ends_as_the_undisturbed_one(
@@ -105,7 +106,9 @@ def test_a_job_without_a_strategy_goes_on_from_its_checkpoint_where_core_alone_f
     assert iterations(job.records()) == iterations(undisturbed(FOUR))
 
 
-@pytest.mark.parametrize("protection", [FULL, SPARSE], ids=["full", "sparse"])
+@pytest.mark.parametrize(
+    "protection", [pytest.param(FULL, id="full"), pytest.param(SPARSE, id="sparse", marks=pytest.mark.full)]
+)
 def test_a_killed_job_that_began_from_a_stock_checkpoint_ends_as_undisturbed(
     new_job, tmp_path: Path, protection
 ) -> None:
