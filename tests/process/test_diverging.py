@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import attempts
 import pytest
 from attempts import Cluster, recovered
 from diverging_hooks import a_wrong_byte, another_loss, logs_without_fingerprints
@@ -74,9 +75,10 @@ def started_again(cluster: Cluster, run: Run, *more: str) -> Outcome:
 
 
 def test_with_nothing_older_left_the_job_ends_with_all_copies_and_a_user_may_accept_the_difference(
-    cluster: Cluster, tmp_path: Path
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hook = partial(another_loss, [5, 6])
+    monkeypatch.setattr(attempts, "MAX_ATTEMPTS", 3)
     with pytest.raises(AssertionError):
         killed(cluster, MEMORY_ONLY, tmp_path / "killed", hooks=(hook,), forgiven="gave the loss")
     run = Run(tmp_path / "killed")
@@ -108,7 +110,10 @@ def test_a_wrong_byte_in_a_stage_that_replays_alone_is_found_and_all_stages_repl
 
 @pytest.mark.parametrize(
     ("hooks", "exactness"),
-    [pytest.param((), "exactly", id="compared"), pytest.param((logs_without_fingerprints,), "unverified", id="not")],
+    [
+        pytest.param((), "exactly", id="compared", marks=pytest.mark.full),
+        pytest.param((logs_without_fingerprints,), "unverified", id="not"),
+    ],
 )
 def test_a_stage_that_replayed_alone_is_called_exact_only_if_what_it_sent_was_compared(
     hooks: Collection[Any], exactness: str, cluster: Cluster, fault_free: FaultFree, tmp_path: Path

@@ -157,7 +157,7 @@ ALL_STALE = ["model weights", "master weights", "exp_avg", "exp_avg_sq"]
         pytest.param(SPREAD, [], BESIDE, True, ALL_STALE, id="spread", marks=pytest.mark.full),
         pytest.param(PLAIN, [], IN_TURN, True, ALL_STALE, id="plain", marks=pytest.mark.full),
         pytest.param(ALONE, APART, IN_TURN, False, ALL_STALE, id="replicated optimizer"),
-        pytest.param(ALONE, [], WEIGHTS, True, ALL_STALE[:2], id="weights"),
+        pytest.param(ALONE, [], WEIGHTS, True, ALL_STALE[:2], id="weights", marks=pytest.mark.full),
         pytest.param(PLAIN, [], MOMENTS, True, ALL_STALE[2:], id="moments", marks=pytest.mark.full),
         pytest.param(ALONE, APART, MOMENTS, False, ALL_STALE[2:], id="replicated moments", marks=pytest.mark.full),
     ],
@@ -267,10 +267,10 @@ def test_loading_says_for_each_layer_how_stale_its_experts_are(live: tuple[Path,
 
 
 def test_a_resumed_run_goes_on_with_the_rotation(saved: Saved, train: Train, save: Path) -> None:
-    train(PLAIN, *BF16, *EACH, *IN_TURN, "--save", save, "--exit-interval", 3)
+    train(ALONE, *BF16, *EACH, *IN_TURN, "--save", save, "--exit-interval", 3)
     resumed = ["--save", save, "--load", save, "--exit-interval", 5]
-    train(PLAIN, *BF16, *EACH, *IN_TURN, *resumed)
-    unbroken = chain(saved(PLAIN, *IN_TURN), 5)
+    train(ALONE, *BF16, *EACH, *IN_TURN, *resumed)
+    unbroken = chain(saved(ALONE, *IN_TURN), 5)
     assert chain(save, 5).holders == unbroken.holders
     assert chain(save, 5).position == unbroken.position
 
@@ -286,6 +286,7 @@ def test_a_merged_export_is_what_loading_makes_of_the_chain_and_stock_loads_it(
     assert differences(digest(live[0], LAST), digest(stock, LAST)) == []
 
 
+@pytest.mark.full
 def test_training_goes_on_from_a_converted_chain_as_from_the_chain_itself(
     saved: Saved, train: Train, tmp_path: Path
 ) -> None:
