@@ -1,14 +1,12 @@
-"""Tokenizers: text to token ids and back, in the shape Megatron's datasets read.
+"""Tokenizers of the preprocessor: text to token ids.
 
 Those of `megatron.core.tokenizers` do not do: the Hugging Face one needs `transformers` and may ask the network, the
-byte one has other ids, the null one checks nothing, and all would change the keys of cached indices.
+byte one has other ids, the null one checks nothing.
 """
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron.pretrain.errors import InvalidInput
@@ -31,25 +29,19 @@ _END_OF_DOCUMENT_NAMES = (
 
 
 class Tokenizer(ABC):
-    """What the driver, the preprocessor and `GPTDatasetConfig.tokenizer` need of a tokenizer.
+    """What the preprocessor needs of one.
 
     Args:
         vocab_size: number of token ids, the end-of-document id included; every id is below it.
         eod: the id that ends a document.
-        identifiers: tells two tokenizers of one class apart; part of the key of Megatron's index caches.
     """
 
-    def __init__(self, vocab_size: int, eod: int, identifiers: Mapping[str, str]) -> None:
+    def __init__(self, vocab_size: int, eod: int) -> None:
         self.vocab_size, self.eod = vocab_size, eod
-        self.unique_identifiers = {"class": type(self).__name__, **identifiers}
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
         """The token ids of `text`, without an end-of-document id. Raises `InvalidInput` for text it cannot encode."""
-
-    @abstractmethod
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of `ids`."""
 
 
 class ByteTokenizer(Tokenizer):
@@ -59,17 +51,13 @@ class ByteTokenizer(Tokenizer):
     """
 
     def __init__(self) -> None:
-        super().__init__(257, 256, {})
+        super().__init__(257, 256)
 
     def tokenize(self, text: str) -> list[int]:
         try:
             return list(text.encode("utf-8", errors="surrogateescape"))
         except UnicodeEncodeError as error:
             raise InvalidInput(f"text holds a lone surrogate at character {error.start}; it is not Unicode") from error
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; the end-of-document id has no text and is left out."""
-        return bytes(i for i in ids if i != self.eod).decode("utf-8", errors="surrogateescape")
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -101,7 +89,7 @@ class HuggingFaceTokenizer(Tokenizer):
             )
         # Ids may have gaps, so the count of entries is not a bound on them.
         vocab_size = max(vocabulary.values()) + 1
-        super().__init__(vocab_size, eod, {"content": hashlib.blake2b(content, digest_size=16).hexdigest()})
+        super().__init__(vocab_size, eod)
 
     def tokenize(self, text: str) -> list[int]:
         try:
@@ -111,9 +99,6 @@ class HuggingFaceTokenizer(Tokenizer):
                 "text is not valid UTF-8, which a Hugging Face tokenizer needs; convert it first"
             ) from error
 
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return str(self._backend.decode(list(ids), skip_special_tokens=False))
-
 
 class NullTokenizer(Tokenizer):
     """Text that is token ids separated by spaces, each below `vocab_size`; that number itself ends a document."""
@@ -121,7 +106,7 @@ class NullTokenizer(Tokenizer):
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 1:
             raise InvalidInput(f"--vocab-size {vocab_size}: NullTokenizer needs at least 1")
-        super().__init__(vocab_size + 1, vocab_size, {"vocab_size": str(vocab_size)})
+        super().__init__(vocab_size + 1, vocab_size)
 
     def tokenize(self, text: str) -> list[int]:
         try:
@@ -132,9 +117,6 @@ class NullTokenizer(Tokenizer):
             if not 0 <= i < self.eod:
                 raise InvalidInput(f"token id {i} is outside 0..{self.eod - 1}; raise --vocab-size or fix the text")
         return ids
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return " ".join(str(i) for i in ids)
 
 
 def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None, vocab_size: int | None) -> Tokenizer:

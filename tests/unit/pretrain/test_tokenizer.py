@@ -1,4 +1,4 @@
-"""Tokenizers: what goes in comes out, and what cannot work is said."""
+"""Tokenizers: which ids a text has, and what cannot work is said."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pretrain.errors import InvalidInput
-from megatron.pretrain.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
+from megatron.pretrain.tokenizer import ByteTokenizer, build_tokenizer
 
 WORDS = {"<unk>": 0, "hello": 1, "world": 2, "<|endoftext|>": 3}
 
@@ -25,19 +25,13 @@ def write_word_tokenizer(path: Path, vocabulary: dict[str, int]) -> Path:
 
 @given(st.binary())
 def test_any_bytes_survive_the_byte_tokenizer(content: bytes) -> None:
-    tokenizer = ByteTokenizer()
-    ids = tokenizer.tokenize(content.decode("utf-8", errors="surrogateescape"))
+    ids = ByteTokenizer().tokenize(content.decode("utf-8", errors="surrogateescape"))
     assert bytes(ids) == content
-    assert tokenizer.detokenize(ids).encode("utf-8", errors="surrogateescape") == content
 
 
 def test_the_byte_tokenizer_has_257_ids_and_ends_documents_with_the_last() -> None:
     tokenizer = build_tokenizer("ByteTokenizer", None, None)
     assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
-
-
-def test_the_end_of_document_id_has_no_text() -> None:
-    assert ByteTokenizer().detokenize([104, 105, 256]) == "hi"
 
 
 def test_text_with_a_lone_surrogate_is_refused() -> None:
@@ -48,7 +42,6 @@ def test_text_with_a_lone_surrogate_is_refused() -> None:
 def test_a_null_tokenizer_reads_ids_and_adds_one_for_end_of_document() -> None:
     tokenizer = build_tokenizer("NullTokenizer", None, 100)
     assert tokenizer.tokenize("0 99 7") == [0, 99, 7]
-    assert tokenizer.detokenize([0, 99, 7]) == "0 99 7"
     assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
 
 
@@ -62,15 +55,13 @@ def test_a_hugging_face_file_tokenizes_and_gives_its_end_of_document(tmp_path: P
     file = write_word_tokenizer(tmp_path / "tokenizer.json", WORDS)
     tokenizer = build_tokenizer("HuggingFaceTokenizer", str(file), None)
     assert tokenizer.tokenize("hello world") == [1, 2]
-    assert tokenizer.detokenize([1, 2]) == "hello world"
     assert (tokenizer.vocab_size, tokenizer.eod) == (4, 3)
 
 
 def test_a_hugging_face_directory_is_as_good_as_its_file(tmp_path: Path) -> None:
     file = write_word_tokenizer(tmp_path / "tokenizer.json", WORDS)
-    of_file = build_tokenizer("HuggingFaceTokenizer", str(file), None)
-    of_directory = build_tokenizer("HuggingFaceTokenizer", str(tmp_path), None)
-    assert of_directory.unique_identifiers == of_file.unique_identifiers
+    found = [build_tokenizer("HuggingFaceTokenizer", str(place), None) for place in (file, tmp_path)]
+    assert [tokenizer.tokenize("hello world") for tokenizer in found] == [[1, 2]] * 2
 
 
 def test_gaps_between_hugging_face_ids_do_not_put_an_id_beyond_the_vocabulary(tmp_path: Path) -> None:
@@ -98,15 +89,6 @@ def test_text_that_is_not_utf8_is_refused_by_a_hugging_face_tokenizer(tmp_path: 
     )
     with pytest.raises(InvalidInput, match="not valid UTF-8"):
         tokenizer.tokenize(b"\xff".decode("utf-8", errors="surrogateescape"))
-
-
-def test_different_tokenizers_have_different_identifiers(tmp_path: Path) -> None:
-    tokenizers: list[Tokenizer] = [ByteTokenizer()]
-    tokenizers += [build_tokenizer("NullTokenizer", None, size) for size in (10, 11)]
-    for name, word in (("a.json", "hello"), ("b.json", "other")):
-        file = write_word_tokenizer(tmp_path / name, {"<unk>": 0, word: 1, "<eos>": 2})
-        tokenizers.append(build_tokenizer("HuggingFaceTokenizer", str(file), None))
-    assert len({tuple(tokenizer.unique_identifiers.items()) for tokenizer in tokenizers}) == len(tokenizers)
 
 
 @pytest.mark.parametrize(
