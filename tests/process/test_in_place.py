@@ -56,14 +56,22 @@ def check_state(train: Train, layout: Layout, tmp_path: Path, iterations: int = 
     assert not differences(digest(tmp_path / "struck", iterations), digest(straight, iterations))
 
 
-def test_ranks_of_other_stages_keep_their_state_where_it_is_and_nothing_is_copied_back(job: Job) -> None:
-    layout = Layout()
+@pytest.mark.parametrize(
+    ("layout", "faults", "filled"),
+    [
+        pytest.param(FLAT, "0@4:forward-backward 1@5:step", [[0, 0], [1, 0], [1, 1]], id="PP=2"),
+        pytest.param(
+            Layout(), "1@4:forward-backward 2@5:step", [[0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1]],
+            id="PP=2 x EP=2", marks=pytest.mark.full,
+        ),
+    ],
+)  # fmt: skip
+def test_ranks_of_other_stages_keep_their_state_where_it_is_and_nothing_is_copied_back(
+    layout: Layout, faults: str, filled: list[list[int]], job: Job
+) -> None:
     untied = "--untie-embeddings-and-output-weights"  # else all stages replay
-    seats = job(layout, "sparse --moe-ckpt-window 2", untied, faults="1@4:forward-backward 2@5:step")
-    first, second, third = (sitting(seats, start, layout.ranks) for start in range(3))
-    assert [rank["filled"] for rank in first] == [0, 0, 0, 0]
-    assert [rank["filled"] for rank in second] == [1, 1, 0, 0]
-    assert [rank["filled"] for rank in third] == [1, 1, 1, 1]
+    seats = job(layout, "sparse --moe-ckpt-window 2", untied, faults=faults)
+    assert [[rank["filled"] for rank in sitting(seats, start, layout.ranks)] for start in range(3)] == filled
 
 
 @pytest.mark.full

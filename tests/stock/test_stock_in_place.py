@@ -25,6 +25,7 @@ INTERLEAVED = Shape(ranks=2, pp=2, ep=1, more=VIRTUAL)
 OVERLAPPED = Shape(ranks=2, pp=1, ep=2, more=("--overlap-grad-reduce", "--overlap-param-gather"))
 EVALUATED = Shape(ranks=4, pp=2, ep=2, more=("--eval-iters", "2", "--eval-interval", "2"))
 DEEP = Shape(ranks=4, pp=4, ep=1)
+full = pytest.mark.full
 
 
 def struck(
@@ -69,6 +70,7 @@ def struck(
     return seats, said
 
 
+@full
 def test_a_second_fault_in_the_recovery_costs_no_other_rank_its_process_and_every_bit_is_equal(
     new_job: NewJob, undisturbed: Undisturbed
 ) -> None:
@@ -83,18 +85,19 @@ def test_a_second_fault_in_the_recovery_costs_no_other_rank_its_process_and_ever
     assert len(told) == 2, "the process that reports went through both recoveries"
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "strategy", "faults"),
     [  # none before a first snapshot can have been sealed, which leaves nothing to go on from, nor once training ends
-        pytest.param(FOUR, SPARSE, "1@4:forward-backward 2@5:step 0@6:start", id="sparse, PP=2 x EP=2"),
-        pytest.param(FOUR, "full", "2@4:forward-backward 0@5:step 3@5:end", id="full, PP=2 x EP=2"),
-        pytest.param(FOUR, f"{SPARSE} --moe-ckpt-recovery global", "1@4:step", id="sparse, all stages replay"),
-        pytest.param(DEEP, SPARSE, "1@4:forward-backward 3@5:step", id="PP=4"),
-        pytest.param(TENSOR_PARALLEL, SPARSE, "0@4:step 3@5:start 1@6:forward-backward", id="TP=2"),
+        pytest.param(FOUR, SPARSE, "1@4:forward-backward 2@5:step 0@6:start", id="sparse, PP=2 x EP=2", marks=full),
+        pytest.param(FOUR, "full", "2@4:forward-backward 0@5:step 3@5:end", id="full, PP=2 x EP=2", marks=full),
+        pytest.param(
+            FOUR, f"{SPARSE} --moe-ckpt-recovery global", "1@4:step", id="sparse, all stages replay", marks=full
+        ),
+        pytest.param(DEEP, SPARSE, "1@4:forward-backward 3@5:step", id="PP=4", marks=full),
+        pytest.param(TENSOR_PARALLEL, SPARSE, "0@4:step 3@5:start 1@6:forward-backward", id="TP=2", marks=full),
         pytest.param(INTERLEAVED, SPARSE, "0@4:step 1@6:forward-backward", id="interleaved"),
         pytest.param(OVERLAPPED, "full", "0@4:forward-backward 1@5:step", id="overlapped, data parallel"),
-        pytest.param(EVALUATED, SPARSE, "1@4:step 3@5:forward-backward", id="evaluated"),
+        pytest.param(EVALUATED, SPARSE, "1@4:step 3@5:forward-backward", id="evaluated", marks=full),
     ],
 )
 def test_survivors_keep_process_and_weights_where_they_are_and_every_bit_is_equal(
@@ -106,7 +109,7 @@ def test_survivors_keep_process_and_weights_where_they_are_and_every_bit_is_equa
     assert job.records() == undisturbed(shape)
 
 
-@pytest.mark.full
+@full
 @pytest.mark.parametrize(
     ("second", "lost"),
     [
