@@ -86,11 +86,10 @@ def test_a_job_that_loses_a_node_for_good_goes_on_as_one_that_was_started_with_w
     goes_on_as_from(ONE, int(restored[1]), found, 6)
 
 
-@pytest.mark.full
 def test_a_job_that_takes_a_node_back_repeats_no_iteration_and_goes_on_as_one_of_that_size(
     new_job, goes_on_as_from, tmp_path: Path
 ) -> None:
-    options = ("--spares", "1", "--spare-after-s", "30")
+    options = ("--spares", "1", "--spare-after-s", "15")
     said, found = Elastic(new_job(BOTH).memory, tmp_path, options, 20, alone_s=1.5).run()
     left = re.search(r"leaving training at iteration (\d+): nodes wait to join", said)
     assert left, said
