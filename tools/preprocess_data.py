@@ -23,7 +23,11 @@ def parse_arguments(arguments: list[str]) -> tuple[PreprocessRequest, int]:
     parser.add_argument("--output-prefix", required=True, help="writes PREFIX_KEY_document.bin and .idx")
     parser.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, default="ByteTokenizer", help="how text is split")
     parser.add_argument("--tokenizer-model", help="tokenizer.json, or the directory that holds it")
-    parser.add_argument("--vocab-size", type=int, help="for NullTokenizer: ids below this number")
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        help="for NullTokenizer: how many ids there are, as for training; the last one ends documents",
+    )
     parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document id")
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenize")
     parser.add_argument("--log-interval", type=int, default=1000, help="documents between two progress lines")

@@ -101,12 +101,13 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """Text that is token ids separated by spaces, each below `vocab_size`; that number itself ends a document."""
+    """Text that is token ids separated by spaces; the last of the `vocab_size` ids, as in Megatron-LM's, ends a document
+    and is in no text."""
 
     def __init__(self, vocab_size: int) -> None:
-        if vocab_size < 1:
-            raise InvalidInput(f"--vocab-size {vocab_size}: NullTokenizer needs at least 1")
-        super().__init__(vocab_size + 1, vocab_size)
+        if vocab_size < 2:
+            raise InvalidInput(f"--vocab-size {vocab_size}: NullTokenizer needs at least 2, one of them for the end")
+        super().__init__(vocab_size, vocab_size - 1)
 
     def tokenize(self, text: str) -> list[int]:
         try:

@@ -281,7 +281,7 @@ def test_the_training_loop_never_asks_whether_there_is_a_session() -> None:
         assert not [test for test in tests if "session is" in test], name
 
 
-PRIVATE_ACCESSES = 96
+PRIVATE_ACCESSES = 71
 """Of tests, mostly hooks that change a running job from within; lower it when one goes."""
 
 

@@ -107,12 +107,12 @@ def test_a_file_named_twice_is_read_once(tmp_path: Path) -> None:
 
 
 def test_ids_too_large_for_two_bytes_are_kept(tmp_path: Path) -> None:
-    (tmp_path / "ids.txt").write_text("70000 1 99999")
+    (tmp_path / "ids.txt").write_text("70000 1 99998")
     request = replace(
         request_for([tmp_path / "ids.txt"], tmp_path / "out"), tokenizer_type="NullTokenizer", vocab_size=100_000
     )
     preprocess(request, ignore_progress)
-    assert ids_at(tmp_path / "out_text_document") == [[70000, 1, 99999, 100_000]]
+    assert ids_at(tmp_path / "out_text_document") == [[70000, 1, 99998, 99_999]]
 
 
 @pytest.mark.parametrize("workers", [1, 2])

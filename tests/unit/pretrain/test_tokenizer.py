@@ -39,13 +39,13 @@ def test_text_with_a_lone_surrogate_is_refused() -> None:
         ByteTokenizer().tokenize("a\ud800")
 
 
-def test_a_null_tokenizer_reads_ids_and_adds_one_for_end_of_document() -> None:
-    tokenizer = build_tokenizer("NullTokenizer", None, 100)
+def test_a_null_tokenizer_reads_ids_and_keeps_the_last_one_for_the_end_of_a_document() -> None:
+    tokenizer = build_tokenizer("NullTokenizer", None, 101)
     assert tokenizer.tokenize("0 99 7") == [0, 99, 7]
     assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
 
 
-@pytest.mark.parametrize("text", ["100", "-1", "seven"])
+@pytest.mark.parametrize("text", ["99", "-1", "seven"])
 def test_a_null_tokenizer_refuses_what_is_not_an_id(text: str) -> None:
     with pytest.raises(InvalidInput):
         build_tokenizer("NullTokenizer", None, 100).tokenize(text)
@@ -98,7 +98,7 @@ def test_text_that_is_not_utf8_is_refused_by_a_hugging_face_tokenizer(tmp_path: 
         ("HuggingFaceTokenizer", None, None, "needs --tokenizer-model"),
         ("HuggingFaceTokenizer", "/does/not/exist", None, "no tokenizer.json there"),
         ("NullTokenizer", None, None, "needs --vocab-size"),
-        ("NullTokenizer", None, 0, "at least 1"),
+        ("NullTokenizer", None, 1, "at least 2"),
         ("ByteTokenizer", "tokenizer.json", None, "reads no file"),
         ("ByteTokenizer", None, 300, "contradicts ByteTokenizer, which has 257"),
     ],
