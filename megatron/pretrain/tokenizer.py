@@ -101,8 +101,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """Text that is token ids separated by spaces; the last of the `vocab_size` ids, as in Megatron-LM's, ends a document
-    and is in no text."""
+    """Text that is token ids separated by spaces; the last of the `vocab_size` ids is in no text and ends a document,
+    as with Megatron-LM's."""
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 2:

@@ -120,7 +120,7 @@ def test_what_is_received_has_the_fingerprint_that_the_cpu_computes(
         came = []
         for _ in range(MICROBATCHES):
             tensor = torch.randn(SHAPE, device="cuda").bfloat16()
-            recorder.received(Direction.BACKWARD, tensor)
+            recorder.receiving(Direction.BACKWARD)(tensor)
             came.append(tensor)
         send(recorder, 1)
         recorder.end(WAIT_S)

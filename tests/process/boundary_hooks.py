@@ -181,7 +181,7 @@ class Logged:
             if next(count):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        self.communicator.sink = mock.Mock(sent=dying, received=self.recorder.received)
+        self.communicator.sink = mock.Mock(sent=dying, receiving=self.recorder.receiving)
 
     def facts(self) -> dict[str, Any]:
         """What this rank received against what its neighbours' logs hold, and how large its own logs are."""

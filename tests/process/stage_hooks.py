@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -49,8 +49,9 @@ class Kept:
         """As `ports.BoundarySink.sent`."""
         self.tensors[direction.value].append(tensor.detach().clone())
 
-    def received(self, direction: Any, tensor: torch.Tensor) -> None:
-        """As `ports.BoundarySink.received`."""
+    def receiving(self, direction: Any) -> Callable[[torch.Tensor], None]:
+        """As `ports.BoundarySink.receiving`."""
+        return lambda tensor: None
 
 
 class Alone(Frozen):

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,10 +21,11 @@ from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import 
     BoundaryFailure,
     BoundaryRecorder,
 )
+from megatron.core.dist_checkpointing.moe.local_recovery.fingerprints import fingerprint
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, NoRoom, SnapshotId
 from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import CopyJob, Span, ThreadEngine
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
-from megatron.core.dist_checkpointing.moe.types import LOG, Direction, boundary_key
+from megatron.core.dist_checkpointing.moe.types import LOG, Direction, boundary_key, received_key
 
 WAIT_S = 60.0
 SHAPE = (16, 2, 8)
@@ -134,6 +136,26 @@ def test_a_tensor_that_is_a_view_of_other_memory_is_recorded_in_the_order_of_its
         recorder.sent(way, tensor)
     recorder.end(WAIT_S)
     assert sealed(store, writer) == [raw(tensor) for tensor in sent]
+
+
+def test_fingerprints_are_in_the_order_of_asking_whatever_is_waited_for_first(
+    tmp_path: Path, recorder: BoundaryRecorder
+) -> None:
+    key, came = received_key(BACKWARD), tensors()[:3]
+    layout = Layout.of([*LAYOUT.fields, Field(key, "int64", (len(came),))])
+    with closing(MemoryStore(tmp_path, "job", 0, [layout.nbytes], area="standby")) as store:
+        with store.reserve(ONE, layout) as writer:
+            recorder.arm(layout, writer)
+            asked = [recorder.receiving(BACKWARD) for _ in came]
+            for at in (0, 2, 1):  # as an interleaved schedule with larger groups does
+                asked[at](came[at])
+            for (way, _), tensor in zip(SENDS, tensors(), strict=True):
+                recorder.sent(way, tensor)
+            recorder.end(WAIT_S)
+            writer.seal(Facts("job"))
+        with store.open(ONE) as reader:
+            kept = memoryview(bytes(reader.read(key))).cast("q").tolist()
+    assert kept == [int(fingerprint(tensor)) for tensor in came]
 
 
 def test_an_evaluation_between_iterations_leaves_no_trace(store: MemoryStore, recorder: BoundaryRecorder) -> None:

@@ -173,7 +173,9 @@ def test_fewer_tensors_than_were_received_are_not_called_alike(log_with: Log) ->
 def test_what_comes_is_told_to_the_sink_once_it_is_there(log: Reader) -> None:
     told: list[tuple[Direction, Any]] = []
     one = communicator()
-    one.sink = SimpleNamespace(received=lambda way, tensor: told.append((way, tensor)), sent=lambda way, tensor: None)
+    one.sink = SimpleNamespace(
+        receiving=lambda way: lambda tensor: told.append((way, tensor)), sent=lambda way, tensor: None
+    )
     one.source = StageSource({FORWARD: log, BACKWARD: log}, "cpu")
     activation = one.recv_forward(SHAPE, False)
     assert [(way, tensor is activation) for way, tensor in told] == [(FORWARD, True)]
@@ -198,7 +200,7 @@ def test_what_goes_to_a_side_that_is_served_is_told_and_dropped(log: Reader) -> 
     told: list[tuple[Direction, Any]] = []
     one = communicator()
     one.sink = SimpleNamespace(
-        sent=lambda direction, tensor: told.append((direction, tensor)), received=lambda direction, tensor: None
+        sent=lambda direction, tensor: told.append((direction, tensor)), receiving=lambda direction: lambda tensor: None
     )
     one.source = StageSource({FORWARD: log, BACKWARD: log}, "cpu")
     output, gradient = torch.zeros(SHAPE), torch.ones(SHAPE)

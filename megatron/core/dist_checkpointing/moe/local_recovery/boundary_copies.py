@@ -5,15 +5,16 @@ against the log's layout, which was planned from the shape of the iteration's pa
 engine. Nothing that goes wrong here may disturb training: it is kept, and raised by `end`, which costs the log of one
 iteration.
 
-Of each tensor that is `received` the log gets a fingerprint: a replay of the stage that sent it is compared with that.
+Of each tensor that comes the log gets a fingerprint: a replay of the stage that sent it is compared with that.
 A fingerprint that cannot be taken costs that comparison and nothing else.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,6 +110,7 @@ class BoundaryRecorder:
     def __init__(self, engine: CopyEngine) -> None:
         self._engine = engine
         self._expected: _ExpectedSends | None = None
+        self._armed = 0
 
     def arm(self, layout: Layout, writer: MappedWriter) -> None:
         """Record what is sent from here on into the memory of this writer, which was reserved with this layout.
@@ -122,6 +124,7 @@ class BoundaryRecorder:
         # No patience: training waits for this call, at the start of an iteration.
         self._engine.wait(0)
         self._expected = _ExpectedSends.of(layout, writer.whole())
+        self._armed += 1
 
     def sent(self, direction: Direction, tensor: Any) -> None:
         """As `ports.BoundarySink.sent`; what is wrong is raised by `end`."""
@@ -138,14 +141,21 @@ class BoundaryRecorder:
             is_ours = isinstance(error, MoECheckpointError)
             expected.problem = str(error) if is_ours else f"{type(error).__name__}: {error}"
 
-    def received(self, direction: Direction, tensor: Any) -> None:
-        """As `ports.BoundarySink.received`; of more than was planned no fingerprints are kept."""
+    def receiving(self, direction: Direction) -> Callable[[Any], None]:
+        """As `ports.BoundarySink.receiving`; of more than was planned no fingerprints are kept."""
         expected = self._expected
         if expected is None or expected.problem or expected.passed or not expected.received[direction]:
+            return _unwanted
+        return partial(self._arrived, self._armed, direction, expected.received[direction].pop(0))
+
+    def _arrived(self, armed: int, direction: Direction, offset: int, tensor: Any) -> None:
+        # By number: a request that nobody waits for must not keep the memory of its iteration.
+        expected = self._expected
+        if expected is None or armed != self._armed or expected.problem or expected.passed:
             return
         try:
             found = fingerprint(tensor).view(torch.uint8)
-            self._engine.add(((Span(found, expected.received[direction].pop(0)),), expected.segment))
+            self._engine.add(((Span(found, offset),), expected.segment))
         except Exception as error:  # the schedule that called must not see it
             expected.received[direction].clear()
             log.warning("what comes %s cannot be fingerprinted in this iteration: %s", direction.value, error)
@@ -203,3 +213,7 @@ class BoundaryRecorder:
         """End the use of the recorder."""
         self.disarm()
         self._engine.close()
+
+
+def _unwanted(_tensor: Any) -> None:
+    """What comes is none of an iteration that is recorded."""

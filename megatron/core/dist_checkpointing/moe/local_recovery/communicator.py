@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,7 +22,8 @@ Received = tuple[torch.Tensor | None, torch.Tensor | None, Any]
 class BoundaryCommunicator(P2PCommunicator):
     """Core's communicator between neighbouring pipeline stages; both schedules take it beside `process_groups`.
 
-    sink: gets each tensor before it is sent, also those that are then dropped, and each that has come.
+    sink: gets each tensor before it is sent, also those that are then dropped, and each that has come, in the order of
+        asking.
     source: as long as it is set, gives what would come from the sides that it serves, and what would go to these sides
         is told to it and dropped; the other sides are real. None: all are.
     waits: is told when this stage waits for the others.
@@ -82,7 +84,8 @@ class BoundaryCommunicator(P2PCommunicator):
         ):
             if tensor is not None:
                 waits = None if wait_on_reqs else self.waits
-                handles[name] = _Arriving(handles.get(name), self.sink, way, tensor, waits)
+                come = self.sink.receiving(way) if self.sink is not None else None
+                handles[name] = _Arriving(handles.get(name), come, tensor, waits)
                 if wait_on_reqs:
                     handles[name].wait()
         return from_prev, from_next, requests if wait_on_reqs else handles
@@ -117,30 +120,28 @@ class BoundaryCommunicator(P2PCommunicator):
 
 
 class _Arriving:
-    """In place of the request of a tensor: tells the sink when that has come. request: None where it is there.
+    """In place of the request of a tensor. request: None where it is there.
 
-    waits: is told while it is waited for.
+    come: is called once it is, of the sink. waits: is told while it is waited for.
     """
 
     def __init__(
         self,
         request: Any,
-        sink: BoundarySink | None,
-        direction: Direction,
+        come: Callable[[torch.Tensor], None] | None,
         tensor: torch.Tensor,
         waits: WaitObserver | None,
     ) -> None:
-        self._request, self._sink, self._direction, self._tensor = request, sink, direction, tensor
-        self._waits = waits
+        self._request, self._come, self._tensor, self._waits = request, come, tensor, waits
 
     def wait(self) -> None:
         """As core's request."""
         if self._request is not None:
             with self._waits.waiting() if self._waits is not None else nullcontext():
                 self._request.wait()
-        if self._sink is not None:
-            self._sink.received(self._direction, self._tensor)
-            self._sink = None
+        if self._come is not None:
+            self._come(self._tensor)
+            self._come = None
 
 
 def process_groups() -> ProcessGroupCollection:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..types import Direction
@@ -16,10 +17,12 @@ class BoundarySink(Protocol):
         Returns at once: the copy runs beside training. Never raises.
         """
 
-    def received(self, direction: Direction, tensor: Any) -> None:
-        """This tensor has come from the previous (FORWARD) or the next (BACKWARD) stage, and was not changed yet.
+    def receiving(self, direction: Direction) -> Callable[[Any], None]:
+        """The next tensor is asked for from the previous (FORWARD) or the next (BACKWARD) stage.
 
-        Called in the order of arrival, also in a replay for what comes from a log. Never raises.
+        Returns:
+            What is to be called with it once it has come, and was not changed yet. Schedules may wait for tensors in
+            another order than they asked for them; senders send in the order of asking. Neither raises.
         """
 
 
