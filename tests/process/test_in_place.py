@@ -129,13 +129,6 @@ def test_survivors_that_train_in_few_bits_keep_process_and_weights_and_every_bit
     assert not differences(digest(tmp_path / "struck", 6), digest(straight, 6))
 
 
-@pytest.mark.full
-def test_a_standby_that_connects_when_another_rank_is_lost_keeps_its_process_too(job: Job) -> None:
-    seats = job(Layout(), "sparse --moe-ckpt-window 2", faults="1@4:forward-backward", kills="2@1:connect")
-    processes = {rank: len(list(seats.glob(f"process-{rank}-*"))) for rank in range(Layout().ranks)}
-    assert processes == {0: 1, 1: 2, 2: 2, 3: 1}
-
-
 RECOVERIES = int(os.environ.get("RECOVERIES", "40"))
 """What a process remembers of the newest manifests grows for some 40 of them, by 4 MB, and then no more: of 80 the last
 40 add 0.3 MB."""
