@@ -179,6 +179,17 @@ def test_what_runs_here_is_trained_without_protection_and_then_killed_with_it(ex
         assert (args.moe_ckpt_memory_dir is not None) == (args in killed)
 
 
+@pytest.mark.parametrize("script", ["examples/gpt-moe/train.sh", "scripts/train_cpu.sh"])
+def test_a_variable_that_once_chose_between_loops_changes_nothing(script: str, tmp_path: Path) -> None:
+    settings = SETTINGS | {"HEAD": "first-node", "CORPUS": "/data/corpus", "SAVE": "/shared/save"}
+    calls = []
+    for number, given in enumerate(({}, {"LOOP": "own"}, {"LOOP": "none of these"})):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        calls += calls_of(ROOT / script, "python", folder, **settings, **given)
+    assert len(calls) == 3 and calls[0] == calls[1] == calls[2]
+
+
 @pytest.mark.parametrize("example", REDUCED)
 def test_an_example_has_all_its_files(example: str) -> None:
     scripts = ["reduced.sh", "train.sh"] if example in MODELS else ["reduced.sh"]
