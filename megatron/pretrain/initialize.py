@@ -22,14 +22,13 @@ from megatron.pretrain.engine_errors import driver_errors
 class Launch:
     """Rank of this process in the job, as torchrun's environment variables say; one process without torchrun.
 
-    place: where it runs, and in which job. node_ranks: of each node, 1 where the launcher does not say.
+    place: where it runs, and in which job.
     """
 
     rank: int
     world_size: int
     attempt: int
     place: ProcessInfo
-    node_ranks: int = 1
 
     @property
     def local_rank(self) -> int:
@@ -41,10 +40,10 @@ class Launch:
         number = {name: int(os.environ.get(name, default)) for name, default in _LAUNCH_DEFAULTS.items()}
         place = ProcessInfo.from_environment()
         ranks = number["RANK"], number["WORLD_SIZE"], number["TORCHELASTIC_RESTART_COUNT"]
-        return Launch(*ranks, place, number["LOCAL_WORLD_SIZE"])
+        return Launch(*ranks, place)
 
 
-_LAUNCH_DEFAULTS = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "0", "LOCAL_WORLD_SIZE": "1"}
+_LAUNCH_DEFAULTS = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
 
 
 def use_cpu() -> None:
