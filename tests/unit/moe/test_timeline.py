@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from megatron.core.dist_checkpointing.moe.recovery.timeline import (
     FILE,
+    MOST_BYTES,
     Milestone,
     RecoveryTimeline,
     Timestamps,
@@ -199,15 +201,43 @@ def test_faults_before_the_recovery_is_over_are_kept_side_by_side_and_forgotten_
     forget(tmp_path)
 
 
+TIMES = '[{"attempt": "1", "times": {"parked": %s}}]'
+
+
 @pytest.mark.parametrize(
-    "content", ["", "{", "[1]", '[{"attempt": "1"}]', '[{"attempt": "1", "times": {"parked": "x"}}]']
-)
-def test_a_damaged_file_of_timestamps_counts_as_none_and_is_rank_timestamps(
+    "content",
+    [
+        "", "{", "[1]", '[{"attempt": "1"}]', TIMES % '"x"', TIMES % "1e999", TIMES % "-Infinity", TIMES % "NaN",
+        "[" * 100_000, " " * (MOST_BYTES + 1), "\0" * 9,
+    ],
+    ids=range(11),
+)  # fmt: skip
+def test_a_damaged_file_of_timestamps_costs_the_times_in_it_and_is_said_once(
     content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / FILE).write_text(content)
     assert left_in(tmp_path) == []
-    assert "not readable" in caplog.text
+    assert left_in(tmp_path) == []
+    assert caplog.text.count("not readable") == 1
+    assert (tmp_path / f"{FILE}.damaged").read_text() == content
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "link", "link to a device"])
+@pytest.mark.timeout(60)
+def test_what_is_no_file_of_timestamps_is_neither_waited_for_nor_read(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, elsewhere = tmp_path / FILE, tmp_path / "elsewhere"
+    elsewhere.write_text(TIMES % "1.5")
+    make = {
+        "fifo": lambda: os.mkfifo(path),
+        "folder": path.mkdir,
+        "link": lambda: path.symlink_to(elsewhere),
+        "link to a device": lambda: path.symlink_to("/dev/zero"),
+    }
+    make[kind]()
+    assert left_in(tmp_path) == []
+    assert caplog.text.count("not readable") == 1
 
 
 def test_timestamps_that_cannot_be_kept_do_not_disturb_a_failing_rank(

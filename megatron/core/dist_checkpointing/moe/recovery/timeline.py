@@ -12,9 +12,11 @@ is gathered and merged; so a timeline spans processes and nodes. What is not kno
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..ports import Json, Transport
+from ..storage.small_files import read_small
 from ..types import RecoveryPlan, Topology
 from .table import RecoveryTable
 
@@ -30,6 +33,8 @@ log = logging.getLogger(__name__)
 
 FILE = "marks.json"
 """In the folder of the rank's slot, which a restarted process takes over."""
+MOST_BYTES = 1 << 20
+"""Of it: a fault takes some hundred bytes, and few follow each other before a recovery is over."""
 
 
 TRUSTED_S = 0.5
@@ -101,14 +106,21 @@ class Timestamps:
 
 
 def left_in(folder: Path) -> list[dict[str, Any]]:
-    """What `leave` kept there, oldest first; nothing where there is no such file, or it is damaged."""
+    """What `leave` kept there, oldest first; nothing where there is no such file.
+
+    One that cannot be believed only costs the times in it: that is said once, and the file is put aside.
+    """
+    path = folder / FILE
     try:
-        records = json.loads((folder / FILE).read_text())
+        records = json.loads(read_small(path, MOST_BYTES))
         return [{"attempt": str(record["attempt"]), "times": _times(record["times"])} for record in records]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        log.warning("the times of the last fault in %s are not readable: %s", folder / FILE, error)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        log.warning("the times of the last fault in %s are not readable, and are put aside: %s", path, why)
+        with contextlib.suppress(OSError):
+            path.replace(path.with_name(f"{FILE}.damaged"))
         return []
 
 
@@ -121,8 +133,12 @@ def forget(folder: Path) -> None:
 
 
 def _times(data: Mapping[str, Any]) -> dict[str, float]:
+    """Raises ValueError for what is no time: all ranks gather these, and JSON has no infinite numbers."""
     names = {milestone.value for milestone in Milestone}
-    return {name: float(at_s) for name, at_s in data.items() if name in names}
+    times = {name: float(at_s) for name, at_s in data.items() if name in names}
+    if wrong := [f"{name} {at_s}" for name, at_s in times.items() if not math.isfinite(at_s)]:
+        raise ValueError(f"{wrong[0]} is no time")
+    return times
 
 
 PARTS = {
