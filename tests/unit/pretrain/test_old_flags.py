@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Iterator
 
 import pytest
 from megatron_flags import options
@@ -34,6 +36,19 @@ def test_each_of_several_old_flags_is_named_once() -> None:
     assert found == ["--keep-last", "--hf-model", "--no-export-hf"]
 
 
+@pytest.fixture
+def logging_as_before() -> Iterator[None]:
+    """The driver sends its lines to the streams that it finds, which are this test's."""
+    names = ("pretrain", "core.dist_checkpointing.moe", "pretrain.metrics", "core.rerun_state_machine")
+    loggers = [logging.getLogger(f"megatron.{name}") for name in names]
+    before = [(logger.level, logger.propagate, list(logger.handlers)) for logger in loggers]
+    yield
+    for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.propagate, logger.handlers[:] = propagate, handlers
+
+
+@pytest.mark.usefixtures("logging_as_before")
 def test_the_entry_ends_with_the_code_of_usage_errors(capfd: pytest.CaptureFixture[str]) -> None:
     assert train(["--keep-last", "2"]) == 2
     assert "--keep-last is no flag" in capfd.readouterr().err
