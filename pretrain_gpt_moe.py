@@ -5,6 +5,10 @@ An entry script like Megatron-LM's `pretrain_gpt.py`: start it with torchrun, wi
 is in `main` and `train`.
 """
 
+import megatron.pretrain.core_import  # noqa: F401  # says what is missing or too old, before torch is imported
+
+# isort: split
+
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -12,7 +16,6 @@ from typing import Any
 
 import torch
 
-import megatron.pretrain.core_import  # noqa: F401  # before all that imports Megatron-Core
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.dist_checkpointing.moe import take_seat

@@ -41,6 +41,15 @@ def test_a_megatron_core_that_comes_without_the_training_loop_is_refused_in_a_li
     assert "has no training loop beside it: there is no megatron.training; pip install" in line
 
 
+def test_the_entry_script_says_that_torch_is_missing_before_it_imports_it() -> None:
+    script = "import sys; sys.modules['torch'] = None; import pretrain_gpt_moe"
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 2, result.stderr
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("torch is missing; 2.6 and newer are supported: pip install")
+
+
 def test_functions_are_compiled_once_with_their_options_at_their_first_call() -> None:
     compiled: list[tuple[str, dict[str, Any]]] = []
 
