@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from moe_ckpt.megatron_core import refuse_unsupported_versions
+
+if __name__ == "__main__":
+    # Before torch; and skips core: nothing is trained here, and importing all of it takes longest.
+    refuse_unsupported_versions()
+
+# isort: split
+
 import argparse
 import os
 import socket
@@ -24,7 +32,6 @@ from megatron.pretrain.old_flags import refuse_old_flags
 from megatron.pretrain.processes import NODE_LEAVES, NODE_NAME, VERDICT_FILE
 from megatron.pretrain.rendezvous import BACKEND, register_backend
 from megatron.pretrain.seats.hygiene_options import HygieneOptions
-from moe_ckpt.megatron_core import refuse_unsupported_versions
 
 HERE = "127.0.0.1"
 """Where all nodes meet, which are played on this machine."""
@@ -203,5 +210,4 @@ def _free_port() -> int:
 
 
 if __name__ == "__main__":
-    refuse_unsupported_versions()  # and skip core: nothing is trained here, and importing all of it takes longest
     sys.exit(main(sys.argv[1:]))

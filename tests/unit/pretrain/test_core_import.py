@@ -8,6 +8,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from megatron.pretrain.core_import import compiled_at_first_call
 
 IMPORTED = """
@@ -41,9 +43,12 @@ def test_a_megatron_core_that_comes_without_the_training_loop_is_refused_in_a_li
     assert "has no training loop beside it: there is no megatron.training; pip install" in line
 
 
-def test_the_entry_script_says_that_torch_is_missing_before_it_imports_it() -> None:
-    script = "import sys; sys.modules['torch'] = None; import pretrain_gpt_moe"
-    command = [sys.executable, "-W", "ignore", "-c", script]
+@pytest.mark.parametrize(
+    "start",
+    ["import pretrain_gpt_moe", "import runpy; runpy.run_module('megatron.pretrain.launch', run_name='__main__')"],
+)
+def test_a_start_says_that_torch_is_missing_before_it_imports_it(start: str) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", f"import sys; sys.modules['torch'] = None; {start}"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 2, result.stderr
     (line,) = result.stderr.splitlines()
