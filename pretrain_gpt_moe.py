@@ -141,7 +141,12 @@ def train(argv: Sequence[str], *, recover_only: bool = False) -> int:
 
     recover_only: whether training ends, with a checkpoint, once it has come back to where it goes on.
     """
-    return run(argv, Parts(datasets_provider, model_provider, forward_step), recover_only=recover_only)
+    return run(argv, parts(), recover_only=recover_only)
+
+
+def parts() -> Parts:
+    """What this script gives to Megatron-LM's `pretrain`."""
+    return Parts(datasets_provider, model_provider, forward_step)
 
 
 def command() -> None:

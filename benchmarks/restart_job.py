@@ -118,14 +118,10 @@ def train_with_nvrx(argv: Sequence[str]) -> None:
             os.environ["TORCHELASTIC_RESTART_COUNT"] = str(int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1)
             return state
 
-    parts = loop.Parts(
-        pretrain_gpt_moe.datasets_provider, pretrain_gpt_moe.model_provider, pretrain_gpt_moe.forward_step
-    )
-
     def train() -> None:
         logging.getLogger("megatron").setLevel(logging.WARNING)
         set_startup_timestamps(time.time())  # as Megatron-LM's own scripts do: where it is set, ranks agree on it
-        loop._train(Launch.from_environment(), parts, "cpu", None, recover_only=False)
+        loop._train(Launch.from_environment(), pretrain_gpt_moe.parts(), "cpu", None, recover_only=False)
 
     instrument()
     hang_up = [HangUp()] if os.environ.get("HANG_UP") == "1" else []
