@@ -20,7 +20,7 @@ from typing import Any
 import fsspec
 import pytest
 from test_cli import run
-from verify_places import chained, dense, tensor
+from verify_places import chained, dense, settled, tensor
 from verify_places import save as save_iteration
 
 from megatron.core.dist_checkpointing.moe.ports import (
@@ -403,8 +403,7 @@ def test_where_a_job_may_be_writing_nothing_goes(tmp_path: Path) -> None:
     plan = of_storage(tmp_path, keep_last=1, idle_s=HOUR_S)
     assert not freed(plan)
     assert "a job may be running" in reasons(plan, "iteration 2")
-    for path in tmp_path.rglob("*"):
-        os.utime(path, (time.time() - 2 * HOUR_S,) * 2)
+    settled(tmp_path)
     assert len(freed(of_storage(tmp_path, keep_last=1, idle_s=HOUR_S))) == 2
 
 
@@ -708,15 +707,17 @@ def test_the_command_changes_nothing_by_itself_and_says_what_it_would_do(
     root.mkdir()
     for last in (2, 4, 6):
         Made().window(root, last)
-    assert run(monkeypatch, "gc", root, "--idle", "0.001", "--json") == 0
+    settled(root)
+    assert run(monkeypatch, "gc", root, "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert [row["verdict"] for row in told["items"]] == ["can go", "stays", "stays"]
     assert told["can_be_freed_bytes"] == sum(row["size_bytes"] for row in told["items"] if row["verdict"] == "can go")
     assert iterations(root) == [2, 4, 6]
-    assert run(monkeypatch, "gc", root, "--idle", "0.001", "--apply") == 0
+    assert run(monkeypatch, "gc", root, "--apply") == 0
     assert "freed" in capsys.readouterr().out
     assert iterations(root) == [4, 6]
-    assert run(monkeypatch, "gc", root, "--idle", "0.001", "--apply", "--json") == 0
+    settled(root)
+    assert run(monkeypatch, "gc", root, "--apply", "--json") == 0
     assert {row["verdict"] for row in json.loads(capsys.readouterr().out)["items"]} == {"stays"}
 
 
@@ -725,12 +726,13 @@ def test_what_cannot_be_freed_is_told_and_costs_the_exit_code(
 ) -> None:
     for last in (2, 4, 6):
         Made().window(tmp_path, last)
+    settled(tmp_path)
 
     def refused(store: FilesystemStore, snapshot: SnapshotId) -> None:
         raise StoreFailure(f"cannot free the {snapshot}: Read-only file system")
 
     monkeypatch.setattr(FilesystemStore, "free", refused)
-    assert run(monkeypatch, "gc", tmp_path, "--idle", "0.001", "--apply") == 1
+    assert run(monkeypatch, "gc", tmp_path, "--apply") == 1
     assert "Read-only" in capsys.readouterr().out
 
 

@@ -80,9 +80,9 @@ def memory(root: Path, seed: int) -> Path:
 
 
 def settled(root: Path) -> None:
-    """As if all of it had been written an hour ago, so that no job can be about to complete it."""
+    """As if all of it had been written two hours ago, so that no job can be about to complete it."""
     for path in root.rglob("*"):
-        os.utime(path, (time.time() - 3600,) * 2)
+        os.utime(path, (time.time() - 7200,) * 2)
 
 
 PLACES: dict[str, Callable[[Path, int], Path]] = {
