@@ -228,7 +228,7 @@ def trained(
 def pace_s(reports: Sequence[Mapping[str, Any]]) -> float:
     """Mean seconds from one report to the next, without the first ones."""
     calm = reports[WARM:]
-    return float((calm[-1]["at_s"] - calm[0]["at_s"]) / (len(calm) - 1))
+    return float((calm[-1]["since_boot_s"] - calm[0]["since_boot_s"]) / (len(calm) - 1))
 
 
 def taken(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -245,7 +245,7 @@ def taken(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     between_s = pace_s(reports[:back])
     return {
         "iteration_s": between_s,
-        "recovery_s": beyond["at_s"] - before["at_s"] - between_s,
+        "recovery_s": beyond["since_boot_s"] - before["since_boot_s"] - between_s,
         "struck_after": before["iteration"],
         "load": os.getloadavg()[0],
     }

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import megatron.pretrain.core_import  # noqa: F401  # before all that imports Megatron-Core
+from megatron.core.dist_checkpointing.moe.boot_clock import since_boot_s
 from megatron.core.dist_checkpointing.moe.storage.manifest import checksum
 from megatron.pretrain.device import device_of
 from megatron.pretrain.initialize import Launch
@@ -80,10 +81,10 @@ def time_layers(device: str, settings: Settings, launch: Launch) -> None:
 
 
 def back_at_s(settings: Settings) -> float:
-    """When the last rank of a restarted job had built everything, in seconds since 1970; what its first iteration
+    """When the last rank of a restarted job had built everything, by `boot_clock`; what its first iteration
     takes longer than the next one is added."""
     job = TimedJob(settings.patterns[0])
-    built_at_s = _slowest(time.time())
+    built_at_s = _slowest(since_boot_s())
     first_s, next_s = (job.iteration_s(settings.micro_batch_sizes[-1]) for _ in range(2))
     return built_at_s + max(0.0, first_s - next_s)
 
@@ -94,7 +95,7 @@ def _lose_a_rank(launch: Launch, settings: Settings) -> None:
 
     torch.distributed.barrier()
     if launch.rank == launch.world_size - 1:
-        Path(settings.killed).write_text(json.dumps({"at_s": time.time()}))
+        Path(settings.killed).write_text(json.dumps({"at_s": since_boot_s()}))
         os.kill(os.getpid(), signal.SIGKILL)
     torch.distributed.barrier()
 

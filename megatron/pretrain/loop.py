@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.dist_checkpointing.moe.boot_clock import boot_id, since_boot_s
 from megatron.core.dist_checkpointing.moe.replication.interface import FLAG as INTERFACE
 from megatron.core.dist_checkpointing.moe.replication.interface import use_for_gloo
 from megatron.pretrain import low_precision
@@ -294,6 +295,8 @@ class _Reports:
                 tokens_per_iteration=args.global_batch_size * args.seq_length,
                 flops_per_iteration=float(num_floating_point_operations(args, args.global_batch_size)),
                 at_s=time.time(),
+                boot=boot_id(),
+                since_boot_s=since_boot_s(),
             )
         )
         return metrics

@@ -15,7 +15,7 @@ from moe_ckpt.dense.integrity import NAME as INTEGRITY
 from moe_ckpt.dense.names import COMMON, TRACKER
 from moe_ckpt.report import Fact, Report, Table, table
 
-from .location import Inspection
+from .location import Inspection, age_of
 from .saves import SavedIteration, saved_iteration, saved_iterations, tracked
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _content(saved: SavedIteration, now_s: float) -> tuple[tuple[Fact, ...], tup
     where = f"in {COMMON}" if (saved.folder / COMMON).is_file() else "among the shards"
     facts = (
         Fact("Iteration", checkpoint.common.get("iteration"), "count"),
-        Fact("Age", max(0.0, now_s - saved.written_s), "seconds"),
+        Fact("Age", age_of(saved.written_s, now_s), "seconds"),
         Fact("Bytes", saved.nbytes, "bytes"),
         Fact("World size", arguments.get("world_size"), "count"),
         Fact("Layout", _layout(arguments)),
@@ -136,7 +136,7 @@ def _iterations(found: tuple[SavedIteration, ...], now_s: float) -> Table:
             "yes" if saved.tracked else "",
             "yes" if saved.has_integrity else "no",
             saved.nbytes,
-            max(0.0, now_s - saved.written_s),
+            age_of(saved.written_s, now_s),
             list(saved.needs),
         )
         for saved in reversed(found)

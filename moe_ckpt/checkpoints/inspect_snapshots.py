@@ -15,6 +15,7 @@ from moe_ckpt.checkpoints.survey import Holding, Survey, operator_rows, survey_s
 from moe_ckpt.checkpoints.windows import StoredSnapshot, StoredState
 from moe_ckpt.report import Fact, Report, Table, table
 
+from .location import age_of
 from .losses import Losses
 from .persist_dir import PersistDir
 from .slots import Slot, slots
@@ -154,7 +155,7 @@ def _timeline(newest: StoredSnapshot) -> str | None:
 
 def _age_s(holdings: Iterable[Holding], now_s: float) -> float | None:
     written = [holding.written_s for holding in holdings if holding.written_s is not None]
-    return max(0.0, now_s - max(written)) if written else None
+    return age_of(max(written, default=None), now_s)
 
 
 def _layout(newest: StoredSnapshot) -> str | None:

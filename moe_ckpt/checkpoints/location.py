@@ -15,6 +15,7 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -210,6 +211,17 @@ class GcPlan:
         return tuple(item for item in self.items if item.remove is not None)
 
 
+AHEAD_S = 5.0
+"""By how much clocks that are kept by NTP, or by a file server, may differ."""
+
+
+def age_of(written_s: float | None, now_s: float) -> float | None:
+    """How long ago something was written; None where that is not known, as of a stamp that is still to come."""
+    if written_s is None or written_s > now_s + AHEAD_S:
+        return None
+    return max(0.0, now_s - written_s)
+
+
 @dataclass(frozen=True)
 class GcLimits:
     """What the user says of a place.
@@ -225,11 +237,17 @@ class GcLimits:
 
     def too_fresh(self, written_s: float | None) -> str:
         """Why something that was written then must stay, as a whole sentence; empty if it need not."""
-        age_s = None if written_s is None else self.now_s - written_s
-        if age_s is None:
+        if written_s is None:
             return "it cannot be told when something was written here last: a job may be running"
+        age_s = age_of(written_s, self.now_s)
+        if age_s is None:
+            when = datetime.fromtimestamp(written_s).astimezone().isoformat(" ", "seconds")
+            return (
+                f"something here is dated {when}, which is still to come: a clock is off, and a job may be running"
+                " (touch it if none is)"
+            )
         if age_s < self.idle_s:
-            return f"something was written here {max(0.0, age_s):.0f} s ago: a job may be running"
+            return f"something was written here {age_s:.0f} s ago: a job may be running"
         return ""
 
     def applied(self, items: list[GcItem], written_s: float | None) -> tuple[GcItem, ...]:

@@ -125,7 +125,7 @@ def read_stored(store: Store, snapshot: SnapshotId) -> StoredSnapshot:
 
 def timelines(snapshots: Sequence[StoredSnapshot]) -> list[Lineage]:
     """Those that the snapshots are of, the newest first."""
-    return newest_first(seen.timeline for seen in snapshots)
+    return newest_first((seen.timeline, seen.snapshot.iteration) for seen in snapshots)
 
 
 def on_timeline(timeline: Lineage, snapshots: Sequence[StoredSnapshot]) -> tuple[StoredSnapshot, ...]:

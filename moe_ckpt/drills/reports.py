@@ -122,7 +122,7 @@ def checkpoint_costs(plain: Journal, saving: Journal, interval: int) -> Checkpoi
 def _times_between(journal: Journal) -> list[tuple[int, float]]:
     """Each iteration but the first, and the seconds since the report of the one before."""
     pairs = zip(journal.reports, journal.reports[1:], strict=False)
-    return [(int(report["iteration"]), report["at_s"] - before["at_s"]) for before, report in pairs]
+    return [(int(report["iteration"]), report["since_boot_s"] - before["since_boot_s"]) for before, report in pairs]
 
 
 def ettr(iterations: int, useful_iteration_s: float, wall_s: float) -> float:

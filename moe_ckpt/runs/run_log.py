@@ -84,6 +84,8 @@ class RunLog:
     recoveries: list[RecoveryRecord] = field(default_factory=list)
     reasons: list[tuple[int, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    _booted_s: dict[str, float] = field(default_factory=dict)
+    _boot: str = ""
 
     def __len__(self) -> int:
         return len(self.columns["iteration"])
@@ -106,6 +108,7 @@ class RunLog:
         columns, memory = self.columns, memory if isinstance(memory, dict) else {}
         for name in _NUMBERS:
             columns[name].append(number(data.get(name)))
+        columns["at_s"][-1] += self._set_back_s(data)
         for name in _MEMORY:
             columns[name].append(number(memory.get(name)))
         for name in _STATES:
@@ -124,8 +127,20 @@ class RunLog:
             self.notes += [note] if note not in self.notes else []
         iteration = number(data.get("iteration"))
         known = iteration >= 0 and math.isfinite(iteration)
-        self.starts.append(AttemptStart(len(self), number(data.get("at_s")), int(iteration) if known else 0, data))
+        boot = data.get("boot")
+        self._boot = boot if isinstance(boot, str) else ""
+        at_s = number(data.get("at_s")) + self._set_back_s(data)
+        self.starts.append(AttemptStart(len(self), at_s, int(iteration) if known else 0, data))
         return True
+
+    def _set_back_s(self, data: Mapping[str, Any]) -> float:
+        """What to add to the time of the day in a line, so that it is told by one clock on all lines of a boot.
+
+        The clock of the day may be set between any two; how long ago the node was booted says by how much."""
+        at_s, since_boot_s = number(data.get("at_s")), number(data.get("since_boot_s"))
+        if not self._boot or math.isnan(at_s) or math.isnan(since_boot_s):
+            return 0.0
+        return self._booted_s.setdefault(self._boot, at_s - since_boot_s) + since_boot_s - at_s
 
     def _add_recovery(self, data: Mapping[str, Any]) -> bool:
         parts = data.get("parts")
@@ -137,7 +152,7 @@ class RunLog:
         self.recoveries.append(
             RecoveryRecord(
                 len(self),
-                number(data.get("begun_s")),
+                number(data.get("begun_s")) + self._set_back_s(data),
                 sum(lengths.values()),
                 lengths,
                 _text(data.get("scope")),

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
+from moe_ckpt.checkpoints.location import age_of
 from moe_ckpt.checkpoints.slots import slots
 from moe_ckpt.report import Fact, Report, table
 
@@ -163,14 +164,14 @@ def as_report(found: JobStatus, now_s: float, silent_s: float) -> Report:
         Fact("Newest protected", _known(min(one.protected for one in ranks)), "count"),
         Fact("Persistence", _worst(str(one.persistence) for one in storage) if storage else "no storage"),
         Fact("Newest persisted", _known(min((one.persisted for one in storage), default=-1)), "count"),
-        Fact("Newest word", round(max(0.0, now_s - max(one.at_s for one in ranks)), 1), "seconds"),
+        Fact("Newest word", _ago_s(max(one.at_s for one in ranks), now_s), "seconds"),
     ]
     nodes = {one.node: [other for other in ranks if other.node == one.node] for one in ranks}
     rows = (
         (
             node or "-", len(some), min(one.iteration for one in some), _worst(one.protection for one in some),
             _known(min(one.protected for one in some)), _known(min(one.persisted for one in some)),
-            _known(min(one.free_bytes for one in some)), round(max(0.0, now_s - min(one.at_s for one in some)), 1),
+            _known(min(one.free_bytes for one in some)), _ago_s(min(one.at_s for one in some), now_s),
         )
         for node, some in sorted(nodes.items())
     )  # fmt: skip
@@ -186,6 +187,11 @@ def as_report(found: JobStatus, now_s: float, silent_s: float) -> Report:
     return Report("Job status", tuple(facts), tables, notes)
 
 
+def _ago_s(at_s: float, now_s: float) -> float | None:
+    age_s = age_of(at_s, now_s)
+    return None if age_s is None else round(age_s, 1)
+
+
 def is_well(found: JobStatus, now_s: float, silent_s: float) -> bool:
     """Whether all ranks have what was asked for, and have said so lately."""
     heard = len(found.ranks) >= found.ranks[0].world_size or not found.from_store
@@ -196,6 +202,8 @@ def _trouble(one: RankStatus, now_s: float, silent_s: float) -> tuple[str, str]:
     """What is less than it should be, and why; empty where all is well."""
     if not one.is_alive:
         return "ended", "its process has ended; a restart of the job goes on from what lies here"
+    if one.at_s - now_s > silent_s:
+        return "clock", f"its clock is {one.at_s - now_s:.0f} s ahead of this one: when it said something is not known"
     if now_s - one.at_s > silent_s:
         return "silent", f"it said nothing for {now_s - one.at_s:.0f} s: hung, restarting, or ended"
     if one.is_well:

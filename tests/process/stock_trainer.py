@@ -50,6 +50,8 @@ def before_training(examine: Callable[[Trainer], None]) -> Iterator[None]:
             of_chunks = isinstance(bound["data_iterator"], list)
             trainer = Trainer(bound, datasets, validation if of_chunks else validation[0])
             examine(trainer)
+            if training.should_disable_forward_pre_hook(trainer.args):  # the loop enables them after its first step
+                training.disable_forward_pre_hook(trainer.chunks, param_sync=False)
             trainer.args.curr_iteration = trainer.state.iteration
             return step(*given, **named)
 

@@ -14,7 +14,7 @@ from simulated_world.world import World
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import ProtectionState, WindowState
-from megatron.core.dist_checkpointing.moe.policy.lineage import Lineage, continued
+from megatron.core.dist_checkpointing.moe.policy.lineage import Lineage, attempt_name, continued
 from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
 from megatron.core.dist_checkpointing.moe.recovery.recovery import Recovery, RecoveryOutcome
 from megatron.core.dist_checkpointing.moe.recovery.restoring import RecoveryPorts
@@ -157,7 +157,7 @@ class Rank:
         ports, simulation = self._ports, self._simulation
         outcome = self._recovered()
         before = outcome.timeline if outcome is not None else ()
-        coordinator = self._coordinator(continued(before, f"{ports.start:06d}", ports.model.iteration))
+        coordinator = self._coordinator(continued(before, self._attempt, ports.model.iteration))
         self._told.coordinators[self._rank] = coordinator
         if outcome is not None:
             coordinator.resume(outcome.restored)
@@ -187,6 +187,7 @@ class Rank:
             self._owners,
         )  # fmt: skip
         planned = recovery.look() is not None
+        self._attempt = attempt_name(recovery.next_attempt, str(ports.start))
         outcome = self._carried_out(recovery) if planned else None
         if outcome is None:
             assert model.iteration == 0 or planned

@@ -21,7 +21,7 @@ from simulated_world.world import World
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.local_recovery.boundary_logs import BoundaryLogs, LogPlan, LogPorts
 from megatron.core.dist_checkpointing.moe.local_recovery.park import Parker, ParkPorts
-from megatron.core.dist_checkpointing.moe.policy.lineage import Lineage, continued
+from megatron.core.dist_checkpointing.moe.policy.lineage import Lineage, attempt_name, continued
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause, StepPhase, decide
 from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
 from megatron.core.dist_checkpointing.moe.ports import RANDOM, PeerLost
@@ -182,7 +182,7 @@ class StagedRank:
 
     def _train_on(self, outcome: RecoveryOutcome | None) -> None:
         ports, model, train = self._ports, self._ports.model, self._train
-        timeline = continued(outcome.timeline if outcome else (), f"{ports.start:06d}", model.iteration)
+        timeline = continued(outcome.timeline if outcome else (), self._attempt, model.iteration)
         coordinator = self._coordinator = self._protected(timeline)
         if outcome is not None:
             coordinator.resume(outcome.restored)
@@ -243,6 +243,7 @@ class StagedRank:
             self._owners,
         )  # fmt: skip
         planned = recovery.look() is not None
+        self._attempt = attempt_name(recovery.next_attempt, str(ports.start))
         outcome = self._carried_out(recovery) if planned else None
         if outcome is None:
             if planned:

@@ -96,7 +96,7 @@ class Attempts:
     def _maker(outcome: RecoveryOutcome, iteration: int) -> int:
         attempt = attempt_of(outcome.timeline, iteration)
         assert attempt is not None
-        return int(attempt)
+        return int(attempt.rpartition("-")[2])
 
 
 def striking(seed: int, lives: int) -> Callable[[int, Event], bool]:

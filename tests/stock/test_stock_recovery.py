@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import shutil
 import signal
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from runs import differences, digest
@@ -122,6 +128,36 @@ def test_a_killed_job_that_began_from_a_stock_checkpoint_ends_as_undisturbed(
     assert job.records() == alone.records()
     assert job.ran(0)[0] == 3
     assert job.ran(0)[-1] == ITERATIONS
+
+
+@pytest.mark.parametrize("off_s", [-86_400.0, pytest.param(1e8, marks=pytest.mark.full)], ids=["behind", "ahead"])
+def test_a_start_whose_clock_is_off_goes_on_from_storage_and_so_does_the_one_after_it(
+    new_job, undisturbed, tmp_path: Path, off_s: float
+) -> None:
+    job = new_job(ALONE)
+    kept = (*FULL, "--moe-ckpt-persist-dir", tmp_path, "--moe-ckpt-persist-interval", 1)
+    for hooks, until in (([], 2), ([partial(clock_off, off_s)], 4), ([], ITERATIONS)):
+        job.run(*kept, "--exit-interval", until, hooks=hooks)
+        for left in job.memory.iterdir():
+            shutil.rmtree(left)
+    # Where storage is slow it may lack the last iteration of a start, but never all that the start before did not have.
+    assert job.ran(0).count(3) == 1
+    assert job.records() == undisturbed(ALONE)
+
+
+@contextlib.contextmanager
+def clock_off(seconds: float) -> Iterator[None]:
+    """The clock of the day, of this process."""
+    time_s, time_ns = time.time, time.time_ns
+
+    def set_s() -> float:
+        return time_s() + seconds
+
+    def set_ns() -> int:
+        return time_ns() + int(seconds * 1e9)
+
+    with mock.patch.object(time, "time", set_s), mock.patch.object(time, "time_ns", set_ns):
+        yield
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ ROWS = {
     "moe_ckpt_finder": Row(standard=frozenset({"importlib", "os", "sys"})),
     # The engine: what a training job can reach.
     f"{ENGINE}.errors": Row(standard=PURE),
+    f"{ENGINE}.boot_clock": Row(standard=PURE | {"pathlib", "time"}),
     f"{ENGINE}.types": Row("errors", standard=PURE),
     f"{ENGINE}.versions": Row("errors", standard=PURE | {"importlib", "pathlib", "platform"}),
     f"{ENGINE}.config": Row(standard=PURE | {"argparse", "types"}),
@@ -59,15 +60,15 @@ ROWS = {
     f"{ENGINE}.policy": Row(VALUES, standard=PURE),
     f"{ENGINE}.strategies": Row(f"{VALUES} config policy", standard=PURE),
     f"{ENGINE}.storage": Row(VALUES, "fsspec msgspec numpy psutil xxhash"),
-    f"{ENGINE}.replication": Row("errors ports storage", "msgspec numpy torch xxhash"),
+    f"{ENGINE}.replication": Row("errors boot_clock ports storage", "msgspec numpy torch xxhash"),
     f"{ENGINE}.core_versions": Row("errors", "megatron.core torch"),
     f"{ENGINE}.megatron_state": Row(f"{VALUES} ports policy core_versions", "megatron.core numpy torch"),
     f"{ENGINE}.replay": Row(f"{VALUES} ports replication megatron_state core_versions", "megatron.core torch"),
     f"{ENGINE}.snapshot": Row(f"{PARTS} storage replication megatron_state", "numpy torch"),
-    f"{ENGINE}.recovery": Row(f"{PARTS} storage replication replay snapshot", "msgspec"),
+    f"{ENGINE}.recovery": Row(f"{PARTS} boot_clock storage replication replay snapshot", "msgspec"),
     f"{ENGINE}.resharding": Row(f"{VALUES} ports policy storage replication", "msgspec numpy"),
     f"{ENGINE}.local_recovery": Row(f"{WORKERS} core_versions", "megatron.core numpy torch"),
-    f"{ENGINE}.seats": Row("errors"),
+    f"{ENGINE}.seats": Row("errors boot_clock"),
     f"{ENGINE}.runtime": Row(
         f"{WORKERS} versions config core_versions replication local_recovery resharding seats", "megatron.core torch"
     ),
@@ -109,7 +110,7 @@ ROWS = {
     ),
     # The driver, and drills that start it.
     DRIVER: Row(
-        "errors replication core_versions megatron_state seats",
+        "errors boot_clock replication core_versions megatron_state seats",
         "megatron.core megatron.training numpy prometheus_client psutil tokenizers torch transformer_engine",
         "megatron_core",
         also=f"{ENGINE} {ENGINE}.stock",
@@ -118,7 +119,7 @@ ROWS = {
     "pretrain_gpt_moe": Row("", "megatron.core megatron.training torch", also=f"{DRIVER} {ENGINE}"),
     f"{DRIVER}.densify": Row(also="pretrain_gpt_moe"),
     f"{DRIVER}.layer_timing": Row(
-        "storage", "megatron.core megatron.training torch", also=f"pretrain_gpt_moe {DRIVER}"
+        "boot_clock storage", "megatron.core megatron.training torch", also=f"pretrain_gpt_moe {DRIVER}"
     ),
     f"{TOOLS}.drills": Row("seats", "psutil", "dense scripts", also=DRIVER),
     # Entry points and what stands outside of packages.

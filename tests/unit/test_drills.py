@@ -147,7 +147,7 @@ def test_what_the_first_checkpoint_costs_beyond_the_others_is_told_apart() -> No
 def timed(iterations_s: list[float]) -> Journal:
     """Each iteration takes so long, whatever a loop says of it."""
     ends = itertools.accumulate(iterations_s)
-    return journal(*(report(number, at_s=end_s) for number, end_s in enumerate(ends, 1)))
+    return journal(*(report(number, since_boot_s=end_s) for number, end_s in enumerate(ends, 1)))
 
 
 def costs_of(plain: Journal, saving: Journal) -> tuple[float, float, float]:

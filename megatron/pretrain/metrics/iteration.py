@@ -17,7 +17,9 @@ class RunFacts:
     """What one attempt of a job is, written when it is about to train: a line `{"run": {...}}`.
 
     iteration: after which it begins. tokens_per_iteration, flops_per_iteration: of the whole job, forward and backward,
-    as the model needs them: what is computed twice for recomputation counts once. at_s: seconds since 1970.
+    as the model needs them: what is computed twice for recomputation counts once. at_s: seconds since 1970. boot: which
+    boot of its node this is. since_boot_s: seconds since then, which are told with each line: the clock of the day may
+    be set at any time.
     """
 
     job: str
@@ -28,6 +30,8 @@ class RunFacts:
     tokens_per_iteration: int
     flops_per_iteration: float
     at_s: float
+    boot: str = ""
+    since_boot_s: float | None = None
     version: int = VERSION
 
 
@@ -47,6 +51,7 @@ class IterationReport:
     """Time in which training waited for checkpoints before this iteration's report: on a GPU, stood still for them."""
     at_s: float | None = None
     """When it was written, in seconds since 1970."""
+    since_boot_s: float | None = None
     tokens_per_s: float | None = None
     model_flops_per_s: float | None = None
     """Of the whole job, in this iteration: `RunFacts` over `iteration_time_s`."""
@@ -87,12 +92,13 @@ class IterationReport:
     replayed: bool = False
     """Whether a recovery ran the iteration again to make a sparse checkpoint dense."""
 
-    def of_run(self, facts: RunFacts | None, at_s: float) -> IterationReport:
+    def of_run(self, facts: RunFacts | None, at_s: float, since_boot_s: float) -> IterationReport:
         """With when it was written, and with what follows from the facts of its run."""
+        written = dataclasses.replace(self, at_s=at_s, since_boot_s=since_boot_s)
         if facts is None or self.iteration_time_s <= 0:
-            return dataclasses.replace(self, at_s=at_s)
+            return written
         per_s = facts.tokens_per_iteration / self.iteration_time_s, facts.flops_per_iteration / self.iteration_time_s
-        return dataclasses.replace(self, at_s=at_s, tokens_per_s=per_s[0], model_flops_per_s=per_s[1])
+        return dataclasses.replace(written, tokens_per_s=per_s[0], model_flops_per_s=per_s[1])
 
 
 def _lost(done: ProtectionReport) -> dict[str, Any] | None:

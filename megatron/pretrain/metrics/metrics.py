@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron.core.dist_checkpointing.moe.boot_clock import since_boot_s
 from megatron.pretrain.metrics.iteration import IterationReport, RunFacts
 from megatron.pretrain.metrics.settings import MetricsSettings
 from megatron.pretrain.metrics.sinks import SINKS, MetricsSink
@@ -42,11 +43,12 @@ class Metrics:
     def record(self, report: IterationReport) -> None:
         """Write the report of an iteration."""
         if self._sinks:
-            complete = report.of_run(self._facts, time.time())
+            complete = report.of_run(self._facts, time.time(), since_boot_s())
             self._each(lambda sink: sink.iteration(complete))
 
     def recovered(self, timeline: Mapping[str, Any], iteration: int) -> None:
         """Write the timeline of a recovery, after which training stands behind `iteration`."""
+        timeline = {**timeline, "at_s": time.time(), "since_boot_s": since_boot_s()}
         self._each(lambda sink: sink.recovered(timeline, iteration))
 
     def _each(self, action: Callable[[MetricsSink], None]) -> None:

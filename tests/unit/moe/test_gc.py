@@ -23,6 +23,7 @@ from test_cli import run
 from verify_places import chained, dense, settled, tensor
 from verify_places import save as save_iteration
 
+from megatron.core.dist_checkpointing.moe.policy.lineage import attempt_name
 from megatron.core.dist_checkpointing.moe.ports import (
     Facts,
     Field,
@@ -52,7 +53,7 @@ from moe_ckpt.dense import chain, integrity
 from moe_ckpt.dense.names import FORMAT, TRACKER
 
 ROOT, RANKS = Path(__file__).parents[3], 2
-FIRST, SECOND = ("2026-01-01", 0), ("2026-01-02", 4)
+FIRST, SECOND = (attempt_name(1, "a"), 0), (attempt_name(2, "b"), 4)
 HOUR_S = 3600.0
 VERSION_2 = '{"sharded_backend": "torch_dist", "sharded_backend_version": 2}'
 Way = tuple[tuple[str, int], ...]
@@ -405,6 +406,18 @@ def test_where_a_job_may_be_writing_nothing_goes(tmp_path: Path) -> None:
     assert "a job may be running" in reasons(plan, "iteration 2")
     settled(tmp_path)
     assert len(freed(of_storage(tmp_path, keep_last=1, idle_s=HOUR_S))) == 2
+
+
+def test_stamps_that_are_still_to_come_are_told_as_such_and_nothing_goes(tmp_path: Path) -> None:
+    for last in (2, 4, 6):
+        Made().window(tmp_path, last)
+    for path in tmp_path.rglob("*"):
+        os.utime(path, (datetime(2131, 1, 1, tzinfo=UTC).timestamp(),) * 2)
+    plan = of_storage(tmp_path, keep_last=1, idle_s=HOUR_S)
+    assert not freed(plan)
+    assert "2131-01-01" in reasons(plan, "iteration 2") and "still to come" in reasons(plan, "iteration 2")
+    age = {fact.name: fact.value for fact in StorageLocation(str(tmp_path)).inspect(time.time()).report.facts}["Age"]
+    assert age is None, "not: written just now"
 
 
 def test_what_is_of_another_job_stays_until_it_is_said_to_have_ended(tmp_path: Path) -> None:

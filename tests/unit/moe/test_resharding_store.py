@@ -70,7 +70,7 @@ def put(
             writer.put(key, np.ascontiguousarray(value))
         writer.put("random/torch", np.array([rank, 1, 2], np.uint8))
         held = [[OPERATOR.layer, OPERATOR.kind.value, OPERATOR.expert, Part.EVERYTHING.value]]
-        own = {"operators": held, "timeline": [["a", 0]], "window": [iteration, iteration], "trainer": TRAINER}
+        own = {"operators": held, "timeline": [["1-a", 0]], "window": [iteration, iteration], "trainer": TRAINER}
         writer.seal(Facts("job", "digest", facts_of(topology), own | scalars))
 
 
@@ -274,7 +274,7 @@ def test_the_newest_window_of_which_all_ranks_left_everything_can_be_run_again(t
 
 def test_of_two_pasts_the_newer_one_is_run_again(tmp_path: Path) -> None:
     windows(tmp_path, (5, 6))
-    windows(tmp_path, (3, 4), timeline=[["b", 2]])
+    windows(tmp_path, (3, 4), timeline=[["2-b", 2]])
     found = view(tmp_path).older_window()
     assert found is not None
     assert found.last == 4
@@ -285,7 +285,7 @@ def test_a_window_that_two_attempts_stored_parts_of_is_not_run_again(tmp_path: P
     for rank in range(OLD.world_size):  # a later one went back to 4, and was cut off between the two
         store = FilesystemStore(tmp_path, rank)
         store.free(SnapshotId(5, rank))
-        put(store, rank, share(rank), iteration=5, window=[5, 6], timeline=[["a", 0], ["b", 4]])
+        put(store, rank, share(rank), iteration=5, window=[5, 6], timeline=[["1-a", 0], ["2-b", 4]])
     found = view(tmp_path).older_window()
     assert found is not None
     assert (found.first, found.last) == (3, 4)

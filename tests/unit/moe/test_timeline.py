@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron.core.dist_checkpointing.moe.boot_clock import boot_id
 from megatron.core.dist_checkpointing.moe.recovery.timeline import (
     FILE,
     MOST_BYTES,
@@ -184,12 +185,35 @@ def test_what_a_process_leaves_the_next_one_finds_and_tells(tmp_path: Path) -> N
     timestamps.mark(Milestone.PARKED, 101.0)
     timestamps.leave(tmp_path, "1")
     earlier = left_in(tmp_path)
-    assert rank_timestamps(Timestamps(Wall(5.0), stayed=True), earlier) == {
-        "clock_s": 5.0,
+    assert rank_timestamps(Timestamps(Wall(105.0), Wall(1105.0), stayed=True), earlier) == {
+        "clock_s": 1105.0,
         "times": {},
         "stayed": True,
-        "earlier": [fault(100.0, 101.0)],
+        "earlier": [fault(1100.0, 1101.0)],
     }
+
+
+@pytest.mark.parametrize("step_s", [-86_400.0, 86_400.0, 1e9])
+def test_a_clock_that_is_set_between_the_fault_and_the_recovery_changes_no_part(step_s: float, tmp_path: Path) -> None:
+    clock, wall = Wall(100.0), Wall(1e9)
+    before = Timestamps(clock, wall)
+    before.mark(Milestone.DETECTED)
+    before.leave(tmp_path, "1")
+    clock.now_s, wall.now_s = 103.0, 1e9 + 3.0 + step_s
+    after = Timestamps(clock, wall)
+    after.mark(Milestone.RESTARTED)
+    clock.now_s = 105.0
+    after.mark(Milestone.REJOINED)
+    found = gather_timeline(Alone(), after, left_in(tmp_path), PLAN, TOPOLOGY)  # type: ignore[arg-type]
+    assert found.parts == {"detect": 0.0, "restart": 3.0, "rejoin": 2.0}
+    assert found.begun_s == pytest.approx(1e9 + 3.0 + step_s - 5.0)
+
+
+def test_times_from_before_the_node_was_booted_are_no_part_of_a_timeline(tmp_path: Path) -> None:
+    Timestamps(Wall(1.0)).leave(tmp_path, "1")
+    (left,) = json.loads((tmp_path / FILE).read_text())
+    (tmp_path / FILE).write_text(json.dumps([left | {"boot": "another"}]))
+    assert left_in(tmp_path) == []
 
 
 def test_faults_before_the_recovery_is_over_are_kept_side_by_side_and_forgotten_together(tmp_path: Path) -> None:
@@ -201,7 +225,7 @@ def test_faults_before_the_recovery_is_over_are_kept_side_by_side_and_forgotten_
     forget(tmp_path)
 
 
-TIMES = '[{"attempt": "1", "times": {"parked": %s}}]'
+TIMES = json.dumps([{"attempt": "1", "boot": boot_id(), "times": {"parked": "%s"}}]).replace('"%s"', "%s")
 
 
 @pytest.mark.parametrize(
@@ -248,7 +272,9 @@ def test_timestamps_that_cannot_be_kept_do_not_disturb_a_failing_rank(
 
 
 def test_timestamps_of_later_versions_are_passed_over(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text(json.dumps([{"attempt": "1", "times": {"detected": 3, "teleported": 4}}]))
+    (tmp_path / FILE).write_text(
+        json.dumps([{"attempt": "1", "boot": boot_id(), "times": {"detected": 3, "teleported": 4}}])
+    )
     assert left_in(tmp_path)[0]["times"] == {"detected": 3.0}
 
 
@@ -270,7 +296,7 @@ class Alone:
 
 
 def test_clocks_are_read_right_after_all_ranks_have_met() -> None:
-    transport, timestamps = Alone(), Timestamps(Wall(118.0))
+    transport, timestamps = Alone(), Timestamps(Wall(118.0), Wall(118.0))
     timestamps.mark(Milestone.RESTARTED, 110.0)
     timestamps.mark(Milestone.REJOINED)
     found = gather_timeline(transport, timestamps, [fault(100.0, 101.0)], PLAN, TOPOLOGY)  # type: ignore[arg-type]

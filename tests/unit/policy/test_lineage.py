@@ -9,10 +9,13 @@ from hypothesis import strategies as st
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.lineage import (
     MAX_ATTEMPTS,
+    attempt_name,
     attempt_of,
     belongs,
     continued,
+    largest_number,
     newest_first,
+    number_of,
     past,
 )
 
@@ -42,8 +45,35 @@ def test_a_state_before_the_timeline_is_not_continued() -> None:
         continued(SECOND, "c", 3)
 
 
-def test_the_attempt_that_started_last_is_tried_first_and_what_says_nothing_not_at_all() -> None:
-    assert newest_first([FIRST, (), SECOND, FIRST]) == [SECOND, FIRST]
+def test_what_continues_another_is_tried_first_and_what_says_nothing_not_at_all() -> None:
+    assert newest_first([(FIRST, 6), ((), 9), (SECOND, 7), (FIRST, 5)]) == [SECOND, FIRST]
+
+
+def test_what_continues_another_is_newer_whatever_the_clock_said_when_it_began() -> None:
+    """In names of earlier versions, of which the second began on a node whose clock was a day behind."""
+    day_ns = 86_400_000_000_000
+    elder = ((f"{20_000 * day_ns:020d}-a1", 0),)
+    newer = (*elder, (f"{19_999 * day_ns:020d}-b2", 8))
+    assert newest_first([(newer, 12), (elder, 8)]) == [newer, elder]
+    ahead_once = (*elder, (f"{30_000 * day_ns:020d}-c3", 8), (f"{20_001 * day_ns:020d}-d4", 10))
+    assert newest_first([(ahead_once[:2], 10), (ahead_once, 12), (elder, 8)])[0] == ahead_once
+
+
+def test_of_two_ways_on_that_is_newer_which_has_the_largest_number_from_where_they_part() -> None:
+    first, left, taken = (attempt_name(number, "x") for number in (1, 2, 3))
+    assert newest_first([(((first, 0), (left, 8)), 12), (((first, 0), (taken, 4)), 6)])[0][-1][0] == taken
+
+
+def test_of_two_ways_on_that_did_not_see_each_other_that_is_newer_which_came_farther() -> None:
+    one, other = (((attempt_name(1, "x"), 0), (attempt_name(2, token), 8)) for token in "ab")
+    assert newest_first([(one, 20), (other, 12)]) == [one, other]
+    assert newest_first([(one, 10), (other, 12)]) == [other, one]
+
+
+@pytest.mark.parametrize("name", ["", "x", "12x-3", "-5-a", "9" * 20 + "-a", "9" * 5000, "1.5-a", "\u0663-a"])
+def test_a_name_that_counting_does_not_lead_to_has_no_number(name: str) -> None:
+    assert number_of(name) == 0
+    assert number_of(attempt_name(1 + largest_number([((name, 0),)]), "a")) == 1
 
 
 def test_old_attempts_are_forgotten_and_their_snapshots_with_them() -> None:

@@ -46,6 +46,30 @@ def test_time_is_divided_into_what_training_got_and_what_it_lost(tmp_path: Path)
     assert time_.ettr == pytest.approx(1.6 / 11.5)
 
 
+@pytest.mark.parametrize("step_s", [-86_400.0, 86_400.0])
+@pytest.mark.parametrize("from_line", range(1, 8))
+def test_a_clock_that_is_set_in_the_middle_changes_no_figure(step_s: float, from_line: int, tmp_path: Path) -> None:
+    def told(line: dict[str, Any], late_s: float, boot: dict[str, str]) -> dict[str, Any]:
+        """With the seconds since the node was booted, at a time of day that is off by so much."""
+        facts = next((line[name] for name in ("run", "recovery") if name in line), line)
+        facts |= boot | {"at_s": facts.get("at_s", 109.0) + late_s, "since_boot_s": facts.get("at_s", 109.0) - 50.0}
+        if "begun_s" in facts:
+            facts["begun_s"] += late_s
+        return line
+
+    def lines(step_s: float) -> list[dict[str, Any]]:
+        all_lines = [
+            start(100.0), iteration(1, 101.0), iteration(2, 101.5), iteration(3, 102.0),
+            start(108.0, after=2), recovery(100.5, 2), iteration(3, 111.0), iteration(4, 111.5),
+        ]  # fmt: skip
+        return [
+            told(line, step_s if at >= from_line else 0.0, {"boot": "b"} if "run" in line else {})
+            for at, line in enumerate(all_lines)
+        ]
+
+    assert run_of(tmp_path, *lines(step_s)).time == run_of(tmp_path, *lines(0.0)).time
+
+
 def test_lines_without_times_are_added_up_by_what_they_say_of_themselves(tmp_path: Path) -> None:
     time_ = run_of(tmp_path, iteration(1), iteration(2), recovery(5.0, 2), iteration(3)).time
     assert not time_.is_by_clock

@@ -140,6 +140,16 @@ def test_a_rank_that_says_nothing_for_long_is_silent() -> None:
     assert table.rows[0][2] == "silent" and "100 s" in table.rows[0][3]
 
 
+def test_of_a_rank_whose_clock_is_ahead_it_is_not_said_that_it_spoke_just_now() -> None:
+    one = RankStatus(0, "job", "node", "full", 1000.0, 5, "protected", 5, None, -1, world_size=1)
+    found = read.JobStatus((one,), from_store=True)
+    assert read.is_well(found, 990.0, 60.0) and not read.is_well(found, 100.0, 60.0)
+    report = read.as_report(found, 100.0, 60.0)
+    (table,) = [table for table in report.tables if table.title.startswith("Less")]
+    assert table.rows[0][2] == "clock" and "900 s ahead" in table.rows[0][3]
+    assert {fact.name: fact.value for fact in report.facts}["Newest word"] is None
+
+
 def test_a_rank_that_was_never_heard_of_is_no_good_sign() -> None:
     one = RankStatus(0, "job", "node", "full", 100.0, 5, "protected", 5, None, -1, world_size=2)
     assert not read.is_well(read.JobStatus((one,), from_store=True), 101.0, 60.0)

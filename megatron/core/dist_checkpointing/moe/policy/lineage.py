@@ -3,18 +3,49 @@
 Two snapshots of one iteration can differ although both are intact: one was made before a recovery went back past it,
 the other after, with lost tokens or on hardware that does not repeat itself to the bit. A node that was away may bring
 the first one back. So each snapshot carries its timeline: the attempts of the job that led to it.
+
+Which of two timelines is newer follows from what led to what, never from a clock: one that continues another is newer,
+and an attempt has a number larger than any that it found when it began. Clocks of nodes step, and differ by days.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from ..errors import UsageError
 
 type Lineage = tuple[tuple[str, int], ...]
-"""Attempts, oldest first: a name, which sorts by the time of its start, and the iteration after which it went on."""
+"""Attempts, oldest first: a name, as `attempt_name` gives it, and the iteration after which it went on."""
 
 MAX_ATTEMPTS = 64
+MOST_ATTEMPTS = 1 << 62
+"""Far above the times of earlier versions, and the next ones still are integers of 64 bits."""
+
+
+def attempt_name(number: int, token: str) -> str:
+    """The name of an attempt.
+
+    Args:
+        number: Larger than that of any attempt of which it found something.
+        token: What tells it apart from an attempt that did not see it and has the same number.
+    """
+    return f"{number:020d}-{token}"
+
+
+def number_of(attempt: str) -> int:
+    """The number in a name; 0 for a name that has none, or none that counting leads to.
+
+    In names of earlier versions it is the time of the start in nanoseconds: what follows counts on from there.
+    """
+    found = re.match(r"[0-9]{1,20}(?=-|$)", attempt)
+    number = int(found[0]) if found else 0
+    return number if number < MOST_ATTEMPTS else 0
+
+
+def largest_number(timelines: Iterable[Lineage]) -> int:
+    """Of the attempts of these timelines; 0 where there are none."""
+    return max((number_of(name) for timeline in timelines for name, _ in timeline), default=0)
 
 
 def continued(timeline: Lineage, attempt: str, after: int) -> Lineage:
@@ -45,10 +76,29 @@ def belongs(snapshot: Lineage, iteration: int, timeline: Lineage) -> bool:
     return bool(snapshot) and attempt_of(timeline, iteration) == snapshot[-1][0]
 
 
-def newest_first(timelines: Iterable[Lineage]) -> list[Lineage]:
-    """Different timelines by the start of their last attempt; those without an attempt are left out."""
-    return sorted(
-        {timeline for timeline in timelines if timeline},
-        key=lambda timeline: (timeline[-1], len(timeline)),
-        reverse=True,
-    )
+def newest_first(states: Iterable[tuple[Lineage, int]]) -> list[Lineage]:
+    """The timelines of what is stored, each once; those without an attempt are left out.
+
+    One that continues another is newer. Where two part, that is newer which has the largest number from there on; if
+    neither saw the other, that which came farther.
+
+    Args:
+        states: Of each snapshot its timeline and its iteration.
+    """
+    farthest: dict[Lineage, int] = {}
+    for timeline, iteration in states:
+        if timeline:
+            farthest[timeline] = max(farthest.get(timeline, iteration), iteration)
+    best: dict[Lineage, tuple[int, int]] = {}
+    for timeline, iteration in farthest.items():
+        largest = 0
+        for length in range(len(timeline), 0, -1):
+            largest = max(largest, number_of(timeline[length - 1][0]))
+            way = timeline[:length]
+            best[way] = max(best.get(way, (0, iteration)), (largest, iteration))
+
+    def age(timeline: Lineage) -> list[tuple[tuple[int, int], tuple[str, int]]]:
+        # Compared from the oldest attempt on; of two that are equal as far as they go, the longer list is larger.
+        return [(best[timeline[: at + 1]], attempt) for at, attempt in enumerate(timeline)]
+
+    return sorted(farthest, key=age, reverse=True)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ..errors import UnreadableCheckpoint
-from ..policy.lineage import Lineage, belongs, newest_first, past
+from ..policy.lineage import Lineage, belongs, largest_number, newest_first, past
 from ..ports import Facts, Json, SnapshotId, Store, Torn
 from ..types import (
     GRADIENTS,
@@ -81,13 +81,14 @@ class InventoryRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankInventory(msgspec.Struct):
-    """All that one rank tells the others: the name of its node, which operators it owns, what it found, and replays
-    that diverged before."""
+    """All that one rank tells the others: the name of its node, which operators it owns, what it found, replays that
+    diverged before, and the largest number of an attempt of which it found anything."""
 
     node: str
     operators: tuple[tuple[int, int, int], ...]
     rows: tuple[InventoryRow, ...]
     diverged: tuple[Divergence, ...] = ()
+    attempt: int = 0
 
 
 class _Scalars(msgspec.Struct):
@@ -137,11 +138,17 @@ def listing(
 
 
 def rank_inventory(
-    node: str, operators: Iterable[OperatorId], rows: Iterable[InventoryRow], diverged: Iterable[Divergence] = ()
+    node: str,
+    operators: Iterable[OperatorId],
+    rows: Iterable[InventoryRow],
+    diverged: Iterable[Divergence] = (),
+    older: Iterable[Lineage] = (),
 ) -> Json:
-    """A `RankInventory` as JSON values."""
+    """A `RankInventory` as JSON values. older: timelines of which the rows do not tell."""
+    rows = tuple(rows)
+    attempt = largest_number((*(row.timeline for row in rows), *older))
     ids = tuple((operator.layer, operator.kind.value, operator.expert) for operator in sorted(operators))
-    values: Json = msgspec.to_builtins(RankInventory(node, ids, tuple(rows), tuple(diverged)))
+    values: Json = msgspec.to_builtins(RankInventory(node, ids, rows, tuple(diverged), attempt))
     return values
 
 
@@ -215,12 +222,14 @@ class Catalogue:
     """All that was found by all ranks; `nodes[rank]` is the node of each rank, `required[rank]` its operators.
 
     diverged: replays that came out otherwise in earlier attempts; snapshots that they began with are not used again.
+    attempt: the largest number of an attempt of which anybody found anything, of use or not.
     """
 
     found: tuple[Found, ...] = field(repr=False)
     required: Mapping[int, frozenset[OperatorId]] = field(repr=False)
     nodes: tuple[int, ...]
     diverged: tuple[Divergence, ...] = field(default=(), repr=False)
+    attempt: int = 0
 
     @property
     def newest_iteration(self) -> int:
@@ -230,7 +239,7 @@ class Catalogue:
     @property
     def timelines(self) -> list[Lineage]:
         """The timelines of all intact finds, the newest first."""
-        return newest_first(found.timeline for found in self.found if not found.why)
+        return newest_first((found.timeline, found.snapshot.iteration) for found in self.found if not found.why)
 
     def within(self, timeline: Lineage) -> Catalogue:
         """Only what lies in the past of `timeline`; what is torn or cannot be used stays, with its reason."""
@@ -381,7 +390,7 @@ def catalogue(gathered: Sequence[Json]) -> Catalogue:
     # Of what a replay was made from nothing may be left, or training has come past it: then it need not be told again.
     states = [one for one in found if one.is_intact and one.is_state]
     relevant = (note for note in diverged if any(note.used(one.snapshot.iteration, one.timeline) for one in states))
-    return Catalogue(tuple(found), required, where, tuple(relevant))
+    return Catalogue(tuple(found), required, where, tuple(relevant), max(inventory.attempt for inventory in ranks))
 
 
 def _diverged(row: InventoryRow, notes: Iterable[Divergence]) -> str:

@@ -29,7 +29,7 @@ class LocalInventory:
     """The stores of one rank; `gather` and `common` are collectives over all ranks.
 
     standby: of parked state, boundary logs and kept gradients, if this job has such a store. is_spared: what in memory
-    is of another layout: neither listed nor freed here.
+    is of another layout: neither listed nor freed here. older: the timelines of that.
     """
 
     def __init__(
@@ -41,9 +41,10 @@ class LocalInventory:
         *,
         standby: MappedStore | None = None,
         is_spared: Callable[[SnapshotId], bool] = lambda snapshot: False,
+        older: Callable[[], Collection[Lineage]] = tuple,
     ) -> None:
         self._memory, self._persistent, self._transport = memory, persistent, transport
-        self._is_spared = is_spared
+        self._is_spared, self._older = is_spared, older
         self._identity, self._standby = identity, standby
 
     def gather(self, node: int, notes: Iterable[Divergence] = ()) -> Catalogue:
@@ -53,7 +54,7 @@ class LocalInventory:
         empty one: going on as if it were would give up what lies in it.
         """
         rows = raise_on_all_ranks(self._transport, self._all_rows, (StoreFailure,))
-        own = rank_inventory(str(node), self._identity.operators, rows, notes)
+        own = rank_inventory(str(node), self._identity.operators, rows, notes, self._older())
         return catalogue(self._transport.gather(own))
 
     def common(self, tier: Tier, timeline: Lineage, newest: int) -> tuple[Piece, ...]:

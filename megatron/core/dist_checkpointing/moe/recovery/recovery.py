@@ -115,6 +115,7 @@ class Recovery:
             identity,
             standby=ports.standby,
             is_spared=ports.is_spared,
+            older=ports.older,
         )
         self._catalogue = Catalogue((), {}, ())
         self._timeline: Lineage = ()
@@ -178,6 +179,11 @@ class Recovery:
     def newest_iteration(self) -> int:
         """The newest iteration of which anything was found; -1 if nothing was."""
         return self._catalogue.newest_iteration
+
+    @property
+    def next_attempt(self) -> int:
+        """A number larger than that of any attempt that left something here."""
+        return 1 + self._catalogue.attempt
 
     def note_divergence(self, iteration: int, why: str) -> None:
         """The replay of an iteration came out otherwise on this rank, or on one that replays with it: the next start

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, cast
 
 from ..errors import MoECheckpointError, UnreadableCheckpoint, UsageError, format_error
+from ..policy.lineage import Lineage
 from ..policy.segments import base_for, ranks_of, segment_of
 from ..ports import (
     Clock,
@@ -74,6 +75,7 @@ class RecoveryPorts:
     makes what feeds a replayed iteration from the logs of the stages beside it. timestamps: of what was done. notes: of
     replays that diverged. kept: what live state is already. restored: called on all ranks once all of them have
     restored the target. is_spared: whether a snapshot in memory belongs to another layout, and is freed by others.
+    older: the timelines of what other layouts left, of which some cannot be had in this one.
     """
 
     memory: MappedStore
@@ -91,6 +93,7 @@ class RecoveryPorts:
     kept: KeptState = field(default_factory=KeptState)
     restored: Callable[[int], None] = lambda target: None
     is_spared: Callable[[SnapshotId], bool] = lambda snapshot: False
+    older: Callable[[], Collection[Lineage]] = tuple
 
     def open(self, found: Found) -> MappedReader | Reader:
         """A reader of what this rank found, or reads from storage. Raises UnreadableCheckpoint, StoreFailure."""

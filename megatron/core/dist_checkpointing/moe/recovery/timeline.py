@@ -6,8 +6,9 @@ is gathered and merged; so a timeline spans processes and nodes. What is not kno
 - A rank that was killed left nothing, and a node that was lost took its times along. The others' times say when it was.
 - Where nobody left anything, as when all ranks were killed, the timeline begins with the restart.
 - An attempt that failed during its recovery is a part of the same timeline: it counts from the first fault on.
-- Clocks of nodes are compared when the marks are gathered, all ranks having just left the same collective. One that
-  is off by more than a collective could explain is corrected by what it is off; the timeline says so.
+- On a node times are told by `boot_clock`, which does not step. When the marks are gathered they become times of the
+  node's wall clock as it is then, and these are compared, all ranks having just left the same collective. One that is
+  off by more than a collective could explain is corrected by what it is off; the timeline says so.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+from ..boot_clock import boot_id, since_boot_s
+from ..policy.lineage import number_of
 from ..ports import Json, Transport
 from ..storage.small_files import read_small
 from ..types import RecoveryPlan, Topology
@@ -66,36 +69,46 @@ class Milestone(enum.Enum):
 
 
 class Timestamps:
-    """Times of one process, in seconds since 1970 by the clock of its node, which its next process shares.
+    """Times of one process, by the clock of its node, which its next process shares.
 
-    Only wall clocks can be compared over processes and nodes, as far as they agree: see `RecoveryTimeline`.
+    Only wall clocks can be compared over nodes, as far as they agree: see `RecoveryTimeline`.
 
-    stayed: whether this process trained before the fault, too.
+    Args:
+        clock_s: Of the node, never set.
+        wall_s: Seconds since 1970.
+        stayed: Whether this process trained before the fault, too.
     """
 
-    def __init__(self, wall_s: Callable[[], float] = time.time, *, stayed: bool = False) -> None:
-        self._wall_s, self.stayed = wall_s, stayed
+    def __init__(
+        self,
+        clock_s: Callable[[], float] = since_boot_s,
+        wall_s: Callable[[], float] = time.time,
+        *,
+        stayed: bool = False,
+    ) -> None:
+        self._clock_s, self._wall_s, self.stayed = clock_s, wall_s, stayed
         self._times: dict[Milestone, float] = {}
 
     def mark(self, milestone: Milestone, at_s: float | None = None) -> None:
         """Note a point that is passed now, or was `at_s`. Of a point that is passed again the last time counts, but a
         fault is detected once."""
         if milestone is not Milestone.DETECTED or milestone not in self._times:
-            self._times[milestone] = self.now_s() if at_s is None else at_s
+            self._times[milestone] = self._clock_s() if at_s is None else at_s
 
-    def now_s(self) -> float:
-        """What the clock says."""
-        return self._wall_s()
+    def wall_s(self) -> tuple[float, float]:
+        """What the wall clock says, and by how much it is ahead of the node's."""
+        now_s = self._wall_s()
+        return now_s, now_s - self._clock_s()
 
     def times(self) -> dict[str, Json]:
-        """The points by name; also what a parked copy carries as its scalar `times`."""
+        """The points by name, by the clock of the node; also what a parked copy carries as its scalar `times`."""
         return {milestone.value: at_s for milestone, at_s in self._times.items()}
 
     def leave(self, folder: Path, attempt: str) -> None:
         """Keep these times for the next process, beside those of attempts that failed before. attempt: what its ranks
         share and what sorts behind earlier ones. Never raises: what cannot be written is missing in the timeline."""
         records = [record for record in left_in(folder) if record["attempt"] != attempt]
-        records.append({"attempt": attempt, "times": self.times()})
+        records.append({"attempt": attempt, "boot": boot_id(), "times": self.times()})
         aside = folder / f".{FILE}.{os.getpid()}"
         try:
             # No fsync: the file has to survive the process, not the node.
@@ -106,14 +119,18 @@ class Timestamps:
 
 
 def left_in(folder: Path) -> list[dict[str, Any]]:
-    """What `leave` kept there, oldest first; nothing where there is no such file.
+    """What `leave` kept there since the node was booted, oldest first; nothing where there is no such file.
 
     One that cannot be believed only costs the times in it: that is said once, and the file is put aside.
     """
     path = folder / FILE
     try:
         records = json.loads(read_small(path, MOST_BYTES))
-        return [{"attempt": str(record["attempt"]), "times": _times(record["times"])} for record in records]
+        return [
+            {"attempt": str(record["attempt"]), "boot": record["boot"], "times": _times(record["times"])}
+            for record in records
+            if record["boot"] == boot_id()
+        ]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -245,12 +262,17 @@ def gather_timeline(
 
 
 def rank_timestamps(timestamps: Timestamps, earlier: Sequence[Mapping[str, Any]]) -> dict[str, Json]:
-    """What one rank gives for the timeline, as JSON values."""
+    """What one rank gives for the timeline, as JSON values: times by its wall clock as it is now."""
+    wall_s, ahead_s = timestamps.wall_s()
+
+    def of_wall(times: Mapping[str, Any]) -> dict[str, Json]:
+        return {name: at_s + ahead_s for name, at_s in times.items()}
+
     return {
-        "clock_s": timestamps.now_s(),
-        "times": timestamps.times(),
+        "clock_s": wall_s,
+        "times": of_wall(timestamps.times()),
         "stayed": timestamps.stayed,
-        "earlier": [dict(attempt) for attempt in earlier],
+        "earlier": [{"attempt": one["attempt"], "times": of_wall(one["times"])} for one in earlier],
     }
 
 
@@ -262,7 +284,7 @@ def merged(rows: Sequence[Mapping[str, Any]], plan: RecoveryPlan, topology: Topo
     for rank, (row, offset) in enumerate(zip(rows, offsets, strict=True)):
         for attempt in row["earlier"]:
             attempts.setdefault(attempt["attempt"], {})[rank] = _shifted(attempt["times"], offset)
-    failed = [attempts[name] for name in sorted(attempts)]
+    failed = [attempts[name] for name in sorted(attempts, key=lambda name: (number_of(name), name))]
     parts, slowest, begun_s = _parts(failed, here)
     replayed = [segment for segment in plan.segments if segment.replayed]
     return RecoveryTimeline(

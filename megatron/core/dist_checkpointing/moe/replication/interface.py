@@ -11,8 +11,8 @@ import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
+from ..boot_clock import boot_id
 from ..errors import UsageError
 from ..ports import Json
 
@@ -23,7 +23,6 @@ VARIABLE = "GLOO_SOCKET_IFNAME"
 """Gloo's own environment variable, which counts where the flag is not given; gloo takes the first of several names."""
 
 _SIOCGIFADDR = 0x8915
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,7 @@ def own_endpoint(interface: str | None) -> Endpoint:
     name = interface or os.environ.get(VARIABLE, "").split(",")[0]
     host = socket.gethostname()
     address = _address_of(name, FLAG if interface else VARIABLE) if name else _resolved(host)
-    machine = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else host
-    return Endpoint(name, address, host, machine, _shown_interfaces())
+    return Endpoint(name, address, host, boot_id() or host, _shown_interfaces())
 
 
 def use_for_gloo(interface: str, rank: int, gather: Callable[[Json], list[Json]] = lambda own: [own]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from ..errors import UnreadableCheckpoint, UsageError
-from ..policy.lineage import newest_first
+from ..policy.lineage import Lineage, newest_first
 from ..policy.resharding import freed_by
 from ..ports import Layout, Listing, Manifest, Reader, SnapshotId, Store, Writer
 from .generation import Assembly, Generation, LiveLayout, described, generations, snapshots_of
@@ -53,6 +53,11 @@ class ReshardingStore:
     def use_memory(self, memory: SurvivingMemory | None) -> None:
         """From here on show also what another layout left in memory, or, with None, only what is stored."""
         self._memory, self._foreign, self._assembled = memory, None, {}
+
+    @property
+    def timelines(self) -> frozenset[Lineage]:
+        """Of all that other layouts left, whether it can be had in this one or not."""
+        return frozenset(generation.timeline for generation in self._found().values())
 
     def older_window(self) -> OlderWindow | None:
         """The newest sparse window of another layout that could be run again there; None where none could, or where
@@ -194,7 +199,7 @@ class ReshardingStore:
 
 
 def _newest(found: list[Generation]) -> Generation:
-    timelines = newest_first(generation.timeline for generation in found)
+    timelines = newest_first((one.timeline, one.any.snapshot.iteration) for one in found)
     return next((one for timeline in timelines for one in found if one.timeline == timeline), found[0])
 
 

@@ -8,7 +8,7 @@ other nodes ask for records (`record_server`). A copy that proves damaged is pas
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -197,4 +197,7 @@ def _holders(slots: Sequence[_Slot], reader: int) -> Mapping[SnapshotId, tuple[i
     def nearest(rank: int) -> tuple[bool, int]:
         return slots[rank].node != here, rank
 
-    return {snapshot: tuple(sorted(pasts[newest_first(pasts)[0]], key=nearest)) for snapshot, pasts in found.items()}
+    def newest(snapshot: SnapshotId, pasts: Iterable[Lineage]) -> Lineage:
+        return newest_first((past, snapshot.iteration) for past in pasts)[0]
+
+    return {snapshot: tuple(sorted(pasts[newest(snapshot, pasts)], key=nearest)) for snapshot, pasts in found.items()}

@@ -37,7 +37,7 @@ def newest_window(found: Iterable[Generation], in_memory: Collection[SnapshotId]
         if first != last and one.manifests.keys() >= set(range(one.topology.world_size)):
             windows.setdefault((first, last, described(one.any.facts.topology)), {})[iteration] = one
     whole = {key: at for key, at in windows.items() if _is_whole(range(key[0], key[1] + 1), at)}
-    pasts = newest_first(at[key[1]].timeline for key, at in whole.items())
+    pasts = newest_first((at[key[1]].timeline, key[1]) for key, at in whole.items())
     newest = [key for key, at in whole.items() if at[key[1]].timeline == pasts[0]] if pasts else []
     if not newest:
         return None

@@ -8,11 +8,12 @@ None of it is freed before a snapshot of the new layout is protected: until then
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from ..config import MoECheckpointConfig
 from ..errors import StoreFailure
+from ..policy.lineage import Lineage
 from ..ports import Json, Manifest, SnapshotId, Store, Transport
 from ..resharding.generation import LiveLayout
 from ..resharding.store import NoStorage, ReshardingStore
@@ -90,6 +91,10 @@ class OlderLayout:
             f"{self._surviving} has shares of iteration {', '.join(map(str, listed))} in another layout, but not the"
             " others, which are nowhere: nodes are gone that had no replicas elsewhere"
         )
+
+    def timelines(self) -> Collection[Lineage]:
+        """Of what other layouts left."""
+        return self._storage.timelines if self._storage is not None else ()
 
     def is_spared(self, snapshot: SnapshotId) -> bool:
         """Whether what lies in this rank's slot under this name is of the older layout, and still needed."""

@@ -205,6 +205,7 @@ class Session:
     def _protect(self, iteration: int) -> None:
         parts, outcome = self._parts, self._restart.outcome
         parts.patient.close()
+        parts.number_attempt()
         self._protection = ProtectedTraining(parts, iteration, outcome)
         self._protection.begin()
         self._timestamps.mark(Milestone.REJOINED)

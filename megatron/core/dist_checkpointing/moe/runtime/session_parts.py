@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
 from torch.distributed.distributed_c10d import _get_default_store
@@ -25,6 +25,7 @@ from ..megatron_state.adam_steps import check_repeatable
 from ..megatron_state.capacity import RouterCapacity, drops_tokens
 from ..megatron_state.model_operators import model_operators
 from ..megatron_state.popularity import TokenCounter
+from ..policy.lineage import attempt_name, number_of
 from ..ports import Execution
 from ..recovery.diverged import DivergenceNotes
 from ..recovery.kept_state import take
@@ -66,7 +67,7 @@ class SessionParts:
         counter: Of tokens per expert; None where the strategy does not ask.
         boost: Capacity for experts that make up for lost tokens; None unless asked for.
         older: Snapshots of an older layout.
-        attempt: Name of this attempt, the same on all ranks.
+        attempt: Name of this attempt, the same on all ranks; see `policy.lineage`.
         times_left: What the attempts before this one left for the timeline.
         began: Whether training was protected with this memory.
     """
@@ -151,15 +152,26 @@ class SessionParts:
             self.held.callback(self.survivor.end, keep_memory=True)
         self.waits = self._together(self._stage_waits) if config.copy_placement == "bubbles" else None
         self.identity = Identity(self.place.job_id, layout, state.capturer.operators, config.strategy)
-        # Rank 0 names the attempt. Sorts by time, and differs even between attempts that start in the same instant.
-        self.attempt = str(self.control.gather(f"{time.time_ns():020d}-{secrets.token_hex(4)}")[0])
+        self.times_left = left_in(self.memory.store.directory)
+        self._name_attempt()
+
+    def _name_attempt(self) -> None:
+        """All ranks give the attempt one name. It comes behind the attempts whose faults are not over; when it is known
+        what earlier ones left, `number_attempt` puts it behind these, too."""
+        number = 1 + max((number_of(left["attempt"]) for left in self.times_left), default=0)
+        told = cast("list[tuple[int, str]]", self.control.gather([number, secrets.token_hex(4)]))
+        self._token = told[0][1]
+        self.attempt = attempt_name(max(number for number, _ in told), self._token)
+
+    def number_attempt(self) -> None:
+        """Behind all attempts that left something; the same on all ranks."""
+        self.attempt = attempt_name(max(number_of(self.attempt), self.recovery.next_attempt), self._token)
 
     def _stage_waits(self) -> StageWaits:
         passes, on_device = self.training.passes, self.state.on_device
         return StageWaits.of(passes, self.topology, self.rank, self.communicator, on_device=on_device)
 
     def _prepare_recovery(self, execution: Execution | None) -> None:
-        self.times_left = left_in(self.memory.store.directory)
         facts, places = self.identity.topology, (self.place, self.memory.store, self.persistent)
         live = partial(self.state.layout, facts)
         self.older = OlderLayout(self.config, *places, facts, live, self.patient, self._address)
@@ -180,6 +192,7 @@ class SessionParts:
             kept=take(self.training.optimizer),
             restored=self.older.restored,
             is_spared=self.older.is_spared,
+            older=self.older.timelines,
         )
         self.recovery = Recovery(self.job, self.strategy, ports, self.identity, self.owners)
         self.held.callback(self.recovery.close)

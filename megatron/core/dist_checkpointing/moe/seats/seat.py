@@ -7,12 +7,12 @@ import queue
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from ..boot_clock import since_boot_s
 from ..errors import PeerLost
 from .channel import DESCRIPTOR, LAUNCHER_VERSION, VERSION, Channel, Message
 from .copies import can_be_copied_later, copied, may_be_copied
@@ -29,7 +29,7 @@ class Seat:
     """This process's, whoever started it.
 
     Attributes:
-        taken_s: When this process was given its rank, in seconds since 1970; None where it was started with it.
+        taken_s: When this process was given its rank, by `boot_clock`; None where it was started with it.
         may_stay: Whether the launcher lets a process keep its seat that lost a peer.
         is_called_off: Whether the launcher has said since then that training begins anew.
     """
@@ -157,7 +157,7 @@ class Seat:
             self._say({"left": True})
 
     def _sit(self, environment: Message) -> None:
-        self.taken_s = time.time()
+        self.taken_s = since_boot_s()
         os.environ.update(environment)
         with suppress(OSError):  # people and `ps` can live without
             OWN_NAME.write_text(PROCESS_NAME + environment["RANK"])
