@@ -11,7 +11,7 @@ import pytest
 from low_precision_rows import model
 from runs import Launch, Layout, Train, differences, digest, flags
 from seated import check_survivors, sitting
-from world import HANG_TIMEOUT_S, RECOVERY_TIMEOUT_S, ROOT, World
+from world import HANG_TIMEOUT_S, RECOVERY_TIMEOUT_S, ROOT
 
 FLAT = Layout(pp=2, ep=1, ranks=2)
 Job = Callable[..., Path]
@@ -119,13 +119,15 @@ def test_ranks_of_the_other_node_keep_their_processes_while_a_spare_takes_the_pl
 @pytest.mark.full
 @pytest.mark.parametrize("row", ["row 4", "row 5"])
 def test_survivors_that_train_in_few_bits_keep_process_and_weights_and_every_bit_is_equal(
-    row: str, job: Job, engine_world: World, corpus: str, tmp_path: Path
+    row: str, job: Job, launch: Launch, corpus: str, tmp_path: Path
 ) -> None:
     layout, straight = Layout(), tmp_path / "straight"
     seats = job(layout, "sparse --moe-ckpt-window 2", *model(row), faults="1@4:forward-backward 2@5:step")
     check_survivors(seats, layout.ranks, [{1}, {2}])
-    outcome = engine_world.run(flags(corpus, layout, *model(row), "--save", str(straight)), layout.ranks)
-    assert set(outcome.codes) == {0}, outcome.said
+    # By the launcher, too: in the pool of workers other kernels take the norm, which differs in the last bits.
+    argv = flags(corpus, layout, *model(row), "--save", str(straight))
+    ended = launch(["scripts/train_cpu.sh", *argv], NPROC=str(layout.ranks), timeout_s=HANG_TIMEOUT_S)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
     assert not differences(digest(tmp_path / "struck", 6), digest(straight, 6))
 
 
