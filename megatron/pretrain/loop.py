@@ -93,10 +93,6 @@ _CHECKS = {
     "megatron.training.datasets.data_samplers": "",  # of a corpus that has no sample
     "megatron.core.datasets.indexed_dataset": "",  # of one that is not there
     "megatron.training.checkpointing.check_checkpoint_args": _OTHER_MODEL,
-    "megatron.core.optimizer_param_scheduler._check_and_set": (
-        "; pass --override-opt_param-scheduler to train on with the schedules of the flags, or"
-        " --use-checkpoint-opt_param-scheduler with those of the checkpoint"
-    ),
 }
 """Modules and functions, with what to do where what they say does not tell it."""
 

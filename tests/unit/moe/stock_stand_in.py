@@ -37,7 +37,7 @@ def evaluate_and_print_results(prefix, forward_step_func, data_iterator, model, 
     get_args().consumed_valid_samples += 8
 
 def setup_model_and_optimizer():
-    args, built = get_args(), (["model"], Optimizer(), "scheduler")
+    args, built = get_args(), (["model"], Optimizer(), None)
     if args.load:
         args.iteration, args.num_floating_point_operations_so_far = load_checkpoint(*built)
     return built

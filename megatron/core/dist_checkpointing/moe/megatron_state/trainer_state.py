@@ -120,11 +120,11 @@ class LiveTrainerState:
     def restore_common(self, scalars: Mapping[str, Json]) -> None:
         """As `ports.TrainerState.restore_common`."""
         saved = dict[str, Any](scalars)
+        self._loop.load_state_dict(saved)  # first: it knows the flags of then, which explain why schedules differ
         if self._scheduler is not None:
             load_scheduler(self._scheduler, saved["scheduler"])
         _load_scalers(self._optimizer, saved["grad_scalers"])
         self.iteration = int(saved[ITERATION])
-        self._loop.load_state_dict(saved)
 
     def _check(self, scalars: Mapping[str, Json], tensors: Mapping[str, memoryview]) -> tuple[str, ...]:
         """Which random states were made on another kind of device, where that can be accepted."""
@@ -176,11 +176,14 @@ def load_optimizer_scalars(optimizer: MegatronOptimizer, saved: Mapping[str, Any
 
 
 def load_scheduler(scheduler: OptimizerParamScheduler, saved: dict[str, Any], source: str = "snapshot") -> None:
-    """Set a scheduler to what its `state_dict` was; raises UsageError, and changes nothing, where settings differ."""
-    before = scheduler.num_steps
+    """Set a scheduler to what its `state_dict` was; raises UsageError, and changes nothing, where settings differ.
+
+    Where it keeps the saved rates, groups that were given those of the flags keep them, too: core (0.17 to 0.19) reads
+    the rates of a group first."""
+    before, rates = scheduler.num_steps, {"max_lr": scheduler.max_lr, "min_lr": scheduler.min_lr}
     scheduler.num_steps = 0  # core adds what it loads to what was counted before
     try:
-        scheduler.load_state_dict(saved)
+        type(scheduler).load_state_dict(scheduler, saved)
     except AssertionError as error:
         scheduler.num_steps = before
         raise UsageError(
@@ -188,6 +191,9 @@ def load_scheduler(scheduler: OptimizerParamScheduler, saved: dict[str, Any], so
             "--lr-decay-iters and learning rates, or --override-opt_param-scheduler to take the new ones, or "
             "--use-checkpoint-opt_param-scheduler to keep the old ones"
         ) from error
+    for group in scheduler.optimizer.param_groups:
+        group.update({name: getattr(scheduler, name) for name, was in rates.items() if group.get(name) == was})
+    scheduler.step(0)
 
 
 def _other_shape(own: Json, saved: Json, path: str) -> str:

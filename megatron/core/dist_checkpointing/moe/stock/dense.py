@@ -27,11 +27,13 @@ class StockSaves:
 
     Attributes:
         device_states: Random states of another kind of device, by name, which are saved in place of those of this one.
+        recorded_args: Of Megatron-LM, of the job that saved the checkpoint that was loaded last; None before.
     """
 
     def __init__(self, args: Any, secret: str | None) -> None:
         self._args, self._saves = args, DenseSaves(secret)
         self.device_states: Mapping[str, bytes] = {}
+        self.recorded_args: Any = None
         self._loaded: Path | None = None
         self._experts: Any = None
 
@@ -53,11 +55,15 @@ class StockSaves:
     def load_shards(self, call: Call) -> Any:
         """Core's `load` inside of it."""
         folder = self._loaded
-        if folder is None or Path(call["checkpoint_dir"]) != folder or not has_chain(folder):
+        if folder is None or Path(call["checkpoint_dir"]) != folder:
             return call.go_on()
-        from ..partial_saves.loading import merging  # only for checkpoints with some of the experts
+        if has_chain(folder):
+            from ..partial_saves.loading import merging  # only for checkpoints with some of the experts
 
-        return call.replacing(sharded_strategy=merging(folder, call["sharded_strategy"], call["strict"])).go_on()
+            call = call.replacing(sharded_strategy=merging(folder, call["sharded_strategy"], call["strict"]))
+        state_dict = call.go_on()
+        self.recorded_args = state_dict.get("args", self.recorded_args)
+        return state_dict
 
     def save(self, call: Call) -> Any:
         """`save_checkpoint`; a checkpoint that cannot be written is reported, and training goes on."""

@@ -34,6 +34,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 
 from ..config import MoECheckpointConfig
+from ..dense_saves.load_folder import one_iteration
 from ..errors import UsageError
 from ..megatron_state.random_states import random_states, restore_random
 from ..megatron_state.step_counts import allocate_step_counts, loading_step_counts
@@ -47,6 +48,7 @@ from .dense import StockSaves, newest_checkpoint
 from .growth import Growth
 from .iteration import Report, StockIteration, mean_loss
 from .quiet import Quiet
+from .resumed_settings import flags_hold, told
 from .seams import Call, Hook
 from .shaping import refuse_other_flags, shaping_flags
 from .state import StockCounts
@@ -132,6 +134,8 @@ class Hooks:
 
     def _setup(self, call: Call) -> Any:
         args = self._args = self._loop.get_args()
+        if line := one_iteration(args):
+            self._say("%s", line)
         config = flags.read(args)
         if config.strategy == "none":
             flags.check_unused(config, args)
@@ -148,8 +152,8 @@ class Hooks:
 
     def _check(self, config: MoECheckpointConfig) -> None:
         warning = flags.check(config, self._args, self._version)
-        if warning and torch.distributed.get_rank() == 0:
-            log.warning("%s", warning)
+        if warning:
+            self._say("%s", warning)
 
     def _load_checkpoint(self, call: Call) -> Any:
         """In place of the checkpoint what is newer in memory or storage, if anything is."""
@@ -196,7 +200,7 @@ class Hooks:
         def load_with(load_checkpoint: Callable[[], Any]) -> int:
             nonlocal loaded
             # Core copies into master weights in place, which autograd refuses for those that are the model's own.
-            with torch.no_grad(), loading_step_counts(optimizer):
+            with torch.no_grad(), loading_step_counts(optimizer), flags_hold(optimizer, scheduler):
                 args.iteration, args.num_floating_point_operations_so_far = load_checkpoint()
             state.counted(args.num_floating_point_operations_so_far)
             loaded = True
@@ -219,7 +223,14 @@ class Hooks:
 
         newest, asked_for = newest_checkpoint(args) if load is not None else (-1, False)
         load_newest = None if load is None else functools.partial(load_with, load)
-        iteration = manager.resume(load_newest, newest, asked_for=asked_for, run_again=run_again)
+        try:
+            iteration = manager.resume(load_newest, newest, asked_for=asked_for, run_again=run_again)
+        except UsageError as error:
+            if not (changed := self._changed(state.recorded_flags)):
+                raise
+            raise UsageError(f"{error}; flags are others than before: {changed}") from error
+        if (iteration or loaded) and (changed := self._changed(None if loaded else state.recorded_flags)):
+            self._say("from iteration %d on, flags are others than before: %s", iteration + 1, changed)
         if manager.repeats_steps and state.recorded_flags is not None:
             refuse_other_flags(state.recorded_flags, self._flags)
         if self._recover_only:
@@ -240,6 +251,18 @@ class Hooks:
         self._catch_up = CatchUp(self._loop, state, manager, recovered=recovered)
         self._catch_up.agree()
         self._random = random_states() if iteration > 0 else None
+
+    def _changed(self, recorded: Mapping[str, Any] | None) -> str:
+        """What the flags change of the state that training goes on from. recorded: of a snapshot; None: of what was
+        loaded."""
+        if recorded is None and self._saves is not None and self._saves.recorded_args is not None:
+            recorded = shaping_flags(self._saves.recorded_args)
+        keeps_schedule = bool(getattr(self._args, "use_checkpoint_opt_param_scheduler", False))
+        return told(recorded, self._flags, keeps_schedule=keeps_schedule) if recorded is not None else ""
+
+    def _say(self, line: str, *values: object) -> None:
+        if torch.distributed.get_rank() == 0:
+            log.warning(line, *values)
 
     def _require_recovered(self, manager: Manager) -> None:
         if not (manager.is_replaying or manager.iteration):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
 from typing import Any
@@ -40,14 +40,21 @@ def shaping_flags(args: Any) -> dict[str, Json]:
 
 def refuse_other_flags(recorded: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Iterations that are run again must be run as they were. Raises UsageError for flags that change them."""
-    default = _defaults()
-    pairs = {name: (recorded.get(name, default[name]), given.get(name, default[name])) for name in default}
-    changed = [f"--{name.replace('_', '-')} was {was} and is {now}" for name, (was, now) in pairs.items() if was != now]
+    changed = [f"{flag} was {was} and is {now}" for flag, was, now in changed_flags(recorded, given, _defaults())]
     if changed:
         raise UsageError(
             f"iterations have to be run again as they were, but {'; '.join(changed)}: start with the flags of before"
             " until a checkpoint is saved, and change them then"
         )
+
+
+def changed_flags(
+    recorded: Mapping[str, Any], given: Mapping[str, Any], names: Iterable[str]
+) -> list[tuple[str, Json, Json]]:
+    """Those of `names` that differ: the flag, its value then and now."""
+    default = _defaults()
+    pairs = ((name, recorded.get(name, default.get(name)), given.get(name, default.get(name))) for name in names)
+    return [(f"--{name.replace('_', '-')}", was, now) for name, was, now in pairs if was != now]
 
 
 @cache
