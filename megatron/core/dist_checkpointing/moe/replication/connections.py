@@ -22,16 +22,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
+from .greeting import BACKLOG, Greeting
+
 CHUNK_BYTES = 8 << 20
 """Most bytes of one call; each must arrive within the timeout of whoever waits."""
-HELLO_S = 5
-"""How long somebody who has dialled may take to say who it is."""
 KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 """Seconds of silence before the first probe, between two, and how many may stay unanswered: 11 s for a power cut."""
 
 HELLO = struct.Struct("!8s16sIB")  # magic, secret of the listener, rank, purpose
 _MAGIC = b"moe-ckpt"
-_BACKLOG = 1024
 AT_ONCE_BYTES = 16 << 10
 """Most bytes of a message that whoever posts it sends itself, where it fits the socket's buffer: waking a thread for it
 would cost more than the message."""
@@ -99,7 +98,7 @@ class Connections:
         self.rank, self.why = rank, ""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._secret = secrets.token_bytes(16)
-        self._listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+        self._listener = socket.create_server((address, 0), family=family, backlog=BACKLOG)
         self._lock = threading.Lock()
         self._arriving, self.lanes = threading.Condition(self._lock), list[MessageLane]()
         self._arrived: dict[tuple[int, int], socket.socket] = {}
@@ -203,26 +202,21 @@ class Connections:
         connection.close()
 
     def _accept(self) -> None:
-        while not self.why:
-            try:
-                connection = self._watched(self._listener.accept()[0])
-            except OSError:  # the listener was shut down
-                break
-            self._greet(connection)
+        Greeting(
+            f"rank {self.rank}", self._listener, HELLO.size, self._is_known, self._arrive,
+            opened=self._watched, close=self.close,
+        ).run()  # fmt: skip
         for left in (self._listener, *self._arrived.values()):
             self.close(left)
 
-    def _greet(self, connection: socket.socket) -> None:
-        """Note who has dialled; whoever does not know the secret is none of ours."""
-        try:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", HELLO_S, 0))
-            hello = connection.recv(HELLO.size, socket.MSG_WAITALL)
-            magic, secret, rank, purpose = HELLO.unpack(hello)
-        except (OSError, struct.error):
-            magic, secret, rank, purpose = b"", b"", 0, 0
-        if magic != _MAGIC or not secrets.compare_digest(secret, self._secret):
-            self.close(connection)
-            return
+    def _is_known(self, hello: bytes) -> bool:
+        """Whoever does not know the secret is none of this job."""
+        magic, secret, *_ = HELLO.unpack(hello)
+        return magic == _MAGIC and secrets.compare_digest(secret, self._secret)
+
+    def _arrive(self, connection: socket.socket, hello: bytes) -> None:
+        """Note who has dialled."""
+        *_, rank, purpose = HELLO.unpack(hello)
         with self._arriving:
             before = self._arrived.pop((rank, purpose), None)
             self._arrived[rank, purpose] = _made_ready(connection)
@@ -347,7 +341,6 @@ def check_open(connection: socket.socket) -> None:
 def _made_ready(connection: socket.socket) -> socket.socket:
     """Blocking: only then a call goes on until all of a chunk has moved."""
     connection.settimeout(None)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     keep_alive(connection)
     return connection

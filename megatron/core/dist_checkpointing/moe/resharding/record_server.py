@@ -20,13 +20,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from ..errors import MoECheckpointError, UnreadableCheckpoint
 from ..ports import MappedReader, PeerLost, SnapshotId
 from ..replication.connections import keep_alive, receive_over, send_over
+from ..replication.greeting import BACKLOG, Greeting
 from ..storage.base import SnapshotReader
 from ..storage.manifest import decode, encode
 from ..types.layout import Manifest, Record
 
 _SECRET_BYTES = 16
 _ASKED, _ANSWERED = struct.Struct("<I"), struct.Struct("<q")
-_BACKLOG, _LONGEST_QUESTION = 1024, 1 << 16
+_LONGEST_QUESTION = 1 << 16
 _LONGEST_ANSWER = 1 << 40
 
 Open = Callable[[SnapshotId], MappedReader]
@@ -41,9 +42,10 @@ class RecordServer:
     def __init__(self, open_: Open, address: str, timeout_s: float) -> None:
         self._open, self._timeout_s, self._secret = open_, timeout_s, secrets.token_bytes(_SECRET_BYTES)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+        self._listener = socket.create_server((address, 0), family=family, backlog=BACKLOG)
         self.place = f"{address} {self._listener.getsockname()[1]} {self._secret.hex()}"
-        threading.Thread(target=self._accept, name="moe-ckpt-records", daemon=True).start()
+        greeting = Greeting("records of older layouts", self._listener, _SECRET_BYTES, self._is_known, self._arrive)
+        threading.Thread(target=greeting.run, name="moe-ckpt-records", daemon=True).start()
 
     def close(self) -> None:
         """Take no connections any more; those that are there end with whoever asks."""
@@ -51,17 +53,17 @@ class RecordServer:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
-    def _accept(self) -> None:
-        with suppress(OSError):  # closed
-            while True:
-                connection, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(connection,), name="moe-ckpt-record", daemon=True).start()
+    def _is_known(self, hello: bytes) -> bool:
+        return secrets.compare_digest(hello, self._secret)
+
+    def _arrive(self, connection: socket.socket, _hello: bytes) -> None:
+        threading.Thread(target=self._serve, args=(connection,), name="moe-ckpt-record", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        # Whoever asked has gone, or was none of ours: it has learned so from its end of the connection.
+        # Whoever asked has gone: it has learned so from its end of the connection.
         with connection, suppress(OSError, ValueError):
             connection.settimeout(self._timeout_s)
-            _answer_all(connection, self._secret, self._open)
+            _answer_all(connection, self._open)
 
 
 class RemoteRecords:
@@ -117,9 +119,7 @@ class RemoteReader(SnapshotReader):
         """The connection serves other readers too."""
 
 
-def _answer_all(connection: socket.socket, secret: bytes, open_: Open) -> None:
-    if not secrets.compare_digest(bytes(_received(connection, _SECRET_BYTES)), secret):
-        return
+def _answer_all(connection: socket.socket, open_: Open) -> None:
     readers: dict[SnapshotId, MappedReader] = {}
     with ExitStack() as held:
         while True:

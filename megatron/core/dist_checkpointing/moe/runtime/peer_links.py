@@ -11,9 +11,11 @@ own links tell to others, so all N ranks hear of a loss in log2(N) steps.
 from __future__ import annotations
 
 import os
+import queue
 import secrets
 import socket
 import struct
+import threading
 import time
 import weakref
 from contextlib import suppress
@@ -23,12 +25,24 @@ from torch.distributed import PrefixStore, Store
 
 from ..ports import PeerLost
 from ..replication.connections import keep_alive
+from ..replication.greeting import BACKLOG, Greeting
 
 _GOODBYE = b"."
-_SECRET_BYTES, _HELLO_S = 16, 5
+_SECRET_BYTES = 16
 _HELLO = struct.Struct("!16sQ")  # what only ranks of the job can know, from the store; the rank that calls
 
 _ALL: weakref.WeakSet[PeerLinks] = weakref.WeakSet()
+
+
+_Callers = queue.SimpleQueue[tuple[socket.socket, int] | None]
+"""Ranks that have called, and at last None."""
+
+
+def _greet(greeting: Greeting, callers: _Callers) -> None:
+    try:
+        greeting.run()
+    finally:
+        callers.put(None)
 
 
 def stop_waiting() -> None:
@@ -75,40 +89,39 @@ class PeerLinks:
 
     def _connect(self, others: list[int], address: str, incoming: int) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.create_server((address, 0), family=family, backlog=incoming + 8) as listener:
+        secret, callers = secrets.token_bytes(_SECRET_BYTES), _Callers()
+        with socket.create_server((address, 0), family=family, backlog=BACKLOG) as listener:
             self._listener = listener
-            secret = secrets.token_bytes(_SECRET_BYTES)
-            self._store.set(str(self._rank), f"{address}:{listener.getsockname()[1]} {secret.hex()}")
-            for other in others:
-                self._add(self._called(other), other)
-            while incoming:
-                try:
-                    if self._deadline_s < time.monotonic():
-                        raise TimeoutError("timed out")
-                    listener.settimeout(self._left_s)
-                    connection, _ = listener.accept()
-                except OSError as error:
-                    raise PeerLost(
-                        f"rank {self._rank} waited {self._timeout_s:g} s at {address} for {incoming} ranks to connect:"
-                        f" {error or type(error).__name__}"
-                    ) from None
-                caller = self._greeted(connection, secret)
-                if caller is not None:
-                    self._add(connection, caller)
-                    incoming -= 1
+            greeting = Greeting(
+                f"rank {self._rank}", listener, _HELLO.size,
+                lambda hello: secrets.compare_digest(hello[:_SECRET_BYTES], secret),
+                lambda connection, hello: callers.put((connection, _HELLO.unpack(hello)[1])),
+            )  # fmt: skip
+            thread = threading.Thread(target=_greet, args=(greeting, callers), name="moe-ckpt-greet", daemon=True)
+            thread.start()
+            try:
+                self._store.set(str(self._rank), f"{address}:{listener.getsockname()[1]} {secret.hex()}")
+                for other in others:
+                    self._add(self._called(other), other)
+                for left in range(incoming, 0, -1):
+                    self._add(*self._caller(callers, address, left))
+            finally:
+                self.stop_waiting()
+                thread.join()
+                while (unused := callers.get()) is not None:
+                    unused[0].close()
 
-    def _greeted(self, connection: socket.socket, secret: bytes) -> int | None:
-        """The rank that calls; None, and it is closed, for a caller that is none of this job."""
-        try:
-            connection.settimeout(None)  # blocking, with a limit: else less than all may be received
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _HELLO_S, 0))
-            known, caller = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
-        except (OSError, struct.error):
-            known, caller = b"", 0
-        if secrets.compare_digest(known, secret):
-            return int(caller)
-        connection.close()
-        return None
+    def _caller(self, callers: _Callers, address: str, left: int) -> tuple[socket.socket, int]:
+        """The next rank that calls. Raises PeerLost."""
+        why = "timed out"
+        with suppress(queue.Empty):
+            if (found := callers.get(timeout=self._left_s)) is not None:
+                return found
+            callers.put(None)
+            why = "connections were given up"
+        raise PeerLost(
+            f"rank {self._rank} waited {self._timeout_s:g} s at {address} for {left} ranks to connect: {why}"
+        )
 
     def _called(self, other: int) -> socket.socket:
         where = "an address that it never told"
