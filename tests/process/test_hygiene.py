@@ -10,8 +10,6 @@ from attempts import Cluster
 from runs import Launch, Layout, Train, differences, digest, flags
 from world import ROOT
 
-from megatron.pretrain.seats.hygiene import FIRST
-
 STOPPED = str(ROOT / "tests" / "process" / "stopped_rank.py")
 LAYOUT = Layout(pp=2, ep=1, ranks=2)
 HANG_S = 6
@@ -20,7 +18,10 @@ HANG_S = 6
 @pytest.mark.parametrize(
     ("strategy", "strikes", "settings"),
     [
-        pytest.param("full", 2, {"SCRIPT": STOPPED, "HANG_S": str(HANG_S)}, id="hangs twice"),
+        pytest.param(
+            "full", 2, {"SCRIPT": STOPPED, "HANG_S": str(HANG_S), "STOPS_BUILDING": "1@1"},
+            id="hangs, and again as it builds its model",
+        ),
         pytest.param(
             "sparse --moe-ckpt-window 2", 2, {"SCRIPT": STOPPED, "HANG_S": str(HANG_S), "STANDBYS": "1"},
             id="hangs twice, and the other rank keeps its process", marks=pytest.mark.full,
@@ -41,7 +42,8 @@ def test_a_sick_rank_leads_to_the_spare_within_its_strikes_and_no_bit_is_lost(
     straight, struck = tmp_path / "straight", tmp_path / "struck"
     train(LAYOUT, "--save", straight)
     protect = ["--moe-ckpt-strategy", *strategy.split(), "--moe-ckpt-memory-dir", str(cluster.memory)]
-    faults = [part for at in range(strikes) for part in ("--moe-ckpt-inject-fault", f"1@{3 + at}")]
+    building = int("STOPS_BUILDING" in settings)
+    faults = [part for at in range(strikes - building) for part in ("--moe-ckpt-inject-fault", f"1@{3 + at}")]
     environment = {"NNODES": "2", "NPROC": "1", "MAX_RESTARTS": "6", "STRIKES": f"{strikes}/1h", **settings}
     ended = launch(
         ["scripts/train_cpu.sh", *flags(corpus, LAYOUT, *protect, *faults, "--save", str(struck))], **environment
@@ -53,7 +55,8 @@ def test_a_sick_rank_leads_to_the_spare_within_its_strikes_and_no_bit_is_lost(
     assert said.count(f"leaves the job: its own ranks failed {strikes} times within 3600 s") == 1, said
     assert "is lost; node-2 takes its place" in said, said
     if "HANG_S" in settings:
-        assert said.count("stopped, it does not answer) has trained no iteration for") == strikes, said
+        assert said.count("stopped, it does not answer) has trained no iteration for") == strikes - building, said
+        assert said.count("stopped, it does not answer) has not come to an iteration for") == building, said
         assert "in _communicate" in said or "most recent call first" in said, "stacks of the node's ranks"
     assert not differences(digest(struck, 6), digest(straight, 6))
 
@@ -73,7 +76,7 @@ def test_ranks_that_hang_in_the_first_iteration_after_a_recovery_are_ended_too(
     stood = re.findall(r"stopped, it does not answer\) has trained no iteration for (\d+) s", said)
     assert len(stood) == 2, said
     assert int(stood[0]) >= HANG_S, said
-    assert int(stood[1]) >= FIRST * HANG_S, said
+    assert int(stood[1]) >= HANG_S, said
     assert not differences(digest(struck, 6), digest(straight, 6))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import shutil
 import signal
@@ -21,7 +22,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.launcher import api as launcher
 
-from megatron.core.dist_checkpointing.moe.seats.heartbeat import FOLDER, Beat, read_beat, stacks_signal
+from megatron.core.dist_checkpointing.moe.seats.heartbeat import FOLDER, Beat, Doing, read_beat, stacks_signal
 from megatron.pretrain.processes import NODE_NAME
 from megatron.pretrain.seats.agent import SeatAgent
 from megatron.pretrain.seats.hygiene import Hung, Strikes, is_to_blame, judge
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """How often heartbeats are read."""
+_TRAINED = (Doing.TRAINING, Doing.REJOINED)
 STACKS_S = 1.0
 """How long processes may take to print their stacks before any is killed."""
 
@@ -56,6 +58,7 @@ class _Careful(LocalElasticAgent if TYPE_CHECKING else object):  # type: ignore[
         self._beats = Path(tempfile.mkdtemp(prefix="moe-ckpt-beats-"))
         os.environ[FOLDER] = str(self._beats)
         self._looked_s = 0.0
+        self._ran_s, self._stands = dict[int, float](), dict[int, tuple[str, float]]()
         self._printed, self._killed, self._blameless = set[int](), set[int](), set[int]()
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -63,7 +66,7 @@ class _Careful(LocalElasticAgent if TYPE_CHECKING else object):  # type: ignore[
         super()._rendezvous(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._end_what_hangs()
+        self.end_what_hangs()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state is WorkerState.FAILED and self._hygiene.strikes:
             self._note_failures(result)
@@ -94,16 +97,18 @@ class _Careful(LocalElasticAgent if TYPE_CHECKING else object):  # type: ignore[
                 raise NodeLeaves(f"its own ranks failed {count} times within {within_s:g} s, at last {what}")
             return
 
-    def _end_what_hangs(self) -> None:
+    def end_what_hangs(self) -> None:
+        """Look at the ranks of this node, kill those that hang, and say so."""
         now_s = time.monotonic()
         if not self._hygiene.hang_s or now_s - self._looked_s < LOOK_S:
             return
         self._looked_s = now_s
         ranks = {pid: local_rank for local_rank, pid in self._pids().items()}
-        beats = {pid: read_beat(self._beats, pid) for pid in ranks}
+        beats = {pid: read_beat(self._beats, pid) or self._unheard(pid, now_s) for pid in ranks}
         hung = judge(beats, now_s, self._hygiene.hang_s)
         if not hung.pids:
             self._printed.clear()
+            self._tell_long_starts(ranks, beats, now_s)
             return
         self._print_stacks(ranks, beats, hung)
         for pid in hung.to_kill - self._killed:
@@ -114,7 +119,27 @@ class _Careful(LocalElasticAgent if TYPE_CHECKING else object):  # type: ignore[
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def _print_stacks(self, ranks: dict[int, int], beats: dict[int, Beat | None], hung: Hung) -> None:
+    def _unheard(self, pid: int, now_s: float) -> Beat:
+        """Of a process that says nothing, or not yet: whether it is stopped is all that is known."""
+        if _state(pid) != psutil.STATUS_STOPPED:
+            self._ran_s[pid] = now_s
+        return Beat(now_s, self._ran_s.setdefault(pid, now_s), Doing.STARTING)
+
+    def _tell_long_starts(self, ranks: dict[int, int], beats: dict[int, Beat], now_s: float) -> None:
+        """Say which ranks stand in one place since long before their first iteration, such as a read of storage; once
+        for each place."""
+        for pid, beat in beats.items():
+            place, since_s = self._stands.get(pid, ("", now_s))
+            if beat.doing is not Doing.LOADING or beat.place != place:
+                self._stands[pid] = beat.place, now_s
+            elif place and now_s - since_s > self._hygiene.hang_s:
+                self._stands[pid] = place, math.inf
+                log.warning(
+                    "%s: local rank %d (process %d, %s) has not come to its first iteration: for %.0f s it is in %s",
+                    node_name(), ranks[pid], pid, _state(pid), now_s - since_s, place,
+                )  # fmt: skip
+
+    def _print_stacks(self, ranks: dict[int, int], beats: dict[int, Beat], hung: Hung) -> None:
         """Say who stands still, and have all ranks of the node print where they are; once for each time."""
         if hung.pids <= self._printed:
             return
@@ -122,20 +147,19 @@ class _Careful(LocalElasticAgent if TYPE_CHECKING else object):  # type: ignore[
         now_s = time.monotonic()
         for pid in sorted(hung.pids, key=ranks.__getitem__):
             beat, state = beats[pid], _state(pid)
-            assert beat is not None
-            stood_s = now_s - beat.moved_s
+            stood_s = now_s - min(beat.moved_s, beat.alive_s)
+            what = "has trained no iteration for" if beat.doing in _TRAINED else "has not come to an iteration for"
             log.error(
-                "%s: local rank %d (process %d, %s) has trained no iteration for %.0f s%s", node_name(), ranks[pid],
-                pid, f"{state}, it does not answer" if pid in hung.silent else state, stood_s,
+                "%s: local rank %d (process %d, %s) %s %.0f s%s", node_name(), ranks[pid], pid,
+                f"{state}, it does not answer" if pid in hung.silent else state, what, stood_s,
                 f"; it is in {beat.place}" if beat.place else "",
             )  # fmt: skip
         others = ranks.keys() - hung.pids  # in a recovery, or at its end: the hung ones may wait for them
         for pid in sorted(others, key=ranks.__getitem__):
-            beat = beats[pid]
-            if beat is not None and beat.place:
-                log.error("%s: local rank %d (process %d) is in %s", node_name(), ranks[pid], pid, beat.place)
-        for pid, beat in beats.items():
-            if beat is not None:  # else it has no handler, and the signal would end it
+            if beats[pid].place:
+                log.error("%s: local rank %d (process %d) is in %s", node_name(), ranks[pid], pid, beats[pid].place)
+        for pid in beats:
+            if read_beat(self._beats, pid) is not None:  # else it has no handler, and the signal would end it
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, stacks_signal())
         time.sleep(STACKS_S)

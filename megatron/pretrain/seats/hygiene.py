@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -13,6 +14,9 @@ GRACE = 0.5
 FIRST = 2.0
 """How many times the timeout the first iteration after a recovery may take: in ranks that are new it also connects and
 compiles, and the others wait for them."""
+START = 10.0
+"""How many times the timeout building, loading or recovering may take, up to the end of the first iteration of a job:
+all state may come from slow storage."""
 SILENT_S = 5.0
 """A process that trains says once a second that it runs; one that has not for so long, does not."""
 
@@ -61,16 +65,16 @@ def judge(beats: Mapping[int, Beat | None], now_s: float, hang_s: float) -> Hung
     """Which processes of a node hang, by what each said last.
 
     A process that trains and has not moved for `hang_s` stands still, or for `FIRST` times that in the first iteration
-    after a recovery; but so do all that wait for it, on this node and on others. Those that do not even run are to
-    blame, and ended at once. Where all run nothing tells who keeps the others waiting: they have half of `hang_s` more
-    for another node to end its own, then all of them are ended.
+    after a recovery, or `START` times that before it; but so do all that wait for it, on this node and on others. Those
+    that do not even run, for `hang_s` whatever they were doing, are to blame, and ended at once. Where all run nothing
+    tells who keeps the others waiting: they have half of `hang_s` more for another node to end its own, then all of
+    them are ended.
     """
-    may_take_s = {Doing.TRAINING: hang_s, Doing.REJOINED: FIRST * hang_s}
-    due = {pid: beat for pid, beat in beats.items() if beat is not None and beat.doing in may_take_s}
-    over_s = {pid: now_s - beat.moved_s - may_take_s[beat.doing] for pid, beat in due.items()}
-    stood = {pid for pid in due if over_s[pid] > 0}
-    if not stood:
-        return Hung()
-    silent = frozenset(pid for pid in stood if now_s - due[pid].alive_s > min(SILENT_S, hang_s))
+    may_take_s = {Doing.TRAINING: hang_s, Doing.REJOINED: FIRST * hang_s, Doing.LOADING: START * hang_s}
+    due = {pid: beat for pid, beat in beats.items() if beat is not None and beat.doing is not Doing.LEFT}
+    over_s = {pid: now_s - beat.moved_s - may_take_s.get(beat.doing, math.inf) for pid, beat in due.items()}
+    quiet_s = {pid: now_s - beat.alive_s for pid, beat in due.items()}
+    stood = {pid for pid in due if over_s[pid] > 0 or quiet_s[pid] > hang_s}
+    silent = frozenset(pid for pid in stood if quiet_s[pid] > min(SILENT_S, hang_s))
     late = frozenset(pid for pid in stood if over_s[pid] > GRACE * hang_s)
     return Hung(frozenset(stood), silent or late, silent)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +29,9 @@ from megatron.core.dist_checkpointing.moe.seats.heartbeat import (
     read_beat,
     stacks_signal,
 )
-from megatron.pretrain.seats.careful import NodeLeaves, check_health
-from megatron.pretrain.seats.hygiene import FIRST, Strikes, is_to_blame, judge
+from megatron.pretrain.seats import careful, hygiene
+from megatron.pretrain.seats.careful import CarefulAgent, NodeLeaves, check_health
+from megatron.pretrain.seats.hygiene import FIRST, START, Strikes, is_to_blame, judge
 from megatron.pretrain.seats.hygiene_options import HygieneOptions
 from megatron.pretrain.seats.run import parse_options
 
@@ -104,7 +109,8 @@ def test_a_node_is_blamed_for_what_went_wrong_on_it_and_not_for_a_lost_peer(
 
 def test_ranks_that_make_progress_do_not_hang_whatever_the_others_say() -> None:
     assert not judge({1: beat(T - 1), 2: None, 3: beat(9 * T, doing=Doing.LOST_A_PEER)}, NOW, T).pids
-    assert not judge({1: beat(9 * T, 9 * T, Doing.STARTING)}, NOW, T).pids
+    assert not judge({1: beat(99 * T, doing=Doing.STARTING)}, NOW, T).pids, "it has promised no iteration"
+    assert not judge({1: beat(99 * T, 99 * T, Doing.LEFT)}, NOW, T).pids
 
 
 def test_the_process_that_does_not_even_run_is_ended_and_those_that_wait_for_it_are_not() -> None:
@@ -129,6 +135,21 @@ def test_a_rank_that_hangs_in_its_first_iteration_after_a_recovery_is_ended_thou
     assert (hung.to_kill, hung.silent) == ({1}, frozenset())
 
 
+@pytest.mark.parametrize("doing", [Doing.STARTING, Doing.LOADING, Doing.LOST_A_PEER, Doing.REJOINED])
+def test_a_process_that_does_not_run_is_ended_whatever_it_was_doing(doing: Doing) -> None:
+    waiting = beat(T + 1, doing=Doing.LOADING)
+    assert not judge({1: waiting, 2: beat(T + 1, T - 1, doing)}, NOW, T).pids
+    hung = judge({1: waiting, 2: beat(T + 1, T + 1, doing)}, NOW, T)
+    assert hung.pids == hung.to_kill == hung.silent == {2}
+
+
+def test_loading_and_recovering_may_take_a_multiple_of_the_timeout() -> None:
+    assert not judge({1: beat(START * T - 1, doing=Doing.LOADING)}, NOW, T).pids
+    hung = judge({1: beat(START * T + 1, doing=Doing.LOADING)}, NOW, T)
+    assert (hung.pids, hung.to_kill) == ({1}, frozenset())
+    assert judge({1: beat((START + 0.6) * T, doing=Doing.LOADING)}, NOW, T).to_kill == {1}
+
+
 def test_ranks_that_wait_in_their_first_iteration_for_one_that_trains_again_outlive_it() -> None:
     stood = 1.6 * T
     hung = judge({1: beat(stood), 2: beat(stood, doing=Doing.REJOINED)}, NOW, T)
@@ -142,8 +163,11 @@ def test_only_processes_that_have_to_make_progress_and_stand_still_are_ever_ende
     hung = judge({pid: beat(*row) for pid, row in rows.items()}, NOW, T)
     assert hung.silent <= hung.pids
     assert hung.to_kill <= hung.pids
-    longest = {Doing.TRAINING: T, Doing.REJOINED: FIRST * T}
-    assert all(rows[pid][2] in longest and rows[pid][0] > longest[rows[pid][2]] - 1e-6 for pid in hung.pids)
+    longest = {Doing.TRAINING: T, Doing.REJOINED: FIRST * T, Doing.LOADING: START * T}
+    for pid in hung.pids:
+        moved, alive, doing = rows[pid]
+        assert doing is not Doing.LEFT
+        assert moved > longest.get(doing, math.inf) - 1e-6 or alive > T - 1e-6
 
 
 def test_a_health_check_that_ends_well_lets_the_node_train() -> None:
@@ -174,6 +198,7 @@ def test_a_launcher_sees_what_its_worker_says(tmp_path: Path) -> None:
     assert found is not None
     assert found.doing is Doing.STARTING
     for act, doing in (
+        (own.loads, Doing.LOADING),
         (own.rejoined, Doing.REJOINED),
         (own.moved, Doing.TRAINING),
         (own.rejoined, Doing.TRAINING),  # it has run iterations again
@@ -252,6 +277,83 @@ def test_a_stopped_worker_is_seen_not_to_run_and_one_that_runs_prints_its_stacks
     assert read_beat(tmp_path, worker.pid) == stopped
     worker.kill()
     assert "here_it_stands" in worker.communicate()[1]
+
+
+class Watched:
+    """An agent with one rank, a process that runs this code; `start_reading` in it reads what never comes."""
+
+    HANG_S = 2.0
+    CODE = (
+        "import os, sys, time\nfrom moe_ckpt.megatron_core import skip_megatron_core\nskip_megatron_core()\n"
+        "from megatron.core.dist_checkpointing.moe.seats import heartbeat\nheartbeat.BEAT_S = 0.05\n"
+        "def start_reading():\n    print('up', flush=True)\n    open(sys.argv[1]).read()\n"
+    )
+
+    def __init__(self, what: str, fifo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(careful, "LOOK_S", 0.0)
+        monkeypatch.setattr(careful, "STACKS_S", 0.2)
+        monkeypatch.setattr(CarefulAgent.__mro__[2], "__init__", lambda agent: None)
+        monkeypatch.setattr(CarefulAgent, "_pids", lambda agent: {0: self.process.pid} if self.is_there else {})
+        self.agent = CarefulAgent(hygiene=HygieneOptions(hang_s=self.HANG_S))
+        monkeypatch.setenv(heartbeat.FOLDER, os.environ[heartbeat.FOLDER])
+        code = f"{self.CODE}{what}\nstart_reading()\n"
+        command = [sys.executable, "-c", code, str(fifo)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "up\n"
+
+    @property
+    def is_there(self) -> bool:
+        return self.process.poll() is None
+
+    def watch(self, for_s: float) -> int | None:
+        """Let the agent look again and again until the process has ended, or for so long; the exit code."""
+        until_s = time.monotonic() + for_s
+        while self.is_there and time.monotonic() < until_s:
+            self.agent.end_what_hangs()
+            time.sleep(0.05)
+        return self.process.returncode
+
+
+@pytest.fixture
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Watched]]:
+    os.mkfifo(tmp_path / "fifo")
+    with contextlib.ExitStack() as ending:
+
+        def start(what: str) -> Watched:
+            one = Watched(what, tmp_path / "fifo", monkeypatch)
+            ending.callback(one.process.wait)
+            ending.callback(one.process.kill)
+            return one
+
+        yield start
+
+
+@pytest.mark.parametrize(
+    "what", ["", "heartbeat.own_heartbeat()", "heartbeat.own_heartbeat().loads()"], ids=["imports", "starts", "loads"]
+)
+def test_a_rank_that_is_stopped_before_its_first_iteration_is_named_and_ended(
+    what: str, watched: Callable[[str], Watched], caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = watched(what)
+    assert rank.watch(2 * rank.HANG_S) is None, "as long as it runs it may take longer than an iteration"
+    os.kill(rank.process.pid, signal.SIGSTOP)
+    assert rank.watch(60.0) == -signal.SIGKILL
+    line = rf"local rank 0 \(process {rank.process.pid}, stopped, it does not answer\) has not come to an iteration for"
+    assert len([text for text in caplog.messages if re.search(line, text)]) == 1
+
+
+def test_a_rank_that_reads_for_ever_before_its_first_iteration_is_told_of_first_and_ended_at_last(
+    watched: Callable[[str], Watched], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hygiene, "START", 2.0)
+    rank = watched("heartbeat.own_heartbeat().loads()")
+    with caplog.at_level(logging.WARNING):
+        assert rank.watch(60.0) == -signal.SIGKILL
+    first, last, *_ = caplog.messages
+    who, where = rf"local rank 0 \(process {rank.process.pid}, sleeping\)", "it is in start_reading"
+    assert re.search(rf"{who} has not come to its first iteration: for \d+ s {where}", first)
+    assert re.search(rf"{who} has not come to an iteration for \d+ s; {where}", last)
 
 
 @pytest.mark.parametrize("name", ["pytorchjob", "jobset"])

@@ -189,6 +189,7 @@ class MoECheckpointManager:
             NewProcessesNeeded: Some ranks kept their processes, and nothing that was found brings them back.
         """
         run_again = None if asked_for else run_again
+        own_heartbeat().loads()
         begin = Beginning(
             self._session, load, newest, run_again, asked_for=asked_for, where=self._where,
             replay_tolerance=self._replay_tolerance,

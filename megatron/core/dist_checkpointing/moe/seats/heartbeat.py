@@ -33,7 +33,7 @@ _SIZE = _LAYOUT.size + _PLACE.size
 
 
 class Doing(IntEnum):
-    """What a worker does. Only one that trains, or has come back to where all ranks stand, has to make progress; one
+    """What a worker does. One that loads, trains, or has come back to where all ranks stand, has to make progress; one
     that lost a peer is not to blame."""
 
     STARTING = 0
@@ -41,6 +41,7 @@ class Doing(IntEnum):
     LEFT = 2
     LOST_A_PEER = 3
     REJOINED = 4
+    LOADING = 5
 
 
 class Beat(NamedTuple):
@@ -96,6 +97,10 @@ class Heartbeat:
             finally:
                 os.close(descriptor)
             threading.Thread(target=self._beat, name="moe-ckpt-heartbeat", daemon=True).start()
+
+    def loads(self) -> None:
+        """From here on the first iteration is waited for, or the end of a recovery."""
+        self._say(Doing.LOADING)
 
     def moved(self) -> None:
         """An iteration was trained; from here on the next one is waited for."""

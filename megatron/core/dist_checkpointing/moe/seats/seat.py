@@ -131,6 +131,7 @@ class Seat:
         if message is None:
             raise PeerLost("the launcher that this rank waited for to let training go on has ended; leaving")
         self._sit(message)
+        own_heartbeat().loads()
 
     def _listen(self, hang_up: Callable[[], object]) -> None:
         assert self._channel is not None

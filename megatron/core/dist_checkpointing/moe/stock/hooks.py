@@ -40,6 +40,7 @@ from ..megatron_state.random_states import random_states, restore_random
 from ..megatron_state.step_counts import allocate_step_counts, loading_step_counts
 from ..recovery.timeline import RecoveryTimeline
 from ..runtime.disconnect import is_lost_peer
+from ..seats.heartbeat import own_heartbeat
 from . import flags, raw_saves
 from .boundary import boundary
 from .catch_up import CatchUp
@@ -145,6 +146,7 @@ class Hooks:
             self._check(config)
         self._config, self._flags, self._growth = config, shaping_flags(args), Growth(config, args)
         self._saves = None if config.strategy == "none" else StockSaves(args, config.secret_file)
+        own_heartbeat().loads()
         built = call.go_on()
         if self._manager is None:  # no checkpoint was to be loaded on the way
             self._resume(*built)
