@@ -2,7 +2,8 @@
 
 Once all nodes have joined, the first of them writes where its workers will listen. If that node is lost in between, or
 was so busy that the others took it for lost, torchrun's handler fails after a while, and closes the rendezvous for
-everybody. Here the others join again.
+everybody. Here the others join again. So does a node that does not reach the store for a while; one that trains then
+trains on.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 
 from torch.distributed import DistStoreError, Store
 from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
     RendezvousInfo,
     RendezvousParameters,
     dynamic_rendezvous,
@@ -37,6 +40,8 @@ MISSED_HEARTBEATS = 5
 ANSWER_S = 20
 """How long the others wait for the first node to write where to listen: it has nothing else to do."""
 ATTEMPTS = 10
+PAUSE_S = 2.0
+"""How long a node waits before it meets again where the store does not answer."""
 POLLS_PER_S = 50.0
 """How often all nodes together ask for the state of a rendezvous. Torchrun's handler (2.13) asks once a second whatever
 their number, which makes up most of the time in which few nodes meet again."""
@@ -49,6 +54,7 @@ class NodesHandler(DynamicRendezvousHandler):
     """
 
     kept: Store | None = None
+    _is_cut_off = False
 
     def get_backend(self) -> str:
         """As `DynamicRendezvousHandler.get_backend`."""
@@ -61,7 +67,25 @@ class NodesHandler(DynamicRendezvousHandler):
                 return self._met()
             except DistStoreError as error:
                 log.warning("a node was lost while all met (%s); meeting again", error)
+            except RendezvousConnectionError as error:
+                log.warning("the store of the rendezvous does not answer (%s); meeting again", reason_of(error))
+                time.sleep(PAUSE_S)
         return self._met()
+
+    def num_nodes_waiting(self) -> int:
+        """As `DynamicRendezvousHandler.num_nodes_waiting`; none where the store does not answer."""
+        try:
+            waiting: int = super().num_nodes_waiting()
+        except RendezvousConnectionError as error:
+            if not self._is_cut_off:
+                log.warning(
+                    "the store of the rendezvous does not answer (%s); training goes on, and nodes meet there again"
+                    " once it does", reason_of(error),
+                )  # fmt: skip
+            self._is_cut_off = True
+            return 0
+        self._is_cut_off = False
+        return waiting
 
     def _met(self) -> RendezvousInfo:
         pause_s, holder = min(1.0, self._settings.max_nodes / POLLS_PER_S), self._state_holder
@@ -71,6 +95,11 @@ class NodesHandler(DynamicRendezvousHandler):
                 return super().next_rendezvous()
         finally:
             holder._cache_duration = kept_s
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of what is behind an error of a rendezvous."""
+    return str(error.__cause__ or error).partition("\n")[0]
 
 
 _pauses = threading.local()
@@ -102,7 +131,13 @@ def register_backend(handler: type[NodesHandler] = NodesHandler) -> None:
     and is_host, as `c10d`."""
     # Ranks follow from the order of nodes: asking around for them would be one more wait for a node that may be lost.
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
-    rendezvous_handler_registry.register(BACKEND, partial(_handler, handler))
+    rendezvous_handler_registry.register(BACKEND, _creator(handler))
+
+
+@cache
+def _creator(kind: type[NodesHandler]) -> partial[NodesHandler]:
+    """The same one each time: torch refuses to have another one registered under the same name."""
+    return partial(_handler, kind)
 
 
 def _handler(kind: type[NodesHandler], params: RendezvousParameters) -> NodesHandler:

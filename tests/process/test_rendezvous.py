@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +16,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from world import HANG_TIMEOUT_S, free_port
 
 from megatron.pretrain.rendezvous import BACKEND, NodesHandler, register_backend
+
+READ_TIMEOUT_S = 3
 
 
 class Lost(Exception):
@@ -31,8 +35,32 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     del store
 
 
+class Cable:
+    """Between nodes and the store at a port: what they say goes through while it is not cut."""
+
+    def __init__(self, port: int) -> None:
+        self._listener, self._there = socket.create_server(("localhost", 0)), port
+        self.port: int = self._listener.getsockname()[1]
+        self.is_whole = threading.Event()
+        self.is_whole.set()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            here, there = self._listener.accept()[0], socket.create_connection(("localhost", self._there))
+            for one, other in ((here, there), (there, here)):
+                threading.Thread(target=self._carry, args=(one, other), daemon=True).start()
+
+    def _carry(self, one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while said := one.recv(1 << 16):
+                self.is_whole.wait()
+                other.sendall(said)
+            other.shutdown(socket.SHUT_RDWR)
+
+
 def handler(port: int) -> NodesHandler:
-    limits = {"is_host": False, "join_timeout": 100, "read_timeout": 3}
+    limits = {"is_host": False, "join_timeout": 100, "read_timeout": READ_TIMEOUT_S}
     parameters = RendezvousParameters(BACKEND, f"localhost:{port}", "meeting-test", 2, 2, **limits)
     found = rendezvous_handler_registry.create_handler(parameters)
     assert isinstance(found, NodesHandler)
@@ -64,4 +92,23 @@ def test_when_the_first_node_is_lost_before_it_tells_where_to_listen_the_others_
     assert sorted(one.rank for one in met) == [0, 1]
     assert {one.world_size for one in met} == {2}
     for one in (second, spare):
+        one._stop_heartbeats()
+
+
+@pytest.mark.parametrize("meets", [False, True], ids=["while it trains", "while nodes meet"])
+def test_a_cut_that_is_longer_than_the_read_timeout_costs_no_job(port: int, meets: bool) -> None:
+    cable = Cable(port)
+    first, cut_off = handler(port), handler(cable.port)
+    with ThreadPoolExecutor(2) as threads:
+        for one in [threads.submit(found.next_rendezvous) for found in (first, cut_off)]:
+            one.result(HANG_TIMEOUT_S)
+        cable.is_whole.clear()
+        asked = threads.submit(cut_off.next_rendezvous if meets else cut_off.num_nodes_waiting)
+        threading.Timer(2 * READ_TIMEOUT_S, cable.is_whole.set).start()
+        if not meets:
+            assert asked.result(HANG_TIMEOUT_S) == 0
+            asked = threads.submit(cut_off.next_rendezvous)
+        met = [threads.submit(first.next_rendezvous).result(HANG_TIMEOUT_S), asked.result(HANG_TIMEOUT_S)]
+    assert sorted(one.rank for one in met) == [0, 1]
+    for one in (first, cut_off):
         one._stop_heartbeats()

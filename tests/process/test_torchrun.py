@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -111,3 +112,19 @@ def test_a_worker_that_dies_again_and_again_ends_the_job_with_a_reason(launch: L
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "training failed after 1 restarts" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_nodes_of_moe_ckpt_run_recover_at_the_first_restart_with_nothing_set_and_a_spare_ends_well(
+    launch: Launch, corpus: str, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
+    argv = ["--moe-ckpt-strategy", "full", "--moe-ckpt-memory-dir", str(cluster.memory), "--moe-ckpt-replicas", "1"]
+    argv = flags(corpus, TWO_RANKS, *argv, "--moe-ckpt-inject-fault", "0@4")
+    meeting = f"--nnodes 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-id two-and-a-spare"
+    run = f"-m megatron.pretrain.seats.run --nproc-per-node 1 --max-restarts 1 --monitor-interval 0.1 {meeting}".split()
+    agent = shlex.join([sys.executable, *run, "pretrain_gpt_moe.py", *argv])
+    nodes = "\n".join(f"MOE_CKPT_NODE=node-{number} {agent} & pids+=($!)" for number in range(3))
+    ended = launch(["bash", "-c", f'{nodes}\nfor pid in "${{pids[@]}}"; do wait "$pid"; echo "exit code $?"; done'])
+    said = ended.stdout + ended.stderr
+    assert ended.stdout.count("exit code 0") == 3, said
+    assert len(re.findall(r"recovered iteration [23] exactly", said)) == 1, said

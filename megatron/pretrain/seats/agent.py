@@ -7,10 +7,10 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
-from torch.distributed import DistStoreError
+from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -130,7 +130,8 @@ class SeatAgent(LocalElasticAgent):
                 return_values={worker_group.workers[seat].global_rank: None for seat in codes},
             )
         if all(process.is_training and process.takes_seats for process in self._seats.values()):
-            self._word.tell()
+            with suppress(DistError):  # it will be told once the store answers again
+                self._word.tell()
             self._refill()
         return RunResult(state=WorkerState.HEALTHY)
 

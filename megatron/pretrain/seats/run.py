@@ -4,13 +4,15 @@
 
 The script calls `take_seat` of `megatron.core.dist_checkpointing.moe` once it has imported what it needs; one that does
 not gets new processes, as under torchrun. It can also leave a sick node (`--moe-ckpt-strikes`,
-`--moe-ckpt-health-check`) with exit code 75, and end ranks that hang (`--moe-ckpt-hang-timeout`). Everything else is
-torchrun's.
+`--moe-ckpt-health-check`) with exit code 75, and end ranks that hang (`--moe-ckpt-hang-timeout`). With
+`--rdzv-backend=c10d` nodes meet again after one was lost half way, or cut off for a while, and a spare that was never
+needed ends with 0. Everything else is torchrun's.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -18,7 +20,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.run import get_args_parser, run
 
 from megatron.pretrain.processes import NODE_LEAVES
+from megatron.pretrain.rendezvous import BACKEND, register_backend
 from megatron.pretrain.seats.hygiene_options import HygieneOptions
+from megatron.pretrain.spare_nodes import NotNeeded, SpareHandler
 from moe_ckpt.megatron_core import refuse_unsupported_versions
 
 # What torchrun does when it starts a process: before a standby has a rank.
@@ -31,9 +35,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     from megatron.pretrain.seats.careful import NodeLeaves, own_agents  # once Megatron-Core is skipped
 
     options = parse_options(argv)
+    # A fresh store for each start of ranks: one shared over restarts still holds the addresses of dead ranks.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if options.rdzv_backend == "c10d":
+        register_backend(SpareHandler)
+        options.rdzv_backend = BACKEND
     try:
         with own_agents(options.moe_ckpt_standbys, HygieneOptions.of(options)):
             record(run)(options)
+    except NotNeeded:
+        pass  # a spare whose job has ended
     except NodeLeaves as error:
         sys.stderr.write(f"moe-ckpt-run: {error}\n")
         sys.exit(NODE_LEAVES)
