@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 
 from torch.distributed import DistStoreError, Store
 from torch.distributed.elastic.rendezvous import (
@@ -131,13 +131,11 @@ def register_backend(handler: type[NodesHandler] = NodesHandler) -> None:
     and is_host, as `c10d`."""
     # Ranks follow from the order of nodes: asking around for them would be one more wait for a node that may be lost.
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
-    rendezvous_handler_registry.register(BACKEND, _creator(handler))
+    rendezvous_handler_registry.register(BACKEND, _CREATORS.setdefault(handler, partial(_handler, handler)))
 
 
-@cache
-def _creator(kind: type[NodesHandler]) -> partial[NodesHandler]:
-    """The same one each time: torch refuses to have another one registered under the same name."""
-    return partial(_handler, kind)
+_CREATORS: dict[object, partial[NodesHandler]] = {}
+"""By kind, the same one each time: torch refuses to have another one registered under a name."""
 
 
 def _handler(kind: type[NodesHandler], params: RendezvousParameters) -> NodesHandler:

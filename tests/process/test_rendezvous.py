@@ -111,4 +111,4 @@ def test_a_cut_that_is_longer_than_the_read_timeout_costs_no_job(port: int, meet
         met = [threads.submit(first.next_rendezvous).result(HANG_TIMEOUT_S), asked.result(HANG_TIMEOUT_S)]
     assert sorted(one.rank for one in met) == [0, 1]
     for one in (first, cut_off):
-        one._stop_heartbeats()
+        one.shutdown()

@@ -61,14 +61,14 @@ ROWS = {
     f"{ENGINE}.strategies": Row(f"{VALUES} config policy", standard=PURE),
     f"{ENGINE}.storage": Row(VALUES, "fsspec msgspec numpy psutil xxhash"),
     f"{ENGINE}.replication": Row("errors boot_clock ports storage", "msgspec numpy torch xxhash"),
-    f"{ENGINE}.core_versions": Row("errors", "megatron.core torch"),
+    f"{ENGINE}.seats": Row("errors boot_clock"),
+    f"{ENGINE}.core_versions": Row("errors seats", "megatron.core torch"),
     f"{ENGINE}.megatron_state": Row(f"{VALUES} ports policy core_versions", "megatron.core numpy torch"),
     f"{ENGINE}.replay": Row(f"{VALUES} ports replication megatron_state core_versions", "megatron.core torch"),
     f"{ENGINE}.snapshot": Row(f"{PARTS} storage replication megatron_state", "numpy torch"),
     f"{ENGINE}.recovery": Row(f"{PARTS} boot_clock storage replication replay snapshot", "msgspec"),
     f"{ENGINE}.resharding": Row(f"{VALUES} ports policy storage replication", "msgspec numpy"),
     f"{ENGINE}.local_recovery": Row(f"{WORKERS} core_versions", "megatron.core numpy torch"),
-    f"{ENGINE}.seats": Row("errors boot_clock"),
     f"{ENGINE}.runtime": Row(
         f"{WORKERS} versions config core_versions replication local_recovery resharding seats", "megatron.core torch"
     ),

@@ -17,6 +17,7 @@ from ..errors import PeerLost
 from .channel import DESCRIPTOR, LAUNCHER_VERSION, VERSION, Channel, Message
 from .copies import can_be_copied_later, copied, may_be_copied
 from .heartbeat import own_heartbeat
+from .lifeline import end_with_launcher
 
 OWN_NAME = Path("/proc/self/comm")
 PROCESS_NAME = "rank-"
@@ -194,4 +195,5 @@ def take_seat(warm_up: Callable[[], None] | None = None, *, copies: bool = True)
     seat = own_seat()
     seat.take(warm_up, copies=copies)
     own_heartbeat()  # its launcher sees from here on that it runs
+    end_with_launcher()
     return seat

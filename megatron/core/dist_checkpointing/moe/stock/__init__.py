@@ -16,6 +16,7 @@ from importlib.metadata import version
 
 import torch
 
+from ..core_versions.async_workers import ending_with_their_trainer
 from ..core_versions.checkpoints import results_in_process
 from ..errors import UsageError
 from ..manager import MoECheckpointManager
@@ -63,7 +64,8 @@ def protected[Result](
         saving = installed(importlib.import_module(SAVING), hooks.of_saving(), core, SAVING_SEAMS)
         synchronous = results_in_process(lambda: bool(getattr(loop.get_args(), "async_save", False)))
         training = installed(loop, hooks.by_name(), core)
-        with shipped_helpers(), synchronous, hooks, survivors.building(), training, saving:
+        background = ending_with_their_trainer()
+        with shipped_helpers(), synchronous, background, hooks, survivors.building(), training, saving:
             return pretrain(*arguments, **options)
 
     return run
