@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from megatron.pretrain.bound_store import bound_store
-from megatron.pretrain.processes import NODE_LEAVES, NODE_NAME, end_processes_with
+from megatron.pretrain.processes import NODE_LEAVES, NODE_NAME, end_processes_with, has_verdict
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,8 @@ def run_nodes(command: Sequence[str], endpoint: str, nodes: Nodes, *, run_id: st
         run_id: of the job; its workers are found by it.
 
     Returns:
-        0, the exit code of an agent that failed, or 128 + N when signal N ended this process.
+        0, the exit code of an agent that failed, or 128 + N when signal N ended this process. Also 0 once an agent has
+        ended well whose ranks left a verdict (`VERDICT_FILE`): no other node can go on then, whatever it says.
     """
     host, _, port = endpoint.rpartition(":")
     store = bound_store(host, int(port))
@@ -85,18 +86,20 @@ def run_nodes(command: Sequence[str], endpoint: str, nodes: Nodes, *, run_id: st
                 log.error("%s did not end within %.0f s after the job had failed; %s", name, limit_s, what)
             agents.send(number)
     del store
-    return 128 + agents.stopped_by if agents.stopped_by else agents.failure
+    if agents.stopped_by:
+        return 128 + agents.stopped_by
+    return 0 if agents.has_verdict else agents.failure
 
 
 class _Agents:
-    """The agents that run. failure: the exit code of the first that failed for good. stopped_by: the signal that ended
-    all."""
+    """The agents that run. failure: the exit code of the first that failed for good. has_verdict: one has ended with a
+    verdict. stopped_by: the signal that ended all."""
 
     def __init__(self, command: Sequence[str], nodes: Nodes, run_id: str) -> None:
         self._command, self._run_id, self._nodes = command, run_id, nodes
         self._most, self._due_s = nodes.most + nodes.spares, list[float]()
         self._started = self.failure = self.stopped_by = 0
-        self._failed_at_s = 0.0
+        self._failed_at_s, self.has_verdict = 0.0, False
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         for _ in range(nodes.most):
             self._start()
@@ -104,7 +107,12 @@ class _Agents:
     @property
     def awaits_spares(self) -> bool:
         """Whether a node is still to come."""
-        return bool(self._due_s) and not self.stopped_by and not self.failure
+        return bool(self._due_s) and not self._is_over
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether no node is started any more."""
+        return bool(self.stopped_by or self._failed_at_s)
 
     @property
     def failed_since_s(self) -> float:
@@ -127,9 +135,11 @@ class _Agents:
                 when = f" in {after_s:g} s" if after_s else ""
                 log.warning("%s is lost; node-%d takes its place%s", name, self._started + len(self._due_s), when)
                 self._due_s.append(time.monotonic() + after_s)
-            elif is_lost and len(self.running) >= self._nodes.least and not self.stopped_by and not self.failure:
+            elif is_lost and len(self.running) >= self._nodes.least and not self._is_over:
                 left = len(self.running)
                 log.warning("%s is lost; the job goes on with %d of %d nodes", name, left, self._nodes.most)
+            elif code == 0 and has_verdict() and not self.has_verdict:
+                self.has_verdict, self._failed_at_s = True, time.monotonic()
             elif code and not self.failure:
                 if is_lost and not self.stopped_by:
                     log.error("%s is lost, and all %d nodes have been used up", name, self._most)
@@ -137,11 +147,11 @@ class _Agents:
 
         while self._due_s and self._due_s[0] <= time.monotonic():
             self._due_s.pop(0)
-            if not self.stopped_by and not self.failure:
+            if not self._is_over:
                 self._start()
 
     def _may_replace(self) -> bool:
-        return self._started + len(self._due_s) < self._most and not self.stopped_by and not self.failure
+        return self._started + len(self._due_s) < self._most and not self._is_over
 
     def forward(self, number: int, _frame: FrameType | None) -> None:
         """Hand a signal on to all agents; no node is replaced from here on."""

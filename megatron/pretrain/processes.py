@@ -26,6 +26,11 @@ NODE_LEAVES = 75
 """Exit code of a launcher whose node leaves the job to a spare (EX_TEMPFAIL)."""
 
 
+def has_verdict() -> bool:
+    """Whether ranks of this launcher have left an exit code that no restart changes."""
+    return Path(os.environ.get(VERDICT_FILE, "")).is_file()
+
+
 def processes_with(environment: Mapping[str, str]) -> Iterator[tuple[int, dict[str, str]]]:
     """Processes of this user that were started with these variables, and all variables of each."""
     for folder in Path("/proc").glob("[0-9]*"):

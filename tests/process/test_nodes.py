@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from world import HANG_TIMEOUT_S, ROOT, free_port
 
-from megatron.pretrain.processes import kill_processes_with, processes_with
+from megatron.pretrain.processes import VERDICT_FILE, kill_processes_with, processes_with
 
 PATIENCE_S = 3.0
 RUN_NODES = """
@@ -48,8 +48,9 @@ class Nodes:
         command = [sys.executable, "-c", AGENT, str(folder), self.run_id]
         arguments = [f"localhost:{free_port()}", "2", str(spares), str(PATIENCE_S), self.run_id]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", RUN_NODES, *arguments, *command], cwd=ROOT, stderr=subprocess.PIPE, text=True
-        )
+            [sys.executable, "-c", RUN_NODES, *arguments, *command],
+            cwd=ROOT, env=os.environ | {VERDICT_FILE: str(folder / "verdict")}, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
 
     def pid(self, name: str) -> int:
         """The agent of a node, once it runs."""
@@ -124,6 +125,28 @@ def test_the_exit_code_is_that_of_the_agent_that_failed(folder: Path) -> None:
     nodes.ends("node-1", 7)
     nodes.ends("node-0", 0)
     assert nodes.wait()[0] == 7
+
+
+def test_once_a_node_has_ended_with_a_verdict_the_others_are_ended_too_whatever_they_say(folder: Path) -> None:
+    nodes = Nodes(folder, spares=1)
+    nodes.pid("node-1")
+    (folder / "verdict").write_text("2")
+    nodes.ends("node-0", 0)
+    code, said = nodes.wait()
+    assert code == 0, said
+    assert "node-1 did not end within 3 s after the job had failed; told to end" in said
+
+
+def test_a_node_that_fails_after_a_verdict_does_not_change_it(folder: Path) -> None:
+    nodes = Nodes(folder, spares=1)
+    agent = nodes.pid("node-0")
+    nodes.pid("node-1")
+    (folder / "verdict").write_text("2")
+    nodes.ends("node-0", 0)
+    while Path(f"/proc/{agent}").exists():  # until the launcher has seen its end
+        time.sleep(0.02)
+    nodes.ends("node-1", 1)
+    assert nodes.wait()[0] == 0
 
 
 def test_a_signal_ends_all_nodes_and_none_is_replaced(folder: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from attempts import Cluster
 from runs import Launch, Layout, Train, differences, digest, exact, flags, metrics
-from world import free_port
+from world import HANG_TIMEOUT_S, free_port
 
 LOST_NODE = Path(__file__).with_name("lost_node.py")
 
@@ -103,6 +103,14 @@ def test_what_cannot_work_is_said_once_and_not_restarted(
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert "Traceback" not in ended.stderr
     assert ended.stderr.count(part) == 1, ended.stderr
+
+
+def test_nodes_of_which_one_has_left_for_good_do_not_wait_for_each_other(launch: Launch, corpus: str) -> None:
+    script = str(Path(__file__).with_name("verdict_rank.py"))
+    argv = ["scripts/train_cpu.sh", *flags(corpus, Layout(pp=1, ep=1, ranks=3))]
+    ended = launch(argv, timeout_s=HANG_TIMEOUT_S, NPROC="1", NNODES="3", SCRIPT=script)
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert "ranks ended for a reason that no restart changes, and other nodes have not after 10 s" in ended.stderr
 
 
 def test_a_worker_that_dies_again_and_again_ends_the_job_with_a_reason(launch: Launch, corpus: str) -> None:

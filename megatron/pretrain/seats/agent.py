@@ -12,12 +12,12 @@ from typing import Any
 
 from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron.pretrain.seats.meeting import AgentsMeeting, Place, WorkersPlace
 from megatron.pretrain.seats.process import COPY_S, SeatProcess, let_orphans_go
 from megatron.pretrain.seats.spares import SeatsWord
+from megatron.pretrain.seats.verdict import VerdictAgent
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ ANSWER_S = 15.0
 """How long a process that is well may take to hear of a lost peer and to put its state aside."""
 
 
-class SeatAgent(LocalElasticAgent):
+class SeatAgent(VerdictAgent):
     """Fills the seats of its node: a process that lost a peer keeps its own, and those of the others go to standbys,
     and to new processes where there are too few.
 

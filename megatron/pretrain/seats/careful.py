@@ -27,6 +27,7 @@ from megatron.pretrain.processes import NODE_NAME
 from megatron.pretrain.seats.agent import SeatAgent
 from megatron.pretrain.seats.hygiene import Hung, Strikes, is_to_blame, judge
 from megatron.pretrain.seats.hygiene_options import HygieneOptions
+from megatron.pretrain.seats.verdict import VerdictAgent
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +166,7 @@ class _Careful(LocalElasticAgent if TYPE_CHECKING else object):  # type: ignore[
         time.sleep(STACKS_S)
 
 
-class CarefulAgent(_Careful, LocalElasticAgent):
+class CarefulAgent(_Careful, VerdictAgent):
     """torch's own agent."""
 
     def _pids(self) -> dict[int, int]:
@@ -188,7 +189,7 @@ def own_agents(standbys: int, hygiene: HygieneOptions) -> Iterator[None]:
         (True, True): partial(CarefulSeatAgent, standbys=standbys, hygiene=hygiene),
         (True, False): partial(SeatAgent, standbys=standbys),
         (False, True): partial(CarefulAgent, hygiene=hygiene),
-        (False, False): own,
+        (False, False): VerdictAgent,
     }
     launcher.LocalElasticAgent = kinds[standbys > 0, bool(hygiene)]
     try:
