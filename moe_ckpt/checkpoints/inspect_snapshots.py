@@ -184,7 +184,7 @@ def _flags(survey: Survey) -> Table:
 def _slots(found: Sequence[Slot], surveys: Sequence[Survey]) -> Table:
     rows = []
     for slot, survey in zip(found, surveys, strict=True):
-        owner = f"{slot.owner or 'a process'}, {'alive' if slot.alive else 'gone'}"
+        owner = slot.problem or f"{slot.owner or 'a process'}, {'alive' if slot.alive else 'gone'}"
         counts = len(survey.holdings), len(survey.torn), len(survey.writing)
         rows.append((slot.node, slot.job, slot.local_rank, slot.area, owner, slot.nbytes, *counts))
     return table("Slots", _SLOTS, rows)

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId, StoreFailure
-from megatron.core.dist_checkpointing.moe.storage.manifest import decode
+from megatron.core.dist_checkpointing.moe.storage.manifest import MOST_BYTES, decode
 from megatron.core.dist_checkpointing.moe.storage.ownership import OWNER_FILE
 from megatron.core.dist_checkpointing.moe.storage.slot_reader import SEALED, SlotReader
+from megatron.core.dist_checkpointing.moe.storage.small_files import read_small
 from megatron.core.dist_checkpointing.moe.types.standby import GRADIENTS, LOG, PARKED
 from moe_ckpt.checkpoints.windows import StoredSnapshot, on_timeline, restorable, states, timelines
 from moe_ckpt.dense.integrity import Advance, unwatched
@@ -111,6 +112,7 @@ def _verified(slot: Slot, advance: Advance) -> _VerifiedSlot:
     listed = in_slot.snapshots()
     unsealed = [torn for torn in listed.torn if not torn.path.endswith(SEALED)]
     findings = [Finding(torn.path, torn.why) for torn in listed.torn if torn not in unsealed]
+    findings += [Finding(str(directory / OWNER_FILE), slot.problem)] if slot.problem else []
     intact: list[StoredSnapshot] = []
     records = nbytes = 0
     for snapshot in listed.sealed:
@@ -182,10 +184,10 @@ def _gc_item(folder: Path, held: Sequence[Slot], limits: GcLimits) -> GcItem:
     job, left = folder.name, _left(held)
     what, nbytes = f"job {job} on {folder.parent.name}: {left}", disk_bytes(folder)
     item = GcItem(what, nbytes, "its processes are gone", partial(_remove, folder))
-    living = [slot.owner or "a process" for slot in held if slot.alive]
+    living = [slot.problem or f"{slot.owner or 'a process'} uses it" for slot in held if slot.alive]
     fresh = limits.too_fresh(last_written_s(folder))
     if living:
-        return item.kept(f"{living[0]} uses it")
+        return item.kept(living[0])
     if folder.is_symlink():
         return item.kept(A_LINK)
     if left.newer:
@@ -215,7 +217,7 @@ def _left(held: Sequence[Slot]) -> _LeftSnapshots:
 def _read(manifest: Path) -> tuple[int | None, bool]:
     """The iteration in a manifest, None where it cannot be read, and whether a later version wrote it."""
     try:
-        return decode(manifest.read_bytes(), str(manifest)).snapshot.iteration, False
+        return decode(read_small(manifest, MOST_BYTES), str(manifest)).snapshot.iteration, False
     except NewerFormat:
         return None, True
     except (UnreadableCheckpoint, OSError):
@@ -227,7 +229,7 @@ def _remove(folder: Path) -> None:
     with ExitStack() as stack:
         # The locks of all its slots are held while the folder goes, so that no restart can begin to use it.
         for path in sorted(folder.glob(f"*/{OWNER_FILE}")):
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             stack.callback(os.close, descriptor)
             try:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.storage.manifest import FORMAT_VERSION as SNAPSHOT_VERSION
+from megatron.core.dist_checkpointing.moe.storage.manifest import MOST_BYTES as MANIFEST_BYTES
 from megatron.core.dist_checkpointing.moe.storage.manifest import unframed
 from megatron.core.dist_checkpointing.moe.storage.ownership import owner_files
 from megatron.core.dist_checkpointing.moe.types.layout import MANIFEST, UNSEALED, SnapshotId
@@ -19,7 +20,18 @@ from moe_ckpt.dense.chain import FORMAT_VERSION as CHAIN_VERSION
 from moe_ckpt.dense.chain import MANIFEST as CHAIN
 from moe_ckpt.dense.chain import PARTIAL_BACKEND_VERSION
 from moe_ckpt.dense.integrity import NAME as INTEGRITY
-from moe_ckpt.dense.names import COMMON, FORMAT, INDEX, ITERATION, SHARD_SUFFIX, STAGED, TRACKER
+from moe_ckpt.dense.names import (
+    COMMON,
+    FORMAT,
+    INDEX,
+    INFORMING_BYTES,
+    ITERATION,
+    SHARD_SUFFIX,
+    STAGED,
+    SUMS_BYTES,
+    TRACKER,
+    read_beside,
+)
 
 from .location import LocationKind
 
@@ -109,7 +121,7 @@ def _is_snapshot(folder: Path, own: str, names: Sequence[str]) -> bool:
         raise UnreadableCheckpoint(
             f"{folder} is a half-written snapshot: it has no {MANIFEST}; take another one beside it"
         )
-    _refuse_newer(folder / MANIFEST, "manifest", SNAPSHOT_VERSION)
+    _refuse_newer(folder / MANIFEST, "manifest", SNAPSHOT_VERSION, MANIFEST_BYTES)
     return True
 
 
@@ -129,7 +141,7 @@ def _is_iteration(folder: Path, own: str, names: Sequence[str]) -> bool:
         raise UnreadableCheckpoint(
             f"{folder} is a half-written checkpoint: it has no {missing[0]}; take another iteration"
         )
-    _refuse_newer(folder / CHAIN, "chain", CHAIN_VERSION)
+    _refuse_newer(folder / CHAIN, "chain", CHAIN_VERSION, SUMS_BYTES)
     return True
 
 
@@ -175,10 +187,10 @@ def _refuse_other_backend(path: Path) -> None:
         )
 
 
-def _refuse_newer(path: Path, key: str, reads: int) -> None:
+def _refuse_newer(path: Path, key: str, reads: int, most_bytes: int) -> None:
     """Of our own files, which are a checksum and a body that says its format; damage is for those who need the file."""
     try:
-        body = unframed(key, path.read_bytes())
+        body = unframed(key, read_beside(path, most_bytes))
     except FileNotFoundError:
         return
     version = _parsed(body or b"").get("format")
@@ -189,12 +201,12 @@ def _refuse_newer(path: Path, key: str, reads: int) -> None:
 def _read(path: Path) -> dict[str, Any]:
     """The object in a small file of JSON; empty where it is missing or damaged: that is for those who need it."""
     with suppress(FileNotFoundError):
-        return _parsed(path.read_bytes())
+        return _parsed(read_beside(path, INFORMING_BYTES))
     return {}
 
 
 def _parsed(content: bytes) -> dict[str, Any]:
-    with suppress(ValueError, RecursionError):
+    with suppress(ValueError, RecursionError, MemoryError):
         parsed = json.loads(content)
         return parsed if isinstance(parsed, dict) else {}
     return {}

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
-from megatron.core.dist_checkpointing.moe.storage.ownership import is_claimed_here, owner_files
+from megatron.core.dist_checkpointing.moe.storage.ownership import OWNER_BYTES, is_claimed_here, owner_files
 from megatron.core.dist_checkpointing.moe.storage.slot_reader import SlotReader
+from megatron.core.dist_checkpointing.moe.storage.small_files import open_regular, read_small
 
 from .files import disk_bytes
 
@@ -23,7 +24,8 @@ class Slot:
     """One process's folder in one area of the memory tier: <memory_dir>/<node>/<job>/<area>-<local_rank>.
 
     owner: what its process wrote of itself when it took the folder: "process 4711 on host", empty if it cannot be read.
-    alive: a process holds the folder now. What a dead one left is adopted by a restart of the same job.
+    alive: a process holds the folder now. What a dead one left is adopted by a restart of the same job. problem: why
+    the owner file cannot be read; where not even its lock can be asked for, a process may hold the folder.
     """
 
     directory: Path
@@ -33,6 +35,7 @@ class Slot:
     local_rank: int
     owner: str
     alive: bool
+    problem: str = ""
 
     @property
     def reader(self) -> SlotReader:
@@ -67,30 +70,39 @@ def _slot(file: Path) -> Slot | None:
     if not dash or not number.isdecimal():
         return None
     if is_claimed_here(file):
-        alive, owner = True, f"process {os.getpid()} on {os.uname().nodename}"
+        alive, owner, problem = True, f"process {os.getpid()} on {os.uname().nodename}", ""
     else:
         try:
-            alive, owner = _is_locked(file), _owner_of(file)
+            alive, owner, problem = _asked(file)
         except FileNotFoundError:
             return None  # its job ended just now and took it along
     node, job = directory.parent.parent.name, directory.parent.name
-    return Slot(directory, node, job, area, int(number), owner, alive)
+    return Slot(directory, node, job, area, int(number), owner, alive, problem)
+
+
+def _asked(file: Path) -> tuple[bool, str, str]:
+    """Of an owner file whether its lock is held, who wrote it, and what is wrong with it. Raises FileNotFoundError,
+    PermissionError."""
+    try:
+        alive, owner = _is_locked(file), _owner_of(file)
+    except (FileNotFoundError, PermissionError):
+        raise
+    except OSError as error:
+        return True, "", f"{file}: {error.strerror}: whether a process uses this folder is not known"
+    return alive, owner, "" if owner or alive else f"{file}: it does not say whose the folder was"
 
 
 def _is_locked(file: Path) -> bool:
     """Whether another process holds the lock of an owner file. Taking it to find out might refuse a starting job."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with open_regular(file) as opened:
         query = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
-        (kind, *_) = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, query))
-    finally:
-        os.close(descriptor)
+        (kind, *_) = struct.unpack(_FLOCK, fcntl.fcntl(opened.fileno(), fcntl.F_GETLK, query))
     return bool(kind != fcntl.F_UNLCK)
 
 
 def _owner_of(file: Path) -> str:
     try:
-        owner = json.loads(file.read_bytes())
+        owner = json.loads(read_small(file, OWNER_BYTES))
         return f"process {owner['process']} on {owner['host']}"
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return ""

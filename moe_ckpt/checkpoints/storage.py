@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.ports import Manifest, SnapshotId
-from megatron.core.dist_checkpointing.moe.storage.manifest import decode
+from megatron.core.dist_checkpointing.moe.storage.manifest import MOST_BYTES, decode
+from megatron.core.dist_checkpointing.moe.storage.small_files import open_regular, read_small
 from megatron.core.dist_checkpointing.moe.types import OperatorId, Part
 from megatron.core.dist_checkpointing.moe.types.layout import MANIFEST
 from moe_ckpt.checkpoints.windows import (
@@ -218,7 +219,7 @@ def _misnamed(persist_dir: PersistDir) -> Iterator[Finding]:
     """Snapshots in folders that have not the name of one."""
     for path in persist_dir.misnamed():
         try:
-            name = decode((path / MANIFEST).read_bytes(), str(path / MANIFEST)).snapshot.name
+            name = decode(read_small(path / MANIFEST, MOST_BYTES), str(path / MANIFEST)).snapshot.name
         except (UnreadableCheckpoint, OSError) as error:
             yield Finding(str(path), f"it looks like a snapshot, but: {error}")
         else:
@@ -234,7 +235,7 @@ def _padding(persist_dir: PersistDir, manifest: Manifest) -> Iterator[Finding]:
         return
     ends = [record.offset + record.nbytes for record in manifest.records]
     starts = [*(record.offset for record in manifest.records[1:]), manifest.layout.nbytes]
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for start, end in zip(ends, starts, strict=False):
             if any(os.pread(file.fileno(), end - start, start)):
                 yield Finding(str(path), f"the bytes {start} to {end} between records have changed", expected="zeros")

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.moe.types import OperatorId, expert
 
 from .components import MASTER, MODEL, TENSOR_RULES, component_of
 from .framed import decoded
-from .names import FORMAT, read_if_there
+from .names import FORMAT, INFORMING_BYTES, read_beside, read_if_there
 
 MANIFEST = "moe_ckpt_chain.json"
 FORMAT_VERSION = 2
@@ -233,8 +233,8 @@ def read_chain(directory: Path) -> Chain | None:
 def says_partial(directory: Path) -> bool:
     """Whether the commit marker of an iteration says that it was saved with some of the experts."""
     try:
-        marker = json.loads((directory / FORMAT).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        marker = json.loads(read_beside(directory / FORMAT, INFORMING_BYTES))
+    except (OSError, ValueError, RecursionError, MemoryError):
         return False
     return isinstance(marker, dict) and marker.get("sharded_backend_version") == PARTIAL_BACKEND_VERSION
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.storage.small_files import open_regular
 
 from .blocks import BLOCK_ELEMENTS, Placed, blocks
 from .dcp_metadata import CheckpointIndex, Chunk, ChunkExtent, TensorInfo, parse_index
-from .names import COMMON, FORMAT, INDEX, TRACKER, read_tracker
+from .names import COMMON, FORMAT, INDEX, INDEX_BYTES, INFORMING_BYTES, TRACKER, read_beside, read_tracker
 from .safe_load import load_torch_bytes
 
 # Since Megatron-Core 0.17 what was common.pt is an object of the sharded files.
@@ -101,7 +103,7 @@ def require_complete(directory: Path) -> CheckpointIndex:
     Raises UnreadableCheckpoint saying what is wrong and what to do, OSError.
     """
     _check_format(directory)
-    index = parse_index((directory / INDEX).read_bytes())
+    index = parse_index(read_beside(directory / INDEX, INDEX_BYTES))
     _check_files(directory, index)
     return index
 
@@ -157,8 +159,8 @@ def _check_format(directory: Path) -> None:
 
 def _backend(path: Path) -> object:
     try:
-        return json.loads(path.read_bytes())["sharded_backend"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        return json.loads(read_beside(path, INFORMING_BYTES))["sharded_backend"]
+    except (ValueError, KeyError, TypeError, RecursionError, MemoryError) as error:
         raise UnreadableCheckpoint(f"{path} is damaged ({error!r:.120}); take another iteration") from error
 
 
@@ -181,8 +183,8 @@ def _check_files(directory: Path, index: CheckpointIndex) -> None:
 
 def _read_common(directory: Path, index: CheckpointIndex) -> dict[str, Any]:
     path = directory / COMMON
-    if path.is_file():
-        common = load_torch_bytes(path.read_bytes(), str(path))
+    if os.path.lexists(path):
+        common = load_torch_bytes(read_beside(path, INDEX_BYTES), str(path))
     elif COMMON_OBJECT in index.objects:
         extent = index.objects[COMMON_OBJECT]
         loaded = load_torch_bytes(read_extent(directory, extent, COMMON_OBJECT), f"{COMMON_OBJECT} in {extent.file}")
@@ -202,11 +204,12 @@ def read_extent(directory: Path, extent: ChunkExtent, name: str) -> bytes:
     """The bytes of an entry called `name`. Raises UnreadableCheckpoint."""
     path = directory / extent.file
     try:
-        with path.open("rb") as file:
+        with open_regular(path, through_links=True) as file:
             file.seek(extent.offset_bytes)
             data = file.read(extent.length_bytes)
-    except OSError as error:
-        raise UnreadableCheckpoint(f"{path}, which holds {name}, cannot be read ({error.strerror})") from error
+    except (OSError, MemoryError) as error:
+        why = getattr(error, "strerror", None) or f"{extent.length_bytes} bytes are more than there is memory for"
+        raise UnreadableCheckpoint(f"{path}, which holds {name}, cannot be read ({why})") from error
     if len(data) != extent.length_bytes:
         raise UnreadableCheckpoint(f"{path} ended {extent.length_bytes - len(data)} bytes early while reading {name}")
     return data

@@ -16,7 +16,7 @@ from .chain import stacked_name, stacked_object_name
 from .dense_writer import DenseWriter
 from .integrity import damaged, seal, sums_of
 from .merged import MergedCheckpoint, open_merged
-from .names import COMMON, TRACKER, new_iteration_folder
+from .names import COMMON, INDEX_BYTES, TRACKER, new_iteration_folder, read_beside
 
 Watch = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 """Given the bytes that there are to do, a context with a function that takes bytes as they are done."""
@@ -94,7 +94,7 @@ def _write(merged: MergedCheckpoint, folder: Path, advance: Callable[[int], None
                 _write_expert(merged, operator, writer)
     common = newest.directory / COMMON
     if common.is_file():
-        write_atomically(folder / COMMON, common.read_bytes())
+        write_atomically(folder / COMMON, read_beside(common, INDEX_BYTES))
     writer.write_index(folder)
     seal(folder)
 

@@ -38,7 +38,7 @@ def decoded[T](
                 " that wrote it, or a newer one"
             )
         value = make(found)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, UsageError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError, UsageError) as error:
         raise UnreadableCheckpoint(f"{name} is damaged ({error!r:.120}); take another iteration") from error
     # What is believed is exactly what is written: another spelling of it is of no save.
     if encode(value) != content:

@@ -20,6 +20,7 @@ import msgspec
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.storage.atomic import write_atomically
 from megatron.core.dist_checkpointing.moe.storage.manifest import RunningChecksum, is_keyed, sealed, unsealed
+from megatron.core.dist_checkpointing.moe.storage.small_files import open_regular
 
 from .framed import decoded
 from .names import COMMON, read_if_there
@@ -81,7 +82,7 @@ def file_sum(path: Path, advance: Advance = unwatched) -> FileSum:
     """Length and checksum of a file; the next block is read while one is summed up. Raises OSError."""
     digest, nbytes = RunningChecksum(), 0
     blocks = [memoryview(bytearray(_BLOCK_BYTES)) for _ in range(2)]
-    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1, "read-ahead") as ahead:
+    with open_regular(path, through_links=True) as file, ThreadPoolExecutor(1, "read-ahead") as ahead:
         coming = ahead.submit(file.readinto, blocks[0])
         while count := coming.result():
             block = blocks[0][:count]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
+from megatron.core.dist_checkpointing.moe.storage.small_files import read_small
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """In a --save folder: names the newest complete iteration."""
@@ -32,17 +33,31 @@ ITERATION = re.compile(r"iter_(\d{7,})")
 STAGED = re.compile(r"\.iter_(\d{7,})\.(saving|removing)")
 """An iteration that is being written or removed, or was when its process died."""
 
+INFORMING_BYTES = 1 << 20
+"""The longest tracker, or commit marker."""
+
+INDEX_BYTES = 4 << 30
+"""The longest index, or common part: they grow with ranks and entries to some hundreds of MB."""
+
+SUMS_BYTES = 256 << 20
+"""The longest list of checksums or of experts: 80 bytes for each file, 10 for each expert."""
+
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
 
+def read_beside(path: Path, most_bytes: int) -> bytes:
+    """The content of a small file of dense checkpoints, where links are followed. Raises OSError as `read_small`."""
+    return read_small(path, most_bytes, through_links=True)
+
+
 def read_if_there(path: Path) -> bytes | None:
-    """The content of a file of one iteration, None if there is no such file.
+    """The content of a list of checksums or of experts, None if there is no such file.
 
     Raises:
         UnreadableCheckpoint: the file is there and cannot be read.
     """
     try:
-        return path.read_bytes()
+        return read_beside(path, SUMS_BYTES)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -56,7 +71,7 @@ def read_tracker(root: Path) -> str | None:
     """
     path = root / TRACKER
     try:
-        text = path.read_text(encoding="utf-8", errors="replace").strip()
+        text = read_beside(path, INFORMING_BYTES).decode(errors="replace").strip()
     except FileNotFoundError:
         return None
     except OSError as error:

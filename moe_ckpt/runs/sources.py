@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
+from megatron.core.dist_checkpointing.moe.storage.small_files import read_small
 
 from .accounts import DrillResult, Run, Struck
 from .run_log import number, read_run
 
 DRILL_RESULT = "result.json"
 NAMES = ("metrics.jsonl", "reports")
+MOST_BYTES = 64 << 20
+"""Of the result of a drill: it has a line for each fault."""
 MOST = 12
 """Runs of one page."""
 
@@ -39,7 +42,7 @@ def _runs_at(path: Path) -> list[Run]:
         return [Run(read_run(path, _name_of(path)))]
     if not path.is_dir():
         raise UsageError(f"{path} does not exist; give a file of --metrics-jsonl, or its folder")
-    if (path / DRILL_RESULT).is_file():
+    if (path / DRILL_RESULT).exists():
         return list(_of_drill(path))
     files = [path / name for name in NAMES if (path / name).is_file()] or sorted(path.glob("*.jsonl"))
     if not files:
@@ -47,11 +50,14 @@ def _runs_at(path: Path) -> list[Run]:
     found, problems = [], []
     for file in files:
         try:
+            if not file.is_file():  # a FIFO that is given by its name is read, one that lies somewhere is not
+                raise UnreadableCheckpoint(f"{file} is no regular file")
             found.append(Run(read_run(file, _name_of(file))))
         except UnreadableCheckpoint as error:
             problems.append(error)
     if not found:
         raise problems[0]
+    found[0].log.notes += [f"{error}; it is left out" for error in problems]
     return found
 
 
@@ -62,9 +68,9 @@ def _name_of(file: Path) -> str:
 def _of_drill(folder: Path) -> Iterator[Run]:
     """The job that was examined, and the one with stock checkpoints if there is one."""
     try:
-        data = json.loads((folder / DRILL_RESULT).read_bytes())
+        data = json.loads(read_small(folder / DRILL_RESULT, MOST_BYTES, through_links=True))
         results = {name: data[name] for name in ("subject", "baseline") if isinstance(data.get(name), dict)}
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError, MemoryError) as error:
         raise UnreadableCheckpoint(f"{folder / DRILL_RESULT} is not the result of a drill: {error}") from error
     stock = number(results.get("baseline", {}).get("ettr"))
     for name, result in results.items():

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
+from megatron.core.dist_checkpointing.moe.storage.small_files import INFORMING_BYTES, read_small
 from moe_ckpt.checkpoints.location import age_of
 from moe_ckpt.checkpoints.slots import slots
 from moe_ckpt.report import Fact, Report, table
@@ -31,7 +32,6 @@ CONNECT_S = 5.0
 ANSWER_S = 60.0
 """Where somebody does. Torch (2.13) has the address looked up by name before it takes a connection as made: one lost
 answer of a name server takes 5 s."""
-MOST_BYTES = 2**20
 MOST_RANKS = 2**17
 SEARCHED = 256
 """Ranks that are looked for before any has said how many there are."""
@@ -66,29 +66,33 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """ranks: ascending. from_store: whether all nodes were asked; else `why_not` says why only this one was."""
+    """ranks: ascending. from_store: whether all nodes were asked; else `why_not` says why only this one was. damaged: a
+    line for each file on this node that could not be read."""
 
     ranks: tuple[RankStatus, ...]
     from_store: bool
     why_not: str = ""
+    damaged: tuple[str, ...] = ()
 
 
 def status_of(text: bytes | str, *, is_alive: bool = True) -> RankStatus | None:
     """From JSON; None for what no rank wrote."""
     try:
         data = json.loads(text)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, MemoryError):
         return None
-    if not isinstance(data, dict) or not isinstance(data.get("rank"), int):
+    if not isinstance(data, dict) or type(rank := data.get("rank")) is not int or not 0 <= rank < MOST_RANKS:
+        return None
+    if math.isnan(at_s := number(data.get("at_s"))):
         return None
     texts = {name: value if isinstance(value := data.get(name), str) else "" for name in _TEXTS}
     protection = texts["protection"] if texts["protection"] in LEVELS else LEVELS[0]
     return RankStatus(
-        data["rank"],
+        rank,
         texts["job"],
         texts["node"],
         texts["strategy"],
-        number(data.get("at_s")),
+        at_s,
         _whole(data.get("iteration")),
         protection,
         _whole(data.get("protected_iteration")),
@@ -115,16 +119,17 @@ def job_status(memory_dir: Path, store: str | None, job: str | None) -> JobStatu
         if not found:
             raise UnreadableCheckpoint(f"the store at {store} has nothing of a protected job")
         return JobStatus(found, from_store=True)
-    here = _of_one_job(tuple(_here(memory_dir)), memory_dir, job)
+    damaged: list[str] = []
+    here = _of_one_job(tuple(_here(memory_dir, damaged)), memory_dir, job, damaged)
     newest = max(here, key=lambda one: one.at_s)
     try:
         everywhere = tuple(_in_store(newest.store, newest.world_size)) if newest.is_alive else ()
     except UnreadableCheckpoint as error:
-        return JobStatus(here, from_store=False, why_not=str(error))
+        return JobStatus(here, from_store=False, why_not=str(error), damaged=tuple(damaged))
     if not everywhere:
         why_not = "the job's store cannot be asked" if newest.is_alive else "its processes on this node have ended"
-        return JobStatus(here, from_store=False, why_not=why_not)
-    return JobStatus(everywhere, from_store=True)
+        return JobStatus(here, from_store=False, why_not=why_not, damaged=tuple(damaged))
+    return JobStatus(everywhere, from_store=True, damaged=tuple(damaged))
 
 
 def log_status(path: Path) -> RankStatus:
@@ -184,7 +189,7 @@ def as_report(found: JobStatus, now_s: float, silent_s: float) -> Report:
         table("Less than asked for", "rank:count | node | what | why", (row for row in trouble if row[2])),
     )
     notes = () if found.from_store else (f"Only what is known here: {found.why_not}.",)
-    return Report("Job status", tuple(facts), tables, notes)
+    return Report("Job status", tuple(facts), tables, (*notes, *found.damaged))
 
 
 def _ago_s(at_s: float, now_s: float) -> float | None:
@@ -212,22 +217,31 @@ def _trouble(one: RankStatus, now_s: float, silent_s: float) -> tuple[str, str]:
     return state, one.reason or "copies are being made, as after a start or a recovery"
 
 
-def _here(memory_dir: Path) -> Iterator[RankStatus]:
+def _here(memory_dir: Path, damaged: list[str]) -> Iterator[RankStatus]:
+    """What ranks on this node said; damaged: gets a line for each file that cannot be read."""
     for slot in slots(memory_dir):
+        path = slot.directory / STATUS_FILE
         try:
-            text = (slot.directory / STATUS_FILE).read_bytes()
-        except OSError:
+            found = status_of(read_small(path, INFORMING_BYTES), is_alive=slot.alive)
+        except FileNotFoundError:
             continue
-        found = status_of(text[:MOST_BYTES], is_alive=slot.alive)
+        except OSError as error:
+            damaged.append(f"{path} is left out: {error.strerror}.")
+            continue
         if found is not None:
             yield found
+        else:
+            damaged.append(f"{path} is left out: no rank wrote that.")
 
 
-def _of_one_job(found: Sequence[RankStatus], memory_dir: Path, job: str | None) -> tuple[RankStatus, ...]:
+def _of_one_job(
+    found: Sequence[RankStatus], memory_dir: Path, job: str | None, damaged: Sequence[str]
+) -> tuple[RankStatus, ...]:
     names = sorted({one.job for one in found if job in (None, one.job)})
     if not names:
         which = f"job {job}" if job else "a job"
-        raise UnreadableCheckpoint(f"{memory_dir} has no status of {which}: none runs here, or it has just begun")
+        why = damaged[0] if damaged else "none runs here, or it has just begun"
+        raise UnreadableCheckpoint(f"{memory_dir} has no status of {which}: {why}")
     living = sorted({one.job for one in found if one.is_alive and one.job in names})
     if len(living or names) > 1:
         raise UsageError(f"{memory_dir} has several jobs: choose one of {', '.join(living or names)} with --job")
@@ -257,7 +271,7 @@ def _in_store(address: str, world_size: int = 0) -> Iterator[RankStatus]:
             if rank >= min(world_size or SEARCHED, MOST_RANKS):
                 return
             key = STATUS_KEY.format(rank)
-            one = status_of(client.get(key)[:MOST_BYTES]) if client.check([key]) else None
+            one = status_of(client.get(key)[:INFORMING_BYTES]) if client.check([key]) else None
             if one is not None:
                 world_size = one.world_size
                 yield one

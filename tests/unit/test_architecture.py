@@ -102,7 +102,7 @@ ROWS = {
     ),
     f"{TOOLS}.hugging_face": Row("errors storage", "safetensors torch", "dense"),
     f"{TOOLS}.checkpoints": Row(f"{PARTS} config storage recovery", "fsspec torch", "dense report"),
-    f"{TOOLS}.runs": Row("errors", "msgspec torch", "checkpoints report"),
+    f"{TOOLS}.runs": Row("errors storage", "msgspec torch", "checkpoints report"),
     f"{TOOLS}.simulator": Row(f"{VALUES} config policy strategies"),
     f"{TOOLS}.commands": Row(
         f"{PARTS} config storage", "click torch",
@@ -296,3 +296,37 @@ def test_tests_reach_into_privates_nowhere_new() -> None:
         if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
     ]
     assert len(found) <= PRIVATE_ACCESSES
+
+
+READ_OTHERWISE = {
+    "moe.versions": "files of installed packages, before numpy is there",
+    "moe.storage.system": "the kernel's own, of a control group",
+    "moe.storage.numa": "the kernel's own, of devices",
+    "moe.storage.job_secret": "bounded and regular too, and asked whose it is",
+    "moe.replication.interface": "the kernel's own, of this boot",
+    "moe.seats.heartbeat": "a byte in a folder that only the launcher gives",
+    "dense.safe_load": "bytes that were read, not a file",
+    "runs.run_log": "what a user names, which may be a pipe; line by line",
+}
+"""Modules that read files otherwise than through `storage.small_files`, and why."""
+
+
+def test_files_that_somebody_else_may_have_put_there_are_read_in_one_place() -> None:
+    judged = (ENGINE, *(f"{TOOLS}.{name}" for name in ("checkpoints", "dense", "runs")))
+    found = {
+        module for module, path in MODULES.items() if module.startswith(judged) and any(map(reads, calls_in(path)))
+    }
+    assert {module.removeprefix(f"{TOOLS}.").removeprefix(ENGINE[:-3]) for module in found} == READ_OTHERWISE.keys()
+
+
+def calls_in(path: Path) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call))
+
+
+def reads(call: ast.Call) -> bool:
+    """Whether a call reads a file by its name."""
+    called = ast.unparse(call.func)
+    if called.rpartition(".")[2] in ("read_bytes", "read_text") or called == "torch.load":
+        return True
+    modes = [one.value for one in call.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    return called.rpartition(".")[2] == "open" and bool(modes) and modes[-1].startswith("r")

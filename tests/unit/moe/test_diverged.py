@@ -91,6 +91,7 @@ def test_damaged_notes_are_said_and_cost_only_a_second_try(tmp_path: Path, caplo
     with caplog.at_level(logging.ERROR):
         assert DivergenceNotes(tmp_path).read() == []
     assert "may be tried again" in caplog.text
+    assert str(tmp_path / FILE) in caplog.text
 
 
 def test_a_note_that_cannot_be_written_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

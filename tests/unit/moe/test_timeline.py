@@ -12,7 +12,6 @@ import pytest
 from megatron.core.dist_checkpointing.moe.boot_clock import boot_id
 from megatron.core.dist_checkpointing.moe.recovery.timeline import (
     FILE,
-    MOST_BYTES,
     Milestone,
     RecoveryTimeline,
     Timestamps,
@@ -22,6 +21,7 @@ from megatron.core.dist_checkpointing.moe.recovery.timeline import (
     merged,
     rank_timestamps,
 )
+from megatron.core.dist_checkpointing.moe.storage.small_files import INFORMING_BYTES
 from megatron.core.dist_checkpointing.moe.types import RecoveryPlan, Topology
 from megatron.core.dist_checkpointing.moe.types.recovery import ReplaySegment, Scope
 
@@ -232,7 +232,7 @@ TIMES = json.dumps([{"attempt": "1", "boot": boot_id(), "times": {"parked": "%s"
     "content",
     [
         "", "{", "[1]", '[{"attempt": "1"}]', TIMES % '"x"', TIMES % "1e999", TIMES % "-Infinity", TIMES % "NaN",
-        "[" * 100_000, " " * (MOST_BYTES + 1), "\0" * 9,
+        "[" * 100_000, " " * (INFORMING_BYTES + 1), "\0" * 9,
     ],
     ids=range(11),
 )  # fmt: skip

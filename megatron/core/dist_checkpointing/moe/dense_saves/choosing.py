@@ -16,7 +16,7 @@ from moe_ckpt.dense.chain import MANIFEST
 from moe_ckpt.dense.dense import open_dense
 from moe_ckpt.dense.integrity import NAME, FileSum
 from moe_ckpt.dense.merged import open_merged
-from moe_ckpt.dense.names import RELEASE, TRACKER
+from moe_ckpt.dense.names import INFORMING_BYTES, RELEASE, TRACKER, read_beside
 
 from ..errors import UnreadableCheckpoint, UsageError
 from ..storage.manifest import is_keyed
@@ -168,11 +168,16 @@ def _older(root: Path, iteration: int, *, is_tracker_lost: bool = False) -> _Loa
 
 
 def _tracker(root: Path) -> str | None:
+    """What it says, None where there is none. Raises UsageError where it cannot be read: nobody means to begin anew."""
     try:
-        with (root / TRACKER).open("rb") as file:
-            return file.read(100).decode(errors="replace").strip()
-    except OSError:
+        return read_beside(root / TRACKER, INFORMING_BYTES).decode(errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise UsageError(
+            f"--load {root}: {root / TRACKER} cannot be read ({error.strerror}); repair the tracker, or remove it to"
+            " begin anew"
+        ) from error
 
 
 def _root(args: Any, load_arg: str) -> Path | None:

@@ -22,11 +22,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from moe_ckpt.dense.integrity import FileSum, decode, encode, file_sum
+from moe_ckpt.dense.names import SUMS_BYTES
 
 from ..errors import MoECheckpointError, UnreadableCheckpoint, format_error
 from ..replay.patches import replaced
 from ..storage.job_secret import read_secret
 from ..storage.manifest import is_keyed, use_secret
+from ..storage.small_files import read_small
 from .agreement import RankFailure, agree, all_done, raise_on_all_ranks
 
 type Step = Callable[[], None]
@@ -84,7 +86,7 @@ def take_sums(folder: Path, ranks: int) -> dict[str, FileSum]:
     sums: dict[str, FileSum] = {}
     for path in (folder / _SUMS.format(rank=rank) for rank in range(ranks)):
         with contextlib.suppress(OSError, UnreadableCheckpoint):
-            sums |= decode(path.read_bytes(), str(path))
+            sums |= decode(read_small(path, SUMS_BYTES), str(path))
         with contextlib.suppress(OSError):
             path.unlink()
     return sums

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from ..policy.lineage import Lineage, past
+from ..storage.small_files import INFORMING_BYTES, put_aside, read_small
 
 log = logging.getLogger(__name__)
 
@@ -69,15 +70,19 @@ class DivergenceNotes:
         self._noted: list[Divergence] = []
 
     def read(self) -> list[Divergence]:
-        """All notes, oldest first; none where they are damaged, which is logged."""
+        """All notes, oldest first.
+
+        None where they are damaged, which is said once: then a replay may be tried once more. It is compared with what
+        was recorded as before, so what comes out otherwise is not trained from, and is noted again.
+        """
         if self._path is None:
             return list(self._noted)
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=list[Divergence])
+            return msgspec.json.decode(read_small(self._path, INFORMING_BYTES), type=list[Divergence])
         except FileNotFoundError:
             return []
-        except (OSError, msgspec.DecodeError) as error:
-            log.error("replays that diverged before are not known, so one may be tried again: %s: %s", FILE, error)
+        except (OSError, ValueError, RecursionError) as error:  # ValueError: msgspec's, and of text that is no UTF-8
+            put_aside(self._path, "replays that diverged before, of which one may be tried again,", error)
             return []
 
     def add(self, divergence: Divergence) -> None:

@@ -13,11 +13,9 @@ is gathered and merged; so a timeline spans processes and nodes. What is not kno
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import json
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +26,7 @@ from typing import Any, cast
 from ..boot_clock import boot_id, since_boot_s
 from ..policy.lineage import number_of
 from ..ports import Json, Transport
-from ..storage.small_files import read_small
+from ..storage.small_files import INFORMING_BYTES, put_aside, read_small
 from ..types import RecoveryPlan, Topology
 from .table import RecoveryTable
 
@@ -36,10 +34,9 @@ log = logging.getLogger(__name__)
 
 FILE = "marks.json"
 """In the folder of the rank's slot, which a restarted process takes over."""
-MOST_BYTES = 1 << 20
-"""Of it: a fault takes some hundred bytes, and few follow each other before a recovery is over."""
 
-
+END_OF_TIME_S = 1e11
+"""Some 3000 years after 1970."""
 TRUSTED_S = 0.5
 """By how much clocks of nodes may seem to differ: a busy rank leaves a collective that late."""
 
@@ -125,7 +122,7 @@ def left_in(folder: Path) -> list[dict[str, Any]]:
     """
     path = folder / FILE
     try:
-        records = json.loads(read_small(path, MOST_BYTES))
+        records = json.loads(read_small(path, INFORMING_BYTES))
         return [
             {"attempt": str(record["attempt"]), "boot": record["boot"], "times": _times(record["times"])}
             for record in records
@@ -133,11 +130,8 @@ def left_in(folder: Path) -> list[dict[str, Any]]:
         ]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        log.warning("the times of the last fault in %s are not readable, and are put aside: %s", path, why)
-        with contextlib.suppress(OSError):
-            path.replace(path.with_name(f"{FILE}.damaged"))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        put_aside(path, "the times of the last fault", error)
         return []
 
 
@@ -150,10 +144,11 @@ def forget(folder: Path) -> None:
 
 
 def _times(data: Mapping[str, Any]) -> dict[str, float]:
-    """Raises ValueError for what is no time: all ranks gather these, and JSON has no infinite numbers."""
+    """Raises ValueError for what is no time: all ranks gather these, and JSON has no infinite numbers; nor may
+    differences of them be infinite."""
     names = {milestone.value for milestone in Milestone}
     times = {name: float(at_s) for name, at_s in data.items() if name in names}
-    if wrong := [f"{name} {at_s}" for name, at_s in times.items() if not math.isfinite(at_s)]:
+    if wrong := [f"{name} {at_s}" for name, at_s in times.items() if not 0 <= at_s < END_OF_TIME_S]:
         raise ValueError(f"{wrong[0]} is no time")
     return times
 

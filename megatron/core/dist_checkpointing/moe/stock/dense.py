@@ -13,6 +13,7 @@ from ..dense_saves.choosing import has_chain, intact_checkpoint
 from ..dense_saves.directory import CheckpointDirectory
 from ..dense_saves.saving import DenseSaves
 from ..megatron_state.random_states import DEVICE, TRACKED
+from ..storage.small_files import INFORMING_BYTES, read_small
 from .seams import Call
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -136,7 +137,7 @@ def newest_iteration(folder: str | None) -> int:
 
 def _iteration_in(folder: str) -> int:
     try:
-        text = (Path(folder) / TRACKER).read_text().strip()
+        text = read_small(Path(folder) / TRACKER, INFORMING_BYTES, through_links=True).decode(errors="replace").strip()
     except OSError:
         return -1
     if not text:  # its writer was killed

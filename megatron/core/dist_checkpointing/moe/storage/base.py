@@ -196,7 +196,7 @@ def sealed_manifest(
             f"{folder}: {missing} is missing: it was never sealed, or was freed; use another copy"
         ) from error
     except OSError as error:
-        raise UnreadableCheckpoint(f"{path}: {error.strerror or error}; use another copy") from error
+        raise UnreadableCheckpoint(f"{error.filename or path}: {error.strerror or error}; use another copy") from error
     if found_bytes != manifest.layout.nbytes:
         raise UnreadableCheckpoint(
             f"{folder}/{manifest.segment}: has {found_bytes} of {manifest.layout.nbytes} bytes: it was truncated or"

@@ -22,10 +22,11 @@ import numpy as np
 from ..errors import UnreadableCheckpoint, UsageError
 from ..types.layout import MANIFEST, Field, Layout, Listing, Manifest, Record, SnapshotId, Torn
 from .base import DurableWriter, SnapshotReader, sealed_manifest
+from .manifest import MOST_BYTES
+from .small_files import read_small, regular_stat
 from .system import (
     OperatingSystem,
     failing_as,
-    read_file,
     read_up_to,
     sync_directory,
     write_all,
@@ -103,7 +104,7 @@ class FilesystemStore:
         # From here on the descriptor keeps the bytes, whatever happens to their name. Should the snapshot be freed and
         # written anew between the two lines, checksums of the old manifest refuse the new bytes.
         try:
-            descriptor = self.system.open(path, os.O_RDONLY)
+            descriptor = self.system.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError as error:
             raise UnreadableCheckpoint(f"{path}: {error.strerror}; use another copy") from error
         return FilesystemReader(manifest, str(path), descriptor, self.system)
@@ -172,19 +173,22 @@ class FilesystemStore:
 
     def _delete(self, folder: Path) -> None:
         with suppress(FileNotFoundError):  # a restarted process of this rank may be deleting it too
-            if folder.is_symlink():  # what it leads to is not ours
+            if folder.is_symlink() or not folder.is_dir():  # what it leads to is not ours
                 self.system.unlink(folder)
                 return
             for name in self.system.list_directory(folder):
-                self.system.unlink(folder / name)
+                try:
+                    self.system.unlink(folder / name)
+                except IsADirectoryError:
+                    self._delete(folder / name)
             self.system.remove_directory(folder)
 
     def _manifest(self, snapshot: SnapshotId) -> Manifest:
         manifest = sealed_manifest(
             snapshot,
             str(self.directory / snapshot.name),
-            lambda path: read_file(self.system, Path(path)),
-            lambda path: os.stat(path).st_size,
+            lambda path: read_small(Path(path), MOST_BYTES, system=self.system),
+            lambda path: regular_stat(Path(path)).st_size,
         )
         if manifest.segment != SEGMENT:
             raise UnreadableCheckpoint(

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Buffer
 
 FORMAT_VERSION = 1
+MOST_BYTES = 256 << 20
+"""Of a manifest: one with the four records of each of 15,360 experts has 16 MB."""
 _KEY = "manifest"
 _UNSIGNED = "use another copy, or leave out the secret if this job once ran without one"
 KEYED = b'{"hmac":'
@@ -246,7 +248,7 @@ def decode(content: bytes, name: str) -> Manifest:
     body = _unsealed_manifest(content, name)
     try:
         return _parsed(body)
-    except (MoECheckpointError, ValidationError, ValueError, RecursionError) as error:
+    except (MoECheckpointError, ValidationError, ValueError, RecursionError, MemoryError) as error:
         kind = NewerFormat if isinstance(error, NewerFormat) else UnreadableCheckpoint
         raise kind(f"{name}: {error}") from error
 

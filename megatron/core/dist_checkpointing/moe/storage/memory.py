@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import mmap
 import os
 import shutil
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -24,6 +25,7 @@ from .checksums import HURRIED_THREADS, checksums
 from .numa import running_on
 from .ownership import SLOT, Claim, warn_unless_in_memory
 from .slot_reader import SEALED, WRITING, MemoryReader, SlotEntry, SlotReader
+from .small_files import regular_stat
 from .system import (
     FileLock,
     OperatingSystem,
@@ -34,6 +36,8 @@ from .system import (
     sync_directory,
     write_synced,
 )
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -220,7 +224,8 @@ class MemoryStore:
                     self.system.unlink(self.directory / entry.name)
                     # A segment of a size that is not used any more goes with its snapshot.
                     if entry.segment not in self._segments:
-                        (self.directory / f"{entry.segment}.bin").unlink(missing_ok=True)
+                        with suppress(FileNotFoundError):
+                            self.system.unlink(self.directory / f"{entry.segment}.bin")
 
     def sweep(self) -> None:
         with self._mutex, failing_as(f"remove torn snapshots in {self.directory}"):
@@ -281,7 +286,7 @@ class MemoryStore:
 
     def _prepare(self, sizes: Sequence[int]) -> dict[str, MappedSegment]:
         """Adopt the segments that are there, delete those that nobody needs, and allocate the rest."""
-        existing = {path.stem: path.stat().st_size for path in sorted(self.directory.glob("segment-*.bin"))}
+        existing = self._sizes(path.stem for path in sorted(self.directory.glob("segment-*.bin")))
         entries = self._slot.entries()
         sealed = {entry.segment for entry in entries if entry.state == SEALED}
         foreign = self._foreign(entries)
@@ -339,13 +344,22 @@ class MemoryStore:
     def _left_behind(self, sealed: Collection[str], sizes: Collection[int]) -> dict[str, MappedSegment]:
         """Segments of these sizes with snapshots of an earlier process, which had others than this one has yet."""
         others = self._segments.keys() | self._foreign(self._slot.entries())
-        paths = {name: self.directory / f"{name}.bin" for name in sealed if name not in others}
-        found = {path: path.stat().st_size for path in paths.values() if path.exists()}
-        return {
-            name: MappedSegment(path, map_file(self.system, path, found[path]))
-            for name, path in paths.items()
-            if found.get(path) in sizes
-        }
+        found = self._sizes(name for name in sealed if name not in others)
+        paths = {name: self.directory / f"{name}.bin" for name, nbytes in found.items() if nbytes in sizes}
+        return {name: MappedSegment(path, map_file(self.system, path, found[name])) for name, path in paths.items()}
+
+    def _sizes(self, names: Iterable[str]) -> dict[str, int]:
+        """Of the segments that are there; what else lies under such a name is said and passed by."""
+        found = {}
+        for name in names:
+            path = self.directory / f"{name}.bin"
+            try:
+                found[name] = regular_stat(path).st_size
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                log.error("%s is left alone: %s", path, error.strerror)
+        return found
 
     def _foreign(self, entries: Sequence[SlotEntry]) -> set[str]:
         """Segments with sealed snapshots that are not this job's own."""

@@ -9,6 +9,7 @@ of their own, so that a writer which was given up for dead cannot change what an
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ import fsspec  # type: ignore[import-untyped]
 from ..errors import MoECheckpointError, StoreFailure, UnreadableCheckpoint, UsageError
 from ..types.layout import MANIFEST, Field, Layout, Listing, Manifest, Record, SnapshotId, Torn
 from .base import DurableWriter, SnapshotReader, sealed_manifest
+from .manifest import MOST_BYTES
 from .system import failing_as
 
 
@@ -157,7 +159,20 @@ class ObjectStore:
             self.files.rmdir(folder)
 
     def _manifest(self, snapshot: SnapshotId) -> Manifest:
-        return sealed_manifest(snapshot, self._folder(snapshot), self.files.cat_file, self.files.size)
+        return sealed_manifest(snapshot, self._folder(snapshot), self._content, self._length)
+
+    def _content(self, path: str) -> bytes:
+        """Of a small object; what is longer than a manifest may be is not read."""
+        length = self._length(path)
+        if length > MOST_BYTES:
+            raise OSError(errno.EFBIG, f"it has {length} bytes, more than {MOST_BYTES}", path)
+        return bytes(self.files.cat_file(path))
+
+    def _length(self, path: str) -> int:
+        about = self.files.info(path)
+        if about["type"] != "file" or about.get("islink"):
+            raise OSError(errno.EINVAL, "it is no regular file", path)
+        return int(about["size"])
 
 
 class ObjectWriter(DurableWriter):

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,10 +23,13 @@ import psutil
 
 from ..errors import UsageError
 from .private_folders import make_private
+from .small_files import read_small
 
 logger = logging.getLogger(__name__)
 
 OWNER_FILE = "owner.json"
+OWNER_BYTES = 4096
+"""Of an owner file: what a process says of itself in it has some 150."""
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 
 SLOT = "slot"
@@ -62,12 +66,15 @@ class Claim:
                 raise
 
     def _lock(self, job: str, slot: int) -> None:
-        path = (self.directory / OWNER_FILE).resolve()
+        path = self.directory.resolve() / OWNER_FILE
         if path in _MINE:
             raise UsageError(f"{self.directory} is in use by this process already: close the other store first")
         # lockf, unlike flock, is not inherited by forked children. But it ends when this process closes any descriptor
         # of the file, hence `_MINE`: nobody here opens an owner file that is claimed.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise UsageError(f"{path} is no regular file, so nobody can hold it: remove it")
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -89,7 +96,7 @@ class Claim:
         if descriptor >= 0:
             os.close(descriptor)
             if self._process == os.getpid():
-                _MINE.pop((self.directory / OWNER_FILE).resolve(), None)
+                _MINE.pop(self.directory.resolve() / OWNER_FILE, None)
 
     def __del__(self) -> None:
         with suppress(OSError):
@@ -118,8 +125,8 @@ def job_of_launcher(memory_dir: Path) -> str:
     for path in sorted(memory_dir.glob(f"*/*/{OWNER_FILE}")):
         if is_claimed_here(path):
             continue
-        with suppress(OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError):
-            said = json.loads(path.read_text())
+        with suppress(OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError, MemoryError):
+            said = json.loads(read_small(path, OWNER_BYTES))
             if said.get("launcher") == own:
                 return str(said["job"])
     return ""
@@ -148,7 +155,7 @@ def owner_files(folder: Path) -> Iterator[Path]:
 
 def is_claimed_here(owner_file: Path) -> bool:
     """Whether this process itself holds the folder; it must not open the file then: closing it would end the lock."""
-    return owner_file.resolve() in _MINE
+    return owner_file.parent.resolve() / OWNER_FILE in _MINE
 
 
 def warn_unless_in_memory(memory_dir: Path) -> None:
@@ -186,7 +193,7 @@ def _live_owner(path: Path) -> str | None:
     """Who holds the owner file of another job, None when nobody does."""
     if is_claimed_here(path):
         return "this process"
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
@@ -198,7 +205,7 @@ def _live_owner(path: Path) -> str | None:
 
 def _said_by(descriptor: int) -> str:
     try:
-        said = json.loads(os.pread(descriptor, 4096, 0))
+        said = json.loads(os.pread(descriptor, OWNER_BYTES, 0))
         return f"job {said['job']}, slot {said['slot']}, process {said['process']} on {said['host']}"
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return "another process"

@@ -21,8 +21,9 @@ from pathlib import Path
 from ..errors import UnreadableCheckpoint
 from ..types.layout import Listing, Manifest, Record, SnapshotId, Torn
 from .base import SnapshotReader
-from .manifest import decode
-from .system import FileLock, LockedMap, OperatingSystem, failing_as, map_locked, read_file
+from .manifest import MOST_BYTES, decode
+from .small_files import read_small, regular_stat
+from .system import FileLock, LockedMap, OperatingSystem, PrivateSystem, failing_as, map_locked
 
 SEALED, WRITING = "json", "writing"
 
@@ -79,7 +80,7 @@ class SlotReader:
     def __init__(
         self, directory: Path, system: OperatingSystem | None = None, being_written: Callable[[str], bool] | None = None
     ) -> None:
-        self.directory, self._system = directory, system or OperatingSystem()
+        self.directory, self._system = directory, system or PrivateSystem()
         self._being_written = being_written or self._is_locked
 
     def entries(self) -> tuple[SlotEntry, ...]:
@@ -167,8 +168,8 @@ class SlotReader:
         """The verified manifest of a sealed entry, whose segment is there and whole."""
         path, segment = self.directory / entry.name, f"{entry.segment}.bin"
         try:
-            manifest = decode(read_file(self._system, path), str(path))
-            stored = os.stat(self.directory / segment)
+            manifest = decode(read_small(path, MOST_BYTES, system=self._system), str(path))
+            stored = regular_stat(self.directory / segment)
         except OSError as error:
             raise UnreadableCheckpoint(f"{error.filename or path}: {error.strerror}; use another copy") from error
         if (manifest.snapshot, manifest.segment) != (entry.snapshot, segment):

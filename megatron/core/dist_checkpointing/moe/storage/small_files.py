@@ -1,32 +1,93 @@
-"""Reads small files that somebody else may have put there: regular ones only, of a size that their kind may have."""
+"""Reads small files that somebody else may have put there: regular ones only, of a size that their kind may have.
+
+Whatever lies under the name of a file of ours is never waited for (a FIFO), read without end (a device, or a link to
+one) or taken into memory because it says that it is long (a sparse file): it costs itself, and one line with its path.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import logging
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
 
+import psutil
 
-def read_small(path: Path, most_bytes: int) -> bytes:
-    """The content of a file in a folder of ours.
+from .system import OperatingSystem, opened, read_up_to
 
-    A FIFO, a device or a folder under its name is not waited for or read, nor is a link followed; a file that is too
-    large costs no memory.
+log = logging.getLogger(__name__)
+
+INFORMING_BYTES = 1 << 20
+"""Of a file that only informs: the longest, times of faults, have some hundred bytes for each."""
+
+_ALWAYS_BYTES = 64 << 20
+"""Longer files than this are read only where twice their length is free: their content is copied as it is parsed."""
+
+_LINUX = OperatingSystem()
+
+
+def read_small(path: Path, most_bytes: int, *, through_links: bool = False, system: OperatingSystem = _LINUX) -> bytes:
+    """The content of a regular file.
 
     Args:
         path: Of the file.
         most_bytes: What one of its kind may have.
+        through_links: Whether the file may be a link to another one, as in folders that are not ours.
+        system: That reads it.
 
     Raises:
         FileNotFoundError: There is none.
         OSError: It cannot be read, is no regular file, or is larger; `strerror` says which.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-    with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
-        if found.st_size > most_bytes:
-            raise OSError(errno.EFBIG, f"it has {found.st_size} bytes, more than {most_bytes}", str(path))
-        return file.read(most_bytes)
+    with opened(system, path, _flags(through_links)) as descriptor:
+        length = _regular(descriptor, path).st_size
+        if length > most_bytes:
+            raise OSError(errno.EFBIG, f"it has {length} bytes, more than {most_bytes}", str(path))
+        if length > _ALWAYS_BYTES and 2 * length > psutil.virtual_memory().available:
+            raise OSError(errno.ENOMEM, f"it has {length} bytes, more than half of the free memory", str(path))
+        content = memoryview(bytearray(length))
+        return bytes(content[: read_up_to(system, descriptor, content, 0)])
+
+
+def open_regular(path: Path, *, through_links: bool = False) -> BufferedReader:
+    """A regular file of any length, for reading. Raises OSError as `read_small`."""
+    descriptor = _LINUX.open(path, _flags(through_links))
+    try:
+        _regular(descriptor, path)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def regular_stat(path: Path) -> os.stat_result:
+    """Of a regular file in a folder of ours. Raises OSError as `read_small`."""
+    found = path.lstat()
+    _require_regular(found, path)
+    return found
+
+
+def put_aside(path: Path, what: str, why: object) -> None:
+    """Say once that a file which only informs cannot be believed, and rename it, so that the next start is quiet."""
+    # An error: what one rank alone knows is not heard of otherwise.
+    log.error("%s in %s are not readable, and are put aside: %s", what, path, getattr(why, "strerror", None) or why)
+    with contextlib.suppress(OSError):
+        path.replace(path.with_name(f"{path.name}.damaged"))
+
+
+def _flags(through_links: bool) -> int:
+    return os.O_RDONLY if through_links else os.O_RDONLY | os.O_NOFOLLOW
+
+
+def _regular(descriptor: int, path: Path) -> os.stat_result:
+    found = os.fstat(descriptor)
+    _require_regular(found, path)
+    return found
+
+
+def _require_regular(found: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))

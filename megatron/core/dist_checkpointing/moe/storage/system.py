@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import numpy as np
 import psutil
 
 from ..errors import NoRoom, StoreFailure
@@ -20,18 +19,21 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class OperatingSystem:
-    """Linux. All calls raise OSError; numbers of bytes may come out smaller than asked for."""
+    """Linux. All calls raise OSError; numbers of bytes may come out smaller than asked for. No call waits for the other
+    end of a FIFO that lies where a file should be."""
 
     close = staticmethod(os.close)
     pwrite = staticmethod(os.pwrite)
     sync = staticmethod(os.fsync)
     rename = staticmethod(os.rename)
-    unlink = staticmethod(os.unlink)
     make_directory = staticmethod(os.mkdir)
     remove_directory = staticmethod(os.rmdir)
 
     def open(self, path: Path, flags: int) -> int:
-        return os.open(path, flags | os.O_CLOEXEC, 0o644)
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
 
     def pread(self, descriptor: int, into: memoryview, offset: int) -> int:
         return os.preadv(descriptor, [into], offset)
@@ -44,14 +46,23 @@ class OperatingSystem:
 
     def copy(self, into: memoryview, data: memoryview) -> None:
         """memcpy without the GIL."""
+        import numpy as np  # here: commands that only read small files start without it
+
         np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))
 
 
 class PrivateSystem(OperatingSystem):
-    """Files that are made are this user's only, and links are not followed."""
+    """Files that are made are this user's only, and links are not followed. What is a folder where a file should be is
+    renamed in place of being removed: nobody reads it then."""
 
     def open(self, path: Path, flags: int) -> int:
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+
+    def unlink(self, path: Path) -> None:
+        try:
+            os.unlink(path)
+        except IsADirectoryError:
+            os.rename(path, f"{path}.damaged")
 
 
 def node_memory_bytes(group_limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
@@ -168,13 +179,6 @@ def read_up_to(system: OperatingSystem, descriptor: int, into: memoryview, offse
             break
         done += count
     return done
-
-
-def read_file(system: OperatingSystem, path: Path) -> bytes:
-    """All bytes of a small file. Raises OSError."""
-    with opened(system, path, os.O_RDONLY) as descriptor:
-        content = bytearray(os.fstat(descriptor).st_size)
-        return bytes(content[: read_up_to(system, descriptor, memoryview(content), 0)])
 
 
 def write_synced(system: OperatingSystem, path: Path, content: bytes) -> None:
