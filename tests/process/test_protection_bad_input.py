@@ -200,6 +200,30 @@ def test_what_a_crashed_attempt_of_the_same_job_left_is_adopted(killed: Outcome,
     assert any(line.startswith("  own memory of node 0") for line in recovered(outcome)), outcome.said
 
 
+def test_files_that_only_inform_and_strange_ones_cost_what_they_tell_and_no_start(
+    killed: Outcome, run: Run, storage: Path, cluster: Cluster
+) -> None:
+    slots = sorted(cluster.memory.glob("*/*/slot-*"))
+    marks, notes = slots[0] / "marks.json", slots[1] / "diverged.json"
+    marks.write_text('[{"attempt": "x", "times": {"detected": 1e999}}]')
+    os.mkfifo(notes)
+    for slot in slots:
+        (slot / "status.json").unlink(missing_ok=True)
+        (slot / "status.json").mkdir()
+        (slot / "owner.json").write_text("[" * 100_000)
+    segment = slots[0] / "segment-098.bin"
+    segment.mkdir()
+    manifest = storage / "iter_0000005-rank_00000-snapshot" / "manifest.json"
+    manifest.parent.mkdir()
+    os.mkfifo(manifest)
+    outcome = run(*durable(storage), "--moe-ckpt-inject-fault", "1@6:step")
+    assert set(outcome.codes) == {0}, outcome.said
+    assert "Traceback" not in outcome.said
+    assert recovered(outcome)[0] == "recovered iteration 4 exactly", outcome.said
+    for path in (marks, notes, segment, manifest):
+        assert any(str(path) in line for line in outcome.said.splitlines()), (path, outcome.said)
+
+
 def test_newer_formats_in_memory_are_told_and_older_copies_taken(
     killed: Outcome, run: Run, storage: Path, cluster: Cluster
 ) -> None:
