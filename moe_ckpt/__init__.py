@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import signal
+
 from .megatron_core import refuse_unsupported_versions
 
 
 def main() -> None:
     """Runs `moe-ckpt`."""
+    is_heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_heard:  # while the rest is imported, Ctrl-C just ends it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     refuse_unsupported_versions()
     from .commands.main import main as run
 
+    if is_heard:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     run()

@@ -4,6 +4,8 @@ Core decorates its fused functions with `torch.compile` while it is imported, an
 few jobs need. Here functions are compiled when they are called first, and not at all where a CPU plays the device. And
 Python looks for garbage again and again while a million objects come to be that all stay.
 
+A rank that a launcher has started ends at once at Ctrl-C from here on, and outlives who reads its output.
+
 Where Python, torch or Megatron-Core is too old for the driver, or has no training loop, the process ends here with a
 line that says so.
 """
@@ -14,6 +16,7 @@ import functools
 import gc
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron.pretrain.device import wants_engine_on_cpu
+from megatron.pretrain.quiet_ends import OF_LAUNCHERS, end_at_once_when_interrupted, outlive_readers
 from moe_ckpt.megatron_core import UNUSABLE, load_megatron_core, refuse_unsupported_versions
 
 KERNELS = {"transformer_engine": "transformer_engine.pytorch", "apex": "apex"}
@@ -102,6 +106,9 @@ def _load_engine_for_cpu() -> None:
 
 
 def _import() -> None:
+    if not OF_LAUNCHERS.isdisjoint(os.environ):
+        end_at_once_when_interrupted()
+        outlive_readers()
     refuse_unsupported_versions()
     refuse_core_without_loop()
     was_enabled = gc.isenabled()

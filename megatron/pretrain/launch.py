@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from megatron.pretrain.quiet_ends import end_at_once_when_interrupted, outlive_readers
 from moe_ckpt.megatron_core import refuse_unsupported_versions
 
 if __name__ == "__main__":
+    end_at_once_when_interrupted()  # until there are processes to end
+    outlive_readers()
     # Before torch; and skips core: nothing is trained here, and importing all of it takes longest.
     refuse_unsupported_versions()
 

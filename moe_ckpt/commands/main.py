@@ -81,7 +81,10 @@ def _take_secret() -> None:
 
 
 def main() -> None:
-    """Runs `moe-ckpt`; exit code 0, 1 for a checkpoint that cannot be read, 2 for wrong usage."""
+    """Runs `moe-ckpt`; exit code 0, 1 for a checkpoint that cannot be read, 2 for wrong usage, 130 for Ctrl-C."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # as where a shell has closed it
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     try:
         _take_secret()
         code = commands.main(prog_name="moe-ckpt", standalone_mode=False) or 0
@@ -93,20 +96,27 @@ def main() -> None:
     except click.ClickException as error:
         click.echo(f"moe-ckpt: {error.format_message()}", err=True)
         sys.exit(2)
-    except click.Abort:
-        sys.exit(1)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("moe-ckpt: interrupted", err=True)
+        sys.exit(130)
     except MoECheckpointError as error:
         click.echo(f"moe-ckpt: {error}", err=True)
         sys.exit(2 if isinstance(error, UsageError) else 1)
     except BrokenPipeError:
-        # Who read the output has left; nothing that is still to be flushed at the end may fail for it.
-        with suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _write_no_more()  # who read the output has left
         sys.exit(1)
     except OSError as error:
         reason = error.strerror or str(error) or type(error).__name__
-        click.echo(f"moe-ckpt: {error.filename or 'a file'} cannot be read: {reason}", err=True)
+        what = f"{error.filename} cannot be read" if error.filename else "a file cannot be read, or the output written"
+        click.echo(f"moe-ckpt: {what}: {reason}", err=True)
+        _write_no_more()
         sys.exit(1)
+
+
+def _write_no_more() -> None:
+    """Nothing that is still to be flushed at the end may fail."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import psutil
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
@@ -183,8 +183,9 @@ class CarefulSeatAgent(_Careful, SeatAgent):
 @contextlib.contextmanager
 def own_agents(standbys: int, hygiene: HygieneOptions) -> Iterator[None]:
     """In this block torch's launchers, `run` and `elastic_launch`, seat workers if there are standbys, and leave or end
-    ranks as the options say."""
-    own = launcher.LocalElasticAgent
+    ranks as the options say. Ctrl-C ends all processes, raising SignalException, also where no agent of torch's own has
+    started them."""
+    own, interrupt = launcher.LocalElasticAgent, signal.signal(signal.SIGINT, _raise_as_torch_does)
     kinds = {
         (True, True): partial(CarefulSeatAgent, standbys=standbys, hygiene=hygiene),
         (True, False): partial(SeatAgent, standbys=standbys),
@@ -196,6 +197,11 @@ def own_agents(standbys: int, hygiene: HygieneOptions) -> Iterator[None]:
         yield
     finally:
         launcher.LocalElasticAgent = own
+        signal.signal(signal.SIGINT, interrupt)
+
+
+def _raise_as_torch_does(number: int, frame: object) -> NoReturn:
+    raise SignalException(f"process {os.getpid()} got signal {number}", signal.Signals(number))
 
 
 def check_health(command: str, timeout_s: float) -> None:

@@ -16,10 +16,12 @@ import os
 import sys
 from collections.abc import Sequence
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.run import get_args_parser, run
 
 from megatron.pretrain.processes import NODE_LEAVES
+from megatron.pretrain.quiet_ends import end_at_once_when_interrupted, outlive_readers
 from megatron.pretrain.rendezvous import BACKEND, register_backend
 from megatron.pretrain.seats.hygiene_options import HygieneOptions
 from megatron.pretrain.spare_nodes import NotNeeded, SpareHandler
@@ -31,6 +33,8 @@ _AT_START = {"redirects": "0", "tee": "0", "run_path": False, "numa_binding": No
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a job to its end; ends as torchrun does."""
+    end_at_once_when_interrupted()  # until there are processes to end
+    outlive_readers()
     refuse_unsupported_versions()
     from megatron.pretrain.seats.careful import NodeLeaves, own_agents  # once Megatron-Core is skipped
 
@@ -48,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     except NodeLeaves as error:
         sys.stderr.write(f"moe-ckpt-run: {error}\n")
         sys.exit(NODE_LEAVES)
+    except SignalException as stop:
+        sys.stderr.write(f"moe-ckpt-run: stopped by signal {stop.sigval.name}\n")
+        sys.exit(128 + int(stop.sigval))
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:

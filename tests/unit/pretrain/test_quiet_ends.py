@@ -1,0 +1,88 @@
+"""Ctrl-C, and output that nobody reads any more, end or disturb nothing with a traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.core.dist_checkpointing.moe.seats.channel import DESCRIPTOR
+from megatron.pretrain.quiet_ends import OF_LAUNCHERS
+
+ROOT = Path(__file__).parents[3]
+MOE_CKPT = (sys.executable, "-m", "moe_ckpt")
+CLOSED = "nobody reads standard output any more: the job goes on without it\n"
+
+LOGS = """
+import logging, sys, time
+from megatron.pretrain.quiet_ends import outlive_readers
+outlive_readers()
+logging.basicConfig(stream=sys.stdout, level=logging.INFO)
+print("ready", flush=True)
+sys.stdin.readline()
+for at in range(100):
+    print(at, flush=True)
+    logging.info(at)
+    sys.stdout.write(str(at))
+"""
+
+
+@pytest.mark.parametrize("unbuffered", [["-u"], []], ids=["-u", ""])
+def test_output_without_a_reader_is_said_once_and_goes_nowhere(unbuffered: list[str]) -> None:
+    started = subprocess.Popen(
+        [sys.executable, *unbuffered, "-c", LOGS], cwd=ROOT, text=True, env={**os.environ, "RANK": "3"},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    with started:
+        assert started.stdout is not None
+        assert started.stdin is not None
+        assert started.stderr is not None
+        assert started.stdout.readline() == "ready\n"
+        started.stdout.close()
+        started.stdin.write("\n")
+        started.stdin.flush()
+        assert started.stderr.read() == f"rank 3: {CLOSED}"
+    assert started.returncode == 0
+
+
+def test_output_with_a_reader_is_as_it_was() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", LOGS.replace("100", "2")],
+        cwd=ROOT,
+        text=True,
+        input="\n",
+        capture_output=True,
+        check=True,
+    )
+    assert ended.stdout.startswith("ready\n0\nINFO:root:0\n01\nINFO:root:1\n")
+    assert ended.stderr.startswith("INFO") or not ended.stderr
+
+
+def test_ranks_and_standbys_are_known_by_what_launchers_give_them() -> None:
+    assert DESCRIPTOR in OF_LAUNCHERS
+
+
+@pytest.mark.parametrize("redirected", [">&-", ">&- 2>&-", "| true", ">/dev/full"])
+@pytest.mark.parametrize("command", ["simulate constants", "--help"])
+def test_commands_without_output_end_without_a_traceback(command: str, redirected: str) -> None:
+    line = f"{sys.executable} -m moe_ckpt {command} {redirected}"
+    ended = subprocess.run(["bash", "-c", line], cwd=ROOT, text=True, capture_output=True, check=False)
+    assert ended.returncode in (0, 1)
+    assert len(ended.stderr.splitlines()) == (redirected == ">/dev/full"), ended.stderr
+
+
+def test_an_interrupted_command_says_so_in_a_line(tmp_path: Path) -> None:
+    command = [*MOE_CKPT, "report", "--watch", "--port", "0", str(tmp_path / "metrics.jsonl")]
+    fifo = tmp_path / "metrics.jsonl"
+    os.mkfifo(fifo)  # reading waits for a writer
+    started = subprocess.Popen(command, cwd=ROOT, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    with started, fifo.open("w"):  # opened once it reads
+        started.send_signal(signal.SIGINT)
+        assert started.stderr is not None
+        said = started.stderr.read()
+    assert started.returncode == 130
+    assert said.strip() == "moe-ckpt: interrupted"
