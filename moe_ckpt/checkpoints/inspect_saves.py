@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.storage.lease import writer_of
 from moe_ckpt.dense.chain import Chain, read_chain
 from moe_ckpt.dense.components import OBJECT_RULES, TENSOR_RULES, component_of, in_order
 from moe_ckpt.dense.integrity import NAME as INTEGRITY
@@ -58,7 +59,8 @@ def saves_report(root: Path, now_s: float) -> Inspection:
         Fact("Bytes of all", sum(saved.nbytes for saved in found), "bytes"),
     )
     tables = (_iterations(found, now_s), *tables)
-    return Inspection(Report(f"Checkpoints in {root}", (*own, *facts), tables, _notes(newest)), why)
+    notes = (*filter(None, [writer_of(str(root))]), *_notes(newest))
+    return Inspection(Report(f"Checkpoints in {root}", (*own, *facts), tables, notes), why)
 
 
 def iteration_report(folder: Path, now_s: float) -> Inspection:

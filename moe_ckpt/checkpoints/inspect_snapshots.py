@@ -9,6 +9,7 @@ from typing import Any, cast
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId
 from megatron.core.dist_checkpointing.moe.recovery.table import spans
+from megatron.core.dist_checkpointing.moe.storage.lease import writer_of
 from megatron.core.dist_checkpointing.moe.storage.manifest import FORMAT_VERSION
 from megatron.core.dist_checkpointing.moe.types import STANDBY
 from moe_ckpt.checkpoints.survey import Holding, Survey, operator_rows, survey_slot, survey_snapshot, survey_storage
@@ -43,7 +44,8 @@ def storage_report(persist_dir: PersistDir, now_s: float) -> Report:
     tables = (*_tables(survey, now_s), _flags(survey))
     lost = "No state is whole here: a recovery takes another place, and moe-ckpt verify says what is missing."
     facts = (*_facts(survey, now_s), *_whole_facts(survey))
-    return Report(f"Snapshots in {place}", facts, tables, () if survey.newest_whole else (lost,))
+    notes = filter(None, (writer_of(place), "" if survey.newest_whole else lost))
+    return Report(f"Snapshots in {place}", facts, tables, tuple(notes))
 
 
 def memory_report(folder: Path, now_s: float) -> Report:

@@ -250,7 +250,7 @@ class GcLimits:
             return f"something was written here {age_s:.0f} s ago: a job may be running"
         return ""
 
-    def applied(self, items: list[GcItem], written_s: float | None) -> tuple[GcItem, ...]:
-        """The items, of which none goes where something was written too short a time ago."""
-        fresh = self.too_fresh(written_s)
+    def applied(self, items: list[GcItem], written_s: float | None, writer: str = "") -> tuple[GcItem, ...]:
+        """The items, of which none goes where a job has a lease (`writer_of`), or wrote too short a time ago."""
+        fresh = writer or self.too_fresh(written_s)
         return tuple(item.kept(fresh) if fresh and item.remove else item for item in items)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError, NewerFormat, UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.storage.lease import writer_of
 from moe_ckpt.dense import integrity
 from moe_ckpt.dense.chain import read_chain, says_partial
 from moe_ckpt.dense.integrity import Advance, unwatched
@@ -94,7 +95,7 @@ class SavesLocation(DenseLocation):
         items += [_gc_item(saved, f"it is {saved.state}: what was doing that has ended", goes=True) for saved in left]
         merging = (path for path in sorted(self.path.iterdir()) if _MERGING.fullmatch(path.name))
         items += [GcItem.left_over(path, "it is half-converted") for path in merging]
-        return GcPlan(limits.applied(items, last_written_s(self.path)), newest)
+        return GcPlan(limits.applied(items, last_written_s(self.path), writer_of(self.place)), newest)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.policy.lineage import Lineage
 from megatron.core.dist_checkpointing.moe.ports import Json, SnapshotId, Store, Torn
+from megatron.core.dist_checkpointing.moe.storage.lease import writer_of
 from megatron.core.dist_checkpointing.moe.types import OperatorId, Part
 from moe_ckpt.checkpoints.windows import (
     RestorableState,
@@ -89,8 +90,8 @@ def storage_gc_plan(persist_dir: PersistDir, limits: GcLimits, advance: Advance)
         *(_torn_item(persist_dir, found, why, retained, has_strangers) for found, why in torn),
         *(GcItem.left_over(path, "it was being deleted when its process ended") for path in persist_dir.half_deleted()),
     ]
-    written_s = persist_dir.last_written_s()
-    return GcPlan(limits.applied(items, written_s), str(retained.intact) if retained else "", notes)
+    written_s, writer = persist_dir.last_written_s(), writer_of(persist_dir.place)
+    return GcPlan(limits.applied(items, written_s, writer), str(retained.intact) if retained else "", notes)
 
 
 def _read(store: Store, sealed: Sequence[SnapshotId]) -> tuple[list[StoredSnapshot], list[str]]:

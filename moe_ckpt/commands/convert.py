@@ -100,6 +100,7 @@ _DROPPED = {
     "--metrics-jsonl": 1,
     "--moe-ckpt-memory-dir": 1,
     "--moe-ckpt-persist-dir": 1,
+    "--moe-ckpt-take-over": 1,
     "--moe-ckpt-replicas": 1,
     "--moe-ckpt-inject-fault": 1,
 }
@@ -265,7 +266,7 @@ def densified(source: ConversionSource, persist_dir: PersistDir, out: Path, flag
         # Training ends where it was recovered, and saves there; it evaluates nothing.
         own += ["--save-interval", str(10**9), "--eval-iters", "0"]
         # No iteration but those of a replay is run, so random states of a GPU go on unchanged: nothing is inexact.
-        own += ["--moe-ckpt-reshard", "inexact"]
+        own += ["--moe-ckpt-reshard", "inexact", "--moe-ckpt-take-over", "any"]
         # The snapshots of the source alone, so that nothing is tidied up in a storage that a job may still write to.
         alone = persist_dir.copied_to(Path(view), source.snapshots)
         own += ["--moe-ckpt-memory-dir", memory, "--moe-ckpt-persist-dir", alone]

@@ -61,7 +61,11 @@ run_job() {
         step+=("--container-image=$IMAGE" "--container-workdir=$root"
                "--container-mounts=$root:$root,$TMPFS:$TMPFS${MOUNTS:+,$MOUNTS}")
     fi
-    if protects "$@"; then flags+=(--moe-ckpt-memory-dir "$MEMORY"); fi
+    if protects "$@"; then
+        flags+=(--moe-ckpt-memory-dir "$MEMORY")
+        # The jobs of a chain have numbers of their own, and are one training.
+        [ "$ON_STOP" = requeue ] || flags+=(--moe-ckpt-take-over any)
+    fi
     local careful=("--moe-ckpt-strikes=$STRIKES" "--moe-ckpt-health-check=$HEALTH_CHECK" "--moe-ckpt-hang-timeout=$HANG_S")
     [ -z "$LOG_DIR" ] || careful+=("--log-dir=$LOG_DIR" --tee=3)
     keep_rendezvous

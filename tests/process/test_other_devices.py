@@ -19,8 +19,8 @@ from moe_ckpt.dense.dense import open_dense
 LAYOUT = Layout(tp=1, pp=1, ep=2, ranks=2)
 ITERATIONS = 4
 SAME = ["--train-iters", ITERATIONS, "--attention-dropout", 0]
-FULL = "--moe-ckpt-strategy full --moe-ckpt-interval 1 --moe-ckpt-persist-interval 1".split()
-SPARSE = "--moe-ckpt-strategy sparse --moe-ckpt-window 2 --moe-ckpt-persist-interval 2".split()
+FULL = "--moe-ckpt-strategy full --moe-ckpt-interval 1 --moe-ckpt-persist-interval 1 --moe-ckpt-take-over any".split()
+SPARSE = "--moe-ckpt-strategy sparse --moe-ckpt-window 2 --moe-ckpt-persist-interval 2 --moe-ckpt-take-over any".split()
 OF_A_GPU = bytes(range(1, 17))
 """As many bytes as `torch.cuda.get_rng_state` has: a seed and an offset, of 8 bytes each."""
 ENDED = ["--train-iters", 1, "--override-opt_param-scheduler"]

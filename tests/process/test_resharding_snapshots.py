@@ -27,7 +27,9 @@ BIAS = (
     "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0 --moe-router-score-function sigmoid "
     "--moe-router-enable-expert-bias"
 ).split()
-FULL = "--moe-ckpt-strategy full --moe-ckpt-interval 1 --moe-ckpt-persist-interval 1".split()
+ASKED = ["--moe-ckpt-take-over", "any"]
+"""Each job here goes on from what one with another id stored."""
+FULL = ["--moe-ckpt-strategy", "full", "--moe-ckpt-interval", 1, "--moe-ckpt-persist-interval", 1, *ASKED]
 
 
 def padded(layout: Layout) -> tuple[object, ...]:
@@ -237,7 +239,7 @@ def test_where_training_draws_random_numbers_that_has_to_be_asked_for(
 def test_experts_of_different_ages_come_back_as_they_do_in_their_own_layout(
     strategy: str, train: Train, cluster: Cluster, tmp_path: Path
 ) -> None:
-    lossy = ["--moe-ckpt-strategy", strategy, "--moe-ckpt-persist-interval", 1, "--bf16"]
+    lossy = ["--moe-ckpt-strategy", strategy, "--moe-ckpt-persist-interval", 1, "--bf16", *ASKED]
     own, other = Layout(tp=1, pp=2, ep=2), Layout(tp=2, pp=1, ep=1, ranks=2)
     memory = ["--moe-ckpt-memory-dir", cluster.memory]
     train(own, *lossy, *padded(own), *memory, "--train-iters", 6, "--moe-ckpt-persist-dir", tmp_path / "storage")
@@ -267,7 +269,7 @@ WINDOWS = [
 def test_a_window_of_another_layout_is_run_again_there_and_comes_back_here(
     own: Layout, other: Layout, train: Train, cluster: Cluster, tmp_path: Path
 ) -> None:
-    sparse = ["--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", 2, "--moe-ckpt-persist-interval", 1]
+    sparse = ["--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", 2, "--moe-ckpt-persist-interval", 1, *ASKED]
     sparse += ["--moe-ckpt-memory-dir", cluster.memory, "--moe-ckpt-persist-dir", tmp_path / "storage"]
     train(own, *sparse, *padded(own), "--save", tmp_path / "saved", "--save-interval", 1, "--train-iters", 6)
     # Fewer iterations than were trained: what was restored is saved as it is.
@@ -286,7 +288,7 @@ def test_a_window_whose_optimizer_core_does_not_bring_to_a_layout_is_refused_and
     start: Start, train: Train, cluster: Cluster, tmp_path: Path
 ) -> None:
     own, other = Layout(tp=1, pp=2, ep=2, ranks=4), Layout(tp=2, pp=1, ep=1, ranks=2)
-    sparse = ["--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", 2, "--moe-ckpt-persist-interval", 1]
+    sparse = ["--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", 2, "--moe-ckpt-persist-interval", 1, *ASKED]
     sparse += ["--moe-ckpt-memory-dir", cluster.memory, "--moe-ckpt-persist-dir", tmp_path / "storage"]
     train(own, *sparse, *padded(own), "--train-iters", 4)
     before = sorted((tmp_path / "storage").glob("iter_*"))
@@ -302,7 +304,7 @@ def test_a_window_that_cannot_be_run_again_is_refused_with_the_reason_and_stays(
     start: Start, train: Train, cluster: Cluster, tmp_path: Path
 ) -> None:
     own, other, storage = Layout(tp=1, pp=1, ep=2, ranks=2), Layout(tp=1, pp=1, ep=2, ranks=4), tmp_path / "storage"
-    sparse = ["--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", 2, "--moe-ckpt-persist-interval", 1]
+    sparse = ["--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", 2, "--moe-ckpt-persist-interval", 1, *ASKED]
     sparse += ["--moe-ckpt-memory-dir", cluster.memory, "--moe-ckpt-persist-dir", storage]
     train(own, *sparse, *padded(own), "--train-iters", 4)
     for segment in storage.glob("iter_*/segment.bin"):

@@ -154,6 +154,7 @@ def test_snapshots_without_the_counts_of_this_loop_are_refused_by_name_and_stay(
     argv = flags(
         cluster.corpus, LAYOUT, *MODEL, "--moe-ckpt-strategy", strategy, *STRATEGIES[strategy],
         "--moe-ckpt-memory-dir", str(cluster.memory), "--moe-ckpt-persist-dir", str(storage),
+        "--moe-ckpt-take-over", "any",
     )  # fmt: skip
     outcome = cluster.world.run(argv, LAYOUT.ranks)
     assert set(outcome.codes) == {2}, outcome.said

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import msgspec
 import pytest
 from test_cli import run
 from verify_places import chained, dense, settled, tensor
@@ -35,6 +36,8 @@ from megatron.core.dist_checkpointing.moe.ports import (
 )
 from megatron.core.dist_checkpointing.moe.storage import manifest
 from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
+from megatron.core.dist_checkpointing.moe.storage.lease import Holder
+from megatron.core.dist_checkpointing.moe.storage.lease_files import LEASE
 from megatron.core.dist_checkpointing.moe.storage.manifest import checksum
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.storage.objects import ObjectStore
@@ -418,6 +421,22 @@ def test_stamps_that_are_still_to_come_are_told_as_such_and_nothing_goes(tmp_pat
     assert "2131-01-01" in reasons(plan, "iteration 2") and "still to come" in reasons(plan, "iteration 2")
     age = {fact.name: fact.value for fact in StorageLocation(str(tmp_path)).inspect(time.time()).report.facts}["Age"]
     assert age is None, "not: written just now"
+
+
+def test_where_a_job_has_a_lease_nothing_goes_unless_its_process_is_gone(tmp_path: Path) -> None:
+    for last in (2, 4, 6):
+        Made().window(tmp_path, last)
+    holder = Holder.here("job-of-old")
+    lease = tmp_path / LEASE
+    lease.write_bytes(msgspec.json.encode(holder))
+    settled(tmp_path)
+    plan = of_storage(tmp_path, keep_last=1)
+    assert not freed(plan)
+    assert f"job 'job-of-old' (process {os.getpid()} on" in reasons(plan, "iteration 2")
+    assert f"(process {os.getpid()} on" in " ".join(locate(str(tmp_path)).inspect(time.time()).report.notes)
+    lease.write_bytes(msgspec.json.encode(msgspec.structs.replace(holder, process=(os.getpid(), 1))))
+    settled(tmp_path)
+    assert len(freed(of_storage(tmp_path, keep_last=1))) == 2
 
 
 def test_what_is_of_another_job_stays_until_it_is_said_to_have_ended(tmp_path: Path) -> None:

@@ -380,3 +380,30 @@ def test_what_a_row_says_arrives_on_the_other_ranks(node: Node) -> None:
         name: getattr(row, name) for name in row.__struct_fields__
     }
     assert (found.digest, found.span, found.has_journal, found.has_strategy) == ("abc", range(3, 5), True, True)
+
+
+def strange(found: Catalogue) -> list[tuple[int, str]]:
+    """What is not used because of its job, by iteration."""
+    return sorted({(one.snapshot.iteration, one.why) for one in found.found if one.why})
+
+
+def test_what_another_job_stored_is_of_no_use_unless_it_is_asked_for(node: Node) -> None:
+    for rank in range(2):
+        node.seal(node.disks[rank], 60, rank, job="elder")
+    refused = node.told().without_strangers("job", lambda job: False)
+    assert strange(refused) == [(60, "it belongs to job elder")]
+    assert not refused.timelines and not any(copy.sealed for copy in refused.inventory().copies[0])
+    newest = refused.newest_stranger
+    assert newest is not None and (newest.snapshot.iteration, newest.job) == (60, "elder")
+    asked = node.told().without_strangers("job", lambda job: job == "elder")
+    assert not strange(asked) and asked.newest_stranger is None and asked.timelines == [FIRST]
+
+
+def test_what_a_job_has_come_from_is_its_own_from_then_on(node: Node) -> None:
+    """As of experts that only the job before has stored."""
+    for rank in range(2):
+        node.seal(node.disks[rank], 2, rank, job="elder", timeline=FIRST)
+        node.seal(node.disks[rank], 3, rank, job="elder", timeline=FIRST)
+        node.seal(node.disks[rank], 4, rank, timeline=SECOND)
+    found = node.told().without_strangers("job", lambda job: False)
+    assert strange(found) == [(3, "it belongs to job elder")], "the past ends where this job went on from"

@@ -283,7 +283,8 @@ class Standing:
 def running(watcher: Standing, left: list[Cause | None]) -> Any:
     """The block of `run`, entered, of a manager that notes why it leaves."""
     fields = {
-        "_session": SimpleNamespace(parks=False), "iteration": 3, "finish": lambda **options: None, "_train_iters": 5,
+        "_session": SimpleNamespace(parks=False, leases=None), "iteration": 3, "_train_iters": 5,
+        "finish": lambda **options: None,
         "_watch": lambda: watcher, "_termination": Termination(), "_leave": lambda error, cause: left.append(cause),
     }  # fmt: skip
     block = MoECheckpointManager.run(SimpleNamespace(**fields))  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.moe.errors import PeerLost, UsageError
 from megatron.core.dist_checkpointing.moe.stock import older_windows
 from megatron.core.dist_checkpointing.moe.stock.older_windows import made_whole
 
-WINDOW = OlderWindow(3, 4, "world_size 4", in_memory=False)
+WINDOW = OlderWindow(3, 4, "world_size 4", "job", in_memory=False)
 
 
 @pytest.mark.usefixtures("single_process_group")

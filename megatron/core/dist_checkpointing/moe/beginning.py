@@ -31,6 +31,7 @@ class Beginning:
         load, newest, run_again, asked_for: As of `MoECheckpointManager.resume`.
         where: Whose snapshots may be unusable, for people.
         replay_tolerance: By how much losses of a replay may differ.
+        takes_over: Whether this job goes on from what that one stored.
     """
 
     session: Session | Unprotected
@@ -41,6 +42,7 @@ class Beginning:
     asked_for: bool
     where: str
     replay_tolerance: float
+    takes_over: Callable[[str], bool] = lambda job: False
 
     def __call__(self, trainer: LiveTrainerState) -> None:
         """Bring everything that training changes to there."""
@@ -57,8 +59,12 @@ class Beginning:
                 f"{own_build().survivors} ranks have kept their processes, and nothing in memory or storage brings them"
                 " back: all ranks start anew"
             )
+        if plan is None and not self.asked_for:
+            self._refuse_strangers(*session.of_others)
         window = session.older_window() if plan is None and self.run_again is not None else None
         if self.run_again is not None and window is not None and window.last > self.newest:
+            if window.job != session.job_id and not self.takes_over(window.job):
+                self._refuse_strangers(window.last, window.job)
             trainer.iteration = self.run_again(window, session.copy_older)
             session.refresh()
             session.take_over(trainer.iteration)
@@ -108,6 +114,15 @@ class Beginning:
         trainer.iteration = load()
         self.session.refresh()
         return True
+
+    def _refuse_strangers(self, iteration: int, job: str) -> None:
+        """A state of another job is not taken for this one's, nor passed by unsaid where it is the newest."""
+        if iteration > self.newest:
+            raise UsageError(
+                f"{self.where} holds iteration {iteration} of job {job}, and this is job {self.session.job_id}: give"
+                f" --moe-ckpt-take-over {job} to go on from it, or start under its id (torchrun --rdzv-id), or take"
+                " another folder"
+            )
 
     def _refuse_after_damage(self) -> None:
         self._refuse_to_begin_anew()

@@ -130,6 +130,9 @@ def _shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
+ANY_JOB = "any"
+
+
 @dataclasses.dataclass(frozen=True)
 class MoECheckpointConfig:
     """Settings of the checkpoint subsystem; the flags are these names behind `--moe-ckpt-`."""
@@ -145,6 +148,10 @@ class MoECheckpointConfig:
         parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
         add_flags(parser, cls, "checkpoints", prefix=cls.PREFIX)
         return from_namespace(cls, parser.parse_known_args(argv)[0], prefix=cls.PREFIX)
+
+    def takes_over(self, job: str) -> bool:
+        """Whether this job goes on from what that one stored."""
+        return self.take_over in (ANY_JOB, job)
 
     strategy: str = flag(
         "none",
@@ -247,6 +254,12 @@ class MoECheckpointConfig:
         "seconds for which a small process beside each rank goes on with what its trainer was writing to "
         "--moe-ckpt-persist-dir when that has died; a restart waits for it (default: it is not written)",
         minimum=1,
+    )
+    take_over: str | None = flag(
+        None,
+        "id of the job whose snapshots in --moe-ckpt-persist-dir this one goes on from, and from which it takes that "
+        "folder and --save also where it may still write there; any: go on from whichever job's, and take no folder",
+        metavar="JOB|any",
     )
     reshard: str = flag(
         "exact",

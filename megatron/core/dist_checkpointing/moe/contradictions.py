@@ -53,7 +53,7 @@ def contradictions(
         for field in dataclasses.fields(given)
         if field.name not in ("strategy", "inject_fault") and getattr(given, field.name) != getattr(default, field.name)
     ]
-    idle = [name for name in changed if not (name == "secret_file" and signs_saves)]
+    idle = [name for name in changed if name != "take_over" and not (name == "secret_file" and signs_saves)]
     if given.strategy == "none" and idle:
         *names, last = STRATEGIES
         yield (f"{_moe_flag(idle[0])} has no effect with --moe-ckpt-strategy none; choose {', '.join(names)} or {last}")

@@ -57,6 +57,7 @@ from .recovery.timeline import RecoveryTimeline, Timestamps
 from .runtime.disconnect import close_connections, is_lost_peer
 from .runtime.faults import FaultInjector, Phase, parse_fault
 from .runtime.iteration_hooks import IterationHooks
+from .runtime.leases import leases_without_session
 from .runtime.live_state import Training
 from .runtime.nccl_settings import process_group_backend, process_group_timeout_s, wrong_settings
 from .runtime.process_info import ProcessInfo
@@ -90,6 +91,7 @@ class MoECheckpointManager:
         place: Where this process runs; what the environment says if not given.
         timestamps: What this process passed so far, for the timeline of a recovery.
         session: Protects in place of what `config` asks for; benchmarks put other savers here.
+        save: Folder that the loop saves checkpoints to, in which no other job may write.
 
     Raises:
         UsageError: Settings, model or folders cannot work; on all ranks alike, before anything was changed.
@@ -111,11 +113,12 @@ class MoECheckpointManager:
         place: ProcessInfo | None = None,
         timestamps: Timestamps | None = None,
         session: Session | Unprotected | None = None,
+        save: str | None = None,
     ) -> None:
         config, place = config or MoECheckpointConfig(), place or ProcessInfo.from_environment()
         chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         self._train_iters, transformer = train_iters, get_model_config(chunks[0])
-        self._replay_tolerance = config.replay_tolerance
+        self._config = config
         self._where = "memory of an older layout" if config.persist_dir is None else "--moe-ckpt-persist-dir"
         refuse_contradictions(config, chunks[0], transformer)
         if config.elastic is not None:
@@ -125,6 +128,8 @@ class MoECheckpointManager:
         self._trainer = LiveTrainerState(optimizer, scheduler, state or NoLoopState(), chunks, draws)
         if config.strategy != "none" and own_build().answers is not None:
             own_seat().keep(close_connections)
+        if session is None and config.strategy == "none" and save is not None:
+            session = Unprotected(leases_without_session(config, save, place))
         self._session: Session | Unprotected = session or Unprotected()
         if session is None and config.strategy != "none":
             microbatches = global_batch_size // (micro_batch_size * parallel_state.get_data_parallel_world_size())
@@ -136,6 +141,7 @@ class MoECheckpointManager:
                 iterations=train_iters,
                 topk=getattr(transformer, "moe_router_topk", None) or 1,
                 passes=Passes(transformer, seq_length, micro_batch_size, microbatches),
+                save=save,
             )
             self._session = Session(config, training, place, timestamps)
         if self._session.protects:
@@ -192,7 +198,7 @@ class MoECheckpointManager:
         own_heartbeat().loads()
         begin = Beginning(
             self._session, load, newest, run_again, asked_for=asked_for, where=self._where,
-            replay_tolerance=self._replay_tolerance,
+            replay_tolerance=self._config.replay_tolerance, takes_over=self._config.takes_over,
         )  # fmt: skip
         try:
             begin(self._trainer)
@@ -237,6 +243,8 @@ class MoECheckpointManager:
             if watcher is not None:
                 watcher.stop(is_good=is_good)
             self._termination.uninstall()
+            if self._session.leases is not None:
+                self._session.leases.leave()
 
     def begin(self) -> None:
         """Protect training from here on, or make ready for iterations that are run again; a collective.
@@ -299,6 +307,8 @@ class MoECheckpointManager:
                 job takes another way back.
         """
         was_replaying, report = self.is_replaying, None
+        if self._session.leases is not None:
+            self._session.leases.check()
         if self._is_active:
             report = self._hooks.after_step(loss)
         else:
@@ -323,12 +333,16 @@ class MoECheckpointManager:
             return
         if self._is_active:
             self._hooks.finish(keep_memory=keep_memory)
+        if self._session.leases is not None:
+            self._session.leases.release()
         self._finished = True
 
     def abandon(self) -> bool:
         """Training has ended with an error and begins anew in this process, with another manager: let go of threads,
         connections and memory. Whether all work beside training has come to an end. See `in_place`."""
         self._hooks.disarm()
+        if self._session.leases is not None:
+            self._session.leases.leave()
         return self._session.abandon()
 
     @property

@@ -194,11 +194,13 @@ class Found(InventoryRow, frozen=True, kw_only=True):
     """One stored snapshot as `finder` sees it; `plan` has the parts that it holds of its owner's operators.
 
     is_intact: whether nothing but a replay that diverged, and began with it, speaks against it; `why` says so then.
+    is_strange: whether nothing but its job does.
     """
 
     finder: int
     plan: SnapshotPlan
     is_intact: bool = False
+    is_strange: bool = False
 
     @property
     def place(self) -> CopyLocation:
@@ -244,6 +246,26 @@ class Catalogue:
     def within(self, timeline: Lineage) -> Catalogue:
         """Only what lies in the past of `timeline`; what is torn or cannot be used stays, with its reason."""
         return self._where(lambda found: bool(found.why) or is_past(found.timeline, found.snapshot.iteration, timeline))
+
+    def without_strangers(self, job: str, takes_over: Callable[[str], bool]) -> Catalogue:
+        """The same, where what other jobs stored is of no use, unless this one has come from there or asks for it."""
+        own = {found.timeline for found in self.found if not found.why and found.job == job}
+
+        def judged(found: Found) -> Found:
+            if found.why or found.job == job or takes_over(found.job):
+                return found
+            if any(is_past(found.timeline, found.snapshot.iteration, timeline) for timeline in own):
+                return found
+            why = f"it belongs to job {found.job}"
+            return msgspec.structs.replace(found, why=why, is_intact=False, is_strange=True)
+
+        return replace(self, found=tuple(map(judged, self.found)))
+
+    @property
+    def newest_stranger(self) -> Found | None:
+        """The newest state that another job stored, and that is not used for that reason alone."""
+        strange = (found for found in self.found if found.is_strange and found.is_state)
+        return max(strange, key=lambda found: found.snapshot.iteration, default=None)
 
     def without(self, damaged: Collection[CopyLocation]) -> Catalogue:
         """The same without what proved unreadable."""

@@ -139,7 +139,8 @@ class Recovery:
         """
         allowed = self._job.config.replay_tolerance
         notes = [note for note in self._ports.notes.read() if allowed <= note.tolerance]
-        self._catalogue = self._local.gather(self._job.topology.node(self._rank), notes)
+        found = self._local.gather(self._job.topology.node(self._rank), notes)
+        self._catalogue = found.without_strangers(self._identity.job, self._job.config.takes_over)
         self._ports.timestamps.mark(Milestone.INVENTORY)
         for note in self._catalogue.diverged if self._rank == 0 else ():
             log.warning("%s; another way back is taken", note)
@@ -169,6 +170,12 @@ class Recovery:
         """Why sealed snapshots in storage cannot be used by this job; empty if there are none."""
         stored = (found for found in self._catalogue.found if found.tier is Tier.PERSISTENT and not found.is_intact)
         return next((f"{found.snapshot}: {found.why}" for found in stored if found.why and not found.torn), "")
+
+    @property
+    def of_others(self) -> tuple[int, str]:
+        """The newest iteration that another job stored, and that was not asked for, and that job; else -1."""
+        found = self._catalogue.newest_stranger
+        return (found.snapshot.iteration, found.job) if found is not None else (-1, "")
 
     @property
     def diverged(self) -> tuple[Divergence, ...]:

@@ -17,12 +17,14 @@ class OlderWindow:
     Attributes:
         first, last: Its iterations; run again from the first one, they give the state after the last one.
         layout: What it was made in, for people.
+        job: The job that made it.
         in_memory: Whether any of it lies in memory, not in storage.
     """
 
     first: int
     last: int
     layout: str
+    job: str
     in_memory: bool
 
     def __str__(self) -> str:
@@ -42,8 +44,9 @@ def newest_window(found: Iterable[Generation], in_memory: Collection[SnapshotId]
     if not newest:
         return None
     first, last, layout = max(newest, key=lambda key: key[1])
-    shares = (manifest.snapshot for one in whole[first, last, layout].values() for manifest in one.manifests.values())
-    return OlderWindow(first, last, layout, any(share in in_memory for share in shares))
+    made = whole[first, last, layout]
+    shares = (manifest.snapshot for one in made.values() for manifest in one.manifests.values())
+    return OlderWindow(first, last, layout, made[last].any.facts.job, any(share in in_memory for share in shares))
 
 
 def _is_whole(iterations: range, at: Mapping[int, Generation]) -> bool:

@@ -50,6 +50,7 @@ class Training:
         iterations: Iterations of the whole training.
         topk: Experts per token.
         passes: The shape of an iteration's passes; without it boundaries of pipeline stages are not logged.
+        save: Folder that the loop saves checkpoints to.
     """
 
     chunks: Sequence[torch.nn.Module]
@@ -59,6 +60,7 @@ class Training:
     iterations: int
     topk: int = 1
     passes: Passes | None = None
+    save: str | None = None
 
 
 class LiveState:

@@ -35,10 +35,12 @@ _KEPT = {"slot": "snapshots", "standby": "boundary logs and parked state"}
 
 
 class Introduction(NamedTuple):
-    """What all ranks know of each other before they connect: where each is, and the id of their job."""
+    """What all ranks know of each other before they connect: where each is, the id of their job, and what starts them
+    again."""
 
     endpoints: tuple[Endpoint, ...]
     job_id: str
+    run: tuple[str, ...]
 
 
 def introduced(store: torch.distributed.Store, config: MoECheckpointConfig, place: ProcessInfo) -> Introduction:
@@ -50,6 +52,7 @@ def introduced(store: torch.distributed.Store, config: MoECheckpointConfig, plac
             "secret": _take_secret(config),
             "endpoint": asdict(own_endpoint(config.interface)),
             "job": asdict(JobClaim.of(config, place)),
+            "run": place.run,
         }
     except UsageError as error:
         own = {"problem": f"rank {rank}: {error}"}
@@ -66,7 +69,8 @@ def introduced(store: torch.distributed.Store, config: MoECheckpointConfig, plac
     if rank == 0:
         name = endpoints[0].interface or f"that of the host name {endpoints[0].host}"
         log.info("checkpoints talk over interface %s, address %s on rank 0", name, endpoints[0].address)
-    return Introduction(endpoints, agree_on_job([JobClaim(**one["job"]) for one in found]))
+    job_id = agree_on_job([JobClaim(**one["job"]) for one in found])
+    return Introduction(endpoints, job_id, tuple(one["run"] for one in found))
 
 
 def _take_secret(config: MoECheckpointConfig) -> str:

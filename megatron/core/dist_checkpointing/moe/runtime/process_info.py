@@ -21,6 +21,7 @@ from ..resharding.generation import LiveLayout
 from ..resharding.store import ReshardingStore
 from ..snapshot.memory_limit import NodeMemory
 from ..storage.base import open_durable
+from ..storage.lease import ProcessKey, machine, started
 from ..storage.memory import MemoryStore
 from ..storage.ownership import job_of_launcher, launcher, slot_directory
 from ..storage.private_folders import check_private, is_shared, make_private, refused_as_unusable
@@ -45,7 +46,8 @@ class ProcessInfo:
 
     job_id: the same for all attempts of a job, and for no other job; empty where the environment names none, until all
     ranks have agreed on one (`agree_on_job`). launcher: what starts this process again. patience_s: how long it lets
-    the process live after it told it to end.
+    the process live after it told it to end. agent: the launcher, where it is one that starts ranks again only when
+    those before have ended.
     """
 
     local_rank: int
@@ -53,6 +55,7 @@ class ProcessInfo:
     job_id: str = ""
     launcher: str = ""
     patience_s: float = TORCHRUN_PATIENCE_S
+    agent: ProcessKey | None = None
 
     @classmethod
     def from_environment(cls) -> ProcessInfo:
@@ -62,7 +65,15 @@ class ProcessInfo:
         """
         local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
         node = os.environ.get(NODE_NAME) or socket.gethostname()
-        return cls(int(local_rank), node, _named_job(), launcher(), _patience_s())
+        own = launcher()
+        agent = int(own.partition("-")[0]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
+        key = (agent, started(agent)) if agent else None
+        return cls(int(local_rank), node, _named_job(), own, _patience_s(), key)
+
+    @property
+    def run(self) -> str:
+        """The agent and its machine, which no other run of any job has; empty without an agent."""
+        return f"{machine()}/{self.agent[0]}-{self.agent[1]}" if self.agent is not None else ""
 
     @property
     def park_timeout_s(self) -> float:

@@ -27,6 +27,7 @@ from ..replay.densify import Replay
 from ..resharding.windows import OlderWindow
 from ..snapshot.coordinator import ProtectionReport
 from ..types import RecoveryPlan, StepJournal
+from .leases import Leases
 from .live_state import Training
 from .peer_links import PeerLinks
 from .process_info import ProcessInfo
@@ -61,6 +62,7 @@ class Session:
     `step_end`                   when checkpoints and evaluation are done: protect it (`stepped` in a replay)
     `report`, `reported`         to write the iteration's numbers down, and after that
     `job_id`                     of this job, in all its attempts
+    `leases`                     of the places that this job writes to: checked in each iteration, and let go at the end
     `interrupt`, `links`         for the watcher of this process: connections are about to be given up
     `failure`                    on each rank where training ends with an error
     `abandon`                    after that, where this process stays and makes another session
@@ -193,6 +195,11 @@ class Session:
         return self._recovery.unusable or self._parts.older.unusable
 
     @property
+    def of_others(self) -> tuple[int, str]:
+        """The newest iteration that another job stored, and that was not asked for, and that job; else -1."""
+        return self._recovery.of_others
+
+    @property
     def diverged(self) -> tuple[str, ...]:
         """Replays of earlier attempts that came out otherwise than recorded, in words."""
         return tuple(map(str, self._recovery.diverged))
@@ -279,6 +286,11 @@ class Session:
     def job_id(self) -> str:
         """On which all ranks have agreed."""
         return self._parts.place.job_id
+
+    @property
+    def leases(self) -> Leases:
+        """Of the places that this job writes to."""
+        return self._parts.leases
 
     @property
     def links(self) -> PeerLinks | None:

@@ -38,6 +38,7 @@ from ..snapshot.identity import Identity
 from ..strategies import GATE_UNIT, STRATEGIES, Job, Strategy
 from ..versions import check_versions, found_versions
 from .clock import SystemClock
+from .leases import Leases
 from .live_state import LiveState, Training
 from .older_layout import OlderLayout
 from .opening import Transports, introduced, own_connection, parallel_layout, placed_topology
@@ -58,6 +59,7 @@ class SessionParts:
         place: Of this process, with the job id on which all ranks have agreed.
         control, data, patient: Transports: of agreements, of replicas, and of a recovery, which may wait for long.
         links: Connections to peers, which close when one is lost.
+        leases: Of the places that this job writes to.
         job, strategy: What is planned from; `renew_strategy` begins anew.
         peers, owners: The ranks that keep replicas of this one, and those whose replicas it keeps.
         follows: Whether peers repeat optimizer steps from gradients in place of receiving state.
@@ -92,7 +94,7 @@ class SessionParts:
 
     def _connect(self) -> None:
         config, store = self.config, _get_default_store()
-        endpoints, job_id = introduced(store, config, self.place)
+        endpoints, job_id, run = introduced(store, config, self.place)
         self.place = place = replace(self.place, job_id=job_id)
         self.store = own_connection(store, config.timeout_s)
         self.control, self.data, self.patient, self.links = Transports.connected(self.store, config, endpoints)
@@ -100,6 +102,10 @@ class SessionParts:
         for one in (self.control, self.data, self.patient):
             self.held.callback(one.close)
         self.held.callback(self.links.forget)
+        # Over the transport with the longest patience: rank 0 may have to watch a lease for a while.
+        self.leases = Leases(config, self.training.save, place, run)
+        self.held.callback(lambda: self.leases.leave() if self.began else self.leases.release())
+        raise_on_all_ranks(self.patient, self.leases.acquire)
         self._together(self._check_versions)
         # Nodes of all ranks: where replicas go and which copies are near depends on them, and so does all below.
         self.topology = self._together(lambda: placed_topology(self.control, place))

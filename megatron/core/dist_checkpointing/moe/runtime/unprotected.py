@@ -8,6 +8,7 @@ from pathlib import Path
 from ..policy.parking import Cause
 from ..resharding.windows import OlderWindow
 from ..types import RecoveryPlan, StepJournal
+from .leases import Leases
 
 
 class Unprotected:
@@ -21,7 +22,12 @@ class Unprotected:
     communicator = unreported = episode = links = None
     unusable = job_id = ""
     diverged: tuple[str, ...] = ()
-    newest_iteration = -1
+    newest_iteration, of_others = -1, (-1, "")
+    leases: Leases | None = None
+
+    def __init__(self, leases: Leases | None = None) -> None:
+        """leases: of the places that the loop writes to; None where nobody asked for any."""
+        self.leases = leases
 
     def refresh(self) -> None:
         """There is no state to enumerate."""

@@ -119,6 +119,12 @@ class StockSaves:
         return None if "://" in root else root
 
 
+def written_folder(args: Any) -> str | None:
+    """Where the loop saves checkpoints, None where it saves none, or not to a folder."""
+    save = getattr(args, "save", None)
+    return None if save is None or "://" in str(save) else str(save)
+
+
 def newest_checkpoint(args: Any) -> tuple[int, bool]:
     """The iteration that loading gives, -1 if there is nothing to load; and whether the flags name a certain one.
 

@@ -45,7 +45,7 @@ from . import flags, raw_saves
 from .boundary import boundary
 from .catch_up import CatchUp
 from .common_iterations import CommonIterations
-from .dense import StockSaves, newest_checkpoint
+from .dense import StockSaves, newest_checkpoint, written_folder
 from .growth import Growth
 from .iteration import Report, StockIteration, mean_loss
 from .quiet import Quiet
@@ -196,6 +196,7 @@ class Hooks:
             seq_length=args.seq_length,
             state=state,
             timestamps=self._survivors.marks,
+            save=written_folder(args),
         )
         loaded = False
 

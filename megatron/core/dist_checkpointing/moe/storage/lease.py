@@ -1,0 +1,319 @@
+"""A lease on a folder in which one job at a time may write: a small file that says who does, renewed while it lives.
+
+    .moe-ckpt-lease.json    {"job": "run-12", "host": "node-3", "process": [4711, 90210], ..., "beat": 17}
+
+A process that finds the lease of another one takes it over where that is provably gone: its machine is this one and
+the process is not there any more, or its launcher is one of this run's, which starts a rank only when the one before
+has ended. Else the newcomer watches: a lease that is renewed is refused, one that is not for `STALE_S` is taken. What
+counts is that the file changes, never what time it tells: clocks of two hosts are not compared.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from ..errors import MoECheckpointError, StoreFailure, UsageError, format_error
+from .lease_files import LEASE, FolderPlace, LeasePlace
+
+log = logging.getLogger(__name__)
+
+RENEW_S = 10.0
+"""How often a holder renews its lease."""
+STALE_S = 60.0
+"""For how long a newcomer has to see none of that before it takes a lease over."""
+POLL_S = 1.0
+_BEAT_DIGITS = 20
+_UNFOUND = "another job that writes there would not be found"
+_DEAD = ("Z", "X", "x")
+
+ProcessKey = tuple[int, int]
+"""Number of a process, and when it started, in ticks since its machine did: no later process has the same."""
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """Who has a lease, as its file says.
+
+    Attributes:
+        job: Id of the job.
+        host: Name of the host, for people.
+        machine: Boot of the machine and namespace of process numbers, in which `process` means something.
+        process: Rank 0.
+        launcher: What starts it again when it fails; None where nothing is known to.
+        run: The launchers of all ranks, each with its machine.
+        since: When the lease was taken, for people.
+        name: Of this lease; no other has the same.
+        beat: Counts renewals.
+        left: Whether the process has left it to the next attempt of the job.
+    """
+
+    job: str
+    host: str
+    machine: str
+    process: ProcessKey
+    launcher: ProcessKey | None
+    run: tuple[str, ...]
+    since: str
+    name: str
+    beat: int = 0
+    left: bool = False
+
+    @classmethod
+    def here(cls, job: str, launcher: ProcessKey | None = None, run: tuple[str, ...] = ()) -> Holder:
+        """This process."""
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        own = os.getpid()
+        return cls(
+            job, socket.gethostname(), machine(), (own, started(own)), launcher, run, since, uuid.uuid4().hex[:16]
+        )
+
+    def __str__(self) -> str:
+        return f"job {self.job!r:.80} (process {self.process[0]} on {self.host!s:.80}, since {self.since!s:.40})"
+
+    def is_same_run(self, other: Holder) -> bool:
+        """Whether one launcher at least has started both, which it does only one after the other."""
+        return self.job == other.job and bool(set(self.run) & set(other.run))
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its process is provably not there any more."""
+        return self.machine == machine() and not is_there(self.process)
+
+
+def machine() -> str:
+    """This boot of this machine, and the namespace that its process numbers are in; containers have their own."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def started(process: int) -> int:
+    """When a process started, in ticks since the machine did; -1 where it has ended."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return -1
+    return -1 if fields[0] in _DEAD else int(fields[19])
+
+
+def is_there(process: ProcessKey) -> bool:
+    """Whether a process of this machine runs, and is not a later one with its number."""
+    return started(process[0]) == process[1]
+
+
+class Verdict(enum.Enum):
+    """What to do about the lease of another process."""
+
+    TAKE = "it is gone"
+    REFUSE = "it is alive"
+    WATCH = "only watching tells"
+
+
+def judged(found: Holder, own: Holder, is_there: Callable[[ProcessKey], bool] = is_there) -> Verdict:
+    """What is known of a holder at a look. `is_there` is asked about processes of this machine."""
+    if found.is_same_run(own):
+        return Verdict.TAKE
+    if found.machine != own.machine:
+        return Verdict.WATCH
+    if found.process != own.process and not found.left and is_there(found.process):
+        return Verdict.REFUSE
+    is_started_again = found.launcher is not None and is_there(found.launcher)
+    return Verdict.REFUSE if is_started_again else Verdict.TAKE
+
+
+def place_of(where: str) -> LeasePlace:
+    """Of a folder or a URL. Raises StoreFailure, UsageError."""
+    if "://" not in where:
+        return FolderPlace(Path(where))
+    from .lease_objects import ObjectPlace  # fsspec is for those who use it
+
+    return ObjectPlace(where)
+
+
+def decoded(content: bytes) -> Holder | None:
+    """Who has the lease with this content; None where it is none."""
+    try:
+        return msgspec.json.decode(content, type=Holder)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+
+
+def holder_of(where: str) -> Holder | None:
+    """Who has the lease of a folder or URL, dead or alive; None where nobody does, or it cannot be read."""
+    with suppress(OSError, MoECheckpointError):
+        content = place_of(where).read()
+        return decoded(content) if content is not None else None
+    return None
+
+
+def writer_of(where: str) -> str:
+    """A sentence on who has the lease of a folder or URL; empty where nobody does who may be alive."""
+    found = holder_of(where)
+    if found is None or found.is_gone:
+        return ""
+    return f"{found} writes here; if that has ended, remove {where.rstrip('/')}/{LEASE}"
+
+
+class Lease:
+    """Of this process on one place, from `acquire` on; renewed by a thread until `release` or `leave`.
+
+    Args:
+        where: The folder or URL.
+        own: This process.
+        forced: Id of a job whose lease is taken though it may be alive; empty for none.
+        place: Where the file is.
+        wait: Waits for seconds.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        own: Holder,
+        forced: str = "",
+        *,
+        place: LeasePlace | None = None,
+        wait: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._where, self._own, self._forced, self._wait = where, own, forced, wait
+        self._place = place or place_of(where)
+        self._ended, self._thread = threading.Event(), threading.Thread(target=self._keep, daemon=True)
+        self._thread.name = "moe-ckpt-lease"
+        self.lost, self._is_told = "", False
+
+    def acquire(self) -> None:
+        """Take the lease and begin to renew it; waits for `STALE_S` at most where only watching tells.
+
+        A place in which nothing can be written has none: that is a warning. Raises UsageError where another job, or
+        another start of this one, has it.
+        """
+        seen, quiet_s = None, 0.0
+        while True:
+            begun_s = time.monotonic()
+            with self._reading():
+                content = self._place.read()
+            took_s = time.monotonic() - begun_s
+            found = decoded(content) if content is not None else None
+            if content is None or self._is_free(found, is_quiet=content == seen and quiet_s >= STALE_S):
+                try:
+                    if self._is_taken(content, found):
+                        self._thread.start()
+                        return
+                except (OSError, StoreFailure) as error:
+                    log.warning(f"%s has no lease of this job (%s): {_UNFOUND}", self._where, format_error(error))
+                    return
+                continue
+            if found is not None and (judged(found, self._own) is Verdict.REFUSE or seen not in (None, content)):
+                raise UsageError(self._refusal(found))
+            if seen is None:
+                said = found or "somebody"
+                log.info("%s was left by %s: watching for %g s whether that lives", self._where, said, STALE_S)
+            # After a look that took long the device stood still, perhaps for the holder as well: watch anew.
+            quiet_s = quiet_s + POLL_S if content == seen and took_s < RENEW_S else 0.0
+            seen = content
+            self._wait(POLL_S)
+
+    def renew(self) -> bool:
+        """Show once more that this process lives; False where another one has the place by now."""
+        self._own = msgspec.structs.replace(self._own, beat=self._own.beat + 1)
+        try:
+            return self._place.renew(self._content(self._own)) or self._is_restored()
+        except (OSError, StoreFailure) as error:
+            if not self._is_told:
+                log.warning("the lease of %s cannot be renewed: %s", self._where, format_error(error))
+            self._is_told = True
+            return True
+
+    def check(self) -> None:
+        """Raises UsageError where another job has taken the place over: nothing must be written there any more."""
+        if self.lost:
+            raise UsageError(self.lost)
+
+    def release(self) -> None:
+        """Let other jobs write there."""
+        if self._stopped():
+            with suppress(OSError, StoreFailure):
+                self._place.remove()
+
+    def leave(self) -> None:
+        """Let the next attempt of this job take it, and nobody else as long as its launcher lives."""
+        if self._stopped():
+            with suppress(OSError, StoreFailure):
+                self._place.renew(self._content(msgspec.structs.replace(self._own, left=True)))
+                self._place.let_go()
+
+    def _is_free(self, found: Holder | None, *, is_quiet: bool) -> bool:
+        if found is None:
+            return is_quiet  # nothing that anybody could read
+        return is_quiet or found.job == self._forced or judged(found, self._own) is Verdict.TAKE
+
+    def _is_taken(self, content: bytes | None, found: Holder | None) -> bool:
+        """Put it there instead of `content`; False where another process was faster."""
+        own = self._content(self._own)
+        if not self._place.take(own, content):
+            return False
+        if self._place.settle_s and not (found is not None and found.is_same_run(self._own)):
+            self._wait(self._place.settle_s)
+            if self._place.read() != own:
+                return False
+        if found is not None and found.job != self._own.job:
+            log.warning("%s was left by %s, and is this job's from here on", self._where, found)
+        return True
+
+    def _refusal(self, found: Holder) -> str:
+        if found.job == self._own.job:
+            which, do = "this very job runs already", "end that run, or wait for its end"
+        else:
+            which, do = "another job writes there", "give this job a folder of its own, or end that one"
+        return (
+            f"{self._where} is in use by {found}: {which}; {do} (--moe-ckpt-take-over {found.job!s:.80} takes the"
+            " folder from it all the same)"
+        )
+
+    @staticmethod
+    def _content(holder: Holder) -> bytes:
+        """Of the same length for all beats: a file is renewed in place, also on a device that is full."""
+        content = msgspec.json.encode(holder)
+        nbytes = len(msgspec.json.encode(msgspec.structs.replace(holder, beat=0, left=False))) + _BEAT_DIGITS
+        return content.ljust(nbytes) + b"\n"
+
+    def _keep(self) -> None:
+        while not self._ended.wait(RENEW_S) and self.renew():
+            pass
+
+    def _is_restored(self) -> bool:
+        """Take it anew where the file was only deleted; else say whose it is, once."""
+        with suppress(OSError, StoreFailure):
+            self._place.let_go()
+            if self._place.take(self._content(self._own), None):
+                return True
+        self.lost = f"{self._where} was taken over by {holder_of(self._where) or 'another job'}: this one ends"
+        log.critical("%s", self.lost)
+        return False
+
+    def _stopped(self) -> bool:
+        """End the thread; whether the lease was held until now."""
+        self._ended.set()
+        if not self._thread.is_alive():
+            return False
+        self._thread.join(RENEW_S)
+        return not self.lost
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UsageError(
+                f"{self._where}/{LEASE}, which says who writes there, cannot be read: {error.strerror or error}"
+            ) from error
+        except StoreFailure as error:
+            raise UsageError(f"who writes to {self._where} cannot be read: {error}") from error

@@ -1,0 +1,275 @@
+"""Leases: one job at a time writes to a folder or a URL, judged by what changes and never by clocks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import fsspec
+import msgspec
+import pytest
+
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.storage import lease as leases
+from megatron.core.dist_checkpointing.moe.storage.lease import (
+    STALE_S,
+    Holder,
+    Lease,
+    Verdict,
+    decoded,
+    holder_of,
+    judged,
+    machine,
+    started,
+)
+from megatron.core.dist_checkpointing.moe.storage.lease_files import LEASE, FolderPlace
+
+GONE = 2**22 + 1, 7
+OWN_PARENT = os.getppid(), started(os.getppid())
+
+
+def elsewhere(job: str = "other", **changes: object) -> Holder:
+    """A holder on another machine."""
+    own = Holder.here(job)
+    return msgspec.structs.replace(own, host="far", machine="another boot", process=(4711, 99), **changes)
+
+
+def left_by(folder: Path, holder: Holder) -> None:
+    (folder / LEASE).write_bytes(msgspec.json.encode(holder) + b"\n")
+
+
+def never(_: float) -> None:
+    raise AssertionError("nothing is waited for")
+
+
+@pytest.fixture(params=["folder", "url"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "run") if request.param == "folder" else f"memory://{tmp_path.name}"
+
+
+def test_a_lease_says_who_has_it_until_it_is_released(place: str) -> None:
+    lease = Lease(place, Holder.here("a"), wait=lambda _: None)
+    lease.acquire()
+    found = holder_of(place)
+    assert found is not None and found.job == "a" and found.process == (os.getpid(), started(os.getpid()))
+    lease.release()
+    assert holder_of(place) is None
+
+
+def test_a_second_job_is_refused_by_the_name_of_the_first(place: str) -> None:
+    first = Lease(place, msgspec.structs.replace(Holder.here("a"), process=OWN_PARENT), wait=lambda _: None)
+    first.acquire()
+    second = Lease(place, Holder.here("b"), wait=never)
+    with pytest.raises(UsageError) as refused:
+        second.acquire()
+    line = str(refused.value)
+    assert "job 'a'" in line and f"process {OWN_PARENT[0]} on" in line and place in line and "\n" not in line
+    assert "--moe-ckpt-take-over a" in line
+    second.release()
+    assert holder_of(place) is not None, "what was refused takes nothing with it"
+    first.release()
+
+
+def test_a_second_start_of_the_same_job_is_refused_too(tmp_path: Path) -> None:
+    left_by(tmp_path, msgspec.structs.replace(Holder.here("a"), process=OWN_PARENT))
+    with pytest.raises(UsageError, match="this very job runs already"):
+        Lease(str(tmp_path), Holder.here("a"), wait=never).acquire()
+
+
+@pytest.mark.parametrize("job", ["a", "b"])
+def test_what_a_killed_process_of_this_machine_left_is_taken_at_once(tmp_path: Path, job: str) -> None:
+    died = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    holder = msgspec.structs.replace(Holder.here("a"), process=(died.pid, started(died.pid)))
+    died.kill()
+    died.wait()
+    left_by(tmp_path, holder)
+    lease = Lease(str(tmp_path), Holder.here(job), wait=never)
+    lease.acquire()
+    found = holder_of(str(tmp_path))
+    assert found is not None and found.job == job
+    lease.release()
+
+
+def test_a_process_with_the_number_of_one_that_ended_is_another_one() -> None:
+    holder = msgspec.structs.replace(Holder.here("a"), process=(os.getppid(), OWN_PARENT[1] - 1))
+    assert judged(holder, Holder.here("b")) is Verdict.TAKE
+    assert holder.is_gone
+
+
+def test_a_process_number_of_another_container_or_boot_proves_nothing() -> None:
+    far = elsewhere()
+    assert judged(far, Holder.here("b")) is Verdict.WATCH and not far.is_gone
+    assert machine() != far.machine
+
+
+def test_a_lease_that_is_renewed_elsewhere_is_refused(tmp_path: Path) -> None:
+    far, waits = elsewhere(since="2099-01-01 00:00:00"), 0
+    left_by(tmp_path, far)
+
+    def renewing(_: float) -> None:
+        nonlocal waits
+        waits += 1
+        left_by(tmp_path, msgspec.structs.replace(far, beat=waits // 5))
+
+    with pytest.raises(UsageError, match="job 'other'"):
+        Lease(str(tmp_path), Holder.here("b"), wait=renewing).acquire()
+    assert waits == 5
+
+
+def test_a_lease_that_is_not_renewed_is_taken_once_that_was_watched_long_enough(tmp_path: Path) -> None:
+    left_by(tmp_path, elsewhere(since="2099-01-01 00:00:00"))
+    waited: list[float] = []
+    lease = Lease(str(tmp_path), Holder.here("b"), wait=waited.append)
+    lease.acquire()
+    assert STALE_S <= sum(waited) <= STALE_S + 2
+    lease.release()
+
+
+def test_a_lease_that_goes_while_it_is_watched_is_free(tmp_path: Path) -> None:
+    left_by(tmp_path, elsewhere())
+    lease = Lease(str(tmp_path), Holder.here("b"), wait=lambda _: (tmp_path / LEASE).unlink())
+    lease.acquire()
+    lease.release()
+
+
+def test_looks_that_took_long_do_not_count_as_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file server that stood still did so for the holder as well."""
+    clock, waits = 0.0, 0
+
+    class Slow(FolderPlace):
+        def read(self) -> bytes | None:
+            nonlocal clock
+            clock += 1000.0 if waits < 100 else 0.0
+            return super().read()
+
+    def wait(_: float) -> None:
+        nonlocal waits
+        waits += 1
+
+    monkeypatch.setattr(leases.time, "monotonic", lambda: clock)
+    left_by(tmp_path, elsewhere())
+    lease = Lease(str(tmp_path), Holder.here("b"), place=Slow(tmp_path), wait=wait)
+    lease.acquire()
+    assert waits >= 100 + STALE_S
+    lease.release()
+
+
+def test_a_launcher_that_started_both_hands_the_lease_on_without_a_wait(tmp_path: Path) -> None:
+    """As when rank 0 is on another node after a fault."""
+    left_by(tmp_path, elsewhere("a", run=("agent 1", "agent 2")))
+    lease = Lease(str(tmp_path), Holder.here("a", run=("agent 2", "agent 3")), wait=never)
+    lease.acquire()
+    lease.release()
+
+
+def test_between_two_attempts_of_a_job_no_other_one_steps_in(tmp_path: Path) -> None:
+    """Rank 0 has died, and the launcher that starts it again lives."""
+    dead = msgspec.structs.replace(Holder.here("a"), process=GONE, launcher=OWN_PARENT, run=("agent 1",))
+    left_by(tmp_path, dead)
+    with pytest.raises(UsageError, match="job 'a'"):
+        Lease(str(tmp_path), Holder.here("b"), wait=never).acquire()
+    assert judged(msgspec.structs.replace(dead, launcher=GONE), Holder.here("b")) is Verdict.TAKE
+
+
+def test_what_a_process_left_to_its_next_attempt_is_not_held_by_it(place: str) -> None:
+    first = Lease(place, msgspec.structs.replace(Holder.here("a"), process=OWN_PARENT), wait=lambda _: None)
+    first.acquire()
+    first.leave()
+    second = Lease(place, Holder.here("a"), wait=lambda _: None)
+    second.acquire()
+    second.release()
+
+
+def test_the_flag_takes_a_lease_from_the_job_that_it_names_and_from_no_other(tmp_path: Path) -> None:
+    living = msgspec.structs.replace(Holder.here("a"), process=OWN_PARENT)
+    left_by(tmp_path, living)
+    with pytest.raises(UsageError):
+        Lease(str(tmp_path), Holder.here("b"), "c", wait=never).acquire()
+    lease = Lease(str(tmp_path), Holder.here("b"), "a", wait=never)
+    lease.acquire()
+    lease.release()
+
+
+@pytest.fixture
+def unattended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases are renewed by the test alone."""
+    monkeypatch.setattr(leases.threading.Thread, "start", lambda _: None)
+
+
+@pytest.mark.usefixtures("unattended")
+def test_who_has_lost_its_lease_ends(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    first = Lease(place, Holder.here("a"), wait=lambda _: None)
+    second = Lease(place, Holder.here("b"), "a", wait=lambda _: None)
+    first.acquire()
+    first.renew()
+    first.check()
+    second.acquire()
+    first.renew()
+    with pytest.raises(UsageError, match="taken over by job 'b'"):
+        first.check()
+    found = holder_of(place)
+    assert found is not None and found.job == "b", "and never writes over what is another's"
+
+
+@pytest.mark.usefixtures("unattended")
+def test_a_lease_that_somebody_deleted_is_made_anew(place: str) -> None:
+    lease = Lease(place, Holder.here("a"), wait=lambda _: None)
+    lease.acquire()
+    Path(place, LEASE).unlink() if "://" not in place else fsspec.filesystem("memory").rm(f"/{place[9:]}/{LEASE}")
+    lease.renew()
+    lease.check()
+    assert holder_of(place) is not None
+
+
+@pytest.mark.usefixtures("unattended")
+def test_each_renewal_changes_the_content_and_not_its_length(tmp_path: Path) -> None:
+    lease = Lease(str(tmp_path), Holder.here("a"))
+    lease.acquire()
+    before = (tmp_path / LEASE).read_bytes()
+    lease.renew()
+    after = (tmp_path / LEASE).read_bytes()
+    assert before != after and len(before) == len(after)
+    assert decoded(after) == msgspec.structs.replace(decoded(before), beat=1)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b'{"job": 1}', b"\0" * 512], ids=range(5))
+def test_content_that_is_no_lease_is_watched_and_then_replaced(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / LEASE).write_bytes(content)
+    waited: list[float] = []
+    lease = Lease(str(tmp_path), Holder.here("a"), wait=waited.append)
+    lease.acquire()
+    assert sum(waited) >= STALE_S
+    lease.release()
+
+
+def test_a_fifo_in_its_place_is_named_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / LEASE)
+    with pytest.raises(UsageError, match=f"{LEASE}.*no regular file"):
+        Lease(str(tmp_path), Holder.here("a"), wait=never).acquire()
+
+
+def test_a_folder_that_is_full_is_used_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Full(FolderPlace):
+        def take(self, content: bytes, instead_of: bytes | None) -> bool:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    lease = Lease(str(tmp_path), Holder.here("a"), place=Full(tmp_path), wait=never)
+    lease.acquire()
+    assert "has no lease" in caplog.text and "No space left" in caplog.text
+    lease.check()
+    lease.release()
+
+
+def test_of_two_that_judge_the_same_lease_one_has_it_afterwards(tmp_path: Path) -> None:
+    left_by(tmp_path, elsewhere())
+    judged_content = (tmp_path / LEASE).read_bytes()
+    first, second = FolderPlace(tmp_path), FolderPlace(tmp_path)
+    assert first.take(b"first\n", judged_content)
+    assert not second.take(b"second\n", judged_content)
+    assert (tmp_path / LEASE).read_bytes() == b"first\n"
+    assert first.renew(b"again\n"), "its file was put back as it was"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LEASE]
+    first.let_go()
