@@ -86,10 +86,39 @@ def test_what_the_folder_has_free_is_a_bound_beside_what_is_held_there(
 
 
 def test_a_control_group_bounds_the_memory_of_a_node(tmp_path: Path) -> None:
+    own = tmp_path / "own"
     (tmp_path / "memory.max").write_text("4096\n")
-    assert node_memory_bytes(tmp_path / "memory.max") == 4096
+    assert node_memory_bytes(tmp_path, own) == 4096
     (tmp_path / "memory.max").write_text("max\n")
-    assert node_memory_bytes(tmp_path / "memory.max") == node_memory_bytes(tmp_path / "nothing") > 4096
+    assert node_memory_bytes(tmp_path, own) == node_memory_bytes(tmp_path / "nothing", own) > 4096
+
+
+@pytest.mark.parametrize(
+    ("line", "root", "file"),
+    [
+        ("0::/job/step", "", "memory.max"),
+        ("7:cpu,cpuacct:/other\n5:hugetlb,memory:/job/step", "memory", "memory.limit_in_bytes"),
+    ],
+    ids=["version 2", "version 1"],
+)
+@pytest.mark.parametrize("group", ["job/step", "job", ""])
+def test_the_least_limit_of_a_group_and_of_those_around_it_counts(
+    tmp_path: Path, line: str, root: str, file: str, group: str
+) -> None:
+    own, mounted = tmp_path / "own", tmp_path / "groups"
+    own.write_text(f"{line}\n")
+    for folder in ("", "job", "job/step"):
+        (mounted / root / folder).mkdir(parents=True, exist_ok=True)
+        limit = "8192" if folder == group else "9223372036854771712"  # as version 1 says that there is none
+        (mounted / root / folder / file).write_text(f"{limit}\n")
+    assert node_memory_bytes(mounted, own) == 8192
+
+
+def test_a_container_that_sees_only_its_own_group_finds_its_limit(tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("8192\n")
+    (tmp_path / "own").write_text("5:memory:/docker/0123456789abcdef\n")
+    assert node_memory_bytes(tmp_path, tmp_path / "own") == 8192
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ import psutil
 from ..errors import UsageError
 from .private_folders import make_private
 from .small_files import read_small
+from .system import reason
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +88,8 @@ class Claim:
         _MINE[path] = self
         facts = {"job": job, "slot": slot, "process": os.getpid(), "host": os.uname().nodename}
         content = json.dumps(facts | {"launcher": launcher()})
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, content.encode(), 0)
+        # Over what is there: the page that the file has is not given up where a full device would not give it back.
+        os.ftruncate(descriptor, os.pwrite(descriptor, content.encode(), 0))
 
     def release(self) -> None:
         """Let another process own the folder."""
@@ -180,7 +181,7 @@ def _refuse_other_jobs(memory_dir: Path, job: str) -> None:
         other = path.parent.parent
         if other.name == job:
             continue
-        owner = _live_owner(path)
+        owner = live_owner(path)
         if owner:
             raise UsageError(f"memory dir {memory_dir} is in use by {owner}: give each job its own memory dir")
         raise UsageError(
@@ -189,7 +190,7 @@ def _refuse_other_jobs(memory_dir: Path, job: str) -> None:
         )
 
 
-def _live_owner(path: Path) -> str | None:
+def live_owner(path: Path) -> str | None:
     """Who holds the owner file of another job, None when nobody does."""
     if is_claimed_here(path):
         return "this process"
@@ -224,4 +225,4 @@ def _readable(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UsageError(f"{what}: {error.filename or ''} {error.strerror}; check its permissions") from error
+        raise UsageError(f"{what}: {error.filename or ''} {reason(error)}") from error

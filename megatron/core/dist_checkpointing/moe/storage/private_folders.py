@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import UsageError
+from .system import reason
 
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -75,7 +76,7 @@ def refused_as_unusable(base: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UsageError(f"memory dir {base} cannot be used: {error.strerror}; check its permissions") from error
+        raise UsageError(f"memory dir {base} cannot be used: {reason(error)}") from error
 
 
 def _opened(path: Path, name: Path | str, within: int | None = None) -> int:

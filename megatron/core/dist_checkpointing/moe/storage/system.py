@@ -16,6 +16,7 @@ import psutil
 from ..errors import NoRoom, StoreFailure
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_NO_RIGHT = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class OperatingSystem:
@@ -65,12 +66,36 @@ class PrivateSystem(OperatingSystem):
             os.rename(path, f"{path}.damaged")
 
 
-def node_memory_bytes(group_limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
-    """Memory that processes here may take in all: the machine's, or what their control group is allowed of it."""
-    total = int(psutil.virtual_memory().total)
-    with suppress(OSError, ValueError):  # no such file, or "max"
-        return min(total, int(group_limit.read_text()))
-    return total
+def node_memory_bytes(mounted: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Memory that processes here may take in all: the machine's, or what a control group of theirs is allowed of it.
+
+    mounted: where control groups are. own: which of them this process is in.
+    """
+    limits = [int(psutil.virtual_memory().total)]
+    for path in _memory_limits(mounted, own):
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            limits.append(int(path.read_text()))
+    return min(limits)
+
+
+def _memory_limits(mounted: Path, own: Path) -> Iterator[Path]:
+    """The files with limits of this process's groups and of those that they are in, of both versions.
+
+    In a container the path may be that of the host, which is not there: then what is mounted is its own group.
+    """
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        lines = []
+    versions = {"": (mounted, "memory.max"), "memory": (mounted / "memory", "memory.limit_in_bytes")}
+    inner = dict.fromkeys(versions, "/")
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        inner |= {name: path for name in versions if name in controllers.split(",")}
+    for name, (root, file) in versions.items():
+        folder = root / inner[name].strip("/")
+        yield from (group / file for group in (folder, *folder.parents) if group.is_relative_to(root))
 
 
 class FileLock:
@@ -188,10 +213,28 @@ def write_synced(system: OperatingSystem, path: Path, content: bytes) -> None:
         system.sync(descriptor)
 
 
+def write_over(system: OperatingSystem, path: Path, content: bytes) -> None:
+    """Write a file from its beginning, with zeros behind up to the end that it had: the pages that it has are kept.
+
+    Raises OSError.
+    """
+    with opened(system, path, os.O_WRONLY | os.O_CREAT) as descriptor:
+        write_all(system, descriptor, memoryview(content.ljust(os.fstat(descriptor).st_size, b"\0")), 0)
+        system.sync(descriptor)
+
+
 def sync_directory(system: OperatingSystem, path: Path) -> None:
     """Make renames inside a directory durable. Raises OSError."""
     with opened(system, path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
         system.sync(descriptor)
+
+
+def reason(error: OSError) -> str:
+    """Why a folder cannot be used, and what to do about it where that can be said."""
+    said = error.strerror or str(error)
+    if error.errno in _NO_SPACE:
+        return f"{said}: it is full; free space there, or use another folder"
+    return f"{said}; check its permissions" if error.errno in _NO_RIGHT else said
 
 
 @contextmanager
