@@ -6,6 +6,7 @@ import contextlib
 import re
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -214,3 +215,17 @@ def test_flags_that_would_change_a_replayed_iteration_are_refused_with_what_they
     assert "run again as they were, but --clip-grad was 0.5 and is 0.25: start with the flags of before" in said
     job.run(*SPARSE, *fault)
     assert job.records() == undisturbed(ALONE)
+
+
+@contextlib.contextmanager
+def on_a_host_called(name: str) -> Iterator[None]:
+    with mock.patch.object(socket, "gethostname", return_value=name):
+        yield
+
+
+def test_a_machine_that_has_another_name_after_the_fault_finds_its_memory(new_job) -> None:
+    job, fault = new_job(ALONE), ("--moe-ckpt-inject-fault", "0@4:end")
+    job.run(*FULL, *fault, hooks=[partial(on_a_host_called, "before")], codes={KILLED})
+    back = job.run(*FULL, *fault, hooks=[partial(on_a_host_called, "after")])
+    assert "recovered iteration" in back.said and "under the name before is that of after" in back.said
+    assert not list(job.memory.glob("before"))

@@ -35,12 +35,13 @@ _KEPT = {"slot": "snapshots", "standby": "boundary logs and parked state"}
 
 
 class Introduction(NamedTuple):
-    """What all ranks know of each other before they connect: where each is, the id of their job, and what starts them
-    again."""
+    """What all ranks know of each other before they connect: where each is, the id of their job, what starts them
+    again, and the names of their nodes."""
 
     endpoints: tuple[Endpoint, ...]
     job_id: str
     run: tuple[str, ...]
+    nodes: tuple[str, ...]
 
 
 def introduced(store: torch.distributed.Store, config: MoECheckpointConfig, place: ProcessInfo) -> Introduction:
@@ -53,6 +54,7 @@ def introduced(store: torch.distributed.Store, config: MoECheckpointConfig, plac
             "endpoint": asdict(own_endpoint(config.interface)),
             "job": asdict(JobClaim.of(config, place)),
             "run": place.run,
+            "node": place.node,
         }
     except UsageError as error:
         own = {"problem": f"rank {rank}: {error}"}
@@ -70,7 +72,7 @@ def introduced(store: torch.distributed.Store, config: MoECheckpointConfig, plac
         name = endpoints[0].interface or f"that of the host name {endpoints[0].host}"
         log.info("checkpoints talk over interface %s, address %s on rank 0", name, endpoints[0].address)
     job_id = agree_on_job([JobClaim(**one["job"]) for one in found])
-    return Introduction(endpoints, job_id, tuple(one["run"] for one in found))
+    return Introduction(endpoints, job_id, tuple(one["run"] for one in found), tuple(one["node"] for one in found))
 
 
 def _take_secret(config: MoECheckpointConfig) -> str:

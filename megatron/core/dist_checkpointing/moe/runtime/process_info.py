@@ -25,6 +25,7 @@ from ..storage.lease import ProcessKey, machine, started
 from ..storage.memory import MemoryStore
 from ..storage.ownership import job_of_launcher, launcher, slot_directory
 from ..storage.private_folders import check_private, is_shared, make_private, refused_as_unusable
+from ..storage.renamed_node import take_over_memory
 from ..storage.system import node_memory_bytes
 from ..types import Topology
 
@@ -47,7 +48,7 @@ class ProcessInfo:
     job_id: the same for all attempts of a job, and for no other job; empty where the environment names none, until all
     ranks have agreed on one (`agree_on_job`). launcher: what starts this process again. patience_s: how long it lets
     the process live after it told it to end. agent: the launcher, where it is one that starts ranks again only when
-    those before have ended.
+    those before have ended. is_named: whether the environment names the node, and not the host.
     """
 
     local_rank: int
@@ -56,6 +57,7 @@ class ProcessInfo:
     launcher: str = ""
     patience_s: float = TORCHRUN_PATIENCE_S
     agent: ProcessKey | None = None
+    is_named: bool = False
 
     @classmethod
     def from_environment(cls) -> ProcessInfo:
@@ -68,7 +70,7 @@ class ProcessInfo:
         own = launcher()
         agent = int(own.partition("-")[0]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
         key = (agent, started(agent)) if agent else None
-        return cls(int(local_rank), node, _named_job(), own, _patience_s(), key)
+        return cls(int(local_rank), node, _named_job(), own, _patience_s(), key, bool(os.environ.get(NODE_NAME)))
 
     @property
     def run(self) -> str:
@@ -174,6 +176,15 @@ def check_memory(config: MoECheckpointConfig, place: ProcessInfo) -> None:
     with refused_as_unusable(base), suppress(FileNotFoundError):
         check_private(first)
         check_private(first, *inner)
+
+
+def take_over_renamed(config: MoECheckpointConfig, place: ProcessInfo, nodes: Sequence[str]) -> None:
+    """Take what this job left in the memory of this machine when that had another name, unless a name was given.
+
+    nodes: names of all nodes of the running job. Raises UsageError.
+    """
+    if not place.is_named:
+        take_over_memory(memory_folder(config), place.node, place.job_id, nodes, NODE_NAME)
 
 
 def open_memory(

@@ -43,7 +43,7 @@ from .live_state import LiveState, Training
 from .older_layout import OlderLayout
 from .opening import Transports, introduced, own_connection, parallel_layout, placed_topology
 from .persist_agent import wait_for_agent
-from .process_info import ProcessInfo, open_persistent, replicas_placed, slot_of
+from .process_info import ProcessInfo, open_persistent, replicas_placed, slot_of, take_over_renamed
 from .rank_memory import RankMemory
 from .restart_sequence import RestartSequence
 from .stage_waits import StageWaits
@@ -94,7 +94,7 @@ class SessionParts:
 
     def _connect(self) -> None:
         config, store = self.config, _get_default_store()
-        endpoints, job_id, run = introduced(store, config, self.place)
+        endpoints, job_id, run, nodes = introduced(store, config, self.place)
         self.place = place = replace(self.place, job_id=job_id)
         self.store = own_connection(store, config.timeout_s)
         self.control, self.data, self.patient, self.links = Transports.connected(self.store, config, endpoints)
@@ -107,6 +107,7 @@ class SessionParts:
         self.held.callback(lambda: self.leases.leave() if self.began else self.leases.release())
         raise_on_all_ranks(self.patient, self.leases.acquire)
         self._together(self._check_versions)
+        self._together(lambda: take_over_renamed(config, place, nodes))
         # Nodes of all ranks: where replicas go and which copies are near depends on them, and so does all below.
         self.topology = self._together(lambda: placed_topology(self.control, place))
         # Before anything is promised or allocated: a model of which some bytes belong to no operator is refused.
