@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableC
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId, StoreFailure
 from megatron.core.dist_checkpointing.moe.storage.manifest import MOST_BYTES, decode
 from megatron.core.dist_checkpointing.moe.storage.ownership import OWNER_FILE
-from megatron.core.dist_checkpointing.moe.storage.slot_reader import SEALED, SlotReader
+from megatron.core.dist_checkpointing.moe.storage.slot_reader import SEALED, SlotReader, written_over
 from megatron.core.dist_checkpointing.moe.storage.small_files import read_small
 from megatron.core.dist_checkpointing.moe.types.standby import GRADIENTS, LOG, PARKED
 from moe_ckpt.checkpoints.windows import StoredSnapshot, on_timeline, restorable, states, timelines
@@ -217,7 +217,7 @@ def _left(held: Sequence[Slot]) -> _LeftSnapshots:
 def _read(manifest: Path) -> tuple[int | None, bool]:
     """The iteration in a manifest, None where it cannot be read, and whether a later version wrote it."""
     try:
-        return decode(read_small(manifest, MOST_BYTES), str(manifest)).snapshot.iteration, False
+        return decode(written_over(read_small(manifest, MOST_BYTES)), str(manifest)).snapshot.iteration, False
     except NewerFormat:
         return None, True
     except (UnreadableCheckpoint, OSError):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gc
 import logging
 import os
 import resource
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +24,9 @@ from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, Us
 from megatron.core.dist_checkpointing.moe.ports import Field, Layout, NoRoom, SnapshotId
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.storage.ownership import slot_directories
+from megatron.core.dist_checkpointing.moe.storage.private_folders import refused_as_unusable
 from megatron.core.dist_checkpointing.moe.storage.slot_reader import SlotReader
-from megatron.core.dist_checkpointing.moe.storage.system import OperatingSystem
+from megatron.core.dist_checkpointing.moe.storage.system import OperatingSystem, reason
 
 FIRST, SECOND, THIRD, FOURTH = (SnapshotId(iteration, RANK) for iteration in (10, 11, 12, 13))
 PAGE = 4096
@@ -394,10 +398,10 @@ def test_a_writer_that_cannot_mark_its_segment_gives_it_back(place: Path) -> Non
     refuses = SimpleNamespace(now=False)
 
     class Refusing(OperatingSystem):
-        def open(self, path: Path, flags: int) -> int:
-            if refuses.now and path.suffix == ".writing":
+        def rename(self, old: Path, new: Path) -> None:  # type: ignore[override]
+            if refuses.now and new.suffix == ".writing":
                 raise OSError(5, "Input/output error")
-            return super().open(path, flags)
+            os.rename(old, new)
 
     store = new_store("memory", place, Refusing())
     refuses.now = True
@@ -506,7 +510,7 @@ def test_a_resize_that_the_system_refuses_half_way_leaves_as_much_room_as_before
 
         def allocate(self, descriptor: int, nbytes: int) -> None:
             Full.left -= nbytes
-            if nbytes > PAGE and Full.left < 0:
+            if nbytes == 2 * PAGE and Full.left < 0:
                 raise OSError(28, "No space left on device")
             super().allocate(descriptor, nbytes)
 
@@ -518,3 +522,136 @@ def test_a_resize_that_the_system_refuses_half_way_leaves_as_much_room_as_before
     assert len(list(store.directory.glob("*.bin"))) == len(SEGMENTS)
     write(store, FIRST)
     store.close()
+
+
+class FilledUp(OperatingSystem):
+    """A device on which every page is taken, from the moment that `now` is true: what has pages can be written over."""
+
+    now = False
+
+    def open(self, path: Path, flags: int) -> int:
+        if self.now and flags & os.O_TRUNC:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().open(path, flags)
+
+    def allocate(self, descriptor: int, nbytes: int) -> None:
+        if self.now and os.fstat(descriptor).st_blocks * 512 < nbytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().allocate(descriptor, nbytes)
+
+    def pwrite(self, descriptor: int, data: Any, offset: int) -> int:
+        if self.now and os.fstat(descriptor).st_blocks * 512 < offset + len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return os.pwrite(descriptor, data, offset)
+
+
+def test_on_a_tmpfs_that_others_fill_every_snapshot_is_sealed(place: Path) -> None:
+    system = FilledUp()
+    store = new_store("memory", place, system)
+    system.now = True
+    for iteration in range(1, 3 * len(SEGMENTS)):
+        snapshot = SnapshotId(iteration, RANK)
+        write(store, snapshot)
+        assert read(store, snapshot) == content(snapshot)
+        store.reserve(SnapshotId(99, RANK), LAYOUT).abandon()
+        store.free(snapshot)
+    write(store, FIRST)
+    store.close()
+    again = new_store("memory", place, system)
+    assert read(again, FIRST) == content(FIRST), "nor does a restart need a page"
+    for snapshot in (SECOND, THIRD):
+        write(again, snapshot)
+    again.close()
+
+
+def test_what_was_torn_when_its_process_died_gives_its_pages_to_the_next_snapshot(place: Path) -> None:
+    system = FilledUp()
+    store = new_store("memory", place, system)
+    for snapshot in (FIRST, SECOND, THIRD):
+        store.reserve(snapshot, LAYOUT)
+    store.close()
+    system.now = True
+    store = new_store("memory", place, system)
+    store.sweep()
+    for snapshot in (FIRST, SECOND, THIRD):
+        write(store, snapshot)
+    store.close()
+
+
+def test_a_manifest_that_took_more_than_its_room_keeps_that(place: Path) -> None:
+    system = FilledUp()
+    store = MemoryStore(place, JOB, RANK, SEGMENTS, system=system)
+    many = Layout.of([Field(f"record-{at:04d}", "uint8", (1,)) for at in range(600)])
+    store.resize((1 << 16,) * 3)
+    for snapshot in (FIRST, SECOND, THIRD):
+        write(store, snapshot, 0, many)
+    system.now = True
+    for snapshot in (FIRST, SECOND, THIRD):
+        store.free(snapshot)
+        write(store, snapshot, 1, many)
+        assert read(store, snapshot) == content(snapshot, 1, many)
+    store.close()
+
+
+def test_a_slot_of_a_version_without_rooms_is_taken_over(place: Path) -> None:
+    store = new_store("memory", place)
+    manifest = write(store, FIRST)
+    store.close()
+    for path in store.directory.glob("segment-*.room"):
+        path.unlink()
+    sealed = next(store.directory.glob("*.json"))
+    sealed.write_bytes(sealed.read_bytes().rstrip(b"\0"))
+    full = FilledUp()
+    full.now = True
+    store = new_store("memory", place, full)
+    assert read(store, FIRST) == content(FIRST) and store.open(FIRST).manifest == manifest
+    store.close()
+    store = new_store("memory", place)
+    for snapshot in (SECOND, THIRD):
+        write(store, snapshot)
+    assert len(list(store.directory.glob("segment-*"))) == 2 * len(SEGMENTS)
+    store.close()
+
+
+def test_on_a_real_tmpfs_without_a_free_byte_snapshots_are_sealed_and_come_back(tmp_path: Path) -> None:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k,mode=0700", "none", tmp_path], check=False)
+    if mounted.returncode:
+        pytest.skip("this user may not mount a tmpfs")
+    try:
+        store = new_store("memory", tmp_path)
+        with contextlib.suppress(OSError), (tmp_path / "others").open("wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        assert os.statvfs(tmp_path).f_bavail == 0
+        for snapshot in (FIRST, SECOND, THIRD):
+            write(store, snapshot)
+        store.close()
+        store = new_store("memory", tmp_path)
+        assert read(store, THIRD) == content(THIRD)
+        store.free(FIRST)
+        write(store, FOURTH)
+        store.close()
+        with pytest.raises(UsageError, match="it is full; free space there") as refused:
+            MemoryStore(tmp_path, JOB, RANK + 1, SEGMENTS)
+        assert "permissions" not in str(refused.value)
+    finally:
+        subprocess.run(["umount", "--lazy", tmp_path], check=True)  # segments stay mapped for a while
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_device_or_a_quota_is_called_full_and_nothing_of_permissions(code: int) -> None:
+    for said in (reason(OSError(code, os.strerror(code))), refused_by(OSError(code, os.strerror(code)))):
+        assert "it is full" in said and "permissions" not in said
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM, errno.EROFS])
+def test_a_right_that_is_missing_is_called_that(code: int) -> None:
+    assert reason(OSError(code, os.strerror(code))).endswith("check its permissions")
+    assert "full" not in reason(OSError(code, os.strerror(code)))
+
+
+def refused_by(error: OSError) -> str:
+    """What is said where a memory dir cannot be used for this."""
+    with pytest.raises(UsageError) as refused, refused_as_unusable(Path("/dev/shm/run")):
+        raise error
+    return str(refused.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import shutil
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from faulty import KILLING, Fault, FaultyFiles, FaultySystem
 from workload import LAYOUT, RANK, REFUSALS, SEGMENTS, Expected, content, new_store, perform, read, run, write
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.ports import SnapshotId
+from megatron.core.dist_checkpointing.moe.ports import NoRoom, SnapshotId, StoreFailure
+from megatron.core.dist_checkpointing.moe.storage.system import OperatingSystem
 
 CASES = {
     ("memory", Fault.KILL): 80,
@@ -280,7 +283,8 @@ def test_a_changed_byte_of_a_record_is_found_and_only_that_record_is_refused(sce
 def test_a_truncated_file_is_found(scene: Scene, ending: str) -> None:
     for path in scene.paths(ending)[:2]:
         whole = scene.files.cat_file(path)
-        for size in sorted({0, 1, 64, len(whole) // 2, min(len(whole), LAYOUT.nbytes) - 1}):
+        written = len(whole.rstrip(b"\0")) if ending == ".json" else len(whole)  # zeros behind a manifest are nothing
+        for size in sorted({0, 1, 64, written // 2, min(written, LAYOUT.nbytes) - 1}):
             with scene.changed(path, whole[:size]) as store:
                 scene.check(store, damaged=True)
 
@@ -307,3 +311,75 @@ def test_a_damaged_snapshot_can_be_freed_and_written_again(scene: Scene) -> None
         write(store, FIRST, version=1)
         assert read(store, FIRST) == content(FIRST, version=1)
         store.free(FIRST)
+
+
+class Sick(OperatingSystem):
+    """A device with a bad block: from the middle of a transfer on, each call about it fails."""
+
+    def __init__(self, call: str, code: int) -> None:
+        self.code, self.is_sick = code, False
+        setattr(self, call, partial(self._half, getattr(self, call)))
+
+    def _half(self, transfer: Any, descriptor: int, *arguments: Any) -> Any:
+        if not self.is_sick:
+            return transfer(descriptor, *arguments)
+        if isinstance(arguments[0], int):  # bytes to allocate
+            raise OSError(self.code, os.strerror(self.code))
+        data, offset = arguments
+        if len(data) < 2:
+            raise OSError(self.code, os.strerror(self.code))
+        return transfer(descriptor, data[: len(data) // 2], offset)
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "code"),
+    [
+        ("memory", "pwrite", errno.EIO),
+        ("memory", "pwrite", errno.EDQUOT),
+        ("filesystem", "pwrite", errno.EIO),
+        ("filesystem", "pwrite", errno.EDQUOT),
+        ("filesystem", "allocate", errno.EDQUOT),
+    ],
+)
+def test_a_write_that_fails_in_its_middle_is_told_and_costs_nothing_older(
+    kind: str, call: str, code: int, place: Path
+) -> None:
+    """Also where statvfs shows as free what a quota does not give."""
+    system = Sick(call, code)
+    store = new_store(kind, place, system)
+    write(store, FIRST)
+    system.is_sick = True
+    for _ in range(len(SEGMENTS) + 1):
+        with pytest.raises(StoreFailure, match=os.strerror(code)) as failed:
+            write(store, SECOND)
+        assert isinstance(failed.value, NoRoom) is (code == errno.EDQUOT)
+        assert read(store, FIRST) == content(FIRST)
+    system.is_sick = False
+    write(store, SECOND)
+    assert (read(store, FIRST), read(store, SECOND)) == (content(FIRST), content(SECOND))
+    store.close()
+
+
+def test_a_read_that_fails_in_its_middle_refuses_that_copy_and_the_one_before_is_read(place: Path) -> None:
+    system = Sick("pread", errno.EIO)
+    store = new_store("filesystem", place, system)
+    write(store, FIRST)
+    write(store, SECOND)
+    reader = store.open(SECOND)
+    system.is_sick = True
+    with pytest.raises(UnreadableCheckpoint, match="Input/output error; use another copy"):
+        reader.read("rng")
+    assert [torn.snapshot for torn in store.snapshots().torn] == [FIRST, SECOND], "named, and nothing is removed"
+    system.is_sick = False
+    assert read(store, FIRST) == content(FIRST)
+    assert store.snapshots().sealed == (FIRST, SECOND)
+    reader.close()
+    store.close()
+
+
+def test_memory_beyond_a_quota_is_refused_as_memory_that_is_not_there(place: Path) -> None:
+    system = Sick("allocate", errno.EDQUOT)
+    system.is_sick = True
+    with pytest.raises(NoRoom, match="Disk quota exceeded"):
+        new_store("memory", place, system)
+    new_store("memory", place).close()

@@ -34,10 +34,13 @@ from .system import (
     map_file,
     opened,
     sync_directory,
-    write_synced,
+    write_over,
 )
 
 log = logging.getLogger(__name__)
+
+_ROOM_BYTES = 1 << 16
+_SEGMENT_PER_ROOM = 1 << 12
 
 
 @dataclass(eq=False)
@@ -110,7 +113,7 @@ class MemoryWriter(SnapshotWriter):
         with failing_as(f"seal the {self._snapshot} in {directory}"):
             # The marker file becomes the manifest: written whole first, then renamed, so that no reader meets a part
             # of it. The lock on the segment is still exclusive: who opens the snapshot now waits for `_end`.
-            write_synced(system, directory / self._entry.name, manifest)
+            write_over(system, directory / self._entry.name, manifest)
             system.rename(directory / self._entry.name, sealed)
             sync_directory(system, directory)
         self._end()
@@ -118,7 +121,7 @@ class MemoryWriter(SnapshotWriter):
     def _discard(self) -> None:
         # Where the marker stays, it is listed as torn, and its segment is used again all the same.
         with suppress(OSError):
-            self._store.system.unlink(self._store.directory / self._entry.name)
+            self._store.make_room_of(self._entry)
         self._end()
 
     def _end(self) -> None:
@@ -130,12 +133,15 @@ class MemoryStore:
     """The memory tier of one process: `len(segment_bytes)` segments, reused in turn (MoC 5.2's triple buffers).
 
     All memory is taken at construction, in `<memory_dir>/<job>/<area>-<slot>/`: later no page is allocated and none
-    faults for the first time, apart from the small manifests. A snapshot takes the smallest free segment that is large
-    enough. A segment is free when no sealed manifest names it, and nobody holds a reader of it, a view from a reader,
-    or a buffer from a writer. What a crashed process of the same job and slot left is adopted: sealed snapshots are
-    there as before, torn ones are listed and their segments are free; sealed ones in segments of other sizes than
-    asked for stay until they are freed. Truncating a segment's file while it is mapped kills the process (SIGBUS), as
-    with any mapped file.
+    faults for the first time. Manifests have theirs too: a free segment has a file of them beside it, its room, which
+    is renamed to the marker, that to the manifest, and that back to the room, so a tmpfs that others fill costs no
+    seal. Where a manifest takes more than its room, it keeps that from then on.
+
+    A snapshot takes the smallest free segment that is large enough. A segment is free when no sealed manifest names it,
+    and nobody holds a reader of it, a view from a reader, or a buffer from a writer. What a crashed process of the same
+    job and slot left is adopted: sealed snapshots are there as before, torn ones are listed and their segments are
+    free; sealed ones in segments of other sizes than asked for stay until they are freed. Truncating a segment's file
+    while it is mapped kills the process (SIGBUS), as with any mapped file.
 
     cpus: cores near which the memory is allocated; none: wherever this thread runs. is_foreign: of sealed snapshots
     that are there already, whether their segments stay theirs until they are freed, and are not used for others.
@@ -221,18 +227,17 @@ class MemoryStore:
             for entry in self._slot.entries():
                 if entry.snapshot == snapshot and entry.segment not in self._writing:
                     # The manifest goes, the bytes stay: a reader's shared lock keeps writers off them until it ends.
-                    self.system.unlink(self.directory / entry.name)
+                    self.make_room_of(entry)
                     # A segment of a size that is not used any more goes with its snapshot.
                     if entry.segment not in self._segments:
-                        with suppress(FileNotFoundError):
-                            self.system.unlink(self.directory / f"{entry.segment}.bin")
+                        self._unlink(entry.segment)
 
     def sweep(self) -> None:
         with self._mutex, failing_as(f"remove torn snapshots in {self.directory}"):
             for entry in self._slot.entries():
                 # Only this process writes here, so a mark that no writer of it has is of an attempt that died.
                 if entry.state == WRITING and entry.segment not in self._writing:
-                    self.system.unlink(self.directory / entry.name)
+                    self.make_room_of(entry)
 
     def close(self) -> None:
         self._claim.release()
@@ -251,7 +256,34 @@ class MemoryStore:
             sealed = {entry.segment for entry in self._slot.entries() if entry.state == SEALED}
             # A resize during the writing has dropped this segment, and left its file to the writer.
             if segment.stem not in self._segments and segment.stem not in sealed:
-                segment.unlink(missing_ok=True)
+                self._unlink(segment.stem)
+
+    def make_room_of(self, entry: SlotEntry) -> None:
+        """What said what is in a segment says so no more, and its pages stay for the next manifest. Raises OSError."""
+        path = self.directory / entry.name
+        if self._is_strange(path):
+            self.system.unlink(path)
+        else:
+            self.system.rename(path, self._room(entry.segment))
+
+    def _is_strange(self, path: Path) -> bool:
+        """Whether something else than a file lies there, which is neither opened nor kept."""
+        try:
+            regular_stat(path)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            log.error("%s is put away: %s", path, error.strerror)
+            return True
+        return False
+
+    def _room(self, segment: str) -> Path:
+        return self.directory / f"{segment}.room"
+
+    def _unlink(self, segment: str) -> None:
+        for path in (self.directory / f"{segment}.bin", self._room(segment)):
+            with suppress(FileNotFoundError):
+                self.system.unlink(path)
 
     def _mark(self, entries: Sequence[SlotEntry], begun: SlotEntry) -> None:
         """Say in the folder what is being written, instead of what was torn there or of the same snapshot."""
@@ -259,9 +291,12 @@ class MemoryStore:
         with failing_as(f"reserve a segment in {self.directory}"):
             for entry in entries:
                 if entry.state == WRITING and (entry.segment == begun.segment or entry.snapshot == begun.snapshot):
-                    self.system.unlink(self.directory / entry.name)
-            with opened(self.system, self.directory / begun.name, os.O_WRONLY | os.O_CREAT):
-                pass
+                    self.make_room_of(entry)
+            try:
+                self.system.rename(self._room(begun.segment), self.directory / begun.name)
+            except FileNotFoundError:  # what is here was left by a version that took none
+                with opened(self.system, self.directory / begun.name, os.O_WRONLY | os.O_CREAT):
+                    pass
 
     def _free_segment(self, entries: Sequence[SlotEntry], nbytes: int) -> tuple[str, FileLock]:
         """The name of a free segment and the lock on it; segments without a torn snapshot first."""
@@ -299,13 +334,19 @@ class MemoryStore:
             for entry in entries:
                 if entry.state == WRITING and entry.segment not in chosen:
                     self.system.unlink(self.directory / entry.name)
-        if little := self._too_little(sum(missing)):
+            for path in self.directory.glob("segment-*.room"):
+                if path.stem not in chosen:
+                    self.system.unlink(path)
+        for name in chosen.keys() - {entry.segment for entry in entries}:
+            with suppress(NoRoom):  # left by a version that took none: then as there
+                self._take_room(name, chosen[name])
+        if little := self._too_little(sum(map(_with_room, missing))):
             raise NoRoom(
                 f"{little}, but the {len(missing)} new segments need {sum(missing) / 1e9:.3f} GB: enlarge the tmpfs"
                 " (mount -o remount,size=...), keep fewer replicas, or use another memory dir"
             )
-        chosen.update(zip(self._unused_names(len(missing)), missing, strict=True))
-        return {name: self._allocated(self.directory / f"{name}.bin", size) for name, size in sorted(chosen.items())}
+        adopted = {name: self._allocated(self.directory / f"{name}.bin", size) for name, size in chosen.items()}
+        return dict(sorted((adopted | self._new(missing)).items()))
 
     def _exchange(self, sizes: Sequence[int]) -> None:
         """Use segments of these sizes: those of the same size that are there, and new ones in place of the others."""
@@ -320,7 +361,7 @@ class MemoryStore:
             if name not in kept and name not in sealed and name not in self._writing
         }
         del here  # nothing but `_segments` may refer to what goes: pages return with the last reference to the mapping
-        needed = sum(missing) - sum(gone.values())
+        needed = sum(map(_with_room, missing)) - sum(map(_with_room, gone.values()))
         if little := self._too_little(needed):
             raise NoRoom(
                 f"{little}, but snapshots now need {needed / 1e9:.3f} GB more: enlarge the tmpfs (mount -o"
@@ -334,6 +375,7 @@ class MemoryStore:
                     self.system.unlink(self.directory / entry.name)
             for name in gone:
                 self.system.unlink(self.directory / f"{name}.bin")
+                self._room(name).unlink(missing_ok=True)
         try:
             self._segments = chosen | self._new(missing)
         except StoreFailure:
@@ -377,12 +419,24 @@ class MemoryStore:
         try:
             for name, size in zip(names, sizes, strict=True):
                 made[name] = self._allocated(self.directory / f"{name}.bin", size)
+                self._take_room(name, size)
         except StoreFailure:
             made.clear()  # the mappings first: a file's pages are free when both its name and its mappings are gone
             for name in names:
-                (self.directory / f"{name}.bin").unlink(missing_ok=True)
+                self._unlink(name)
             raise
         return made
+
+    def _take_room(self, segment: str, nbytes: int) -> None:
+        """Raises NoRoom."""
+        path, room = self._room(segment), room_bytes(nbytes)
+        if self._is_strange(path):
+            self.system.unlink(path)
+        with (
+            failing_as(f"allocate {room} bytes for {path}"),
+            opened(self.system, path, os.O_RDWR | os.O_CREAT) as descriptor,
+        ):
+            self.system.allocate(descriptor, room)
 
     def _unused_names(self, count: int) -> list[str]:
         taken = {path.stem for path in self.directory.glob("segment-*.bin")} | self._writing.keys()
@@ -403,6 +457,15 @@ class MemoryStore:
             with opened(self.system, path, os.O_RDWR | os.O_CREAT) as descriptor:
                 self.system.allocate(descriptor, nbytes)
             return MappedSegment(path, map_file(self.system, path, nbytes))
+
+
+def room_bytes(segment_bytes: int) -> int:
+    """What the manifest of a segment may take before it has taken more: larger segments have more records."""
+    return aligned(max(_ROOM_BYTES, segment_bytes // _SEGMENT_PER_ROOM), mmap.PAGESIZE)
+
+
+def _with_room(segment_bytes: int) -> int:
+    return segment_bytes + room_bytes(segment_bytes)
 
 
 def _matched(

@@ -2,7 +2,8 @@
 
     segment-002.bin                                            preallocated bytes, used again and again
     segment-002.iter_0000012-rank_00003-snapshot.writing       they are being overwritten, or were when a process died
-    segment-002.iter_0000012-rank_00003-snapshot.json          they are sealed: the manifest
+    segment-002.iter_0000012-rank_00003-snapshot.json          they are sealed: the manifest, and zeros
+    segment-003.room                                           pages for the next manifest of a free segment
 
 Whoever reads holds a shared lock on the segment, whoever overwrites it an exclusive one. The names alone say what is in
 a segment; they change while others read, so whatever is found missing at a second look was freed in between.
@@ -51,6 +52,11 @@ class SlotEntry:
         found = _ENTRY.fullmatch(name)
         snapshot = SnapshotId.parse(found[2]) if found else None
         return SlotEntry(found[1], snapshot, found[3]) if found and snapshot else None
+
+
+def written_over(content: bytes) -> bytes:
+    """A manifest as it was written: behind it are zeros, up to the end of its room."""
+    return content.rstrip(b"\0")
 
 
 class MemoryReader(SnapshotReader):
@@ -168,7 +174,7 @@ class SlotReader:
         """The verified manifest of a sealed entry, whose segment is there and whole."""
         path, segment = self.directory / entry.name, f"{entry.segment}.bin"
         try:
-            manifest = decode(read_small(path, MOST_BYTES, system=self._system), str(path))
+            manifest = decode(written_over(read_small(path, MOST_BYTES, system=self._system)), str(path))
             stored = regular_stat(self.directory / segment)
         except OSError as error:
             raise UnreadableCheckpoint(f"{error.filename or path}: {error.strerror}; use another copy") from error
