@@ -17,6 +17,7 @@ from unittest import mock
 from xxhash import xxh3_128_hexdigest
 
 from megatron.core.dist_checkpointing.moe.ports import StoreFailure
+from megatron.core.dist_checkpointing.moe.storage.slot_reader import written_over
 
 
 @contextlib.contextmanager
@@ -75,7 +76,7 @@ def _fingerprints(slot: Path) -> dict[str, str]:
     found = {}
     for path in slot.glob("segment-*.json"):
         with contextlib.suppress(FileNotFoundError):
-            manifest = path.read_bytes()
+            manifest = written_over(path.read_bytes())
             nbytes = json.loads(manifest)["manifest"]["segment_bytes"]
             with (slot / f"{path.name[:11]}.bin").open("rb") as segment:
                 data = segment.read(nbytes)

@@ -14,6 +14,7 @@ from runs import Layout, Train, differences, digest
 
 from megatron.core.dist_checkpointing.moe.policy.sharding import ShardAssignment, shard_checkpoint
 from megatron.core.dist_checkpointing.moe.storage.manifest import decode
+from megatron.core.dist_checkpointing.moe.storage.slot_reader import written_over
 from megatron.core.dist_checkpointing.moe.types import FP32, ModelShape, OperatorId, Part, Topology, full_plan
 
 FULL = ("--moe-ckpt-strategy", "full", "--moe-ckpt-interval", "3")
@@ -48,7 +49,7 @@ def stored(memory: Path, iteration: int) -> dict[int, Stored]:
     """What the snapshots of an iteration that are in memory hold, by the rank whose state it is."""
     found: dict[int, Stored] = {}
     for path in memory.glob(f"*/*/slot-*/segment-*.iter_{iteration:07d}-*-snapshot.json"):
-        manifest = decode(path.read_bytes(), path.name)
+        manifest = decode(written_over(path.read_bytes()), path.name)
         counted: Counter[str] = Counter()
         for one in manifest.layout.fields:
             if one.operator is not None:
@@ -177,7 +178,7 @@ def selected(memory: Path, iteration: int) -> dict[int, Counter[OperatorId]]:
     """Bytes of master weights and moments in the snapshot of each rank's own memory, by operator."""
     found: dict[int, Counter[OperatorId]] = {}
     for path in memory.glob(f"*/*/slot-*/segment-*.iter_{iteration:07d}-*.json"):
-        manifest = decode(path.read_bytes(), path.name)
+        manifest = decode(written_over(path.read_bytes()), path.name)
         counted = found.setdefault(manifest.snapshot.rank, Counter())
         for one in manifest.layout.fields:
             if one.operator is not None and one.key.rpartition("/")[2] in SHARED:

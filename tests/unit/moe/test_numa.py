@@ -68,7 +68,7 @@ def test_segments_are_allocated_there_at_the_start_and_when_more_are_needed(tmp_
     store = MemoryStore(tmp_path, "job", 0, [4096], system=Watching(), cpus=frozenset({one}))
     store.resize([8192] * 2)
     store.close()
-    assert seen == [{one}] * 3
+    assert seen == [{one}] * 6, "segments, and the room of each for manifests"
 
 
 def test_the_device_of_the_state_says_where(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

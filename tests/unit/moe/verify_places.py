@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.storage.slot_reader import written_over
 from megatron.core.dist_checkpointing.moe.types import expert
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.pretrain.testing import cpu_device
@@ -246,7 +247,7 @@ def damaged_files(root: Path) -> list[Path]:
 
 
 def is_state(path: Path, sealed: set[str]) -> bool:
-    if path.name == "owner.json":
+    if path.name == "owner.json" or path.suffix == ".room":
         return False
     return not is_memory_segment(path) or any(path.parent.glob(f"{path.stem}.*.json"))
 
@@ -256,11 +257,12 @@ def is_memory_segment(path: Path) -> bool:
 
 
 def whole_bytes(path: Path) -> int:
-    """The length of a file; of a segment in memory, of the records that are sealed in it without gaps between them."""
+    """The length of a file; of a manifest in memory, without the zeros behind it; of a segment there, of the records
+    that are sealed in it without gaps between them."""
     if not is_memory_segment(path):
-        return path.stat().st_size
+        return len(written_over(path.read_bytes())) if path.suffix == ".json" else path.stat().st_size
     (manifest,) = path.parent.glob(f"{path.stem}.*.json")
-    return int(json.loads(manifest.read_bytes())["manifest"]["records"][0]["nbytes"])
+    return int(json.loads(written_over(manifest.read_bytes()))["manifest"]["records"][0]["nbytes"])
 
 
 def suffixes(files: list[Path]) -> list[str]:

@@ -215,7 +215,7 @@ class Lease:
                 raise UsageError(self._refusal(found))
             if seen is None:
                 said = found or "somebody"
-                log.info("%s was left by %s: watching for %g s whether that lives", self._where, said, STALE_S)
+                log.info("%s is held by %s: watching for %g s whether that lives", self._where, said, STALE_S)
             # After a look that took long the device stood still, perhaps for the holder as well: watch anew.
             quiet_s = quiet_s + POLL_S if content == seen and took_s < RENEW_S else 0.0
             seen = content

@@ -434,6 +434,7 @@ class MemoryStore:
             self.system.unlink(path)
         with (
             failing_as(f"allocate {room} bytes for {path}"),
+            running_on(self._cpus),
             opened(self.system, path, os.O_RDWR | os.O_CREAT) as descriptor,
         ):
             self.system.allocate(descriptor, room)
