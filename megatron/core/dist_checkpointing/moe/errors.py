@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_NO_RIGHT = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class MoECheckpointError(Exception):
@@ -12,6 +16,14 @@ class MoECheckpointError(Exception):
 def format_error(error: BaseException) -> str:
     """Errors for people speak for themselves, others by their type."""
     return str(error) if isinstance(error, MoECheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def reason(error: OSError) -> str:
+    """Why a folder cannot be used, and what to do about it where that can be said."""
+    said = error.strerror or str(error)
+    if error.errno in NO_SPACE:
+        return f"{said}: it is full; free space there, or use another folder"
+    return f"{said}; check its permissions" if error.errno in _NO_RIGHT else said
 
 
 class UsageError(MoECheckpointError):

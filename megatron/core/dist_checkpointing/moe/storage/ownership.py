@@ -21,10 +21,9 @@ from pathlib import Path
 
 import psutil
 
-from ..errors import UsageError
+from ..errors import UsageError, reason
 from .private_folders import make_private
 from .small_files import read_small
-from .system import reason
 
 logger = logging.getLogger(__name__)
 

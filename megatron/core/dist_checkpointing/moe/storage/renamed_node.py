@@ -15,11 +15,10 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..errors import UsageError
+from ..errors import UsageError, reason
 from .ownership import OWNER_FILE, live_owner
 from .private_folders import check_private, make_private
 from .slot_reader import SEALED
-from .system import reason
 
 log = logging.getLogger(__name__)
 

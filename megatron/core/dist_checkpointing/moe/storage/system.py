@@ -13,10 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from ..errors import NoRoom, StoreFailure
-
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_NO_RIGHT = (errno.EACCES, errno.EPERM, errno.EROFS)
+from ..errors import NO_SPACE, NoRoom, StoreFailure
 
 
 class OperatingSystem:
@@ -229,20 +226,12 @@ def sync_directory(system: OperatingSystem, path: Path) -> None:
         system.sync(descriptor)
 
 
-def reason(error: OSError) -> str:
-    """Why a folder cannot be used, and what to do about it where that can be said."""
-    said = error.strerror or str(error)
-    if error.errno in _NO_SPACE:
-        return f"{said}: it is full; free space there, or use another folder"
-    return f"{said}; check its permissions" if error.errno in _NO_RIGHT else said
-
-
 @contextmanager
 def failing_as(what: str) -> Iterator[None]:
     """Turns OSError into StoreFailure, or NoRoom for a full device; `what` completes "cannot ..."."""
     try:
         yield
     except OSError as error:
-        if error.errno in _NO_SPACE:
+        if error.errno in NO_SPACE:
             raise NoRoom(f"cannot {what}: {error.strerror}; free space there or keep fewer snapshots") from error
         raise StoreFailure(f"cannot {what}: {error.strerror or error}; it is safe to try again") from error
