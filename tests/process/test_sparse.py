@@ -104,7 +104,7 @@ def product() -> Iterator[Case]:
         points = [(next(at) % layout.ranks, PHASES[next(at) % 5], n) for n in range(2)]
         faults = tuple(f"{rank}@{FIRST[phase] + SAVE_INTERVAL * n}:{phase}" for rank, phase, n in points)
         model = (*precision, *next(routings), *next(embeddings), *next(shared), *DROPOUT)
-        yield Case(layout, model, next(distributed), window, faults)
+        yield Case(layout, model, next(distributed), window, faults=faults)
 
 
 PRODUCT = tuple(product())
