@@ -50,7 +50,7 @@ ROWS = {
     # Imported whenever Python starts.
     "moe_ckpt_finder": Row(standard=frozenset({"importlib", "os", "sys"})),
     # The engine: what a training job can reach.
-    f"{ENGINE}.errors": Row(standard=PURE),
+    f"{ENGINE}.errors": Row(standard=PURE | {"errno"}),
     f"{ENGINE}.boot_clock": Row(standard=PURE | {"pathlib", "time"}),
     f"{ENGINE}.types": Row("errors", standard=PURE),
     f"{ENGINE}.versions": Row("errors", standard=PURE | {"importlib", "pathlib", "platform"}),
@@ -59,7 +59,7 @@ ROWS = {
     f"{ENGINE}.ports": Row(VALUES),
     f"{ENGINE}.policy": Row(VALUES, standard=PURE),
     f"{ENGINE}.strategies": Row(f"{VALUES} config policy", standard=PURE),
-    f"{ENGINE}.storage": Row(VALUES, "fsspec msgspec numpy psutil xxhash"),
+    f"{ENGINE}.storage": Row(f"{VALUES} boot_clock", "fsspec msgspec numpy psutil xxhash"),
     f"{ENGINE}.replication": Row("errors boot_clock ports storage", "msgspec numpy torch xxhash"),
     f"{ENGINE}.seats": Row("errors boot_clock"),
     f"{ENGINE}.core_versions": Row("errors seats", "megatron.core torch"),
@@ -303,7 +303,8 @@ READ_OTHERWISE = {
     "moe.storage.system": "the kernel's own, of a control group",
     "moe.storage.numa": "the kernel's own, of devices",
     "moe.storage.job_secret": "bounded and regular too, and asked whose it is",
-    "moe.replication.interface": "the kernel's own, of this boot",
+    "moe.boot_clock": "the kernel's own, of this boot",
+    "moe.storage.lease": "the kernel's own, of processes",
     "moe.seats.heartbeat": "a byte in a folder that only the launcher gives",
     "dense.safe_load": "bytes that were read, not a file",
     "runs.run_log": "what a user names, which may be a pipe; line by line",

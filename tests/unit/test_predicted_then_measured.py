@@ -43,7 +43,7 @@ def reports(*stretches: tuple[int, int], each_s: float = 0.5, down_s: float = 7.
     for first, last in stretches:
         for iteration in range(first, last + 1):
             at_s += each_s
-            found.append({"iteration": iteration, "at_s": at_s})
+            found.append({"iteration": iteration, "since_boot_s": at_s})
         at_s += down_s
     return found
 

@@ -194,7 +194,7 @@ def test_what_a_first_iteration_takes_longer_is_a_part_of_a_restart(monkeypatch:
     job = SimpleNamespace(iteration_s=lambda size: next(iterations_s))
     monkeypatch.setattr(layer_timing, "TimedJob", lambda pattern: job)
     monkeypatch.setattr(layer_timing, "_slowest", float)
-    monkeypatch.setattr(layer_timing.time, "time", lambda: 1000.0)
+    monkeypatch.setattr(layer_timing, "since_boot_s", lambda: 1000.0)
     settings = SimpleNamespace(micro_batch_sizes=(1, 2), patterns=((1,),))
     assert layer_timing.back_at_s(cast("Any", settings)) == 1005.0
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.moe.core_versions import training
+from megatron.core.dist_checkpointing.moe.core_versions import checkpoints, training
 from megatron.core.dist_checkpointing.moe.core_versions.checkpoints import results_in_process
 from megatron.core.dist_checkpointing.moe.core_versions.seams import SEAMS, changed_seams, core_version, require_seams
 from megatron.core.dist_checkpointing.moe.errors import UsageError
@@ -76,12 +76,13 @@ def test_core_starts_a_manager_for_results_of_a_save_only_where_other_processes_
     monkeypatch: pytest.MonkeyPatch, is_async: bool
 ) -> None:
     name = next(name for name in vars(filesystem_async) if name.endswith("get_write_results_queue"))
-    monkeypatch.setattr(filesystem_async, name, lambda: "a manager's")
+    monkeypatch.setattr(filesystem_async, name, lambda: "core's manager's")
+    monkeypatch.setattr(checkpoints, "results_queue", lambda: "a manager's that ends with this process")
     with results_in_process(lambda: is_async):
         results = getattr(filesystem_async, name)()
-    assert (results == "a manager's") == is_async
+    assert (results == "a manager's that ends with this process") == is_async
     assert is_async or isinstance(results, queue.Queue)
-    assert getattr(filesystem_async, name)() == "a manager's"
+    assert getattr(filesystem_async, name)() == "core's manager's"
 
 
 @pytest.mark.parametrize("members", [1, 2])

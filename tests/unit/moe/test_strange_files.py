@@ -62,7 +62,7 @@ STRANGE: dict[str, Callable[[Path, bytes], object]] = {
     "link to an endless device": lambda path, was: path.symlink_to("/dev/zero"),
     "device": lambda path, was: device(path),
     "sparse terabyte": lambda path, was: sparse(path),
-    "truncated": lambda path, was: path.write_bytes(was[: len(was) // 2]),
+    "truncated": lambda path, was: path.write_bytes(was[: len(was.rstrip(b"\0")) // 2]),
     "empty": lambda path, was: path.touch(),
     "random bytes": lambda path, was: path.write_bytes(os.urandom(4096)),
 }

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from descriptors import room_for_open_files
@@ -293,7 +292,7 @@ def test_a_seat_that_is_called_off_while_it_is_taken_stays_called_off(
             time.sleep(0.01)
         return 7.0
 
-    monkeypatch.setattr(seat_module, "time", SimpleNamespace(time=slowly))
+    monkeypatch.setattr(seat_module, "since_boot_s", slowly)
     seat.leave(5.0)
     assert seat.is_called_off
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import msgspec
 
+from ..boot_clock import boot_id
 from ..errors import MoECheckpointError, StoreFailure, UsageError, format_error
 from .lease_files import LEASE, FolderPlace, LeasePlace
 
@@ -92,8 +93,7 @@ class Holder(msgspec.Struct, frozen=True):
 
 def machine() -> str:
     """This boot of this machine, and the namespace that its process numbers are in; containers have their own."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    return f"{boot_id()}/{os.readlink('/proc/self/ns/pid')}"
 
 
 def started(process: int) -> int:
