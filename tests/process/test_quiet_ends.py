@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from attempts import Cluster
@@ -15,6 +16,8 @@ from runs import Layout, flags, metrics
 from world import HANG_TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
+HEARD = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+"""In a child: a shell that runs the tests in the background lets it ignore Ctrl-C."""
 LAYOUT = Layout(pp=2, ep=1, ranks=2)
 
 
@@ -25,7 +28,7 @@ def test_a_job_outlives_who_reads_it_and_ends_at_ctrl_c_without_a_traceback(clus
     own = {"PYTHON": sys.executable, "CORPUS": cluster.corpus, "TMPDIR": str(tmp_path), "NPROC": "2", "STANDBYS": "1"}
     job = subprocess.Popen(
         ["scripts/train_cpu.sh", *argv], cwd=ROOT, env=os.environ | own, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=HEARD,
     )  # fmt: skip
     try:
         assert job.stdout is not None

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,10 @@ def test_an_interrupted_command_says_so_in_a_line(tmp_path: Path) -> None:
     command = [*MOE_CKPT, "report", "--watch", "--port", "0", str(tmp_path / "metrics.jsonl")]
     fifo = tmp_path / "metrics.jsonl"
     os.mkfifo(fifo)  # reading waits for a writer
-    started = subprocess.Popen(command, cwd=ROOT, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # tests in the background of a shell ignore it
+    started = subprocess.Popen(
+        command, cwd=ROOT, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, preexec_fn=heard
+    )
     with started, fifo.open("w"):  # opened once it reads
         started.send_signal(signal.SIGINT)
         assert started.stderr is not None
