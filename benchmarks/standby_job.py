@@ -151,8 +151,6 @@ def instrument() -> None:
     from megatron.core.dist_checkpointing.moe import MoECheckpointManager
 
     struck(loop, "start_process_group", "connect", "connected")
-    struck(pretrain_gpt_moe, "model_provider", "build", "built")
-    struck(pretrain_gpt_moe, "datasets_provider", "data", "data built")
     struck(MoECheckpointManager, "resume", "resume", "resumed")
     instrument_manager(MoECheckpointManager)
 
@@ -192,6 +190,8 @@ if __name__ == "__main__":
     faults.FaultInjector.__init__.__defaults__ = (kill_once_standbys_are_ready,)
     pretrain_gpt_moe.warm_up = warm_up
     loop.use_cpu = use_cpu_and_instrument
+    struck(pretrain_gpt_moe, "model_provider", "build", "built")
+    struck(pretrain_gpt_moe, "datasets_provider", "data", "data built")
     Seat.training = training  # type: ignore[method-assign]
     if os.environ.get("KEEP") == "0":
         Seat.keep = lambda *_: None  # type: ignore[method-assign]
