@@ -221,6 +221,10 @@ def test_a_job_starts_beside_what_is_strange_in_its_memory(pattern: str, tmp_pat
                     store.free(snapshot)
                 store.sweep()
                 assert store.snapshots().sealed == (SnapshotId(3, 0),), name
+                for iteration in (4, 5):  # each segment is of use, also that of what was strange
+                    verify_places.write(store, verify_places.random.Random(2), SnapshotId(iteration, 0), 1)
+                for iteration in (4, 5):
+                    store.free(SnapshotId(iteration, 0))
                 assert not store.snapshots().torn
                 store.remove()
 

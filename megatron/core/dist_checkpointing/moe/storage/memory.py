@@ -22,6 +22,7 @@ from ..types import GRADIENTS, PARKED
 from ..types.layout import Field, Layout, Listing, Manifest, SnapshotId, aligned, suffice
 from .base import SnapshotWriter
 from .checksums import HURRIED_THREADS, checksums
+from .manifest import MOST_BYTES
 from .numa import running_on
 from .ownership import SLOT, Claim, warn_unless_in_memory
 from .slot_reader import SEALED, WRITING, MemoryReader, SlotEntry, SlotReader
@@ -267,15 +268,15 @@ class MemoryStore:
             self.system.rename(path, self._room(entry.segment))
 
     def _is_strange(self, path: Path) -> bool:
-        """Whether something else than a file lies there, which is neither opened nor kept."""
+        """Whether something else lies there than a file of which a manifest can be made: it is not kept."""
         try:
-            regular_stat(path)
+            length = regular_stat(path).st_size
         except FileNotFoundError:
             return False
         except OSError as error:
             log.error("%s is put away: %s", path, error.strerror)
             return True
-        return False
+        return length > MOST_BYTES  # whoever listed it has said so
 
     def _room(self, segment: str) -> Path:
         return self.directory / f"{segment}.room"
