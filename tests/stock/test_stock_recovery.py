@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shutil
 import signal
@@ -15,13 +16,18 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from click.testing import CliRunner
 from runs import differences, digest
 from stock_jobs import ALONE, FOUR, HALF, ITERATIONS, SCRIPT, TENSOR_PARALLEL, Records
 from stock_recording import unprotected
 from world import Outcome
 
+from moe_ckpt.commands.main import commands
+
 KILLED = -signal.SIGKILL
 FULL = ("--moe-ckpt-strategy", "full")
+PEC = ("--moe-ckpt-strategy", "pec", "--moe-ckpt-pec-k-snapshot", "2", "--moe-ckpt-pec-k-persist", "1")
+SELECTIVE = ("--moe-ckpt-strategy", "selective")
 SPARSE = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "2")
 GLOBAL = (*SPARSE, "--moe-ckpt-recovery", "global")
 
@@ -144,6 +150,33 @@ def test_a_start_whose_clock_is_off_goes_on_from_storage_and_so_does_the_one_aft
     # Where storage is slow it may lack the last iteration of a start, but never all that the start before did not have.
     assert job.ran(0).count(3) == 1
     assert job.records() == undisturbed(ALONE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("off_s", [-86_400.0, 1e8], ids=["behind", "ahead"])
+@pytest.mark.parametrize("protection", [PEC, SELECTIVE, SPARSE], ids=lambda flags: flags[1])
+def test_what_a_start_whose_clock_is_off_stored_is_kept_by_gc_and_taken_under_every_strategy(
+    new_job, tmp_path: Path, protection: tuple[str, ...], off_s: float
+) -> None:
+    job = new_job(ALONE)
+    kept = (*protection, "--moe-ckpt-persist-dir", tmp_path, "--moe-ckpt-persist-interval", 1)
+    newest = 0
+    for hooks, until in (([], 2), ([partial(clock_off, off_s)], 4), ([], ITERATIONS)):
+        outcome = job.run(*kept, "--exit-interval", until, hooks=hooks)
+        assert not newest or f"recovered iteration {newest} " in outcome.said
+        for left in job.memory.iterdir():
+            shutil.rmtree(left)
+        stored = newest_stored(tmp_path)
+        assert stored > newest
+        newest = stored
+        CliRunner().invoke(commands, ["gc", str(tmp_path), "--keep-last", "1", "--idle", "0s", "--apply"])
+        assert newest_stored(tmp_path) == newest
+
+
+def newest_stored(folder: Path) -> int:
+    """The newest iteration that can be restored, as `moe-ckpt verify` says."""
+    said = json.loads(CliRunner().invoke(commands, ["verify", str(folder), "--json"]).stdout)["newest_state"]
+    return int(said.split()[-1])
 
 
 @contextlib.contextmanager
