@@ -25,7 +25,7 @@ from ..storage.lease import ProcessKey, machine, started
 from ..storage.memory import MemoryStore
 from ..storage.ownership import job_of_launcher, launcher, slot_directory
 from ..storage.private_folders import check_private, is_shared, make_private, refused_as_unusable
-from ..storage.renamed_node import take_over_memory
+from ..storage.renamed_node import take_over_memory, tell_of_memory
 from ..storage.system import node_memory_bytes
 from ..types import Topology
 
@@ -179,12 +179,13 @@ def check_memory(config: MoECheckpointConfig, place: ProcessInfo) -> None:
 
 
 def take_over_renamed(config: MoECheckpointConfig, place: ProcessInfo, nodes: Sequence[str]) -> None:
-    """Take what this job left in the memory of this machine when that had another name, unless a name was given.
+    """Take what this job left in the memory of this machine when that had another name, or say so if a name was given.
 
     nodes: names of all nodes of the running job. Raises UsageError.
     """
-    if not place.is_named:
-        take_over_memory(memory_folder(config), place.node, place.job_id, nodes, NODE_NAME)
+    if not place.is_named or place.local_rank == 0:
+        found = tell_of_memory if place.is_named else take_over_memory
+        found(memory_folder(config), place.node, place.job_id, nodes, NODE_NAME)
 
 
 def open_memory(

@@ -62,6 +62,17 @@ def take_over_memory(base: Path, node: str, job: str, others: Collection[str], f
         raise UsageError(f"memory dir {base} cannot be used: {reason(error)}") from error
 
 
+def tell_of_memory(base: Path, node: str, job: str, others: Collection[str], fix: str) -> None:
+    """Say what this job left here under another name, which `fix` keeps from being taken: as `take_over_memory`."""
+    with suppress(OSError, UsageError):
+        for folder in [] if _is_needed(base / node / job) else _left(base, job, {node, *others}):
+            log.warning(
+                "%s holds what job %s left under another name, and stays as it is, for %s is set to %s: set it to %s to"
+                " go on from there, or delete what is not needed (rm -r %s)",
+                folder, job, fix, node, folder.parent.name, folder,
+            )  # fmt: skip
+
+
 def _is_needed(folder: Path) -> bool:
     """Whether a job goes on from what is here, or a process holds it."""
     return any(folder.glob(f"*/segment-*.{SEALED}")) or any(map(live_owner, folder.glob(f"*/{OWNER_FILE}")))
