@@ -89,7 +89,9 @@ def test_a_name_that_was_given_takes_no_other_and_says_so(tmp_path: Path, caplog
     assert f"set it to node-0 to go on from there, or delete what is not needed (rm -r {tmp_path}/node-0/job)" in line
     come(tmp_path, "node-1", ("node-0", "node-1"), is_named=True)
     come(tmp_path, "node-0", is_named=True)
-    assert [said for said in caplog.messages if "stays as it is" in said] == [line], "nothing is left of a node that runs, or goes on from its own"
+    assert [said for said in caplog.messages if "stays as it is" in said] == [line], (
+        "nothing is left of a node that runs, or goes on from its own"
+    )
 
 
 def test_of_several_names_a_user_chooses(tmp_path: Path) -> None:
