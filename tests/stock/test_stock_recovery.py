@@ -142,7 +142,7 @@ def test_a_start_whose_clock_is_off_goes_on_from_storage_and_so_does_the_one_aft
     new_job, undisturbed, tmp_path: Path, off_s: float
 ) -> None:
     job = new_job(ALONE)
-    kept = (*FULL, "--moe-ckpt-persist-dir", tmp_path, "--moe-ckpt-persist-interval", 1)
+    kept = (*FULL, "--moe-ckpt-persist-dir", tmp_path, "--moe-ckpt-persist-interval", 1, "--moe-ckpt-persist-keep", 9)
     for hooks, until in (([], 2), ([partial(clock_off, off_s)], 4), ([], ITERATIONS)):
         job.run(*kept, "--exit-interval", until, hooks=hooks)
         for left in job.memory.iterdir():
@@ -159,7 +159,15 @@ def test_what_a_start_whose_clock_is_off_stored_is_kept_by_gc_and_taken_under_ev
     new_job, tmp_path: Path, protection: tuple[str, ...], off_s: float
 ) -> None:
     job = new_job(ALONE)
-    kept = (*protection, "--moe-ckpt-persist-dir", tmp_path, "--moe-ckpt-persist-interval", 1)
+    kept = (
+        *protection,
+        "--moe-ckpt-persist-dir",
+        tmp_path,
+        "--moe-ckpt-persist-interval",
+        1,
+        "--moe-ckpt-persist-keep",
+        9,
+    )
     newest = 0
     for hooks, until in (([], 2), ([partial(clock_off, off_s)], 4), ([], ITERATIONS)):
         outcome = job.run(*kept, "--exit-interval", until, hooks=hooks)
