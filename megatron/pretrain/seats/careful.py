@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import psutil
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import api as processes
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.launcher import api as launcher
 
@@ -183,9 +184,11 @@ class CarefulSeatAgent(_Careful, SeatAgent):
 @contextlib.contextmanager
 def own_agents(standbys: int, hygiene: HygieneOptions) -> Iterator[None]:
     """In this block torch's launchers, `run` and `elastic_launch`, seat workers if there are standbys, and leave or end
-    ranks as the options say. Ctrl-C ends all processes, raising SignalException, also where no agent of torch's own has
-    started them."""
-    own, interrupt = launcher.LocalElasticAgent, signal.signal(signal.SIGINT, _raise_as_torch_does)
+    ranks as the options say. A signal raises SignalException once, and so ends all processes; Ctrl-C also where no
+    agent of torch's own has started them."""
+    own, handler = launcher.LocalElasticAgent, processes._terminate_process_handler
+    interrupt = signal.signal(signal.SIGINT, _raise_once)
+    processes._terminate_process_handler = _raise_once
     kinds = {
         (True, True): partial(CarefulSeatAgent, standbys=standbys, hygiene=hygiene),
         (True, False): partial(SeatAgent, standbys=standbys),
@@ -196,11 +199,14 @@ def own_agents(standbys: int, hygiene: HygieneOptions) -> Iterator[None]:
     try:
         yield
     finally:
-        launcher.LocalElasticAgent = own
+        launcher.LocalElasticAgent, processes._terminate_process_handler = own, handler
         signal.signal(signal.SIGINT, interrupt)
 
 
-def _raise_as_torch_does(number: int, frame: object) -> NoReturn:
+def _raise_once(number: int, frame: object) -> NoReturn:
+    """As torch's own, which raises again wherever the next one finds it, such as within logging or while ranks are told
+    to end. One Ctrl-C may come twice: to all of a terminal, and from `timeout` or the launcher of several agents."""
+    signal.signal(number, signal.SIG_IGN)
     raise SignalException(f"process {os.getpid()} got signal {number}", signal.Signals(number))
 
 

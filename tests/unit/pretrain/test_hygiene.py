@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
 
 from megatron.core.dist_checkpointing.moe.seats import heartbeat
 from megatron.core.dist_checkpointing.moe.seats.heartbeat import (
@@ -354,6 +355,24 @@ def test_a_rank_that_reads_for_ever_before_its_first_iteration_is_told_of_first_
     who, where = rf"local rank 0 \(process {rank.process.pid}, sleeping\)", "it is in start_reading"
     assert re.search(rf"{who} has not come to its first iteration: for \d+ s {where}", first)
     assert re.search(rf"{who} has not come to an iteration for \d+ s; {where}", last)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_comes_twice_does_not_disturb_a_launcher_that_ends(number: signal.Signals) -> None:
+    handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = {one: signal.getsignal(one) for one in handled}
+    try:
+        with careful.own_agents(0, parsed()):
+            ranks = start_processes("rank", "sleep", {0: ("100",)}, {0: {}}, DefaultLogsSpecs())
+            try:
+                with pytest.raises(SignalException):
+                    signal.raise_signal(number)
+                signal.raise_signal(number)  # as `timeout` does once all of its group have it
+            finally:
+                ranks.close()
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 @pytest.mark.parametrize("name", ["pytorchjob", "jobset"])
