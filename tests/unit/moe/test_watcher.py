@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import os
 import signal
@@ -13,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore
@@ -292,6 +294,19 @@ def test_a_rank_that_does_not_come_is_named_with_its_address() -> None:
         store.set("peer-links/1", where)
         with pytest.raises(PeerLost, match=f"rank 0 could not reach rank 1 at {where} .*--moe-ckpt-interface"):
             PeerLinks(store, 0, 2, "127.0.0.1", 1.0)
+
+
+def test_a_rank_that_may_open_no_more_files_is_not_told_to_look_for_another_interface(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_unused: Any, **_options: Any) -> socket.socket:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    store = HashStore()
+    store.set("peer-links/1", f"127.0.0.1:1 {bytes(16).hex()}")
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    with pytest.raises(PeerLost, match=r"Too many open files\): raise the limit of open files \(ulimit -n\)"):
+        PeerLinks(store, 0, 2, "127.0.0.1", 1.0)
 
 
 def test_a_rank_that_waits_for_one_that_never_calls_is_let_go_when_connections_are_closed() -> None:

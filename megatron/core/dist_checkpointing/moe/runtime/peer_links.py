@@ -10,6 +10,7 @@ own links tell to others, so all N ranks hear of a loss in log2(N) steps.
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import secrets
@@ -133,9 +134,12 @@ class PeerLinks:
             connection.sendall(_HELLO.pack(bytes.fromhex(secret), self._rank))
         except (OSError, RuntimeError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
+            advice = "let the nodes reach each other there, or name another interface with --moe-ckpt-interface"
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                advice = "raise the limit of open files (ulimit -n), of which training alone may take all"
             raise PeerLost(
                 f"rank {self._rank} could not reach rank {other} at {where} within {self._timeout_s:g} s ({reason}):"
-                " let the nodes reach each other there, or name another interface with --moe-ckpt-interface"
+                f" {advice}"
             ) from None
         return connection
 
