@@ -352,3 +352,30 @@ def test_a_forked_helper_does_not_hide_the_death_of_its_trainer() -> None:
         os.waitpid(child, 0)
         for end in ends:
             end.end("the test is over")
+
+
+def test_a_connection_that_comes_while_this_process_is_slow_to_accept_it_is_not_taken_for_an_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a machine that is busy with starting many processes."""
+    monkeypatch.setattr(connections, "PROBE_AFTER_S", 0.01)
+    accept, accepts = Connections._arrive, threading.Event()
+
+    def late(self: Connections, *caller: Any) -> None:
+        assert self.rank or accepts.wait(LONG_S)
+        accept(self, *caller)
+
+    monkeypatch.setattr(Connections, "_arrive", late)
+    waiting, other = ends = [Connections(rank, "127.0.0.1") for rank in range(2)]
+    with ThreadPoolExecutor(1) as pool:
+        arrived = pool.submit(waiting.arrival, other.place, 1, 0, LONG_S)
+        while (0, connections.PROBE) not in other._arrived:
+            time.sleep(0.01)
+        dialled = other.dial(waiting.place, 0, 0, LONG_S)
+        with pytest.raises(TimeoutError):
+            arrived.result(0.5)
+        accepts.set()
+        dialled.sendall(b"x")
+        assert arrived.result(LONG_S).recv(1) == b"x"
+    for end in ends:
+        end.end("the test is over")

@@ -120,10 +120,6 @@ class Connections:
         except OSError as error:
             self.close(connection)
             raise ConnectionError(f"rank {other} cannot be reached at {host}:{port} ({_said(error)})") from None
-        with self._lock:
-            probe = None if purpose == PROBE else self._arrived.pop((other, PROBE), None)
-        if probe is not None:  # it waits for this connection
-            self.close(probe)
         return _made_ready(connection)
 
     def arrival(self, place: str, source: int, purpose: int, timeout_s: float) -> socket.socket:
@@ -132,7 +128,8 @@ class Connections:
         Raises OSError.
         """
         if not self._has_come(source, purpose, PROBE_AFTER_S):
-            # Nothing says that it has ended before it dialled, but a connection in the other direction.
+            # Nothing says that it has ended before it dialled, but a connection in the other direction; which it keeps
+            # when it dials, since here its end may be seen before the connection that has come is.
             probe = self.dial(place, source, PROBE, timeout_s)
             try:
                 while not self._has_come(source, purpose, PROBE_AFTER_S):
