@@ -198,8 +198,12 @@ class Lease:
         seen, quiet_s = None, 0.0
         while True:
             begun_s = time.monotonic()
-            with self._reading():
-                content = self._place.read()
+            try:
+                with self._reading():
+                    content = self._place.read()
+            except NotADirectoryError as error:
+                self._warn(error)
+                return
             took_s = time.monotonic() - begun_s
             found = decoded(content) if content is not None else None
             if content is None or self._is_free(found, is_quiet=content == seen and quiet_s >= STALE_S):
@@ -208,7 +212,7 @@ class Lease:
                         self._thread.start()
                         return
                 except (OSError, StoreFailure) as error:
-                    log.warning(f"%s has no lease of this job (%s): {_UNFOUND}", self._where, format_error(error))
+                    self._warn(error)
                     return
                 continue
             if found is not None and (judged(found, self._own) is Verdict.REFUSE or seen not in (None, content)):
@@ -220,6 +224,9 @@ class Lease:
             quiet_s = quiet_s + POLL_S if content == seen and took_s < RENEW_S else 0.0
             seen = content
             self._wait(POLL_S)
+
+    def _warn(self, error: Exception) -> None:
+        log.warning(f"%s has no lease of this job (%s): {_UNFOUND}", self._where, format_error(error))
 
     def renew(self) -> bool:
         """Show once more that this process lives; False where another one has the place by now."""
@@ -311,6 +318,8 @@ class Lease:
     def _reading(self) -> Iterator[None]:
         try:
             yield
+        except NotADirectoryError:
+            raise  # nobody can write there
         except OSError as error:
             raise UsageError(
                 f"{self._where}/{LEASE}, which says who writes there, cannot be read: {error.strerror or error}"
