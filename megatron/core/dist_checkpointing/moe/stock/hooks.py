@@ -232,10 +232,10 @@ class Hooks:
             if not (changed := self._changed(state.recorded_flags)):
                 raise
             raise UsageError(f"{error}; flags are others than before: {changed}") from error
-        if (iteration or loaded) and (changed := self._changed(None if loaded else state.recorded_flags)):
-            self._say("from iteration %d on, flags are others than before: %s", iteration + 1, changed)
         if manager.repeats_steps and state.recorded_flags is not None:
             refuse_other_flags(state.recorded_flags, self._flags)
+        if (iteration or loaded) and (changed := self._changed(None if loaded else state.recorded_flags)):
+            self._say("from iteration %d on, flags are others than before: %s", iteration + 1, changed)
         if self._recover_only:
             self._require_recovered(manager)
         self._manager, self._quiet = manager, Quiet(self._loop, manager)
