@@ -154,7 +154,7 @@ class _Careful(LocalElasticAgent if TYPE_CHECKING else object):  # type: ignore[
             log.error(
                 "%s: local rank %d (process %d, %s) %s %.0f s%s", node_name(), ranks[pid], pid,
                 f"{state}, it does not answer" if pid in hung.silent else state, what, stood_s,
-                f"; it is in {beat.place}" if beat.place else "",
+                f"; it {'was last' if pid in hung.silent else 'is'} in {beat.place}" if beat.place else "",
             )  # fmt: skip
         others = ranks.keys() - hung.pids  # in a recovery, or at its end: the hung ones may wait for them
         for pid in sorted(others, key=ranks.__getitem__):
