@@ -49,8 +49,7 @@ def no_data(_provider: Any) -> tuple[None, None, None]:
     """In place of iterators: nothing is read, so it does not matter how much the training has left."""
     from megatron.training import get_args
 
-    args = get_args()
-    args.do_train, args.do_valid, args.do_test = True, False, False
+    vars(get_args()).update(do_train=True, do_valid=False, do_test=False)
     return None, None, None
 
 
