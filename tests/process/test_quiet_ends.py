@@ -11,6 +11,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import pytest
 from attempts import Cluster
 from runs import Layout, flags, metrics
 from world import HANG_TIMEOUT_S
@@ -21,6 +22,7 @@ HEARD = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
 LAYOUT = Layout(pp=2, ep=1, ranks=2)
 
 
+@pytest.mark.full
 def test_a_job_outlives_who_reads_it_and_ends_at_ctrl_c_without_a_traceback(cluster: Cluster, tmp_path: Path) -> None:
     reports = tmp_path / "reports"
     protect = ("--moe-ckpt-strategy", "full", "--moe-ckpt-memory-dir", str(cluster.memory))
