@@ -17,13 +17,13 @@ def one_iteration(args: Any) -> str:
     Megatron-LM looks for a tracker there, finds none, and begins anew. Raises UsageError for a folder that holds
     something else than its checkpoints.
     """
-    given, here = args.load, Path(args.load or "")
+    given, here = args.load, Path(args.load or "").absolute()
     if given is None or "://" in given or (here / TRACKER).exists() or not here.is_dir():
         return ""
-    if ITERATION.fullmatch(here.absolute().name) and any((here / name).exists() for name in (INDEX, FORMAT, COMMON)):
-        args.load, args.ckpt_step = str(here.absolute().parent), int(here.absolute().name.removeprefix("iter_"))
+    if ITERATION.fullmatch(here.name) and any((here / name).exists() for name in (INDEX, FORMAT, COMMON)):
+        args.load, args.ckpt_step = str(here.parent), int(here.name.removeprefix("iter_"))
         return f"--load {given} is one iteration: taken as --load {args.load} --ckpt-step {args.ckpt_step}"
-    if here.absolute().name == RELEASE:
+    if here.name == RELEASE:
         raise UsageError(f"--load {given} is what {TRACKER} of a released model names: give the folder above it")
     if any(here.glob("iter_*-rank_*")):
         raise UsageError(f"--load {given} holds snapshots, not checkpoints: give it as --moe-ckpt-persist-dir")
