@@ -54,7 +54,7 @@ def test_a_fixed_window_gives_up_logs_then_the_window_then_protection(
         "logs": r"boundary logs of 6 iterations are kept in place of 9",
         "no logs": r"no boundary logs are kept: faults roll back all stages",
         "window": r"everything is snapshotted at once, as with --moe-ckpt-strategy full",
-        "all": r"no snapshots are taken: training goes on unprotected",
+        "all": r"no snapshots are taken: training is not protected",
     }
     for at, (name, limit) in enumerate(limits.items(), start=1):
         folder = tmp_path / name.replace(" ", "-")
@@ -80,7 +80,7 @@ def test_an_automatic_window_that_wants_more_later_gives_up_what_does_not_fit(
     flags = ("--moe-ckpt-window", "auto", "--moe-ckpt-memory-limit", str(limit), *reports)
     outcome, most, lines = run(cluster, tmp_path / "auto", *flags)
     assert set(outcome.codes) == {0}, outcome.said
-    assert "training goes on unprotected" in lines[-1]
+    assert "training is not protected" in lines[-1]
     assert most <= limit
 
 

@@ -86,7 +86,7 @@ def test_a_memory_dir_that_is_too_small_costs_protection_and_not_training(run: R
     outcome = run(hooks=(partial(little_space, 123_000, (1,)),))
     assert set(outcome.codes) == {0}, outcome.said
     (line,) = outcome.warnings
-    assert "is not larger; enlarge the tmpfs" in line and "training goes on unprotected" in line
+    assert "is not larger; enlarge the tmpfs" in line and "training is not protected" in line
 
 
 def test_a_memory_dir_of_a_live_job_is_refused_and_the_job_named(run: Run, other_job: Claim) -> None:

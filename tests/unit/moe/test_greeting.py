@@ -139,8 +139,8 @@ class Greeted:
     def __init__(self, listener: socket.socket | None = None) -> None:
         self.listener, self.arrived = listener or socket.create_server(("127.0.0.1", 0)), list[bytes]()
         self._is_there = threading.Event()
-        self._greeting = Greeting("rank 3", self.listener, HELLO_BYTES, lambda hello: hello == PASSWORD, self._arrive)
-        self._thread = threading.Thread(target=self._greeting.run)
+        self.greeting = Greeting("rank 3", self.listener, HELLO_BYTES, lambda hello: hello == PASSWORD, self._arrive)
+        self._thread = threading.Thread(target=self.greeting.run)
         self._thread.start()
 
     def _arrive(self, connection: socket.socket, hello: bytes) -> None:
@@ -168,6 +168,16 @@ def greeted() -> Iterator[Greeted]:
     one = Greeted()
     yield one
     one.end()
+
+
+def test_a_caller_whose_connection_is_closed_as_it_arrives_ends_nothing(
+    greeted: Greeted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(greeted.greeting, "_opened", socket.socket.close)  # as a rank does that closes all it has
+    with greeted.called() as connection:
+        assert hung_up_on(connection)
+    monkeypatch.undo()
+    assert greeted.is_let_in()
 
 
 def hung_up_on(connection: socket.socket) -> bool:

@@ -178,7 +178,7 @@ def test_where_nothing_fits_training_goes_on_without_snapshots(
     strategy = sparse()
     fitted(capturer, strategy, Room(10, 2, "the reason"))
     assert strategy.gave_up
-    assert "training goes on unprotected" in caplog.messages[-1]
+    assert "training is not protected" in caplog.messages[-1]
 
 
 def test_only_the_first_rank_speaks(capturer: FakeCapturer, caplog: pytest.LogCaptureFixture) -> None:

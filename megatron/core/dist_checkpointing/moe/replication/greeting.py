@@ -112,8 +112,12 @@ class Greeting:
                 return
             connection.setblocking(False)
             self._opened(connection)
+            try:
+                self._selector.register(connection, selectors.EVENT_READ)
+            except (KeyError, ValueError):  # the connections of this rank end just now, and closed it, too
+                self._close(connection)
+                continue
             self._callers[connection] = _Caller(address[0], time.monotonic() + HELLO_S)
-            self._selector.register(connection, selectors.EVENT_READ)
             self._hear(connection)  # a rank sends its hello as it connects
             if len(self._callers) > MOST:
                 self._hang_up(next(iter(self._callers)))

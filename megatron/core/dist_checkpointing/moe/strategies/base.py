@@ -307,7 +307,7 @@ class Strategy(ABC):
         if self._gave_up:
             return ""
         self._gave_up = True
-        return "no snapshots are taken: training goes on unprotected"
+        return "no snapshots are taken: training is not protected"
 
     def counted(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
         """Tokens routed in `iteration`, per MoE layer and expert."""
