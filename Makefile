@@ -73,7 +73,7 @@ check: setup
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(RUN) -m vulture
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/unit/test_architecture.py
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/unit/test_architecture.py tests/unit/test_budgets.py tests/stock/test_trace.py
 
 format: setup
 	$(RUN) -m ruff check --fix .

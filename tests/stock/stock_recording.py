@@ -7,15 +7,18 @@ import datetime
 import functools
 import gc
 import hashlib
+import inspect
 import json
 import os
 import random
 import resource
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 from unittest import mock
 
@@ -300,3 +303,44 @@ def digest(args: Any, model: Any, optimizer: Any, scheduler: Any) -> str:
     add("samples", (args.consumed_train_samples, args.consumed_valid_samples))
     add("random", (random.getstate(), numpy.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes()))
     return found.hexdigest()
+
+
+@contextlib.contextmanager
+def traced(folder: str) -> Iterator[None]:
+    """Write which functions of the engine this process enters, and through which of them the first copy is begun."""
+    from megatron.core.dist_checkpointing.moe import manager
+    from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
+    from megatron.training import training
+
+    engine, loop = f"{Path(manager.__file__).parent}/", training.__file__
+    entered, frames = set[CodeType](), list[str]()
+
+    def enter(code: CodeType, _offset: int) -> Any:
+        if code.co_filename.startswith(engine):
+            entered.add(code)
+            if code is LiveCapturer.begin.__code__:
+                frame: FrameType | None = inspect.currentframe()
+                frame = frame and frame.f_back  # that of the function itself
+                while frame is not None and frame.f_code.co_filename != loop:
+                    frames.append(f"{frame.f_code.co_filename.removeprefix(engine)}:{frame.f_code.co_name}")
+                    frame = frame.f_back
+        return sys.monitoring.DISABLE  # once for each function
+
+    tool, starts = sys.monitoring.PROFILER_ID, sys.monitoring.events.PY_START
+    sys.monitoring.use_tool_id(tool, "moe-ckpt-trace")
+    sys.monitoring.register_callback(tool, starts, enter)
+    sys.monitoring.set_events(tool, starts)
+    try:
+        yield
+    finally:
+        functions = [
+            (code.co_filename.removeprefix(engine), code.co_firstlineno, _length(code))
+            for code in entered
+            if code.co_name != "<module>"
+        ]
+        path = Path(folder) / f"{os.environ['RANK']}-{os.getpid()}.json"
+        path.write_text(json.dumps({"functions": functions, "frames": frames}))
+
+
+def _length(code: CodeType) -> int:
+    return max(line or 0 for *_, line in code.co_lines()) - code.co_firstlineno + 1

@@ -14,7 +14,8 @@ from megatron.core.dist_checkpointing.moe.local_recovery.communicator import Bou
 from megatron.core.dist_checkpointing.moe.policy.bubbles import schedule_1f1b
 from megatron.core.dist_checkpointing.moe.policy.copy_placement import CopyPlacement, estimated_wait_share
 from megatron.core.dist_checkpointing.moe.snapshot import pipeline_waits
-from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import Span, ThreadEngine
+from megatron.core.dist_checkpointing.moe.snapshot.chunks import Span
+from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
 from megatron.core.dist_checkpointing.moe.snapshot.pipeline_waits import (
     BubblePace,
     BubbleSends,

@@ -27,8 +27,8 @@ from megatron.core.dist_checkpointing.moe.recovery import diverged, timeline
 from megatron.core.dist_checkpointing.moe.recovery.diverged import Divergence, DivergenceNotes
 from megatron.core.dist_checkpointing.moe.runtime.status import STATUS_FILE
 from megatron.core.dist_checkpointing.moe.stock.dense import _iteration_in
-from megatron.core.dist_checkpointing.moe.storage.base import open_durable
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.storage.objects import open_durable
 from megatron.core.dist_checkpointing.moe.storage.ownership import OWNER_FILE, job_of_launcher
 from megatron.core.dist_checkpointing.moe.storage.small_files import INFORMING_BYTES
 from moe_ckpt.commands.main import main

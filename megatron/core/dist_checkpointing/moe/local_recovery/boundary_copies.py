@@ -21,7 +21,8 @@ import torch
 
 from ..errors import MoECheckpointError, UsageError
 from ..ports import Field, Layout, MappedWriter
-from ..snapshot.copy_engines import CopyEngine, Span
+from ..snapshot.chunks import Span
+from ..snapshot.copy_engines import CopyEngine
 from ..types import Direction, received_key
 from .fingerprints import FINGERPRINT_BYTES, fingerprint
 

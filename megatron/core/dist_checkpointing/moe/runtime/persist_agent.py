@@ -216,8 +216,8 @@ def _finish(line: bytes, facts: dict[str, object]) -> str:
     """Carry out the orders of a line; the iterations that they were of, in words."""
     _skip_megatron_core()
     from megatron.core.dist_checkpointing.moe.snapshot.persisting import carry_out, orders_from
-    from megatron.core.dist_checkpointing.moe.storage.base import open_durable
     from megatron.core.dist_checkpointing.moe.storage.manifest import use_secret
+    from megatron.core.dist_checkpointing.moe.storage.objects import open_durable
     from megatron.core.dist_checkpointing.moe.storage.slot_reader import SlotReader
 
     secret = facts["secret"]

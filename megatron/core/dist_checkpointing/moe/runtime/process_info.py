@@ -20,9 +20,9 @@ from ..ports import Json, Manifest
 from ..resharding.generation import LiveLayout
 from ..resharding.store import ReshardingStore
 from ..snapshot.memory_limit import NodeMemory
-from ..storage.base import open_durable
 from ..storage.lease import ProcessKey, machine, started
 from ..storage.memory import MemoryStore
+from ..storage.objects import open_durable
 from ..storage.ownership import job_of_launcher, launcher, slot_directory
 from ..storage.private_folders import check_private, is_shared, make_private, refused_as_unusable
 from ..storage.renamed_node import take_over_memory, tell_of_memory

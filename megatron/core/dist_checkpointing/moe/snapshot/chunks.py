@@ -11,16 +11,40 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from functools import cached_property
 
-if TYPE_CHECKING:
-    from .copy_engines import CopyJob, Span
+import numpy as np
+import torch
 
 CHUNK_BYTES = 8 << 20
 """About 0.2 ms of a bus that carries 50 GB/s."""
 
 LOCK_BYTES = 256 << 20
 """Segments are page-locked in pieces of this size; a transfer must lie in one of them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """Live memory that is copied in one piece: `source`, flat uint8, goes to `offset` bytes after a segment's start."""
+
+    source: torch.Tensor
+    offset: int
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the piece."""
+        return int(self.source.numel())
+
+    @cached_property
+    def array(self) -> np.ndarray:
+        """The source as an array; of CPU tensors only."""
+        array: np.ndarray = self.source.numpy()
+        return array
+
+
+type CopyJob = tuple[Sequence[Span], memoryview]
+"""Spans, and the segment that they go to."""
 
 
 def chunked(

@@ -25,41 +25,15 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
-import torch
 
 from ..errors import UsageError
 from ..ports import Pace
-from .chunks import Throttle, chunked, total_bytes
+from .chunks import CopyJob, Span, Throttle, chunked, total_bytes
 
 TICK_S = 1e-6  # no copy is faster than the clock can tell
 _TRIAL_S = 60.0
-
-
-@dataclass(frozen=True, eq=False)
-class Span:
-    """Live memory that is copied in one piece: `source`, flat uint8, goes to `offset` bytes after a segment's start."""
-
-    source: torch.Tensor
-    offset: int
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes of the piece."""
-        return int(self.source.numel())
-
-    @cached_property
-    def array(self) -> np.ndarray:
-        """The source as an array; of CPU tensors only."""
-        array: np.ndarray = self.source.numpy()
-        return array
-
-
-type CopyJob = tuple[Sequence[Span], memoryview]
-"""Spans, and the segment that they go to."""
 
 
 class CopyEngine(abc.ABC):

@@ -26,8 +26,8 @@ from collections.abc import Sequence
 import torch
 
 from ..ports import Pace
-from .chunks import CHUNK_BYTES, Throttle, chunked, total_bytes
-from .copy_engines import TICK_S, CopyEngine, CopyJob, Span, extent_bytes, require_idle
+from .chunks import CHUNK_BYTES, CopyJob, Span, Throttle, chunked, total_bytes
+from .copy_engines import TICK_S, CopyEngine, extent_bytes, require_idle
 from .page_locks import PageLocks
 
 _POLL_S = 0.0005

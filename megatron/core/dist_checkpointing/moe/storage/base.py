@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -25,9 +24,6 @@ from .manifest import checksum, decode, encode, flat_bytes, verified
 if TYPE_CHECKING:
     from collections.abc import Buffer
     from typing import Self
-
-    from .filesystem import FilesystemStore
-    from .objects import ObjectStore
 
 
 class SnapshotWriter(ABC):
@@ -157,17 +153,6 @@ class SnapshotReader(ABC):
     def _require_open(self) -> None:
         if self._closed:
             raise UsageError(f"{self._where}: the reader of {self.manifest.snapshot} was closed")
-
-
-def open_durable(place: str, rank: int) -> FilesystemStore | ObjectStore:
-    """The store in a folder, which is created if it is missing, or behind a URL that fsspec knows.
-
-    Raises UsageError for a place that cannot be used.
-    """
-    from .filesystem import FilesystemStore  # here, because both use what is below
-    from .objects import ObjectStore
-
-    return ObjectStore(place, rank) if "://" in place else FilesystemStore(Path(place), rank)
 
 
 def sealed_manifest(

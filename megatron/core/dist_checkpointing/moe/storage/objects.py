@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
@@ -21,6 +22,7 @@ import fsspec  # type: ignore[import-untyped]
 from ..errors import MoECheckpointError, StoreFailure, UnreadableCheckpoint, UsageError
 from ..types.layout import MANIFEST, Field, Layout, Listing, Manifest, Record, SnapshotId, Torn
 from .base import DurableWriter, SnapshotReader, sealed_manifest
+from .filesystem import FilesystemStore
 from .manifest import MOST_BYTES
 from .system import failing_as
 
@@ -235,3 +237,11 @@ class ObjectReader(SnapshotReader):
 
     def _let_go(self) -> None:
         self._files = None
+
+
+def open_durable(place: str, rank: int) -> FilesystemStore | ObjectStore:
+    """The store in a folder, which is created if it is missing, or behind a URL that fsspec knows.
+
+    Raises UsageError for a place that cannot be used.
+    """
+    return ObjectStore(place, rank) if "://" in place else FilesystemStore(Path(place), rank)

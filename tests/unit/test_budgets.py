@@ -1,0 +1,167 @@
+"""What the project may weigh, from `[tool.budgets]` of pyproject.toml: lower a number when it falls, and raise one only
+with the reason beside it."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import tokenize
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from test_architecture import FILES, MODULES, ROOT, imports_of, module_of, tree_of
+
+BUDGETS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["budgets"]
+SLACK = 0.1
+"""By how much a count may lie below its budget before that has to follow."""
+
+
+@cache
+def lines_of(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+@cache
+def python_files() -> tuple[Path, ...]:
+    names = subprocess.check_output(["git", "ls-files", "*.py"], cwd=ROOT, text=True).splitlines()
+    return tuple(ROOT / name for name in names if (ROOT / name).exists())
+
+
+def in_folder(folder: str) -> Iterator[Path]:
+    """Python files of a folder without those of the folders in it that have budgets of their own."""
+    inner = [other for other in BUDGETS["lines"] if other.startswith(f"{folder}/")]
+    for path in python_files():
+        name = path.relative_to(ROOT).as_posix()
+        if name.startswith(f"{folder}/") and not any(name.startswith(f"{other}/") for other in inner):
+            yield path
+
+
+@pytest.mark.parametrize("folder", BUDGETS["lines"])
+def test_a_folder_has_no_more_lines_than_its_budget_and_the_budget_follows(folder: str) -> None:
+    budget, lines = BUDGETS["lines"][folder], sum(map(lines_of, in_folder(folder)))
+    assert budget * (1 - SLACK) - 200 <= lines <= budget, f"{folder} has {lines} lines"
+
+
+def test_every_python_file_has_a_budget() -> None:
+    counted = {path for folder in BUDGETS["lines"] for path in in_folder(folder)}
+    assert {path.name for path in python_files() if path not in counted} == {
+        "setup.py",
+        "pretrain_gpt_moe.py",
+        "moe_ckpt_finder.py",
+    }
+
+
+def circles_of(modules: dict[str, set[str]]) -> list[set[str]]:
+    """Sets of modules of which each leads to all others (Tarjan's strongly connected components)."""
+    index, low, stack, found = dict[str, int](), dict[str, int](), list[str](), list[set[str]]()
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for other in modules[module]:
+            if other not in index:
+                visit(other)
+            if other in stack:
+                low[module] = min(low[module], low[other])
+        if low[module] == index[module]:
+            circle = set(stack[stack.index(module) :])
+            del stack[stack.index(module) :]
+            if len(circle) > 1:
+                found.append(circle)
+
+    for module in modules:
+        if module not in index:
+            visit(module)
+    return found
+
+
+KNOWN_CIRCLE = {"moe_ckpt.checkpoints.inspect_saves", "moe_ckpt.checkpoints.saves"}
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    names = {
+        module: {name for name in imports_of(path) if name in MODULES} - {module} for module, path in MODULES.items()
+    }
+    assert [circle for circle in circles_of(names) if not circle <= KNOWN_CIRCLE] == []
+
+
+def public_functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Functions and methods whose names, and those of whose classes, are public."""
+
+    def within(body: list[ast.stmt]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+        for node in body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                yield from within(node.body)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+                yield node
+
+    yield from within(tree_of(path).body)
+
+
+def explains_arguments(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a function of two or more parameters has an `Args:` block, or stands for another that has it."""
+    given = function.args
+    names = [arg.arg for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs) if arg.arg not in ("self", "cls")]
+    decorated = {ast.unparse(one) for one in function.decorator_list}
+    if len(names) < 2 or decorated & {"override", "overload"}:
+        return True
+    return "Args:" in (ast.get_docstring(function) or "")
+
+
+@pytest.mark.parametrize("folder", BUDGETS["without_args"])
+def test_public_functions_explain_their_arguments(folder: str) -> None:
+    paths = [path for path in FILES if path.relative_to(ROOT).as_posix().startswith(f"{folder}/")]
+    silent = [
+        f"{path.name}: {one.name}" for path in paths for one in public_functions(path) if not explains_arguments(one)
+    ]
+    assert len(silent) <= BUDGETS["without_args"][folder], f"{len(silent)} without Args:, as {silent[:5]}"
+
+
+def comment_share(paths: list[Path]) -> float:
+    """Comments on 100 lines of code."""
+    counts = Counter[str]()
+    for path in paths:
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
+            counts["comment"] += token.type == tokenize.COMMENT and not re.match(r"#\s*(type:|fmt:|noqa)", token.string)
+            counts["code"] += token.type == tokenize.NEWLINE
+    return 100 * counts["comment"] / counts["code"]
+
+
+@pytest.mark.parametrize("folder", BUDGETS["comments"])
+def test_code_at_streams_locks_and_process_groups_is_commented(folder: str) -> None:
+    paths = [path for path in FILES if path.relative_to(ROOT).as_posix().startswith(f"{folder}/")]
+    assert round(comment_share(paths), 1) >= BUDGETS["comments"][folder], f"{comment_share(paths):.1f} on 100 lines"
+
+
+def words_in(text: str) -> Counter[str]:
+    patterns = {name: re.compile(rf"\b{pattern}\b", re.IGNORECASE) for name, pattern in BUDGETS["words"]["not"].items()}
+    return Counter({name: len(pattern.findall(text)) for name, pattern in patterns.items()})
+
+
+def test_private_words_do_not_come_back() -> None:
+    """In pages, and in docstrings, strings and names of the product."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    pages = [page for page in pages if "decisions" not in page.parts and page.name != "glossary.md"]
+    product = [path for path in FILES if module_of(path).startswith(("megatron.", "moe_ckpt"))]
+    found = sum((words_in(path.read_text(encoding="utf-8")) for path in (*pages, *product)), Counter[str]())
+    over = {name: count for name, count in found.items() if count > BUDGETS["words"]["most"].get(name, 0)}
+    assert not over
+
+
+SUBJECT = re.compile(r"[a-z0-9_/., -]+: [a-z0-9`'\"].*")
+SINCE = "7c7735f"
+"""The newest commit from before this rule."""
+
+
+def test_subjects_of_commits_name_an_area_and_are_short() -> None:
+    command = ["git", "log", "--no-merges", "--format=%s", f"{SINCE}..HEAD"]
+    log = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
+    if log.returncode:
+        pytest.skip("the history is not here")
+    assert [line for line in log.stdout.splitlines() if len(line) > 72 or not SUBJECT.fullmatch(line)] == []
